@@ -1,0 +1,73 @@
+"""Every error a user can meet, and the exit code each one ends a command with.
+
+    AsaError                 1   a bug, or something nobody foresaw
+    ├── UsageError           2   the command line, or the arguments of a Python call
+    ├── InvalidInputError    3   a file or a model that cannot be used; names the place inside it
+    ├── InfeasibleError      4   no plan fits; names the binding constraint and the nearest remedy
+    ├── UnavailableError     5   the machine lacks what was asked for
+    ├── WorkersFailedError   6   a worker died or hung; names the rank
+    ├── NoCheckpointError    7   nothing valid to resume from
+    └── PreemptedError      75   asked to stop; the state is saved
+
+A message is one line: what was asked, the number that decides, the remedy.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class AsaError(Exception):
+    """Root of the tree. ``exit_code`` is what the command line returns."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class UsageError(AsaError):
+    """The request itself is wrong: an unknown name, an impossible number."""
+
+    exit_code: ClassVar[int] = 2
+
+
+class InvalidInputError(AsaError):
+    """A file or model handed in cannot be used. ``where`` is the JSON path or byte position, if there is one."""
+
+    exit_code: ClassVar[int] = 3
+
+    def __init__(self, message: str, *, where: str | None = None) -> None:
+        self.where = where
+        super().__init__(message if where is None else f"{message} (at {where})")
+
+
+class InfeasibleError(AsaError):
+    """No plan satisfies the constraints."""
+
+    exit_code: ClassVar[int] = 4
+
+
+class UnavailableError(AsaError):
+    """The environment lacks a device, a solver, a package or a port."""
+
+    exit_code: ClassVar[int] = 5
+
+
+class WorkersFailedError(AsaError):
+    """A worker process died, hung or disagreed. ``rank`` is the first one known to be at fault."""
+
+    exit_code: ClassVar[int] = 6
+
+    def __init__(self, message: str, *, rank: int | None = None) -> None:
+        self.rank = rank
+        super().__init__(message)
+
+
+class NoCheckpointError(AsaError):
+    """No checkpoint passed validation."""
+
+    exit_code: ClassVar[int] = 7
+
+
+class PreemptedError(AsaError):
+    """Stopped on request; everything needed to resume is on disk."""
+
+    exit_code: ClassVar[int] = 75

@@ -1,0 +1,76 @@
+"""A strategy is one page: it declares what it holds and moves, and does it.
+
+The declaration (``share``, ``memory``, ``traffic``) knows no bandwidth; :mod:`asa.cost` prices it and knows no
+strategy. ``apply`` does what was declared, with torch, imported inside. A contract test holds every page to its
+word: degree 1 is silent, state never rises with degree, and the collectives of ``apply`` are those of ``traffic``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from asa.ir.graph import Component
+from asa.ir.plan import DataStrategyName, TensorStrategyName
+from asa.ir.traffic import Collective, Memory, Share
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from asa.sharding.axis import Axis
+
+OPTIMIZER_WORDS: dict[str, int] = {"sgd": 1, "adamw": 2}
+"""State words per parameter: momentum; first and second moment."""
+
+
+class TensorStrategy(ABC):
+    """Splits one component's tensors over ``degree`` ranks that see the same samples."""
+
+    identifier: ClassVar[TensorStrategyName]
+
+    @abstractmethod
+    def refusal(self, component: Component, degree: int) -> str:
+        """Why this component cannot be split that far; empty when it can."""
+
+    @abstractmethod
+    def share(self, component: Component, degree: int) -> Share:
+        """What the rank with the most holds."""
+
+    @abstractmethod
+    def traffic(self, component: Component, degree: int, samples: float) -> tuple[Collective, ...]:
+        """Collectives inside the component for one microbatch of ``samples`` per rank; stride 1."""
+
+    @abstractmethod
+    def apply(self, module: nn.Module, axis: Axis) -> nn.Module:
+        """Split ``module`` (one traced component holding full weights) in place; returns what to call."""
+
+
+class DataStrategy(ABC):
+    """Spreads samples over ``degree`` ranks, and decides who keeps parameters, gradients and optimizer state."""
+
+    identifier: ClassVar[DataStrategyName]
+
+    @abstractmethod
+    def refusal(self, component: Component, degree: int) -> str:
+        """Why this component cannot be spread that far; empty when it can."""
+
+    @abstractmethod
+    def memory(self, share: Share, degree: int, optimizer: str) -> Memory:
+        """Bytes held by the rank with the most."""
+
+    @abstractmethod
+    def traffic(self, share: Share, degree: int, stride: int) -> tuple[Collective, ...]:
+        """Collectives per step (``gradient``, ``update``) or per microbatch (``forward``, ``backward``)."""
+
+    @abstractmethod
+    def apply(self, module: nn.Module, axis: Axis) -> nn.Module:
+        """Wrap ``module`` (neighbouring components of one layout, as one) for training on ``axis``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategies:
+    """The strategies offered to the planner and the executor, by identifier."""
+
+    data: dict[str, DataStrategy]
+    tensor: dict[str, TensorStrategy]

@@ -1,0 +1,109 @@
+"""The devices and the links between them, as tables of measured times."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from asa.errors import InvalidInputError
+from asa.ir.codec import noun
+from asa.ir.traffic import CollectiveOp
+
+Status = Literal["measured", "measured-plateau-only", "derived", "rule", "measured-hearsay", "estimated"]
+"""How a figure came about, from a benchmark on the machine down to a guess from its data sheet."""
+
+
+@noun
+class Device:
+    """One kind of device. Peaks are per second at dense arithmetic; zero where unknown."""
+
+    name: str
+    type: Literal["cpu", "cuda"]
+    memory_bytes: int
+    peak_fp32_flops: float = 0.0
+    peak_bf16_flops: float = 0.0
+    memory_bandwidth: float = 0.0
+
+
+@noun
+class CollectiveTable:
+    """Seconds of one collective over message bytes (sizes as in :class:`asa.ir.traffic.Collective`).
+
+    ``points`` is sorted by bytes; between points times are interpolated log-log.
+    """
+
+    op: CollectiveOp
+    ranks: int
+    points: tuple[tuple[int, float], ...]
+    status: Status
+    source: str
+
+    def __post_init__(self) -> None:
+        sizes = [p[0] for p in self.points]
+        if not sizes or sizes != sorted(set(sizes)) or sizes[0] < 1 or min(p[1] for p in self.points) <= 0:
+            raise InvalidInputError(
+                f"{self.op} table of {self.ranks} ranks needs points of rising bytes and times above zero"
+            )
+        if self.ranks < 2:
+            raise InvalidInputError(f"{self.op} table for {self.ranks} ranks: a collective has at least 2")
+
+
+@noun
+class Level:
+    """Links that join up to ``devices`` neighbours (ranks k*devices ... (k+1)*devices - 1)."""
+
+    name: str
+    devices: int
+    tables: tuple[CollectiveTable, ...]
+
+
+@noun
+class Contention:
+    """``slowdown``: how much longer a rank computes when ``ranks`` of them work at once on this machine."""
+
+    ranks: int
+    slowdown: float
+
+
+@noun
+class Overlap:
+    """How much computation and communication slow each other down while both run (1: not at all)."""
+
+    compute_slowdown: float = 1.0
+    communication_slowdown: float = 1.0
+
+    @property
+    def saving(self) -> float:
+        """Seconds saved per second of overlap: 1/compute + 1/communication - 1, at most 1; may be negative."""
+        return 1 / self.communication_slowdown + 1 / self.compute_slowdown - 1
+
+
+@noun
+class Cluster:
+    """Devices, one per rank, and the levels of links between them, innermost first.
+
+    The last level joins all devices. ``backend`` is what its tables were measured with.
+    """
+
+    name: str
+    backend: Literal["gloo", "nccl"]
+    device: Device
+    num_devices: int
+    levels: tuple[Level, ...]
+    contention: tuple[Contention, ...]
+    overlap: Overlap
+    status: Status
+    source: str
+
+    def __post_init__(self) -> None:
+        if self.num_devices < 1:
+            raise InvalidInputError(f"cluster {self.name} has {self.num_devices} devices", where="$.num_devices")
+        widths = [level.devices for level in self.levels]
+        if self.num_devices > 1 and (not widths or widths[-1] < self.num_devices):
+            raise InvalidInputError(f"no level of cluster {self.name} joins all its devices", where="$.levels")
+        if widths != sorted(set(widths)):
+            raise InvalidInputError(f"levels of cluster {self.name} must widen", where="$.levels")
+        for i, c in enumerate(self.contention):
+            if c.slowdown < 1 or c.ranks < 1:
+                raise InvalidInputError("contention needs ranks >= 1 and slowdown >= 1", where=f"$.contention[{i}]")
+        if min(self.overlap.compute_slowdown, self.overlap.communication_slowdown) < 1:
+            raise InvalidInputError("overlap cannot speed anything up", where="$.overlap")

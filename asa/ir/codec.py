@@ -1,0 +1,182 @@
+"""Nouns to JSON and back: strict, fingerprinted, never silently wrong.
+
+A *noun* is a frozen, keyword-only dataclass. A *document* is a noun that is a file: it carries ``kind``,
+``schema_version`` and ``fingerprint``, the SHA-256 of everything else in it, so that a file edited or
+truncated after it was written is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar, dataclass_transform
+
+from asa.errors import InvalidInputError
+
+T = TypeVar("T")
+
+SCHEMA_VERSION = 1
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def noun(cls: type[T]) -> type[T]:
+    """Make ``cls`` a frozen, keyword-only dataclass whose JSON form refuses unknown keys, NaN and infinity."""
+    cls.__pydantic_config__ = {"extra": "forbid", "allow_inf_nan": False, "strict": True}  # type: ignore[attr-defined]
+    return dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+
+
+@cache
+def _adapter(cls: type[Any]) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(cls)
+
+
+def to_data(value: Any) -> Any:
+    """``value`` (a noun, or a container of nouns) as plain dicts, lists and scalars."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_data(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, list | tuple):
+        return [to_data(v) for v in value]
+    if isinstance(value, dict):
+        return {str(k): to_data(v) for k, v in value.items()}
+    return value
+
+
+def fingerprint(value: Any) -> str:
+    """Sixteen hex digits that change whenever any field of the noun changes."""
+    canonical = json.dumps(to_data(value), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+def document(value: Any) -> dict[str, Any]:
+    """The JSON document of a noun that is a file: its fields between ``kind`` and ``fingerprint``."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "kind": type(value).__name__.lower(),
+        **to_data(value),
+        "fingerprint": fingerprint(value),
+    }
+
+
+def dumps(value: Any) -> str:
+    """The document of ``value`` as text; numbers round-trip exactly."""
+    return json.dumps(document(value), indent=1, allow_nan=False) + "\n"
+
+
+def save(value: Any, path: Path) -> None:
+    """Write the document of ``value`` to ``path``, atomically: readers see the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w") as stream:
+            stream.write(dumps(value))
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _refuse_constant(token: str) -> Any:
+    raise ValueError(f"{token} is not a number")
+
+
+def _finite(token: str) -> float:
+    value = float(token)
+    if not math.isfinite(value):
+        raise ValueError(f"{token} is out of range")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"key {key!r} appears twice")
+        found[key] = value
+    return found
+
+
+def parse(text: str, *, source: str) -> dict[str, Any]:
+    """JSON text to a dict, refusing NaN, infinities, numbers out of range and duplicate keys.
+
+    Raises:
+        InvalidInputError: the text is not one JSON object of that kind.
+    """
+    try:
+        data = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInputError(f"{source} is not valid JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise InvalidInputError(f"{source} holds a JSON {type(data).__name__}, not an object")
+    return data
+
+
+def build(cls: type[T], data: Any, *, source: str) -> T:
+    """Plain data to a noun of type ``cls``, every field checked.
+
+    Raises:
+        InvalidInputError: naming the JSON path of the first field that is wrong.
+    """
+    from pydantic import ValidationError
+
+    try:
+        # Through JSON text: strict mode then still takes arrays as tuples.
+        value: T = _adapter(cls).validate_json(json.dumps(data))  # type: ignore[arg-type]
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = "$" + "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in first["loc"])
+        raise InvalidInputError(f"{source}: {first['msg'].lower()}", where=where) from None
+    except (RecursionError, ValueError) as error:
+        raise InvalidInputError(f"{source}: {error}") from None
+    return value
+
+
+def loads(cls: type[T], text: str, *, source: str) -> T:
+    """The noun in a document's text.
+
+    Raises:
+        InvalidInputError: other kind, other schema version, wrong field, or a fingerprint that does not match.
+    """
+    data = parse(text, source=source)
+    kind = cls.__name__.lower()
+    if data.get("kind") != kind:
+        found = data.get("kind", "file of unknown kind")
+        raise InvalidInputError(f"{source} is a {found}, not a {kind}", where="$.kind")
+    version = data.pop("schema_version", None)
+    if version != SCHEMA_VERSION or isinstance(version, bool):
+        raise InvalidInputError(
+            f"{source} has schema version {version}, this asa reads {SCHEMA_VERSION}; make it anew",
+            where="$.schema_version",
+        )
+    del data["kind"]
+    stated = data.pop("fingerprint", None)
+    value = build(cls, data, source=source)
+    if stated != fingerprint(value):
+        raise InvalidInputError(
+            f"{source} was changed after it was written: it states fingerprint {stated}, its content has "
+            f"{fingerprint(value)}",
+            where="$.fingerprint",
+        )
+    return value
+
+
+def load(cls: type[T], path: Path) -> T:
+    """The noun in the file at ``path``.
+
+    Raises:
+        InvalidInputError: the file is missing, unreadable, or not a document of that kind.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise InvalidInputError(f"cannot read {path}: {reason}") from None
+    return loads(cls, text, source=str(path))

@@ -1,0 +1,129 @@
+"""The model as the planner sees it: a chain of components and what each one weighs."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from asa.errors import InvalidInputError
+from asa.ir.codec import noun
+from asa.ir.traffic import CollectiveOp
+
+
+@noun
+class InnerCollective:
+    """One collective *inside* a tensor-parallel component, on its tensor group.
+
+    ``bytes_per_sample`` is the size of the whole tensor (the reduced buffer of an all_reduce, the gathered
+    output of an all_gather, the input of a reduce_scatter) divided by the samples in it.
+    """
+
+    op: CollectiveOp
+    phase: Literal["forward", "backward"]
+    bytes_per_sample: float
+
+
+@noun
+class TensorSplit:
+    """What tensor parallelism may divide in a component.
+
+    A degree t divides ``parameter_bytes``, ``flops_per_sample`` and ``saved_bytes_per_sample`` (each the
+    *divisible part* of the component's own figure) by t, to the granularity of the narrowest split
+    dimension; ``max_degree`` is that dimension.
+
+    ``entry_partial``: the gradient with respect to the component's input leaves backward as a partial sum
+    over the tensor group (the boundary in front reduces it). ``exit_partial``: likewise the output in
+    forward. Neither is listed in ``collectives``: the boundary prices and performs them.
+    """
+
+    max_degree: int
+    parameter_bytes: int
+    num_parameter_tensors: int
+    flops_per_sample: float
+    saved_bytes_per_sample: float
+    collectives: tuple[InnerCollective, ...]
+    entry_partial: bool
+    exit_partial: bool
+
+
+@noun
+class Component:
+    """A piece of the model between two single-tensor cut points.
+
+    Bytes are per sample where the name says so, at the precision activations have in this graph;
+    ``parameter_bytes`` and ``buffer_bytes`` are those of the stored (master) tensors.
+    ``saved_bytes_per_sample`` is what autograd keeps from forward to backward, its output included where
+    something keeps it, parameters excluded. ``flops_per_sample`` counts the forward (a multiply-add is 2).
+    """
+
+    name: str
+    kind: Literal["convolution", "attention", "linear", "recurrent", "other"]
+    modules: tuple[str, ...]
+    num_parameter_tensors: int
+    parameter_bytes: int
+    buffer_bytes: int
+    flops_per_sample: float
+    output_bytes_per_sample: float
+    saved_bytes_per_sample: float
+    batch_norm: bool
+    split: TensorSplit | None
+    why_whole: str = ""
+
+
+@noun
+class LayerGraph:
+    """Components in topological order. Component i feeds component i+1 with exactly one tensor.
+
+    ``input_bytes_per_sample`` is the size of what the first component reads.
+    """
+
+    model: str
+    input_shape: tuple[int, ...]
+    num_classes: int
+    input_bytes_per_sample: float
+    components: tuple[Component, ...]
+
+    def __post_init__(self) -> None:
+        if not self.components:
+            raise InvalidInputError(f"graph of {self.model} has no component", where="$.graph.components")
+        if len(self.components) > 20_000:
+            raise InvalidInputError(
+                f"graph of {self.model} has {len(self.components)} components, the most is 20000",
+                where="$.graph.components",
+            )
+        seen: set[str] = set()
+        for i, c in enumerate(self.components):
+            if c.name in seen:
+                raise InvalidInputError(f"component {c.name!r} appears twice", where=f"$.graph.components[{i}].name")
+            seen.add(c.name)
+            for field in (
+                "num_parameter_tensors",
+                "parameter_bytes",
+                "buffer_bytes",
+                "flops_per_sample",
+                "output_bytes_per_sample",
+                "saved_bytes_per_sample",
+            ):
+                if getattr(c, field) < 0:
+                    raise InvalidInputError(
+                        f"component {c.name!r} has {field} {getattr(c, field)}, below zero",
+                        where=f"$.graph.components[{i}].{field}",
+                    )
+
+    def __len__(self) -> int:
+        return len(self.components)
+
+    def component(self, name: str) -> Component:
+        """The component called ``name``; KeyError where there is none."""
+        for c in self.components:
+            if c.name == name:
+                return c
+        raise KeyError(name)
+
+    def input_bytes_of(self, index: int) -> float:
+        """Bytes per sample that component ``index`` reads."""
+        return self.input_bytes_per_sample if index == 0 else self.components[index - 1].output_bytes_per_sample
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of all parameters."""
+        return sum(c.parameter_bytes for c in self.components)

@@ -1,0 +1,148 @@
+"""What was measured (or estimated) of a model on a device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Literal
+
+from asa.errors import InvalidInputError
+from asa.ir.codec import noun
+from asa.ir.graph import LayerGraph
+
+Precision = Literal["fp32", "bf16", "fp16"]
+Origin = Literal["measured", "estimated"]
+
+
+@noun
+class Stat:
+    """A time and its spread, in seconds: median, 10th and 90th percentile of ``n`` observations."""
+
+    median: float
+    p10: float
+    p90: float
+    n: int
+
+    def __post_init__(self) -> None:
+        if not (self.n >= 1 and 0 <= self.p10 <= self.median <= self.p90 < math.inf):
+            raise ValueError(
+                f"a time needs n >= 1 and 0 <= p10 <= median <= p90, got n={self.n}, "
+                f"{self.p10}, {self.median}, {self.p90}"
+            )
+
+    @staticmethod
+    def of(samples: Iterable[float]) -> Stat:
+        """Nearest-rank percentiles of ``samples`` (at least one)."""
+        ordered = sorted(samples)
+        last = len(ordered) - 1
+        middle = (ordered[last // 2] + ordered[(last + 1) // 2]) / 2
+        return Stat(median=middle, p10=ordered[round(0.1 * last)], p90=ordered[round(0.9 * last)], n=len(ordered))
+
+
+@noun
+class Timing:
+    """Forward and backward of one component at one microbatch and tensor degree, without communication.
+
+    ``saved_bytes``: what stays allocated from forward to backward. ``transient_bytes``: the most that was
+    allocated beyond that (and beyond parameters, gradients and the component's input) while it computed.
+    """
+
+    component: str
+    microbatch: int
+    tensor_degree: int
+    forward: Stat
+    backward: Stat
+    saved_bytes: int
+    transient_bytes: int
+
+
+@noun
+class UpdateTiming:
+    """Optimizer step on one component's parameters, as held at one tensor degree."""
+
+    component: str
+    tensor_degree: int
+    optimizer: Literal["sgd", "adamw"]
+    step: Stat
+
+
+@noun
+class WholeStep:
+    """The check of a profile: forward + backward of the whole model against the sum over its components."""
+
+    microbatch: int
+    whole: Stat
+    components_s: float
+
+
+@noun
+class DeviceRecord:
+    """The device a profile speaks of. ``memory_bytes`` is what one rank may use."""
+
+    type: Literal["cpu", "cuda"]
+    name: str
+    memory_bytes: int
+    threads: int
+
+
+@noun
+class Provenance:
+    """How a profile came about."""
+
+    origin: Origin
+    created: str
+    asa_version: str
+    torch_version: str
+    note: str = ""
+
+
+@noun
+class Profile:
+    """Times and memory of every component on one device, at one precision.
+
+    ``model_spec`` is what a user types to get the model (``resnet50``, ``package.module:factory``).
+    ``skipped`` lists, in words, what could not be measured (for instance a microbatch of one that
+    BatchNorm cannot train on).
+    """
+
+    model_spec: str
+    model_fingerprint: str
+    graph: LayerGraph
+    device: DeviceRecord
+    precision: Precision
+    global_batch: int
+    timings: tuple[Timing, ...]
+    updates: tuple[UpdateTiming, ...]
+    dispatch_floor_s: float
+    whole: tuple[WholeStep, ...]
+    skipped: tuple[str, ...]
+    provenance: Provenance
+
+    def __post_init__(self) -> None:
+        names = {c.name for c in self.graph.components}
+        timed: set[str] = set()
+        seen: set[tuple[str, int, int]] = set()
+        for i, t in enumerate(self.timings):
+            key = (t.component, t.microbatch, t.tensor_degree)
+            if t.component not in names:
+                raise InvalidInputError(
+                    f"a timing names {t.component!r}, which is no component", where=f"$.timings[{i}].component"
+                )
+            if key in seen:
+                raise InvalidInputError(f"timing {key} appears twice", where=f"$.timings[{i}]")
+            if t.microbatch < 1 or t.tensor_degree < 1 or min(t.saved_bytes, t.transient_bytes) < 0:
+                raise InvalidInputError(
+                    "a timing needs microbatch and tensor_degree >= 1 and bytes >= 0", where=f"$.timings[{i}]"
+                )
+            seen.add(key)
+            if t.tensor_degree == 1:
+                timed.add(t.component)
+        for missing in sorted(names - timed):
+            raise InvalidInputError(f"component {missing!r} has no timing at tensor degree 1", where="$.timings")
+        for i, u in enumerate(self.updates):
+            if u.component not in names:
+                raise InvalidInputError(
+                    f"an update names {u.component!r}, which is no component", where=f"$.updates[{i}].component"
+                )
+        if self.global_batch < 1:
+            raise InvalidInputError(f"global batch {self.global_batch} is below 1", where="$.global_batch")

@@ -1,0 +1,1 @@
+"""Splitting modules over ranks, and the boundaries between layouts. Torch at work; reached from ``apply()`` only."""

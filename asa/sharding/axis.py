@@ -1,0 +1,32 @@
+"""One mesh axis as a rank sees it: how many ranks, which one it is, and the process group that joins them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    """``index`` of ``size`` ranks. ``group`` is None on an axis of one, and in *rehearsal*.
+
+    Rehearsal (``size > 1`` without a group) builds the real shard of one rank and computes with it, every
+    collective replaced by a local stand-in of the right shape: how a shard is timed on a single device.
+    """
+
+    size: int
+    index: int
+    group: dist.ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < self.size:
+            raise ValueError(f"index {self.index} is not on an axis of {self.size}")
+
+    @property
+    def rehearsed(self) -> bool:
+        """Whether collectives on this axis are stand-ins."""
+        return self.size > 1 and self.group is None
+
+
+SOLO = Axis(size=1, index=0)
