@@ -2,4 +2,35 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from asa.errors import AsaError
+    from asa.ir.cluster import Cluster
+    from asa.ir.plan import Plan
+    from asa.ir.profile import Profile
+
+__all__ = ["AsaError", "Cluster", "Plan", "Profile", "__version__"]
+
+_HOME = {
+    "AsaError": "asa.errors",
+    "Cluster": "asa.ir.cluster",
+    "Plan": "asa.ir.plan",
+    "Profile": "asa.ir.profile",
+}
+"""Where each export lives. Imported when first asked for (PEP 562), so that ``import asa`` costs nothing."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'asa' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

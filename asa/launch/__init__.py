@@ -1,1 +1,17 @@
+"""Processes: start ranks, join those that a launcher started, talk to the parent, name who failed.
 
+::
+
+    results = run_ranks(4, function, *args)      # function(rank, *args) on 4 forked ranks of one gloo group
+    tell({"loss": 0.7})                          # on a rank: handed to run_ranks(..., on_message=f) as f(rank, message)
+    with join() as place: ...                    # under torchrun: the group it set up, or one already there
+"""
+
+from __future__ import annotations
+
+from asa.launch.devices import cuda_devices, usable_cores
+from asa.launch.ranks import run_ranks
+from asa.launch.torchrun import Place, join, launched
+from asa.launch.worker import tell
+
+__all__ = ["Place", "cuda_devices", "join", "launched", "run_ranks", "tell", "usable_cores"]

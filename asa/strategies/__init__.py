@@ -1,1 +1,19 @@
+"""One parallelism a page. To add one: write its page, name it here, and the contract test holds it to its word."""
 
+from __future__ import annotations
+
+from asa.interfaces.strategy import DataStrategy, Strategies, TensorStrategy
+from asa.strategies.none import Whole
+from asa.strategies.replicate import Replicate
+from asa.strategies.tensor import TensorParallel
+
+DATA: tuple[type[DataStrategy], ...] = (Replicate,)
+TENSOR: tuple[type[TensorStrategy], ...] = (Whole, TensorParallel)
+
+
+def offered() -> Strategies:
+    """Every strategy there is, for the planner to choose from and the executor to apply."""
+    return Strategies(
+        data={cls.identifier: cls() for cls in DATA},
+        tensor={cls.identifier: cls() for cls in TENSOR},
+    )

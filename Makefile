@@ -1,0 +1,67 @@
+# make setup   a virtual environment in .venv with everything pinned (quick the second time)
+# make demo    setup, then the main job on what this machine has: profile, plan, train, compare -> report.html
+# make test    setup, then make check; what CI runs
+# make check   ruff, mypy, import-linter, pytest
+# make golden  plan the committed profiles anew; the diff is the review of a cost-model change
+# make gpu     the tests that need a CUDA device, and the main job on it
+# make clean   everything that can be made again, but not .venv
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+
+PYTHON ?= $(shell command -v python3 || command -v python)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+DEMO_MODEL ?= vgg16
+DEMO_GPUS ?= 2
+DEMO_BATCH ?= 64
+
+.PHONY: setup demo test check lint types floors pytest golden gpu clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "asa needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try make PYTHON=python3.12" >&2; exit 5; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+	  { echo "python -m venv failed; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 5; }
+	@$(BIN)/python -m uv --version >/dev/null 2>&1 || $(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	$(BIN)/python -m uv pip install --python $(BIN)/python --constraint constraints.txt --editable '.[dev]'
+	@touch $(STAMP)
+
+demo: setup
+	@BIN=$(BIN) MODEL=$(DEMO_MODEL) GPUS=$(DEMO_GPUS) BATCH=$(DEMO_BATCH) bash benchmarks/demo.sh
+
+test: setup
+	@$(MAKE) --no-print-directory check
+
+check: lint types floors pytest
+
+lint:
+	$(BIN)/ruff check asa planner_tests benchmarks
+	$(BIN)/ruff format --check asa planner_tests benchmarks
+
+types:
+	$(BIN)/mypy
+
+floors:
+	$(BIN)/lint-imports
+
+pytest:
+	$(BIN)/python -m pytest -m 'not gpu'
+
+golden: setup
+	$(BIN)/python benchmarks/golden.py
+
+gpu: setup
+	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
+	  { echo "no CUDA device is usable here: \`make gpu\` needs one (\`asa doctor\` says more)" >&2; exit 5; }
+	$(BIN)/python -m pytest -m gpu
+	@BIN=$(BIN) MODEL=$(DEMO_MODEL) GPUS=1 BATCH=256 DEVICE=cuda bash benchmarks/demo.sh
+
+clean:
+	rm -rf runs report.html build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find asa planner_tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,6 @@
+"""``python -m asa`` is ``asa``."""
+
+from asa.cli import main
+
+if __name__ == "__main__":
+    main()

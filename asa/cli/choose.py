@@ -1,0 +1,178 @@
+"""Which profile and which cluster a verb works with, when the user has not named a file."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from asa.cli import places
+from asa.cli.console import Console
+from asa.cli.verb import Arguments
+from asa.errors import InvalidInputError, UnavailableError
+from asa.ir import codec
+from asa.ir.cluster import Cluster
+from asa.ir.profile import Profile
+
+PROFILE_LIMIT_S = 75.0
+
+
+def named_cluster(name: str) -> Cluster:
+    """A cluster file, a measured cluster by its name, or a preset.
+
+    Raises:
+        InvalidInputError: a file that cannot be used.
+        UsageError: no preset of that name.
+    """
+    if places.looks_like_file(name):
+        return codec.load(Cluster, Path(name))
+    local = places.PROFILES / f"{places.CLUSTER_PREFIX}{places.slug(name)}.json"
+    if local.is_file():
+        return codec.load(Cluster, local)
+    from asa.cost import presets
+
+    return presets.load(name)
+
+
+def default_cluster(console: Console, device: str, device_name: str, gpus: int | None) -> Cluster:
+    """A measured cluster of that device with enough ranks, else a preset of the same GPU.
+
+    Raises:
+        UnavailableError: neither exists.
+    """
+    measured = [c for _, c in places.clusters(console) if c.device.type == device and c.num_devices >= (gpus or 1)]
+    if measured:
+        return min(measured, key=lambda c: c.device.name != device_name)
+    from asa.cost import presets
+
+    known = [presets.load(name) for name in presets.names()]
+    fits = [c for c in known if c.device.type == device and c.num_devices >= (gpus or 1)]
+    fits = [c for c in fits if device == "cpu" or same_gpu(c.device.name, device_name)]
+    if fits:
+        return min(fits, key=lambda c: c.num_devices)
+    wanted, flag = (f"{gpus} {device} devices", f" --gpus {gpus}") if gpus else (f"{device} devices", "")
+    raise UnavailableError(
+        f"no cluster of {wanted} is known; run `asa cluster measure{flag}` on the machine, or name a preset with "
+        "--cluster (`asa cluster list`)"
+    )
+
+
+def profile(args: Arguments, console: Console, model: str | None, cluster: Cluster | None) -> tuple[Profile, str]:
+    """The profile to plan from, and a sentence saying which: a file, the newest that fits, one measured now, or an
+    estimate where the devices are elsewhere.
+
+    Raises:
+        InvalidInputError: no profile, or one that cannot be used.
+        UnavailableError: a GPU is needed to measure, and there is none.
+    """
+    if model is not None and places.looks_like_file(model):
+        return _for_cluster(codec.load(Profile, Path(model)), cluster, f"profile {model}")
+    known = [(path, p) for path, p in places.profiles(console) if _fits(p, args, model)]
+    for path, p in known:
+        if cluster is None or p.device.type == cluster.device.type:
+            return p, f"profile {path}"
+    if known:
+        path, p = known[0]
+        return _for_cluster(p, cluster, f"profile {path}")
+    if model is None:
+        raise InvalidInputError(
+            f"no profile in {places.PROFILES}/; run `asa profile MODEL` first, or name a model: `asa plan MODEL`"
+        )
+    if cluster is None or cluster.device.type == "cpu" or _has_cuda():
+        return measured(args, console, model, cluster.device.type if cluster else "auto")
+    return _traced_only(args, model, cluster)
+
+
+def measured(
+    args: Arguments,
+    console: Console,
+    model: str,
+    device: str,
+    *,
+    limit_s: float = PROFILE_LIMIT_S,
+    max_degree: int = 8,
+    output: Path | None = None,
+) -> tuple[Profile, str]:
+    """Profile ``model`` here and now, and keep the profile in ``profiles/`` or at ``output``; says where."""
+    from asa.profiler.machine import choose_device
+    from asa.profiler.measure import profile_model
+    from asa.profiler.paths import profile_path
+    from asa.zoo.models import default_input
+
+    usual, classes = default_input(model)
+    chosen = choose_device(device).type
+    with console.progress(f"profiling {model}") as report:
+        made = profile_model(
+            model,
+            input_shape=args.input or usual,
+            num_classes=args.classes or classes,
+            global_batch=args.global_batch or (256 if chosen == "cuda" else 64),
+            device=chosen,
+            precision=args.precision,
+            time_limit_s=limit_s,
+            max_tensor_degree=max_degree,
+            progress=report,
+        )
+    path = output or profile_path(made, places.PROFILES)
+    codec.save(made, path)
+    return made, f"profile {path}, measured now"
+
+
+def same_gpu(a: str, b: str) -> bool:
+    """Whether two GPU names mean the same chip: they share a word such as A100 or V100.
+
+    >>> same_gpu("A100-SXM4-80GB", "NVIDIA A100-SXM4-80GB"), same_gpu("Tesla V100", "NVIDIA H100")
+    (True, False)
+    """
+
+    def words(name: str) -> set[str]:
+        return {w for w in re.split(r"[^a-z0-9]+", name.lower()) if re.fullmatch(r"[a-z]+\d+[a-z]*", w)}
+
+    ignored = {w for w in words(a) | words(b) if w.startswith(("sxm", "hbm", "pcie"))}
+    return bool(words(a) & words(b) - ignored)
+
+
+def _fits(p: Profile, args: Arguments, model: str | None) -> bool:
+    """Whether a profile is of what was asked for; anything that was not asked for is no reason against it."""
+    return (
+        (model is None or p.model_spec == model)
+        and (args.input is None or p.graph.input_shape == args.input)
+        and (args.classes is None or p.graph.num_classes == args.classes)
+        and (not args.given("precision") or p.precision == args.precision)
+    )
+
+
+def _for_cluster(p: Profile, cluster: Cluster | None, said: str) -> tuple[Profile, str]:
+    """``p``, and a word of warning where it was taken on another kind of device: the planner then estimates."""
+    if cluster is None or p.device.type == cluster.device.type:
+        return p, said
+    return p, f"{said} was taken on {p.device.name}; times on {cluster.device.name} are estimated from it, uncalibrated"
+
+
+def _traced_only(args: Arguments, model: str, cluster: Cluster) -> tuple[Profile, str]:
+    """An estimate from the model's structure: traced here, timed nowhere. Not kept: it is no measurement."""
+    import torch
+
+    from asa.cost.estimate import estimate
+    from asa.sharding.describe import layer_graph
+    from asa.tracing import trace
+    from asa.zoo.models import build, default_input
+
+    usual, usual_classes = default_input(model)
+    shape, classes = args.input or usual, args.classes or usual_classes
+    traced = trace(build(model, num_classes=classes, input_shape=shape), torch.zeros(2, *shape), name=model)
+    made = estimate(
+        layer_graph(traced, model=model, input_shape=shape, num_classes=classes),
+        cluster.device,
+        model_spec=model,
+        model_fingerprint=traced.model_fingerprint,
+        precision=args.precision,
+        global_batch=args.global_batch or 256,
+        max_degree=cluster.num_devices,
+    )
+    return made, f"times of {model} on {cluster.device.name} are estimated from FLOPs and bytes, uncalibrated"
+
+
+def _has_cuda() -> bool:
+    from asa.launch import cuda_devices
+
+    return cuda_devices() > 0

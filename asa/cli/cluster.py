@@ -1,0 +1,96 @@
+"""``asa cluster``: devices and links, as presets and as measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from asa.cli import options as o
+from asa.cli import places
+from asa.cli.console import Console
+from asa.cli.verb import Arguments, Option, Verb
+from asa.ir import codec
+
+
+def run_list(_: Arguments, console: Console) -> None:
+    """Measured clusters, then presets."""
+    from asa.cost import presets
+    from asa.report import cluster as report
+
+    found = [(str(path), c) for path, c in places.clusters(console)]
+    found += [("preset", presets.load(name)) for name in presets.names()]
+    rows = [
+        {
+            "name": c.name,
+            "from": origin,
+            "device": c.device.name,
+            "device_type": c.device.type,
+            "num_devices": c.num_devices,
+            "backend": c.backend,
+            "status": c.status,
+            "source": c.source,
+        }
+        for origin, c in found
+    ]
+    data = {"schema_version": codec.SCHEMA_VERSION, "kind": "clusters", "clusters": rows}
+    console.result(data, lambda: [report.overview(found)])
+
+
+def run_show(args: Arguments, console: Console) -> None:
+    """One cluster in full."""
+    from asa.cli.choose import named_cluster
+    from asa.report import cluster as report
+
+    found = named_cluster(args.cluster)
+    console.result(codec.document(found), lambda: report.render(found))
+
+
+def run_measure(args: Arguments, console: Console) -> None:
+    """Measure collectives between this machine's ranks, save, show."""
+    from asa.launch import cuda_devices, usable_cores
+    from asa.profiler.interconnect import measure_cluster
+    from asa.report import cluster as report
+
+    on_cuda = args.device == "cuda" or (args.device == "auto" and cuda_devices() > 0)
+    ranks = args.gpus or (cuda_devices() if on_cuda else usable_cores())
+    with console.progress(f"measuring {ranks} ranks") as progress:
+        made = measure_cluster(
+            ranks,
+            backend="nccl" if on_cuda else "gloo",
+            time_limit_s=args.time_limit,
+            name=args.name,
+            progress=progress,
+        )
+    path = Path(args.output) if args.output else places.cluster_path(made)
+    codec.save(made, path)
+    console.result(codec.document(made), lambda: report.render(made))
+    console.say(f"asa: wrote {path}")
+
+
+VERBS = (
+    Verb(
+        name="cluster list", help="measured clusters and presets, each with its status", run=run_list, options=(o.JSON,)
+    ),
+    Verb(
+        name="cluster show",
+        help="devices, links and bandwidth tables of one cluster, in the columns of nccl-tests",
+        run=run_show,
+        options=(
+            Option(name="cluster", help="preset name or file", positional=True, required=True, metavar="NAME|FILE"),
+            o.JSON,
+        ),
+    ),
+    Verb(
+        name="cluster measure",
+        help="time collectives between the ranks of this machine, and how they slow each other down",
+        run=run_measure,
+        options=(
+            o.option(o.GPUS, help="ranks (default: all CUDA devices, or all cores)"),
+            o.DEVICE,
+            Option(name="name", help="of the cluster (default: local-BACKEND-RANKS)", metavar="NAME"),
+            Option(name="time-limit", help="about how long (default: 90s)", parse=o.budget, default=90.0, metavar="T"),
+            o.option(o.OUTPUT, help="file to write (default: profiles/cluster.NAME.json)"),
+            o.JSON,
+        ),
+        details="The file goes to profiles/, where `asa plan` finds it.",
+    ),
+)

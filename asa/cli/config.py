@@ -1,0 +1,45 @@
+"""``asa config show``: every setting and where its value comes from."""
+
+from __future__ import annotations
+
+import os
+
+from asa.cli import options as o
+from asa.cli.console import Console
+from asa.cli.verb import Arguments, Option, Verb
+from asa.ir import codec
+
+
+def run(args: Arguments, console: Console) -> None:
+    """Resolve every option of every verb without a command line."""
+    from asa.cli.entry import VERBS as WORDS
+    from asa.cli.entry import verbs
+    from asa.cli.settings import resolve
+    from asa.report.tables import table
+
+    rows = []
+    for verb in (v for word in WORDS for v in verbs(word) if not args.verb or v.name == args.verb):
+        options = [option for option in verb.options if not option.positional]
+        found = resolve(Verb(name=verb.name, help="", run=verb.run, options=tuple(options)), {}, os.environ)
+        rows += [(verb.name, opt.name, getattr(found, opt.field), found.origin[opt.field]) for opt in options]
+    data = {
+        "schema_version": codec.SCHEMA_VERSION,
+        "kind": "config",
+        "settings": [{"verb": v, "name": n, "value": codec.to_data(x), "from": w} for v, n, x, w in rows],
+    }
+    shown = table("Settings", ("verb", "setting", "value", "from"), left=4)
+    for verb_name, name, value, where in rows:
+        shown.add_row(verb_name, name, "" if value is None else str(value), where)
+    console.result(data, lambda: [shown])
+
+
+VERBS = (
+    Verb(
+        name="config show",
+        help="every setting, its value, and whether a variable, a file or the default gave it",
+        run=run,
+        options=(Option(name="verb", help="only this verb", positional=True, metavar="VERB"), o.JSON),
+        details="A value comes from the flag, else ASA_<NAME>, else asa.toml or [tool.asa] of pyproject.toml, "
+        "else the default.",
+    ),
+)

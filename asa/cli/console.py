@@ -1,0 +1,116 @@
+"""Where words go: data to stdout, everything else to stderr; under --json stdout holds exactly one document."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console as RichConsole
+    from rich.console import RenderableType
+
+Report = Callable[[float, str], None]
+"""What long work calls: the fraction done, and what is being done."""
+
+
+class Console:
+    """One per process. Silent but for data on ranks other than 0; progress only on a terminal."""
+
+    def __init__(self, *, as_json: bool = False) -> None:
+        self.as_json = as_json
+        self.first_rank = os.environ.get("RANK", "0") == "0"
+        self._document_to: int | None = None
+
+    def show(self, *parts: RenderableType) -> None:
+        """Tables and lines for people, on stdout; nothing under --json."""
+        if self.as_json or not self.first_rank:
+            return
+        from rich.text import Text
+
+        console = _rich(stderr=False)
+        for part in parts:
+            # Sentences that go to a pipe stay on one line.
+            console.print(part, soft_wrap=isinstance(part, Text) and not console.is_terminal)
+
+    def say(self, message: str) -> None:
+        """A message on stderr."""
+        if self.first_rank:
+            _rich(stderr=True).print(message, markup=False, highlight=False, soft_wrap=True)
+
+    def document(self, data: dict[str, Any]) -> None:
+        """The one JSON document on stdout; nothing without --json."""
+        if not self.as_json or not self.first_rank:
+            return
+        text = json.dumps(data, indent=1, allow_nan=False) + "\n"
+        if self._document_to is None:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        else:
+            with open(self._document_to, "w", closefd=False, encoding="utf-8") as stream:
+                stream.write(text)
+
+    @contextmanager
+    def keeping_stdout(self) -> Iterator[None]:
+        """Under --json, send whatever libraries and workers print to stderr; only the document gets through."""
+        if not self.as_json:
+            yield
+            return
+        sys.stdout.flush()
+        kept = os.dup(1)
+        os.dup2(2, 1)
+        self._document_to = kept
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+            os.dup2(kept, 1)
+            os.close(kept)
+            self._document_to = None
+
+    def result(self, data: dict[str, Any], parts: Callable[[], Iterable[RenderableType]]) -> None:
+        """The same thing twice: the document under --json, tables otherwise."""
+        if self.as_json:
+            self.document(data)
+        else:
+            self.show(*parts())
+
+    @contextmanager
+    def progress(self, title: str) -> Iterator[Report]:
+        """A bar with an ETA on stderr while the block runs; where stderr is no terminal, nothing at all."""
+        if self.as_json or not self.first_rank or not sys.stderr.isatty():
+            yield _quiet
+            return
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=30),
+            TextColumn("{task.percentage:3.0f} %"),
+            TimeElapsedColumn(),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=_rich(stderr=True), transient=True) as bars:
+            task = bars.add_task(title, total=1.0)
+
+            def report(fraction: float, what: str) -> None:
+                bars.update(task, completed=fraction, description=f"{title}: {what}"[:60])
+
+            yield report
+
+
+def _quiet(fraction: float, what: str) -> None:
+    """Progress nobody watches."""
+
+
+def _rich(*, stderr: bool) -> RichConsole:
+    from rich.console import Console as Rich
+
+    # Output that is piped keeps its lines whole: tools cut and grep them.
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() else 200
+    return Rich(stderr=stderr, width=width, highlight=False, soft_wrap=False)

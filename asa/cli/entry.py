@@ -1,0 +1,136 @@
+"""From words to a verb, and from whatever happens to an exit code and one line."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from difflib import get_close_matches
+from importlib import import_module
+
+from asa.cli.console import Console
+from asa.cli.verb import Verb
+from asa.errors import AsaError, UnavailableError, UsageError
+
+VERBS: dict[str, tuple[str, str]] = {
+    "profile": ("asa.cli.profile", "time every component of a model on this machine"),
+    "plan": ("asa.cli.plan", "choose how each component is spread over the devices"),
+    "train": ("asa.cli.train", "train under a plan, checking it after every epoch"),
+    "bench": ("asa.cli.bench", "the same training under every strategy, measured side by side"),
+    "verify": ("asa.cli.verify", "is training under a plan numerically the same as on one device?"),
+    "explain": ("asa.cli.explain", "why this plan, and why not another strategy"),
+    "simulate": ("asa.cli.simulate", "the timeline of a plan, without running it"),
+    "cluster": ("asa.cli.cluster", "list, show or measure devices and their links"),
+    "doctor": ("asa.cli.doctor", "what this machine can do, and how to repair what it cannot"),
+    "config": ("asa.cli.config", "show every setting and where its value comes from"),
+}
+"""First word of a command: the module that has it, and its line in the overview."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """One command; returns the exit code and never raises."""
+    console = Console(as_json="--json" in argv)
+    debug = os.environ.get("ASA_DEBUG", "") not in ("", "0")
+    try:
+        with console.keeping_stdout(), _quiet_libraries(debug):
+            return dispatch(argv, console) or 0
+    except SystemExit as stop:  # argparse, after --help
+        return stop.code if isinstance(stop.code, int) else 0
+    except BrokenPipeError:
+        # The reader has gone; without this Python complains once more when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
+    except KeyboardInterrupt:
+        return _end(console, "interrupted", 130, debug)
+    except AsaError as error:
+        return _end(console, str(error), error.exit_code, debug)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        return _end(console, f"{where}{error.strerror or error}", UnavailableError.exit_code, debug)
+    except Exception as error:
+        what = f"internal error: {type(error).__name__}: {error}; set ASA_DEBUG=1 to see the traceback"
+        return _end(console, what, AsaError.exit_code, debug)
+
+
+def dispatch(argv: Sequence[str], console: Console) -> int | None:
+    """Find the verb, read its options, run it."""
+    from asa.cli.settings import arguments
+
+    words = list(argv)
+    if not words or words[0] in ("--help", "-h", "help"):
+        sys.stdout.write(overview())
+        return 0 if words else UsageError.exit_code
+    if words[0] in ("--version", "-V"):
+        from asa import __version__
+
+        sys.stdout.write(f"asa {__version__}\n")
+        return 0
+    found = verbs(words[0])
+    for verb in found:
+        name = verb.name.split()
+        if words[: len(name)] == name:
+            return verb.run(arguments(verb, words[len(name) :]), console)
+    if words[1:2] in (["--help"], ["-h"]):
+        sys.stdout.write(_listing(f"asa {words[0]}", [(v.name, v.help) for v in found]))
+        return 0
+    offered = " or ".join(v.name for v in found)
+    raise UsageError(f"`{' '.join(['asa', *words[:2]])}` is no command; there is {offered}")
+
+
+def verbs(word: str) -> tuple[Verb, ...]:
+    """The verbs that begin with ``word``.
+
+    Raises:
+        UsageError: there is none; names the nearest.
+    """
+    if word not in VERBS:
+        near = get_close_matches(word, VERBS, n=1)
+        hint = f"did you mean `asa {near[0]}`?" if near else f"there is {', '.join(VERBS)}"
+        raise UsageError(f"{word!r} is no command; {hint}")
+    found: tuple[Verb, ...] = import_module(VERBS[word][0]).VERBS
+    return found
+
+
+def overview() -> str:
+    """What ``asa --help`` prints; imports no verb."""
+    return _listing("asa", [(name, text) for name, (_, text) in VERBS.items()])
+
+
+def _listing(program: str, rows: Sequence[tuple[str, str]]) -> str:
+    wide = max(len(name) for name, _ in rows)
+    lines = [f"usage: {program} <command> [options]", "", "commands:"]
+    lines += [f"  {name:<{wide}}  {text}" for name, text in rows]
+    lines += ["", "`asa <command> --help` says more about one. `--json` on any of them prints a document.", ""]
+    return "\n".join(lines)
+
+
+def _end(console: Console, message: str, code: int, debug: bool) -> int:
+    from asa.ir.codec import SCHEMA_VERSION
+
+    if debug:
+        traceback.print_exc()
+    line = " ".join(message.split())
+    sys.stderr.write(f"asa: {line}\n")
+    console.document({"schema_version": SCHEMA_VERSION, "kind": "error", "exit_code": code, "error": line})
+    return code
+
+
+@contextmanager
+def _quiet_libraries(debug: bool) -> Iterator[None]:
+    """Warnings of libraries are for developers; asa's own log goes to stderr."""
+    import logging
+    import warnings
+
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("asa: %(message)s"))
+    logger = logging.getLogger("asa")
+    logger.addHandler(handler)
+    try:
+        with warnings.catch_warnings():
+            if not debug and not sys.warnoptions:
+                warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.removeHandler(handler)

@@ -1,0 +1,138 @@
+"""The options that several verbs share, and how their text becomes a value."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+from asa.cli.verb import Option
+from asa.ir.units import GIB
+
+
+def count(text: str) -> int:
+    """A whole number from 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a whole number") from None
+    if value < 1:
+        raise ValueError(f"{value} is below 1")
+    return value
+
+
+def natural(text: str) -> int:
+    """A whole number from 0."""
+    return 0 if text.strip() == "0" else count(text)
+
+
+def positive(text: str) -> float:
+    """A number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a number") from None
+    if not 0 < value < math.inf:
+        raise ValueError(f"{text} is not above 0")
+    return value
+
+
+def gibibytes(text: str) -> int:
+    """GiB, as bytes.
+
+    >>> gibibytes("1.5")
+    1610612736
+    """
+    return int(positive(text) * GIB)
+
+
+def budget(text: str) -> float:
+    """A time span: ``90s``, ``10m``, ``2h``; a bare number is seconds.
+
+    >>> budget("90s"), budget("10m"), budget("1.5h")
+    (90.0, 600.0, 5400.0)
+    """
+    found = re.fullmatch(r"([0-9.]+)\s*([smh]?)", text.strip())
+    if not found:
+        raise ValueError(f"{text!r} is no time span; write 90s, 10m or 2h")
+    return positive(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
+
+
+def shape(text: str) -> tuple[int, int, int]:
+    """Channels x height x width.
+
+    >>> shape("3x32x32")
+    (3, 32, 32)
+    """
+    parts = text.lower().split("x")
+    if len(parts) != 3 or not all(p.isdigit() and int(p) > 0 for p in parts):
+        raise ValueError(f"{text!r} is not CxHxW, as in 3x32x32")
+    return int(parts[0]), int(parts[1]), int(parts[2])
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Names between commas, each once.
+
+    >>> names("ddp, tensor")
+    ('ddp', 'tensor')
+    """
+    found = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    if not found:
+        raise ValueError("the list is empty")
+    return found
+
+
+def option(base: Option, **changes: Any) -> Option:
+    """A shared option with another default or help."""
+    return dataclasses.replace(base, **changes)
+
+
+JSON = Option(name="json", help="print one JSON document on stdout, everything else on stderr", switch=True)
+OUTPUT = Option(name="output", short="-o", help="file to write", metavar="FILE")
+DEVICE = Option(
+    name="device", help="where to run; auto takes CUDA if there is one", choices=("auto", "cpu", "cuda"), default="auto"
+)
+PRECISION = Option(
+    name="precision", help="arithmetic of forward and backward", choices=("fp32", "bf16", "fp16"), default="fp32"
+)
+INPUT = Option(name="input", help="input size (default: the model's own, 3x32x32)", parse=shape, metavar="CxHxW")
+CLASSES = Option(name="classes", help="number of classes (default: 100)", parse=count, metavar="K")
+GLOBAL_BATCH = Option(name="global-batch", help="samples per optimizer step, over all ranks", parse=count, metavar="B")
+GPUS = Option(name="gpus", help="devices, one rank each (CPU: cores)", parse=count, metavar="N")
+CLUSTER = Option(
+    name="cluster",
+    help="preset name or file (default: the newest measured one for the device; `asa cluster list`)",
+    metavar="NAME|FILE",
+)
+MEMORY = Option(name="memory", help="memory per device, GiB (default: the device's)", parse=gibibytes, metavar="GiB")
+STRATEGIES = Option(
+    name="strategies", help="only these whole strategies, as in ddp,tensor,asa", parse=names, metavar="A,B"
+)
+PIN = Option(
+    name="pin",
+    help="hold a component to a strategy, as in 'layer4.*=replicate@4' or 'classifier=tensor@2'; repeatable",
+    metavar="COMPONENT=STRATEGY@DEGREE",
+    repeated=True,
+)
+SOLVER = Option(name="solver", help="how to search", choices=("ilp", "dp", "exhaustive"), default="ilp")
+OPTIMIZER = Option(name="optimizer", help="decides learning rate and state", choices=("sgd", "adamw"), default="sgd")
+SEED = Option(name="seed", help="of weights, sample order and masks", parse=natural, default=0, metavar="S")
+DATA = Option(
+    name="data",
+    help="images to train on",
+    choices=("cifar100", "cifar10", "mnist", "digits", "synthetic"),
+    default="cifar100",
+)
+DATA_ROOT = Option(name="data-root", help="folder with the official files of the data set", metavar="DIR")
+LEARNING_RATE = Option(
+    name="lr", help="peak learning rate (default: 0.1 for sgd, 0.001 for adamw)", parse=positive, metavar="LR"
+)
+PLAN = Option(name="plan", help="plan file (default: the newest in runs/plans)", positional=True, metavar="PLAN")
+MODEL = Option(
+    name="model",
+    help="a torchvision name, timm:NAME, hf:NAME or package.module:factory",
+    positional=True,
+    required=True,
+    metavar="MODEL",
+)

@@ -1,0 +1,98 @@
+"""Where files are looked for and put.
+
+Profiles and measured clusters: ``profiles/`` of the working directory, then those shipped with the source. Plans:
+``runs/plans/``. Runs: ``runs/train/``, comparisons: ``runs/bench/``. The newest wins wherever nothing is named.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import asa
+from asa.cli.console import Console
+from asa.errors import InvalidInputError
+from asa.ir import codec
+from asa.ir.cluster import Cluster
+from asa.ir.plan import Plan
+from asa.ir.profile import Profile
+
+T = TypeVar("T")
+
+PROFILES = Path("profiles")
+PLANS = Path("runs/plans")
+TRAINING = Path("runs/train")
+COMPARISONS = Path("runs/bench")
+
+CLUSTER_PREFIX = "cluster."
+
+
+def slug(text: str) -> str:
+    """``text`` as a piece of a file name.
+
+    >>> slug("package.module:factory")
+    'package-module-factory'
+    """
+    return re.sub(r"[^a-z0-9_-]+", "-", text.lower()).strip("-") or "unnamed"
+
+
+def looks_like_file(text: str) -> bool:
+    """Whether a user who typed this meant a file and not a model, a preset or a strategy."""
+    return text.endswith(".json") or "/" in text or Path(text).is_file()
+
+
+def profiles(console: Console) -> list[tuple[Path, Profile]]:
+    """Every profile that can be read, newest first by its own date; others are named on stderr and passed over."""
+    found = list(_readable(_files(lambda p: not p.name.startswith(CLUSTER_PREFIX)), Profile, console))
+    return sorted(found, key=lambda item: item[1].provenance.created, reverse=True)
+
+
+def clusters(console: Console) -> list[tuple[Path, Cluster]]:
+    """Every measured cluster that can be read: those of the working directory first, newest first."""
+    return list(_readable(_files(lambda p: p.name.startswith(CLUSTER_PREFIX)), Cluster, console))
+
+
+def cluster_path(cluster: Cluster) -> Path:
+    """Where a measured cluster is kept."""
+    return PROFILES / f"{CLUSTER_PREFIX}{slug(cluster.name)}.json"
+
+
+def plan_path(plan: Plan) -> Path:
+    """Where a plan is kept when nothing is named."""
+    return PLANS / f"{slug(plan.model_spec)}.{slug(plan.cluster)}.{plan.gpus}.json"
+
+
+def newest_plan(text: str | None) -> tuple[Path, Plan]:
+    """The plan at ``text``, or the newest one in ``runs/plans``.
+
+    Raises:
+        InvalidInputError: there is none, or it cannot be used.
+    """
+    if text is not None:
+        path = Path(text)
+    else:
+        found = sorted(PLANS.glob("*.json"), key=lambda p: p.stat().st_mtime)
+        if not found:
+            raise InvalidInputError(f"no plan in {PLANS}/; make one with `asa plan`, or name a plan file")
+        path = found[-1]
+    return path, codec.load(Plan, path)
+
+
+def _files(wanted: Callable[[Path], bool]) -> list[Path]:
+    shipped = Path(asa.__file__).resolve().parent.parent / "profiles"
+    folders = [PROFILES] if PROFILES.resolve() == shipped else [PROFILES, shipped]
+    found: list[Path] = []
+    for folder in folders:
+        files = [p for p in folder.glob("*.json") if wanted(p)]
+        found += sorted(files, key=lambda p: (-p.stat().st_mtime, p.name))
+    return found
+
+
+def _readable(paths: list[Path], cls: type[T], console: Console) -> Iterator[tuple[Path, T]]:
+    for path in paths:
+        try:
+            yield path, codec.load(cls, path)
+        except InvalidInputError as error:
+            console.say(f"asa: passed over: {error}")

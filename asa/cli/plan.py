@@ -1,0 +1,80 @@
+"""``asa plan``: from a profile to a plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from asa.cli import options as o
+from asa.cli import places
+from asa.cli.console import Console
+from asa.cli.verb import Arguments, Option, Verb
+from asa.ir import codec
+
+
+def run(args: Arguments, console: Console) -> None:
+    """Find what to plan from, solve, save, show."""
+    from rich.text import Text
+
+    from asa.cli import choose
+    from asa.planner import Request, parse_pin, plan
+    from asa.report import plan as report
+    from asa.strategies import offered
+
+    cluster = choose.named_cluster(args.cluster) if args.cluster else None
+    profile, said = choose.profile(args, console, args.model, cluster)
+    console.say(f"asa: {said}")
+    device = profile.device
+    cluster = cluster or choose.default_cluster(console, device.type, device.name, args.gpus)
+    request = Request(
+        gpus=args.gpus or cluster.num_devices,
+        global_batch=args.global_batch or profile.global_batch,
+        memory_bytes=args.memory,
+        strategies=args.strategies,
+        pins=tuple(parse_pin(text) for text in args.pin),
+        solver=args.solver,
+        optimizer=args.optimizer,
+        time_limit_s=args.time_limit,
+        top_k=args.top,
+    )
+    plans = plan(profile, cluster, offered(), request)
+    path = Path(args.output) if args.output else places.plan_path(plans[0])
+    codec.save(plans[0], path)
+    data = codec.document(plans[0])
+    if len(plans) > 1:
+        data["alternatives"] = [codec.document(p) for p in plans[1:]]
+    more = [Text(), report.several(plans)] if len(plans) > 1 else []
+    console.result(data, lambda: [*report.render(plans[0]), *more])
+    console.say(f"asa: wrote {path}")
+
+
+VERBS = (
+    Verb(
+        name="plan",
+        help="choose, per component, how it is spread over the devices, with proof of how good the choice is",
+        run=run,
+        options=(
+            Option(
+                name="model",
+                help="a profile file, or a model to profile or estimate first (default: the newest profile)",
+                positional=True,
+                metavar="PROFILE|MODEL",
+            ),
+            o.option(o.GPUS, help="devices to plan for (default: those of the cluster)"),
+            o.CLUSTER,
+            o.option(o.GLOBAL_BATCH, help="samples per optimizer step, over all devices (default: the profile's)"),
+            o.MEMORY,
+            o.STRATEGIES,
+            o.PIN,
+            o.SOLVER,
+            o.OPTIMIZER,
+            Option(name="top", help="show the K best plans", parse=o.count, default=1, metavar="K"),
+            Option(name="time-limit", help="longest search (default: 60s)", parse=o.budget, default=60.0, metavar="T"),
+            o.option(o.PRECISION, help="of a profile that is measured or estimated first"),
+            o.option(o.INPUT, help="of a model that is profiled first"),
+            o.option(o.CLASSES, help="of a model that is profiled first"),
+            o.option(o.OUTPUT, help="file to write (default: runs/plans/MODEL.CLUSTER.GPUS.json)"),
+            o.JSON,
+        ),
+        details="The plan goes to runs/plans/, where `asa train` finds it.",
+    ),
+)

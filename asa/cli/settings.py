@@ -1,0 +1,141 @@
+"""Where a value comes from: the flag, else ``ASA_<NAME>``, else a configuration file, else the default.
+
+The file is ``asa.toml`` in the working directory, or ``[tool.asa]`` of a ``pyproject.toml`` there. A key at its top
+goes to every verb that has such an option; a table called like a verb (``[plan]``, ``[cluster.measure]``) goes to that
+verb and wins over the top.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from asa.cli.verb import Arguments, Option, Verb
+from asa.errors import InvalidInputError, UsageError
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, but a mistake is a UsageError of one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message[0].lower()}{message[1:]}; see `{self.prog} --help`")
+
+
+def parser(verb: Verb) -> argparse.ArgumentParser:
+    """The argparse parser of one verb; every value stays text and is absent unless given."""
+    made = _Parser(
+        prog=f"asa {verb.name}",
+        description=verb.help[0].upper() + verb.help[1:] + ".",
+        epilog=verb.details or None,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for o in verb.options:
+        if o.positional:
+            made.add_argument(o.field, help=_help(o), metavar=o.metavar or o.name.upper(), nargs="?")
+        elif o.switch:
+            made.add_argument(f"--{o.name}", dest=o.field, help=o.help, action="store_true")
+        else:
+            flags = [f for f in (o.short, f"--{o.name}") if f]
+            made.add_argument(
+                *flags,
+                dest=o.field,
+                help=_help(o),
+                metavar=o.metavar or ("|".join(o.choices) if o.choices else o.name.upper()),
+                action="append" if o.repeated else "store",
+            )
+    return made
+
+
+def arguments(verb: Verb, argv: Sequence[str], environment: Mapping[str, str] | None = None) -> Arguments:
+    """All options of ``verb`` with their values.
+
+    Raises:
+        UsageError: on the command line or in an environment variable.
+        InvalidInputError: in the configuration file.
+    """
+    given = vars(parser(verb).parse_args(list(argv)))
+    return resolve(verb, given, os.environ if environment is None else environment)
+
+
+def resolve(verb: Verb, given: Mapping[str, Any], environment: Mapping[str, str]) -> Arguments:
+    """Flags, then environment, then file, then defaults."""
+    path, table = configuration(Path.cwd())
+    from_file = _for_verb(table, verb)
+    values: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for o in verb.options:
+        if o.field in given:
+            values[o.field], origin[o.field] = _value(o, given[o.field], _shown(o)), "flag"
+        elif not o.positional and o.variable in environment:
+            values[o.field], origin[o.field] = _value(o, environment[o.variable], o.variable), f"env {o.variable}"
+        elif not o.positional and o.name in from_file:
+            try:
+                values[o.field] = _value(o, from_file[o.name], o.name)
+            except UsageError as error:
+                raise InvalidInputError(f"{path}: {error}") from None
+            origin[o.field] = f"file {path}"
+        elif o.required:
+            raise UsageError(f"{o.metavar or o.name} is missing; see `asa {verb.name} --help`")
+        else:
+            values[o.field], origin[o.field] = (() if o.repeated and o.default is None else o.default), "default"
+    return Arguments(values, origin)
+
+
+def configuration(folder: Path) -> tuple[Path | None, dict[str, Any]]:
+    """The configuration file of a folder and what it says; nothing where there is none.
+
+    Raises:
+        InvalidInputError: the file is not TOML.
+    """
+    for path, inside in ((folder / "asa.toml", ()), (folder / "pyproject.toml", ("tool", "asa"))):
+        if not path.is_file():
+            continue
+        try:
+            table: Any = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise InvalidInputError(f"{path.name}: {error}") from None
+        for key in inside:
+            table = table.get(key, {}) if isinstance(table, dict) else {}
+        if isinstance(table, dict) and table:
+            return Path(path.name), {str(k).replace("_", "-"): v for k, v in table.items()}
+    return None, {}
+
+
+def _for_verb(table: Mapping[str, Any], verb: Verb) -> dict[str, Any]:
+    own: Any = table
+    for word in verb.name.split():
+        own = own.get(word, {}) if isinstance(own, dict) else {}
+    top = {k: v for k, v in table.items() if not isinstance(v, dict)}
+    mine = {str(k).replace("_", "-"): v for k, v in own.items()} if isinstance(own, dict) else {}
+    known = {o.name for o in verb.options if not o.positional}
+    for key, value in mine.items():
+        if key not in known and not isinstance(value, dict):
+            raise InvalidInputError(f"[{verb.name.replace(' ', '.')}] has no option {key!r}", where=f"$.{key}")
+    return {**top, **mine}
+
+
+def _value(o: Option, raw: Any, where: str) -> Any:
+    if o.switch and isinstance(raw, bool):
+        return raw
+    texts = [str(v) for v in raw] if isinstance(raw, list) else [str(raw)]
+    try:
+        if o.repeated:
+            return tuple(o.value(t) for t in texts)
+        return o.value(",".join(texts))
+    except ValueError as error:
+        raise UsageError(f"{where}: {error}") from None
+
+
+def _shown(o: Option) -> str:
+    return (o.metavar or o.name.upper()) if o.positional else f"--{o.name}"
+
+
+def _help(o: Option) -> str:
+    default = f" (default: {o.default})" if o.default is not None and "default" not in o.help else ""
+    return (o.help + default).replace("%", "%%")

@@ -1,0 +1,82 @@
+"""What a verb is: a name, options as data, a short function. Help, configuration and tests read the same data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from asa.cli.console import Console
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One argument of a verb.
+
+    ``parse`` turns the text a user typed into the value and raises ValueError, whose message is shown, when it
+    cannot; the same text may come from the command line, from ``ASA_<NAME>`` or from a configuration file.
+    A ``switch`` takes no value. A ``repeated`` option collects a tuple. A positional one has no dashes.
+    """
+
+    name: str
+    help: str
+    parse: Callable[[str], Any] = str
+    default: Any = None
+    metavar: str = ""
+    choices: tuple[str, ...] = ()
+    short: str = ""
+    switch: bool = False
+    repeated: bool = False
+    positional: bool = False
+    required: bool = False
+
+    @property
+    def field(self) -> str:
+        """Its name as an attribute of :class:`Arguments`."""
+        return self.name.replace("-", "_")
+
+    @property
+    def variable(self) -> str:
+        """The environment variable it is read from."""
+        return f"ASA_{self.field.upper()}"
+
+    def value(self, text: str) -> Any:
+        """``text`` as the option's value.
+
+        Raises:
+            ValueError: saying what is wrong with it.
+        """
+        if self.switch:
+            if text.lower() not in ("1", "true", "yes", "on", "0", "false", "no", "off", ""):
+                raise ValueError(f"{text!r} is neither true nor false")
+            return text.lower() in ("1", "true", "yes", "on")
+        if self.choices and text not in self.choices:
+            raise ValueError(f"{text!r} is none of {', '.join(self.choices)}")
+        return self.parse(text)
+
+
+class Arguments:
+    """The values of a verb's options as attributes, and where each one came from (``origin[field]``)."""
+
+    def __init__(self, values: dict[str, Any], origin: dict[str, str]) -> None:
+        self.__dict__.update(values)
+        self.origin = origin
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"this verb has no option {name!r}")
+
+    def given(self, name: str) -> bool:
+        """Whether anything but the default set it."""
+        return self.origin.get(name, "default") != "default"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verb:
+    """A command: ``name`` may be two words (``cluster list``)."""
+
+    name: str
+    help: str
+    run: Callable[[Arguments, Console], int | None]
+    options: tuple[Option, ...] = ()
+    details: str = ""

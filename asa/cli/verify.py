@@ -1,0 +1,46 @@
+"""``asa verify``: is training under a plan numerically the same as on one device?"""
+
+from __future__ import annotations
+
+from asa.cli import options as o
+from asa.cli import places
+from asa.cli.console import Console
+from asa.cli.verb import Arguments, Option, Verb
+from asa.ir import codec
+
+
+def run(args: Arguments, console: Console) -> int:
+    """Train a few steps both ways, compare, show; 1 if they differ."""
+    from functools import partial
+
+    from asa.executor.equivalence import verify
+    from asa.report import verify as report
+    from asa.strategies import offered
+    from asa.zoo.models import build
+
+    path, plan = places.newest_plan(args.plan)
+    console.say(f"asa: verifying {path} on {plan.num_ranks} ranks")
+    device = plan.device_type if args.device == "auto" else args.device
+    c, h, w = plan.input_shape
+    factory = partial(build, plan.model_spec, num_classes=plan.num_classes, input_shape=(c, h, w), seed=args.seed)
+    found = verify(plan, factory, offered(), device=device, samples=args.samples)
+    data = {"schema_version": codec.SCHEMA_VERSION, "kind": "equivalence", **codec.to_data(found)}
+    console.result(data, lambda: report.render(found))
+    return 0 if found.equivalent else 1
+
+
+VERBS = (
+    Verb(
+        name="verify",
+        help="train five steps under a plan and on one device, and compare losses, gradients and weights",
+        run=run,
+        options=(
+            o.PLAN,
+            o.option(o.DEVICE, help="where to run (default: the plan's kind of device)", default="auto"),
+            Option(name="samples", help="batch to compare on (default: small)", parse=o.count, metavar="N"),
+            o.SEED,
+            o.JSON,
+        ),
+        details="Exit code 1 where they differ by more than ten times the measured noise floor.",
+    ),
+)

@@ -1,0 +1,65 @@
+"""When the gradients of a component are on their way: the buckets of data parallelism, as constants of a graph.
+
+DDP reduces *buckets*: gradients fill one in the order backward makes them until it holds 25 MiB (the first 1 MiB),
+then it leaves. Of each component a part leaves with a bucket that closes inside it, and the rest waits for the
+component, further to the front, that fills that bucket up. Which one that is depends on what shares a wrapper; it is
+taken from the whole model in one wrapper. A wrapper that ends earlier sends earlier, so the price is never too low.
+
+Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 3.2.
+"""
+
+from __future__ import annotations
+
+from asa.cost.constants import constant
+from asa.ir.codec import noun
+from asa.ir.graph import LayerGraph
+
+
+@noun
+class Release:
+    """``prompt``: the share of a component's gradients that leaves when its own backward ends; the rest leaves
+    after the backward of component ``index`` (its own index where nothing is left)."""
+
+    prompt: float
+    index: int
+
+
+def releases(graph: LayerGraph) -> tuple[Release, ...]:
+    """One :class:`Release` per component, in the order of the graph."""
+    limit = constant("ddp_first_bucket_bytes")
+    opened = 0.0
+    left: list[float] = [0.0] * len(graph)
+    closed_in: list[int] = [0] * len(graph)
+    waiting: list[int] = []
+    for i in range(len(graph) - 1, -1, -1):
+        component = graph.components[i]
+        size = component.parameter_bytes / max(1, component.num_parameter_tensors)
+        mine = 0.0
+        for _ in range(component.num_parameter_tensors):
+            opened += size
+            mine += size
+            if opened >= limit:
+                for j in waiting:
+                    closed_in[j] = i
+                waiting, opened, mine = [], 0.0, 0.0
+                limit = constant("ddp_bucket_bytes")
+        left[i] = mine
+        if mine > 0:
+            waiting.append(i)
+    # What is still open after the first component leaves with it: index 0, the default above.
+    found = []
+    for i, component in enumerate(graph.components):
+        if i == 0 or left[i] <= 0 or not component.parameter_bytes:
+            found.append(Release(prompt=1.0, index=i))
+        else:
+            found.append(Release(prompt=1 - left[i] / component.parameter_bytes, index=closed_in[i]))
+    for i in range(len(found) - 2, -1, -1):
+        # A component without gradients inside an open bucket does not close it: releases never fall.
+        found[i] = Release(prompt=found[i].prompt, index=min(found[i].index, found[i + 1].index))
+    return tuple(found)
+
+
+def bucket_bytes(graph: LayerGraph, parameter_bytes: float, num_tensors: int) -> float:
+    """Size of the messages in which a component's gradients travel: a bucket, or its own tensors if larger."""
+    bucket = min(constant("ddp_bucket_bytes"), max(1.0, float(graph.parameter_bytes)))
+    return max(bucket, parameter_bytes / max(1, num_tensors))

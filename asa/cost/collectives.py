@@ -1,0 +1,184 @@
+"""Seconds of a collective, from the measured tables of a cluster.
+
+Between points a table is read log-log; above its last point at the bandwidth of that point, below its first at
+the latency of that point. Where a table is missing, in this order:
+
+1. another operation among the same ranks, at equal bus bandwidth (the data every link must carry: all_reduce
+   2 (n-1)/n, all_gather, reduce_scatter and all_to_all (n-1)/n, broadcast and send_recv 1 of the buffer;
+   https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md);
+2. neighbouring group sizes, their times per byte carried interpolated log-log in the number of ranks;
+3. a wider level of the cluster (never faster), then a narrower one.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+
+from asa.errors import InvalidInputError
+from asa.ir.cluster import Cluster, CollectiveTable, Status
+from asa.ir.traffic import Collective, CollectiveOp
+
+_Curve = tuple[tuple[float, float], ...]
+
+_LARGE = 2.0**30  # bytes of a message whose time is all bandwidth
+
+_ASSUMED: frozenset[Status] = frozenset({"derived", "rule", "measured-hearsay", "estimated"})
+
+
+def carried(op: CollectiveOp, ranks: int) -> float:
+    """Bytes each link carries per byte of buffer: nccl-tests' factor from algorithm to bus bandwidth.
+
+    >>> carried("all_reduce", 4)
+    1.5
+    """
+    if op == "all_reduce":
+        return 2 * (ranks - 1) / ranks
+    if op in ("all_gather", "reduce_scatter", "all_to_all"):
+        return (ranks - 1) / ranks
+    return 1.0
+
+
+def read(points: tuple[tuple[float, float], ...], size: float) -> float:
+    """Seconds for ``size`` bytes from points (bytes, seconds) sorted by bytes, as the module says."""
+    if size <= points[0][0]:
+        return points[0][1]
+    if size >= points[-1][0]:
+        return points[-1][1] * size / points[-1][0]
+    at = bisect_right(points, size, key=lambda p: p[0])
+    (x0, y0), (x1, y1) = points[at - 1], points[at]
+    share = math.log(size / x0) / math.log(x1 / x0)
+    return float(y0 * (y1 / y0) ** share)
+
+
+def _rising(table: CollectiveTable) -> _Curve:
+    """The points of a table, none slower than a larger message (which could always be sent in its place)."""
+    points: list[tuple[float, float]] = []
+    for size, seconds in reversed(table.points):
+        points.append((float(size), min(seconds, points[-1][1]) if points else seconds))
+    return tuple(reversed(points))
+
+
+class Links:
+    """A cluster's tables, indexed for pricing many collectives. ``width``: ranks 0..width-1 take part in the step."""
+
+    def __init__(self, cluster: Cluster, width: int | None = None) -> None:
+        self._cluster = cluster
+        self._width = cluster.num_devices if width is None else width
+        self._tables: list[dict[tuple[CollectiveOp, int], _Curve]] = [
+            {(t.op, t.ranks): _rising(t) for t in level.tables} for level in cluster.levels
+        ]
+        self._statuses: list[dict[int, list[Status]]] = [{} for _ in cluster.levels]
+        for statuses, level in zip(self._statuses, cluster.levels, strict=True):
+            for t in level.tables:
+                statuses.setdefault(t.ranks, []).append(t.status)
+        self._crowded: dict[tuple[CollectiveOp, int, int], float] = {}
+        self._seconds: dict[tuple[CollectiveOp, float, int, int], float] = {}
+
+    def seconds(self, collective: Collective) -> float:
+        """Seconds of one ``collective`` alone on its links; 0 for a group of one or an empty message.
+
+        Raises:
+            InvalidInputError: the cluster has no table from which this group could be priced.
+        """
+        c = collective
+        if c.ranks <= 1 or c.bytes <= 0:
+            return 0.0
+        key = (c.op, c.bytes, c.ranks, c.stride)
+        if key not in self._seconds:
+            level = self._level(c.ranks, c.stride)
+            size = c.bytes * self._sharing(level, c.stride) * self._crowding(level, c.op, c.ranks)
+            self._seconds[key] = self._read(level, c.op, c.ranks, size)
+        return self._seconds[key]
+
+    def latency(self, op: CollectiveOp, ranks: int, stride: int = 1) -> float:
+        """Seconds of the smallest message."""
+        return self.seconds(Collective(op=op, phase="forward", bytes=1.0, ranks=ranks, stride=stride))
+
+    def assumed(self, ranks: int, stride: int = 1) -> bool:
+        """Whether the figures for this group rest on tables that nobody measured as a whole."""
+        if ranks <= 1:
+            return False
+        statuses = self._statuses[self._level(ranks, stride)].get(ranks, [])
+        return not statuses or any(s in _ASSUMED for s in statuses)
+
+    def _level(self, ranks: int, stride: int) -> int:
+        """Index of the innermost level that joins every group of that shape (groups start at multiples of it)."""
+        block = ranks * stride
+        levels = self._cluster.levels
+        for i, level in enumerate(levels):
+            if level.devices >= self._width or (block <= level.devices and level.devices % block == 0):
+                return i
+        if not levels or block > levels[-1].devices:
+            raise InvalidInputError(
+                f"cluster {self._cluster.name} joins {levels[-1].devices if levels else 1} devices, a group of "
+                f"{ranks} ranks {stride} apart needs {block}"
+            )
+        return len(levels) - 1
+
+    def _sharing(self, level: int, stride: int) -> int:
+        """Groups that use the same outer links at once: strided groups all leave the same inner block."""
+        return 1 if level == 0 else min(stride, self._cluster.levels[level - 1].devices)
+
+    def _crowding(self, level: int, op: CollectiveOp, ranks: int) -> float:
+        """By how much groups that work side by side slow each other down, seen from the tables.
+
+        All ranks of a stage work at once, so smaller groups leave no links idle: a link then carries no more than
+        it does in one group of all those ranks (on a PCIe box a fraction of what a pair gets; on a switch as much).
+        """
+        together = min(self._width, self._cluster.levels[level].devices)
+        if ranks >= together:
+            return 1.0
+        key = (op, ranks, level)
+        if key not in self._crowded:
+            alone = self._read(level, op, ranks, _LARGE) / carried(op, ranks)
+            crowd = self._read(level, op, together, _LARGE) / carried(op, together)
+            self._crowded[key] = max(1.0, crowd / alone)
+        return self._crowded[key]
+
+    def _read(self, level: int, op: CollectiveOp, ranks: int, size: float) -> float:
+        order = [*range(level, len(self._tables)), *range(level - 1, -1, -1)]
+        for i in order:
+            found = self._at_level(self._tables[i], op, ranks, size)
+            if found is not None:
+                return found
+        raise InvalidInputError(f"cluster {self._cluster.name} has no table for {op} among {ranks} ranks")
+
+    @staticmethod
+    def _at_level(
+        tables: dict[tuple[CollectiveOp, int], _Curve], op: CollectiveOp, ranks: int, size: float
+    ) -> float | None:
+        per_byte: dict[int, float] = {}
+        others: tuple[CollectiveOp, ...] = (
+            "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv",
+        )  # fmt: skip
+        for n in {n for _, n in tables}:
+            own = tables.get((op, n))
+            if own is not None:
+                per_byte[n] = read(own, size) / carried(op, n)
+                continue
+            for other in others:
+                table = tables.get((other, n))
+                if table is not None:
+                    # Same bus bandwidth at the same buffer: half the rounds carry half the bytes.
+                    per_byte[n] = read(table, size) / carried(other, n)
+                    break
+        if not per_byte:
+            return None
+        sizes = sorted(per_byte)
+        if ranks <= sizes[0]:
+            rate = per_byte[sizes[0]]
+        elif ranks >= sizes[-1]:
+            rate = per_byte[sizes[-1]]
+        else:
+            rate = read(tuple((float(n), per_byte[n]) for n in sizes), float(ranks))
+        return rate * carried(op, ranks)
+
+
+def seconds(cluster: Cluster, collective: Collective) -> float:
+    """Seconds of one collective on ``cluster``. For many, build :class:`Links` once.
+
+    Raises:
+        InvalidInputError: the cluster has no table from which this group could be priced.
+    """
+    return Links(cluster).seconds(collective)

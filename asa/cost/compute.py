@@ -1,0 +1,179 @@
+"""Compute time of a component at any microbatch and tensor degree, from the times a profile holds.
+
+Time is affine in samples *between neighbouring measurements* and along the outermost pair beyond them: small
+microbatches are launch-bound and large ones are not, so one measurement is never scaled linearly. A tensor degree
+that was not measured lies between its neighbours by the share of FLOPs it computes. Nothing is faster than the
+dispatch floor.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable
+
+from asa.cost.constants import constant
+from asa.ir.codec import noun
+from asa.ir.graph import Component
+from asa.ir.plan import OptimizerName
+from asa.ir.profile import Profile, Stat, Timing
+
+# Memory passes over parameters of one optimizer step: reads and writes of parameter, gradient and state.
+_PASSES: dict[str, float] = {"sgd": 5.0, "adamw": 7.0}
+_NORMAL_P90 = 1.2816
+
+
+def deviation(stat: Stat) -> float:
+    """Standard deviation of one observation, taking p10..p90 for a normal's. Seconds."""
+    return (stat.p90 - stat.p10) / (2 * _NORMAL_P90)
+
+
+def standard_error(stat: Stat) -> float:
+    """Standard error of the median over ``n`` observations (1.2533 times that of a normal's mean). Seconds."""
+    return 1.2533 * deviation(stat) / math.sqrt(stat.n)
+
+
+def _line(xs: list[float], ys: list[float], x: float) -> float:
+    """Piecewise affine through (xs, ys); beyond the ends along the outermost pair, never falling beyond the last."""
+    if len(xs) == 1:
+        return ys[0]
+    at = min(max(bisect_left(xs, x), 1), len(xs) - 1)
+    slope = (ys[at] - ys[at - 1]) / (xs[at] - xs[at - 1])
+    if x > xs[-1]:
+        return ys[-1] + max(0.0, slope) * (x - xs[-1])
+    return ys[at - 1] + slope * (x - xs[at - 1])
+
+
+@noun
+class Work:
+    """One microbatch of one component on one rank. Seconds and bytes; the errors are standard errors in seconds."""
+
+    forward_s: float
+    backward_s: float
+    error_s: float
+    deviation_s: float
+    saved_bytes: float
+    transient_bytes: float
+
+
+class Times:
+    """A profile's timings, indexed. ``flops_share(component, degree)`` is what the busiest tensor rank computes."""
+
+    def __init__(self, profile: Profile, flops_share: Callable[[Component, int], float]) -> None:
+        self._floor = profile.dispatch_floor_s
+        self._share = flops_share
+        self._timings: dict[tuple[str, int], list[Timing]] = defaultdict(list)
+        for timing in profile.timings:
+            self._timings[timing.component, timing.tensor_degree].append(timing)
+        for found in self._timings.values():
+            found.sort(key=lambda t: t.microbatch)
+        self._degrees: dict[str, list[int]] = defaultdict(list)
+        for name, degree in sorted(self._timings):
+            self._degrees[name].append(degree)
+        self._updates = {(u.component, u.tensor_degree, u.optimizer): u.step for u in profile.updates}
+        whole = sorted(profile.whole, key=lambda w: w.microbatch)
+        self._whole_at = [math.log(w.microbatch) for w in whole]
+        self._whole_ratio = [w.whole.median / w.components_s for w in whole if w.components_s > 0]
+
+    def work(self, component: Component, samples: int, degree: int) -> Work:
+        """Forward and backward of ``samples`` samples at a tensor degree, alone on the device."""
+        degrees = self._degrees[component.name]
+        if degree in degrees:
+            return self._measured(component.name, samples, degree)
+        at = bisect_left(degrees, degree)
+        low = self._measured(component.name, samples, degrees[max(0, at - 1)])
+        share = self._share(component, degree)
+        first = self._share(component, degrees[max(0, at - 1)])
+        if at < len(degrees):
+            high = self._measured(component.name, samples, degrees[at])
+            last = self._share(component, degrees[at])
+            mix = (first - share) / (first - last) if first > last else 0.0
+        else:
+            # Beyond the highest degree measured, what exceeds the floor shrinks with the share.
+            floor = self._floor
+            high = Work(
+                forward_s=floor, backward_s=floor, error_s=low.error_s, deviation_s=low.deviation_s, saved_bytes=0.0,
+                transient_bytes=0.0,
+            )  # fmt: skip
+            mix = 1 - share / first if first > 0 else 0.0
+        mix = min(1.0, max(0.0, mix))
+
+        def between(field: str) -> float:
+            a, b = getattr(low, field), getattr(high, field)
+            return float(max(0.0, a + mix * (b - a)))
+
+        return Work(
+            forward_s=max(self._floor, between("forward_s")),
+            backward_s=max(self._floor, between("backward_s")),
+            error_s=between("error_s"),
+            deviation_s=between("deviation_s"),
+            saved_bytes=between("saved_bytes"),
+            transient_bytes=between("transient_bytes"),
+        )
+
+    def _measured(self, name: str, samples: int, degree: int) -> Work:
+        found = self._timings[name, degree]
+        xs = [float(t.microbatch) for t in found]
+
+        def time(ys: list[float]) -> float:
+            if len(xs) == 1:  # One point fixes only what lies above the floor.
+                floor = min(self._floor, ys[0])
+                return floor + (ys[0] - floor) * samples / xs[0]
+            return max(self._floor, _line(xs, ys, samples))
+
+        def size(ys: list[float]) -> float:
+            return ys[0] * samples / xs[0] if len(xs) == 1 else max(0.0, _line(xs, ys, samples))
+
+        nearest = min(found, key=lambda t: abs(math.log(t.microbatch / samples)))
+        scale = max(0.0, samples / nearest.microbatch) if len(xs) == 1 or samples > xs[-1] else 1.0
+        return Work(
+            forward_s=time([t.forward.median for t in found]),
+            backward_s=time([t.backward.median for t in found]),
+            error_s=scale * math.hypot(standard_error(nearest.forward), standard_error(nearest.backward)),
+            deviation_s=scale * math.hypot(deviation(nearest.forward), deviation(nearest.backward)),
+            saved_bytes=size([float(t.saved_bytes) for t in found]),
+            transient_bytes=size([float(t.transient_bytes) for t in found]),
+        )
+
+    def whole_ratio(self, samples: int) -> float:
+        """Whole step over the sum of components, as measured at the nearest microbatches (1 where it was not).
+
+        Held within 10 % of 1: a profile that is further off is not one that a factor could mend.
+        """
+        if not self._whole_ratio or len(self._whole_ratio) != len(self._whole_at):
+            return 1.0
+        x = min(max(math.log(samples), self._whole_at[0]), self._whole_at[-1])
+        return min(1.1, max(1 / 1.1, _line(self._whole_at, self._whole_ratio, x)))
+
+    def update(
+        self, component: Component, degree: int, optimizer: OptimizerName, parameter_bytes: float, bandwidth: float
+    ) -> float:
+        """Seconds of the optimizer step on ``parameter_bytes`` of the component.
+
+        From the timing at that tensor degree, else at the nearest one in proportion to bytes, else of another
+        optimizer in proportion to memory passes, else from memory ``bandwidth`` in bytes/s.
+        """
+        if parameter_bytes <= 0:
+            return 0.0
+        exact = self._updates.get((component.name, degree, optimizer))
+        if exact is not None:
+            return exact.median
+        for other in (optimizer, *sorted(_PASSES)):
+            known = [
+                (abs(math.log(t / degree)), t, s)
+                for (n, t, o), s in self._updates.items()
+                if n == component.name and o == other
+            ]
+            if known:
+                _, at, step = min(known, key=lambda k: k[:2])
+                full = self._share_of_bytes(component, at)
+                return step.median * parameter_bytes / full * _PASSES[optimizer] / _PASSES[other]
+        efficient = bandwidth * constant("estimate_update_bandwidth_efficiency")
+        return _PASSES[optimizer] * parameter_bytes / (efficient or constant("fallback_memory_bandwidth"))
+
+    @staticmethod
+    def _share_of_bytes(component: Component, degree: int) -> float:
+        split = component.split
+        divisible = 0.0 if split is None else float(split.parameter_bytes)
+        return max(1.0, component.parameter_bytes - divisible * (1 - 1 / degree))

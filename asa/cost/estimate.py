@@ -1,0 +1,130 @@
+"""A profile for a device nobody has measured on: FLOPs, bytes and a stated efficiency. Good to tens of per cent.
+
+Per component and pass, with F the FLOPs and D the bytes read and written,
+
+    time = dispatch + F / (efficiency_F * peak) + D / (efficiency_D * bandwidth)
+
+The two add up because kernels bound by arithmetic (convolutions, matrix products) alternate with ones bound by
+memory (normalisation, activations, additions). Forward reads and writes what it saves and hands on once, and its
+parameters; backward does twice the arithmetic and moves twice as much. The efficiencies and their sources are in
+``asa/data/constants.json``.
+"""
+
+from __future__ import annotations
+
+from asa.cost.constants import constant
+from asa.errors import InvalidInputError
+from asa.ir.cluster import Cluster, Device
+from asa.ir.graph import Component, LayerGraph
+from asa.ir.profile import DeviceRecord, Precision, Profile, Provenance, Stat, Timing
+
+_BACKWARD = 2.0
+
+
+def estimate(
+    graph: LayerGraph,
+    device: Device,
+    *,
+    model_spec: str,
+    model_fingerprint: str,
+    precision: Precision = "fp32",
+    global_batch: int = 256,
+    max_degree: int = 8,
+    activation_scale: float = 1.0,
+) -> Profile:
+    """The profile one would expect on ``device``, of origin ``estimated``.
+
+    ``activation_scale`` converts the graph's activation bytes to those at ``precision`` (0.5 from fp32 to bf16).
+
+    Raises:
+        InvalidInputError: the device states no peak or no memory bandwidth.
+    """
+    peak = device.peak_fp32_flops if precision == "fp32" else device.peak_bf16_flops
+    if peak <= 0 or device.memory_bandwidth <= 0:
+        kind = "fp32" if precision == "fp32" else "bf16"
+        raise InvalidInputError(
+            f"device {device.name} states no {kind} peak or no memory bandwidth, so nothing can be estimated for it; "
+            "profile on it instead"
+        )
+    dispatch = constant("estimate_dispatch_cpu_s" if device.type == "cpu" else "estimate_dispatch_cuda_s")
+    batches = [2**k for k in range(max(1, global_batch).bit_length())]
+    timings = []
+    for component in graph.components:
+        for degree in _degrees(component, max_degree):
+            for samples in batches:
+                timings.append(_timing(component, samples, degree, device, peak, dispatch, activation_scale))
+    return Profile(
+        model_spec=model_spec,
+        model_fingerprint=model_fingerprint,
+        graph=graph,
+        device=DeviceRecord(type=device.type, name=device.name, memory_bytes=device.memory_bytes, threads=1),
+        precision=precision,
+        global_batch=global_batch,
+        timings=tuple(timings),
+        updates=(),
+        dispatch_floor_s=dispatch,
+        whole=(),
+        skipped=("nothing was measured: times are estimates",),
+        provenance=Provenance(
+            origin="estimated",
+            created="",
+            asa_version="",
+            torch_version="",
+            note=f"from FLOPs and bytes at the efficiencies of asa/data/constants.json, on {device.name}",
+        ),
+    )
+
+
+def on_device(profile: Profile, cluster: Cluster) -> Profile:
+    """``profile`` itself if it speaks of the cluster's kind of device, else an estimate from its graph.
+
+    Raises:
+        InvalidInputError: an estimate is needed, and the cluster's device states no peak.
+    """
+    if profile.device.type == cluster.device.type:
+        return profile
+    return estimate(
+        profile.graph,
+        cluster.device,
+        model_spec=profile.model_spec,
+        model_fingerprint=profile.model_fingerprint,
+        precision=profile.precision,
+        global_batch=profile.global_batch,
+        max_degree=cluster.num_devices,
+    )
+
+
+def _degrees(component: Component, most: int) -> list[int]:
+    if component.split is None:
+        return [1]
+    return [2**k for k in range(min(most, component.split.max_degree).bit_length())]
+
+
+def _timing(
+    component: Component, samples: int, degree: int, device: Device, peak: float, dispatch: float, scale: float
+) -> Timing:
+    split = component.split
+    lost = 1 - 1 / degree
+    flops, parameters, saved = component.flops_per_sample, component.parameter_bytes, component.saved_bytes_per_sample
+    if split is not None:
+        flops -= lost * split.flops_per_sample
+        parameters = round(parameters - lost * split.parameter_bytes)
+        saved -= lost * split.saved_bytes_per_sample
+    saved *= scale
+    handed = component.output_bytes_per_sample * scale
+    moved = samples * 2 * (saved + handed) + parameters
+    arithmetic = samples * flops / (constant("estimate_flops_efficiency") * peak)
+    traffic = moved / (constant("estimate_bandwidth_efficiency") * device.memory_bandwidth)
+    return Timing(
+        component=component.name,
+        microbatch=samples,
+        tensor_degree=degree,
+        forward=_guess(dispatch + arithmetic + traffic),
+        backward=_guess(_BACKWARD * (dispatch + arithmetic + traffic)),
+        saved_bytes=round(samples * saved),
+        transient_bytes=round(samples * (2 * handed + saved / 2)),
+    )
+
+
+def _guess(seconds: float) -> Stat:
+    return Stat(median=seconds, p10=seconds, p90=seconds, n=1)

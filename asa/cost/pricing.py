@@ -1,0 +1,209 @@
+"""From a profile, a cluster and what strategies declare to seconds and bytes of one component or boundary.
+
+A :class:`Pricer` is made for one width, global batch and number of microbatches; the layouts vary inside it.
+"""
+
+from __future__ import annotations
+
+from math import hypot
+
+from asa.cost.buckets import Release, bucket_bytes, releases
+from asa.cost.collectives import Links
+from asa.cost.compute import Times
+from asa.cost.constants import constant
+from asa.cost.memory import Footprint, margin
+from asa.cost.spread import slowest_rank
+from asa.cost.step import BoundaryCost, ComponentCost
+from asa.interfaces.strategy import OPTIMIZER_WORDS, DataStrategy, Strategies
+from asa.ir.cluster import Cluster
+from asa.ir.graph import Component
+from asa.ir.layout import Boundary, Layout, largest_shard
+from asa.ir.plan import OptimizerName
+from asa.ir.profile import Profile
+from asa.ir.traffic import Collective, Share
+
+
+class Pricer:
+    """Prices components and boundaries of one model on ``width`` ranks, ``num_microbatches`` to a step."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        cluster: Cluster,
+        strategies: Strategies,
+        *,
+        width: int,
+        global_batch: int,
+        num_microbatches: int,
+        optimizer: OptimizerName,
+    ) -> None:
+        self._graph = profile.graph
+        self._cluster = cluster
+        self._strategies = strategies
+        self._optimizer: OptimizerName = optimizer
+        self._num_microbatches = num_microbatches
+        self._links = Links(cluster, width)
+        self._times = Times(profile, self._flops_share)
+        self._releases: tuple[Release, ...] = releases(profile.graph)
+        self._slow = slowest_rank(profile, cluster, width)
+        self.width = width
+        self.microbatch = largest_shard(global_batch, num_microbatches)
+        """Samples of the largest microbatch, over all ranks."""
+
+    @property
+    def releases(self) -> tuple[int, ...]:
+        """Per component, the one after whose backward the late part of its gradients leaves."""
+        return tuple(r.index for r in self._releases)
+
+    def local(self, layout: Layout) -> int:
+        """Samples of the busiest rank in one microbatch."""
+        return largest_shard(self.microbatch, layout.data)
+
+    def share(self, index: int, tensor: str, degree: int) -> Share:
+        """What the busiest rank computes and holds of component ``index``."""
+        return self._strategies.tensor[tensor].share(self._graph.components[index], degree)
+
+    def component(self, index: int, layout: Layout, data: str, tensor: str) -> ComponentCost:
+        """Component ``index`` in ``layout`` under a data and a tensor strategy."""
+        component = self._graph.components[index]
+        m, samples = self._num_microbatches, self.local(layout)
+        share = self.share(index, tensor, layout.tensor)
+        strategy = self._strategies.data[data]
+        work = self._times.work(component, samples, layout.tensor)
+        slow = self._slow * self._times.whole_ratio(samples)
+        forward, backward = work.forward_s * slow, work.backward_s * slow
+        inner = self._strategies.tensor[tensor].traffic(component, layout.tensor, samples)
+        moved = strategy.traffic(share, layout.data, layout.inner)
+        blocking = m * sum(self._links.seconds(c) for c in (*inner, *moved) if c.phase in ("forward", "backward"))
+        update_moved = sum(self._links.seconds(c) for c in moved if c.phase == "update")
+        prompt, late, copying = self._sync(index, share, [c for c in moved if c.phase == "gradient"])
+        footprint, update = self._held(index, layout, share, strategy, work.saved_bytes, work.transient_bytes)
+        return ComponentCost(
+            compute_s=m * (forward + backward) + copying,
+            blocking_s=blocking,
+            window_s=backward + copying,
+            prompt_sync_s=prompt,
+            late_sync_s=late,
+            release=self._releases[index].index,
+            update_s=update * self._slow,
+            update_communication_s=update_moved,
+            error_s=m * slow * work.error_s,
+            link_error_s=(blocking + update_moved + prompt + late) * self._link_error(layout),
+            footprint=footprint,
+        )
+
+    def _sync(self, index: int, share: Share, moved: list[Collective]) -> tuple[float, float, float]:
+        """Seconds of gradient synchronisation: leaving at once, leaving with a later bucket, and copying for it.
+
+        An all_reduce travels in buckets with its neighbours, so it costs its part of a full bucket's time;
+        anything else is sent component by component.
+        """
+        prompt = late = copying = 0.0
+        for c in moved:
+            if c.op != "all_reduce":
+                prompt += self._links.seconds(c)
+                continue
+            message = bucket_bytes(self._graph, c.bytes, share.num_parameter_tensors)
+            whole = Collective(op=c.op, phase=c.phase, bytes=message, ranks=c.ranks, stride=c.stride)
+            seconds = self._links.seconds(whole) * c.bytes / message
+            prompt += seconds * self._releases[index].prompt
+            late += seconds * (1 - self._releases[index].prompt)
+            if self._cluster.device.memory_bandwidth > 0:
+                copying += constant("ddp_bucket_passes") * c.bytes / self._cluster.device.memory_bandwidth * self._slow
+        return prompt, late, copying
+
+    def _held(
+        self, index: int, layout: Layout, share: Share, strategy: DataStrategy, saved: float, transient: float
+    ) -> tuple[Footprint, float]:
+        """Memory of the component, and seconds of its optimizer step (alone on the device)."""
+        component = self._graph.components[index]
+        memory = strategy.memory(share, layout.data, self._optimizer)
+        several = self._num_microbatches > 1
+        footprint = Footprint(
+            state=memory.state + (memory.gradients if several else 0.0),
+            activations=saved * margin(),
+            gradients=0.0 if several else memory.gradients,
+            transient=transient * margin() + memory.transient,
+        )
+        full = OPTIMIZER_WORDS[self._optimizer] * share.parameter_bytes
+        part = memory.optimizer / full if full > 0 else 0.0
+        bandwidth = self._cluster.device.memory_bandwidth
+        update = self._times.update(component, layout.tensor, self._optimizer, share.parameter_bytes, bandwidth)
+        return footprint, part * update
+
+    def boundary(self, index: int, source: Layout, target: Layout) -> BoundaryCost:
+        """The boundary in front of component ``index`` (1 <= index < number of components)."""
+        before, after = self._graph.components[index - 1], self._graph.components[index]
+        size = self.microbatch * before.output_bytes_per_sample
+        boundary = Boundary(
+            source=source, target=target, exit_partial=_exit(before), entry_partial=_entry(after)
+        )  # fmt: skip
+        traffic = boundary.traffic(size)
+        seconds = self._num_microbatches * sum(self._links.seconds(c) for c in traffic)
+        if source != target:
+            seconds += self._new_wrapper(target)
+        converted = source.data != target.data
+        gathered = sum(c.bytes for c in traffic if c.op == "all_gather" and c.phase == "backward")
+        return BoundaryCost(
+            blocking_s=seconds,
+            link_error_s=seconds * max(self._link_error(source), self._link_error(target)),
+            footprint=Footprint(
+                activations=size / target.data * margin() if converted else 0.0, transient=gathered * margin()
+            ),
+        )
+
+    def entry(self, layout: Layout) -> BoundaryCost:
+        """The model's input: every rank reads its own samples, nothing moves and no gradient is wanted."""
+        return BoundaryCost(
+            blocking_s=self._new_wrapper(layout),
+            link_error_s=0.0,
+            footprint=Footprint(activations=self.local(layout) * self._graph.input_bytes_per_sample * margin()),
+        )
+
+    def exit(self, layout: Layout) -> BoundaryCost:
+        """Behind the last component: its output made whole where it is a partial sum; the loss is local."""
+        last = self._graph.components[-1]
+        size = self.microbatch * last.output_bytes_per_sample
+        boundary = Boundary(source=layout, target=layout, exit_partial=_exit(last))
+        seconds = self._num_microbatches * sum(self._links.seconds(c) for c in boundary.traffic(size))
+        return BoundaryCost(
+            blocking_s=seconds, link_error_s=seconds * self._link_error(layout), footprint=Footprint()
+        )  # fmt: skip
+
+    def _new_wrapper(self, layout: Layout) -> float:
+        """Seconds by which a DDP wrapper's small first bucket and half-full last one exceed their share of bytes."""
+        if layout.data == 1:
+            return 0.0
+        total = max(1.0, float(self._graph.parameter_bytes))
+
+        def seconds(size: float) -> float:
+            return self._links.seconds(
+                Collective(op="all_reduce", phase="gradient", bytes=size, ranks=layout.data, stride=layout.inner)
+            )
+
+        first = min(constant("ddp_first_bucket_bytes"), total)
+        bucket = bucket_bytes(self._graph, 0.0, 1)
+        return 1.5 * max(0.0, seconds(first) - seconds(bucket) * first / bucket)
+
+    def _link_error(self, layout: Layout) -> float:
+        assumed = self._links.assumed(layout.data, layout.inner) or self._links.assumed(layout.tensor)
+        return constant("link_error_assumed" if assumed else "link_error_measured")
+
+    def _flops_share(self, component: Component, degree: int) -> float:
+        if degree == 1 or component.flops_per_sample <= 0 or "tensor" not in self._strategies.tensor:
+            return 1.0
+        share = self._strategies.tensor["tensor"].share(component, degree)
+        return share.flops_per_sample / component.flops_per_sample
+
+
+def _entry(component: Component) -> bool:
+    return component.split is not None and component.split.entry_partial
+
+
+def _exit(component: Component) -> bool:
+    return component.split is not None and component.split.exit_partial
+
+
+def combined_error(errors: list[float]) -> float:
+    """Standard errors of independent terms, in quadrature."""
+    return hypot(*errors) if errors else 0.0

@@ -1,0 +1,109 @@
+"""Seconds of a training step of one stage, in closed form, with gradient communication overlapped with backward.
+
+Backward runs from the last component to the first on the compute stream; the gradients of a component are handed to
+one communication stream when its backward has ended (or that of the component which fills its bucket), and only in
+the last microbatch. With b_l the backward time of component l, g_l its synchronisation, released after component
+r_l <= l, and while both streams work compute slowed down by sp and communication by sc, both busy for tau seconds:
+
+    step = all compute + all communication - saving * tau,      saving = 1/sc + 1/sp - 1
+    tau  = min over k of   sp * sum_{l<k} b_l  +  sc * sum_{l: r_l>k} g_l
+
+Exact for this process: let k begin the stretch in which the communication stream is busy to the end; what was
+released before it ran wholly beside backward, and so does the backward behind it. With sp = sc = 1 it is the two-
+machine flow shop. Where ``saving`` is negative, overlap is forced and not chosen: all synchronisation is charged as
+overlapped, which is never too low. Blocking collectives lie outside the window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from asa.cost.memory import Footprint
+from asa.ir.cluster import Overlap
+from asa.ir.codec import noun
+
+
+@noun
+class ComponentCost:
+    """One component on one rank for a whole step, in seconds (of all microbatches, slowest rank) and bytes.
+
+    ``window_s``: compute of its backward in the last microbatch. ``prompt_sync_s`` leaves when that ends,
+    ``late_sync_s`` after the backward of component ``release``. ``error_s`` is a standard error of ``compute_s``,
+    ``link_error_s`` one of all its communication.
+    """
+
+    compute_s: float
+    blocking_s: float
+    window_s: float
+    prompt_sync_s: float
+    late_sync_s: float
+    release: int
+    update_s: float
+    update_communication_s: float
+    error_s: float
+    link_error_s: float
+    footprint: Footprint
+
+    @property
+    def sync_s(self) -> float:
+        """Gradient synchronisation, wherever it runs."""
+        return self.prompt_sync_s + self.late_sync_s
+
+
+@noun
+class BoundaryCost:
+    """The boundary in front of one component, for a whole step: seconds, and bytes held."""
+
+    blocking_s: float
+    link_error_s: float
+    footprint: Footprint
+
+
+@noun
+class StepCost:
+    """A step taken apart. ``compute_s + exposed_s == total_s``; ``compute_s`` includes the optimizer's own time."""
+
+    total_s: float
+    compute_s: float
+    exposed_s: float
+    hidden_s: float
+    update_s: float
+    overlap_s: float
+
+
+def overlapped(components: Sequence[ComponentCost], overlap: Overlap) -> float:
+    """Seconds during which both streams work (tau of the module)."""
+    sp, sc = overlap.compute_slowdown, overlap.communication_slowdown
+    pieces = [(i, c.prompt_sync_s) for i, c in enumerate(components)]
+    pieces += [(c.release, c.late_sync_s) for c in components]
+    released_at = [0.0] * len(components)
+    for at, size in pieces:
+        released_at[at] += size
+    before, after = 0.0, sum(released_at)
+    best = sc * after
+    for k, component in enumerate(components):
+        after -= released_at[k]
+        best = min(best, sp * before + sc * after)
+        before += component.window_s
+    return max(0.0, best)
+
+
+def step(components: Sequence[ComponentCost], boundaries: Sequence[BoundaryCost], overlap: Overlap) -> StepCost:
+    """Price a step; ``boundaries[i]`` lies in front of component i, the last one behind the last component."""
+    compute = sum(c.compute_s + c.update_s for c in components)
+    sync = sum(c.sync_s for c in components)
+    blocking = sum(c.blocking_s + c.update_communication_s for c in components) + sum(b.blocking_s for b in boundaries)
+    if overlap.saving >= 0:
+        both = overlapped(components, overlap)
+    else:
+        both = overlap.communication_slowdown * sync
+    total = compute + sync + blocking - overlap.saving * both
+    exposed = total - compute
+    return StepCost(
+        total_s=total,
+        compute_s=compute,
+        exposed_s=exposed,
+        hidden_s=max(0.0, sync + blocking - exposed),
+        update_s=sum(c.update_s + c.update_communication_s for c in components),
+        overlap_s=both,
+    )

@@ -1,0 +1,50 @@
+"""How long steps take, on the clock of whoever computes: the host's, or the device's own."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+
+class StepClock:
+    """Seconds per step: waiting for data, then computing and communicating. No step waits to be timed.
+
+    On CUDA, events in the stream; they are read at :meth:`collect`, which is the only place that synchronises.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._marks: list[object] = []
+        self._steps: list[tuple[object, object, object]] = []
+
+    def _now(self) -> object:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def mark(self) -> None:
+        """Call at a step's start, once its data is there, and at its end."""
+        self._marks.append(self._now())
+        if len(self._marks) == 3:
+            start, ready, end = self._marks
+            self._steps.append((start, ready, end))
+            self._marks = []
+
+    def collect(self) -> list[tuple[float, float]]:
+        """(data seconds, step seconds) of every step since the last call."""
+        if self._cuda and self._steps:
+            torch.cuda.synchronize()
+        found = [(_between(s, r), _between(r, e)) for s, r, e in self._steps]
+        self._steps = []
+        return found
+
+
+def _between(first: object, second: object) -> float:
+    if isinstance(first, torch.cuda.Event) and isinstance(second, torch.cuda.Event):
+        return float(first.elapsed_time(second)) / 1e3
+    assert isinstance(first, float)
+    assert isinstance(second, float)
+    return second - first

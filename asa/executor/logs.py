@@ -1,0 +1,132 @@
+"""What a run tells: a line of JSON per event, TensorBoard if asked, and ``result.json`` at the end, however it ends.
+
+Events are dicts with a key ``event``:
+
+=============  =====================================================================================================
+``start``      run, plan and settings, data sources, steps and samples per epoch, the resumed step, torchrun line
+``note``       ``message``: something the user should know (a fallback, samples left out, more ranks than cores)
+``steps``      since the last such event: epoch, step, loss, accuracy, learning_rate, step_time_s, samples_per_s,
+               data_wait_share, fraction of the run done, eta_s
+``epoch``      an :class:`asa.ir.measurements.EpochRecord`, and ``line``: predicted against measured, in words
+``replan``     a change of plan: why, predicted gain, and later the measured one
+``checkpoint`` step, path
+``end``        exit_code, status, message
+=============  =====================================================================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from asa.errors import UnavailableError
+from asa.ir.codec import SCHEMA_VERSION
+
+Event = dict[str, Any]
+Announce = Callable[[Event], None]
+
+LOG = "log.jsonl"
+RESULT = "result.json"
+
+
+class RunLog:
+    """Writes a run's events under ``folder`` and passes them on."""
+
+    def __init__(self, folder: Path, *, tensorboard: bool, listener: Announce | None = None) -> None:
+        """
+        Raises:
+            UnavailableError: TensorBoard was asked for and is not installed.
+        """
+        self.epochs: list[Event] = []
+        self.checkpoint: str | None = None
+        self.fingerprint: str | None = None
+        self._folder, self._listener = folder, listener
+        self._boards: Any = None
+        self._tensorboard = tensorboard
+        self._began = time.time()
+        if tensorboard:
+            _summary_writer()
+
+    def __call__(self, event: Event) -> None:
+        """Take in one event.
+
+        Raises:
+            UnavailableError: the log cannot be written.
+        """
+        line = json.dumps({"time": round(time.time(), 3), **event}, allow_nan=False)
+        try:
+            with (self._folder / LOG).open("a", encoding="utf-8") as stream:
+                stream.write(line + "\n")
+        except OSError as error:
+            raise UnavailableError(f"cannot write {self._folder / LOG}: {error.strerror or error}") from None
+        match event["event"]:
+            case "epoch":
+                self.epochs.append({k: v for k, v in event.items() if k not in ("event", "line")})
+            case "checkpoint":
+                self.checkpoint = event["path"]
+            case "start":
+                self.fingerprint = event["plan_fingerprint"]
+        if self._tensorboard:
+            self._draw(event)
+        if self._listener is not None:
+            self._listener(event)
+
+    def _draw(self, event: Event) -> None:
+        curves = {
+            "steps": {
+                "loss": "train/loss",
+                "accuracy": "train/accuracy",
+                "learning_rate": "train/learning_rate",
+                "step_time_s": "time/step_s",
+                "samples_per_s": "time/samples_per_s",
+                "data_wait_share": "time/data_wait_share",
+            },
+            "epoch": {"validation_loss": "validation/loss", "validation_accuracy": "validation/accuracy"},
+        }.get(event["event"])
+        if curves is None:
+            return
+        if self._boards is None:  # late: it starts a thread, and ranks are forked before the first event
+            self._boards = _summary_writer()(str(self._folder / "tensorboard"))
+        for key, tag in curves.items():
+            self._boards.add_scalar(tag, event[key], event["step"])
+
+    def finish(self, *, exit_code: int, message: str = "", rank: int | None = None) -> Event:
+        """Write ``result.json`` (or not, where that is what fails) and announce the end. Returns the document."""
+        status = {0: "done", 75: "pre-empted"}.get(exit_code, "failed")
+        document = {
+            "schema_version": SCHEMA_VERSION,
+            "kind": "result",
+            "exit_code": exit_code,
+            "status": status,
+            "message": message,
+            "rank": rank,
+            "plan_fingerprint": self.fingerprint,
+            "checkpoint": self.checkpoint,
+            "epochs": self.epochs,
+            "seconds": round(time.time() - self._began, 3),
+        }
+        temporary = self._folder / f".{RESULT}.tmp"
+        try:
+            temporary.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+            os.replace(temporary, self._folder / RESULT)
+        except OSError:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+        if self._boards is not None:
+            self._boards.close()
+        with contextlib.suppress(UnavailableError):
+            self({"event": "end", "exit_code": exit_code, "status": status, "message": message})
+        return document
+
+
+def _summary_writer() -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise UnavailableError("TensorBoard logs need the package tensorboard; install it, or do without") from None
+    return SummaryWriter

@@ -1,0 +1,47 @@
+"""Cross-entropy on whatever a model returns: logits, or logits with auxiliary heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+AUXILIARY_WEIGHT = {"GoogLeNetOutputs": 0.3, "InceptionOutputs": 0.4}
+"""Weights of auxiliary heads: Szegedy et al. 2014 (GoogLeNet), torchvision's reference for Inception v3."""
+
+SEGMENTATION_AUXILIARY_WEIGHT = 0.5
+"""Weight of the auxiliary head of torchvision's segmentation models (their reference training)."""
+
+
+def logits_of(output: Any) -> Tensor:
+    """The main prediction in a model's output."""
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, dict):
+        return output["out"] if "out" in output else next(iter(output.values()))
+    logits: Tensor = output[0] if isinstance(output, tuple) else output.logits
+    return logits
+
+
+def loss_of(output: Any, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """Mean cross-entropy over the rows of ``labels``, auxiliary heads at their published weights.
+
+    No rows give a zero that is still connected to the graph.
+    """
+
+    def cross_entropy(logits: Tensor) -> Tensor:
+        if labels.numel() == 0:
+            return logits.sum() * 0
+        return F.cross_entropy(logits, labels, label_smoothing=label_smoothing)
+
+    loss = cross_entropy(logits_of(output))
+    if isinstance(output, dict):
+        others = [v for k, v in output.items() if k == "aux"]
+        return loss + SEGMENTATION_AUXILIARY_WEIGHT * sum((cross_entropy(v) for v in others), loss.new_zeros(()))
+    if isinstance(output, tuple):
+        weight = AUXILIARY_WEIGHT.get(type(output).__name__, 0.3)
+        for head in output[1:]:
+            if isinstance(head, Tensor):
+                loss = loss + weight * cross_entropy(head)
+    return loss

@@ -1,0 +1,52 @@
+"""Optimizers over whatever parameters a rank holds, and the learning rate over a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from asa.executor.settings import LEARNING_RATE, WEIGHT_DECAY
+from asa.ir.plan import OptimizerName
+
+
+def build_optimizer(
+    name: OptimizerName,
+    parameters: Sequence[nn.Parameter],
+    *,
+    lr: float | None = None,
+    momentum: float = 0.9,
+    weight_decay: float | None = None,
+) -> torch.optim.Optimizer:
+    """SGD with momentum, or AdamW, over plain tensors; both update element by element, so shards add up to wholes.
+
+    One group for all parameters. A rank may hold none: its optimizer then steps over an empty tensor.
+    """
+    rate = LEARNING_RATE[name] if lr is None else lr
+    decay = WEIGHT_DECAY[name] if weight_decay is None else weight_decay
+    held = [p for p in parameters if p.requires_grad] or [nn.Parameter(torch.empty(0))]
+    if name == "sgd":
+        return torch.optim.SGD(held, lr=rate, momentum=momentum, weight_decay=decay)
+    return torch.optim.AdamW(held, lr=rate, weight_decay=decay)
+
+
+def learning_rate(progress: float, peak: float, *, warmup: float, step: float) -> float:
+    """Learning rate of the step that begins when ``progress`` of the run (0 to 1) lies behind.
+
+    Linear up to ``peak`` over the first ``warmup`` of the run, then half a cosine to 0 (Loshchilov & Hutter 2017).
+    ``step`` is the progress one step makes: the rise ends, rather than begins, with it, so that no step is lost at 0.
+
+    >>> [learning_rate(p / 10, 1.0, warmup=0.2, step=0.1) for p in (0, 1, 2, 6)]
+    [0.5, 1.0, 1.0, 0.5]
+    """
+    if progress < warmup:
+        return peak * min(1.0, (progress + step) / warmup)
+    return peak * 0.5 * (1 + math.cos(math.pi * (progress - warmup) / (1 - warmup)))
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """``rate`` for every group."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate

@@ -1,0 +1,65 @@
+"""How to train, apart from the plan: data, optimisation, and what is written where."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from asa.errors import UsageError
+from asa.ir.codec import noun
+from asa.ir.plan import OptimizerName
+
+LEARNING_RATE: dict[OptimizerName, float] = {"sgd": 0.1, "adamw": 1e-3}
+WEIGHT_DECAY: dict[OptimizerName, float] = {"sgd": 5e-4, "adamw": 0.05}
+
+
+@noun
+class TrainSettings:
+    """Settings of one run. ``None`` means the optimizer's usual figure, or what the plan says.
+
+    ``out`` is the run's directory. ``warmup`` is the fraction of the run over which the learning rate rises.
+    ``steps_per_epoch`` ends epochs early. ``log_every`` bounds the steps between two lines of the log; ranks also
+    agree there whether to stop. ``timeout_s``: how long a rank waits for the others in any collective.
+    ``replan`` says whether another plan may be taken between epochs. ``keep``: checkpoints kept.
+    """
+
+    out: str
+    data: Literal["cifar100", "cifar10", "mnist", "digits", "synthetic"] = "cifar100"
+    data_root: str | None = None
+    download: bool = False
+    epochs: int = 1
+    steps_per_epoch: int | None = None
+    lr: float | None = None
+    optimizer: OptimizerName | None = None
+    momentum: float = 0.9
+    weight_decay: float | None = None
+    label_smoothing: float = 0.0
+    warmup: float = 0.05
+    seed: int = 0
+    batch_norm: Literal["local", "exact"] = "local"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int | None = None
+    resume: bool = False
+    replan: bool = True
+    tensorboard: bool = False
+    log_every: int = 50
+    keep: int = 2
+    timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        counts = {"epochs": self.epochs, "steps_per_epoch": self.steps_per_epoch, "log_every": self.log_every}
+        for name, value in {**counts, "keep": self.keep, "threads": self.threads}.items():
+            if value is not None and value < 1:
+                raise UsageError(f"{name} is {value}; it must be at least 1")
+        for name, rate in {"lr": self.lr, "timeout_s": self.timeout_s}.items():
+            if rate is not None and not 0 < rate < float("inf"):
+                raise UsageError(f"{name} is {rate}; it must be above 0")
+        if not 0 <= self.warmup < 1 or not 0 <= self.label_smoothing < 1 or not 0 <= self.momentum < 1:
+            raise UsageError("warmup, label_smoothing and momentum must be at least 0 and below 1")
+
+    def peak_learning_rate(self, optimizer: OptimizerName) -> float:
+        """What the schedule rises to."""
+        return LEARNING_RATE[optimizer] if self.lr is None else self.lr
+
+    def decay(self, optimizer: OptimizerName) -> float:
+        """Weight decay, the same for every parameter: a rule by shape would differ between shards and wholes."""
+        return WEIGHT_DECAY[optimizer] if self.weight_decay is None else self.weight_decay

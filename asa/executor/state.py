@@ -1,0 +1,120 @@
+"""Full tensors of a model that ranks hold in shards, and back: what checkpoints, migration and verification share.
+
+Everything is keyed by the plain model's names, so that any plan can read what any other wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from asa.executor.materialize import ParallelModel
+from asa.sharding.axis import Axis
+from asa.sharding.modules import ParameterShard, shards_of
+
+
+@dataclass(frozen=True)
+class Held:
+    """One named tensor as this rank holds it: whole (``shard`` None) or a part over ``axis``."""
+
+    name: str
+    tensor: Tensor
+    shard: ParameterShard | None
+    axis: Axis
+
+
+def held(model: ParallelModel) -> Iterator[Held]:
+    """Parameters and buffers of ``model`` in one order on every rank; tensors used twice come once."""
+    seen: set[int] = set()
+    for component, axis in zip(model.components, model.tensor_axes, strict=True):
+        shards = shards_of(component)
+        for name, tensor in (*component.named_parameters(), *component.named_buffers()):
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield Held(name, tensor, shards.get(name), axis)
+
+
+def gather(item: Held, value: Tensor) -> Tensor:
+    """The full form of ``value``, a tensor cut like ``item`` (its data, gradient or optimizer state). Collective."""
+    if item.shard is None or item.axis.size == 1:
+        return value.detach().to("cpu", copy=True)
+    shard, axis = item.shard, item.axis
+    sizes = [int(shard.index(i).numel()) for i in range(axis.size)]
+    longest = max(sizes)
+    part = value.detach().movedim(shard.dim, 0)
+    padded = part.new_zeros((longest, *part.shape[1:]))
+    padded[: part.shape[0]] = part
+    pieces = padded.new_empty((axis.size * longest, *padded.shape[1:]))
+    dist.all_gather_into_tensor(pieces, padded, group=axis.group)
+    shape = list(value.shape)
+    shape[shard.dim] = sum(sizes)
+    full = torch.empty(shape, dtype=value.dtype)
+    for i, size in enumerate(sizes):
+        shard.paste(full, pieces[i * longest : i * longest + size].movedim(0, shard.dim).cpu(), i)
+    return full
+
+
+def cut(item: Held, full: Tensor) -> Tensor:
+    """This rank's part of a full tensor."""
+    if item.shard is None or item.axis.size == 1:
+        return full
+    return item.shard.cut(full, item.axis.index)
+
+
+def full_state(model: ParallelModel) -> dict[str, Tensor]:
+    """Full parameters and buffers on the CPU, on every rank (collective)."""
+    return {item.name: gather(item, item.tensor) for item in held(model)}
+
+
+def full_gradients(model: ParallelModel) -> dict[str, Tensor]:
+    """Full gradients of the loss over the global batch, on every rank (collective)."""
+    found = {}
+    for item in held(model):
+        if isinstance(item.tensor, nn.Parameter) and item.tensor.requires_grad:
+            gradient = item.tensor.grad
+            found[item.name] = gather(item, torch.zeros_like(item.tensor) if gradient is None else gradient)
+    return found
+
+
+@torch.no_grad()
+def load_full_state(model: ParallelModel, state: dict[str, Tensor]) -> None:
+    """Put full tensors in place.
+
+    Raises:
+        KeyError: a name is missing; nothing was changed then.
+    """
+    items = list(held(model))
+    missing = [item.name for item in items if item.name not in state]
+    if missing:
+        raise KeyError(missing[0])
+    for item in items:
+        item.tensor.copy_(cut(item, state[item.name]))
+
+
+def full_optimizer_state(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Optimizer state as full tensors, keyed ``name/key``, on every rank (collective)."""
+    found = {}
+    for item in held(model):
+        for key, value in sorted(optimizer.state.get(item.tensor, {}).items()):
+            if isinstance(value, Tensor):
+                alike = value.shape == item.tensor.shape
+                found[f"{item.name}/{key}"] = gather(item, value) if alike else value.detach().cpu().clone()
+    return found
+
+
+@torch.no_grad()
+def load_full_optimizer_state(model: ParallelModel, optimizer: torch.optim.Optimizer, state: dict[str, Tensor]) -> None:
+    """Put full optimizer state in place; parameters without any stay as new."""
+    shapes = {item.name: item for item in held(model)}
+    optimizer.state.clear()
+    for full_key, full in state.items():
+        name, key = full_key.rsplit("/", 1)
+        item = shapes[name]
+        # A full tensor of the parameter's own shape is cut like it; scalars (AdamW's step) are the same everywhere.
+        value = full if full.dim() == 0 and item.tensor.dim() else cut(item, full)
+        place = value.to(item.tensor.device) if value.dim() else value.clone()
+        optimizer.state[item.tensor][key] = place.clone()

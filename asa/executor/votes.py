@@ -1,0 +1,90 @@
+"""What ranks tell each other outside the training itself: figures, decisions, and one reason when one of them fails."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+import asa.errors
+from asa.errors import AsaError, WorkersFailedError
+
+T = TypeVar("T")
+
+
+class Votes:
+    """Small collectives over all ranks, on the host: they neither wait for the device nor disturb it.
+
+    Text travels as JSON, never as pickles. Alone (no process group), every vote is one's own.
+    """
+
+    def __init__(self, timeout_s: float = 300.0) -> None:
+        self.rank, self.num_ranks = 0, 1
+        self._group: Any = None  # torch types it as a group or a number
+        if dist.is_initialized():
+            self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
+        if self.num_ranks > 1:
+            # A group of its own: a vote never queues behind gradients, and works where the default group is nccl.
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+
+    def gather(self, values: Sequence[float]) -> list[list[float]]:
+        """Every rank's ``values`` (the same number everywhere), by rank."""
+        if self.num_ranks == 1:
+            return [list(values)]
+        mine = torch.tensor(values, dtype=torch.float64)
+        found = [torch.empty_like(mine) for _ in range(self.num_ranks)]
+        dist.all_gather(found, mine, group=self._group)
+        return [f.tolist() for f in found]
+
+    def everyone(self, yes: bool) -> bool:
+        """Whether all say yes."""
+        return all(vote[0] > 0 for vote in self.gather([1.0 if yes else 0.0]))
+
+    def anyone(self, yes: bool) -> bool:
+        """Whether one says yes."""
+        return not self.everyone(not yes)
+
+    def tell(self, value: Any, *, source: int = 0) -> Any:
+        """``source``'s JSON value on every rank; what the others hand in is not looked at."""
+        if self.num_ranks == 1:
+            return json.loads(json.dumps(value))
+        text = json.dumps(value).encode() if self.rank == source else b""
+        size = torch.tensor([len(text)], dtype=torch.int64)
+        dist.broadcast(size, source, group=self._group)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        if self.rank == source:
+            data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        dist.broadcast(data, source, group=self._group)
+        return json.loads(data.numpy().tobytes())
+
+    def agree(self, error: BaseException | None) -> None:
+        """All go on, or all raise the first failing rank's error.
+
+        Raises:
+            AsaError: of the class it had there; :class:`WorkersFailedError` for one that was none of ours.
+        """
+        failed = [rank for rank, vote in enumerate(self.gather([0.0 if error is None else 1.0])) if vote[0] > 0]
+        if not failed:
+            return
+        text = " ".join(str(error).split())
+        name, message = self.tell([type(error).__name__, text], source=failed[0])
+        cls = getattr(asa.errors, name, None)
+        if isinstance(cls, type) and issubclass(cls, AsaError):
+            raise cls(message) from error
+        raise WorkersFailedError(f"rank {failed[0]} failed with {name}: {message}", rank=failed[0]) from error
+
+    def once(self, action: Callable[[], T]) -> T | None:
+        """Run ``action`` on rank 0 alone; its result there, None elsewhere, its error everywhere."""
+        result: T | None = None
+        error: Exception | None = None
+        if self.rank == 0:
+            try:
+                result = action()
+            except Exception as caught:
+                error = caught
+        self.agree(error)
+        return result

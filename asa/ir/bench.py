@@ -1,0 +1,152 @@
+"""The same training under every strategy, measured side by side: what ``asa bench`` writes."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from asa.errors import InvalidInputError
+from asa.ir.codec import noun
+from asa.ir.plan import Assignment, OptimizerName
+from asa.ir.profile import Precision, Stat
+
+
+@noun
+class AccuracyPoint:
+    """Validation after ``epoch`` epochs (from 1), ``seconds`` of training into the run."""
+
+    epoch: int
+    seconds: float
+    train_loss: float
+    validation_loss: float
+    validation_accuracy: float
+
+
+@noun
+class BenchResult:
+    """One cell: one model under one strategy on ``ranks`` ranks.
+
+    A cell that could not be run is still here, with ``why_not`` saying why and no ``step_time_s``.
+    ``step_time_s`` is the measured step over all rounds; ``communication_s`` the exposed part of it, None where
+    it was not tracked. Memory is the active peak of the rank that holds most, by the same count on both sides.
+    ``components`` is the assignment that ran, ``plan_fingerprint`` the plan it came from.
+    """
+
+    model: str
+    strategy: str
+    ranks: int
+    global_batch: int
+    step_time_s: Stat | None
+    predicted_step_time_s: float | None
+    predicted_low_s: float | None = None
+    predicted_high_s: float | None = None
+    samples_per_s: float | None = None
+    communication_s: float | None = None
+    predicted_communication_s: float | None = None
+    peak_memory_bytes: int | None = None
+    predicted_memory_bytes: int | None = None
+    peak_memory_bytes_per_rank: tuple[int, ...] | None = None
+    plan_fingerprint: str | None = None
+    components: tuple[Assignment, ...] = ()
+    accuracy: tuple[AccuracyPoint, ...] = ()
+    why_not: str = ""
+
+    def __post_init__(self) -> None:
+        if self.step_time_s is None and not self.why_not:
+            raise InvalidInputError(f"{self.strategy} of {self.model} has neither a time nor a reason for none")
+
+
+@noun
+class ScalingPoint:
+    """Step time of one strategy on ``ranks`` ranks; ``measured_s`` where that many ranks were really run."""
+
+    model: str
+    strategy: str
+    ranks: int
+    predicted_s: float | None
+    measured_s: float | None
+
+
+@noun
+class Comparison:
+    """Paired, interleaved rounds of two strategies: median of time(left) / time(right) and its 95 % interval.
+
+    With ``left == right`` it is the A/A comparison: how far from 1 a ratio gets by noise alone.
+    """
+
+    model: str
+    left: str
+    right: str
+    pairs: int
+    ratio: float
+    low: float
+    high: float
+
+
+@noun
+class SealedPlan:
+    """A plan as it stood before the first measurement, and the profile and cluster it was made from."""
+
+    model: str
+    strategy: str
+    plan_fingerprint: str
+    profile_fingerprint: str
+    profile_created: str
+    cluster: str
+    cluster_fingerprint: str
+    written: str
+
+
+@noun
+class BenchEnvironment:
+    """The machine and the versions."""
+
+    device_type: Literal["cpu", "cuda"]
+    device_name: str
+    num_devices: int
+    cpu_cores: int
+    backend: Literal["gloo", "nccl"]
+    python_version: str
+    torch_version: str
+    asa_version: str
+
+
+@noun
+class BenchSettings:
+    """What was asked for. ``data_source`` says which images were really read."""
+
+    models: tuple[str, ...]
+    strategies: tuple[str, ...]
+    gpus: int
+    global_batch: int
+    input_shape: tuple[int, ...]
+    num_classes: int
+    precision: Precision
+    optimizer: OptimizerName
+    learning_rate: float
+    data: str
+    data_source: str
+    samples_per_epoch: int
+    epochs: int
+    rounds: int
+    steps_per_round: int
+    seed: int
+    budget_s: float
+
+
+@noun
+class Bench:
+    """A whole comparison. ``started`` is when the first step was measured, after every plan was sealed."""
+
+    created: str
+    started: str
+    environment: BenchEnvironment
+    settings: BenchSettings
+    sealed: tuple[SealedPlan, ...]
+    results: tuple[BenchResult, ...]
+    scaling: tuple[ScalingPoint, ...] = ()
+    comparisons: tuple[Comparison, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def of(self, model: str) -> tuple[BenchResult, ...]:
+        """The cells of one model, in the order they were asked for."""
+        return tuple(r for r in self.results if r.model == model)

@@ -1,0 +1,43 @@
+"""The verdict of ``asa verify``: how far training under a plan is from training on one device."""
+
+from __future__ import annotations
+
+from asa.ir.codec import noun
+
+
+@noun
+class TensorError:
+    """One tensor: ``||plan - reference|| / ||reference||`` and what is allowed for it."""
+
+    name: str
+    error: float
+    floor: float
+    allowed: float
+
+
+@noun
+class Equivalence:
+    """``equivalent`` if every tensor, every loss and the first fp32 gradients are within their tolerance.
+
+    ``max_rel_error`` is that of ``worst_tensor``, the tensor with the largest share of its allowance after ``steps``
+    steps in ``dtype``; ``noise_floor`` is the largest error of one device against itself with samples permuted
+    inside the batch. ``gradient_error_fp32`` is the largest relative error of a first-step gradient in fp32.
+    """
+
+    equivalent: bool
+    max_rel_error: float
+    noise_floor: float
+    worst_tensor: str
+    allowed: float
+    loss_error: float
+    gradient_error_fp32: float
+    worst_gradient: str
+    gradient_allowed_fp32: float
+    dtype: str
+    learning_rate: float
+    steps: int
+    samples: int
+    ranks: int
+    batch_norm: str
+    plan_fingerprint: str
+    tensors: tuple[TensorError, ...]

@@ -1,0 +1,54 @@
+"""Who is at fault when ranks fail: usually not the one that complained first."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from asa.launch.worker import Failure
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a rank ended: with a ``result``, or in ``failure``."""
+
+    result: Any = None
+    failure: Failure | None = None
+
+    @staticmethod
+    def of_exit(code: int | None, backend: str) -> Outcome:
+        """A process that is gone without a word. ``code`` is negative for a signal, as in :mod:`subprocess`."""
+        if code is not None and code < 0:
+            try:
+                name = signal.Signals(-code).name
+            except ValueError:
+                name = "unknown"
+            line = f"was killed by signal {-code} ({name})"
+            if -code == signal.SIGKILL:
+                line += "; if nobody did that on purpose, it ran out of memory"
+        else:
+            line = f"exited with code {code} before it was done"
+        # nccl's watchdog aborts a rank whose peers do not answer.
+        return Outcome(failure=Failure(line=line, collective=backend == "nccl" and code == -signal.SIGABRT))
+
+
+def culprit(outcomes: Mapping[int, Outcome], num_ranks: int, timeout_s: float) -> tuple[int, Failure] | None:
+    """The rank at fault and how, or None where every outcome is a result.
+
+    ``outcomes`` is in order of arrival and may miss ranks. Evidence, strongest first: a rank that died or failed by
+    itself; a rank that says nothing while others failed in waiting for it; the first to fail in waiting.
+    """
+    failed = {rank: o.failure for rank, o in outcomes.items() if o.failure is not None}
+    if not failed:
+        return None
+    for rank, failure in failed.items():
+        if not failure.collective:
+            return rank, failure
+    victim, complaint = next(iter(failed.items()))
+    silent = sorted(set(range(num_ranks)) - set(outcomes))
+    if silent:
+        line = f"hung: rank {victim} waited for it in vain, up to {timeout_s:g} s (it {complaint.line})"
+        return silent[0], Failure(line=line, collective=True, trace=complaint.trace)
+    return victim, complaint

@@ -1,0 +1,28 @@
+"""What this machine has, asked in ways that leave the process fit to fork."""
+
+from __future__ import annotations
+
+import os
+
+
+def usable_cores() -> int:
+    """Cores this process may run on (its affinity, not the machine's count)."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def default_threads(num_ranks: int) -> int:
+    """Threads per rank when all ranks work at once: an equal share of the cores, at least one."""
+    return max(1, usable_cores() // num_ranks)
+
+
+def cuda_devices() -> int:
+    """CUDA devices that ranks may use.
+
+    Asks the management library, never the CUDA runtime: a process that has initialised CUDA (and
+    ``torch.cuda.is_available()`` may) can fork no rank that uses it.
+    """
+    import torch
+
+    return torch.cuda.device_count()

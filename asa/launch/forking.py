@@ -1,0 +1,74 @@
+"""Forking beside threads: what is harmless, what hangs, and how to tell."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import time
+import warnings
+from collections.abc import Iterator
+
+import torch
+
+from asa.errors import UsageError
+from asa.launch.devices import default_threads
+
+_log = logging.getLogger("asa")
+
+_PROBE_S = 5.0
+_hung = False
+
+
+@contextlib.contextmanager
+def fork_beside_threads() -> Iterator[None]:
+    """Python 3.12 warns of any fork beside threads, and numpy's BLAS starts some at import, never to use them here.
+
+    What could really hang a rank, torch's own threads, is looked after by :func:`safe_threads`.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork.*", category=DeprecationWarning)
+        yield
+
+
+def safe_threads(asked: int | None, num_ranks: int) -> int:
+    """Threads per rank that cannot hang it.
+
+    A process that has computed with several OpenMP threads leaves its forked children a pool of threads that do not
+    exist there: a child that computes with one thread never notices, one with more waits for ever.
+    """
+    threads = default_threads(num_ranks) if asked is None else asked
+    if threads == 1 or torch.cuda.is_initialized() or _fork_computes(threads):
+        return threads
+    if asked is None:
+        _log.warning("ranks get 1 thread instead of %d: this process has itself computed with several", threads)
+        return 1
+    raise UsageError(
+        f"ranks of {threads} threads would hang: this process has itself computed with several threads; call "
+        "torch.set_num_threads(1) before anything else here, or ask for threads=1"
+    )
+
+
+def _fork_computes(threads: int) -> bool:
+    """Whether a forked child computes with ``threads`` threads: tried, since no library tells."""
+    global _hung
+    if _hung:  # the pool of threads behind it stays
+        return False
+    with fork_beside_threads():
+        pid = os.fork()
+    if pid == 0:
+        try:
+            torch.set_num_threads(threads)
+            torch.ones(1 << 20).add_(1)
+        finally:
+            os._exit(0)
+    until = time.monotonic() + _PROBE_S
+    while time.monotonic() < until:
+        if os.waitpid(pid, os.WNOHANG)[0]:
+            return True
+        time.sleep(0.002)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    _hung = True
+    return False

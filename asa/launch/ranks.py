@@ -1,0 +1,252 @@
+"""Start ranks on this machine, listen to them, and end them all: no orphan, in bounded time, on every path."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any, TypeVar
+
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from asa.errors import AsaError, UnavailableError, UsageError, WorkersFailedError
+from asa.launch.blame import Outcome, culprit
+from asa.launch.devices import cuda_devices
+from asa.launch.forking import fork_beside_threads, safe_threads
+from asa.launch.worker import Setting, work
+
+T = TypeVar("T")
+_log = logging.getLogger("asa")
+
+_GRACE_S = 1.5
+"""After a rank failed in a collective: how long the one to blame has to show itself."""
+_LEAVE_S = 10.0
+"""How long a rank whose result is here may take to leave."""
+
+
+class _Terminated(BaseException):
+    """SIGTERM arrived, and the ranks are not the ones to answer it."""
+
+
+def run_ranks(
+    num_ranks: int,
+    function: Callable[..., T],
+    *args: Any,
+    backend: str = "gloo",
+    threads: int | None = None,
+    timeout_s: float = 600,
+    limit_s: float | None = None,
+    forward_sigterm: bool = False,
+    on_message: Callable[[int, Any], None] | None = None,
+) -> list[T]:
+    """Call ``function(rank, *args)`` on ``num_ranks`` new processes that form one process group.
+
+    Ranks are forked (spawned where this process has initialised CUDA, which does not survive a fork: ``function``
+    and ``args`` must then pickle). Results must pickle; tensors in them arrive as copies.
+
+    Args:
+        backend: ``gloo``, or ``nccl`` (rank r on CUDA device r; CPU tensors still go through gloo).
+        threads: per rank; the cores divided by the ranks where None.
+        timeout_s: seconds a rank waits for the others in any collective, and in coming up.
+        limit_s: seconds for everything; None for a training run.
+        forward_sigterm: pass SIGTERM on to the ranks and go on listening (they save and return); a second one
+            kills them. Otherwise the first does.
+        on_message: called here as ``on_message(rank, message)`` for whatever ranks :func:`~asa.launch.tell`.
+
+    Returns:
+        The results, by rank.
+
+    Raises:
+        WorkersFailedError: names the first rank at fault; the others were killed.
+        AsaError: one that a rank raised, as it raised it.
+        UnavailableError: more nccl ranks than CUDA devices.
+        UsageError: a number below 1, or ``threads > 1`` in a process that has itself computed with several threads.
+    """
+    if num_ranks < 1 or (threads is not None and threads < 1):
+        raise UsageError(f"cannot start {num_ranks} ranks of {threads} threads; both must be at least 1")
+    if backend == "nccl" and num_ranks > cuda_devices():
+        raise UnavailableError(
+            f"{num_ranks} nccl ranks need {num_ranks} CUDA devices, this machine has {cuda_devices()}; "
+            "plan for fewer, or run on CPU with gloo"
+        )
+    crew = _Crew(num_ranks, backend, safe_threads(threads, num_ranks), timeout_s)
+    with _sigterm(crew, forward_sigterm):
+        try:
+            crew.start(function, args)
+            return crew.listen(on_message, None if limit_s is None else time.monotonic() + limit_s)
+        finally:
+            crew.end()
+
+
+class _Crew:
+    """The processes of one call, and what each of them has said."""
+
+    def __init__(self, num_ranks: int, backend: str, threads: int, timeout_s: float) -> None:
+        self.num_ranks, self.backend, self.threads, self.timeout_s = num_ranks, backend, threads, timeout_s
+        self.processes: list[BaseProcess] = []
+        self.connections: list[Connection] = []
+        self.outcomes: dict[int, Outcome] = {}
+        self.store: TCPStore | None = None
+
+    def start(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        forking = not torch.cuda.is_initialized()
+        context = multiprocessing.get_context("fork" if forking else "spawn")
+        with socket.socket() as listener:
+            # The port is taken from here on, and the store answers on this very socket: no race for it. Ranks
+            # queue in its backlog until the store's thread runs, which starts last: nothing is forked beside it.
+            listener.bind(("127.0.0.1", 0))
+            listener.listen(4 * self.num_ranks + 16)
+            port = listener.getsockname()[1]
+            for rank in range(self.num_ranks):
+                here, there = context.Pipe()
+                setting = Setting(
+                    rank=rank,
+                    num_ranks=self.num_ranks,
+                    backend=self.backend,
+                    port=port,
+                    threads=self.threads,
+                    timeout_s=self.timeout_s,
+                    parent=os.getpid(),
+                )
+                inherited = (*self.connections, here, listener) if forking else ()
+                process: BaseProcess = context.Process(  # type: ignore[attr-defined]
+                    target=work, args=(setting, there, inherited, function, args), name=f"asa-rank-{rank}"
+                )
+                self.connections.append(here)
+                with fork_beside_threads():
+                    process.start()
+                self.processes.append(process)
+                there.close()
+            self.store = TCPStore(
+                "127.0.0.1",
+                port,
+                None,
+                True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=self.timeout_s),
+                master_listen_fd=listener.detach(),
+            )
+
+    def listen(self, on_message: Callable[[int, Any], None] | None, deadline: float | None) -> list[Any]:
+        """Results by rank, once all are here.
+
+        Raises:
+            WorkersFailedError, AsaError: as :func:`run_ranks`.
+        """
+        first_failure: float | None = None
+        while len(self.outcomes) < self.num_ranks:
+            now = time.monotonic()
+            if first_failure is not None and now > first_failure + _GRACE_S:
+                break
+            if deadline is not None and now > deadline:
+                late = min(set(range(self.num_ranks)) - set(self.outcomes))
+                raise WorkersFailedError(f"rank {late} of {self.num_ranks} was not done within the limit", rank=late)
+            ends = [t for t in (deadline, None if first_failure is None else first_failure + _GRACE_S) if t is not None]
+            self._hear(on_message, max(0.0, min(ends) - now) + 0.001 if ends else None)
+            failed = [o.failure for o in self.outcomes.values() if o.failure is not None]
+            if any(not f.collective for f in failed):
+                break
+            if failed and first_failure is None:
+                first_failure = time.monotonic()
+        self._raise_failure()
+        return [self.outcomes[rank].result for rank in range(self.num_ranks)]
+
+    def _hear(self, on_message: Callable[[int, Any], None] | None, patience: float | None) -> None:
+        """Wait until a rank speaks or dies, and take in all that has arrived."""
+        waiting = [r for r in range(self.num_ranks) if r not in self.outcomes]
+        sources = {self.connections[r]: r for r in waiting}
+        ready = multiprocessing.connection.wait([*sources, *(self.processes[r].sentinel for r in waiting)], patience)
+        for rank in waiting:
+            if self.connections[rank] not in ready and self.processes[rank].sentinel not in ready:
+                continue
+            try:
+                while rank not in self.outcomes and self.connections[rank].poll():
+                    kind, content = pickle.loads(self.connections[rank].recv_bytes())
+                    if kind == "message":
+                        if on_message is not None:
+                            on_message(rank, content)
+                    else:
+                        self.outcomes[rank] = Outcome(**{kind: content})
+            except (EOFError, OSError, pickle.UnpicklingError):
+                # The process is going: its exit status says more than its closed pipe.
+                self.processes[rank].join(_LEAVE_S)
+            if rank not in self.outcomes and not self.processes[rank].is_alive():
+                self.outcomes[rank] = Outcome.of_exit(self.processes[rank].exitcode, self.backend)
+
+    def _raise_failure(self) -> None:
+        found = culprit(self.outcomes, self.num_ranks, self.timeout_s)
+        if found is None:
+            return
+        rank, failure = found
+        _log.debug("rank %d failed:\n%s", rank, failure.trace)
+        error: AsaError = failure.error or WorkersFailedError(
+            f"rank {rank} of {self.num_ranks} {failure.line}", rank=rank
+        )
+        if failure.trace:
+            error.add_note(f"on rank {rank}:\n{failure.trace}")
+        raise error
+
+    def signal(self, number: int) -> None:
+        """Send ``number`` to every rank that lives."""
+        for process in self.processes:
+            if process.pid is not None and process.is_alive():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, number)
+
+    def end(self) -> None:
+        """Let ranks that are done leave, kill the others, reap all, free the port."""
+        done = {r for r, o in self.outcomes.items() if o.failure is None}
+        everyone = len(done) == self.num_ranks
+        for rank, connection in enumerate(self.connections):
+            if everyone:
+                with contextlib.suppress(OSError):
+                    connection.send_bytes(b"leave")
+            elif rank < len(self.processes):
+                self.processes[rank].kill()
+        patience = time.monotonic() + _LEAVE_S
+        for process in self.processes:
+            process.join(max(0.0, patience - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join(_LEAVE_S)
+        for connection in self.connections:
+            connection.close()
+        self.store = None
+
+
+@contextlib.contextmanager
+def _sigterm(crew: _Crew, forward: bool) -> Iterator[None]:
+    """Answer SIGTERM while ranks run; afterwards the old handler is back, and a signal not forwarded takes effect."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers; ranks still die with this process
+        return
+    forwarded = False
+
+    def answer(number: int, _frame: object) -> None:
+        nonlocal forwarded
+        if not forward or forwarded:
+            raise _Terminated
+        forwarded = True
+        crew.signal(number)
+
+    before = signal.signal(signal.SIGTERM, answer)
+    try:
+        yield
+    except _Terminated:
+        signal.signal(signal.SIGTERM, before)
+        signal.raise_signal(signal.SIGTERM)
+        raise WorkersFailedError(f"terminated: {crew.num_ranks} ranks were killed") from None
+    finally:
+        signal.signal(signal.SIGTERM, before)

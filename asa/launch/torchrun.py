@@ -1,0 +1,79 @@
+"""Ranks that somebody else started: torchrun, Slurm, Ray, or a caller who has a process group already."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from asa.errors import UnavailableError, UsageError
+from asa.launch.devices import cuda_devices
+from asa.launch.worker import form_group
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Who this process is: ``rank`` of ``num_ranks``, ``local_rank`` on its machine."""
+
+    rank: int
+    num_ranks: int
+    local_rank: int
+
+
+def launched(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process is one of several ranks: in a group, or told so by a launcher."""
+    in_group: bool = dist.is_available() and dist.is_initialized()
+    return in_group or ("RANK" in environment and "WORLD_SIZE" in environment)
+
+
+@contextlib.contextmanager
+def join(*, backend: str = "gloo", timeout_s: float = 600) -> Iterator[Place]:
+    """Be the rank the launcher says: ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT`` of the environment.
+
+    A group that exists is used as it is and left as it was. One formed here is destroyed at the end: an ordinary
+    end only, since after an error its peers may be gone.
+
+    Raises:
+        UsageError: no launcher, or what it says is not a number or not possible.
+        UnavailableError: the rendezvous did not come about, or there are fewer CUDA devices than local ranks.
+    """
+    if dist.is_initialized():
+        yield Place(rank=dist.get_rank(), num_ranks=dist.get_world_size(), local_rank=_number("LOCAL_RANK", 0))
+        return
+    if not launched():
+        raise UsageError("not under a launcher: RANK and WORLD_SIZE are not set; start with torchrun, or let asa start")
+    place = Place(rank=_number("RANK"), num_ranks=_number("WORLD_SIZE"), local_rank=_number("LOCAL_RANK", 0))
+    if not 0 <= place.rank < place.num_ranks:
+        raise UsageError(f"RANK={place.rank} is not one of WORLD_SIZE={place.num_ranks} ranks; they count from 0")
+    if backend == "nccl" and place.local_rank >= cuda_devices():
+        raise UnavailableError(
+            f"local rank {place.local_rank} needs a CUDA device of its own, this machine has {cuda_devices()}; "
+            "start fewer ranks per machine"
+        )
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        store, rank, num_ranks = next(rendezvous("env://", timeout=timeout))
+        # A restarted attempt must not read what the last one left in a store that outlives it.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        form_group(backend, PrefixStore(f"asa/{attempt}", store), rank, num_ranks, place.local_rank, timeout)
+    except (dist.DistError, ValueError, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise UnavailableError(f"rank {place.rank} of {place.num_ranks} found no rendezvous: {reason[:200]}") from error
+    yield place
+    dist.destroy_process_group()
+
+
+def _number(variable: str, otherwise: int | None = None) -> int:
+    text = os.environ.get(variable)
+    if text is None and otherwise is not None:
+        return otherwise
+    try:
+        return int(text or "")
+    except ValueError:
+        raise UsageError(f"{variable}={text!r} is not a number; the launcher must set it") from None

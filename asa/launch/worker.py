@@ -1,0 +1,182 @@
+"""One rank: from a fresh process to a member of the group, the user's function, and a report to the parent."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import pickle
+import re
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed exports no types
+
+from asa.errors import AsaError
+
+_PR_SET_PDEATHSIG = 1
+
+# gloo puts the place in its own source in front of what it says.
+_PLACE = re.compile(r"\[[^\]]*\.(cc|cpp|h):\d+\] ?")
+# What a rank sees when somebody *else* is gone: such errors name a victim.
+_COLLECTIVE = re.compile(r"gloo|NCCL|Connection (closed|reset|refused)|Timed out|[Tt]imeout|Broken pipe|TCPStore")
+
+_parent: Connection | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """How a rank failed. ``collective``: in waiting for others, so most likely a victim.
+
+    ``error`` is the exception itself where it is one of ours; ``line`` says it in one line.
+    """
+
+    line: str
+    collective: bool
+    trace: str = ""
+    error: AsaError | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a rank is told at its start. ``parent`` is the process whose death is its own."""
+
+    rank: int
+    num_ranks: int
+    backend: str
+    port: int
+    threads: int
+    timeout_s: float
+    parent: int
+
+
+def tell(message: Any) -> None:
+    """Hand ``message`` (anything that pickles) to the parent's ``on_message``; nothing happens without a parent."""
+    if _parent is not None:
+        _send(_parent, ("message", message))
+
+
+def work(
+    setting: Setting,
+    connection: Connection,
+    inherited: tuple[Connection | socket.socket, ...],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    """Body of a rank's process. Never returns: every path ends in ``os._exit``, after a report if one can be made.
+
+    (A plain exit would run destructors of a group whose peers are gone, which abort, and the wrong rank is blamed.)
+    """
+    global _parent
+    code = 1
+    try:
+        _guard(setting.parent)
+        for item in inherited:
+            item.close()
+        _parent = connection
+        _enter(setting)
+        result = function(setting.rank, *args)
+        _send(connection, ("result", result))
+        # Leaving closes sockets from which a slower rank may still have to read: wait for the parent's word.
+        with contextlib.suppress(EOFError, OSError):
+            connection.recv_bytes()
+        code = 0
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except BaseException as error:
+        if code:
+            with contextlib.suppress(Exception):
+                _send(connection, ("failure", failure(error)))
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(code)
+
+
+def failure(error: BaseException) -> Failure:
+    """The report on ``error``, in one line and in full."""
+    text = " ".join(_PLACE.sub("", str(error)).split())
+    if isinstance(error, SystemExit):
+        line = f"called sys.exit({error.code!r}) before it was done"
+    else:
+        line = f"failed with {type(error).__name__}" + (f": {text}" if text else "")
+    collective = isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError)
+        and not isinstance(error, NotImplementedError)
+        and _COLLECTIVE.search(str(error)) is not None
+    )
+    trace = "".join(traceback.format_exception(error))
+    return Failure(
+        line=line if len(line) <= 400 else line[:397] + "...",
+        collective=collective,
+        trace=trace,
+        error=error if isinstance(error, AsaError) and _pickles(error) else None,
+    )
+
+
+def _pickles(value: object) -> bool:
+    try:
+        pickle.loads(pickle.dumps(value))
+    except Exception:
+        return False
+    return True
+
+
+def _send(connection: Connection, message: tuple[str, Any]) -> None:
+    # Plain pickle: multiprocessing's own would pass tensors as shared-memory handles, which die with this process.
+    connection.send_bytes(pickle.dumps(message))
+
+
+def _guard(parent: int) -> None:
+    """Die with the parent, and leave Ctrl-C to it; its own handlers are not for this process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before the line above took effect
+        os._exit(1)
+
+
+def _enter(setting: Setting) -> None:
+    """Threads, standard output, device and process group."""
+    torch.set_num_threads(setting.threads)
+    # gloo writes lines of its own to descriptor 1, which belongs to the parent's one JSON document.
+    with open(os.devnull, "w") as nowhere, contextlib.suppress(OSError):
+        os.dup2(nowhere.fileno(), 1)
+    sys.stdout = sys.stderr
+    os.environ.update(
+        RANK=str(setting.rank),
+        LOCAL_RANK=str(setting.rank),
+        WORLD_SIZE=str(setting.num_ranks),
+        LOCAL_WORLD_SIZE=str(setting.num_ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(setting.port),
+    )
+    if sys.platform == "linux":
+        # All ranks are here; the host's own name may resolve to an interface that is not.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    timeout = timedelta(seconds=setting.timeout_s)
+    store = TCPStore("127.0.0.1", setting.port, None, False, timeout=timeout)
+    form_group(setting.backend, PrefixStore("asa", store), setting.rank, setting.num_ranks, setting.rank, timeout)
+
+
+def form_group(backend: str, store: Store, rank: int, num_ranks: int, local_rank: int, timeout: timedelta) -> None:
+    """Join the default process group. ``nccl`` also gets gloo, for votes that must not wait for the device."""
+    if backend == "nccl":
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=num_ranks, timeout=timeout, device_id=device
+        )
+    else:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout)

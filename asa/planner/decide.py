@@ -1,0 +1,270 @@
+"""``plan``: every baseline priced, the space searched, and the answer with its certificate."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from asa.cost.estimate import on_device
+from asa.errors import AsaError, InfeasibleError, UsageError
+from asa.interfaces.strategy import Strategies
+from asa.ir import codec
+from asa.ir.cluster import Cluster
+from asa.ir.codec import noun
+from asa.ir.plan import Assignment, Baseline, Certificate, Plan, Stage
+from asa.ir.profile import Profile
+from asa.ir.units import GIB
+from asa.planner import baselines, infeasible
+from asa.planner.candidate import Candidate, Price, Prices
+from asa.planner.prediction import noise, predict
+from asa.planner.request import Request
+from asa.planner.search import TOLERANCE_GIB, Outcome, search
+from asa.planner.space import Space, check
+
+
+@noun
+class Row:
+    """A whole strategy, priced; without a candidate where it cannot be run."""
+
+    name: str
+    candidate: Candidate | None
+    price: Price | None
+    fits: bool
+    why_not: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Step time, infinite where there is none."""
+        return self.price.cost.total_s if self.price is not None else float("inf")
+
+
+def plan(profile: Profile, cluster: Cluster, strategies: Strategies, request: Request) -> list[Plan]:
+    """The best ``request.top_k`` plans, best first.
+
+    The answer is never predicted to be slower than any whole strategy that fits. A plan of the search's own that
+    beats the best whole strategy by less than the noise gives way to it (``request.prefer_simple``); the
+    certificate then shows the gap.
+
+    Raises:
+        UsageError: unknown strategies, contradictory pins, more devices than the cluster has.
+        InfeasibleError: nothing fits; names what binds and the nearest remedy.
+        UnavailableError: the solver is not installed.
+    """
+    started = time.monotonic()
+    if request.gpus > cluster.num_devices:
+        raise UsageError(
+            f"asked for {request.gpus} devices, cluster {cluster.name} has {cluster.num_devices}; lower --gpus, name "
+            "a larger --cluster, or measure one"
+        )
+    wanted = tuple(dict.fromkeys(request.strategies or ("asa",)))
+    baselines.check(wanted, strategies, request.gpus)
+    check(strategies, request.pins)
+    used = on_device(profile, cluster)
+    prices = Prices(Space(used, cluster, strategies, request))
+    rows = table(prices, wanted)
+    eligible = [r for r in rows if r.fits and r.candidate is not None and _pins_allow(prices.space, r.candidate)]
+    if "asa" not in wanted:
+        return _whole(profile, prices, wanted, rows, eligible, started)
+    simplest = min(eligible, key=lambda r: r.seconds, default=None)
+    outcome = search(
+        prices,
+        solver=request.solver,
+        time_limit_s=request.time_limit_s,
+        allowed=prices.space.pinned,
+        incumbent_s=simplest.seconds if simplest else float("inf"),
+    )
+    chosen, notes = _choose(prices, outcome, simplest)
+    if chosen is None:
+        raise infeasible.explain(prices, prices.space.pinned)
+    candidates = [chosen, *([outcome.best] if outcome.best else []), *(r.candidate for r in eligible if r.candidate)]
+    distinct = list({c.key: c for c in reversed(candidates)}.values())
+    others = sorted((c for c in distinct if c.key != chosen.key), key=lambda c: prices.of(c).cost.total_s)
+    made = []
+    for i, candidate in enumerate((chosen, *others[: request.top_k - 1])):
+        certificate = _certificate(prices, candidate, outcome, time.monotonic() - started)
+        strategy = "asa" if i == 0 else candidate.origin
+        made.append(
+            _plan(profile, prices, candidate, strategy, certificate, rows, notes if i == 0 else ())
+        )  # fmt: skip
+    return made
+
+
+def _whole(
+    profile: Profile, prices: Prices, wanted: Sequence[str], rows: list[Row], eligible: list[Row], started: float
+) -> list[Plan]:
+    """The answer where only whole strategies were asked for: the fastest of them that fits."""
+    meant = {m for w in wanted for m in baselines.members(w, prices.space.strategies, prices.space.request.gpus)}
+    among = sorted((r for r in eligible if r.name in meant), key=lambda r: r.seconds)
+    if not among:
+        reasons = "; ".join(f"{r.name}: {r.why_not or 'not allowed by the pins'}" for r in rows if r.name in meant)
+        raise InfeasibleError(f"none of {', '.join(wanted)} fits: {reasons}; try --strategies asa")
+    made = []
+    for row in among[: prices.space.request.top_k]:
+        assert row.candidate is not None
+        gap = 1 - among[0].seconds / row.seconds
+        certificate = Certificate(
+            solver="enumeration",
+            status="optimal" if gap <= 0 else "feasible",
+            lower_bound_s=among[0].seconds,
+            gap=max(0.0, gap),
+            space=f"the whole strategies {', '.join(sorted(meant))}",
+            solve_s=time.monotonic() - started,
+        )
+        name = row.name if row.name in wanted else next(w for w in wanted if row.name in _members(prices, w))
+        made.append(
+            _plan(profile, prices, row.candidate, name, certificate, rows, _circumstances(prices, row.candidate))
+        )
+    return made
+
+
+def _members(prices: Prices, name: str) -> tuple[str, ...]:
+    return baselines.members(name, prices.space.strategies, prices.space.request.gpus)
+
+
+def table(prices: Prices, wanted: Sequence[str] = ()) -> list[Row]:
+    """Every whole strategy, priced, and those of ``wanted`` that are no usual ones (``hybrid:d3t2`` of 8)."""
+    space = prices.space
+    names = dict.fromkeys((*baselines.names(space.strategies, space.request.gpus), *wanted))
+    rows = [_row(name, prices) for name in names if name not in ("asa", "hybrid")]
+    if "hybrid" in names:
+        members = set(_members(prices, "hybrid"))
+        best = min((r for r in rows if r.name in members), key=lambda r: (not r.fits, r.seconds))
+        rows.append(
+            Row(name="hybrid", candidate=best.candidate, price=best.price, fits=best.fits, why_not=best.why_not)
+        )
+    return rows
+
+
+def _row(name: str, prices: Prices) -> Row:
+    """One whole strategy, in as few microbatches as fit (one where none do)."""
+    space = prices.space
+    first: Row | None = None
+    m = 1
+    while m <= space.request.global_batch:
+        try:
+            candidate = baselines.uniform(name, space, m)
+        except baselines.Unavailable as reason:
+            return first or Row(name=name, candidate=None, price=None, fits=False, why_not=str(reason))
+        price = prices.of(candidate)
+        free = space.capacity(candidate.width)
+        if price.peak.total <= free + TOLERANCE_GIB * GIB:
+            return Row(name=name, candidate=candidate, price=price, fits=True)
+        why = f"{price.peak.total / GIB:.3g} GiB of {max(0.0, free) / GIB:.3g} GiB"
+        first = first or Row(name=name, candidate=candidate, price=price, fits=False, why_not=why)
+        m *= 2
+    assert first is not None
+    return first
+
+
+def _pins_allow(space: Space, candidate: Candidate) -> bool:
+    return all(space.pinned(i, way) for i, way in enumerate(candidate.ways))
+
+
+def _choose(
+    prices: Prices, outcome: Outcome, simplest: Row | None
+) -> tuple[Candidate | None, tuple[str, ...]]:  # fmt: skip
+    """The answer, and what is to be said about it."""
+    found = outcome.best
+    if simplest is None or simplest.price is None or simplest.candidate is None:
+        return found, () if found is None else _circumstances(prices, found)
+    possible = max(0.0, 1 - outcome.lower_bound_s / simplest.seconds)
+    stay = f"stay with {simplest.name}: the best possible gain is {100 * possible:.2g} %"
+    if found is None:
+        return simplest.candidate, (stay, *_circumstances(prices, simplest.candidate))
+    price = prices.of(found)
+    gain = simplest.seconds - price.cost.total_s
+    if found.key == simplest.candidate.key or gain <= 0:
+        return simplest.candidate, (stay, *_circumstances(prices, simplest.candidate))
+    unclear = noise(price, simplest.price)
+    if prices.space.request.prefer_simple and gain < unclear:
+        said = f"{stay}, below the noise of {100 * unclear / simplest.seconds:.2g} %"
+        return simplest.candidate, (said, *_circumstances(prices, simplest.candidate))
+    said = f"{100 * gain / simplest.seconds:.3g} % faster than the best whole strategy, {simplest.name}"
+    return found, (said, *_circumstances(prices, found))
+
+
+def _circumstances(prices: Prices, candidate: Candidate) -> tuple[str, ...]:
+    """What a reader of the plan should know besides its numbers."""
+    space, request = prices.space, prices.space.request
+    notes = []
+    if candidate.width == 1 < request.gpus:
+        notes.append(f"one device is faster than {request.gpus} here: use one")
+    elif candidate.width < request.gpus:
+        notes.append(f"{candidate.width} of {request.gpus} devices are faster than all of them")
+    if candidate.num_microbatches > 1:
+        notes.append(
+            f"{candidate.num_microbatches} microbatches, because one does not fit; BatchNorm normalises each by itself"
+        )
+    if space.profile.provenance.origin == "estimated":
+        notes.append("times are estimated from FLOPs and bytes, not measured: good to tens of per cent")
+    if space.cluster.status != "measured":
+        notes.append(f"the links of {space.cluster.name} are {space.cluster.status}, not measured here")
+    return tuple(notes)
+
+
+def _certificate(prices: Prices, candidate: Candidate, outcome: Outcome, seconds: float) -> Certificate:
+    answer = prices.of(candidate).cost.total_s
+    bound = min(outcome.lower_bound_s, answer)
+    gap = (answer - bound) / answer if answer > 0 else 0.0
+    return Certificate(
+        solver=f"{outcome.solver}, bound rechecked by {outcome.checked_by}",
+        status="optimal" if gap <= 1e-6 else "feasible",
+        lower_bound_s=bound,
+        gap=0.0 if gap <= 1e-6 else gap,
+        space=prices.space.describe(),
+        solve_s=seconds,
+    )
+
+
+def _plan(
+    profile: Profile,
+    prices: Prices,
+    candidate: Candidate,
+    strategy: str,
+    certificate: Certificate,
+    rows: list[Row],
+    notes: tuple[str, ...],
+) -> Plan:
+    space, request = prices.space, prices.space.request
+    price = prices.of(candidate)
+    if price.peak.total > space.capacity(candidate.width) + 2 * TOLERANCE_GIB * GIB:
+        raise AsaError(
+            f"the solver's plan needs {price.peak.total:.0f} bytes, more than it was given; please report this"
+        )
+    assumed = space.profile.provenance.origin == "estimated" or space.cluster.status != "measured"
+    return Plan(
+        model_spec=profile.model_spec,
+        model_fingerprint=profile.model_fingerprint,
+        profile_fingerprint=codec.fingerprint(profile),
+        cluster=space.cluster.name,
+        cluster_fingerprint=codec.fingerprint(space.cluster),
+        input_shape=profile.graph.input_shape,
+        num_classes=profile.graph.num_classes,
+        strategy=strategy,
+        gpus=request.gpus,
+        global_batch=request.global_batch,
+        precision=profile.precision,
+        optimizer=request.optimizer,
+        device_type=space.cluster.device.type,
+        components=tuple(
+            Assignment(name=c.name, stage=0, data=w.data, tensor=w.tensor)
+            for c, w in zip(profile.graph.components, candidate.ways, strict=True)
+        ),
+        stages=(Stage(ranks=tuple(range(candidate.width))),),
+        schedule="none",
+        num_microbatches=candidate.num_microbatches,
+        prediction=predict(candidate, price, space.profile, request.global_batch),
+        certificate=certificate,
+        baselines=tuple(
+            Baseline(
+                name=r.name,
+                step_time_s=r.price.cost.total_s if r.price else None,
+                memory_bytes_max=int(r.price.peak.total) if r.price else None,
+                fits=r.fits,
+                why_not=r.why_not,
+            )
+            for r in rows
+        ),
+        origin="estimated" if assumed else "measured",
+        notes=notes,
+    )

@@ -1,0 +1,142 @@
+"""Why nothing fits, in numbers, and the nearest change that would make something fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from asa.cost.memory import usable
+from asa.errors import InfeasibleError
+from asa.ir.codec import noun
+from asa.ir.units import GIB
+from asa.planner import dp
+from asa.planner.candidate import Candidate, Price, Prices
+from asa.planner.formulate import formulate
+from asa.planner.request import Pin
+from asa.planner.space import Allowed, Space, anything, widths
+
+_MOST_DEVICES = 64
+
+
+@noun
+class Leanest:
+    """The plan with the lowest peak, and by how many bytes that peak oversteps what a rank may use."""
+
+    candidate: Candidate
+    price: Price
+    excess: float
+
+
+def leanest(prices: Prices, allowed: Allowed = anything) -> Leanest | None:
+    """The plan that comes closest to fitting; None where no plan exists whatever the memory."""
+    best: Leanest | None = None
+    for width in widths(prices.space.request.gpus):
+        for m in _microbatches(prices.space):
+            formulation = formulate(prices, width, m, allowed)
+            if formulation is None:
+                break
+            found = dp.least_memory(formulation.problem)
+            if found.choice is None:
+                continue
+            candidate = formulation.candidate(found.choice)
+            price = prices.of(candidate)
+            excess = price.peak.total - prices.space.capacity(width)
+            if best is None or excess < best.excess:
+                best = Leanest(candidate=candidate, price=price, excess=excess)
+    return best
+
+
+def _microbatches(space: Space) -> list[int]:
+    """One microbatch, and all powers of two: memory rarely falls further than the last that can run."""
+    return [2**k for k in range(space.request.global_batch.bit_length())]
+
+
+def explain(prices: Prices, allowed: Allowed = anything) -> InfeasibleError:
+    """The error to raise: what binds, and the nearest batch, memory or number of devices that fits."""
+    space, request = prices.space, prices.space.request
+    found = leanest(prices, allowed)
+    if found is None:
+        return InfeasibleError(_nothing_runs(space, allowed))
+    width, peak = found.candidate.width, found.price.peak
+    name = space.profile.graph.components[peak.index].name
+    total = space.cluster.device.memory_bytes if request.memory_bytes is None else request.memory_bytes
+    needed = _memory_for(space, peak.total, width)
+    tries = [f"--memory {needed / GIB:.3g}"]
+    fewer = _smaller_batch(space)
+    if fewer is not None:
+        tries.append(f"--global-batch {fewer}")
+    more = _more_devices(space)
+    if more is not None:
+        tries.append(f"--gpus {more}")
+    aside = total - usable(space.cluster.device, total, width)
+    kept = f" ({aside / GIB:.2f} GiB of them for the context and the allocator)" if aside > 0 else ""
+    return InfeasibleError(
+        f"no plan fits: {name} needs {peak.total / GIB:.3g} GiB in its backward ({peak.state / GIB:.3g} GiB state, "
+        f"{peak.activations / GIB:.3g} GiB activations) under every strategy up to {request.gpus} devices, devices "
+        f"have {total / GIB:.3g} GiB{kept}; try {' or '.join(tries)}"
+    )
+
+
+def _memory_for(space: Space, active: float, width: int) -> float:
+    """Device memory that leaves ``active`` bytes usable."""
+    low, high = active, 2 * active + 8 * GIB
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if usable(space.cluster.device, int(middle), width) >= active else (middle, high)
+    return high * 1.005  # room for the rounding of the figure that is printed
+
+
+def _with(space: Space, **changes: object) -> Prices:
+    request = replace(space.request, **changes)  # type: ignore[arg-type]
+    return Prices(Space(space.profile, space.cluster, space.strategies, request))
+
+
+def _fits(prices: Prices) -> bool:
+    found = leanest(prices, prices.space.pinned)
+    return found is not None and found.excess <= 0
+
+
+def _smaller_batch(space: Space) -> int | None:
+    """The largest halving of the global batch under which something fits."""
+    batch = space.request.global_batch // 2
+    while batch >= 1:
+        if _fits(_with(space, global_batch=batch)):
+            return batch
+        batch //= 2
+    return None
+
+
+def _more_devices(space: Space) -> int | None:
+    """The fewest doubled devices, within the cluster, under which something fits."""
+    gpus = 2 * space.request.gpus
+    while gpus <= min(space.cluster.num_devices, _MOST_DEVICES):
+        if _fits(_with(space, gpus=gpus)):
+            return gpus
+        gpus *= 2
+    return None
+
+
+def _nothing_runs(space: Space, allowed: Allowed) -> str:
+    """No width lets every component run at all: samples or pins forbid it."""
+    request = space.request
+    graph = space.profile.graph
+    for i, component in enumerate(graph.components):
+        if not any(True for w in widths(request.gpus) for _ in space.ways(i, w, 1, allowed)):
+            free = any(True for w in widths(request.gpus) for _ in space.ways(i, w, 1))
+            if free:
+                return (
+                    f"no plan: {component.name} cannot run as pinned ({_shown(request.pins)}) on up to "
+                    f"{request.gpus} devices at global batch {request.global_batch}: a data degree times a tensor "
+                    "degree divides the ranks of the stage, and every rank needs a sample; change the pin or --gpus"
+                )
+            return (
+                f"no plan: {component.name} needs at least 2 samples for BatchNorm, the global batch is "
+                f"{request.global_batch}; try --global-batch {2 * request.global_batch}"
+            )
+    return (
+        f"no plan: no stage of up to {request.gpus} ranks suits all pins "
+        f"({_shown(request.pins)}) at once; change a pin or --gpus"
+    )
+
+
+def _shown(pins: tuple[Pin, ...]) -> str:
+    return " ".join(str(p) for p in pins)

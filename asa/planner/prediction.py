@@ -1,0 +1,54 @@
+"""A price as the prediction that goes into a plan, with its error bar."""
+
+from __future__ import annotations
+
+import math
+
+from asa.cost.constants import constant
+from asa.cost.spread import Z90
+from asa.ir.plan import Prediction
+from asa.ir.profile import Profile
+from asa.planner.candidate import Candidate, Price
+
+
+def deviation(price: Price, profile: Profile) -> float:
+    """Standard deviation of the step time around its prediction, in seconds.
+
+    In quadrature: the standard errors of the measured times, the model's usual error on compute (a far larger one
+    on estimated profiles), and that of the links on what they leave exposed.
+    """
+    model = constant("compute_error" if profile.provenance.origin == "measured" else "estimate_error")
+    moved = price.cost.exposed_s + price.cost.hidden_s
+    exposed = price.cost.exposed_s / moved if moved > 0 else 0.0
+    return math.hypot(price.compute_error_s, model * price.cost.compute_s, exposed * price.link_error_s)
+
+
+def predict(candidate: Candidate, price: Price, profile: Profile, global_batch: int) -> Prediction:
+    """The prediction of one step. A stage's ranks all hold what the busiest one does."""
+    total, half = price.cost.total_s, Z90 * deviation(price, profile)
+    return Prediction(
+        step_time_s=total,
+        step_time_low_s=max(0.0, total - half),
+        step_time_high_s=total + half,
+        compute_s=price.cost.compute_s,
+        exposed_communication_s=price.cost.exposed_s,
+        hidden_communication_s=price.cost.hidden_s,
+        update_s=price.cost.update_s,
+        bubble_s=0.0,
+        memory_bytes_per_rank=(math.ceil(price.peak.total),) * candidate.width,
+        samples_per_s=global_batch / total if total > 0 else 0.0,
+    )
+
+
+def noise(one: Price, other: Price) -> float:
+    """How far two predicted step times must lie apart, in seconds, to be told apart.
+
+    Errors of what both do alike cancel, so only components that differ count: 90 % of their standard errors, and
+    the error of the links on the difference in communication. Never less than the share of a step by which stock
+    data parallelism differs from itself.
+    """
+    mine = [a.error_s for a, b in zip(one.components, other.components, strict=True) if a != b]
+    theirs = [b.error_s for a, b in zip(one.components, other.components, strict=True) if a != b]
+    links = abs(one.link_error_s - other.link_error_s)
+    floor = constant("claim_floor") * min(one.cost.total_s, other.cost.total_s)
+    return max(floor, Z90 * math.hypot(*mine, *theirs, links))

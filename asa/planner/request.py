@@ -1,0 +1,97 @@
+"""What is asked of the planner, and pins: components held to a strategy."""
+
+from __future__ import annotations
+
+import re
+from fnmatch import fnmatchcase
+from typing import Literal, get_args
+
+from asa.errors import UsageError
+from asa.ir.codec import noun
+from asa.ir.plan import DataStrategyName, OptimizerName, TensorStrategyName
+
+SolverName = Literal["ilp", "dp", "exhaustive"]
+
+DATA_NAMES: tuple[str, ...] = get_args(DataStrategyName)
+TENSOR_NAMES: tuple[str, ...] = get_args(TensorStrategyName)
+
+
+@noun
+class Pin:
+    """Components whose name, or a prefix of it up to a dot, matches ``pattern`` use ``strategy`` at ``degree``."""
+
+    pattern: str
+    strategy: str
+    degree: int
+
+    @property
+    def axis(self) -> Literal["data", "tensor"]:
+        """Which of a component's two choices is held."""
+        return "data" if self.strategy in DATA_NAMES else "tensor"
+
+    def matches(self, name: str) -> bool:
+        """Whether the component called ``name`` is meant.
+
+        >>> Pin(pattern="classifier", strategy="tensor", degree=2).matches("classifier.0")
+        True
+        """
+        parts = name.split(".")
+        return any(fnmatchcase(".".join(parts[:n]), self.pattern) for n in range(1, len(parts) + 1))
+
+    def __str__(self) -> str:
+        return f"{self.pattern}={self.strategy}@{self.degree}"
+
+
+def parse_pin(text: str) -> Pin:
+    """``'layer4.*=zero3@4'`` as a :class:`Pin`.
+
+    Raises:
+        UsageError: not of that form, or no strategy of one component.
+    """
+    found = re.fullmatch(r"\s*([^=\s]+)\s*=\s*([a-z0-9_]+)\s*@\s*(\d{1,6})\s*", text)
+    if found is None:
+        raise UsageError(f"pin {text!r} is not of the form COMPONENT=STRATEGY@DEGREE, as in 'layer4.*=replicate@4'")
+    pattern, strategy, degree = found.group(1), found.group(2), int(found.group(3))
+    if strategy not in (*DATA_NAMES, *TENSOR_NAMES):
+        raise UsageError(
+            f"pin {text!r}: {strategy!r} is no strategy of one component; one of "
+            f"{', '.join((*DATA_NAMES, *TENSOR_NAMES))}"
+        )
+    if degree < 1 or (strategy == "none" and degree != 1):
+        raise UsageError(f"pin {text!r}: a degree is at least 1, and exactly 1 for none")
+    return Pin(pattern=pattern, strategy=strategy, degree=degree)
+
+
+@noun
+class Request:
+    """One question to the planner.
+
+    ``gpus`` is the most devices a plan may use; ``memory_bytes`` per rank, the device's own where None;
+    ``strategies`` are whole-strategy identifiers the answer may come from, all of them where None.
+    ``prefer_simple``: take the best whole strategy where a plan of its own would win less than the noise.
+    """
+
+    gpus: int
+    global_batch: int
+    memory_bytes: int | None = None
+    strategies: tuple[str, ...] | None = None
+    pins: tuple[Pin, ...] = ()
+    solver: SolverName = "ilp"
+    optimizer: OptimizerName = "sgd"
+    time_limit_s: float = 60.0
+    top_k: int = 1
+    prefer_simple: bool = True
+
+    def __post_init__(self) -> None:
+        if self.gpus < 1:
+            raise UsageError(f"a plan needs at least 1 device, asked {self.gpus}")
+        if self.global_batch < 1:
+            raise UsageError(f"a global batch has at least 1 sample, asked {self.global_batch}")
+        if self.memory_bytes is not None and self.memory_bytes < 1:
+            raise UsageError(f"memory of {self.memory_bytes} bytes per device is below 1")
+        if self.top_k < 1:
+            raise UsageError(f"the number of plans shown is at least 1, asked {self.top_k}")
+        if not self.time_limit_s > 0:
+            raise UsageError(f"a time limit lies above 0 s, asked {self.time_limit_s}")
+        if self.solver not in get_args(SolverName):
+            raise UsageError(f"no solver {self.solver!r}; one of {', '.join(get_args(SolverName))}")

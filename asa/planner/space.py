@@ -1,0 +1,163 @@
+"""The space that is searched: stage widths, layouts, and what each component may do in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from asa.cost.memory import usable
+from asa.errors import UsageError
+from asa.interfaces.strategy import Strategies
+from asa.ir.cluster import Cluster
+from asa.ir.codec import noun
+from asa.ir.layout import Layout
+from asa.ir.plan import DataDegree, DataStrategyName, TensorDegree, TensorStrategyName
+from asa.ir.profile import Profile
+from asa.planner.request import DATA_NAMES, TENSOR_NAMES, Pin, Request
+
+
+@noun
+class Way:
+    """One way to run one component."""
+
+    layout: Layout
+    data: DataDegree
+    tensor: TensorDegree
+
+
+Allowed = Callable[[int, Way], bool]
+"""Whether component i may run that way, beyond what strategies refuse."""
+
+
+def anything(_index: int, _way: Way) -> bool:
+    """No restriction."""
+    return True
+
+
+def widths(gpus: int) -> tuple[int, ...]:
+    """Stage widths worth trying: all up to 8, then whole nodes of 8, and all of them; widest first."""
+    found = {*range(1, min(gpus, 8) + 1), *range(16, gpus + 1, 8), gpus}
+    return tuple(sorted(found, reverse=True))
+
+
+def layouts(width: int) -> tuple[Layout, ...]:
+    """Every layout of a stage: all (data, tensor) whose product divides its width."""
+    divisors = [d for d in range(1, width + 1) if width % d == 0]
+    return tuple(
+        Layout(width=width, data=d, tensor=t) for d in divisors for t in divisors if width % (d * t) == 0
+    )  # fmt: skip
+
+
+class Space:
+    """What a profile, a cluster, the strategies offered and a request leave to choose from."""
+
+    def __init__(self, profile: Profile, cluster: Cluster, strategies: Strategies, request: Request) -> None:
+        self.profile = profile
+        self.cluster = cluster
+        self.strategies = strategies
+        self.request = request
+        self._measured_one = {t.component for t in profile.timings if t.microbatch == 1 and t.tensor_degree == 1}
+        self.pinned: Allowed = pinned(profile, request.pins) if request.pins else anything
+
+    def capacity(self, width: int) -> float:
+        """Bytes of active memory a rank may plan with."""
+        return usable(self.cluster.device, self.request.memory_bytes, width)
+
+    def ways(self, index: int, width: int, num_microbatches: int, allowed: Allowed = anything) -> Iterator[Way]:
+        """Every way component ``index`` may run, in a stage of ``width``, with that many microbatches."""
+        component = self.profile.graph.components[index]
+        for layout in layouts(width):
+            if not self.enough_samples(index, layout.data, num_microbatches):
+                continue
+            for tensor in self._tensor(index, layout.tensor):
+                share = self.strategies.tensor[tensor].share(component, layout.tensor)
+                for data in self._data(index, layout.data, share.parameter_bytes > 0):
+                    way = Way(
+                        layout=layout,
+                        data=DataDegree(strategy=data, degree=layout.data),
+                        tensor=TensorDegree(strategy=tensor, degree=layout.tensor),
+                    )
+                    if allowed(index, way):
+                        yield way
+
+    def enough_samples(self, index: int, degree: int, num_microbatches: int) -> bool:
+        """Whether every rank has a sample in every microbatch, and BatchNorm something to average over.
+
+        A batch of one is only given to a BatchNorm that was seen to train on one.
+        """
+        smallest = self.request.global_batch // num_microbatches // degree
+        component = self.profile.graph.components[index]
+        return smallest >= (2 if component.batch_norm and component.name not in self._measured_one else 1)
+
+    def _tensor(self, index: int, degree: int) -> list[TensorStrategyName]:
+        component = self.profile.graph.components[index]
+        names: Sequence[TensorStrategyName] = ("none",) if degree == 1 else ("tensor",)
+        offered = self.strategies.tensor
+        return [n for n in names if n in offered and not offered[n].refusal(component, degree)]
+
+    def _data(self, index: int, degree: int, has_parameters: bool) -> list[DataStrategyName]:
+        component = self.profile.graph.components[index]
+        offered = self.strategies.data
+        names = list(offered) if degree > 1 and has_parameters else [n for n in offered if n == "replicate"]
+        return [n for n in names if not offered[n].refusal(component, degree)]  # type: ignore[misc]
+
+    def describe(self) -> str:
+        """The space in words, for the certificate."""
+        parts = [
+            f"one stage of 1 to {self.request.gpus} ranks",
+            f"per component data ({', '.join(self.strategies.data)}) x tensor ({', '.join(self.strategies.tensor)}) "
+            "of every degree whose product divides the ranks",
+            "microbatches in powers of two while memory binds",
+        ]
+        if self.request.pins:
+            parts.append("pins " + " ".join(str(p) for p in self.request.pins))
+        return "; ".join(parts)
+
+
+def pinned(profile: Profile, pins: Sequence[Pin]) -> Allowed:
+    """The restriction that ``pins`` put on each component.
+
+    Raises:
+        UsageError: a pin matches no component, or two hold the same choice of one component to different values.
+    """
+    names = [c.name for c in profile.graph.components]
+    held: dict[tuple[int, str], Pin] = {}
+    for pin in pins:
+        matched = [i for i, name in enumerate(names) if pin.matches(name)]
+        if not matched:
+            shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
+            raise UsageError(f"pin {pin} matches no component of {profile.model_spec}; it has {shown}")
+        for i in matched:
+            other = held.setdefault((i, pin.axis), pin)
+            if (other.strategy, other.degree) != (pin.strategy, pin.degree):
+                raise UsageError(f"pins {other} and {pin} contradict each other on component {names[i]}")
+
+    def allowed(index: int, way: Way) -> bool:
+        for axis, choice in (("data", way.data), ("tensor", way.tensor)):
+            pin = held.get((index, axis))
+            if pin is not None and (
+                pin.degree != choice.degree or not _same(pin.strategy, choice.strategy, pin.degree)
+            ):
+                return False
+        return True
+
+    return allowed
+
+
+def _same(asked: str, got: str, degree: int) -> bool:
+    """At degree 1 the strategies of one axis are the same thing."""
+    return asked == got or (degree == 1 and (asked in DATA_NAMES) == (got in DATA_NAMES))
+
+
+def check(strategies: Strategies, pins: Sequence[Pin]) -> None:
+    """Refuse pins to strategies that are not offered.
+
+    Raises:
+        UsageError: naming those that are.
+    """
+    offered = (*strategies.data, *strategies.tensor)
+    for pin in pins:
+        if pin.degree > 1 and pin.strategy not in offered:
+            raise UsageError(f"pin {pin}: {pin.strategy} is not built yet; one of {', '.join(offered)}")
+
+
+__all__ = ["TENSOR_NAMES", "Allowed", "Space", "Way", "anything", "check", "layouts", "pinned", "widths"]

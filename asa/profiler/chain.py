@@ -1,0 +1,142 @@
+"""A training step over a chain of components, with a mark at every boundary, forward and back.
+
+Components are timed *in place*, inside one step of the whole chain: a component alone would find its own data in
+the cache and the allocator ready, the model in training finds neither. Backward needs no cut in the graph either:
+autograd runs nodes in the reverse order of their creation and accumulates a parameter's gradient as soon as it
+is known, so the gradient that reaches the boundary between two components says that everything behind is done.
+The times of all components therefore add up to the step, whatever they share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from asa.ir.profile import Precision
+from asa.profiler.clock import Clock
+
+AUTOCAST: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast(device: torch.device, precision: Precision) -> AbstractContextManager[Any]:
+    """What a forward at ``precision`` runs in; master parameters stay fp32."""
+    if precision == "fp32":
+        return nullcontext()
+    return torch.autocast(device.type, dtype=AUTOCAST[precision])
+
+
+@dataclass(frozen=True)
+class Lap:
+    """Seconds of every component in one step, in chain order; ``host_s`` is what the host took to issue it all."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    host_s: float
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward of all components."""
+        return sum(self.forward) + sum(self.backward)
+
+
+@dataclass(frozen=True)
+class Marks:
+    """``forward[i]`` to ``forward[i + 1]``: component i ran forward; ``backward[i + 1]`` to ``backward[i]``: backward.
+
+    A component without a backward (nothing in it or before it has parameters) has two equal marks there.
+    """
+
+    forward: list[Any]
+    backward: list[Any]
+
+    def read(self, clock: Clock) -> Lap:
+        """The times between the marks."""
+        back = list(reversed(self.backward))
+        host = sum(clock.host_seconds(self.forward)) + sum(clock.host_seconds(back))
+        forward, backward = clock.seconds(self.forward), clock.seconds(back)
+        return Lap(forward=tuple(forward), backward=tuple(reversed(backward)), host_s=host)
+
+
+class Chain:
+    """Components to be run one after the other, on ``device``, at ``precision``, in training mode.
+
+    Each takes one tensor and returns (main, *sides): main goes to the next, sides leave the model.
+    """
+
+    def __init__(self, components: Sequence[nn.Module], device: torch.device, precision: Precision) -> None:
+        self.components = tuple(components)
+        self.device = device
+        self.precision: Precision = precision
+        self._parameters = tuple(dict.fromkeys(p for c in components for p in c.parameters()))
+
+    def clear(self) -> None:
+        """Forget gradients, as a training loop does before each step."""
+        for p in self._parameters:
+            p.grad = None
+
+    def step(self, x: Tensor, mark: Callable[[], Any]) -> Marks:
+        """Forward and backward of ``x`` (a batch, without gradient) with synthetic gradients at the outputs.
+
+        ``mark`` is called at every boundary, in order of time. Gradients are left in place.
+        """
+        last = len(self.components)
+        before: list[Any] = [None] * (last + 1)
+        sides: list[Tensor] = []
+        value = x
+        forward = [mark()]
+        with autocast(self.device, self.precision):
+            for i, component in enumerate(self.components, 1):
+                value, *extra = component(value)
+                if extra:
+                    # A node of its own, younger than those of the side outputs: they then run before the mark.
+                    sides.extend(extra)
+                    value = value.view_as(value)
+                if i < last and value.requires_grad:
+                    value.register_hook(_setter(before, i, mark))
+                forward.append(mark())
+        outputs = [t for t in (value, *sides) if t.requires_grad]
+        gradients = synthetic_gradients(outputs, len(x))
+        before[last] = mark()
+        torch.autograd.backward(outputs, gradients)
+        before[0] = mark()
+        return Marks(forward=forward, backward=[before[0] if b is None else b for b in before])
+
+    def lap(self, x: Tensor, clock: Clock) -> Lap:
+        """One timed step from cleared gradients."""
+        self.clear()
+        clock.settle()
+        return self.step(x, clock.mark).read(clock)
+
+
+def _setter(marks: list[Any], index: int, mark: Callable[[], Any]) -> Callable[[Tensor], None]:
+    def hook(_: Tensor) -> None:
+        marks[index] = mark()
+
+    return hook
+
+
+def synthetic_gradients(outputs: Sequence[Tensor], samples: int) -> list[Tensor]:
+    """Random gradients of the size a mean over ``samples`` has (equal ones would vanish in a normalisation)."""
+    return [torch.randn_like(t) / samples for t in outputs]
+
+
+def whole_step(model: nn.Module, x: Tensor, clock: Clock, device: torch.device, precision: Precision) -> float:
+    """Seconds of forward and backward of the unsplit model; gradients are cleared before and after."""
+    model.zero_grad(set_to_none=True)
+    clock.settle()
+    start = clock.mark()
+    with autocast(device, precision):
+        outputs = [t for t in tree_leaves(model(x)) if isinstance(t, Tensor) and t.requires_grad]
+    middle = clock.mark()
+    gradients = synthetic_gradients(outputs, len(x))
+    again = clock.mark()
+    torch.autograd.backward(outputs, gradients)
+    forward, _, backward = clock.seconds([start, middle, again, clock.mark()])
+    model.zero_grad(set_to_none=True)
+    return forward + backward

@@ -1,0 +1,202 @@
+"""Time: one interface over the host's clock and CUDA events, and how often a measurement is repeated.
+
+A clock sets *marks* on the timeline of its device and afterwards reads the seconds between neighbouring marks.
+On the host a mark is a reading of ``perf_counter_ns``; on CUDA it is an event in the current stream, so that the
+interval between two marks holds the kernels between them *and* the device's wait for the host to launch them,
+which is what a training step pays. The host's own clock beside it shows which of the two it was.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from asa.ir.profile import Stat
+
+
+_JUDGED = 5
+
+
+class Clock(ABC):
+    """Marks on one device's timeline."""
+
+    @abstractmethod
+    def mark(self) -> Any:
+        """A mark at this point of the work issued so far."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Wait until all issued work is done."""
+
+    @abstractmethod
+    def seconds(self, marks: Sequence[Any]) -> list[float]:
+        """Device seconds between neighbouring marks (one fewer than ``marks``); waits for the last one."""
+
+    @abstractmethod
+    def host_seconds(self, marks: Sequence[Any]) -> list[float]:
+        """Host seconds between the calls that set neighbouring marks."""
+
+
+class HostClock(Clock):
+    """For a device whose operations are done when they return."""
+
+    def mark(self) -> int:
+        """Nanoseconds of the host's monotonic clock."""
+        return time.perf_counter_ns()
+
+    def settle(self) -> None:
+        """Nothing is outstanding."""
+
+    def seconds(self, marks: Sequence[int]) -> list[float]:
+        """Seconds between neighbouring marks."""
+        return [(b - a) / 1e9 for a, b in zip(marks, marks[1:], strict=False)]
+
+    def host_seconds(self, marks: Sequence[int]) -> list[float]:
+        """The same: the host is the device."""
+        return self.seconds(marks)
+
+
+class CudaClock(Clock):
+    """Events in the current stream of one CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def mark(self) -> tuple[torch.cuda.Event, int]:
+        """An event recorded now, and the host's clock beside it."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event, time.perf_counter_ns()
+
+    def settle(self) -> None:
+        """Wait for the device."""
+        torch.cuda.synchronize(self.device)
+
+    def seconds(self, marks: Sequence[tuple[torch.cuda.Event, int]]) -> list[float]:
+        """Seconds between neighbouring events on the device."""
+        if marks:
+            marks[-1][0].synchronize()
+        return [a[0].elapsed_time(b[0]) / 1e3 for a, b in zip(marks, marks[1:], strict=False)]
+
+    def host_seconds(self, marks: Sequence[tuple[torch.cuda.Event, int]]) -> list[float]:
+        """Seconds the host took to issue the work between neighbouring marks."""
+        return [(b[1] - a[1]) / 1e9 for a, b in zip(marks, marks[1:], strict=False)]
+
+
+def clock_of(device: torch.device) -> Clock:
+    """The clock of ``device``."""
+    return CudaClock(device) if device.type == "cuda" else HostClock()
+
+
+def relative_error(samples: Sequence[float]) -> float:
+    """Standard error of the median over the median, infinite below three samples.
+
+    The spread of a normal distribution is (p90 - p10) / 2.563; the median's standard error is 1.2533 times
+    the mean's. Nearest-rank percentiles keep one interrupted repeat in ten from deciding.
+    """
+    if len(samples) < 3:
+        return float("inf")
+    stat = Stat.of(samples)
+    if stat.median == 0:
+        return 0.0
+    return 1.2533 * (stat.p90 - stat.p10) / 2.563 / len(samples) ** 0.5 / stat.median
+
+
+def scaled(stat: Stat, factor: float) -> Stat:
+    """``stat`` with every time multiplied by ``factor``."""
+    return Stat(median=stat.median * factor, p10=stat.p10 * factor, p90=stat.p90 * factor, n=stat.n)
+
+
+def line_through(first: tuple[int, float], second: tuple[int, float]) -> Callable[[int], float]:
+    """Seconds over a size as a line through two measured points; proportional through a single one.
+
+    Never falling: a later point that came out faster was the first one's bad luck.
+    """
+    (n, a), (m, b) = first, second
+    slope = max((b - a) / (m - n), 0.0) if m > n else a / n
+    return lambda size: max(b + slope * (size - m), 1e-9)
+
+
+class Repeats:
+    """Whether another round is worth its time: at least ``least``, then until settled, out of time, or ``most``.
+
+    Settled: the medians are known to ``tolerance``, judged from ``_JUDGED`` samples on (fewer agree by chance).
+    """
+
+    def __init__(
+        self,
+        *,
+        slice_s: float,
+        least: int = 3,
+        most: int = 30,
+        tolerance: float = 0.01,
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._now = now
+        self._least, self._most, self._tolerance = least, most, tolerance
+        self._last = now()
+        self._end = self._last + slice_s
+
+    def again(self, series: Sequence[Sequence[float]]) -> bool:
+        """Call before every round with what was measured so far, one sequence for each thing measured."""
+        now, rounds = self._now(), min((len(s) for s in series), default=self._most)
+        cost, self._last = now - self._last, now
+        if rounds < self._least:
+            return True
+        if rounds >= self._most or now + cost > self._end:
+            return False
+        return rounds < _JUDGED or any(relative_error(s) > self._tolerance for s in series)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep the garbage collector out of a measurement: a step leaves no cycles for it to find."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextmanager
+def one_thread(device: torch.device) -> Iterator[None]:
+    """On a CPU a rank is one core: compute with one thread inside, and as before afterwards."""
+    before = torch.get_num_threads()
+    if device.type == "cpu" and before != 1:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        if torch.get_num_threads() != before:
+            torch.set_num_threads(before)
+
+
+def time_repeatedly(
+    work: Callable[[], object],
+    clock: Clock,
+    *,
+    slice_s: float,
+    warmups: int = 1,
+    least: int = 3,
+    most: int = 30,
+) -> Stat:
+    """Device seconds of ``work()``, repeated until the spread is small or ``slice_s`` is used."""
+    for _ in range(warmups):
+        work()
+    samples: list[float] = []
+    repeats = Repeats(slice_s=slice_s, least=least, most=most)
+    with quiet():
+        while repeats.again([samples]):
+            clock.settle()
+            start = clock.mark()
+            work()
+            samples.append(clock.seconds([start, clock.mark()])[0])
+    return Stat.of(samples)

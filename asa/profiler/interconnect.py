@@ -1,0 +1,179 @@
+"""The machine's own ranks as a cluster: what messages cost between them, and what they do to each other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from asa import __version__
+from asa.errors import UnavailableError, UsageError
+from asa.ir.cluster import Cluster, CollectiveTable, Contention, Device, Level, Overlap
+from asa.launch import run_ranks, tell
+from asa.profiler.clock import clock_of
+from asa.profiler.collectives import SIZES, measure_tables
+from asa.profiler.interference import measure_contention, measure_overlap, measure_peaks
+from asa.profiler.machine import device_record
+from asa.profiler.rounds import agree
+
+Backend = Literal["gloo", "nccl"]
+
+_TABLES_SHARE, _CONTENTION_SHARE, _OVERLAP_SHARE = 0.65, 0.2, 0.15
+_LEAST_BYTES = 64
+
+
+@dataclass(frozen=True)
+class _Task:
+    backend: Backend
+    sizes: tuple[int, ...]
+    time_limit_s: float
+    source: str
+
+
+@dataclass(frozen=True)
+class _Found:
+    device: Device
+    tables: tuple[CollectiveTable, ...]
+    contention: tuple[Contention, ...]
+    overlap: Overlap
+
+
+def measure_cluster(
+    num_ranks: int,
+    *,
+    backend: Backend = "gloo",
+    sizes: Sequence[int] | None = None,
+    time_limit_s: float = 90.0,
+    name: str | None = None,
+    progress: Callable[[float, str], None] | None = None,
+) -> Cluster:
+    """Start ``num_ranks`` ranks on this machine and measure between them.
+
+    Every collective on groups of 2, 3, ... all ranks (rank 0 and its neighbours) over message sizes; the slowdown
+    of computation when several ranks compute at once; and how computation and messages slow each other down.
+
+    Args:
+        backend: ``gloo`` (a rank is one core, one thread) or ``nccl`` (a rank is one CUDA device).
+        sizes: bytes of whole messages; 1 KiB to 64 MiB where None.
+        time_limit_s: about how long to take; each figure is still taken three times.
+        name: of the cluster; ``local-<backend>-<ranks>`` where None.
+        progress: called as ``progress(fraction done, what is being done)``.
+
+    Raises:
+        UsageError: no rank, or messages too small to divide.
+        UnavailableError: fewer devices than ranks (nccl).
+        WorkersFailedError: a rank failed.
+    """
+    chosen = tuple(sorted(set(SIZES if sizes is None else sizes)))
+    if num_ranks < 1 or not time_limit_s > 0:
+        raise UsageError(f"cannot measure {num_ranks} ranks in {time_limit_s:g} s; both must be above zero")
+    if not chosen or chosen[0] < _LEAST_BYTES:
+        raise UsageError(f"messages to measure have at least {_LEAST_BYTES} bytes, asked {min(chosen, default=0)}")
+    if backend == "nccl" and not dist.is_nccl_available():
+        raise UnavailableError("this torch has no nccl; measure with gloo")
+    today = datetime.now(UTC).date().isoformat()
+    source = f"asa cluster measure, {today}, asa {__version__}, torch {torch.__version__}, {backend}"
+    task = _Task(backend=backend, sizes=chosen, time_limit_s=time_limit_s, source=source)
+
+    def hear(_rank: int, message: tuple[float, str]) -> None:
+        if progress is not None:
+            progress(*message)
+
+    found = run_ranks(
+        num_ranks,
+        _on_rank,
+        task,
+        backend=backend,
+        threads=1 if backend == "gloo" else None,
+        limit_s=300 + 5 * time_limit_s,
+        on_message=hear,
+    )[0]
+    level = Level(
+        name="loopback" if backend == "gloo" else "nccl inside the machine", devices=num_ranks, tables=found.tables
+    )
+    return Cluster(
+        name=name or f"local-{backend}-{num_ranks}",
+        backend=backend,
+        device=found.device,
+        num_devices=num_ranks,
+        levels=(level,) if num_ranks > 1 else (),
+        contention=found.contention,
+        overlap=found.overlap,
+        status="measured",
+        source=source,
+    )
+
+
+def _on_rank(rank: int, task: _Task) -> _Found:
+    """What each rank does; all of them return the same, but for rank 0's device and tables."""
+    device = torch.device("cuda", rank) if task.backend == "nccl" else torch.device("cpu")
+    clock, ranks = clock_of(device), dist.get_world_size()
+    torch.manual_seed(rank)
+
+    def say(fraction: float, what: str) -> None:
+        if rank == 0:
+            tell((fraction, what))
+
+    say(0.0, "the device alone")
+    peaks = measure_peaks(device, clock) if rank == 0 else (0.0, 0.0, 0.0)
+    agree()
+    contention: tuple[Contention, ...] = (Contention(ranks=1, slowdown=1.0),)
+    overlap, tables = Overlap(), []
+    if ranks > 1:
+        groups = {size: dist.new_group(list(range(size))) for size in range(2, ranks + 1)}
+        say(0.02, "computing at once")
+        contention = measure_contention(device, clock, slice_s=_CONTENTION_SHARE * task.time_limit_s)
+        begun, spent = _CONTENTION_SHARE, 0.0
+        for size, group in groups.items():
+            part = _TABLES_SHARE * size / sum(groups)
+            slice_s = part * task.time_limit_s
+            started = time.perf_counter()
+            if rank < size:
+                tables += measure_tables(
+                    group,
+                    device,
+                    clock,
+                    sizes=task.sizes,
+                    slice_s=slice_s,
+                    source=task.source,
+                    say=lambda fraction, what, base=begun + spent, part=part: say(base + part * fraction, what),
+                )
+            spent += part
+            agree(time.perf_counter() - started)
+        say(begun + spent, "computing while messages travel")
+        overlap = _worst_overlap(rank, device, groups, slice_s=_OVERLAP_SHARE * task.time_limit_s)
+    record = device_record(device)
+    found = Device(
+        name=record.name,
+        type=record.type,
+        memory_bytes=record.memory_bytes,
+        peak_fp32_flops=peaks[0],
+        peak_bf16_flops=peaks[1],
+        memory_bandwidth=peaks[2],
+    )
+    say(1.0, "done")
+    return _Found(device=found, tables=tuple(tables), contention=contention, overlap=overlap)
+
+
+def _worst_overlap(
+    rank: int, device: torch.device, groups: dict[int, dist.ProcessGroup], *, slice_s: float
+) -> Overlap:
+    """The larger slowdown of two ranks and of all of them, on either side."""
+    clock = clock_of(device)
+    sizes = sorted({2, max(groups)})
+    found = []
+    for size in sizes:
+        if rank < size:
+            found.append(measure_overlap(device, clock, groups[size], slice_s=slice_s / len(sizes)))
+        agree()
+    if not found:
+        return Overlap()
+    return Overlap(
+        compute_slowdown=max(o.compute_slowdown for o in found),
+        communication_slowdown=max(o.communication_slowdown for o in found),
+    )

@@ -1,0 +1,172 @@
+"""What ranks on one machine do to each other: computing at once, and computing while messages travel.
+
+Cores share caches, memory and clocks; gloo adds up gradients on the very cores that compute, and NCCL's kernels
+take multiprocessors. Three kernels stand for training: a convolution with its gradients, a matrix product with
+its gradients, and one pass over memory that no cache holds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import fmean, median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from asa.ir.cluster import Contention, Overlap
+from asa.ir.units import MIB
+from asa.profiler.clock import Clock
+from asa.profiler.rounds import agree
+
+_PASS_BYTES = 32 * MIB
+_MATRIX = 1024
+_BUCKET_BYTES = 16 * MIB
+_BUCKETS = 8
+_SAMPLE_S = 0.02
+_MOST_ROUNDS = 15
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Work that stands for training, and what rate the device reaches on it."""
+
+    work: dict[str, Callable[[], object]]
+
+    def step(self) -> None:
+        """Each of them once."""
+        for run in self.work.values():
+            run()
+
+
+def training_kernels(device: torch.device) -> Kernels:
+    """Convolution, matrix product and memory pass: about 5 ms each on one core of 2020."""
+    convolution = torch.nn.Conv2d(64, 64, 3, padding=1, bias=False).to(device)
+    linear = torch.nn.Linear(768, 768).to(device)
+    maps = torch.randn(4, 64, 32, 32, device=device, requires_grad=True)
+    tokens = torch.randn(256, 768, device=device, requires_grad=True)
+    source = torch.ones(_PASS_BYTES // 4, device=device)
+    target = torch.empty_like(source)
+
+    def both_ways(module: torch.nn.Module, x: Tensor) -> Callable[[], object]:
+        y = module(x)
+        gradient = torch.ones_like(y)
+        wanted = [x, *module.parameters()]
+        return lambda: torch.autograd.grad(module(x), wanted, gradient)
+
+    return Kernels(
+        work={
+            "convolution": both_ways(convolution, maps),
+            "matrix product": both_ways(linear, tokens),
+            "memory": lambda: target.copy_(source),
+        }
+    )
+
+
+def measure_contention(device: torch.device, clock: Clock, *, slice_s: float) -> tuple[Contention, ...]:
+    """Slowdown of the kernels when 1, 2, ... all ranks run them at once, the slowest counting; called by all ranks.
+
+    Counts take turns, so that a drift of the machine hits all of them.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    kernels = training_kernels(device)
+    kernels.step()
+    inner: dict[str, int] = {}
+    for kind, run in kernels.work.items():
+        agree()
+        seconds = agree(_timed(run, clock, 2) if rank == 0 else 0.0)[0]
+        inner[kind] = max(1, int(_SAMPLE_S / max(seconds, 1e-7)))
+    taken: dict[tuple[str, int], list[float]] = {}
+    started, rounds = time.perf_counter(), 0
+    while rounds < 3 or (rounds < _MOST_ROUNDS and agree(time.perf_counter() - started)[0] < slice_s):
+        rounds += 1
+        for kind, run in kernels.work.items():
+            for active in range(1, ranks + 1):
+                agree()
+                seconds = _timed(run, clock, inner[kind]) if rank < active else 0.0
+                taken.setdefault((kind, active), []).append(agree(seconds)[0])
+    found = []
+    for active in range(1, ranks + 1):
+        slowdowns = [median(taken[kind, active]) / median(taken[kind, 1]) for kind in kernels.work]
+        found.append(Contention(ranks=active, slowdown=max(1.0, fmean(slowdowns))))
+    return tuple(found)
+
+
+def _timed(run: Callable[[], object], clock: Clock, times: int) -> float:
+    clock.settle()
+    start = clock.mark()
+    for _ in range(times):
+        run()
+    return clock.seconds([start, clock.mark()])[0] / times
+
+
+def measure_overlap(device: torch.device, clock: Clock, group: dist.ProcessGroup, *, slice_s: float) -> Overlap:
+    """How much kernels and queued all_reduces slow each other down on ``group``; called by all its ranks.
+
+    Both sides are first taken alone, all ranks at it, then together: kernels run for as long as messages are under
+    way, so that neither has the machine to itself.
+    """
+    kernels = training_kernels(device)
+    buckets = [torch.zeros(_BUCKET_BYTES // 4, device=device) for _ in range(_BUCKETS)]
+    kernels.step()
+    alone_c, alone_m, both_c, both_m = [], [], [], []
+    started, rounds = time.perf_counter(), 0
+    while rounds < 3 or (rounds < _MOST_ROUNDS and agree(time.perf_counter() - started, group=group)[0] < slice_s):
+        rounds += 1
+        agree(group=group)
+        steps = [_timed(kernels.step, clock, 1) for _ in range(5)]
+        alone_c.append(agree(median(steps), group=group)[0])
+        clock.settle()
+        agree(group=group)
+        begin = time.perf_counter()
+        for work in _send(buckets, group):
+            work.wait()
+        clock.settle()
+        alone_m.append(agree(time.perf_counter() - begin, group=group)[0])
+        agree(group=group)
+        begin = time.perf_counter()
+        pending, steps = _send(buckets, group), []
+        while not all(work.is_completed() for work in pending):
+            steps.append(_timed_without_waiting(kernels.step, clock))
+        lasted = time.perf_counter() - begin
+        for work in pending:
+            work.wait()
+        # The last one may have run on alone after the messages were through.
+        whole = steps[:-1] or steps or [0.0]
+        together = agree(median(whole), lasted, group=group)
+        both_c.append(together[0])
+        both_m.append(together[1])
+    return Overlap(
+        compute_slowdown=max(1.0, median(both_c) / median(alone_c)),
+        communication_slowdown=max(1.0, median(both_m) / median(alone_m)),
+    )
+
+
+def _send(buckets: list[Tensor], group: dist.ProcessGroup) -> list[dist.Work]:
+    """Start an all_reduce of every bucket, as data parallelism does in backward."""
+    started = (dist.all_reduce(bucket, group=group, async_op=True) for bucket in buckets)
+    return [work for work in started if work is not None]
+
+
+def _timed_without_waiting(run: Callable[[], object], clock: Clock) -> float:
+    """Seconds of ``run()`` in its own stream, whatever else the device is doing."""
+    start = clock.mark()
+    run()
+    return clock.seconds([start, clock.mark()])[0]
+
+
+def measure_peaks(device: torch.device, clock: Clock) -> tuple[float, float, float]:
+    """fp32 and bf16 FLOP/s of a large matrix product, and bytes/s of a copy: best of a few, on one rank alone."""
+
+    def best(run: Callable[[], object]) -> float:
+        return min(_timed(run, clock, 1) for _ in range(5))
+
+    def rate(dtype: torch.dtype) -> float:
+        a = torch.randn(_MATRIX, _MATRIX, device=device).to(dtype)
+        return 2.0 * _MATRIX**3 / best(lambda: a @ a)
+
+    source = torch.ones(_PASS_BYTES, device=device)
+    target = torch.empty_like(source)
+    return rate(torch.float32), rate(torch.bfloat16), 2.0 * 4 * _PASS_BYTES / best(lambda: target.copy_(source))

@@ -1,0 +1,86 @@
+"""The device that is looked at: its name, and the memory one rank may use of it."""
+
+from __future__ import annotations
+
+import platform
+import re
+from pathlib import Path
+
+import psutil
+import torch
+
+from asa.errors import UnavailableError, UsageError
+from asa.ir.profile import DeviceRecord, Precision
+from asa.launch import usable_cores
+
+_CGROUP_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+
+
+def choose_device(name: str) -> torch.device:
+    """The torch device for ``auto``, ``cpu`` or ``cuda``.
+
+    Raises:
+        UsageError: any other name.
+        UnavailableError: ``cuda`` on a machine without.
+    """
+    if name not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"unknown device {name!r}; one of auto, cpu, cuda")
+    if name == "cpu":
+        return torch.device("cpu")
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    if name == "cuda":
+        raise UnavailableError("no CUDA device is usable here; choose --device cpu")
+    return torch.device("cpu")
+
+
+def require_precision(device: torch.device, precision: Precision) -> None:
+    """Refuse a precision the device cannot train in.
+
+    Raises:
+        UnavailableError: bf16 on a GPU without it.
+    """
+    if device.type == "cuda" and precision == "bf16" and not torch.cuda.is_bf16_supported():
+        raise UnavailableError(f"{torch.cuda.get_device_name(device)} has no bf16; choose --precision fp16")
+
+
+def device_record(device: torch.device) -> DeviceRecord:
+    """``device`` as profiles and clusters name it. A CPU's memory is shared evenly among its cores: a rank is one."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return DeviceRecord(type="cuda", name=properties.name, memory_bytes=properties.total_memory, threads=1)
+    return DeviceRecord(type="cpu", name=cpu_name(), memory_bytes=total_memory() // usable_cores(), threads=1)
+
+
+def cpu_name() -> str:
+    """Model name of the processor, as the system tells it."""
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found.group(1).strip() if found else platform.processor() or platform.machine() or "cpu"
+
+
+def total_memory() -> int:
+    """Bytes of main memory this process may use at most: the machine's, or its control group's where that is less."""
+    return min([int(psutil.virtual_memory().total), *_cgroup_limits()])
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that could be allocated now."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0]) + torch.cuda.memory_reserved(device)
+    return min([int(psutil.virtual_memory().available), *_cgroup_limits()])
+
+
+def _cgroup_limits() -> list[int]:
+    limits = []
+    for path in _CGROUP_LIMITS:
+        try:
+            limits.append(int(path.read_text()))
+        except (OSError, ValueError):
+            continue  # no such control group, or "max"
+    return limits

@@ -1,0 +1,203 @@
+"""From a model to its profile: build, trace, measure, sign."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+import torch
+from torch import Tensor, nn
+
+from asa import __version__
+from asa.errors import UsageError
+from asa.ir.graph import LayerGraph
+from asa.ir.profile import Precision, Profile, Provenance
+from asa.profiler.chain import Chain
+from asa.profiler.clock import clock_of, one_thread
+from asa.profiler.components import Subject, Surveyor, degrees_up_to
+from asa.profiler.machine import choose_device, device_record, free_memory, require_precision
+from asa.profiler.updates import measure_dispatch, measure_updates
+from asa.sharding.axis import Axis
+from asa.sharding.describe import layer_graph
+from asa.sharding.randomness import make_reproducible
+from asa.sharding.samples import SampleContext, SampleDropout
+from asa.sharding.tensor import detached_copy, split
+from asa.tracing import TracedModel, trace
+from asa.zoo.models import build
+
+Progress = Callable[[float, str], None]
+"""Called as ``progress(fraction done, what is being done)``."""
+
+_UPDATES_SHARE = 0.15
+_EXAMPLE_SAMPLES = 2
+
+
+def profile_model(
+    spec: str,
+    *,
+    input_shape: tuple[int, int, int],
+    num_classes: int,
+    global_batch: int,
+    device: str = "auto",
+    precision: Precision = "fp32",
+    time_limit_s: float = 75.0,
+    max_tensor_degree: int = 8,
+    progress: Progress | None = None,
+) -> Profile:
+    """Build the model that ``spec`` names (see :func:`asa.zoo.models.build`) and measure it.
+
+    Args:
+        input_shape: (channels, height, width) of one sample.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        time_limit_s: seconds for everything, tracing included. Three repeats of the smallest microbatch are made
+            even where they take longer; what there was no time for is listed in ``skipped``.
+        max_tensor_degree: the largest tensor degree of which shards are built and timed.
+
+    Raises:
+        UsageError: unknown model, impossible number.
+        UnavailableError: no such device, or a precision it does not have.
+    """
+    started = time.perf_counter()
+    chosen = choose_device(device)
+    _check(global_batch, time_limit_s, max_tensor_degree)
+    require_precision(chosen, precision)
+    if progress is not None:
+        progress(0.0, f"building {spec}")
+    model = build(spec, num_classes=num_classes, input_shape=input_shape)
+    return profile_module(
+        model,
+        torch.zeros(_EXAMPLE_SAMPLES, *input_shape),
+        spec=spec,
+        num_classes=num_classes,
+        global_batch=global_batch,
+        device=chosen,
+        precision=precision,
+        time_limit_s=time_limit_s - (time.perf_counter() - started),
+        max_tensor_degree=max_tensor_degree,
+        progress=progress,
+    )
+
+
+def profile_module(
+    model: nn.Module,
+    example: Tensor,
+    *,
+    spec: str,
+    num_classes: int,
+    global_batch: int,
+    device: torch.device,
+    precision: Precision = "fp32",
+    time_limit_s: float = 75.0,
+    max_tensor_degree: int = 8,
+    progress: Progress | None = None,
+) -> Profile:
+    """Measure ``model`` as it is; ``example`` is a batch of a few samples.
+
+    The model is left on ``device`` in training mode, its weights and the random state untouched; the running
+    statistics of its normalisation layers have seen random samples.
+    """
+    started = time.perf_counter()
+    say = progress or (lambda _fraction, _what: None)
+    _check(global_batch, time_limit_s, max_tensor_degree)
+    clock = clock_of(device)
+    with one_thread(device), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        model.to(device).train()
+        say(0.01, "tracing")
+        traced = trace(model, example.to(device), name=spec)
+        shape = tuple(example.shape[1:])
+        graph = layer_graph(traced, model=spec, input_shape=shape, num_classes=num_classes)
+        subject = _subject(model, traced, graph, example, device, precision, max_tensor_degree)
+        spent = time.perf_counter() - started
+        surveyor = Surveyor(
+            subject,
+            clock,
+            global_batch=global_batch,
+            time_s=max(1.0, (time_limit_s - spent) * (1 - _UPDATES_SHARE)),
+            free_bytes=free_memory(device),
+            progress=lambda fraction, what: say(0.05 + 0.8 * fraction, what),
+        )
+        sweep = surveyor.survey()
+        say(0.87, "optimizer steps")
+        left = time_limit_s - (time.perf_counter() - started)
+        modules = {
+            degree: {n: c for n, c in zip(subject.names, chain.components, strict=True) if n in subject.split[degree]}
+            for degree, chain in subject.chains.items()
+        }
+        updates = measure_updates(modules, device, slice_s=max(0.5, min(left, _UPDATES_SHARE * time_limit_s)))
+        floor = measure_dispatch(device)
+    say(1.0, "done")
+    note = f"{time.perf_counter() - started:.0f} s of measuring"
+    if device.type == "cuda":
+        note += f"; the host took {sweep.host_share:.0%} of the device's time to launch a step at the largest batch"
+    return Profile(
+        model_spec=spec,
+        model_fingerprint=traced.model_fingerprint,
+        graph=graph,
+        device=device_record(device),
+        precision=precision,
+        global_batch=global_batch,
+        timings=tuple(sweep.timings),
+        updates=tuple(updates),
+        dispatch_floor_s=floor,
+        whole=tuple(sweep.whole),
+        skipped=tuple(sweep.skipped),
+        provenance=Provenance(
+            origin="measured",
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            asa_version=__version__,
+            torch_version=torch.__version__,
+            note=note,
+        ),
+    )
+
+
+def _check(global_batch: int, time_limit_s: float, max_tensor_degree: int) -> None:
+    if global_batch < 1 or max_tensor_degree < 1:
+        raise UsageError(f"global batch {global_batch} and tensor degree {max_tensor_degree} must be at least 1")
+    if not time_limit_s > 0:
+        raise UsageError(f"a time limit of {time_limit_s:g} s leaves nothing to measure in; the default is 75")
+
+
+def _subject(
+    model: nn.Module,
+    traced: TracedModel,
+    graph: LayerGraph,
+    example: Tensor,
+    device: torch.device,
+    precision: Precision,
+    max_tensor_degree: int,
+) -> Subject:
+    """The chains to measure: the traced one, and one per tensor degree with the real shard of every split component.
+
+    The shard is the last rank's, which is never smaller than another's (see :func:`asa.ir.layout.bounds`).
+    Components that a degree does not split run in its chain as they are, so that those it splits find the caches
+    they will find in training.
+    """
+    context = SampleContext()
+    make_reproducible(traced.components, context)
+    limits = {c.name: c.split.max_degree for c in graph.components if c.split is not None}
+    names = tuple(c.name for c in graph.components)
+    chains = {1: Chain(traced.components, device, precision)}
+    halves = {1: frozenset(names)}
+    for degree in degrees_up_to(max_tensor_degree, limits.values())[1:]:
+        axis = Axis(size=degree, index=degree - 1)
+        divided = frozenset(n for n, most in limits.items() if most >= degree)
+        members: list[nn.Module] = [
+            split(detached_copy(c, device), axis) if c.name in divided else c for c in traced.components
+        ]
+        for module in (m for c in members for m in c.modules()):
+            if isinstance(module, SampleDropout):
+                module.context = context
+        chains[degree] = Chain(members, device, precision)
+        halves[degree] = divided
+
+    def batch(samples: int) -> Tensor:
+        context.samples, context.total = torch.arange(samples, device=device), samples
+        if example.is_floating_point():
+            return torch.randn(samples, *example.shape[1:], device=device)
+        return example[:1].to(device).expand(samples, *example.shape[1:]).contiguous()
+
+    weight = sum(p.numel() * p.element_size() for p in model.parameters())
+    return Subject(model=model, names=names, chains=chains, split=halves, batch=batch, weight=weight)

@@ -1,0 +1,155 @@
+"""Memory of one training step, component by component, from the allocator's own record.
+
+The profiler of torch notes every allocation and release, also those inside operators and in backward, on CPU and
+CUDA alike. What was allocated while a component ran forward and still lives when forward is over is what it
+*saved*. What a step holds on top of that is *transient*. The planner's bound on a rank's peak,
+
+    state + sum_{l <= k} saved_l + sum_{l >= k} gradients_l + transient_k        (the largest over all k)
+
+is therefore never below what was recorded: ``transient_k`` is whatever its other terms leave unexplained.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.profiler import profile, record_function
+
+from asa.profiler.chain import Chain, Marks
+from asa.profiler.clock import quiet
+
+_MARK = "asa.mark."
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of one component in one step: ``saved`` from forward to backward, and the most beyond that."""
+
+    saved: int
+    transient: int
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Every component's memory, and the highest sum of all that the step allocated, in bytes."""
+
+    components: tuple[Held, ...]
+    peak: int
+
+
+@dataclass(frozen=True)
+class Event:
+    """``size`` bytes were allocated at ``pointer``, or released when negative, at ``at`` nanoseconds."""
+
+    at: int
+    pointer: int
+    size: int
+
+
+def measure_memory(chain: Chain, x: Tensor) -> StepMemory:
+    """Run one step of ``x`` and account for what it allocated. Gradients are cleared before and after."""
+    chain.clear()
+    names: list[str] = []
+
+    def mark() -> int:
+        names.append(f"{_MARK}{len(names)}")
+        with record_function(names[-1]):
+            pass
+        return len(names) - 1
+
+    # Only what the step itself allocates is watched, so nothing older may be released inside.
+    with quiet(), _unlogged(), profile(profile_memory=True) as recording:
+        marks = chain.step(x, mark)
+    chain.clear()
+    events, times = _read(recording, chain.device)
+    placed = Marks(
+        forward=[times[names[m]] for m in marks.forward], backward=[times[names[m]] for m in marks.backward]
+    )
+    gradients = [
+        sum(p.numel() * p.element_size() for p in component.parameters() if p.requires_grad)
+        for component in chain.components
+    ]
+    return account(events, placed, gradients)
+
+
+def account(events: Sequence[Event], marks: Marks, gradients: Sequence[int]) -> StepMemory:
+    """Charge ``events`` (sorted by time) to components; ``gradients`` are their parameters' gradient bytes."""
+    count = len(gradients)
+    done = marks.forward[count]
+    living: dict[int, tuple[int, int]] = {}
+    saved, highest, alive, peak = [0] * count, [[0, 0] for _ in range(count)], 0, 0
+    settled = False
+    for event in [*events, Event(at=1 << 63, pointer=0, size=0)]:
+        if not settled and event.at >= done:
+            settled = True
+            for at, size in living.values():
+                saved[_component(marks.forward, at)] += size
+        if event.size > 0:
+            living[event.pointer] = (event.at, event.size)
+            alive += event.size
+        elif event.pointer in living:
+            alive -= living.pop(event.pointer)[1]
+        peak = max(peak, alive)
+        if event.at < done:
+            phase, k = 0, _component(marks.forward, event.at)
+        elif event.at <= marks.backward[0]:
+            phase, k = 1, _component([-m for m in marks.backward], -event.at)
+        else:
+            continue
+        highest[k][phase] = max(highest[k][phase], alive)
+    held = []
+    for k in range(count):
+        kept = sum(saved[: k + 1])
+        transient = max(highest[k][0] - kept, highest[k][1] - kept - sum(gradients[k:]), 0)
+        held.append(Held(saved=saved[k], transient=transient))
+    return StepMemory(components=tuple(held), peak=peak)
+
+
+def _component(rising: Sequence[int], at: int) -> int:
+    """Index of the interval between neighbouring marks that holds ``at``; the outermost ones are open."""
+    for i in range(1, len(rising) - 1):
+        if at < rising[i]:
+            return i - 1
+    return len(rising) - 2
+
+
+def _read(recording: profile, device: torch.device) -> tuple[list[Event], dict[str, int]]:
+    """Allocations on ``device`` in order of time, and the time of every mark, in nanoseconds."""
+    results = recording.kineto_results
+    assert results is not None
+    events: list[Event] = []
+    times: dict[str, int] = {}
+    for entry in _walk(results.experimental_event_tree()):
+        if entry.tag.name == "Allocation":
+            fields = entry.extra_fields
+            if fields.device.type == device.type:
+                events.append(Event(at=entry.start_time_ns, pointer=fields.ptr, size=fields.alloc_size))
+        elif entry.name.startswith(_MARK):
+            times[entry.name] = entry.start_time_ns
+    return sorted(events, key=lambda e: e.at), times
+
+
+def _walk(entries: Sequence[Any]) -> Iterator[Any]:
+    pending = list(reversed(entries))
+    while pending:
+        entry = pending.pop()
+        yield entry
+        pending.extend(reversed(entry.children))
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """Kineto greets on standard error at its first use unless told not to by then."""
+    before = os.environ.get("KINETO_LOG_LEVEL")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop("KINETO_LOG_LEVEL", None)

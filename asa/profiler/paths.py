@@ -1,0 +1,33 @@
+"""Where a profile is kept. No torch: the command line looks here before it knows whether it needs any."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from asa.ir.profile import DeviceRecord, Precision, Profile
+
+
+def slug(text: str) -> str:
+    """``text`` as a piece of a file name: lower case, other characters than letters, digits and ``_-`` as ``-``.
+
+    >>> slug("timm:resnet50.a1"), slug("NVIDIA H100 80GB HBM3")
+    ('timm-resnet50-a1', 'nvidia-h100-80gb-hbm3')
+    """
+    return re.sub(r"[^a-z0-9_-]+", "-", text.lower()).strip("-") or "unnamed"
+
+
+def device_slug(device: DeviceRecord) -> str:
+    """``cpu``, or the name of the GPU: profiles of several GPUs live side by side."""
+    return "cpu" if device.type == "cpu" else slug(device.name)
+
+
+def profile_path(profile: Profile, folder: Path = Path("profiles")) -> Path:
+    """``<folder>/<model>.<device>.<precision>.json``."""
+    return folder / f"{slug(profile.model_spec)}.{device_slug(profile.device)}.{profile.precision}.json"
+
+
+def profiles_of(model_spec: str, folder: Path = Path("profiles"), precision: Precision | None = None) -> list[Path]:
+    """Profiles of a model in ``folder``, on any device, newest first."""
+    found = folder.glob(f"{slug(model_spec)}.*.{precision or '*'}.json")
+    return sorted(found, key=lambda p: (-p.stat().st_mtime, p.name))

@@ -1,0 +1,57 @@
+"""Measuring on several ranks at once: agree on numbers, start together, let the slowest count."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from asa.profiler.clock import Clock
+
+_SAMPLE_S = 2e-3
+"""Operations shorter than this are repeated inside one sample: ranks leave a barrier up to 0.1 ms apart."""
+_MOST_INNER = 20
+_MOST_SAMPLES = 75
+LEAST_SAMPLES = 3
+
+
+def agree(*values: float, group: dist.ProcessGroup | None = None) -> list[float]:
+    """The largest of each value over ``group``, the same on all its ranks. Also a barrier (never on a device)."""
+    tensor = torch.tensor(values or (0.0,), dtype=torch.float64)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+    return [float(v) for v in tensor]
+
+
+def slowest(samples: Sequence[float], group: dist.ProcessGroup | None = None) -> float:
+    """Median over samples of the slowest rank's time in each; every rank passes equally many."""
+    return median(agree(*samples, group=group))
+
+
+def time_together(
+    work: Callable[[], object], clock: Clock, *, slice_s: float, group: dist.ProcessGroup | None = None
+) -> float:
+    """Seconds of ``work()``, run by all ranks of ``group`` at once, as the slowest of them sees it.
+
+    How often is decided from an agreed first guess, so that no rank waits for one that has stopped.
+    """
+    guess = float("inf")
+    for _ in range(2):  # the first call connects, allocates and pages in
+        agree(group=group)
+        started = time.perf_counter()
+        work()
+        clock.settle()
+        guess = min(guess, agree(time.perf_counter() - started, group=group)[0])
+    inner = max(1, min(_MOST_INNER, int(_SAMPLE_S / max(guess, 1e-7))))
+    count = max(LEAST_SAMPLES, min(_MOST_SAMPLES, int(slice_s / max(guess * inner, 1e-7))))
+    samples = []
+    for _ in range(count):
+        agree(group=group)
+        clock.settle()
+        start = clock.mark()
+        for _ in range(inner):
+            work()
+        samples.append(clock.seconds([start, clock.mark()])[0] / inner)
+    return slowest(samples, group)

@@ -1,0 +1,103 @@
+"""Optimizer steps, component by component, and the least a single operation costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from asa.ir.profile import Stat, UpdateTiming
+from asa.profiler.clock import Clock, Repeats, clock_of, quiet, scaled, time_repeatedly
+
+OptimizerName = Literal["sgd", "adamw"]
+OPTIMIZERS: tuple[OptimizerName, ...] = ("sgd", "adamw")
+
+_DISPATCHES = 200
+
+
+def build_optimizer(name: OptimizerName, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    """The optimizer as a run has it (momentum and weight decay cost time), with a learning rate of zero.
+
+    The arithmetic is that of a real step, and the weights stay what they were.
+    """
+    if name == "sgd":
+        return torch.optim.SGD(list(parameters), lr=0.0, momentum=0.9, weight_decay=5e-4)
+    return torch.optim.AdamW(list(parameters), lr=0.0, weight_decay=0.05)
+
+
+def measure_updates(
+    shards: Mapping[int, Mapping[str, nn.Module]], device: torch.device, *, slice_s: float
+) -> list[UpdateTiming]:
+    """Step time of every component with parameters, under every optimizer, in about ``slice_s`` seconds.
+
+    Components are stepped in turn, so that each finds its parameters as far from the cache as in training. One
+    optimizer over a whole model may fuse work across components: the times at degree 1 are scaled so that they add
+    up to that one step, and those of the other degrees by the same factor.
+
+    Args:
+        shards: components by name, as held at each tensor degree; degree 1 holds all of them.
+    """
+    clock = clock_of(device)
+    held = {
+        degree: {n: p for n, c in shards[degree].items() if (p := [q for q in c.parameters() if q.requires_grad])}
+        for degree in sorted(shards)
+    }
+    found: list[UpdateTiming] = []
+    slices = len(OPTIMIZERS) * (len(held) + 1)
+    for name in OPTIMIZERS:
+        factor = 1.0
+        for degree, components in held.items():
+            stats = _sweep(name, components, clock, slice_s / slices)
+            if degree == 1 and len(stats) > 1:
+                together = {"": list(dict.fromkeys(p for ps in components.values() for p in ps))}
+                whole = _sweep(name, together, clock, slice_s / slices)[""].median
+                factor = whole / max(sum(s.median for s in stats.values()), 1e-12)
+            found += [
+                UpdateTiming(component=n, tensor_degree=degree, optimizer=name, step=scaled(s, factor))
+                for n, s in stats.items()
+            ]
+    return found
+
+
+def _sweep(
+    name: OptimizerName, components: Mapping[str, Sequence[Tensor]], clock: Clock, slice_s: float
+) -> dict[str, Stat]:
+    """Step every component in turn, over and over; gradients and optimizer state are gone afterwards."""
+    if not components:
+        return {}
+    optimizers = {n: build_optimizer(name, ps) for n, ps in components.items()}
+    for parameters in components.values():
+        for p in parameters:
+            p.grad = torch.full_like(p, 1e-3)
+    samples: dict[str, list[float]] = {n: [] for n in optimizers}
+    try:
+        for optimizer in optimizers.values():
+            optimizer.step()
+        repeats = Repeats(slice_s=slice_s, most=20)
+        with quiet():
+            while repeats.again([[sum(s) for s in zip(*samples.values(), strict=True)]]):
+                clock.settle()
+                marks = [clock.mark()]
+                for optimizer in optimizers.values():
+                    optimizer.step()
+                    marks.append(clock.mark())
+                for n, seconds in zip(optimizers, clock.seconds(marks), strict=True):
+                    samples[n].append(seconds)
+    finally:
+        for parameters in components.values():
+            for p in parameters:
+                p.grad = None
+    return {n: Stat.of(s) for n, s in samples.items()}
+
+
+def measure_dispatch(device: torch.device, *, slice_s: float = 0.2) -> float:
+    """Seconds that an operation on next to nothing takes: the host's cost of every launch, forward or back."""
+    tiny = torch.zeros(1, device=device)
+
+    def work() -> None:
+        for _ in range(_DISPATCHES):
+            tiny.add_(1.0)
+
+    return time_repeatedly(work, clock_of(device), slice_s=slice_s, warmups=2).median / _DISPATCHES

@@ -1,0 +1,183 @@
+"""A comparison, for reading: every cell predicted and measured, and what the ratios are worth."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import RenderableType
+
+from asa.ir.bench import Bench, BenchResult, Comparison
+from asa.report.plan import summary
+from asa.report.tables import line, table
+from asa.report.units import NOTHING, error, percent, rate, seconds, size
+
+COLUMNS = (
+    "strategy",
+    "ranks",
+    "step",
+    "p10 - p90",
+    "n",
+    "predicted",
+    "error",
+    "samples/s",
+    "peak memory",
+    "foreseen",
+    "communication",
+    "accuracy",
+)
+
+
+def render(bench: Bench) -> list[RenderableType]:
+    """One table a model, the paired ratios under it, and what every figure rests on."""
+    said: list[RenderableType] = []
+    for model in bench.settings.models:
+        said += [_results(bench, model), line("")]
+        said += [line(text) for text in sentences(bench, model)]
+        said.append(line(""))
+    said += [line(f"data: {bench.settings.data_source}"), line(machine(bench))]
+    said += [line(f"note: {n}") for n in bench.notes]
+    return said
+
+
+def cells(r: BenchResult) -> tuple[str, ...]:
+    """One row of the table, as text."""
+    if r.step_time_s is None:
+        gone = (NOTHING,) * 3
+        memory = (NOTHING, size(r.predicted_memory_bytes), NOTHING, NOTHING)
+        return (r.strategy, str(r.ranks), *gone, seconds(r.predicted_step_time_s), NOTHING, NOTHING, *memory)
+    t = r.step_time_s
+    return (
+        r.strategy,
+        str(r.ranks),
+        seconds(t.median),
+        f"{seconds(t.p10)} - {seconds(t.p90)}",
+        str(t.n),
+        seconds(r.predicted_step_time_s),
+        error(r.predicted_step_time_s, t.median),
+        rate(throughput(r)),
+        size(r.peak_memory_bytes),
+        size(r.predicted_memory_bytes),
+        percent(communication_share(r)),
+        percent(r.accuracy[-1].validation_accuracy if r.accuracy else None),
+    )
+
+
+def communication_share(r: BenchResult) -> float | None:
+    """Exposed communication over step time; None where either is unknown."""
+    if r.communication_s is None or r.step_time_s is None or not r.step_time_s.median:
+        return None
+    return r.communication_s / r.step_time_s.median
+
+
+def throughput(r: BenchResult) -> float | None:
+    """Samples per second at the median step."""
+    if r.samples_per_s is not None:
+        return r.samples_per_s
+    return r.global_batch / r.step_time_s.median if r.step_time_s and r.step_time_s.median else None
+
+
+def sentences(bench: Bench, model: str) -> list[str]:
+    """What the cells of one model say: the fastest, the failures, the ratios beside their noise."""
+    said = []
+    timed = [(r.step_time_s.median, r.strategy) for r in bench.of(model) if r.step_time_s is not None]
+    if timed:
+        time, strategy = min(timed)
+        said.append(f"fastest for {model}: {strategy}, {seconds(time)} a step")
+    said += [f"{r.strategy} was not measured: {r.why_not}" for r in bench.of(model) if r.step_time_s is None]
+    said += [f"asa chose {summary(r.components)}" for r in bench.of(model) if r.strategy == "asa" and r.components]
+    return said + [comparison(c) for c in bench.comparisons if c.model == model]
+
+
+def comparison(c: Comparison) -> str:
+    """A paired ratio with its interval; an A/A comparison is named as such."""
+    interval = f"{c.ratio:.3f} (95 %: {c.low:.3f} to {c.high:.3f}, {c.pairs} pairs)"
+    if c.left == c.right:
+        return f"A/A, {c.left} against itself: {interval}: a ratio inside this says nothing"
+    if c.low <= 1 <= c.high:
+        return f"time of {c.left} over {c.right}: {interval}: no difference shown"
+    return f"time of {c.left} over {c.right}: {interval}: {c.left if c.high < 1 else c.right} is faster"
+
+
+def machine(bench: Bench) -> str:
+    """Device, versions, settings: what a figure is worth nothing without."""
+    e, s = bench.environment, bench.settings
+    return (
+        f"{e.num_devices} x {e.device_name} ({e.device_type}, {e.cpu_cores} cores), {e.backend}, torch "
+        f"{e.torch_version}, Python {e.python_version}, asa {e.asa_version}; batch {s.global_batch}, {s.precision}, "
+        f"{s.optimizer} lr {s.learning_rate:g}, seed {s.seed}, {s.rounds} interleaved rounds of "
+        f"{s.steps_per_round} steps"
+    )
+
+
+def sealed(bench: Bench) -> list[tuple[str, ...]]:
+    """Rows: model, strategy, plan, profile and cluster fingerprints, when each was written."""
+    return [
+        (p.model, p.strategy, p.plan_fingerprint, p.profile_fingerprint, p.profile_created, p.cluster, p.written)
+        for p in bench.sealed
+    ]
+
+
+CSV_COLUMNS = (
+    "model",
+    "strategy",
+    "ranks",
+    "global_batch",
+    "step_median_s",
+    "step_p10_s",
+    "step_p90_s",
+    "n",
+    "predicted_step_s",
+    "samples_per_s",
+    "communication_s",
+    "peak_memory_bytes",
+    "predicted_memory_bytes",
+    "validation_accuracy",
+    "plan_fingerprint",
+    "why_not",
+)
+
+
+def csv_rows(bench: Bench) -> list[tuple[object, ...]]:
+    """Every cell, in plain seconds and bytes."""
+    found: list[tuple[object, ...]] = []
+    for r in bench.results:
+        t = r.step_time_s
+        found.append(
+            (
+                r.model,
+                r.strategy,
+                r.ranks,
+                r.global_batch,
+                t.median if t else None,
+                t.p10 if t else None,
+                t.p90 if t else None,
+                t.n if t else 0,
+                r.predicted_step_time_s,
+                throughput(r),
+                r.communication_s,
+                r.peak_memory_bytes,
+                r.predicted_memory_bytes,
+                r.accuracy[-1].validation_accuracy if r.accuracy else None,
+                r.plan_fingerprint,
+                r.why_not,
+            )
+        )
+    return found
+
+
+def write_csv(path: Path, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """A CSV file; None becomes an empty field."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.writer(stream, lineterminator="\n")
+        writer.writerow(columns)
+        writer.writerows(rows)
+
+
+def _results(bench: Bench, model: str) -> RenderableType:
+    made = table(f"{model}, measured and predicted", COLUMNS)
+    for r in bench.of(model):
+        made.add_row(*cells(r), style="bold" if r.strategy == "asa" else "dim" if r.step_time_s is None else "")
+    return made

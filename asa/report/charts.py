@@ -1,0 +1,175 @@
+"""The six figures: what each shows, as rows anybody can plot again. Drawing them is :mod:`asa.report.drawing`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from asa.ir.bench import Bench
+from asa.report import drawing
+from asa.report.bench import communication_share
+from asa.report.tables import short
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Row = tuple[str | float | int | None, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """One figure: its data, what to read in it, and how it is drawn."""
+
+    name: str
+    title: str
+    caption: str
+    columns: tuple[str, ...]
+    rows: tuple[Row, ...]
+    draw: Callable[[tuple[Row, ...]], Figure]
+
+
+def charts(bench: Bench) -> tuple[Chart, ...]:
+    """Training time, speed-up, computation against communication, accuracy, memory, strategy per component."""
+    return (
+        training_time(bench),
+        speedup(bench),
+        compute_communication(bench),
+        accuracy(bench),
+        memory(bench),
+        assignment(bench),
+    )
+
+
+def training_time(bench: Bench) -> Chart:
+    """Measured step time with spread, the prediction beside it, and what an epoch takes."""
+    steps = -(-bench.settings.samples_per_epoch // bench.settings.global_batch)
+    rows: list[Row] = []
+    for r in bench.results:
+        t = r.step_time_s
+        rows.append(
+            (
+                r.model,
+                r.strategy,
+                t.median if t else None,
+                t.p10 if t else None,
+                t.p90 if t else None,
+                r.predicted_step_time_s,
+                t.median * steps if t else None,
+            )
+        )
+    return Chart(
+        name="training_time",
+        title="Training time per strategy",
+        caption="Bars: median measured step, whiskers from the 10th to the 90th percentile. Diamonds: the prediction.",
+        columns=("model", "strategy", "step_median_s", "step_p10_s", "step_p90_s", "predicted_step_s", "epoch_s"),
+        rows=tuple(rows),
+        draw=drawing.training_time,
+    )
+
+
+def speedup(bench: Bench) -> Chart:
+    """Speed over a single device: predicted on 1, 2, 4, 8 ranks, measured where that many ran."""
+    alone_p = {p.model: p.predicted_s for p in bench.scaling if p.strategy == "single" and p.ranks == 1}
+    alone_m = {p.model: p.measured_s for p in bench.scaling if p.strategy == "single" and p.ranks == 1}
+    rows: list[Row] = [
+        (
+            p.model,
+            p.strategy,
+            p.ranks,
+            p.predicted_s,
+            p.measured_s,
+            _ratio(alone_p.get(p.model), p.predicted_s),
+            _ratio(alone_m.get(p.model), p.measured_s),
+        )
+        for p in bench.scaling
+        if p.strategy != "single"
+    ]
+    return Chart(
+        name="speedup",
+        title="Speed-up over one device",
+        caption="Lines: predicted for 1, 2, 4 and 8 ranks. Filled points: measured, where that many ranks ran.",
+        columns=("model", "strategy", "ranks", "predicted_s", "measured_s", "predicted_speedup", "measured_speedup"),
+        rows=tuple(rows),
+        draw=drawing.speedup,
+    )
+
+
+def compute_communication(bench: Bench) -> Chart:
+    """A measured step, split into computation and the communication it could not hide."""
+    rows: list[Row] = []
+    for r in bench.results:
+        if r.step_time_s is not None and r.communication_s is not None:
+            total = r.step_time_s.median
+            rows.append((r.model, r.strategy, total - r.communication_s, r.communication_s, communication_share(r)))
+    return Chart(
+        name="compute_communication",
+        title="Computation against communication",
+        caption="Measured median step: computation, and communication that was not hidden behind it.",
+        columns=("model", "strategy", "compute_s", "communication_s", "communication_share"),
+        rows=tuple(rows),
+        draw=drawing.compute_communication,
+    )
+
+
+def accuracy(bench: Bench) -> Chart:
+    """Validation accuracy after every epoch."""
+    rows: list[Row] = [
+        (r.model, r.strategy, a.epoch, a.seconds, a.train_loss, a.validation_loss, a.validation_accuracy)
+        for r in bench.results
+        for a in r.accuracy
+    ]
+    return Chart(
+        name="accuracy",
+        title="Validation accuracy over epochs",
+        caption="Same data, order, masks and seed for every strategy: curves that part show a numerical difference.",
+        columns=("model", "strategy", "epoch", "seconds", "train_loss", "validation_loss", "validation_accuracy"),
+        rows=tuple(rows),
+        draw=drawing.accuracy,
+    )
+
+
+def memory(bench: Bench) -> Chart:
+    """Active peak of the fullest rank, beside what was promised."""
+    rows: list[Row] = [
+        (r.model, r.strategy, r.ranks, r.peak_memory_bytes, r.predicted_memory_bytes) for r in bench.results
+    ]
+    return Chart(
+        name="memory",
+        title="Peak memory per device",
+        caption="Bars: measured active peak of the fullest rank. Diamonds: the prediction.",
+        columns=("model", "strategy", "ranks", "peak_memory_bytes", "predicted_memory_bytes"),
+        rows=tuple(rows),
+        draw=drawing.memory,
+    )
+
+
+def assignment(bench: Bench) -> Chart:
+    """What every component runs as, under every strategy."""
+    rows: list[Row] = [
+        (r.model, r.strategy, i, c.name, c.data.strategy, c.data.degree, c.tensor.strategy, c.tensor.degree, short(c))
+        for r in bench.results
+        for i, c in enumerate(r.components)
+    ]
+    return Chart(
+        name="assignment",
+        title="Strategy chosen per component",
+        caption="Columns: strategies. Rows: components, input on top. Colour: what the component runs as.",
+        columns=(
+            "model",
+            "strategy",
+            "index",
+            "component",
+            "data",
+            "data_degree",
+            "tensor",
+            "tensor_degree",
+            "runs_as",
+        ),
+        rows=tuple(rows),
+        draw=drawing.assignment,
+    )
+
+
+def _ratio(alone: float | None, together: float | None) -> float | None:
+    return alone / together if alone and together else None

@@ -1,0 +1,80 @@
+"""Clusters, for reading, in the columns of nccl-tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import RenderableType
+
+from asa.ir.cluster import Cluster, CollectiveTable
+from asa.report.tables import line, table
+from asa.report.units import seconds, size
+
+
+def bus_factor(op: str, ranks: int) -> float:
+    """What turns algorithm bandwidth (bytes / time) into bus bandwidth, as nccl-tests defines it.
+
+    All-reduce moves 2 (n - 1) / n of its bytes over each link, gathers, scatters and all-to-all (n - 1) / n,
+    the rest all of them. Source: nccl-tests, doc/PERFORMANCE.md.
+
+    >>> bus_factor("all_reduce", 4), bus_factor("all_gather", 4), bus_factor("send_recv", 2)
+    (1.5, 0.75, 1.0)
+    """
+    share = (ranks - 1) / ranks
+    return {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share, "all_to_all": share}.get(op, 1.0)
+
+
+def overview(found: Sequence[tuple[str, Cluster]]) -> RenderableType:
+    """One line a cluster: (where it comes from, cluster)."""
+    made = table("Clusters", ("name", "device", "status", "from", "devices", "memory", "backend"), left=4)
+    for origin, c in found:
+        made.add_row(
+            c.name, c.device.name, c.status, origin, str(c.num_devices), size(c.device.memory_bytes), c.backend
+        )
+    return made
+
+
+def render(cluster: Cluster) -> list[RenderableType]:
+    """Device, contention, and a bandwidth table per level."""
+    d = cluster.device
+    said: list[RenderableType] = [
+        line(f"{cluster.name}: {cluster.num_devices} x {d.name} ({d.type}, {size(d.memory_bytes)}), {cluster.backend}"),
+        line(f"status {cluster.status}; source: {cluster.source}"),
+        line(
+            f"overlap slows computation {cluster.overlap.compute_slowdown:.2f}x and communication "
+            f"{cluster.overlap.communication_slowdown:.2f}x"
+        ),
+    ]
+    if cluster.contention:
+        many = ", ".join(f"{c.ranks} ranks {c.slowdown:.2f}x" for c in cluster.contention)
+        said.append(line(f"computing at once: {many}"))
+    for level in cluster.levels:
+        made = table(
+            f"Level {level.name}, up to {level.devices} devices",
+            ("collective", "status", "ranks", "size", "time", "algbw GB/s", "busbw GB/s"),
+            left=2,
+        )
+        for t in level.tables:
+            for row in rows(t):
+                made.add_row(*row)
+        said += [line(""), made]
+    return said
+
+
+def rows(t: CollectiveTable) -> list[tuple[str, ...]]:
+    """The points of one table as nccl-tests would print them."""
+    found: list[tuple[str, ...]] = []
+    for i, (count, time) in enumerate(t.points):
+        bandwidth = count / time / 1e9
+        found.append(
+            (
+                t.op if i == 0 else "",
+                t.status if i == 0 else "",
+                str(t.ranks) if i == 0 else "",
+                size(count),
+                seconds(time),
+                f"{bandwidth:.3g}",
+                f"{bandwidth * bus_factor(t.op, t.ranks):.3g}",
+            )
+        )
+    return found

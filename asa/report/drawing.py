@@ -1,0 +1,196 @@
+"""How the six figures are drawn: one panel a model, one colour a strategy everywhere, no global plotting state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import MaxNLocator
+
+if TYPE_CHECKING:
+    from asa.report.charts import Row
+
+# Okabe and Ito's palette: told apart by people with any colour vision, and in print.
+PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442", "#999999", "#332288", "#117733", "#882255")
+ASA = "#D55E00"
+INK = "#333333"
+KNOWN = ("ddp", "hybrid", "tensor", "fsdp", "zero1", "gpipe", "single", "zero2", "1f1b", "hsdp")
+MARKERS = "osD^vPX*<>"
+
+
+def colour(strategy: str) -> str:
+    """The colour of a strategy, the same in every figure."""
+    if strategy == "asa":
+        return ASA
+    family = strategy.split(":")[0]
+    return PALETTE[KNOWN.index(family) if family in KNOWN else len(family) % len(PALETTE)]
+
+
+def training_time(rows: Sequence[Row]) -> Figure:
+    """Rows: model, strategy, median, p10, p90, predicted, epoch."""
+    figure, panels = _panels(rows, height=_bar_height(rows))
+    for axes, found in panels:
+        for y, row in enumerate(found):
+            median, p10, p90, predicted = (_number(row[i]) for i in (2, 3, 4, 5))
+            if median is not None and p10 is not None and p90 is not None:
+                axes.barh(y, median, color=colour(str(row[1])), height=0.62)
+                axes.errorbar(median, y, xerr=[[median - p10], [p90 - median]], color=INK, capsize=3, linewidth=1)
+            _predicted(axes, predicted, y, missing=median is None)
+        _strategies(axes, found)
+        axes.set_xlabel("seconds per step")
+    return figure
+
+
+def memory(rows: Sequence[Row]) -> Figure:
+    """Rows: model, strategy, ranks, measured bytes, predicted bytes."""
+    figure, panels = _panels(rows, height=_bar_height(rows))
+    for axes, found in panels:
+        for y, row in enumerate(found):
+            measured, predicted = ((v / 2**30 if (v := _number(row[i])) is not None else None) for i in (3, 4))
+            if measured is not None:
+                axes.barh(y, measured, color=colour(str(row[1])), height=0.62)
+            _predicted(axes, predicted, y, missing=measured is None)
+        _strategies(axes, found)
+        axes.set_xlabel("GiB on the fullest device")
+    return figure
+
+
+def compute_communication(rows: Sequence[Row]) -> Figure:
+    """Rows: model, strategy, compute, communication, share."""
+    figure, panels = _panels(rows, height=_bar_height(rows))
+    for axes, found in panels:
+        for y, row in enumerate(found):
+            compute, communication, share = (_number(row[i]) or 0.0 for i in (2, 3, 4))
+            axes.barh(y, compute, color="#8DA0B3", height=0.62, label="computation" if y == 0 else None)
+            axes.barh(
+                y,
+                communication,
+                left=compute,
+                color=ASA,
+                height=0.62,
+                label="exposed communication" if y == 0 else None,
+            )
+            axes.annotate(
+                f"{100 * share:.0f} %", (compute + communication, y), (4, 0), textcoords="offset points", va="center"
+            )
+        _strategies(axes, found)
+        axes.set_xlabel("seconds per step")
+        axes.margins(x=0.14)
+        if found:
+            axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=2, frameon=False)
+    return figure
+
+
+def speedup(rows: Sequence[Row]) -> Figure:
+    """Rows: model, strategy, ranks, predicted and measured seconds, predicted and measured speed-up."""
+    figure, panels = _panels(rows, height=3.4)
+    for axes, found in panels:
+        counts = sorted({int(n) for row in found if (n := _number(row[2])) is not None})
+        axes.plot(counts, counts, color="#BBBBBB", linewidth=1, linestyle=":", label="perfect")
+        for i, strategy in enumerate(dict.fromkeys(str(row[1]) for row in found)):
+            mine = sorted((row for row in found if row[1] == strategy), key=lambda row: _number(row[2]) or 0)
+            style: dict[str, Any] = {"color": colour(strategy), "zorder": 4 if strategy == "asa" else 3}
+            foreseen = [(row[2], row[5]) for row in mine if row[5] is not None]
+            axes.plot(*_columns(foreseen), linestyle="--", label=strategy, linewidth=1.6, **style)
+            seen = [(row[2], row[6]) for row in mine if row[6] is not None]
+            axes.plot(*_columns(seen), linestyle="none", marker=MARKERS[i % len(MARKERS)], markersize=7, **style)
+        axes.set_xlabel("ranks")
+        axes.set_ylabel("times one device")
+        axes.set_xticks(counts, [str(n) for n in counts])
+        axes.legend(frameon=False)
+    return figure
+
+
+def accuracy(rows: Sequence[Row]) -> Figure:
+    """Rows: model, strategy, epoch, seconds, train loss, validation loss, validation accuracy."""
+    figure, panels = _panels(rows, height=3.4)
+    for axes, found in panels:
+        for i, strategy in enumerate(dict.fromkeys(str(row[1]) for row in found)):
+            points = [(row[2], 100 * (_number(row[6]) or 0.0)) for row in found if row[1] == strategy]
+            axes.plot(
+                *_columns(points),
+                color=colour(strategy),
+                marker=MARKERS[i % len(MARKERS)],
+                # Equivalent strategies lie on top of each other: smaller marks go above larger ones.
+                markersize=11 - 1.6 * min(i, 5),
+                linewidth=1.4,
+                label=strategy,
+            )
+        axes.set_xlabel("epoch")
+        axes.set_ylabel("validation accuracy, %")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.legend(frameon=False)
+    return figure
+
+
+def assignment(rows: Sequence[Row]) -> Figure:
+    """Rows: model, strategy, index, component, data, degree, tensor, degree, label."""
+    labels = list(dict.fromkeys(str(row[8]) for row in rows))
+    shade = {label: PALETTE[i % len(PALETTE)] for i, label in enumerate(labels)}
+    figure, panels = _panels(rows, height=0.6 + 0.2 * max((int(_number(row[2]) or 0) for row in rows), default=8))
+    for axes, found in panels:
+        strategies = list(dict.fromkeys(str(row[1]) for row in found))
+        names = {int(_number(row[2]) or 0): str(row[3]) for row in found}
+        for row in found:
+            x, y = strategies.index(str(row[1])), int(_number(row[2]) or 0)
+            axes.add_patch(Rectangle((x + 0.03, y + 0.05), 0.94, 0.9, facecolor=shade[str(row[8])], linewidth=0))
+        axes.set_xlim(0, len(strategies))
+        axes.set_ylim(len(names), 0)
+        axes.set_xticks([i + 0.5 for i in range(len(strategies))], strategies)
+        axes.set_yticks([i + 0.5 for i in names], list(names.values()), fontsize=7)
+        axes.tick_params(length=0)
+        axes.grid(False)
+    if labels:
+        figure.legend(
+            handles=[Patch(facecolor=shade[label], label=label) for label in labels],
+            loc="outside lower center",
+            ncols=min(3, len(labels)),
+            frameon=False,
+        )
+    return figure
+
+
+def _panels(rows: Sequence[Row], *, height: float) -> tuple[Figure, list[tuple[Any, list[Row]]]]:
+    models = list(dict.fromkeys(str(row[0]) for row in rows))
+    figure = Figure(figsize=(4.6 * max(1, len(models)), height + 0.9), layout="constrained")
+    if not models:
+        figure.text(0.5, 0.5, "nothing was measured", ha="center", va="center", color=INK)
+        return figure, []
+    panels = []
+    for i, model in enumerate(models):
+        axes = figure.add_subplot(1, len(models), i + 1)
+        axes.set_title(model, fontsize=10, loc="left", color=INK)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(labelsize=8)
+        axes.grid(alpha=0.25, linewidth=0.6)
+        axes.set_axisbelow(True)
+        panels.append((axes, [row for row in rows if row[0] == model]))
+    return figure, panels
+
+
+def _bar_height(rows: Sequence[Row]) -> float:
+    return 0.7 + 0.34 * max(4, len({str(row[1]) for row in rows}))
+
+
+def _strategies(axes: Any, rows: Sequence[Row]) -> None:
+    axes.set_yticks(range(len(rows)), [str(row[1]) for row in rows])
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.grid(axis="y", visible=False)
+    axes.set_xlim(left=0)
+
+
+def _predicted(axes: Any, value: float | None, y: int, *, missing: bool) -> None:
+    if value is not None:
+        axes.plot(value, y, marker="D", markersize=6, markerfacecolor="white", markeredgecolor=INK, linestyle="none")
+    if missing:
+        axes.annotate("not measured", (value or 0, y), (8, 0), textcoords="offset points", va="center", fontsize=7)
+
+
+def _columns(points: Sequence[tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:
+    return [p[0] for p in points], [p[1] for p in points]
+
+
+def _number(value: str | float | int | None) -> float | None:
+    return None if value is None or isinstance(value, str) else float(value)

@@ -1,0 +1,110 @@
+"""A profile, for reading."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import RenderableType
+
+from asa.ir.profile import Profile, Timing
+from asa.report.tables import line, table
+from asa.report.units import flops, percent, seconds, size
+
+
+def render(profile: Profile) -> list[RenderableType]:
+    """Components at the largest microbatch, the whole model over microbatches and degrees, and the sum check."""
+    return [_components(profile), line(""), _scan(profile), line(""), *_check(profile), *_remarks(profile)]
+
+
+def _by_key(profile: Profile) -> dict[tuple[str, int, int], Timing]:
+    return {(t.component, t.microbatch, t.tensor_degree): t for t in profile.timings}
+
+
+def _components(profile: Profile) -> RenderableType:
+    at, timed = _by_key(profile), {t.microbatch for t in profile.timings if t.tensor_degree == 1}
+    largest = max(timed)
+    device = profile.device
+    made = table(
+        f"{profile.model_spec} on {device.name} ({device.type}, {profile.precision}), "
+        f"input {'x'.join(map(str, profile.graph.input_shape))}, microbatch {largest}",
+        ("component", "kind", "parameters", "FLOP/sample", "forward", "backward", "update", "saved", "splits to"),
+        left=2,
+    )
+    update = {u.component: u.step.median for u in profile.updates if u.tensor_degree == 1}
+    for c in profile.graph.components:
+        t = at.get((c.name, largest, 1))
+        made.add_row(
+            c.name,
+            c.kind,
+            size(c.parameter_bytes),
+            flops(c.flops_per_sample),
+            seconds(t.forward.median if t else None),
+            seconds(t.backward.median if t else None),
+            seconds(update.get(c.name)),
+            size(t.saved_bytes if t else None),
+            str(c.split.max_degree) if c.split else "whole",
+        )
+    return made
+
+
+def _scan(profile: Profile) -> RenderableType:
+    at = _by_key(profile)
+    degrees = sorted({t.tensor_degree for t in profile.timings})
+    made = table(
+        "Forward + backward of all components",
+        ("microbatch", *("whole weights" if t == 1 else f"1/{t} of what splits" for t in degrees), "per sample"),
+        left=0,
+    )
+    names = [c.name for c in profile.graph.components]
+    for microbatch in sorted({t.microbatch for t in profile.timings}):
+        sums: list[float | None] = []
+        for degree in degrees:
+            # A component that does not split that far runs whole: its time at the largest degree it reaches.
+            found = [
+                next(
+                    (at[n, microbatch, d] for d in reversed(degrees) if d <= degree and (n, microbatch, d) in at), None
+                )
+                for n in names
+            ]
+            split = any((n, microbatch, degree) in at for n in names)
+            sums.append(sum(t.forward.median + t.backward.median for t in found if t) if split and all(found) else None)
+        made.add_row(
+            str(microbatch),
+            *(seconds(s) for s in sums),
+            seconds(sums[0] / microbatch if sums and sums[0] is not None else None),
+        )
+    return made
+
+
+def _check(profile: Profile) -> Sequence[RenderableType]:
+    return [
+        line(
+            f"check at microbatch {w.microbatch}: components add up to {seconds(w.components_s)}, the whole model took "
+            f"{seconds(w.whole.median)} ({percent(w.components_s / w.whole.median - 1, signed=True)})"
+        )
+        for w in profile.whole
+        if w.whole.median
+    ]
+
+
+def _remarks(profile: Profile) -> list[RenderableType]:
+    said: list[RenderableType] = [line(f"dispatch floor {seconds(profile.dispatch_floor_s)} a component")]
+    said += [line(f"skipped, {why}: {'; '.join(what)}") for why, what in _by_reason(profile.skipped).items()]
+    if profile.provenance.origin == "estimated":
+        said.append(line("Estimated from FLOPs and data-sheet peaks, not measured: uncalibrated.", "yellow"))
+    if profile.provenance.note:
+        said.append(line(profile.provenance.note))
+    return said
+
+
+def _by_reason(skipped: Sequence[str]) -> dict[str, list[str]]:
+    """What was skipped, under the reason each entry states behind its last colon.
+
+    >>> _by_reason(["degree 2: no time", "degree 4: no time", "microbatch 1"])
+    {'no time': ['degree 2', 'degree 4'], 'unmeasured': ['microbatch 1']}
+    """
+    found: dict[str, list[str]] = {}
+    for entry in skipped:
+        what, colon, why = entry.rpartition(": ")
+        found.setdefault(why if colon else "unmeasured", []).append(what if colon else entry)
+    return found

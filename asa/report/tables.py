@@ -1,0 +1,69 @@
+"""What the tables of this room have in common: one look, and runs of equal components on one line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from asa.ir.plan import Assignment
+
+
+def table(title: str, columns: Sequence[str], *, left: int = 1) -> Table:
+    """An open table; the first ``left`` columns are flush left, the others (numbers) flush right."""
+    made = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold", title_style="bold")
+    for i, name in enumerate(columns):
+        made.add_column(name, justify="left" if i < left else "right", overflow="fold", no_wrap=i < left)
+    return made
+
+
+def line(text: str, style: str = "") -> Text:
+    """One line of prose, never read as markup."""
+    return Text(text, style=style)
+
+
+def plain(parts: Iterable[RenderableType], *, width: int = 100) -> str:
+    """The same output as text without colour: for files, and for tests."""
+    console = Console(width=width, color_system=None, force_terminal=False, legacy_windows=False)
+    with console.capture() as captured:
+        for part in parts:
+            console.print(part)
+    return captured.get()
+
+
+def runs(names: Sequence[str]) -> str:
+    """First to last of neighbours, with their count.
+
+    >>> runs(["stem"]), runs(["layer1.0", "layer1.1", "layer1.2"])
+    ('stem', 'layer1.0 .. layer1.2 (3)')
+    """
+    return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
+
+
+def groups(components: Sequence[Assignment]) -> list[tuple[Assignment, tuple[str, ...]]]:
+    """Neighbours with equal assignment, in order: one of them, and the names of all."""
+    found: list[tuple[Assignment, list[str]]] = []
+    for c in components:
+        if found and _same(found[-1][0], c):
+            found[-1][1].append(c.name)
+        else:
+            found.append((c, [c.name]))
+    return [(first, tuple(names)) for first, names in found]
+
+
+def short(assignment: Assignment) -> str:
+    """An assignment in a few characters: ``replicate x2``, ``replicate x2, tensor x4``, ``repeated``."""
+    words = []
+    if assignment.data.degree > 1 or assignment.data.strategy != "replicate":
+        words.append(f"{assignment.data.strategy} x{assignment.data.degree}")
+    if assignment.tensor.degree > 1:
+        words.append(f"{assignment.tensor.strategy} x{assignment.tensor.degree}")
+    if assignment.checkpoint:
+        words.append("checkpointed")
+    return ", ".join(words) or "whole batch, whole weights"
+
+
+def _same(a: Assignment, b: Assignment) -> bool:
+    return (a.stage, a.data, a.tensor, a.checkpoint) == (b.stage, b.data, b.tensor, b.checkpoint)

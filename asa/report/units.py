@@ -1,0 +1,88 @@
+"""Plain seconds, bytes and counts as people read them."""
+
+from __future__ import annotations
+
+from asa.ir.units import GIB, KIB, MIB
+
+NOTHING = "-"
+
+
+def seconds(value: float | None) -> str:
+    """Three significant figures with the unit that suits.
+
+    >>> [seconds(v) for v in (0.0000123, 0.00456, 1.236, 83.5, 4000)]
+    ['12.3 us', '4.56 ms', '1.24 s', '83.5 s', '66.7 min']
+    """
+    if value is None:
+        return NOTHING
+    if value == 0:
+        return "0 s"
+    for limit, scale, unit in ((1e-3, 1e6, "us"), (1.0, 1e3, "ms"), (600.0, 1.0, "s")):
+        if abs(value) < limit:
+            return f"{_figures(value * scale)} {unit}"
+    return f"{_figures(value / 60)} min"
+
+
+def size(value: float | None) -> str:
+    """Bytes in binary units.
+
+    >>> [size(v) for v in (17, 2048, 3.5 * 1024**2, 80 * 1024**3)]
+    ['17 B', '2.00 KiB', '3.50 MiB', '80.0 GiB']
+    """
+    if value is None:
+        return NOTHING
+    for limit, scale, unit in ((MIB, KIB, "KiB"), (GIB, MIB, "MiB")):
+        if abs(value) < limit:
+            return f"{_figures(value / scale)} {unit}" if abs(value) >= KIB else f"{value:.0f} B"
+    return f"{_figures(value / GIB)} GiB"
+
+
+def rate(value: float | None) -> str:
+    """Samples per second, three figures.
+
+    >>> rate(1528.3), rate(34.56)
+    ('1528/s', '34.6/s')
+    """
+    return NOTHING if value is None else f"{_figures(value)}/s"
+
+
+def percent(value: float | None, *, signed: bool = False) -> str:
+    """A share, to a tenth of a per cent.
+
+    >>> percent(0.1234), percent(-0.02, signed=True)
+    ('12.3 %', '-2.0 %')
+    """
+    if value is None:
+        return NOTHING
+    return f"{100 * value:+.1f} %" if signed else f"{100 * value:.1f} %"
+
+
+def flops(value: float | None) -> str:
+    """Floating-point operations in powers of a thousand.
+
+    >>> flops(2.6e9)
+    '2.60 GFLOP'
+    """
+    if value is None:
+        return NOTHING
+    for limit, scale, unit in ((1e6, 1e3, "kFLOP"), (1e9, 1e6, "MFLOP"), (1e12, 1e9, "GFLOP")):
+        if abs(value) < limit:
+            return f"{_figures(value / scale)} {unit}"
+    return f"{_figures(value / 1e12)} TFLOP"
+
+
+def error(predicted: float | None, measured: float | None) -> str:
+    """Predicted over measured, minus one.
+
+    >>> error(1.1, 1.0), error(1.0, None)
+    ('+10.0 %', '-')
+    """
+    return NOTHING if predicted is None or not measured else percent(predicted / measured - 1, signed=True)
+
+
+def _figures(value: float) -> str:
+    """Three significant figures; whole numbers from a hundred up."""
+    magnitude = abs(value)
+    if magnitude >= 99.95:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if magnitude >= 9.995 else f"{value:.2f}"

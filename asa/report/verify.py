@@ -1,0 +1,37 @@
+"""The verdict of ``asa verify``, for reading."""
+
+from __future__ import annotations
+
+from rich.console import RenderableType
+
+from asa.ir.equivalence import Equivalence
+from asa.report.tables import line, table
+
+
+def render(found: Equivalence, *, worst: int = 5) -> list[RenderableType]:
+    """The verdict, what it rests on, and the ``worst`` tensors by share of their allowance."""
+    made = table("Tensors nearest to their limit", ("tensor", "error", "floor", "allowed"))
+    for t in sorted(found.tensors, key=lambda t: t.error / t.allowed, reverse=True)[:worst]:
+        made.add_row(t.name, f"{t.error:.2e}", f"{t.floor:.2e}", f"{t.allowed:.2e}")
+    return [
+        line(verdict(found), "bold" if found.equivalent else "bold red"),
+        line(
+            f"{found.steps} steps of {found.samples} samples on {found.ranks} ranks in {found.dtype}, learning rate "
+            f"{found.learning_rate:g}, {found.batch_norm} BatchNorm; noise floor (one device, samples permuted) "
+            f"{found.noise_floor:.2e}"
+        ),
+        line(
+            f"first gradients in fp32: {found.gradient_error_fp32:.2e} at {found.worst_gradient} "
+            f"(allowed {found.gradient_allowed_fp32:.2e}); losses {found.loss_error:.2e}"
+        ),
+        line(""),
+        made,
+    ]
+
+
+def verdict(found: Equivalence) -> str:
+    """One sentence."""
+    numbers = f"{found.worst_tensor} differs by {found.max_rel_error:.2e}, allowed {found.allowed:.2e}"
+    if found.equivalent:
+        return f"equivalent: training under this plan is training on one device ({numbers})"
+    return f"NOT equivalent to one device: {numbers}; fp32 gradients {found.gradient_error_fp32:.2e}"

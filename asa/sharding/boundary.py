@@ -1,0 +1,106 @@
+"""The boundary between two layouts, performed as :class:`asa.ir.layout.Boundary` declares it, exact both ways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asa.ir.layout import Boundary, Layout, bounds, gather_group
+from asa.sharding.axis import Axis
+from asa.sharding.collectives import all_gather, all_reduce, own_slice, reduce_scatter
+
+AxisOf = Callable[[tuple[int, ...]], Axis]
+"""Ranks of a group (in order) to the axis this rank sees."""
+
+
+def _rows(total: int, layout: Layout, ranks: tuple[int, ...]) -> list[int]:
+    """Rows of a batch of ``total`` that each of ``ranks`` holds in ``layout``."""
+    edges = [bounds(total, layout.data, layout.data_index(r)) for r in ranks]
+    return [stop - start for start, stop in edges]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crossing:
+    """One rank's side of a boundary. Calling it converts a batch-first activation from source to target layout."""
+
+    boundary: Boundary
+    reduce_axis: Axis
+    scatter_axis: Axis
+    gather_axis: Axis
+    slice_axis: Axis
+    gather_ranks: tuple[int, ...]
+    slice_ranks: tuple[int, ...]
+
+    @staticmethod
+    def build(boundary: Boundary, rank: int, axis_of: AxisOf) -> Crossing:
+        """The crossing as ``rank`` performs it; every rank of the stage must build the same ones in the same order."""
+        source, target = boundary.source, boundary.target
+        gather_ranks = gather_group(source.width, source.data, boundary.meeting, rank)
+        slice_ranks = gather_group(target.width, target.data, boundary.meeting, rank)
+        return Crossing(
+            boundary=boundary,
+            reduce_axis=axis_of(source.tensor_group(rank)),
+            scatter_axis=axis_of(target.tensor_group(rank)),
+            gather_axis=axis_of(gather_ranks),
+            slice_axis=axis_of(slice_ranks),
+            gather_ranks=gather_ranks,
+            slice_ranks=slice_ranks,
+        )
+
+    @property
+    def silent(self) -> bool:
+        """Whether nothing happens at all."""
+        b = self.boundary
+        partial = (b.exit_partial and b.source.tensor > 1) or (b.entry_partial and b.target.tensor > 1)
+        return b.source.data == b.target.data and not partial
+
+    def __call__(self, x: Tensor, samples: int) -> Tensor:
+        """Convert ``x``, this rank's rows of a microbatch of ``samples`` in all."""
+        return x if self.silent else _Cross.apply(x, self, samples)
+
+    def forward(self, x: Tensor, samples: int) -> Tensor:
+        """The forward conversion, without autograd."""
+        b = self.boundary
+        slice_sizes = _rows(samples, b.target, self.slice_ranks)
+        if b.fused_exit:
+            return reduce_scatter(x, 0, slice_sizes, self.slice_axis)
+        if b.exit_partial and b.source.tensor > 1:
+            x = all_reduce(x.clone(memory_format=torch.contiguous_format), self.reduce_axis)
+        if b.gathers > 1:
+            x = all_gather(x, 0, _rows(samples, b.source, self.gather_ranks), self.gather_axis)
+        if b.slices > 1:
+            x = own_slice(x, 0, slice_sizes, self.slice_axis)
+        return x
+
+    def backward(self, gradient: Tensor, samples: int) -> Tensor:
+        """The gradient at the target, as the source expects it."""
+        b = self.boundary
+        scale = b.source.data / b.target.data
+        gather_sizes = _rows(samples, b.source, self.gather_ranks)
+        if b.fused_entry:
+            gradient = reduce_scatter(gradient, 0, gather_sizes, self.gather_axis)
+        else:
+            if b.entry_partial and b.target.tensor > 1:
+                gradient = all_reduce(gradient.clone(memory_format=torch.contiguous_format), self.scatter_axis)
+            if b.slices > 1:
+                gradient = all_gather(gradient, 0, _rows(samples, b.target, self.slice_ranks), self.slice_axis)
+            if b.gathers > 1:
+                gradient = own_slice(gradient, 0, gather_sizes, self.gather_axis)
+        return gradient if scale == 1 else gradient * scale
+
+
+class _Cross(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, crossing: Crossing, samples: int) -> Tensor:
+        ctx.crossing, ctx.samples = crossing, samples
+        y = crossing.forward(x, samples)
+        # An identity in forward (only the gradient is converted) must still be a new tensor to autograd.
+        return y.view_as(y) if y is x else y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return ctx.crossing.backward(gradient, ctx.samples), None, None

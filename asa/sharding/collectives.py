@@ -1,0 +1,126 @@
+"""Collectives on one axis, along one dimension, for shards of any size; and their autograd forms.
+
+Shards follow :func:`asa.ir.layout.bounds` in units the caller states as ``sizes`` (elements along ``dim`` held by
+each index of the axis), so 100 classes over 3 ranks or 7 rows over 2 are ordinary. Shards are padded to the
+largest one on the wire. On a rehearsed axis each collective is replaced by a local stand-in of the right shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from asa.sharding.axis import Axis
+
+
+def all_reduce(x: Tensor, axis: Axis) -> Tensor:
+    """Sum of ``x`` over the axis, into ``x`` where it is contiguous."""
+    x = x.contiguous()
+    if axis.group is not None:
+        dist.all_reduce(x, group=axis.group)
+    return x
+
+
+def _padded(x: Tensor, length: int) -> Tensor:
+    if x.shape[0] == length:
+        return x.contiguous()
+    out = x.new_zeros((length, *x.shape[1:]))
+    out[: x.shape[0]] = x
+    return out
+
+
+def all_gather(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Tensor:
+    """Concatenate every index's shard along ``dim``; the result has ``sum(sizes)`` there."""
+    if axis.size == 1:
+        return x
+    longest = max(sizes)
+    part = _padded(x.movedim(dim, 0), longest)
+    whole = part.new_empty((axis.size * longest, *part.shape[1:]))
+    if axis.group is None:
+        whole.view(axis.size, *part.shape).copy_(part.expand(axis.size, *part.shape))
+    else:
+        dist.all_gather_into_tensor(whole, part, group=axis.group)
+    if min(sizes) != longest:
+        whole = torch.cat([whole[i * longest : i * longest + size] for i, size in enumerate(sizes)])
+    return whole.movedim(0, dim) if dim else whole
+
+
+def reduce_scatter(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Tensor:
+    """Sum ``x`` (``sum(sizes)`` long along ``dim``) over the axis and keep this index's shard."""
+    if axis.size == 1:
+        return x
+    longest = max(sizes)
+    moved = x.movedim(dim, 0)
+    if min(sizes) == longest:
+        whole = moved.contiguous()
+    else:
+        whole = torch.cat([_padded(part, longest) for part in moved.split(list(sizes))])
+    mine = sizes[axis.index]
+    if axis.group is None:
+        part = whole[axis.index * longest : (axis.index + 1) * longest].clone()
+    else:
+        part = whole.new_empty((longest, *whole.shape[1:]))
+        dist.reduce_scatter_tensor(part, whole, group=axis.group)
+    part = part[:mine]
+    return part.movedim(0, dim).contiguous() if dim else part
+
+
+def own_slice(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Tensor:
+    """This index's shard of ``x`` along ``dim``, as a tensor of its own."""
+    if axis.size == 1:
+        return x
+    return x.narrow(dim, sum(sizes[: axis.index]), sizes[axis.index]).clone(memory_format=torch.contiguous_format)
+
+
+class _ReduceGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        # The gradient may be shared with another consumer: reduce a copy.
+        return all_reduce(gradient.clone(memory_format=torch.contiguous_format), ctx.axis), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        if x.is_contiguous():
+            ctx.mark_dirty(x)
+        return all_reduce(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Tensor:
+        ctx.saved = (dim, sizes, axis)
+        return all_gather(x, dim, sizes, axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        return own_slice(gradient, *ctx.saved), None, None, None
+
+
+def reduce_gradient(x: Tensor, axis: Axis) -> Tensor:
+    """Identity in forward; in backward the partial gradients are summed over the axis."""
+    return _ReduceGradient.apply(x, axis) if axis.size > 1 else x
+
+
+def reduce_partial(x: Tensor, axis: Axis) -> Tensor:
+    """Sum partial results over the axis (in place); the gradient, complete on every rank, passes unchanged."""
+    return _Reduce.apply(x, axis) if axis.size > 1 else x
+
+
+def gather(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Tensor:
+    """Shards to the whole tensor; the gradient, complete on every rank, is cut again."""
+    return _Gather.apply(x, dim, sizes, axis) if axis.size > 1 else x

@@ -1,0 +1,121 @@
+"""From a traced model to the planner's :class:`~asa.ir.graph.LayerGraph`: facts, and what may be split."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from asa.errors import UsageError
+from asa.ir.graph import Component, InnerCollective, LayerGraph, TensorSplit
+from asa.ir.traffic import CollectiveOp
+from asa.sharding.axis import Axis
+from asa.sharding.modules import shards_of
+from asa.sharding.propagate import SplitPlan
+from asa.sharding.tensor import detached_copy, example_input, plan_split, split
+from asa.tracing import TracedModel
+from asa.tracing.component import TracedComponent
+
+
+def _bytes_per_sample(node: torch.fx.Node) -> float:
+    meta = node.meta["tensor_meta"]
+    while not hasattr(meta, "shape"):
+        meta = meta[0]
+    shape = torch.Size(meta.shape)
+    return shape.numel() * meta.dtype.itemsize / shape[0]
+
+
+def _collectives(plan: SplitPlan, *, first: bool) -> tuple[InnerCollective, ...]:
+    found: list[InnerCollective] = []
+
+    def add(op: CollectiveOp, phase: str, node: torch.fx.Node) -> None:
+        found.append(
+            InnerCollective(op=op, phase="forward" if phase == "forward" else "backward",
+                            bytes_per_sample=_bytes_per_sample(node))
+        )  # fmt: skip
+
+    for node in plan.reduced:
+        if not (plan.exit_partial and node is plan.reduced[-1]):
+            add("all_reduce", "forward", node)
+    for value in dict.fromkeys(v for v, _ in plan.gathers):
+        add("all_gather", "forward", value)
+    for value in plan.readers:
+        # Nothing in front of the model needs a gradient.
+        if value not in plan.hoisted and not (first and not value.meta["tensor_meta"].requires_grad):
+            add("all_reduce", "backward", value)
+    return tuple(found)
+
+
+def _saved(component: TracedComponent, samples: int) -> tuple[float, float]:
+    """Forward FLOPs and bytes kept for backward, of one pass over ``samples`` samples, on meta tensors."""
+    x = example_input(component, samples).requires_grad_(component.input_dtype.is_floating_point)
+    own = {t.untyped_storage()._cdata for t in (*component.parameters(), *component.buffers())}
+    saved: dict[int, int] = {}
+    alive = []  # a freed storage's number would be used again
+
+    def keep(t: torch.Tensor) -> torch.Tensor:
+        storage = t.untyped_storage()
+        alive.append(storage)
+        if storage._cdata not in own:
+            saved[storage._cdata] = storage.nbytes()
+        return t
+
+    with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        component(x)
+    return float(counter.get_total_flops()), float(sum(saved.values()))
+
+
+def _weigh(component: TracedComponent) -> tuple[float, float]:
+    """Forward FLOPs and saved bytes per sample: the difference of two batches, so that constants drop out."""
+    (flops, saved), (more_flops, more_saved) = _saved(component, 2), _saved(component, 3)
+    return more_flops - flops, more_saved - saved
+
+
+def tensor_split(component: TracedComponent, *, first: bool = False) -> tuple[TensorSplit | None, str]:
+    """What tensor parallelism may divide in ``component``, or why nothing. ``first``: it reads the model's input."""
+    try:
+        plans = plan_split(component)
+    except UsageError as error:
+        return None, str(error)
+    plan = plans[0]
+    if not plan.actions or plan.max_degree < 2:
+        return None, "no linear, attention or convolution layer that could be cut"
+    whole, halved = detached_copy(component, "meta"), detached_copy(component, "meta")
+    split(halved, Axis(size=2, index=0))
+    shards = shards_of(halved)
+    sizes = dict(whole.named_parameters())
+    cut = [sizes[name] for name in shards if name in sizes]
+    (flops, saved), (half_flops, half_saved) = _weigh(whole), _weigh(halved)
+    fraction = -(-plan.max_degree // 2) / plan.max_degree
+    gain = 1 / (1 - fraction)
+    return (
+        TensorSplit(
+            max_degree=plan.max_degree,
+            parameter_bytes=sum(p.numel() * p.element_size() for p in cut),
+            num_parameter_tensors=len(cut),
+            flops_per_sample=min(flops, max(0.0, (flops - half_flops) * gain)),
+            saved_bytes_per_sample=min(saved, max(0.0, (saved - half_saved) * gain)),
+            collectives=_collectives(plan, first=first),
+            entry_partial=plan.entry_partial,
+            exit_partial=plan.exit_partial,
+        ),
+        "",
+    )
+
+
+def layer_graph(traced: TracedModel, *, model: str, input_shape: tuple[int, ...], num_classes: int) -> LayerGraph:
+    """The graph of ``traced``, every component with its split."""
+    components = []
+    for traced_component, facts in zip(traced.components, traced.facts, strict=True):
+        found, why = tensor_split(traced_component, first=not components)
+        components.append(
+            Component(**{f.name: getattr(facts, f.name) for f in fields(facts)}, split=found, why_whole=why)
+        )
+    return LayerGraph(
+        model=model,
+        input_shape=input_shape,
+        num_classes=num_classes,
+        input_bytes_per_sample=traced.input_bytes_per_sample,
+        components=tuple(components),
+    )

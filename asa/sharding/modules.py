@@ -1,0 +1,241 @@
+"""Shards of stock layers. Parameters keep their names, so a checkpoint keeps its keys; only their shapes shrink."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from asa.ir.layout import bounds
+from asa.sharding.axis import Axis
+from asa.sharding.collectives import gather, reduce_gradient, reduce_partial
+from asa.sharding.propagate import Action, Cut
+from asa.sharding.samples import SampleDropout
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterShard:
+    """Which part of a full parameter each index of an axis holds.
+
+    Along ``dim`` the parameter is ``blocks`` equal runs (3 for fused query, key, value) of ``units`` units of
+    ``unit`` elements; index i of ``degree`` holds units ``bounds(units, degree, i)`` of every run.
+    """
+
+    dim: int
+    units: int
+    unit: int
+    degree: int
+    blocks: int = 1
+
+    def index(self, i: int) -> Tensor:
+        """Positions along ``dim`` that index ``i`` holds, int64, ascending."""
+        start, stop = (u * self.unit for u in bounds(self.units, self.degree, i))
+        run = self.units * self.unit
+        return torch.cat([torch.arange(b * run + start, b * run + stop) for b in range(self.blocks)])
+
+    def cut(self, full: Tensor, i: int) -> Tensor:
+        """Index ``i``'s part of ``full``, as a tensor of its own."""
+        return full.index_select(self.dim, self.index(i).to(full.device)).contiguous()
+
+    def paste(self, full: Tensor, part: Tensor, i: int) -> None:
+        """Write index ``i``'s part into ``full``."""
+        full.index_copy_(self.dim, self.index(i).to(full.device), part.to(full.device, full.dtype))
+
+
+SHARDS = "asa_shards"
+"""Attribute of a sharded module: parameter or buffer name to its :class:`ParameterShard`."""
+
+
+def shards_of(module: nn.Module) -> dict[str, ParameterShard]:
+    """Every sharded parameter and buffer below ``module``, by full name."""
+    found: dict[str, ParameterShard] = {}
+    for path, child in module.named_modules():
+        for name, shard in getattr(child, SHARDS, {}).items():
+            found[f"{path}.{name}" if path else name] = shard
+    return found
+
+
+def _adopt(module: nn.Module, source: nn.Module, shards: dict[str, ParameterShard], index: int) -> None:
+    """Give ``module`` the tensors of ``source`` under their names, cut where ``shards`` says so."""
+    for name, p in source.named_parameters(recurse=False):
+        data = shards[name].cut(p.detach(), index) if name in shards else p.detach()
+        fresh = nn.Parameter(data, requires_grad=p.requires_grad) if name in shards else p
+        setattr(module, name, fresh)
+    for name, b in source.named_buffers(recurse=False):
+        setattr(module, name, shards[name].cut(b, index) if name in shards else b)
+    setattr(module, SHARDS, shards)
+
+
+class ReduceGradient(nn.Module):
+    """Identity whose gradient is summed over the axis."""
+
+    def __init__(self, axis: Axis) -> None:
+        super().__init__()
+        self.axis = axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x``, seen as a new value by autograd."""
+        return reduce_gradient(x, self.axis)
+
+
+class Gather(nn.Module):
+    """Makes a value sharded along ``cut.dim`` whole."""
+
+    def __init__(self, cut: Cut, axis: Axis) -> None:
+        super().__init__()
+        edges = [bounds(cut.units, axis.size, i) for i in range(axis.size)]
+        self.sizes = [(stop - start) * cut.unit for start, stop in edges]
+        self.dim = cut.dim
+        self.axis = axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The whole tensor, the same on every rank of the axis."""
+        return gather(x, self.dim, self.sizes, self.axis)
+
+
+class RowParallel(nn.Module):
+    """A linear layer or convolution that reads a shard of its inputs.
+
+    With ``partial`` the output stays a partial sum, which the boundary reduces: each rank then adds its share of
+    the bias, while the bias keeps its complete gradient everywhere.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, source: nn.Linear | nn.Conv2d | RowParallel, cut: Cut, axis: Axis, *, partial: bool) -> None:
+        super().__init__()
+        self.axis, self.partial = axis, partial
+        self.convolution = isinstance(source, nn.Conv2d)
+        if isinstance(source, nn.Conv2d):
+            self.options = (source.stride, source.padding, source.dilation)
+        if source.bias is None:
+            self.register_parameter("bias", None)
+        shard = ParameterShard(dim=1, units=cut.units, unit=cut.unit, degree=axis.size)
+        _adopt(self, source, {"weight": shard}, axis.index)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Whole output (or this rank's addend of it) from a shard of the input."""
+        if self.convolution:
+            y = F.conv2d(x, self.weight, None, *self.options)
+        else:
+            y = F.linear(x, self.weight)
+        bias = self.bias
+        if self.partial:
+            if bias is not None:
+                bias = bias - (bias * (1 - 1 / self.axis.size)).detach()
+        else:
+            y = reduce_partial(y, self.axis)
+        if bias is None:
+            return y
+        return y.add_(bias.view(-1, 1, 1) if self.convolution else bias)
+
+
+class HeadParallelAttention(nn.Module):
+    """Self-attention over this rank's share of the heads; input and output whole."""
+
+    head_parallel = True
+    in_proj_weight: nn.Parameter
+    in_proj_bias: nn.Parameter | None
+
+    def __init__(
+        self, source: nn.MultiheadAttention | HeadParallelAttention, cut: Cut, axis: Axis,
+        dropout: SampleDropout | None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.axis = axis
+        self.batch_first = source.batch_first
+        self.head_dim, self.num_heads = cut.unit, cut.units
+        start, stop = bounds(cut.units, axis.size, axis.index)
+        self.heads = stop - start
+        self.weight_dropout = dropout
+        if dropout is not None:
+            dropout.shard = (1, start, cut.units)
+        rows = ParameterShard(dim=0, units=cut.units, unit=cut.unit, degree=axis.size, blocks=3)
+        shards = {"in_proj_weight": rows}
+        if source.in_proj_bias is None:
+            self.register_parameter("in_proj_bias", None)
+        else:
+            shards["in_proj_bias"] = rows
+        _adopt(self, source, shards, axis.index)
+        self.out_proj = RowParallel(source.out_proj, cut, axis, partial=False)
+
+    def forward(self, x: Tensor, *_: object, **__: object) -> tuple[Tensor, None]:
+        """``x``: [samples, length, width] (or length first, as the stock module was built)."""
+        if not self.batch_first:
+            x = x.transpose(0, 1)
+        n, length, _width = x.shape
+        qkv = F.linear(x, self.in_proj_weight, self.in_proj_bias)
+        q, k, v = qkv.view(n, length, 3, self.heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+        if self.weight_dropout is not None and self.training:
+            weights = torch.softmax(q @ k.transpose(-2, -1) / math.sqrt(self.head_dim), dim=-1)
+            mixed = self.weight_dropout(weights) @ v
+        else:
+            mixed = F.scaled_dot_product_attention(q, k, v)
+        y = self.out_proj(mixed.transpose(1, 2).reshape(n, length, self.heads * self.head_dim))
+        return (y if self.batch_first else y.transpose(0, 1)), None
+
+
+def _column(source: nn.Linear | nn.Conv2d, cut: Cut, axis: Axis) -> nn.Module:
+    shard = ParameterShard(dim=0, units=cut.units, unit=cut.unit, degree=axis.size)
+    shards = {"weight": shard} | ({"bias": shard} if source.bias is not None else {})
+    size = int(shard.index(axis.index).numel())
+    module: nn.Module
+    if isinstance(source, nn.Linear):
+        module = nn.Linear(source.in_features, size, bias=source.bias is not None, device="meta")
+    else:
+        module = nn.Conv2d(
+            source.in_channels, size, source.kernel_size, source.stride, source.padding, source.dilation,  # type: ignore[arg-type]
+            bias=source.bias is not None, device="meta",
+        )  # fmt: skip
+    _adopt(module, source, shards, axis.index)
+    return module
+
+
+def _depthwise(source: nn.Conv2d, cut: Cut, axis: Axis) -> nn.Module:
+    multiplier = source.out_channels // source.in_channels
+    shard = ParameterShard(dim=0, units=cut.units, unit=cut.unit * multiplier, degree=axis.size)
+    start, stop = bounds(cut.units, axis.size, axis.index)
+    channels = (stop - start) * cut.unit
+    module = nn.Conv2d(
+        channels, channels * multiplier, source.kernel_size, source.stride, source.padding, source.dilation,  # type: ignore[arg-type]
+        groups=channels, bias=source.bias is not None, device="meta",
+    )  # fmt: skip
+    _adopt(module, source, {"weight": shard} | ({"bias": shard} if source.bias is not None else {}), axis.index)
+    return module
+
+
+def _local_norm(source: nn.BatchNorm1d | nn.BatchNorm2d, cut: Cut, axis: Axis) -> nn.Module:
+    shard = ParameterShard(dim=0, units=cut.units, unit=cut.unit, degree=axis.size)
+    size = int(shard.index(axis.index).numel())
+    module = type(source)(size, source.eps, source.momentum, source.affine, source.track_running_stats, device="meta")
+    names = ("weight", "bias", "running_mean", "running_var")
+    _adopt(module, source, {n: shard for n in names if getattr(source, n) is not None}, axis.index)
+    return module
+
+
+def shard_module(source: nn.Module, action: Action, cut: Cut, axis: Axis, *, partial: bool = False) -> nn.Module:
+    """The shard of ``source`` that ``axis.index`` holds, in the same mode and with the same parameter names.
+
+    ``partial``: leave the output of a ``row`` shard unreduced.
+    """
+    module: nn.Module
+    if action == "row":
+        assert isinstance(source, nn.Linear | nn.Conv2d)
+        module = RowParallel(source, cut, axis, partial=partial)
+    elif action == "heads":
+        assert isinstance(source, nn.MultiheadAttention | HeadParallelAttention)
+        module = HeadParallelAttention(source, cut, axis, getattr(source, "weight_dropout", None))
+    elif action == "column":
+        assert isinstance(source, nn.Linear | nn.Conv2d)
+        module = _column(source, cut, axis)
+    elif action == "depthwise":
+        assert isinstance(source, nn.Conv2d)
+        module = _depthwise(source, cut, axis)
+    else:
+        assert isinstance(source, nn.BatchNorm1d | nn.BatchNorm2d)
+        module = _local_norm(source, cut, axis)
+    return module.train(source.training)

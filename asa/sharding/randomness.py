@@ -1,0 +1,56 @@
+"""Make a traced model's randomness a function of seed, step and sample: every dropout replaced, in both graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch.nn.functional as F
+from torch import fx, nn
+
+from asa.sharding.axis import SOLO
+from asa.sharding.modules import HeadParallelAttention
+from asa.sharding.propagate import Cut, splits_by_heads
+from asa.sharding.samples import SampleContext, SampleDropout, replacement
+from asa.tracing.component import TracedComponent
+
+
+def make_reproducible(components: Iterable[TracedComponent], context: SampleContext) -> None:
+    """Replace dropout modules, functions and attention dropout by forms that read ``context``.
+
+    Modules fx could not look into (leaves with dropout inside) are searched too; recurrent layers with dropout
+    keep their own.
+    """
+    for component in components:
+        for graph in component.graphs():
+            _replace_functions(graph, component.name, context)
+        for path, child in list(component.named_modules()):
+            fresh: nn.Module | None = replacement(child, path, context)
+            if isinstance(child, nn.MultiheadAttention) and child.dropout > 0:
+                fresh = _attention(component, child, path, context)
+            if fresh is not None:
+                component.set_submodule(path, fresh.train(child.training))
+
+
+def _replace_functions(module: fx.GraphModule, owner: str, context: SampleContext) -> None:
+    functions = [n for n in module.graph.nodes if n.op == "call_function" and n.target is F.dropout]
+    for i, node in enumerate(functions):
+        p = float(node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5))
+        path = f"dropout_{i}"
+        module.add_submodule(path, SampleDropout(p, site=f"{owner}.{path}", context=context))
+        with module.graph.inserting_before(node):
+            call = module.graph.call_module(path, (node.args[0] if node.args else node.kwargs["input"],))
+        node.replace_all_uses_with(call)
+        module.graph.erase_node(node)
+    if functions:
+        module.recompile()
+
+
+def _attention(
+    component: TracedComponent, source: nn.MultiheadAttention, path: str, context: SampleContext
+) -> nn.Module | None:
+    calls = [n for g in component.graphs() for n in g.graph.nodes if n.op == "call_module" and n.target == path]
+    if not calls or not all(splits_by_heads(source, n) for n in calls):
+        return None
+    dropout = SampleDropout(source.dropout, site=f"{path}.weights", context=context)
+    cut = Cut(2, source.num_heads, source.head_dim)
+    return HeadParallelAttention(source, cut, SOLO, dropout)

@@ -1,0 +1,135 @@
+"""Tensor parallelism of one traced component: rewrite its graphs and shards so that an axis computes it together."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.passes.shape_prop import ShapeProp
+
+from asa.errors import UsageError
+from asa.ir.layout import bounds
+from asa.sharding.axis import Axis
+from asa.sharding.modules import Gather, ReduceGradient, shard_module
+from asa.sharding.propagate import Cut, SplitPlan, is_elementwise, propagate
+from asa.sharding.samples import SampleDropout
+from asa.tracing.component import TracedComponent
+
+_SAMPLES = 2
+
+
+def example_input(component: TracedComponent, samples: int = _SAMPLES) -> Tensor:
+    """An input of that many samples for ``component``, without values (meta)."""
+    return torch.empty((samples, *component.input_shape), dtype=_input_dtype(component), device="meta")
+
+
+def _input_dtype(component: TracedComponent) -> torch.dtype:
+    """As traced, or as the component was converted since."""
+    if not component.input_dtype.is_floating_point:
+        return component.input_dtype
+    return next((p.dtype for p in component.parameters() if p.is_floating_point()), component.input_dtype)
+
+
+def _propagate_shapes(graph: fx.GraphModule, component: TracedComponent) -> None:
+    """Note every value's shape in its node, computing nothing and changing no buffer."""
+    device = next((p.device for p in component.parameters()), torch.device("cpu"))
+    shape, dtype = (_SAMPLES, *component.input_shape), _input_dtype(component)
+    if device.type == "meta":
+        ShapeProp(graph).propagate(torch.empty(shape, dtype=dtype, device=device))
+        return
+    fake = FakeTensorMode()
+    with fake:
+        x = torch.empty(shape, dtype=dtype, device=device)
+    ShapeProp(graph, fake_mode=fake).propagate(x)
+
+
+def plan_split(component: TracedComponent) -> list[SplitPlan]:
+    """How each of the component's graphs splits; the layers are the same in all.
+
+    Raises:
+        UsageError: the two modes would split different layers.
+    """
+    plans = []
+    for graph in component.graphs():
+        _propagate_shapes(graph, component)
+        plans.append(propagate(graph))
+    first, *rest = plans
+    for other in rest:
+        if (other.actions, other.cuts) != (first.actions, first.cuts):
+            raise UsageError(f"{component.name} would split differently in training and in evaluation; left whole")
+        if (other.entry_partial, other.exit_partial) != (first.entry_partial, first.exit_partial):
+            for plan in plans:
+                plan.hoisted, plan.exit_partial = set(), False
+    return plans
+
+
+def split(component: TracedComponent, axis: Axis) -> TracedComponent:
+    """Split ``component`` in place over ``axis``; without a process group it is rehearsed (see :class:`Axis`).
+
+    Raises:
+        UsageError: the component has nothing to split, or fewer units than the axis has ranks.
+    """
+    if axis.size == 1:
+        return component
+    plans = plan_split(component)
+    plan = plans[0]
+    if not plan.actions or axis.size > plan.max_degree:
+        raise UsageError(f"{component.name} splits at most {plan.max_degree} ways, asked {axis.size}")
+    for graph, each in zip(component.graphs(), plans, strict=True):
+        _connect(graph, each, axis)
+    exits = _exits(component.train_graph) if plan.exit_partial else set()
+    for path, action in plan.actions.items():
+        source = component.get_submodule(path)
+        component.set_submodule(path, shard_module(source, action, plan.cuts[path], axis, partial=path in exits))
+    return component
+
+
+def _exits(module: fx.GraphModule) -> set[str]:
+    output = next(n for n in reversed(module.graph.nodes) if n.op == "output")
+    return {str(n.target) for n in output.all_input_nodes if n.op == "call_module"}
+
+
+def _connect(module: fx.GraphModule, plan: SplitPlan, axis: Axis) -> None:
+    """Put collectives on the edges of one graph, and tell dropout which part of its input it sees."""
+    for node in module.graph.nodes:
+        if node.op == "call_module":
+            _offset_dropout(module.get_submodule(str(node.target)), plan.states.get(node), axis)
+    for value, readers in plan.readers.items():
+        if value in plan.hoisted:
+            continue
+        _insert(module, value, readers, ReduceGradient(axis), f"reduce_gradient_{value.name}")
+    consumers: dict[fx.Node, list[fx.Node]] = {}
+    for value, consumer in plan.gathers:
+        consumers.setdefault(value, []).append(consumer)
+    for value, users in consumers.items():
+        cut = plan.states[value]
+        assert cut is not None
+        _insert(module, value, users, Gather(cut, axis), f"gather_{value.name}")
+    module.graph.lint()
+    module.recompile()
+
+
+def _insert(module: fx.GraphModule, value: fx.Node, users: list[fx.Node], step: nn.Module, name: str) -> None:
+    module.add_submodule(name, step)
+    with module.graph.inserting_after(value):
+        node = module.graph.call_module(name, (value,))
+    for user in users:
+        user.replace_input_with(value, node)
+
+
+def _offset_dropout(module: nn.Module, cut: Cut | None, axis: Axis) -> None:
+    if cut is not None and isinstance(module, SampleDropout) and is_elementwise(module):
+        start, _stop = bounds(cut.units, axis.size, axis.index)
+        module.shard = (cut.dim, start * cut.unit, cut.units * cut.unit)
+
+
+def detached_copy(component: TracedComponent, device: torch.device | str) -> TracedComponent:
+    """A copy with parameters and buffers of its own on ``device`` (``meta`` costs nothing)."""
+    memo: dict[int, object] = {}
+    for p in component.parameters():
+        memo[id(p)] = nn.Parameter(p.detach().to(device, copy=True), requires_grad=p.requires_grad)
+    for b in component.buffers():
+        memo[id(b)] = b.detach().to(device, copy=True)
+    return copy.deepcopy(component, memo)

@@ -1,0 +1,60 @@
+"""Data strategy ``replicate``: every rank holds all of it; gradients are averaged in buckets during backward (DDP).
+
+Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training".
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asa.interfaces.strategy import OPTIMIZER_WORDS, DataStrategy
+from asa.ir.graph import Component
+from asa.ir.traffic import Collective, Memory, Share
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from asa.sharding.axis import Axis
+
+
+class Replicate(DataStrategy):
+    """Stock ``DistributedDataParallel`` on the data group."""
+
+    identifier = "replicate"
+
+    def refusal(self, component: Component, degree: int) -> str:
+        """Anything can be replicated."""
+        return ""
+
+    def memory(self, share: Share, degree: int, optimizer: str) -> Memory:
+        """Gradients live inside DDP's buckets (``gradient_as_bucket_view``), which last from step to step."""
+        size = share.parameter_bytes
+        return Memory(
+            parameters=size,
+            gradients=size if degree == 1 else 0.0,
+            optimizer=OPTIMIZER_WORDS[optimizer] * size,
+            buffers=share.buffer_bytes,
+            buckets=0.0 if degree == 1 else size,
+        )
+
+    def traffic(self, share: Share, degree: int, stride: int) -> tuple[Collective, ...]:
+        """One all_reduce of the gradients per step, overlapped with backward."""
+        if degree == 1 or not share.parameter_bytes:
+            return ()
+        size = share.parameter_bytes
+        return (Collective(op="all_reduce", phase="gradient", bytes=size, ranks=degree, stride=stride),)
+
+    def apply(self, module: nn.Module, axis: Axis) -> nn.Module:
+        """Wrap in DDP. Buffers are not broadcast every step: the executor averages them where they are read."""
+        if axis.size == 1 or not any(p.requires_grad for p in module.parameters()):
+            return module
+        from inspect import signature
+
+        from torch.nn.parallel import DistributedDataParallel
+
+        # The option has a new name since torch 2.15; the old one warns there.
+        names = signature(DistributedDataParallel.__init__).parameters
+        buffers = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
+        return DistributedDataParallel(
+            module, process_group=axis.group, gradient_as_bucket_view=True, **{buffers: False}
+        )

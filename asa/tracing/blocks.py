@@ -1,0 +1,111 @@
+"""Which modules are the repeated blocks of a model (bottlenecks, encoder layers), and what a segment holds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import fx, nn
+
+from asa.tracing.cuts import Cut
+from asa.tracing.program import Program, opened, origin, plain_container
+
+_TORCH_BLOCKS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """What lies between two neighbouring cuts.
+
+    ``paths``: modules whose code runs here; ``heavy`` and ``norms``: those of them with parameters of their own
+    (a bare parameter counts as one); ``crossing_bytes``: per sample, of the tensor that leaves at its end, and
+    ``exit``: path of the module that makes it.
+    """
+
+    paths: frozenset[str]
+    heavy: tuple[str, ...]
+    norms: tuple[str, ...]
+    crossing_bytes: int
+    exit: str
+
+    def touches(self, path: str) -> bool:
+        """Whether anything of the module at ``path`` runs here."""
+        return any(within(p, path) for p in self.paths)
+
+
+def within(path: str, ancestor: str) -> bool:
+    """Whether ``path`` is ``ancestor`` or lies below it."""
+    return path == ancestor or path.startswith(ancestor + ".") or not ancestor
+
+
+def is_norm(module: object) -> bool:
+    """Normalisation layers: torch's own and anything that calls itself one."""
+    return isinstance(module, nn.Module) and "norm" in type(module).__name__.lower()
+
+
+def describe(nodes: Iterable[fx.Node], programs: Iterable[Program], end: Cut | None) -> Segment:
+    """Summary of the nodes between two cuts (those of both modes together); ``end`` is None behind the last."""
+    objects = {target: thing for program in programs for target, thing in program.attributes.items()}
+    paths: set[str] = set()
+    heavy: dict[str, None] = {}
+    norms: dict[str, None] = {}
+
+    def note(target: str, thing: object) -> None:
+        (norms if is_norm(thing) else heavy)[target] = None
+
+    for node in nodes:
+        paths.add(origin(node).path)
+        called = objects[str(node.target)] if node.op == "call_module" else None
+        if called is not None and next(called.parameters(), None) is not None:
+            note(str(node.target), called)
+        for source in node.all_input_nodes:
+            if source.op == "get_attr" and isinstance(objects[str(source.target)], nn.Parameter):
+                note(str(source.target), None)
+    return Segment(
+        frozenset(paths),
+        tuple(heavy),
+        tuple(norms),
+        crossing_bytes=end.bytes_per_sample if end else 0,
+        exit=origin(end.node).path if end else "",
+    )
+
+
+def _repeats(model: nn.Module, opaque: set[str]) -> list[str]:
+    instances = Counter(type(m) for m in model.modules())
+    found: list[str] = []
+
+    def walk(module: nn.Module, path: str) -> None:
+        for name, child in module.named_children():
+            below = f"{path}.{name}" if path else name
+            if not opened(child) and not isinstance(child, _TORCH_BLOCKS) and below not in opaque:
+                continue
+            alone = plain_container(child) or isinstance(child, nn.TransformerEncoder) or instances[type(child)] < 2
+            if alone and below not in opaque:
+                walk(child, below)
+            elif not alone and any(True for _ in child.parameters()):
+                found.append(below)
+
+    walk(model, "")
+    return found
+
+
+def find_blocks(model: nn.Module, segments: list[Segment], opaque: set[str]) -> list[str]:
+    """Paths of the repeated blocks: the outermost modules, below containers and one-of-a-kind wrappers, whose
+    class occurs at least twice.
+
+    Classes in which some parameterised layers cannot be separated (a skip connection, branches) come first; only
+    where there are none do plain chains (convolution, norm, activation) count as blocks.
+    """
+    paths = _repeats(model, opaque)
+    kinds = {p: type(model.get_submodule(p)) for p in paths}
+    knotted = {
+        kinds[p] for p in paths for s in segments if sum(within(h, p) for h in (*s.heavy, *s.norms)) > 1 or p in opaque
+    }
+    chosen = {k for k in kinds.values() if k in knotted or issubclass(k, _TORCH_BLOCKS)} or set(kinds.values())
+    return [p for p in paths if kinds[p] in chosen]
+
+
+def attends(model: nn.Module) -> bool:
+    """Whether the model holds attention, by the names of its modules."""
+    return any("attention" in type(m).__name__.lower() or isinstance(m, _TORCH_BLOCKS) for m in model.modules())

@@ -1,0 +1,210 @@
+"""``trace``: any model to a chain of components that computes bitwise what the model computes."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from asa.errors import InvalidInputError
+from asa.tracing.blocks import attends, describe, find_blocks, within
+from asa.tracing.chain import TracedModel, side_names, structure_of
+from asa.tracing.component import TracedComponent, cut_out
+from asa.tracing.cuts import Cut, constants, find_cuts, in_both, observe, segments
+from asa.tracing.facts import measure
+from asa.tracing.merge import Unit, join_shared, merge
+from asa.tracing.preserve import mode, preserved
+from asa.tracing.program import CONSTANT, Program
+from asa.tracing.tracer import reason_of, trace_mode
+from asa.tracing.verify import disagreement
+from asa.tracing.whole import whole
+
+BATCHES = (2, 3)
+"""Sizes of the batches a trace runs: BatchNorm needs two samples, and figures per sample need a difference."""
+
+_Graphs = list[tuple[fx.Graph, tuple[str, ...]]]
+
+
+def _batches(example: Tensor) -> tuple[Tensor, Tensor]:
+    if example.dim() < 1 or not example.shape[0]:
+        raise InvalidInputError(f"an example input needs a batch of at least 1, got shape {tuple(example.shape)}")
+    data = example.detach()
+    small, large = (data[torch.arange(n, device=data.device) % len(data)] for n in BATCHES)
+    return small, large
+
+
+def _pieces(program: Program, cuts: list[Cut], units: list[Unit], fixed: dict[fx.Node, Any]) -> _Graphs:
+    """One graph per unit, with the names of its side outputs."""
+    nodes = segments(program, cuts)
+    crossings = [c.node for c in cuts]
+    names = side_names(program)
+    graphs = []
+    for unit in units:
+        mine = [n for segment in nodes[unit.start : unit.stop] for n in segment]
+        entry = crossings[unit.start - 1] if unit.start else program.placeholder
+        main = crossings[unit.stop - 1] if unit.stop <= len(crossings) else program.outputs[-1]
+        sides = [n for n in names if n in set(mine)]
+        graphs.append((cut_out(mine, entry, [main, *sides], fixed), tuple(names[n] for n in sides)))
+    return graphs
+
+
+def _targets(graph: fx.Graph) -> set[str]:
+    return {str(n.target) for n in graph.nodes if n.op in ("get_attr", "call_module")}
+
+
+def _held(graph: fx.Graph, program: Program) -> set[int]:
+    """Identities of the parameters ``graph`` reads."""
+    things = [program.attributes[t] for t in _targets(graph)]
+    parameters = [p for t in things for p in (t.parameters() if isinstance(t, nn.Module) else [t])]
+    return {id(p) for p in parameters if isinstance(p, nn.Parameter)}
+
+
+def _text(graph: fx.Graph) -> str:
+    return "\n".join(n.format_node() or str(n.args) for n in graph.nodes)
+
+
+def _rename_constants(train: Program, evaluate: Program) -> None:
+    """Tensors that the two traces made up under one name, but that differ, get two names."""
+    for node in evaluate.graph.nodes:
+        target = str(node.target)
+        if node.op == "get_attr" and target.startswith(CONSTANT):
+            mine, other = evaluate.attributes[target], train.attributes.get(target)
+            if other is not None and not (other.dtype == mine.dtype and torch.equal(other, mine)):
+                node.target = f"{target}_in_evaluation"
+                evaluate.attributes[node.target] = mine
+
+
+def _volatile(model: nn.Module) -> set[str]:
+    """Buffers that are no part of the saved state."""
+    return {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+
+
+def _inside(paths: frozenset[str], objects: dict[str, Any]) -> frozenset[str]:
+    """Those of ``paths`` that a component with ``objects`` holds: called modules and what lies below them."""
+    called = [t for t, thing in objects.items() if isinstance(thing, nn.Module)]
+    return frozenset(p for p in paths if any(within(p, t) for t in called))
+
+
+def _components(
+    model: nn.Module, programs: tuple[Program, Program], small: Tensor, large: Tensor
+) -> tuple[list[TracedComponent], list[str]]:
+    seen = []
+    for program, training in zip(programs, (True, False), strict=True):
+        with mode(model, training):
+            seen.append((observe(program, small), observe(program, large)))
+    cuts = in_both(find_cuts(programs[0], seen[0]), find_cuts(programs[1], seen[1]))
+    nodes = [segments(p, c) for p, c in zip(programs, cuts, strict=True)]
+    summaries = [describe([*a, *b], programs, cut) for a, b, cut in zip(*nodes, [*cuts[0], None], strict=True)]
+    opaque = {**programs[0].opaque, **programs[1].opaque}
+    notes = [f"{path} is one call: {why}" for path, why in opaque.items()]
+    blocks = find_blocks(model, summaries, set(opaque))
+    units = merge(model, summaries, blocks, ("embedding", "head") if attends(model) else ("stem", "classifier"))
+    while True:
+        graphs = [_pieces(p, c, units, constants(s)) for p, c, s in zip(programs, cuts, seen, strict=True)]
+        held = [_held(a, programs[0]) | _held(b, programs[1]) for (a, _), (b, _) in zip(*graphs, strict=True)]
+        joined = join_shared(units, held)
+        if joined == units:
+            break
+        notes.append(f"{len(units) - len(joined)} components were merged into others that share their parameters")
+        units = joined
+    volatile = _volatile(model)
+    components = []
+    for unit, (train, train_sides), (evaluate, eval_sides) in zip(units, *graphs, strict=True):
+        if _text(train) == _text(evaluate):
+            evaluate = train
+        objects: dict[str, Any] = {t: programs[1].attributes[t] for t in _targets(evaluate)}
+        objects.update({t: programs[0].attributes[t] for t in _targets(train)})
+        components.append(
+            TracedComponent(
+                unit.name,
+                train=train,
+                evaluate=evaluate,
+                objects=objects,
+                sides=(train_sides, eval_sides),
+                volatile=frozenset(t for t in objects if t in volatile or t.startswith(CONSTANT)),
+                contrary=(_inside(programs[0].contrary, objects), _inside(programs[1].contrary, objects)),
+            )
+        )
+    return components, notes
+
+
+def _fingerprint(model: nn.Module, components: list[TracedComponent]) -> str:
+    """Sixteen hex digits over the model's tensors (names, shapes, types) and the code of its components."""
+    digest = hashlib.sha256()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+    for c in components:
+        digest.update(f"{c.name}\n{_text(c.train_graph.graph)}\n{_text(c.eval_graph.graph)}\n{c}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def _set_mode(components: list[TracedComponent], training: bool) -> None:
+    for component in components:
+        component.train(training)
+
+
+def trace(model: nn.Module, example: Tensor, *, name: str) -> TracedModel:
+    """Trace ``model`` into a chain of components.
+
+    ``example``: an input [batch >= 1, ...] on the model's device; batches of two and three of its samples are
+    run, and the model is left as it was. Figures and graphs hold for inputs of its shape, any batch size.
+    Modules that cannot be traced become one call; a model that cannot be traced, or whose components do not
+    compute exactly what it computes, becomes one component, and ``notes`` say why.
+
+    Raises:
+        InvalidInputError: the model does not run on ``example``, or returns no tensor.
+    """
+    small, large = _batches(example)
+    traced: TracedModel | None = None
+    with preserved(model), torch.enable_grad():
+        try:
+            programs = (trace_mode(model, True, (small, large)), trace_mode(model, False, (small, large)))
+            _rename_constants(*programs)
+            components, notes = _components(model, programs, small, large)
+            structures = (structure_of(programs[0]), structure_of(programs[1]))
+            traced = _chain(name, model, components, structures, notes, small, large)
+            reason = disagreement(model, traced.run, lambda t: _set_mode(components, t), small)
+        except Exception as error:  # whatever a model's code may raise when it is run on symbols, or in pieces
+            reason = reason_of(error)
+        if traced is None or reason:
+            only, structures = whole(model, small)
+            components = [only]
+            traced = _chain(
+                name, model, components, structures, [f"the model is one component: {reason}"], small, large
+            )
+    own = set(model.modules())
+    for component in traced.components:
+        for module in set(component.modules()) - own:
+            module.training = model.training
+    return traced
+
+
+def _chain(
+    name: str,
+    model: nn.Module,
+    components: list[TracedComponent],
+    structures: tuple[Any, Any],
+    notes: list[str],
+    small: Tensor,
+    large: Tensor,
+) -> TracedModel:
+    with preserved(model):
+        _set_mode(components, True)
+        facts = measure(components, small, large)
+    held = {n for c in components for n, _ in (*c.named_parameters(), *c.named_buffers())}
+    return TracedModel(
+        name=name,
+        components=components,
+        facts=facts,
+        input_bytes_per_sample=float(small[0].numel() * small.element_size()),
+        model_fingerprint=_fingerprint(model, components),
+        notes=tuple(notes),
+        unused=tuple(n for n, _ in (*model.named_parameters(), *model.named_buffers()) if n not in held),
+        structures=structures,
+    )

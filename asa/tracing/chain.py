@@ -1,0 +1,89 @@
+"""The traced model: its components in a row, and how their outputs make up the model's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from asa.tracing.component import TracedComponent
+from asa.tracing.facts import ComponentFacts
+from asa.tracing.program import Program, origin
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Place of an output in the model's output structure; ``side`` is empty for the main one."""
+
+    side: str
+
+
+def side_names(program: Program) -> dict[fx.Node, str]:
+    """Names for the outputs beside the main one: the module each comes from."""
+    names: dict[fx.Node, str] = {}
+    for node in program.outputs[:-1]:
+        base = origin(node).path or str(node.target)
+        name, n = base, 1
+        while name in names.values():
+            n += 1
+            name = f"{base}-{n}"
+        names[node] = name
+    return names
+
+
+def structure_of(program: Program) -> Any:
+    """The model's output structure with a :class:`Slot` for every tensor."""
+    names = side_names(program)
+    return pytree.tree_map(
+        lambda leaf: Slot(names.get(leaf, "")) if isinstance(leaf, fx.Node) else leaf, program.structure
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedModel:
+    """Components in order: each reads the main output of the one before, batch in its first dimension.
+
+    ``notes``: what could not be traced or separated, and why. ``unused``: parameters and buffers of the model
+    that no component holds, because ``forward`` never reads them. ``structures``: output structures in training
+    and in evaluation.
+    """
+
+    name: str
+    components: list[TracedComponent]
+    facts: list[ComponentFacts]
+    input_bytes_per_sample: float
+    model_fingerprint: str
+    notes: tuple[str, ...]
+    unused: tuple[str, ...]
+    structures: tuple[Any, Any]
+
+    @property
+    def note(self) -> str:
+        """All notes in one line; empty when everything was traced."""
+        return "; ".join(self.notes)
+
+    def assemble(self, main: Tensor, sides: dict[str, Tensor], *, training: bool | None = None) -> Any:
+        """What the model itself would return.
+
+        ``main``: the last component's first output; ``sides``: the side outputs of all components, by name.
+        The mode is that of the last component unless ``training`` says otherwise.
+        """
+        if training is None:
+            training = self.components[-1].training
+
+        def fill(leaf: Any) -> Any:
+            if not isinstance(leaf, Slot):
+                return leaf
+            return sides[leaf.side] if leaf.side else main
+
+        return pytree.tree_map(fill, self.structures[0 if training else 1])
+
+    def run(self, x: Tensor) -> Any:
+        """The components one after the other: the model's own output for ``x`` [batch, ...]."""
+        sides: dict[str, Tensor] = {}
+        for component in self.components:
+            x, *extra = component(x)
+            sides.update(zip(component.side_outputs(), extra, strict=True))
+        return self.assemble(x, sides)

@@ -1,0 +1,150 @@
+"""A component: a piece of a traced model that runs by itself, on the model's own modules and parameters."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor, fx, nn
+
+_REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+
+
+def cut_out(nodes: list[fx.Node], entry: fx.Node, leaving: list[fx.Node], fixed: dict[fx.Node, Any]) -> fx.Graph:
+    """The graph of ``nodes``: reads ``entry``'s value, returns the values of ``leaving`` as a tuple.
+
+    Parameters and buffers are read where they are first used, whichever component read them first in the model;
+    ``fixed`` values from outside become constants.
+    """
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {entry: graph.placeholder("x")}
+
+    def copied(node: fx.Node) -> Any:
+        if node not in copies:
+            if node in fixed:
+                return fixed[node]
+            assert node.op == "get_attr", f"{node} crosses a cut"
+            copies[node] = graph.node_copy(node)
+        return copies[node]
+
+    for node in nodes:
+        if node is not entry and node.op != "placeholder":
+            copies[node] = graph.node_copy(node, copied)
+    graph.output(tuple(copied(n) for n in leaving))
+    graph.lint()
+    return graph
+
+
+class TracedComponent(nn.Module):
+    """One component, callable in both modes: ``forward(x)`` returns ``(main, *sides)``.
+
+    Its submodules, parameters and buffers are the model's own objects under their names in the model, so
+    ``state_dict`` keys are the model's. ``train_graph`` and ``eval_graph`` (one object when the modes agree)
+    look names up in this very module: replacing ``component.layer1.conv`` replaces it in both.
+    """
+
+    name: str
+    train_graph: fx.GraphModule
+    eval_graph: fx.GraphModule
+    input_shape: tuple[int, ...] = ()
+    """Shape of one sample of what the component reads; set by :func:`asa.tracing.model.trace`."""
+    input_dtype: torch.dtype = torch.float32
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        train: fx.Graph,
+        evaluate: fx.Graph,
+        objects: dict[str, Any],
+        sides: tuple[tuple[str, ...], tuple[str, ...]],
+        volatile: frozenset[str] = frozenset(),
+        contrary: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset()),
+        whole: nn.Module | None = None,
+    ) -> None:
+        """``objects``: module, parameter or buffer per target of the graphs; ``sides``: names of the side
+        outputs in training and in evaluation; ``volatile``: targets of buffers that are not saved;
+        ``contrary``: submodules that the model's own ``train`` leaves in the other mode, in training and in
+        evaluation; ``whole``: a module to stand in for, with all its registries."""
+        super().__init__()
+        self.name = name
+        self._sides = sides
+        self._contrary = contrary
+        self.__dict__["_whole"] = whole
+        if whole is not None:
+            self.__dict__.update({registry: whole.__dict__[registry] for registry in _REGISTRIES})
+        for target in sorted(objects, key=lambda t: t.count(".")):
+            self._adopt(target, objects[target], persistent=target not in volatile)
+        self._bind(train, evaluate)
+
+    def _adopt(self, target: str, thing: Any, *, persistent: bool) -> None:
+        *parents, leaf = target.split(".")
+        home: nn.Module = self
+        for atom in parents:
+            if atom not in home._modules:
+                home.add_module(atom, nn.Module())
+            home = cast(nn.Module, home._modules[atom])
+        if getattr(home, leaf, None) is thing:
+            return
+        if isinstance(thing, nn.Parameter):
+            home.register_parameter(leaf, thing)
+        elif isinstance(thing, Tensor):
+            home.register_buffer(leaf, thing, persistent=persistent)
+        elif isinstance(thing, nn.Module):
+            home.add_module(leaf, thing)
+        else:
+            setattr(home, leaf, thing)
+
+    def _bind(self, train: fx.Graph, evaluate: fx.Graph) -> None:
+        # Not registered as submodules: they share this module's registries instead.
+        def over(graph: fx.Graph) -> fx.GraphModule:
+            module = fx.GraphModule(nn.Module(), fx.Graph(), class_name="TracedGraph")
+            for registry in _REGISTRIES:
+                module.__dict__[registry] = self.__dict__[registry]
+            module.__dict__["_whole"] = self.__dict__["_whole"]
+            module.graph = graph
+            return module
+
+        first = over(train)
+        self.__dict__["train_graph"] = first
+        self.__dict__["eval_graph"] = first if evaluate is train else over(evaluate)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TracedComponent:
+        """A copy with its own tensors, whose graphs look them up in the copy."""
+        new = self.__class__.__new__(self.__class__)
+        memo[id(self)] = new
+        graphs = ("train_graph", "eval_graph")
+        new.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k not in graphs})
+        train = copy.deepcopy(self.train_graph.graph)
+        same = self.eval_graph is self.train_graph
+        new._bind(train, train if same else copy.deepcopy(self.eval_graph.graph))
+        return new
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode as the model's own ``train`` would: what it keeps frozen stays frozen."""
+        super().train(mode)
+        for path in self._contrary[0 if mode else 1]:
+            self.get_submodule(path).training = not mode
+        return self
+
+    def side_outputs(self) -> tuple[str, ...]:
+        """Names of what the current mode returns beside the main value."""
+        return self._sides[0 if self.training else 1]
+
+    def graphs(self) -> tuple[fx.GraphModule, ...]:
+        """The distinct graphs: one where both modes agree, else training's and evaluation's."""
+        return tuple(dict.fromkeys((self.train_graph, self.eval_graph)))
+
+    def has_sides(self) -> bool:
+        """Whether either mode returns side outputs."""
+        return any(self._sides)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """``x``: what the previous component's main output is, batch first."""
+        graph = self.train_graph if self.training else self.eval_graph
+        return cast(tuple[Tensor, ...], graph(x))
+
+    def extra_repr(self) -> str:
+        """Name and side outputs."""
+        return f"{self.name!r}" + (f", sides={self._sides}" if any(self._sides) else "")

@@ -1,0 +1,193 @@
+"""Where a traced model may be cut: places where exactly one tensor is alive, seen by running it.
+
+A tensor qualifies when every path from the model's input to its main output passes through it (it dominates
+the output in the dataflow graph), nothing else is alive where it is cut, its first dimension is the batch, and
+nothing behind the cut writes into its memory. Values that only leave the model (auxiliary heads) do not count:
+they stay with the component they leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import networkx as nx
+import torch
+from torch import fx
+
+from asa.tracing.program import Program, origin
+from asa.tracing.shapes import shape_only
+
+
+@dataclass
+class Observation:
+    """What one run of a program showed, by node: shapes of tensors, storages, who wrote into which storage, and
+    ``plain`` values that are no tensors."""
+
+    batch: int
+    shapes: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
+    bytes: dict[fx.Node, int] = field(default_factory=dict)
+    floating: set[fx.Node] = field(default_factory=set)
+    storage: dict[fx.Node, int] = field(default_factory=dict)
+    writes: list[tuple[fx.Node, int]] = field(default_factory=list)
+    plain: dict[fx.Node, Any] = field(default_factory=dict)
+
+
+_PLAIN = (bool, int, float, str, torch.Size, torch.dtype, torch.device)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    fx.node.map_aggregate(tree, lambda v: found.append(v) if isinstance(v, torch.Tensor) else None)
+    return found
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+class _Observer(fx.Interpreter):
+    """Runs a program and watches. Values are kept to the end: a freed storage's number would be used again."""
+
+    def __init__(self, program: Program, batch: int) -> None:
+        super().__init__(torch.nn.Module(), garbage_collect_values=False, graph=program.graph)
+        self._objects = program.attributes
+        self.seen = Observation(batch)
+
+    def fetch_attr(self, target: str) -> Any:
+        return self._objects[target]
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return self._objects[target](*args, **kwargs)
+
+    def run_node(self, n: fx.Node) -> Any:
+        read = _tensors(self.fetch_args_kwargs_from_env(n))
+        versions = [t._version for t in read]
+        value = super().run_node(n)
+        self.seen.writes += [(n, _storage(t)) for t, v in zip(read, versions, strict=True) if t._version != v]
+        if isinstance(value, torch.Tensor):
+            self.seen.shapes[n] = tuple(value.shape)
+            self.seen.bytes[n] = value.numel() * value.element_size()
+            self.seen.storage[n] = _storage(value)
+            if value.is_floating_point():
+                self.seen.floating.add(n)
+        elif isinstance(value, _PLAIN):
+            self.seen.plain[n] = value
+        return value
+
+
+def observe(program: Program, example: torch.Tensor) -> Observation:
+    """Run ``program`` without gradients on ``example`` (first dimension: batch). The caller preserves the model."""
+    observer = _Observer(program, example.shape[0])
+    with torch.no_grad():
+        observer.run(example.clone())
+    return observer.seen
+
+
+@dataclass(frozen=True)
+class Cut:
+    """``node``'s value crosses after position ``after`` of the program's order; ``bytes_per_sample`` of it."""
+
+    node: fx.Node
+    after: int
+    bytes_per_sample: int
+
+    @property
+    def key(self) -> str:
+        """The same in the graphs of both modes."""
+        return origin(self.node).key
+
+
+def order(program: Program) -> list[fx.Node]:
+    """The nodes that do something, in the order they do it."""
+    return [n for n in program.graph.nodes if n.op not in ("get_attr", "output")]
+
+
+def constants(seen: tuple[Observation, Observation]) -> dict[fx.Node, Any]:
+    """Values made of shapes alone that do not depend on the batch: a cut hands them over as constants."""
+    small, large = (s.plain for s in seen)
+    return {n: v for n, v in small.items() if n in large and large[n] == v and shape_only(n)}
+
+
+def dataflow(program: Program, fixed: Collection[fx.Node]) -> nx.DiGraph:
+    """Who feeds whom; parameters, buffers and ``fixed`` nodes feed nobody."""
+    graph = nx.DiGraph()
+    nodes = order(program)
+    graph.add_nodes_from(nodes)
+    graph.add_edges_from((n, user) for n in nodes if n not in fixed for user in n.users if user.op != "output")
+    return graph
+
+
+def _dominators(program: Program, fixed: Collection[fx.Node]) -> list[fx.Node]:
+    """What every path from input to main output passes through, in order, both ends left out."""
+    parents = nx.immediate_dominators(dataflow(program, fixed), program.placeholder)
+    chain, node = [], program.outputs[-1]
+    while node is not program.placeholder and node in parents:
+        chain.append(node)
+        node = parents[node]
+    return chain[:0:-1]
+
+
+def find_cuts(program: Program, seen: tuple[Observation, Observation]) -> list[Cut]:
+    """Every place where ``program`` may be cut, in order; ``seen`` are runs on two different batch sizes."""
+    nodes = order(program)
+    index = {n: i for i, n in enumerate(nodes)}
+    fixed = constants(seen)
+    *sides, main = program.outputs
+    last_use = [
+        max((index[u] for u in n.users if u.op != "output" and n not in fixed), default=i) for i, n in enumerate(nodes)
+    ]
+    last_use[index[main]] = len(nodes)
+    alive = [0] * (len(nodes) + 1)
+    for i, last in enumerate(last_use):  # a value made at i is alive behind i ... last - 1
+        alive[i] += 1
+        alive[last] -= 1
+    for i in range(1, len(alive)):
+        alive[i] += alive[i - 1]
+    cuts = []
+    for node in _dominators(program, fixed):
+        first = index[node]
+        behind = [first, *(index[s] for s in sides if first < index[s] < last_use[first])]
+        places = [p for p in behind if alive[p] == 1]
+        if places and _splits_by_batch(node, seen) and not _written_behind(max(places), node, sides, index, seen[0]):
+            small, large = seen
+            cuts.append(Cut(node, max(places), (large.bytes[node] - small.bytes[node]) // (large.batch - small.batch)))
+    return cuts
+
+
+def _splits_by_batch(node: fx.Node, seen: tuple[Observation, Observation]) -> bool:
+    shapes = [s.shapes.get(node, ()) for s in seen]
+    return (
+        all(node in s.floating and shape[:1] == (s.batch,) for s, shape in zip(seen, shapes, strict=True))
+        and shapes[0][1:] == shapes[1][1:]
+    )
+
+
+def _written_behind(
+    place: int, node: fx.Node, sides: list[fx.Node], index: dict[fx.Node, int], seen: Observation
+) -> bool:
+    crossing = {seen.storage[n] for n in (node, *sides) if n in seen.storage and index[n] <= place}
+    return any(storage in crossing and index.get(writer, -1) > place for writer, storage in seen.writes)
+
+
+def in_both(train: list[Cut], evaluate: list[Cut]) -> tuple[list[Cut], list[Cut]]:
+    """The cuts that exist in both modes, in both orders."""
+    where = {c.key: i for i, c in enumerate(evaluate)}
+    kept: tuple[list[Cut], list[Cut]] = ([], [])
+    reached = -1
+    for cut in train:
+        i = where.get(cut.key, -1)
+        if i > reached:
+            reached = i
+            kept[0].append(cut)
+            kept[1].append(evaluate[i])
+    return kept
+
+
+def segments(program: Program, cuts: list[Cut]) -> list[list[fx.Node]]:
+    """The program's nodes between consecutive cuts; the placeholder belongs to the first."""
+    nodes = order(program)
+    edges = [0, *(c.after + 1 for c in cuts), len(nodes)]
+    return [nodes[a:b] for a, b in pairwise(edges)]

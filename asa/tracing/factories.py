@@ -1,0 +1,43 @@
+"""Tensors that ``forward`` makes from nothing: recorded where their size is symbolic, or their content random."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+_RANDOM = ("rand", "randn", "randint", "randperm", "normal", "bernoulli")
+_FACTORIES = (*_RANDOM, "zeros", "ones", "empty", "full", "arange", "linspace", "eye", "tensor")
+
+
+@contextmanager
+def recorded_factories(tracer: fx.Tracer) -> Iterator[None]:
+    """While tracing, ``torch.zeros(x.size(0), 8)`` and ``torch.randn(3)`` become nodes of the graph.
+
+    fx sees neither: the first fails on the symbolic size, the second would be frozen at what it happened to draw.
+    """
+    running = tracer._oracle  # type: ignore[attr-defined]
+
+    def recorded(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def make(*args: Any, **kwargs: Any) -> Any:
+            symbolic = any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves((args, kwargs)))
+            if running.running or not (symbolic or name in _RANDOM):
+                return original(*args, **kwargs)
+            return tracer.create_proxy("call_function", original, args, kwargs)
+
+        return make
+
+    originals = {name: getattr(torch, name) for name in _FACTORIES}
+    try:
+        for name, original in originals.items():
+            setattr(torch, name, recorded(name, original))
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(torch, name, original)

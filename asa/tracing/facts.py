@@ -1,0 +1,148 @@
+"""What each component weighs, seen by running it on a tiny batch.
+
+Two batch sizes are run; figures per sample are the difference, so that parts that do not grow with the batch
+(BatchNorm's statistics) drop out exactly.
+
+*Saved bytes* are the storages autograd keeps from forward to backward, each counted once over the whole model,
+in the component that made it: a component's input that it keeps counts for the component in front, and the
+model's own input for none. Parameters and buffers are never counted.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from asa.tracing.component import TracedComponent
+
+Kind = Literal["convolution", "attention", "linear", "recurrent", "other"]
+_CONVOLUTIONS = (nn.modules.conv._ConvNd,)
+_ATTENTION_CALLS = ("scaled_dot_product_attention", "shifted_window_attention", "multi_head_attention_forward")
+
+
+def _mkldnn_rnn_flops(x: Any, input_weight: Any, hidden_weight: Any, *_: Any, **__: Any) -> int:
+    """LSTM layer of the CPU: ``x`` is [time, batch, features]; torch counts nothing for it."""
+    return 2 * math.prod(x[:-1]) * (math.prod(input_weight) + math.prod(hidden_weight))
+
+
+def _cudnn_rnn_flops(x: Any, weights: Any, *_: Any, **__: Any) -> int:
+    """All layers of an LSTM or GRU on CUDA: each weight matrix meets each time step of each sample once."""
+    return 2 * math.prod(x[:-1]) * sum(math.prod(w) for w in weights if len(w) == 2)
+
+
+_MORE_FLOPS: dict[Any, Any] = {
+    torch.ops.aten.mkldnn_rnn_layer: _mkldnn_rnn_flops,
+    torch.ops.aten._cudnn_rnn: _cudnn_rnn_flops,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComponentFacts:
+    """The fields of :class:`asa.ir.graph.Component` that tracing knows; same names, same units."""
+
+    name: str
+    kind: Kind
+    modules: tuple[str, ...]
+    num_parameter_tensors: int
+    parameter_bytes: int
+    buffer_bytes: int
+    flops_per_sample: float
+    output_bytes_per_sample: float
+    saved_bytes_per_sample: float
+    batch_norm: bool
+
+
+@dataclass
+class _Run:
+    """Totals of one component over one run."""
+
+    flops: int
+    output_bytes: int
+    saved_bytes: int
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in {id(t): t for t in tensors}.values())
+
+
+def _measure(components: list[TracedComponent], batch: Tensor) -> list[_Run]:
+    counted = {t.untyped_storage()._cdata for c in components for t in (*c.parameters(), *c.buffers())}
+    value = batch.clone()
+    counted.add(value.untyped_storage()._cdata)
+    runs: list[_Run] = []
+    owner: dict[int, int] = {}
+    kept: list[Any] = [value]
+    for i, component in enumerate(components):
+        component.input_shape, component.input_dtype = tuple(value.shape[1:]), value.dtype
+        saved: list[Tensor] = []
+
+        def keep(tensor: Tensor, saved: list[Tensor] = saved) -> Tensor:
+            saved.append(tensor)
+            return tensor
+
+        flops = FlopCounterMode(display=False, custom_mapping=_MORE_FLOPS)
+        with flops, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            outputs = component(value)
+        runs.append(_Run(flops.get_total_flops(), _bytes(outputs[:1]), 0))
+        kept += [saved, outputs]  # alive to the end: a freed storage's number would be used again
+        for tensor in saved:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in counted:
+                counted.add(storage._cdata)
+                runs[owner.get(storage._cdata, i)].saved_bytes += storage.nbytes()
+        for tensor in outputs:
+            owner.setdefault(tensor.untyped_storage()._cdata, i)
+        value = outputs[0]
+    return runs
+
+
+def _kind(component: TracedComponent) -> Kind:
+    modules = list(component.modules())
+    called = {str(getattr(n.target, "__name__", "")) for n in component.train_graph.graph.nodes}
+    if any(isinstance(m, nn.MultiheadAttention) for m in modules) or called & set(_ATTENTION_CALLS):
+        return "attention"
+    if any(isinstance(m, nn.RNNBase | nn.RNNCellBase) for m in modules):
+        return "recurrent"
+    if any(isinstance(m, _CONVOLUTIONS) for m in modules) or any(c.startswith("conv") for c in called):
+        return "convolution"
+    return "linear" if any(isinstance(m, nn.Linear) for m in modules) or "linear" in called else "other"
+
+
+def _modules(component: TracedComponent) -> tuple[str, ...]:
+    found: dict[str, None] = {}
+    for graph in dict.fromkeys((component.train_graph, component.eval_graph)):
+        for node in graph.graph.nodes:
+            if node.op == "call_module":
+                found[str(node.target)] = None
+            elif node.op == "get_attr":
+                found[str(node.target).rpartition(".")[0]] = None
+    return tuple(m for m in found if m)
+
+
+def measure(components: list[TracedComponent], small: Tensor, large: Tensor) -> list[ComponentFacts]:
+    """Facts of ``components``, run in training mode on batches of two sizes; notes what each one reads.
+
+    The caller preserves the model.
+    """
+    runs = [_measure(components, small), _measure(components, large)]
+    per_sample = 1 / (large.shape[0] - small.shape[0])
+    return [
+        ComponentFacts(
+            name=c.name,
+            kind=_kind(c),
+            modules=_modules(c),
+            num_parameter_tensors=len(list(c.parameters())),
+            parameter_bytes=_bytes(c.parameters()),
+            buffer_bytes=_bytes(c.buffers()),
+            flops_per_sample=(b.flops - a.flops) * per_sample,
+            output_bytes_per_sample=(b.output_bytes - a.output_bytes) * per_sample,
+            saved_bytes_per_sample=(b.saved_bytes - a.saved_bytes) * per_sample,
+            batch_norm=any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in c.modules()),
+        )
+        for c, a, b in zip(components, *runs, strict=True)
+    ]

@@ -1,0 +1,75 @@
+"""Looking at a model without leaving a mark: everything a trace touches is put back afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+
+
+def _shallow(module: nn.Module) -> dict[str, Any]:
+    return {k: dict(v) if k in _REGISTRIES else v for k, v in module.__dict__.items()}
+
+
+def changed_attributes(module: nn.Module, before: dict[str, Any]) -> list[str]:
+    """Names in ``module.__dict__`` (registries included) that no longer hold the objects of ``before``."""
+    names = []
+    for key, value in module.__dict__.items():
+        old = before.get(key, before)
+        if key in _REGISTRIES and isinstance(old, dict):
+            names += [n for n in {*value, *old} if value.get(n) is not old.get(n)]
+        elif old is not value:
+            names.append(key)
+    return names + [key for key in before if key not in module.__dict__]
+
+
+def restore_attributes(module: nn.Module, before: dict[str, Any]) -> None:
+    """Undo attribute assignments since ``before`` was taken; registries keep their identity."""
+    for key in [k for k in module.__dict__ if k not in before]:
+        del module.__dict__[key]
+    for key, value in before.items():
+        if key in _REGISTRIES:
+            registry = module.__dict__[key]
+            registry.clear()
+            registry.update(value)
+        else:
+            module.__dict__[key] = value
+
+
+def attributes(module: nn.Module) -> dict[str, Any]:
+    """A snapshot for :func:`changed_attributes` and :func:`restore_attributes`."""
+    return _shallow(module)
+
+
+@contextmanager
+def preserved(model: nn.Module) -> Iterator[None]:
+    """Restore ``model``'s modes, attributes and buffer values, and the random state, on the way out."""
+    state = [(module, _shallow(module)) for module in model.modules()]
+    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    devices = sorted({t.device.index or 0 for t in (*model.parameters(), *model.buffers()) if t.is_cuda})
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        for module, before in state:
+            restore_attributes(module, before)
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+
+@contextmanager
+def mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """``model.train(training)`` for a while; every module then gets its own mode back."""
+    flags = [(module, module.training) for module in model.modules()]
+    model.train(training)
+    try:
+        yield
+    finally:
+        for module, flag in flags:
+            module.training = flag

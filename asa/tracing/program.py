@@ -1,0 +1,74 @@
+"""What tracing produces: a dataflow graph per mode, whose nodes know where in the model they come from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+CONSTANT = "_tensor_constant"
+"""Prefix fx gives to tensors that ``forward`` made up while it was traced."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a node came from: ``path`` of the module whose ``forward`` made it (a leaf: the leaf's own), and a
+    ``key`` that is the same in the graphs of both modes."""
+
+    path: str
+    key: str
+
+
+def origin(node: fx.Node) -> Origin:
+    """Origin of a node made by :class:`ModelTracer`."""
+    found: Origin = node.meta["origin"]
+    return found
+
+
+@dataclass
+class Program:
+    """The traced model in one mode.
+
+    ``attributes`` maps every ``get_attr`` and ``call_module`` target to its object; ``structure`` is what the
+    model returns, with nodes in place of tensors; ``opaque`` says, per module that had to become a single
+    call, why; ``contrary`` holds the paths of modules that ``model.train(training)`` left in the other mode.
+    """
+
+    graph: fx.Graph
+    attributes: dict[str, Any]
+    structure: Any
+    opaque: dict[str, str]
+    contrary: frozenset[str]
+
+    @property
+    def placeholder(self) -> fx.Node:
+        """The node that stands for the model's input."""
+        return next(n for n in self.graph.nodes if n.op == "placeholder")
+
+    @property
+    def outputs(self) -> list[fx.Node]:
+        """The nodes the model returns, in order of execution, each once. The last one is its *main* output."""
+        wanted = {leaf for leaf in pytree.tree_leaves(self.structure) if isinstance(leaf, fx.Node)}
+        return [n for n in self.graph.nodes if n in wanted]
+
+
+def plain_container(module: nn.Module) -> bool:
+    """Whether calling ``module`` only calls its children in order, or it cannot be called at all."""
+    if isinstance(module, nn.Sequential):
+        return type(module).forward is nn.Sequential.forward
+    return type(module) in (nn.ModuleList, nn.ModuleDict)
+
+
+def opened(module: nn.Module) -> bool:
+    """Whether tracing goes into ``module``, rather than recording one call of it.
+
+    Not opened: modules without children, and torch.nn's own (except ``TransformerEncoder``, which only calls
+    its layers in a row). They read ``training`` when they run.
+    """
+    if next(module.children(), None) is None:
+        return False
+    if plain_container(module) or isinstance(module, nn.TransformerEncoder):
+        return True
+    return not type(module).__module__.startswith(("torch.nn.", "torch.ao.nn."))

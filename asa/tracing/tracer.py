@@ -1,0 +1,203 @@
+"""From a module to its dataflow graph, by symbolic execution of its ``forward`` with ``torch.fx``.
+
+fx bakes Python control flow, ``self.training`` included, so a model is traced once per mode. What cannot be
+traced is not an error: the innermost module that fails becomes a single call, and tracing goes on around it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from asa.tracing.factories import recorded_factories
+from asa.tracing.preserve import attributes, changed_attributes, mode, restore_attributes
+from asa.tracing.program import CONSTANT, Origin, Program, opened
+from asa.tracing.shapes import Oracle, ShapeProxy
+
+
+def _ambient() -> tuple[bool, ...]:
+    return (torch.is_grad_enabled(), torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu"))
+
+
+def _target_name(target: Any) -> str:
+    return target if isinstance(target, str) else getattr(target, "__name__", type(target).__name__)
+
+
+def reason_of(error: Exception) -> str:
+    """An error in one line."""
+    lines = str(error).splitlines()
+    if isinstance(error, fx.proxy.TraceError) and lines:
+        return lines[0]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+class ModelTracer(fx.Tracer):
+    """Records one run of a module whose input is symbolic; see :func:`opened` for what is gone into."""
+
+    proxy_buffer_attributes = True
+
+    def __init__(self, examples: tuple[Tensor, Tensor]) -> None:
+        super().__init__()
+        self.opaque: dict[str, str] = {}
+        self.result: Any = None
+        self._oracle = Oracle(examples, lambda target: resolve(self.root, target))
+        self._calls: Counter[str] = Counter()
+        self._scopes: list[tuple[str, str]] = [("", "")]
+        self._keys: Counter[str] = Counter()
+        self._outer = _ambient()
+        self._attribute_proxies: dict[str, fx.Proxy] = {}
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
+        """Only the first argument of ``forward`` is symbolic, the others keep their defaults; the graph returns
+        a flat list, the structure is kept in ``result``."""
+        del is_module, concrete_args
+
+        def call(*args: Any) -> list[Any]:
+            self.result = root_fn(*args)
+            return [leaf for leaf in pytree.tree_leaves(self.result) if isinstance(leaf, fx.Proxy)]
+
+        return call, [self.root, self.create_proxy("placeholder", "x", (), {}, name="x")]
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """See :func:`opened`."""
+        del module_qualified_name
+        return not opened(m)
+
+    def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Every node remembers its origin; what a context manager would change may not be recorded."""
+        if kind.startswith("call") and _ambient() != self._outer:
+            raise RuntimeError("forward switches gradients or autocast on or off")
+        node = super().create_node(kind, target, *args, **kwargs)
+        path, call = self._scopes[-1]
+        key = f"{call}:{_target_name(target)}"
+        node.meta["origin"] = Origin(path, f"{key}#{self._keys[key]}")
+        self._keys[key] += 1
+        return node
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
+        """As in fx; the cache is kept in sight because a roll-back must clean it."""
+        if self._oracle.running:
+            return attr_val
+        self._attribute_proxies = parameter_proxy_cache
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        """A value that answers questions about shapes."""
+        return ShapeProxy(node, self)
+
+    def static(self, node: fx.Node, of: Callable[[Any], Any] = lambda value: value) -> Any:
+        """``of`` the value of ``node`` if shapes decide it; raises ``TraceError`` otherwise."""
+        try:
+            return self._oracle.ask(node, of)
+        except LookupError as error:
+            raise fx.proxy.TraceError(error.args[0]) from None
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        """Control flow on shapes is followed; on data it is refused."""
+        return bool(self.static(obj.node))
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        """Loops over shapes and over tensors of known length are unrolled."""
+        return (obj[i] for i in range(len(obj)))  # type: ignore[index, arg-type]
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Trace into ``m``; where that fails, or leaves a mark on ``m``, record a single call of it."""
+        if self._oracle.running:
+            return forward(*args, **kwargs)
+        path = self.path_of_module(m)
+        with self._inside(path):
+            if not opened(m):
+                return self.create_proxy("call_module", path, args, kwargs)
+            before, last = attributes(m), next(reversed(self.graph.nodes))
+            counters = self._calls.copy(), self._keys.copy()
+            try:
+                result = _call(m, forward, args, kwargs)
+                reason = _marks(m, before)
+                if not reason:
+                    return result
+            except Exception as error:
+                reason = reason_of(error)
+            restore_attributes(m, before)
+            self._roll_back(last)
+            self._calls, self._keys = counters
+            self.opaque = {p: r for p, r in self.opaque.items() if not p.startswith(f"{path}.")}
+            self.opaque[path] = reason
+            return self.create_proxy("call_module", path, args, kwargs)
+
+    @contextmanager
+    def _inside(self, path: str) -> Iterator[None]:
+        self._scopes.append((path, f"{path}@{self._calls[path]}"))
+        self._calls[path] += 1
+        try:
+            yield
+        finally:
+            self._scopes.pop()
+
+    def _roll_back(self, last: fx.Node) -> None:
+        while (node := next(reversed(self.graph.nodes))) is not last:
+            self.graph.erase_node(node)
+        alive = set(self.graph.nodes)
+        for name in [n for n, proxy in self._attribute_proxies.items() if proxy.node not in alive]:
+            del self._attribute_proxies[name]
+
+
+def _call(m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not isinstance(m, nn.TransformerEncoder):
+        return forward(*args, **kwargs)
+    if len(args) != 1 or any(v is not None for v in kwargs.values()):
+        raise RuntimeError("masks are not traced")
+    value = args[0]
+    for layer in m.layers:  # its own forward looks for a fast path, by questions about data
+        value = layer(value)
+    return value if m.norm is None else m.norm(value)
+
+
+def _marks(m: nn.Module, before: dict[str, Any]) -> str:
+    marks = sorted(n for n in changed_attributes(m, before) if not n.startswith(CONSTANT))
+    return f"forward assigns {', '.join(marks[:3])}" if marks else ""
+
+
+def resolve(root: nn.Module, target: str) -> Any:
+    """The object at a dotted path below ``root``."""
+    found: Any = root
+    for atom in target.split("."):
+        found = getattr(found, atom)
+    return found
+
+
+def trace_mode(model: nn.Module, training: bool, examples: tuple[Tensor, Tensor]) -> Program:
+    """Trace ``model`` in one mode. The caller preserves it (:func:`asa.tracing.preserve.preserved`).
+
+    ``examples``: the same input at two batch sizes, for :class:`asa.tracing.shapes.Oracle`.
+
+    Raises:
+        fx.proxy.TraceError: even the model's own ``forward`` cannot be traced.
+    """
+    tracer = ModelTracer(examples)
+    before = attributes(model)
+    try:
+        with mode(model, training), recorded_factories(tracer):
+            graph = tracer.trace(model)
+            contrary = frozenset(p for p, m in model.named_modules() if p and m.training != training)
+        named = {str(n.target) for n in graph.nodes if n.op in ("get_attr", "call_module")}
+        found = {target: resolve(model, target) for target in named}
+        graph.lint()
+    except fx.proxy.TraceError:
+        raise
+    except Exception as error:
+        raise fx.proxy.TraceError(reason_of(error)) from error
+    reason = _marks(model, before)
+    restore_attributes(model, before)
+    structure = pytree.tree_map(lambda leaf: leaf.node if isinstance(leaf, fx.Proxy) else leaf, tracer.result)
+    program = Program(graph, found, structure, tracer.opaque, contrary)
+    if reason or not program.outputs or program.outputs[-1].op in ("placeholder", "get_attr"):
+        raise fx.proxy.TraceError(reason or "forward returns nothing that it computed")
+    return program

@@ -1,0 +1,77 @@
+"""Does a chain of components do what the model does? Asked of every trace before it is handed out.
+
+Symbolic tracing can go wrong in silence (a random tensor frozen into a constant, a custom backward lost): outputs
+in both modes and gradients in training are compared for the same batch and the same random numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from asa.tracing.preserve import mode, preserved
+from asa.tracing.whole import tensors_of
+
+_LARGE = 2**20
+"""Elements above which a parameter's gradient is left out where its module has a smaller parameter: a weight's
+gradient follows from the same two factors as the output and the bias's gradient, and may be half a gigabyte."""
+
+
+def _watched(model: nn.Module) -> list[nn.Parameter]:
+    found: dict[nn.Parameter, None] = {}
+    for module in model.modules():
+        own = sorted((p for p in module.parameters(recurse=False) if p.requires_grad), key=nn.Parameter.numel)
+        found.update(dict.fromkeys([*own[:1], *(p for p in own if p.numel() <= _LARGE)]))
+    return list(found)
+
+
+def _answers(model: nn.Module, run: Callable[[Tensor], Any], batch: Tensor, training: bool) -> list[Tensor]:
+    """Outputs of ``run``, then (in training) sum and norm of each parameter's gradient: enough to tell, and small."""
+    parameters = _watched(model)
+    with preserved(model), torch.set_grad_enabled(training):
+        outputs = tensors_of(run(batch.clone()))
+        answers = [o.detach().clone() for o in outputs]
+        roots = [o for o in outputs if o.requires_grad]
+        if training and roots and parameters:
+            # Each element weighed differently: a plain sum behind BatchNorm or softmax has no gradient.
+            weights = [torch.arange(1, o.numel() + 1, device=o.device).sin().view(o.shape).to(o.dtype) for o in roots]
+            gradients = torch.autograd.grad(roots, parameters, weights, allow_unused=True)
+            answers += [torch.zeros(2) if g is None else torch.stack((g.sum(), g.norm())) for g in gradients]
+    return answers
+
+
+def _distance(first: list[Tensor], second: list[Tensor]) -> float:
+    """Largest relative difference of any two tensors (infinite where shapes differ)."""
+    if [a.shape for a in first] != [b.shape for b in second]:
+        return float("inf")
+    worst = 0.0
+    for a, b in zip(first, second, strict=True):
+        if not torch.equal(a, b):
+            a, b = torch.nan_to_num(a.double()), torch.nan_to_num(b.double())
+            worst = max(worst, float((a - b).norm() / a.norm().clamp_min(1e-30)))
+    return worst
+
+
+def disagreement(model: nn.Module, run: Callable[[Tensor], Any], train: Callable[[bool], None], batch: Tensor) -> str:
+    """In words, how ``run`` differs from ``model`` on ``batch``; empty when it does not.
+
+    ``train`` puts the components in a mode. Exact equality is asked for, or, on a device where the model does
+    not even agree with itself from one run to the next, ten times that difference.
+    """
+    if batch.is_meta:
+        return ""
+    for training in (True, False):
+        with mode(model, training):
+            expected = _answers(model, model, batch, training)
+        train(training)
+        distance = _distance(expected, _answers(model, run, batch, training))
+        if distance:
+            with mode(model, training):
+                floor = _distance(expected, _answers(model, model, batch, training))
+            if distance > 10 * floor:
+                where = "training" if training else "evaluation"
+                return f"in {where} its traced components differ from it by {distance:.1e}"
+    return ""

@@ -1,0 +1,90 @@
+"""Members of a .tar.gz, read straight into memory: nothing is ever unpacked onto the disk."""
+
+from __future__ import annotations
+
+import gzip
+import tarfile
+import zlib
+from pathlib import Path, PurePosixPath
+from typing import Protocol
+
+from asa.errors import InvalidInputError
+
+MAX_UNPACKED_BYTES = 512 * 1024**2
+"""Twice the larger official archive; beyond it something else hides in the file."""
+
+
+class Readable(Protocol):
+    """A stream of bytes."""
+
+    def read(self, size: int, /) -> bytes:
+        """At most ``size`` bytes; none at the end."""
+
+
+class _Bounded:
+    """Reads of a stream, refused once more than ``limit`` bytes would have come out of it."""
+
+    def __init__(self, stream: Readable, limit: int, path: Path) -> None:
+        self._stream, self._left, self._limit, self._path = stream, limit, limit, path
+
+    def read(self, size: int) -> bytes:
+        block = self._stream.read(size)
+        self._left -= len(block)
+        if self._left < 0:
+            raise InvalidInputError(f"{self._path} unpacks to more than {self._limit} bytes; it is no data set archive")
+        return block
+
+
+def _suspicious(member: tarfile.TarInfo) -> str:
+    """Why an entry has no place in a data set's archive; empty when it may stay."""
+    path = PurePosixPath(member.name)
+    if path.is_absolute() or ".." in path.parts:
+        return "leads outside the archive"
+    if not (member.isdir() or member.isfile()) or member.issparse():
+        return "is no plain file"
+    return ""
+
+
+def _members(tar: tarfile.TarFile, path: Path, wanted: set[str]) -> dict[str, bytes]:
+    found: dict[str, bytes] = {}
+    for member in tar:
+        why = _suspicious(member)
+        if why:
+            raise InvalidInputError(f"{path} is refused: its entry {member.name!r} {why}")
+        name = str(PurePosixPath(member.name))
+        if name not in wanted or member.isdir():
+            continue
+        if name in found:
+            raise InvalidInputError(f"{path} is refused: it holds {name!r} twice")
+        stream = tar.extractfile(member)
+        found[name] = stream.read() if stream is not None else b""
+        if len(found[name]) != member.size:
+            raise InvalidInputError(f"{path} is truncated: {name} has {len(found[name])} of {member.size} bytes")
+    return found
+
+
+def read_members(path: Path, wanted: set[str], *, limit: int = MAX_UNPACKED_BYTES) -> dict[str, bytes]:
+    """Contents of the ``wanted`` members of the archive at ``path``, by name.
+
+    The archive is read to its end, so that its checksum is verified.
+
+    Raises:
+        InvalidInputError: truncated, damaged, larger than ``limit`` unpacked, lacking a member, or holding an entry
+            that leads outside, is a link or a device.
+    """
+    try:
+        with gzip.open(path) as unpacked:
+            bounded = _Bounded(unpacked, limit, path)
+            with tarfile.open(fileobj=bounded, mode="r|") as tar:  # type: ignore[call-overload]
+                found = _members(tar, path, wanted)
+            while bounded.read(1 << 20):
+                pass
+    except (EOFError, tarfile.TarError, zlib.error, gzip.BadGzipFile) as error:
+        size = path.stat().st_size
+        raise InvalidInputError(f"{path} ({size} bytes) is truncated or damaged: {str(error).lower()}") from None
+    except OSError as error:
+        raise InvalidInputError(f"cannot read {path}: {error.strerror or error}") from None
+    missing = sorted(wanted - found.keys())
+    if missing:
+        raise InvalidInputError(f"{path} lacks {missing[0]}")
+    return found

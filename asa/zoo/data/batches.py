@@ -1,0 +1,63 @@
+"""From sample indices to what the model eats: gather, augment, normalise, on the device that is asked for."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from asa.zoo.data.draws import integers, key, words
+from asa.zoo.data.images import ImageSet, convert
+
+_AUGMENT = 2
+
+MARGIN = 8
+"""An image is shifted by up to its side divided by this: 4 pixels of CIFAR's 32, the usual crop with padding 4."""
+
+
+def augment(pixels: Tensor, indices: Tensor, *, seed: int, epoch: int, flips: bool) -> Tensor:
+    """Each image shifted by its own offset, black where nothing was, and mirrored by its own coin (with ``flips``).
+
+    ``pixels`` [B, C, H, W] and ``indices`` int64 [B] (global) on one device. Offset and coin depend on (seed, epoch,
+    global index) alone: whichever rank fetches a sample in whatever company, it gets the same image.
+    """
+    count, channels, height, width = pixels.shape
+    random = words(key(seed, epoch, _AUGMENT), indices)
+    down = integers(random, -(height // MARGIN), height // MARGIN + 1, field=0)[:, None]
+    right = integers(random, -(width // MARGIN), width // MARGIN + 1, field=1)[:, None]
+    rows = torch.arange(height, device=pixels.device) + down
+    columns = torch.arange(width, device=pixels.device) + right
+    if flips:
+        mirrored = integers(random, 0, 2, field=2)[:, None].bool()
+        columns = torch.where(mirrored, columns.flip(1), columns)
+    inside = ((rows >= 0) & (rows < height))[:, :, None] & ((columns >= 0) & (columns < width))[:, None, :]
+    source = rows.clamp(0, height - 1)[:, :, None] * width + columns.clamp(0, width - 1)[:, None, :]
+    flat = source.view(count, 1, height * width).expand(-1, channels, -1)
+    moved = pixels.flatten(2).gather(2, flat).view_as(pixels)
+    return moved * inside[:, None].to(pixels.dtype)
+
+
+def fetch(
+    images: ImageSet,
+    indices: Tensor,
+    *,
+    train: bool,
+    seed: int,
+    epoch: int,
+    device: torch.device | str,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """Samples of ``images`` by global index: x ``dtype`` [B, *images.shape] normalised, y int64 [B], on ``device``.
+
+    B may be 0: a rank without rows. Augmented with ``train`` (see :func:`augment`). A set resident on ``device``
+    never leaves it; otherwise its bytes are gathered where they lie and everything else happens on ``device``.
+    """
+    here = indices.to(images.images.device)
+    pixels = images.images[here].to(device, non_blocking=True)
+    labels = images.labels[here].to(device, non_blocking=True)
+    if train:
+        pixels = augment(pixels, indices.to(pixels.device), seed=seed, epoch=epoch, flips=images.flips)
+    # Half precision holds neither 1/255 nor the mean well: normalise first, round once.
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    x = convert(pixels.to(exact).div_(255), images.shape)
+    mean, std = (torch.tensor(v, dtype=exact, device=x.device)[:, None, None] for v in (images.mean, images.std))
+    return ((x - mean) / std).to(dtype), labels

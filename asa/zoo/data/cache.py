@@ -1,0 +1,94 @@
+"""Where the embedded default lies between runs: written once in the official format, checked whenever it is used."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from platformdirs import user_cache_path
+
+from asa.zoo.data import cifar, idx
+from asa.zoo.data.official import Official, Split
+from asa.zoo.data.stand_in import RECIPES, VERSION, generate
+
+_SUMS = "SHA256SUMS"
+
+
+def folder() -> Path:
+    """The cache directory of asa's data sets (it need not exist yet)."""
+    return user_cache_path("asa") / "datasets"
+
+
+def _files(what: Official) -> dict[str, bytes]:
+    """The embedded default under the official file names, in the official format."""
+    splits = dict(zip(("train", "test"), generate(RECIPES[what.name]), strict=True))
+    files: dict[str, bytes] = {}
+    name: Split
+    for name in ("train", "test"):
+        images, labels = splits[name]
+        names = [n for n, _ in what.files[name]]
+        if what.label_bytes == 0:
+            files[names[0]], files[names[1]] = idx.encode(images[:, 0]), idx.encode(labels.to(images.dtype))
+            continue
+        for n, part, of_part in zip(names, images.chunk(len(names)), labels.chunk(len(names)), strict=True):
+            files[n] = cifar.encode(part, of_part, of_part // 5 if what.label_bytes == 2 else None)
+    return files
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Atomically: another process sees the old file or the new one."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(data)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _intact(directory: Path) -> bool:
+    """Whether every file is there with the content that was written."""
+    try:
+        lines = [line.split("  ") for line in (directory / _SUMS).read_text().splitlines()]
+        return bool(lines) and all(
+            hashlib.sha256((directory / name).read_bytes()).hexdigest() == digest for digest, name in lines
+        )
+    except (OSError, ValueError):
+        return False
+
+
+def _fill(directory: Path, what: Official, files: Callable[[], dict[str, bytes]]) -> None:
+    home = directory / what.folder
+    if _intact(home):
+        return
+    home.mkdir(parents=True, exist_ok=True)
+    contents = files()
+    for name, data in contents.items():
+        _write(home / name, data)
+    # Last: sums without files are never seen. Two processes at once write the same bytes, which harms neither.
+    sums = "".join(f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in contents.items())
+    _write(home / _SUMS, sums.encode())
+
+
+@contextlib.contextmanager
+def stand_in(what: Official) -> Iterator[Path]:
+    """A directory laid out like ``what``'s official files, holding the embedded default.
+
+    In the user's cache, made there on first use; where that cannot be written, in a temporary directory that goes
+    when the context ends.
+    """
+    directory = folder() / f"stand-in-{VERSION}"
+    try:
+        _fill(directory, what, lambda: _files(what))
+    except OSError:
+        with tempfile.TemporaryDirectory(prefix="asa-data-") as name:
+            _fill(Path(name), what, lambda: _files(what))
+            yield Path(name)
+        return
+    yield directory

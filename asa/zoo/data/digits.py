@@ -1,0 +1,24 @@
+"""scikit-learn's handwritten digits: 1,797 real images of 8x8 in 17 shades of grey, part of the package."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from asa.zoo.data.draws import key, permutation
+from asa.zoo.data.official import Split
+
+NUM_TEST = 360
+"""A fifth of the images, rounded up."""
+
+
+def read(split: Split) -> tuple[Tensor, Tensor]:
+    """Images uint8 [N, 1, 8, 8] and labels int64 [N]; 1,437 to train on and 360 others to test on."""
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    grey = torch.from_numpy(bunch.images).mul_(255 / 16).round_().to(torch.uint8)[:, None]
+    labels = torch.from_numpy(bunch.target).long()
+    order = permutation(key(1797, 8), len(labels))
+    chosen = order[:NUM_TEST] if split == "test" else order[NUM_TEST:]
+    return grey[chosen].contiguous(), labels[chosen]

@@ -1,0 +1,77 @@
+"""Getting official files from their own addresses: only when asked to, checked before they count."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import urllib.request
+from collections.abc import Callable
+from http.client import HTTPException
+from pathlib import Path
+from typing import IO, Any
+
+from asa.errors import InvalidInputError, UnavailableError
+from asa.zoo.data.official import Official, Origin
+
+Opener = Callable[..., Any]
+"""``urllib.request.urlopen`` or a stand-in: (url, timeout=seconds) -> a readable context manager."""
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _copy(source: Any, target: IO[bytes], origin: Origin) -> None:
+    got, digest = 0, hashlib.sha256()
+    while block := source.read(1 << 20):
+        got += len(block)
+        if got > origin.size:
+            break
+        digest.update(block)
+        target.write(block)
+    if got != origin.size or digest.hexdigest() != origin.sha256:
+        more = "more than " if got > origin.size else ""
+        state = "the wrong checksum" if got == origin.size else f"{more}{min(got, origin.size)} of {origin.size} bytes"
+        raise InvalidInputError(f"the download of {origin.file} came with {state}; it was thrown away")
+
+
+def _get(origin: Origin, directory: Path, opener: Opener, timeout_s: float) -> None:
+    failures: list[str] = []
+    for url in origin.urls:
+        handle, name = tempfile.mkstemp(dir=directory, prefix=f".{origin.file}.", suffix=".tmp")
+        try:
+            with os.fdopen(handle, "wb") as target, opener(url, timeout=timeout_s) as source:
+                _copy(source, target, origin)
+            os.chmod(name, 0o644)
+            os.replace(name, directory / origin.file)
+            return
+        except InvalidInputError as error:
+            failures.append(str(error))
+        except (OSError, HTTPException) as error:  # URLError and timeouts are OSErrors
+            failures.append(f"{url}: {getattr(error, 'reason', None) or error or type(error).__name__}")
+        finally:
+            Path(name).unlink(missing_ok=True)
+    raise UnavailableError(
+        f"cannot download {origin.file}: {'; '.join(failures)}; put it into {directory} by hand, or go on without it"
+    )
+
+
+def download(what: Official, directory: Path, *, opener: Opener | None = None, timeout_s: float = 30.0) -> None:
+    """Put the official files of ``what`` into ``directory``; those that are there with the right checksum stay.
+
+    ``timeout_s`` bounds every wait for the network, not the whole transfer.
+
+    Raises:
+        UnavailableError: no address answered with the right bytes, or the directory cannot be written.
+    """
+    opener = opener or urllib.request.urlopen
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for origin in what.origins:
+            path = directory / origin.file
+            if not (path.is_file() and path.stat().st_size == origin.size and _digest(path) == origin.sha256):
+                _get(origin, directory, opener, timeout_s)
+    except OSError as error:
+        raise UnavailableError(f"cannot write downloads to {directory}: {error.strerror or error}") from None

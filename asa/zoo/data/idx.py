@@ -1,0 +1,109 @@
+"""MNIST's idx format: two zero bytes, 8 for unsigned bytes, the number of dimensions, each dimension as a big-endian
+32-bit number, then the values, the last dimension fastest. Plain or gzipped.
+
+Format: "The IDX file format" on the data set's page, http://yann.lecun.com/exdb/mnist/
+"""
+
+from __future__ import annotations
+
+import gzip
+import struct
+import zlib
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from asa.errors import InvalidInputError
+from asa.zoo.data.official import Official, Split
+
+_LIMIT = 64 * 1024**2
+"""Bytes; the largest official file has 47,040,016."""
+
+
+def encode(values: Tensor) -> bytes:
+    """The idx file of a uint8 tensor."""
+    header = struct.pack(f">BBBB{values.ndim}I", 0, 0, 8, values.ndim, *values.shape)
+    return header + values.contiguous().numpy().tobytes()
+
+
+def decode(data: bytes, *, dimensions: int, source: str) -> Tensor:
+    """The uint8 tensor in an idx file's content.
+
+    Raises:
+        InvalidInputError: no idx file of that many dimensions, or of another length than its header states.
+    """
+    start = 4 + 4 * dimensions
+    if len(data) < start:
+        raise InvalidInputError(f"{source} is truncated: {len(data)} bytes, its header alone has {start}")
+    if data[:4] != bytes((0, 0, 8, dimensions)):
+        raise InvalidInputError(
+            f"{source} is no idx file of bytes in {dimensions} dimensions: it begins with {data[:4].hex(' ')}"
+        )
+    shape = struct.unpack(f">{dimensions}I", data[4:start])
+    expected = start + prod(shape)
+    if len(data) != expected:
+        state = "is truncated" if len(data) < expected else "is too long"
+        raise InvalidInputError(f"{source} {state}: {len(data)} bytes, its header asks for {expected}")
+    if not prod(shape):
+        raise InvalidInputError(f"{source} is empty: its header states {'x'.join(map(str, shape))}")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8, offset=start).view(shape)
+
+
+def _load(path: Path) -> bytes:
+    try:
+        if path.suffix != ".gz":
+            size = path.stat().st_size
+            data = path.read_bytes() if size <= _LIMIT else b""
+        else:
+            with gzip.open(path) as stream:
+                data = stream.read(_LIMIT + 1)
+            size = len(data)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise InvalidInputError(
+            f"{path} ({path.stat().st_size} bytes) is truncated or damaged: {str(error).lower()}"
+        ) from None
+    except OSError as error:
+        raise InvalidInputError(f"cannot read {path}: {error.strerror or error}") from None
+    if size > _LIMIT:
+        raise InvalidInputError(f"{path} holds more than {_LIMIT} bytes; it is no MNIST file")
+    return data
+
+
+def _find(root: Path, name: str) -> Path | None:
+    # The official names, those of older mirrors, and the folders other libraries keep them in.
+    spellings = [n + end for n in (name, name.replace("-idx", ".idx")) for end in ("", ".gz")]
+    folders = [root, root / "mnist", root / "MNIST" / "raw", root / "MNIST"]
+    return next((f / n for f in folders for n in spellings if (f / n).is_file()), None)
+
+
+def read(root: Path, what: Official, split: Split) -> tuple[Tensor, Tensor, str] | None:
+    """Images uint8 [N, 1, 28, 28], labels int64 [N] and their place; None when ``root`` has no trace of the set.
+
+    Raises:
+        InvalidInputError: files are there but cannot be used; names the file and the bytes.
+    """
+    (image_name, official_count), (label_name, _) = what.files[split]
+    image_path, label_path = _find(root, image_name), _find(root, label_name)
+    if image_path is None and label_path is None:
+        return None
+    if image_path is None or label_path is None:
+        missing = image_name if image_path is None else label_name
+        raise InvalidInputError(f"{root} has {(image_path or label_path)} but lacks {missing}(.gz)")  # type: ignore[str-bytes-safe]
+    images = decode(_load(image_path), dimensions=3, source=str(image_path))
+    labels = decode(_load(label_path), dimensions=1, source=str(label_path))
+    if tuple(images.shape[1:]) != what.shape[1:]:
+        raise InvalidInputError(f"{image_path} has images of {images.shape[1]}x{images.shape[2]}, not 28x28")
+    if len(images) != len(labels):
+        raise InvalidInputError(f"{image_path} has {len(images)} images, {label_path} {len(labels)} labels")
+    if len(images) > official_count:
+        raise InvalidInputError(f"{image_path} has {len(images)} images, the official file {official_count}")
+    wrong = int((labels >= what.num_classes).int().argmax())
+    if labels[wrong] >= what.num_classes:
+        raise InvalidInputError(
+            f"{label_path} is no {what.title} file: label {wrong} is {int(labels[wrong])}, labels go up to "
+            f"{what.num_classes - 1}",
+            where=f"byte {8 + wrong}",
+        )
+    return images[:, None], labels.long(), str(image_path.parent)

@@ -1,0 +1,113 @@
+"""A data set in memory, and the conversion of its images to the shape a model takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+from asa.errors import UsageError
+
+Shape = tuple[int, int, int]
+
+LUMA = (0.299, 0.587, 0.114)
+"""Grey out of red, green, blue: ITU-R BT.601."""
+
+EAGER_BYTES = 256 * 1024**2
+"""Up to this size a whole set is converted once; a larger one keeps its own shape and is converted batch by batch."""
+
+_CHUNK = 1024
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ImageSet:
+    """Images and labels of one split.
+
+    ``images`` uint8 [N, C, H, W]; ``labels`` int64 [N], below ``num_classes``. ``shape`` is the (C, H, W) that
+    :func:`asa.zoo.data.fetch` gives out; ``images`` has it too unless the converted set would be too large.
+    ``mean``, ``std``: per channel of ``shape``, for pixels scaled to 0..1. ``flips``: whether a mirrored image is
+    still of its class. ``source`` says in a sentence what was read.
+    """
+
+    images: Tensor
+    labels: Tensor
+    num_classes: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    name: str
+    source: str
+    shape: Shape
+    flips: bool = True
+
+    def __len__(self) -> int:
+        return self.images.shape[0]
+
+    def to(self, device: torch.device | str) -> ImageSet:
+        """The same set resident on ``device``, where ``fetch`` then gathers and augments."""
+        return replace(self, images=self.images.to(device), labels=self.labels.to(device))
+
+
+def _channels(pixels: Tensor, channels: int) -> Tensor:
+    have = pixels.shape[1]
+    if have == channels:
+        return pixels
+    if have == 1:
+        return pixels.expand(-1, channels, -1, -1)
+    red, green, blue = (pixels[:, i : i + 1] * LUMA[i] for i in range(3))
+    return red + green + blue
+
+
+def convert(pixels: Tensor, shape: Shape) -> Tensor:
+    """Floating pixels [N, C, H, W] as [N, *shape]: grey repeated or colours weighed, then bilinear, antialiased."""
+    pixels = _channels(pixels, shape[0])
+    if tuple(pixels.shape[2:]) == shape[1:]:
+        return pixels
+    if pixels.shape[0] == 0:
+        return pixels.new_empty(0, *shape)
+    return interpolate(pixels, size=shape[1:], mode="bilinear", antialias=True, align_corners=False)
+
+
+def _converted(images: Tensor, shape: Shape) -> Tensor:
+    done = torch.empty(images.shape[0], *shape, dtype=torch.uint8)
+    for start in range(0, images.shape[0], _CHUNK):
+        part = convert(images[start : start + _CHUNK].float(), shape)
+        done[start : start + _CHUNK] = part.round_().clamp_(0, 255).to(torch.uint8)
+    return done
+
+
+def reshaped(images: ImageSet, shape: Shape | None) -> ImageSet:
+    """The set for models that take ``shape`` (C, H, W); a sentence in ``source`` says what was done to it.
+
+    Raises:
+        UsageError: no rule turns the images' channels into those of ``shape``.
+    """
+    if shape is None or tuple(shape) == images.shape:
+        return images
+    shape = (shape[0], shape[1], shape[2])
+    channels, asked = images.shape[0], shape[0]
+    if min(shape) < 1:
+        raise UsageError(f"images of shape {shape} were asked for; channels, height and width are at least 1")
+    if channels not in (1, asked) and asked != 1:
+        raise UsageError(
+            f"{images.name} has {channels} channels, the model takes {asked}; "
+            f"try --input {channels}x{shape[1]}x{shape[2]}"
+        )
+    steps: list[str] = []
+    mean, std = images.mean, images.std
+    if channels == 1 < asked:
+        steps.append(f"grey repeated over {asked} channels")
+        mean, std = mean * asked, std * asked
+    elif channels > asked:
+        steps.append("colours weighed to grey")
+        # Channels of photographs move together, so spreads add up like the values do.
+        mean, std = ((sum(w * v for w, v in zip(LUMA, values, strict=True)),) for values in (mean, std))
+    if images.shape[1:] != shape[1:]:
+        steps.append(f"resized from {images.shape[1]}x{images.shape[2]} to {shape[1]}x{shape[2]}")
+    pixels = images.images
+    if len(images) * prod(shape) <= EAGER_BYTES:
+        pixels = _converted(pixels, shape)
+    source = f"{images.source} Images: {', '.join(steps)}."
+    return replace(images, images=pixels, shape=shape, mean=mean, std=std, source=source)

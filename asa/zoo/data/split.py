@@ -1,0 +1,145 @@
+"""Opening a data set by name: official files where there are any, the embedded default where none were named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor
+
+from asa.errors import InvalidInputError, UsageError
+from asa.zoo.data import cache, cifar, digits, idx
+from asa.zoo.data.download import Opener, download
+from asa.zoo.data.images import ImageSet, Shape, reshaped
+from asa.zoo.data.official import CIFAR100, OFFICIAL, Official, Split
+
+NAMES = ("cifar100", "cifar10", "mnist", "digits", "synthetic")
+
+
+def _statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation per channel of uint8 [N, C, H, W], for pixels scaled to 0..1."""
+    pixels = images.double().div_(255)
+    return tuple(pixels.mean(dim=(0, 2, 3)).tolist()), tuple(pixels.std(dim=(0, 2, 3)).tolist())
+
+
+def _read(root: Path, what: Official, split: Split) -> tuple[Tensor, Tensor, str] | None:
+    return (cifar.read if what.label_bytes else idx.read)(root, what, split)
+
+
+def _from_files(root: Path, what: Official, split: Split) -> ImageSet | None:
+    found = _read(root, what, split)
+    if found is None:
+        return None
+    images, labels, place = found
+    official = sum(count for _, count in what.files[split][: 1 if what.label_bytes == 0 else None])
+    note = "" if len(labels) == official else f" (the official set has {official})"
+    return ImageSet(
+        images=images,
+        labels=labels,
+        num_classes=what.num_classes,
+        mean=what.mean,
+        std=what.std,
+        name=what.name,
+        source=f"{what.title}, {split}: {len(labels)} images{note} from {place}.",
+        shape=what.shape,
+        flips=what.flips,
+    )
+
+
+def _stand_in(what: Official, split: Split, name: str) -> ImageSet:
+    with cache.stand_in(what) as root:
+        found, train = _read(root, what, split), _read(root, what, "train")
+    assert found is not None
+    assert train is not None
+    images, labels, _ = found
+    mean, std = _statistics(train[0])
+    origin = "asked for by name" if name == "synthetic" else "no --data-root was given"
+    return ImageSet(
+        images=images,
+        labels=labels,
+        num_classes=what.num_classes,
+        mean=mean,
+        std=std,
+        name=name,
+        source=(
+            f"Made-up images in {what.title}'s format, {split}: {len(labels)} of {what.num_classes} classes "
+            f"({origin}); they can be learned, but say nothing about {what.title}."
+        ),
+        shape=what.shape,
+        flips=what.flips,
+    )
+
+
+def _digits(split: Split) -> ImageSet:
+    images, labels = digits.read(split)
+    mean, std = _statistics(digits.read("train")[0])
+    return ImageSet(
+        images=images,
+        labels=labels,
+        num_classes=10,
+        mean=mean,
+        std=std,
+        name="digits",
+        source=f"Handwritten digits of scikit-learn, {split}: {len(labels)} of 1797 images.",
+        shape=(1, 8, 8),
+        flips=False,
+    )
+
+
+def _official(what: Official, split: Split, root: Path | None, fetch_it: bool, opener: Opener | None) -> ImageSet:
+    # Downloads without a --data-root land here, and are found again without asking.
+    home = cache.folder() / "official" / what.name if root is None else root
+    if root is not None and not root.is_dir() and not fetch_it:
+        state = "is not a directory" if root.exists() else "does not exist"
+        raise InvalidInputError(f"--data-root {root} {state}")
+    found = _from_files(home, what, split)
+    if found is None and fetch_it:
+        download(what, home, opener=opener)
+        found = _from_files(home, what, split)
+    if found is not None:
+        return found
+    if root is None:
+        return _stand_in(what, split, what.name)
+    wanted = f"{what.folder}/{what.files[split][0][0]} or {what.archive}"
+    if not what.archive:
+        wanted = " and ".join(f"{n}(.gz)" for n, _ in what.files[split])
+    raise InvalidInputError(
+        f"no {what.title} in --data-root {root}: looked for {wanted}; leave --data-root out for made-up images"
+    )
+
+
+def open_split(
+    name: str,
+    *,
+    split: Split,
+    root: Path | None,
+    input_shape: Shape | None = None,
+    download: bool = False,
+    opener: Opener | None = None,
+) -> ImageSet:
+    """One split of a data set, in memory.
+
+    ``cifar100``, ``cifar10``, ``mnist``: from the official files in ``root`` (the folder of the binary version, its
+    files, or the .tar.gz; idx files, gzipped or not). Without a ``root`` the embedded default of the same format
+    takes their place. ``synthetic``: that default by its own name. ``digits``: scikit-learn's; neither needs a root.
+
+    Args:
+        input_shape: (C, H, W) the model takes; other images are converted, and ``source`` says so.
+        download: get official files that are not there from their own addresses; the only case that uses a network.
+        opener: stands in for ``urllib.request.urlopen``.
+
+    Raises:
+        UsageError: an unknown name or split, or channels that cannot be converted.
+        InvalidInputError: a ``root`` without the files, or with files that cannot be used.
+        UnavailableError: a download that failed.
+    """
+    if name not in NAMES:
+        raise UsageError(f"no data set is called {name!r}; there are {', '.join(NAMES)}")
+    if split not in ("train", "test"):
+        raise UsageError(f"data sets have the splits train and test, not {split!r}")
+    if name == "digits":
+        images = _digits(split)
+    elif name == "synthetic":
+        images = _stand_in(CIFAR100, split, name)
+    else:
+        images = _official(OFFICIAL[name], split, root, download, opener)
+    return reshaped(images, input_shape)

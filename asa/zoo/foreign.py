@@ -1,0 +1,172 @@
+"""Models from outside: ``package.module:factory`` of the user's own, ``timm:NAME``, ``hf:NAME``."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator
+from difflib import get_close_matches
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from asa.errors import InvalidInputError, UnavailableError, UsageError
+
+Shape = tuple[int, int, int]
+
+
+def first_line(error: BaseException) -> str:
+    """``Kind: message`` of an exception, in one line of at most 200 characters."""
+    text = str(error).strip().splitlines()
+    line = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+    return line if len(line) <= 200 else line[:197] + "..."
+
+
+@contextlib.contextmanager
+def _at_home() -> Iterator[None]:
+    """The working directory importable (the ``asa`` script does not put it there), stdout kept for documents."""
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    importlib.invalidate_caches()
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        with contextlib.suppress(ValueError):
+            sys.path.remove(here)
+
+
+def _import(spec: str, name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        # A missing module that the named one lies in is a slip of the pen; any other is missing *inside* it.
+        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
+            raise UsageError(
+                f"model {spec!r}: no module {name!r} to import from here or the installed packages"
+            ) from None
+        raise InvalidInputError(f"model {spec!r}: importing {name} needs {error.name!r}, which is missing") from None
+    except (Exception, SystemExit) as error:
+        raise InvalidInputError(f"model {spec!r}: importing {name} failed with {first_line(error)}") from None
+
+
+def _factory(spec: str) -> Callable[..., Any]:
+    module_name, _, attribute = spec.partition(":")
+    parts = [*module_name.split("."), *attribute.split(".")]
+    if not all(p.isidentifier() for p in parts):
+        raise UsageError(f"model {spec!r} is not of the form package.module:factory")
+    found: Any = _import(spec, module_name)
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            near = get_close_matches(part, [n for n in dir(found) if not n.startswith("_")], n=3)
+            hint = f"; did you mean {', '.join(near)}?" if near else ""
+            raise UsageError(f"model {spec!r}: {module_name} has no {attribute!r}{hint}")
+        found = getattr(found, part)
+    if not callable(found) or isinstance(found, nn.Module):
+        raise UsageError(f"model {spec!r}: {attribute} is a {type(found).__name__}, not a function that builds a model")
+    return found  # type: ignore[no-any-return]
+
+
+def _accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:
+    """Those of the offered keyword arguments the function takes; all but ``input_shape`` through ``**kwargs``."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    named = {n for n, p in parameters.items() if p.kind in by_name}
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        named |= offered.keys() - {"input_shape"}
+    return {k: v for k, v in offered.items() if k in named}
+
+
+def from_factory(spec: str, *, num_classes: int, input_shape: Shape) -> nn.Module:
+    """Call ``package.module:factory`` with ``num_classes`` and ``input_shape`` where it takes them.
+
+    Raises:
+        UsageError: the spec does not lead to a function.
+        InvalidInputError: the module cannot be imported, or the function fails or returns no ``nn.Module``.
+    """
+    with _at_home():
+        function = _factory(spec)
+        try:
+            model = function(**_accepted(function, {"num_classes": num_classes, "input_shape": input_shape}))
+        except (Exception, SystemExit) as error:
+            raise InvalidInputError(f"model {spec!r}: the factory failed with {first_line(error)}") from None
+    if not isinstance(model, nn.Module):
+        raise InvalidInputError(f"model {spec!r}: the factory returned a {type(model).__name__}, not an nn.Module")
+    return model
+
+
+def _package(name: str, spec: str) -> Any:
+    if importlib.util.find_spec(name) is None:
+        raise UnavailableError(f"model {spec!r} needs the package {name}: pip install {name}")
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise UnavailableError(f"model {spec!r}: the installed {name} does not import: {first_line(error)}") from None
+
+
+def from_timm(spec: str, *, num_classes: int, input_shape: Shape) -> nn.Module:
+    """``timm.create_model`` without pre-trained weights; ``img_size`` where the model takes one.
+
+    Raises:
+        UnavailableError: timm is not installed.
+        UsageError: timm knows no such model.
+        InvalidInputError: it cannot be built for this input.
+    """
+    timm = _package("timm", spec)
+    name = spec.partition(":")[2]
+    if not timm.is_model(name):
+        near = get_close_matches(name, timm.list_models(), n=3)
+        raise UsageError(f"timm has no model {name!r}" + (f"; did you mean {', '.join(near)}?" if near else ""))
+    options = {"pretrained": False, "num_classes": num_classes, "in_chans": input_shape[0]}
+    try:
+        try:
+            model = timm.create_model(name, **options, img_size=input_shape[1:])
+        except TypeError:  # purely convolutional models take any size and no such argument
+            model = timm.create_model(name, **options)
+    except Exception as error:
+        raise InvalidInputError(f"model {spec!r} cannot be built: {first_line(error)}") from None
+    return model  # type: ignore[no-any-return]
+
+
+class Logits(nn.Module):
+    """A transformers classifier as a function from pixels to logits [N, classes]."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Logits of ``pixels`` [N, C, H, W]."""
+        return self.model(pixel_values=pixels).logits  # type: ignore[no-any-return]
+
+
+def from_transformers(spec: str, *, num_classes: int, input_shape: Shape) -> nn.Module:
+    """An image classifier of transformers with fresh weights: a model type (``hf:vit``), or a folder or hub name
+    whose configuration is read.
+
+    Raises:
+        UnavailableError: transformers is not installed, or the configuration cannot be had.
+        InvalidInputError: it is no image classifier, or cannot be built for this input.
+    """
+    transformers = _package("transformers", spec)
+    name = spec.partition(":")[2]
+    options = {"num_labels": num_classes, "num_channels": input_shape[0], "image_size": input_shape[1]}
+    try:
+        if name in transformers.CONFIG_MAPPING:
+            config = transformers.AutoConfig.for_model(name, **options)
+        else:
+            config = transformers.AutoConfig.from_pretrained(name, **options)
+    except Exception as error:
+        raise UnavailableError(f"model {spec!r}: its configuration cannot be had: {first_line(error)}") from None
+    try:
+        return Logits(transformers.AutoModelForImageClassification.from_config(config))
+    except Exception as error:
+        raise InvalidInputError(f"model {spec!r} cannot be built: {first_line(error)}") from None

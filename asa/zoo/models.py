@@ -1,0 +1,194 @@
+"""Models by name: any torchvision classifier or segmentation model, ``cnn``, ``logistic``, or one from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from difflib import get_close_matches
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from asa.errors import UsageError
+from asa.zoo.admission import check_outputs, refusal
+from asa.zoo.foreign import Shape, first_line, from_factory, from_timm, from_transformers
+from asa.zoo.plain import PLAIN
+
+_USUAL_SIDES = (28, 32, 42, 48, 56, 64, 75, 96, 128, 160, 192, 224, 256, 299, 384, 448, 518)
+"""Sides tried, in this order, to name one that works."""
+
+_LARGER_DEFAULTS = {"alexnet": 64, "inception_v3": 75, "maxvit_t": 224, "vit_h_14": 42}
+"""The models that cannot take CIFAR's 32 pixels, and the smallest usual side above that each can (a test asks them)."""
+
+_INCEPTION_AUX_SIDE = 299
+"""Below this side the map in front of inception's auxiliary head is too small for the head's 5x5 kernels."""
+
+
+@cache
+def _torchvision_names() -> tuple[str, ...]:
+    import torchvision
+
+    return tuple(torchvision.models.list_models(module=torchvision.models))
+
+
+@cache
+def segmentation_names() -> tuple[str, ...]:
+    """Names of torchvision's segmentation models; labels for them are maps [N, H, W]."""
+    import torchvision
+
+    return tuple(torchvision.models.list_models(module=torchvision.models.segmentation))
+
+
+def names() -> list[str]:
+    """Every classifier that can be built by its plain name, sorted."""
+    return sorted([*_torchvision_names(), *PLAIN])
+
+
+def default_input(spec: str) -> tuple[Shape, int]:
+    """Input shape (C, H, W) and number of classes a model gets when nothing is said: those of CIFAR-100, larger
+    where the model cannot take 32 pixels."""
+    side = _LARGER_DEFAULTS.get(spec, 32)
+    return (3, side, side), 100
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """All host generators set to ``seed`` within, and as they were after. Weights are made on the CPU."""
+    state, python, numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        # Not torch.manual_seed: it would also reset every GPU's generator.
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        yield
+    finally:
+        torch.set_rng_state(state)
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def _options(name: str, shape: Shape) -> dict[str, Any]:
+    """What a torchvision builder must be told besides the number of classes."""
+    _, height, width = shape
+    if name in segmentation_names():
+        return {"weights_backbone": None, "aux_loss": None}
+    if name.startswith("vit_"):
+        if height != width:
+            raise UsageError(
+                f"{name} takes square inputs, not {height}x{width}; try --input {shape[0]}x{height}x{height}"
+            )
+        return {"image_size": height}
+    if name.startswith("maxvit"):
+        return {"input_size": (height, width)}
+    if name == "googlenet":
+        return {"init_weights": False}
+    if name == "inception_v3":
+        return {"init_weights": False, "aux_logits": min(height, width) >= _INCEPTION_AUX_SIDE}
+    return {}
+
+
+def _inflate_stem(model: nn.Module, channels: int) -> None:
+    """Give a network made for 3 channels ``channels`` of them: the stem's kernels repeated in turn and scaled by
+    3 / channels, so that activations keep their size."""
+    for parent in model.modules():
+        for child_name, child in parent.named_children():
+            if isinstance(child, nn.Conv2d) and child.in_channels == 3 and child.groups == 1:
+                index = torch.arange(channels, device=child.weight.device) % 3
+                child.weight = nn.Parameter(child.weight.detach()[:, index] * (3 / channels))
+                child.in_channels = channels
+                setattr(parent, child_name, child)
+                return
+    raise UsageError(f"{type(model).__name__} has no convolution of 3 channels to adapt to {channels}")
+
+
+def _torchvision(name: str, num_classes: int, shape: Shape) -> nn.Module:
+    import torchvision
+
+    model: nn.Module = torchvision.models.get_model(
+        name, weights=None, num_classes=num_classes, **_options(name, shape)
+    )
+    if shape[0] != 3:
+        _inflate_stem(model, shape[0])
+    return model
+
+
+def _why_not(name: str, num_classes: int, shape: Shape) -> str:
+    """Why torchvision's ``name`` does not work on ``shape``; the model itself is never allocated."""
+    try:
+        with torch.device("meta"):
+            return refusal(_torchvision(name, num_classes, shape), shape)
+    except Exception as error:
+        return first_line(error)
+
+
+def _remedy(name: str, num_classes: int, shape: Shape) -> str:
+    for side in _USUAL_SIDES:
+        if side > min(shape[1:]) and not _why_not(name, num_classes, (shape[0], side, side)):
+            return f"; try --input {shape[0]}x{side}x{side}"
+    return ""
+
+
+def _from_torchvision(name: str, num_classes: int, shape: Shape) -> nn.Module:
+    try:
+        model = _torchvision(name, num_classes, shape)
+    except UsageError:
+        raise
+    except Exception as error:
+        why = first_line(error)
+    else:
+        why = refusal(model, shape)
+        if not why:
+            return model
+    asked = "x".join(map(str, shape))
+    raise UsageError(f"{name} cannot take inputs of {asked} ({why}){_remedy(name, num_classes, shape)}")
+
+
+def build(spec: str, *, num_classes: int, input_shape: Shape, seed: int = 0) -> nn.Module:
+    """The model ``spec`` names, on the CPU, in training mode, its weights a function of ``seed`` alone.
+
+    ``spec``: a torchvision classification or segmentation name, ``cnn``, ``logistic``, ``package.module:factory``
+    (importable from the working directory too; called with ``num_classes`` and ``input_shape`` where it takes
+    them), ``timm:NAME`` or ``hf:NAME``. Auxiliary heads stay on as torchvision trains them, except
+    ``inception_v3``'s on inputs too small for it (below 299 pixels).
+
+    Args:
+        num_classes: at least 1.
+        input_shape: channels, height, width.
+        seed: of the initial weights; the state of all generators is as before afterwards.
+
+    Raises:
+        UsageError: an unknown name (near ones are named), or an input the model cannot take (one is named that it can).
+        InvalidInputError: a model from outside fails, or does not give logits of that many classes.
+        UnavailableError: the package a spec needs is not installed.
+    """
+    if num_classes < 1:
+        raise UsageError(f"a model for {num_classes} classes was asked for; at least 1 is needed")
+    if len(input_shape) != 3 or min(input_shape) < 1:
+        raise UsageError(f"input shape {tuple(input_shape)} is not channels, height, width, each at least 1")
+    with _seeded(seed):
+        model = _build(spec, num_classes, input_shape)
+    return model.train()
+
+
+def _build(spec: str, num_classes: int, shape: Shape) -> nn.Module:
+    if ":" in spec:
+        origin = spec.partition(":")[0]
+        outside = {"timm": from_timm, "hf": from_transformers}.get(origin, from_factory)
+        model = outside(spec, num_classes=num_classes, input_shape=shape)
+        check_outputs(model, spec, num_classes=num_classes, shape=shape)
+        return model
+    if spec in PLAIN:
+        return PLAIN[spec](num_classes=num_classes, input_shape=shape)
+    known = {*_torchvision_names(), *segmentation_names()}
+    if spec in known:
+        return _from_torchvision(spec, num_classes, shape)
+    near = get_close_matches(spec.lower().replace("-", "").replace(" ", ""), [*known, *PLAIN], n=3, cutoff=0.5)
+    hint = f"; did you mean {', '.join(near)}?" if near else "; `package.module:factory` names one of your own"
+    raise UsageError(f"no model is called {spec!r}{hint}")
+
+
+__all__ = ["build", "default_input", "names", "segmentation_names"]

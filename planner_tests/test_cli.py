@@ -1,0 +1,297 @@
+"""The command line without the work behind it: options, where values come from, errors, exit codes, streams."""
+
+from __future__ import annotations
+
+import doctest
+import json
+import os
+
+import nouns
+import pytest
+
+from asa import errors
+from asa.cli import choose, entry, options, places, settings
+from asa.cli.console import Console
+from asa.cli.verb import Arguments, Option, Verb
+from asa.ir import codec
+
+ALL = [verb for word in entry.VERBS for verb in entry.verbs(word)]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """Every test in an empty directory, with none of the user's variables."""
+    monkeypatch.chdir(tmp_path)
+    for name in [n for n in os.environ if n.startswith("ASA_")]:
+        monkeypatch.delenv(name)
+    return tmp_path
+
+
+@pytest.fixture
+def own_verb(monkeypatch):
+    """Put a verb of the test's own into the command line, as ``asa probe``."""
+
+    def put(run, *opts: Option) -> None:
+        made = Verb(name="probe", help="a test", run=run, options=(*opts, options.JSON))
+        monkeypatch.setitem(entry.VERBS, "probe", ("nowhere", "a test"))
+        real = entry.verbs
+        monkeypatch.setattr(entry, "verbs", lambda word: (made,) if word == "probe" else real(word))
+
+    return put
+
+
+def one_line(text: str) -> str:
+    assert text.startswith("asa: ")
+    assert text.count("\n") == 1, text
+    return text
+
+
+@pytest.mark.parametrize("module", [options, places, choose])
+def test_examples_in_docstrings_hold(module):
+    found = doctest.testmod(module)
+    assert found.attempted > 0
+    assert found.failed == 0
+
+
+@pytest.mark.parametrize("verb", ALL, ids=lambda v: v.name)
+def test_every_verb_has_help_for_itself_and_every_option(verb, capsys):
+    assert entry.run([*verb.name.split(), "--help"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert verb.help[1:] in said
+    for option in verb.options:
+        assert option.help
+        assert option.positional or f"--{option.name}" in said
+    assert "json" in {option.name for option in verb.options}
+
+
+def test_the_overview_names_every_verb(capsys):
+    assert entry.run(["--help"]) == 0
+    said = capsys.readouterr().out
+    assert all(f"\n  {word} " in said for word in entry.VERBS)
+    assert entry.run([]) == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["plam"], "did you mean `asa plan`?"),
+        (["nonsense-entirely"], "is no command"),
+        (["cluster"], "cluster list"),
+        (["cluster", "lits"], "cluster list"),
+        (["profile"], "MODEL is missing"),
+        (["plan", "--gpus", "x"], "--gpus: 'x' is not a whole number"),
+        (["plan", "--gpus", "0"], "--gpus: 0 is below 1"),
+        (["plan", "--gpus"], "expected one argument"),
+        (["plan", "--gpu", "3"], "--gpu"),
+        (["plan", "--solver", "magic"], "'magic' is none of ilp, dp, exhaustive"),
+        (["plan", "--memory", "nan"], "--memory: nan is not above 0"),
+        (["plan", "--memory", "-1"], "--memory"),
+        (["profile", "resnet50", "--input", "32x32"], "is not CxHxW"),
+        (["profile", "resnet50", "--time-limit", "soon"], "is no time span"),
+    ],
+)
+def test_a_usage_error_is_one_line_and_exit_code_2(argv, words, capsys):
+    assert entry.run(argv) == 2
+    said = capsys.readouterr()
+    assert words in one_line(said.err)
+    assert said.out == ""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.UsageError("why"),
+        errors.InvalidInputError("why", where="$.x"),
+        errors.InfeasibleError("why"),
+        errors.UnavailableError("why"),
+        errors.WorkersFailedError("why\nreally", rank=1),
+        errors.NoCheckpointError("why"),
+        errors.PreemptedError("why"),
+        errors.AsaError("why"),
+    ],
+)
+def test_errors_end_in_their_exit_code_and_one_line(error, own_verb, capsys):
+    def fail(args: Arguments, console: Console) -> None:
+        raise error
+
+    own_verb(fail)
+    assert entry.run(["probe"]) == error.exit_code
+    assert one_line(capsys.readouterr().err).startswith("asa: why")
+    assert entry.run(["probe", "--json"]) == error.exit_code
+    data = json.loads(capsys.readouterr().out)
+    assert data["kind"] == "error"
+    assert data["exit_code"] == error.exit_code
+    assert data["schema_version"] == codec.SCHEMA_VERSION
+
+
+def test_a_bug_is_one_line_unless_the_traceback_is_asked_for(own_verb, capsys, monkeypatch):
+    def fail(args: Arguments, console: Console) -> None:
+        raise KeyError("layer4")
+
+    own_verb(fail)
+    assert entry.run(["probe"]) == 1
+    said = one_line(capsys.readouterr().err)
+    assert "KeyError: 'layer4'" in said
+    assert "ASA_DEBUG=1" in said
+    monkeypatch.setenv("ASA_DEBUG", "1")
+    assert entry.run(["probe"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_the_environment(own_verb, capsys, elsewhere):
+    (elsewhere / "file").write_text("")
+
+    def fail(args: Arguments, console: Console) -> None:
+        codec.save(nouns.plan(), elsewhere / "file" / "plan.json")
+
+    own_verb(fail)
+    assert entry.run(["probe"]) == 5
+    assert "file" in one_line(capsys.readouterr().err)
+
+
+def test_only_the_document_reaches_stdout(own_verb, capfd):
+    def chatter(args: Arguments, console: Console) -> None:
+        os.write(1, b"from a C library\n")
+        print("from a worker", flush=True)
+        console.show("a table")
+        console.result({"schema_version": 1, "kind": "probe"}, lambda: ["a table"])
+
+    own_verb(chatter)
+    assert entry.run(["probe", "--json"]) == 0
+    said = capfd.readouterr()
+    assert json.loads(said.out) == {"schema_version": 1, "kind": "probe"}
+    assert "from a C library" in said.err
+    assert "from a worker" in said.err
+    assert entry.run(["probe"]) == 0
+    assert "a table" in capfd.readouterr().out
+
+
+def test_other_ranks_are_silent(own_verb, capfd, monkeypatch):
+    def talk(args: Arguments, console: Console) -> None:
+        console.say("words")
+        console.result({"schema_version": 1}, lambda: ["a table"])
+
+    own_verb(talk)
+    monkeypatch.setenv("RANK", "1")
+    assert entry.run(["probe"]) == 0
+    assert entry.run(["probe", "--json"]) == 0
+    said = capfd.readouterr()
+    assert said.out == ""
+    assert said.err == ""
+
+
+def test_no_progress_where_nobody_watches(own_verb, capfd):
+    def work(args: Arguments, console: Console) -> None:
+        with console.progress("working") as report:
+            report(0.5, "halfway")
+
+    own_verb(work)
+    assert entry.run(["probe"]) == 0
+    assert capfd.readouterr() == ("", "")
+
+
+PROBE = Verb(
+    name="probe sub",
+    help="",
+    run=lambda args, console: None,
+    options=(
+        Option(name="global-batch", help="", parse=options.count, default=7),
+        Option(name="strategies", help="", parse=options.names),
+        Option(name="pin", help="", repeated=True),
+        options.JSON,
+    ),
+)
+
+
+def resolved(argv=(), environment=None) -> Arguments:
+    return settings.arguments(PROBE, argv, environment or {})
+
+
+def test_flag_over_variable_over_file_over_default(elsewhere):
+    assert resolved().global_batch == 7
+    (elsewhere / "pyproject.toml").write_text("[tool.asa]\nglobal_batch = 5\n")
+    assert resolved().origin["global_batch"] == "file pyproject.toml"
+    (elsewhere / "asa.toml").write_text("global-batch = 1\nother = 3\n[probe.sub]\nglobal-batch = 2\n")
+    assert resolved().global_batch == 2
+    assert resolved().origin["global_batch"] == "file asa.toml"
+    found = resolved(environment={"ASA_GLOBAL_BATCH": "3"})
+    assert (found.global_batch, found.origin["global_batch"]) == (3, "env ASA_GLOBAL_BATCH")
+    found = resolved(["--global-batch", "4"], {"ASA_GLOBAL_BATCH": "3"})
+    assert (found.global_batch, found.origin["global_batch"]) == (4, "flag")
+    assert not resolved().given("strategies")
+
+
+def test_lists_and_switches_from_every_source(elsewhere):
+    found = resolved(["--pin", "a=tensor@2", "--pin", "b=zero3@2"], {"ASA_JSON": "yes", "ASA_STRATEGIES": "ddp,asa"})
+    assert found.pin == ("a=tensor@2", "b=zero3@2")
+    assert found.strategies == ("ddp", "asa")
+    assert found.json is True
+    assert resolved().pin == ()
+    assert resolved(environment={"ASA_JSON": "0"}).json is False
+    (elsewhere / "asa.toml").write_text('strategies = ["ddp", "tensor"]\njson = true\npin = ["c=tensor@2"]\n')
+    assert (resolved().strategies, resolved().json, resolved().pin) == (("ddp", "tensor"), True, ("c=tensor@2",))
+
+
+def test_bad_variables_and_files_are_told_apart(elsewhere):
+    with pytest.raises(errors.UsageError, match="ASA_GLOBAL_BATCH: 'many' is not a whole number"):
+        resolved(environment={"ASA_GLOBAL_BATCH": "many"})
+    (elsewhere / "asa.toml").write_text("[probe.sub]\nglobal-batsch = 2\n")
+    with pytest.raises(errors.InvalidInputError, match="has no option 'global-batsch'"):
+        resolved()
+    (elsewhere / "asa.toml").write_text("global-batch = true\n")
+    with pytest.raises(errors.InvalidInputError, match=r"asa\.toml: global-batch"):
+        resolved()
+    (elsewhere / "asa.toml").write_text("[probe")
+    with pytest.raises(errors.InvalidInputError, match=r"asa\.toml"):
+        resolved()
+
+
+def test_config_show_says_where_values_come_from(capsys, monkeypatch):
+    monkeypatch.setenv("ASA_GPUS", "4")
+    assert entry.run(["config", "show", "plan", "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["settings"]}
+    assert rows["gpus"] == {"verb": "plan", "name": "gpus", "value": 4, "from": "env ASA_GPUS"}
+    assert rows["solver"]["from"] == "default"
+    assert entry.run(["config", "show"]) == 0
+    assert "env ASA_GPUS" in capsys.readouterr().out
+    assert entry.run(["config", "show", "plam"]) == 2
+
+
+def test_the_newest_profile_is_the_one_with_the_latest_date_inside(elsewhere, monkeypatch, capsys):
+    monkeypatch.setattr(places.asa, "__file__", str(elsewhere / "source" / "asa" / "__init__.py"))
+    old, new = nouns.profile("2025-01-01T00:00:00+00:00", "old"), nouns.profile("2025-02-01T00:00:00+00:00", "new")
+    codec.save(new, elsewhere / "profiles" / "new.json")
+    codec.save(old, elsewhere / "profiles" / "old.json")
+    codec.save(nouns.cluster(), elsewhere / "profiles" / "cluster.box.json")
+    (elsewhere / "profiles" / "broken.json").write_text("{")
+    assert [p.model_spec for _, p in places.profiles(Console())] == ["new", "old"]
+    assert "passed over: profiles/broken.json is not valid JSON" in capsys.readouterr().err
+    assert [c.name for _, c in places.clusters(Console())] == ["box"]
+
+
+def test_profiles_beside_the_source_are_found_from_anywhere(elsewhere, monkeypatch):
+    monkeypatch.setattr(places.asa, "__file__", str(elsewhere / "source" / "asa" / "__init__.py"))
+    codec.save(nouns.profile(), elsewhere / "source" / "profiles" / "tiny.json")
+    assert [p.model_spec for _, p in places.profiles(Console())] == ["tiny"]
+
+
+def test_the_newest_plan_is_the_one_written_last(elsewhere):
+    with pytest.raises(errors.InvalidInputError, match="make one with `asa plan`"):
+        places.newest_plan(None)
+    for i, strategy in enumerate(("ddp", "asa", "tensor")):
+        path = elsewhere / "runs" / "plans" / f"{strategy}.json"
+        codec.save(nouns.plan(strategy), path)
+        os.utime(path, (1000 + i, 1000 + i))
+    assert places.newest_plan(None)[1].strategy == "tensor"
+    assert places.newest_plan("runs/plans/asa.json")[1].strategy == "asa"
+    with pytest.raises(errors.InvalidInputError, match="cannot read"):
+        places.newest_plan("gone.json")
+
+
+def test_the_default_cluster_is_measured_large_enough_and_of_the_same_device(elsewhere, monkeypatch):
+    monkeypatch.setattr(places.asa, "__file__", str(elsewhere / "source" / "asa" / "__init__.py"))
+    for n in (2, 4):
+        codec.save(nouns.cluster(n, f"box{n}"), elsewhere / "profiles" / f"cluster.box{n}.json")
+    assert choose.default_cluster(Console(), "cpu", "Test CPU", 3).name == "box4"
+    assert choose.named_cluster("box2").num_devices == 2
+    assert choose.named_cluster("profiles/cluster.box4.json").num_devices == 4

@@ -1,0 +1,310 @@
+"""Ranks start, talk, agree; and however one of them ends, it is named and nothing is left behind."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from asa.errors import InvalidInputError, PreemptedError, UnavailableError, UsageError, WorkersFailedError
+from asa.launch import Place, cuda_devices, forking, join, launched, run_ranks, tell
+from asa.launch.blame import Outcome, culprit
+from asa.launch.worker import Failure
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+
+
+def _gone(pids: list[int]) -> bool:
+    until = time.monotonic() + 10
+    while any(_alive(p) for p in pids):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def _sum(rank: int, base: int) -> tuple[int, torch.Tensor, int]:
+    value = torch.tensor([float(base + rank)])
+    dist.all_reduce(value)
+    return rank, value, torch.get_num_threads()
+
+
+def test_results_come_by_rank_and_closures_work() -> None:
+    found = run_ranks(3, _sum, 10, threads=1)
+    assert [(r, v.item(), t) for r, v, t in found] == [(r, 33.0, 1) for r in range(3)]
+    captured = [4, 5]
+    assert run_ranks(2, lambda rank: captured[rank], timeout_s=30) == [4, 5]
+    assert not dist.is_initialized(), "the parent is no member of the group"
+
+
+def test_a_result_larger_than_a_pipe_and_a_slow_rank_do_not_block() -> None:
+    def big(rank: int) -> torch.Tensor:
+        if rank:
+            time.sleep(0.3)
+        value = torch.full((300_000,), float(rank))
+        dist.all_reduce(value)
+        return value
+
+    assert all(torch.equal(v, torch.ones(300_000)) for v in run_ranks(2, big, threads=1, timeout_s=30))
+
+
+def test_messages_arrive_in_order_while_ranks_run() -> None:
+    heard: list[tuple[int, int]] = []
+
+    def chatty(rank: int) -> None:
+        for i in range(3):
+            tell(i)
+
+    run_ranks(2, chatty, threads=1, on_message=lambda rank, message: heard.append((rank, message)))
+    assert sorted(heard) == [(r, i) for r in range(2) for i in range(3)]
+    assert [i for r, i in heard if r == 1] == [0, 1, 2]
+    tell("nobody listens here")
+
+
+def test_standard_output_belongs_to_the_parent(capfd: pytest.CaptureFixture[str]) -> None:
+    def loud(rank: int) -> None:
+        print("from a rank")
+        os.write(1, b"from a library")
+
+    run_ranks(1, loud, threads=1)
+    out, _ = capfd.readouterr()
+    assert out == ""
+
+
+def _steps_with_fault(rank: int, kind: str) -> None:
+    tell(os.getpid())
+    for step in range(4):
+        if step == 2 and rank == 1:
+            match kind:
+                case "exit":
+                    os._exit(3)
+                case "sys.exit":
+                    sys.exit(0)
+                case "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                case "segfault":
+                    faulthandler.disable()
+                    os.kill(os.getpid(), signal.SIGSEGV)
+                case "raise":
+                    raise ValueError("no such\n  thing")
+                case "hang":
+                    time.sleep(600)
+                case "gil":
+                    ctypes.PyDLL(None).sleep(600)  # holds the interpreter's lock: no Python thread runs
+        dist.all_reduce(torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("exit", "exited with code 3"),
+        ("sys.exit", "sys.exit(0)"),
+        ("kill", "signal 9 (SIGKILL)"),
+        ("segfault", "signal 11 (SIGSEGV)"),
+        ("raise", "ValueError: no such thing"),
+        ("hang", "hung"),
+        ("gil", "hung"),
+    ],
+)
+def test_the_rank_at_fault_is_named_and_all_end(kind: str, words: str) -> None:
+    pids: list[int] = []
+    with pytest.raises(WorkersFailedError) as caught:
+        run_ranks(3, _steps_with_fault, kind, threads=1, timeout_s=1, on_message=lambda _, pid: pids.append(pid))
+    assert caught.value.rank == 1
+    assert str(caught.value).startswith("rank 1 of 3 ")
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(pids) == 3
+    assert _gone(pids)
+
+
+def test_our_own_errors_pass_through_with_the_ranks_trace() -> None:
+    def refuse(rank: int) -> None:
+        raise InvalidInputError("data ends early", where="byte 7")
+
+    with pytest.raises(InvalidInputError, match=r"^data ends early \(at byte 7\)") as caught:
+        run_ranks(2, refuse, threads=1)
+    assert "refuse" in "".join(caught.value.__notes__)
+
+
+def test_a_limit_for_everything() -> None:
+    with pytest.raises(WorkersFailedError, match="rank 0 of 1 was not done"):
+        run_ranks(1, lambda rank: time.sleep(600), threads=1, limit_s=0.5)
+
+
+def test_a_callback_that_raises_ends_the_ranks() -> None:
+    pids: list[int] = []
+
+    def forever(rank: int) -> None:
+        tell(os.getpid())
+        time.sleep(600)
+
+    def interrupt(rank: int, pid: int) -> None:
+        pids.append(pid)
+        if len(pids) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_ranks(2, forever, threads=1, on_message=interrupt)
+    assert _gone(pids)
+
+
+def test_impossible_requests_are_refused() -> None:
+    for ranks, threads in ((0, None), (1, 0)):
+        with pytest.raises(UsageError, match="at least 1"):
+            run_ranks(ranks, _sum, 1, threads=threads)
+    if cuda_devices() < 64:
+        with pytest.raises(UnavailableError, match="64 nccl ranks need 64 CUDA devices"):
+            run_ranks(64, _sum, 1, backend="nccl")
+
+
+def test_threads_that_would_hang_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forking, "_fork_computes", lambda threads: False)
+    with pytest.raises(UsageError, match=r"set_num_threads\(1\)"):
+        run_ranks(1, _sum, 1, threads=2)
+    monkeypatch.setattr(forking, "default_threads", lambda ranks: 8)
+    assert run_ranks(1, _sum, 1)[0][2] == 1
+
+
+def test_the_probe_tells_a_process_that_has_computed_with_threads() -> None:
+    def probe(rank: int) -> tuple[bool, bool, bool]:
+        forking._PROBE_S = 0.5
+        before = forking._fork_computes(2)
+        torch.set_num_threads(2)
+        torch.ones(1 << 20).add_(1)
+        return before, forking._fork_computes(2), forking._fork_computes(2)
+
+    assert run_ranks(1, probe, threads=1) == [(True, False, False)]
+
+
+def _supervisor(mode: str, out: int) -> None:
+    """Run two ranks that write their process ids to ``out``; exits as the command line would."""
+
+    def body(rank: int) -> None:
+        stopped: list[int] = []
+        if mode != "deaf":
+            signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
+        tell(os.getpid())
+        while not stopped:
+            time.sleep(0.01)
+        if mode == "stuck":
+            tell(0)
+            time.sleep(600)
+        raise PreemptedError("saved")
+
+    def hear(rank: int, pid: int) -> None:
+        os.write(out, f"{pid}\n".encode())
+
+    code = 1
+    try:
+        run_ranks(2, body, threads=1, forward_sigterm=mode != "deaf", on_message=hear)
+    except PreemptedError as error:
+        code = error.exit_code
+    except KeyboardInterrupt:
+        code = 130
+    finally:
+        os._exit(code)
+
+
+@pytest.mark.parametrize(
+    ("mode", "signals", "code"),
+    [
+        ("polite", [signal.SIGTERM], 75),
+        ("stuck", [signal.SIGTERM, signal.SIGTERM], -signal.SIGTERM),
+        ("deaf", [signal.SIGTERM], -signal.SIGTERM),
+        ("polite", [signal.SIGKILL], -signal.SIGKILL),
+        ("polite", [signal.SIGINT], 130),
+    ],
+)
+def test_no_signal_to_the_parent_leaves_an_orphan(mode: str, signals: list[signal.Signals], code: int) -> None:
+    here, there = os.pipe()
+    process = multiprocessing.get_context("fork").Process(target=_supervisor, args=(mode, there))
+    with forking.fork_beside_threads():
+        process.start()
+    os.close(there)
+    with open(here) as stream:
+        pids = [int(stream.readline()) for _ in range(2)]
+        for i, number in enumerate(signals):
+            if i:
+                assert [stream.readline().strip() for _ in range(2)] == ["0", "0"], "both have heard the first"
+            os.kill(process.pid or 0, number)
+        process.join(20)
+    assert process.exitcode == code
+    assert _gone(pids)
+
+
+def test_a_group_that_exists_is_joined_and_left_alone() -> None:
+    def inside(rank: int) -> tuple[Place, bool]:
+        with join() as place:
+            pass
+        return place, dist.is_initialized()
+
+    assert run_ranks(2, inside, threads=1) == [(Place(rank=r, num_ranks=2, local_rank=r), True) for r in range(2)]
+
+
+def test_a_launcher_is_obeyed() -> None:
+    def as_launched(rank: int) -> tuple[Place, float, bool]:
+        port = torch.zeros(1)
+        if rank == 0:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port[0] = free.getsockname()[1]
+        dist.broadcast(port, 0)
+        dist.destroy_process_group()
+        os.environ.update(MASTER_PORT=str(int(port.item())), TORCHELASTIC_RESTART_COUNT="2")
+        assert launched()
+        with join(timeout_s=30) as place:
+            value = torch.ones(1)
+            dist.all_reduce(value)
+            dist.barrier()
+        return place, value.item(), dist.is_initialized()
+
+    expected = [(Place(rank=r, num_ranks=2, local_rank=r), 2.0, False) for r in range(2)]
+    assert run_ranks(2, as_launched, threads=1, timeout_s=30) == expected
+
+
+def test_a_launcher_that_talks_nonsense_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(UsageError, match="not under a launcher"), join():
+        pass
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="RANK=5 is not one of WORLD_SIZE=2"), join():
+        pass
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(UsageError, match="WORLD_SIZE='two' is not a number"), join():
+        pass
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(UnavailableError, match="MASTER_ADDR"), join(timeout_s=1):
+        pass
+
+
+def test_blame_goes_by_evidence_not_by_arrival() -> None:
+    victim = Outcome(failure=Failure(line="failed with RuntimeError: Connection closed by peer", collective=True))
+    dead = Outcome.of_exit(-11, "gloo")
+    fine = Outcome(result=1)
+    assert culprit({0: fine, 1: fine}, 2, 5) is None
+    assert culprit({0: victim, 2: dead, 1: victim}, 3, 5)[0] == 2  # type: ignore[index]
+    assert culprit({0: victim, 2: fine}, 4, 5)[0] == 1  # type: ignore[index]
+    assert culprit({1: victim, 0: victim}, 2, 5)[0] == 1  # type: ignore[index]
+    watchdog = Outcome.of_exit(-signal.SIGABRT, "nccl")
+    assert culprit({0: watchdog}, 2, 5)[0] == 1, "nccl aborts the rank that waits"  # type: ignore[index]
+    assert PreemptedError.exit_code == 75

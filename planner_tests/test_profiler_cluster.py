@@ -1,0 +1,113 @@
+"""Measuring the machine's own ranks: real processes, real collectives, small messages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from asa.errors import UsageError
+from asa.ir.cluster import Cluster
+from asa.ir.codec import dumps, loads
+from asa.ir.traffic import COLLECTIVE_OPS
+from asa.launch import run_ranks
+from asa.profiler.clock import HostClock
+from asa.profiler.collectives import operation
+from asa.profiler.interconnect import measure_cluster
+from asa.profiler.rounds import agree, slowest, time_together
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Cluster:
+    said: list[float] = []
+    found = measure_cluster(3, sizes=(256, 6000), time_limit_s=4.0, progress=lambda fraction, _: said.append(fraction))
+    assert said[0] == 0.0
+    assert said[-1] == 1.0
+    assert said == sorted(said)
+    return found
+
+
+def test_every_collective_is_measured_on_every_group_size(cluster):
+    (level,) = cluster.levels
+    expected = {(op, n) for op in COLLECTIVE_OPS for n in (2, 3) if op != "send_recv" or n == 2}
+    assert {(t.op, t.ranks) for t in level.tables} == expected
+    assert level.devices == cluster.num_devices == 3
+    assert all(t.status == "measured" and "asa cluster measure" in t.source for t in level.tables)
+
+
+def test_sizes_are_whole_messages_that_every_rank_has_an_equal_part_of(cluster):
+    for table in cluster.levels[0].tables:
+        assert [b for b, _ in table.points] == ([256, 6000] if table.ranks == 2 else [252, 6000])
+        assert all(b % (4 * table.ranks) == 0 for b, _ in table.points)
+
+
+def test_contention_covers_all_counts_and_speeds_nothing_up(cluster):
+    assert [c.ranks for c in cluster.contention] == [1, 2, 3]
+    assert cluster.contention[0].slowdown == 1.0
+    assert all(c.slowdown >= 1 for c in cluster.contention)
+    assert cluster.overlap.saving <= 1
+
+
+def test_the_device_is_this_machine(cluster):
+    assert cluster.device.type == "cpu"
+    assert cluster.device.memory_bytes > 0
+    assert min(cluster.device.peak_fp32_flops, cluster.device.memory_bandwidth) > 1e6
+
+
+def test_a_measured_cluster_is_a_file(cluster):
+    assert loads(Cluster, dumps(cluster), source="test") == cluster
+
+
+def test_one_rank_has_nobody_to_talk_to():
+    cluster = measure_cluster(1, time_limit_s=0.2, name="alone")
+    assert cluster.name == "alone"
+    assert cluster.levels == ()
+    assert [c.ranks for c in cluster.contention] == [1]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"num_ranks": 0}, {"num_ranks": 2, "sizes": ()}, {"num_ranks": 2, "sizes": (8,)}, {"num_ranks": 2, "time_limit_s": 0}]
+)
+def test_impossible_requests_are_refused_before_any_rank_starts(wrong):
+    with pytest.raises(UsageError):
+        measure_cluster(**wrong)
+
+
+def _collectives_on_a_rank(rank: int) -> dict[str, float]:
+    """What is left in a rank's buffers after each operation ran once on distinct values."""
+    import torch.distributed as dist
+
+    group = dist.new_group([0, 1])
+    found = {}
+    for op in COLLECTIVE_OPS:
+        work = operation(op, 3, group, torch.device("cpu"))
+        buffers = {c.cell_contents for c in work.__closure__ if isinstance(c.cell_contents, torch.Tensor)}
+        for buffer in buffers:
+            buffer.fill_(rank + 1.0)
+        work()
+        found[op] = sum(float(buffer.sum()) for buffer in buffers)
+    return found
+
+
+def test_operations_really_communicate():
+    first, second = run_ranks(2, _collectives_on_a_rank, threads=1, limit_s=60)
+    whole, part = 6, 3
+    assert first["all_reduce"] == second["all_reduce"] == 3.0 * whole
+    assert first["all_gather"] == 9.0 + 1.0 * part
+    assert second["reduce_scatter"] == 3.0 * part + 2.0 * whole
+    assert first["all_to_all"] == 9.0 + 1.0 * whole
+    assert second["broadcast"] == 1.0 * whole
+    assert second["send_recv"] == 1.0 * whole
+
+
+def _agreement_on_a_rank(rank: int) -> tuple[list[float], float, float]:
+    calls: list[int] = []
+    seconds = time_together(lambda: calls.append(1), HostClock(), slice_s=0.01)
+    counts = agree(float(len(calls)), -float(len(calls)))
+    return counts, slowest([1.0, 5.0, 2.0] if rank else [3.0, 1.0, 1.0]), seconds
+
+
+def test_the_slowest_rank_counts_and_all_repeat_equally_often():
+    for counts, time, seconds in run_ranks(2, _agreement_on_a_rank, threads=1, limit_s=60):
+        assert counts[0] == -counts[1] > 0
+        assert time == 3.0
+        assert seconds > 0

@@ -1,0 +1,209 @@
+"""Nouns as tables, figures and a page: what is shown is what the noun says, and nothing is lost on the way."""
+
+from __future__ import annotations
+
+import csv
+import doctest
+import re
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import nouns
+import pytest
+
+from asa.ir import codec
+from asa.ir.bench import Bench, BenchResult
+from asa.ir.equivalence import Equivalence, TensorError
+from asa.report import bench, charts, checks, cluster, page, plan, profile, tables, training, units, verify
+
+FIGURES = ("training_time", "speedup", "compute_communication", "accuracy", "memory", "assignment")
+
+
+@pytest.mark.parametrize("module", [units, tables, cluster, profile])
+def test_examples_in_docstrings_hold(module):
+    found = doctest.testmod(module)
+    assert found.attempted > 0
+    assert found.failed == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(None, "-"), (0.0, "0 s"), (9.995e-4, "1000 us"), (0.0999, "99.9 ms"), (599.0, "599 s")]
+)
+def test_seconds(value, text):
+    assert units.seconds(value) == text
+
+
+def test_a_plan_shows_groups_baselines_and_certificate():
+    text = tables.plain(plan.render(nouns.plan()), width=200)
+    assert "stem .. body.0 (2)" in text
+    assert "tensor x2" in text
+    assert "16 GiB of 8" in text, "a baseline that does not fit says why"
+    assert text.index("this plan (asa)") < text.index("ddp "), "fastest first"
+    assert "optimal" in text
+    assert "note: a note" in text
+
+
+def test_a_profile_shows_its_check_and_what_was_skipped():
+    text = tables.plain(profile.render(nouns.profile()), width=160)
+    assert "components add up to 147 ms, the whole model took 150 ms (-2.0 %)" in text
+    assert "skipped, unmeasured: microbatch 1 of head" in text
+    assert re.search(r"^stem .*whole$", text, re.MULTILINE), "a component that does not split"
+
+
+def test_bus_bandwidth_is_nccl_tests():
+    rows = cluster.rows(nouns.cluster(4).levels[0].tables[2])
+    assert rows[-1][2:] == ("", "64.0 MiB", "100 ms", "0.671", "1.01")
+
+
+def test_an_epoch_line_compares_predicted_with_measured():
+    said = training.epoch_line(nouns.epoch())
+    assert "predicted 550 ms, measured 500 ms (+10.0 %)" in said
+    assert "measured 110 MiB (+1.8 %)" in training.memory_line(nouns.epoch().measurements)
+
+
+def test_a_cross_comes_with_its_repair():
+    text = tables.plain(
+        checks.render(
+            [
+                checks.Check(name="a", ok=True, detail="fine"),
+                checks.Check(name="b", ok=False, detail="gone", fix="do this"),
+            ]
+        )
+    )
+    assert "✓ a  fine" in text
+    assert "✗ b  gone; do this" in text
+
+
+def equivalence(*, equivalent: bool) -> Equivalence:
+    tensors = tuple(TensorError(name=f"w{i}", error=i * 1e-8, floor=1e-9, allowed=1e-6) for i in range(1, 9))
+    return Equivalence(
+        equivalent=equivalent,
+        max_rel_error=8e-8,
+        noise_floor=1e-9,
+        worst_tensor="w8",
+        allowed=1e-6,
+        loss_error=1e-9,
+        gradient_error_fp32=2e-6,
+        worst_gradient="w3",
+        gradient_allowed_fp32=1e-4,
+        dtype="float64",
+        learning_rate=0.05,
+        steps=5,
+        samples=8,
+        ranks=2,
+        batch_norm="exact",
+        plan_fingerprint="f00d",
+        tensors=tensors,
+    )
+
+
+def test_a_verdict_names_the_worst_tensor_and_the_floor():
+    text = tables.plain(verify.render(equivalence(equivalent=True)), width=200)
+    assert "w8 differs by 8.00e-08, allowed 1.00e-06" in text
+    assert "float64" in text
+    assert "w1 " not in text, "only the worst are listed"
+    assert "NOT equivalent" in tables.plain(verify.render(equivalence(equivalent=False)), width=200)
+
+
+def test_every_cell_of_a_comparison_is_shown():
+    text = tables.plain(bench.render(nouns.bench()), width=200)
+    for strategy in ("single", "ddp", "tensor", "hybrid", "asa", "fsdp"):
+        assert re.search(rf"^{strategy} ", text, re.MULTILINE)
+    assert "fsdp was not measured: 1.2 GiB of 1.0 GiB <too much>" in text
+    assert "A/A, ddp against itself: 1.001" in text
+    assert "time of asa over ddp: 0.810 (95 %: 0.790 to 0.830, 30 pairs): asa is faster" in text
+
+
+def test_a_ratio_whose_interval_holds_one_claims_nothing():
+    c = nouns.b.Comparison(model="m", left="asa", right="ddp", pairs=9, ratio=0.99, low=0.97, high=1.01)
+    assert bench.comparison(c).endswith("no difference shown")
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("bench")
+    page.write(nouns.bench(), folder)
+    return folder
+
+
+def test_a_comparison_becomes_all_its_files(written):
+    names = {str(p.relative_to(written)) for p in written.rglob("*") if p.is_file()}
+    figures = {f"figures/{name}.{kind}" for name in FIGURES for kind in ("svg", "pdf", "png", "csv")}
+    assert names == {"report.html", "bench.json", "results.csv"} | figures
+    assert codec.load(Bench, written / "bench.json") == nouns.bench()
+    assert (written / "figures/speedup.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_results_csv_has_every_cell_in_plain_numbers(written):
+    with (written / "results.csv").open() as stream:
+        rows = list(csv.DictReader(stream))
+    assert len(rows) == len(nouns.bench().results)
+    asa = next(r for r in rows if r["model"] == "tiny" and r["strategy"] == "asa")
+    assert float(asa["step_median_s"]) == 0.5
+    assert rows[-1]["step_median_s"] == ""
+    assert rows[-1]["why_not"].endswith("<too much>")
+
+
+def test_figure_data_can_be_plotted_again():
+    made = {c.name: c for c in charts.charts(nouns.bench())}
+    assert tuple(made) == FIGURES
+    for chart in made.values():
+        assert chart.rows
+        assert all(len(row) == len(chart.columns) for row in chart.rows)
+    speed = [r for r in made["speedup"].rows if r[0] == "tiny" and r[1] == "asa" and r[2] == 2]
+    assert speed[0][5] == pytest.approx(1.9)
+    assert speed[0][6] == pytest.approx(1 / 0.62)
+    assert [r[3] for r in made["assignment"].rows if r[0] == "tiny" and r[1] == "asa"] == ["stem", "body.0", "head"]
+
+
+class _Page(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        self.open.append(tag)
+        found = dict(attrs)
+        self.ids += [found["id"]] if found.get("id") else []
+        self.links += [v for k, v in attrs if k in ("src", "href", "xlink:href") and v]
+
+
+def test_the_page_is_self_contained(written):
+    text = (written / "report.html").read_text()
+    parsed = _Page()
+    parsed.feed(text)
+    assert parsed.open.count("svg") == len(FIGURES)
+    assert len(parsed.ids) == len(set(parsed.ids)), "figures share no ids"
+    assert all(link.startswith("#") for link in parsed.links), "nothing is fetched"
+    assert "<script" not in text
+    assert "@import" not in text
+    assert "1.2 GiB of 1.0 GiB &lt;too much&gt;" in text
+    used = set(re.findall(r"url\(#([^)]+)\)", text)) | {link[1:] for link in parsed.links}
+    assert used <= set(parsed.ids), "every reference inside a figure finds its target"
+    for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
+        ElementTree.fromstring(svg)
+
+
+def test_the_same_comparison_gives_the_same_figure(written, tmp_path):
+    _, svg = page.draw(charts.memory(nouns.bench()), tmp_path)
+    assert (tmp_path / "memory.svg").read_text() == (written / "figures/memory.svg").read_text()
+    assert svg in (written / "report.html").read_text()
+
+
+def test_a_comparison_in_which_nothing_ran_is_still_a_report(tmp_path):
+    gone = BenchResult(
+        model="tiny",
+        strategy="ddp",
+        ranks=2,
+        global_batch=64,
+        step_time_s=None,
+        predicted_step_time_s=None,
+        why_not="no",
+    )
+    nothing = replace(nouns.bench(), results=(gone,), scaling=(), comparisons=(), sealed=())
+    page.write(nothing, tmp_path)
+    assert "ddp was not measured: no" in (tmp_path / "report.html").read_text()
