@@ -215,7 +215,7 @@ def bench() -> b.Bench:
                     components=plan().components,
                     accuracy=tuple(
                         b.AccuracyPoint(
-                            epoch=e, seconds=10.0 * e, train_loss=2 / e, validation_loss=2.1 / e, validation_accuracy=v
+                            epoch=float(e), seconds=10.0 * e, train_loss=2 / e, validation_loss=2.1 / e, validation_accuracy=v
                         )
                         for e, v in ((1, 0.3), (2, 0.45), (3, 0.52))
                     ),
@@ -258,9 +258,7 @@ def bench() -> b.Bench:
             data="synthetic",
             data_source="a test",
             samples_per_epoch=1000,
-            epochs=3,
-            rounds=6,
-            steps_per_round=5,
+            steps_per_turn=5,
             seed=0,
             budget_s=60.0,
         ),

@@ -66,7 +66,7 @@ def _cross_all(rank: int, width: int, total: int, partial: bool) -> list[str]:
         for end in (source, target):
             wanted += [("activation", g) for g in end.tensor_groups()]
             wanted += [("activation", g) for g in gather_groups(width, end.data, meeting)]
-    groups = Groups(rank, wanted)
+    groups = Groups(rank, [g for g in dict.fromkeys(wanted) if len(g[1]) > 1])
     axis = lambda ranks: SOLO if len(ranks) == 1 else groups.axis("activation", ranks)  # noqa: E731
     for source, target in pairs:
         boundary = Boundary(source=source, target=target, exit_partial=partial, entry_partial=partial)

@@ -71,7 +71,9 @@ def test_a_chain_computes_the_gradients_of_the_model():
 
 
 def test_every_part_has_its_time_and_they_add_up():
-    chain = Chain([Piece(nn.Linear(8, 8)), Piece(nn.Linear(8, 8), nn.ReLU(inplace=True)), Piece(nn.Linear(8, 3))], CPU, "fp32")
+    chain = Chain(
+        [Piece(nn.Linear(8, 8)), Piece(nn.Linear(8, 8), nn.ReLU(inplace=True)), Piece(nn.Linear(8, 3))], CPU, "fp32"
+    )
     lap = chain.lap(torch.randn(4, 8), HostClock())
     assert len(lap.forward) == len(lap.backward) == 3
     assert min(*lap.forward, *lap.backward) > 0

@@ -10,7 +10,17 @@ import pytest
 import torch
 
 from asa.ir.profile import Stat
-from asa.profiler.clock import HostClock, Repeats, clock_of, line_through, one_thread, quiet, relative_error, scaled, time_repeatedly
+from asa.profiler.clock import (
+    HostClock,
+    Repeats,
+    clock_of,
+    line_through,
+    one_thread,
+    quiet,
+    relative_error,
+    scaled,
+    time_repeatedly,
+)
 
 
 def test_seconds_lie_between_neighbouring_marks():

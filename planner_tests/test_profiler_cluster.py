@@ -65,7 +65,13 @@ def test_one_rank_has_nobody_to_talk_to():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"num_ranks": 0}, {"num_ranks": 2, "sizes": ()}, {"num_ranks": 2, "sizes": (8,)}, {"num_ranks": 2, "time_limit_s": 0}]
+    "wrong",
+    [
+        {"num_ranks": 0},
+        {"num_ranks": 2, "sizes": ()},
+        {"num_ranks": 2, "sizes": (8,)},
+        {"num_ranks": 2, "time_limit_s": 0},
+    ],
 )
 def test_impossible_requests_are_refused_before_any_rank_starts(wrong):
     with pytest.raises(UsageError):

@@ -54,10 +54,16 @@ def test_gpus_are_told_apart_by_name_and_cpus_are_not():
 
 
 def test_profiles_are_found_newest_first(tmp_path):
-    for age, name in enumerate(["net.cpu.bf16.json", "net.cpu.fp32.json", "net.gpu.fp32.json", "network.cpu.fp32.json"]):
+    for age, name in enumerate(
+        ["net.cpu.bf16.json", "net.cpu.fp32.json", "net.gpu.fp32.json", "network.cpu.fp32.json"]
+    ):
         (tmp_path / name).write_text("{}")
         os.utime(tmp_path / name, (1000 - age, 1000 - age))
-    assert [p.name for p in profiles_of("net", tmp_path)] == ["net.cpu.bf16.json", "net.cpu.fp32.json", "net.gpu.fp32.json"]
+    assert [p.name for p in profiles_of("net", tmp_path)] == [
+        "net.cpu.bf16.json",
+        "net.cpu.fp32.json",
+        "net.gpu.fp32.json",
+    ]
     assert [p.name for p in profiles_of("net", tmp_path, "fp32")] == ["net.cpu.fp32.json", "net.gpu.fp32.json"]
     assert profiles_of("other", tmp_path) == []
 

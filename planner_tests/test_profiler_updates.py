@@ -35,7 +35,9 @@ def test_weights_stay_and_gradients_go():
 
 def test_frozen_parameters_are_not_updated():
     frozen = nn.Linear(4, 4).requires_grad_(False)
-    assert {u.component for u in measure_updates({1: {"frozen": frozen, "b": nn.Linear(2, 2)}}, CPU, slice_s=0.0)} == {"b"}
+    assert {u.component for u in measure_updates({1: {"frozen": frozen, "b": nn.Linear(2, 2)}}, CPU, slice_s=0.0)} == {
+        "b"
+    }
 
 
 def test_the_optimizers_are_those_of_a_run():

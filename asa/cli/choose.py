@@ -11,6 +11,7 @@ from asa.cli.verb import Arguments
 from asa.errors import InvalidInputError, UnavailableError
 from asa.ir import codec
 from asa.ir.cluster import Cluster
+from asa.ir.plan import Plan
 from asa.ir.profile import Profile
 
 PROFILE_LIMIT_S = 75.0
@@ -82,6 +83,19 @@ def profile(args: Arguments, console: Console, model: str | None, cluster: Clust
     return _traced_only(args, model, cluster)
 
 
+def profile_here(args: Arguments, console: Console, model: str, device: str, gpus: int) -> tuple[Profile, str]:
+    """A profile taken on this very device up to the batch asked for: the newest there is, or one measured now."""
+    import torch
+
+    from asa.profiler.machine import device_record
+
+    name = device_record(torch.device(device)).name
+    for path, p in places.profiles(console):
+        if _fits(p, args, model) and p.device.name == name and p.global_batch >= (args.global_batch or 1):
+            return p, f"profile {path}"
+    return measured(args, console, model, device, max_degree=max(8, gpus))
+
+
 def measured(
     args: Arguments,
     console: Console,
@@ -117,6 +131,40 @@ def measured(
     return made, f"profile {path}, measured now"
 
 
+def origins(
+    plan: Plan, console: Console, profile_file: str | None = None, cluster_name: str | None = None
+) -> tuple[Profile, Cluster]:
+    """The profile and the cluster a plan was made from, named or found by their fingerprints.
+
+    Raises:
+        InvalidInputError: they are gone, or those named are others.
+    """
+    if profile_file is not None:
+        profiles = [codec.load(Profile, Path(profile_file))]
+    else:
+        profiles = [p for _, p in places.profiles(console)] + places.estimates()
+    found = next((p for p in profiles if codec.fingerprint(p) == plan.profile_fingerprint), None)
+    if found is None:
+        raise InvalidInputError(
+            f"the profile the plan was made from ({plan.profile_fingerprint}) is not in {places.PROFILES}/; name it "
+            "with --profile, or plan again"
+        )
+    if cluster_name is not None:
+        clusters = [named_cluster(cluster_name)]
+    else:
+        clusters = [c for _, c in places.clusters(console)]
+        from asa.cost import presets
+
+        clusters += [presets.load(name) for name in presets.names() if name == plan.cluster]
+    for cluster in clusters:
+        if codec.fingerprint(cluster) == plan.cluster_fingerprint:
+            return found, cluster
+    raise InvalidInputError(
+        f"the cluster the plan was made for ({plan.cluster}, {plan.cluster_fingerprint}) is not known; name it with "
+        "--cluster, or plan again"
+    )
+
+
 def same_gpu(a: str, b: str) -> bool:
     """Whether two GPU names mean the same chip: they share a word such as A100 or V100.
 
@@ -149,7 +197,7 @@ def _for_cluster(p: Profile, cluster: Cluster | None, said: str) -> tuple[Profil
 
 
 def _traced_only(args: Arguments, model: str, cluster: Cluster) -> tuple[Profile, str]:
-    """An estimate from the model's structure: traced here, timed nowhere. Not kept: it is no measurement."""
+    """An estimate from the model's structure: traced here, timed nowhere."""
     import torch
 
     from asa.cost.estimate import estimate
@@ -169,6 +217,8 @@ def _traced_only(args: Arguments, model: str, cluster: Cluster) -> tuple[Profile
         global_batch=args.global_batch or 256,
         max_degree=cluster.num_devices,
     )
+    # Kept apart from what was measured, for `asa explain` and `asa simulate`.
+    codec.save(made, places.ESTIMATES / f"{places.slug(model)}.{places.slug(cluster.name)}.json")
     return made, f"times of {model} on {cluster.device.name} are estimated from FLOPs and bytes, uncalibrated"
 
 

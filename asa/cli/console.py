@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
     from rich.console import RenderableType
+    from rich.progress import Progress
 
 Report = Callable[[float, str], None]
 """What long work calls: the fraction done, and what is being done."""
@@ -24,6 +25,7 @@ class Console:
         self.as_json = as_json
         self.first_rank = os.environ.get("RANK", "0") == "0"
         self._document_to: int | None = None
+        self._bars: Progress | None = None
 
     def show(self, *parts: RenderableType) -> None:
         """Tables and lines for people, on stdout; nothing under --json."""
@@ -39,7 +41,16 @@ class Console:
     def say(self, message: str) -> None:
         """A message on stderr."""
         if self.first_rank:
-            _rich(stderr=True).print(message, markup=False, highlight=False, soft_wrap=True)
+            console = self._bars.console if self._bars is not None else _rich(stderr=True)
+            console.print(message, markup=False, highlight=False, soft_wrap=True)
+
+    def line(self, text: str) -> None:
+        """A line of a report that grows while work goes on: on stdout, under --json on stderr."""
+        if self.as_json or (self._bars is not None and sys.stdout.isatty()):
+            self.say(text)  # above the bar, which is on the same terminal
+        elif self.first_rank:
+            sys.stdout.write(text + "\n")
+            sys.stdout.flush()
 
     def document(self, data: dict[str, Any]) -> None:
         """The one JSON document on stdout; nothing without --json."""
@@ -94,13 +105,20 @@ class Console:
             TextColumn("ETA"),
             TimeRemainingColumn(),
         )
-        with Progress(*columns, console=_rich(stderr=True), transient=True) as bars:
+        # Nothing is redirected: what goes to stdout may go to a file.
+        with Progress(
+            *columns, console=_rich(stderr=True), transient=True, redirect_stdout=False, redirect_stderr=False
+        ) as bars:
             task = bars.add_task(title, total=1.0)
+            self._bars = bars
 
             def report(fraction: float, what: str) -> None:
                 bars.update(task, completed=fraction, description=f"{title}: {what}"[:60])
 
-            yield report
+            try:
+                yield report
+            finally:
+                self._bars = None
 
 
 def _quiet(fraction: float, what: str) -> None:

@@ -123,6 +123,8 @@ def _quiet_libraries(debug: bool) -> Iterator[None]:
     import logging
     import warnings
 
+    if not debug:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported, and by the ranks
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("asa: %(message)s"))
     logger = logging.getLogger("asa")

@@ -129,6 +129,9 @@ LEARNING_RATE = Option(
     name="lr", help="peak learning rate (default: 0.1 for sgd, 0.001 for adamw)", parse=positive, metavar="LR"
 )
 PLAN = Option(name="plan", help="plan file (default: the newest in runs/plans)", positional=True, metavar="PLAN")
+PROFILE = Option(
+    name="profile", help="the profile it was made from (default: found by its fingerprint)", metavar="FILE"
+)
 MODEL = Option(
     name="model",
     help="a torchvision name, timm:NAME, hf:NAME or package.module:factory",

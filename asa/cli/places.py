@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,6 +26,7 @@ PROFILES = Path("profiles")
 PLANS = Path("runs/plans")
 TRAINING = Path("runs/train")
 COMPARISONS = Path("runs/bench")
+ESTIMATES = Path("runs/estimates")
 
 CLUSTER_PREFIX = "cluster."
 
@@ -49,6 +51,11 @@ def profiles(console: Console) -> list[tuple[Path, Profile]]:
     return sorted(found, key=lambda item: item[1].provenance.created, reverse=True)
 
 
+def estimates() -> list[Profile]:
+    """Profiles that were estimated for a plan and never measured."""
+    return [codec.load(Profile, p) for p in sorted(ESTIMATES.glob("*.json"))]
+
+
 def clusters(console: Console) -> list[tuple[Path, Cluster]]:
     """Every measured cluster that can be read: those of the working directory first, newest first."""
     return list(_readable(_files(lambda p: p.name.startswith(CLUSTER_PREFIX)), Cluster, console))
@@ -62,6 +69,11 @@ def cluster_path(cluster: Cluster) -> Path:
 def plan_path(plan: Plan) -> Path:
     """Where a plan is kept when nothing is named."""
     return PLANS / f"{slug(plan.model_spec)}.{slug(plan.cluster)}.{plan.gpus}.json"
+
+
+def new_folder(parent: Path, name: str) -> Path:
+    """A folder for one more run, not made yet: the name and the time."""
+    return parent / f"{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
 
 
 def newest_plan(text: str | None) -> tuple[Path, Plan]:

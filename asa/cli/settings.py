@@ -60,10 +60,12 @@ def arguments(verb: Verb, argv: Sequence[str], environment: Mapping[str, str] | 
         InvalidInputError: in the configuration file.
     """
     given = vars(parser(verb).parse_args(list(argv)))
-    return resolve(verb, given, os.environ if environment is None else environment)
+    return resolve(verb, given, os.environ if environment is None else environment, words=tuple(argv))
 
 
-def resolve(verb: Verb, given: Mapping[str, Any], environment: Mapping[str, str]) -> Arguments:
+def resolve(
+    verb: Verb, given: Mapping[str, Any], environment: Mapping[str, str], *, words: tuple[str, ...] = ()
+) -> Arguments:
     """Flags, then environment, then file, then defaults."""
     path, table = configuration(Path.cwd())
     from_file = _for_verb(table, verb)
@@ -84,7 +86,7 @@ def resolve(verb: Verb, given: Mapping[str, Any], environment: Mapping[str, str]
             raise UsageError(f"{o.metavar or o.name} is missing; see `asa {verb.name} --help`")
         else:
             values[o.field], origin[o.field] = (() if o.repeated and o.default is None else o.default), "default"
-    return Arguments(values, origin)
+    return Arguments(values, origin, words)
 
 
 def configuration(folder: Path) -> tuple[Path | None, dict[str, Any]]:

@@ -57,11 +57,11 @@ class Option:
 
 
 class Arguments:
-    """The values of a verb's options as attributes, and where each one came from (``origin[field]``)."""
+    """The values of a verb's options as attributes; where each came from (``origin[field]``); the words as typed."""
 
-    def __init__(self, values: dict[str, Any], origin: dict[str, str]) -> None:
+    def __init__(self, values: dict[str, Any], origin: dict[str, str], words: tuple[str, ...] = ()) -> None:
         self.__dict__.update(values)
-        self.origin = origin
+        self.origin, self.words = origin, words
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"this verb has no option {name!r}")

@@ -68,9 +68,11 @@ class Times:
             self._timings[timing.component, timing.tensor_degree].append(timing)
         for found in self._timings.values():
             found.sort(key=lambda t: t.microbatch)
+        self._known: dict[tuple[str, int, int], Work] = {}
         self._degrees: dict[str, list[int]] = defaultdict(list)
         for name, degree in sorted(self._timings):
             self._degrees[name].append(degree)
+        self._ratios: dict[int, float] = {}
         self._updates = {(u.component, u.tensor_degree, u.optimizer): u.step for u in profile.updates}
         whole = sorted(profile.whole, key=lambda w: w.microbatch)
         self._whole_at = [math.log(w.microbatch) for w in whole]
@@ -78,6 +80,12 @@ class Times:
 
     def work(self, component: Component, samples: int, degree: int) -> Work:
         """Forward and backward of ``samples`` samples at a tensor degree, alone on the device."""
+        key = (component.name, samples, degree)
+        if key not in self._known:
+            self._known[key] = self._work(component, samples, degree)
+        return self._known[key]
+
+    def _work(self, component: Component, samples: int, degree: int) -> Work:
         degrees = self._degrees[component.name]
         if degree in degrees:
             return self._measured(component.name, samples, degree)
@@ -143,8 +151,10 @@ class Times:
         """
         if not self._whole_ratio or len(self._whole_ratio) != len(self._whole_at):
             return 1.0
-        x = min(max(math.log(samples), self._whole_at[0]), self._whole_at[-1])
-        return min(1.1, max(1 / 1.1, _line(self._whole_at, self._whole_ratio, x)))
+        if samples not in self._ratios:
+            x = min(max(math.log(samples), self._whole_at[0]), self._whole_at[-1])
+            self._ratios[samples] = min(1.1, max(1 / 1.1, _line(self._whole_at, self._whole_ratio, x)))
+        return self._ratios[samples]
 
     def update(
         self, component: Component, degree: int, optimizer: OptimizerName, parameter_bytes: float, bandwidth: float

@@ -5,7 +5,8 @@ A :class:`Pricer` is made for one width, global batch and number of microbatches
 
 from __future__ import annotations
 
-from math import hypot
+from collections.abc import Iterable
+from dataclasses import replace
 
 from asa.cost.buckets import Release, bucket_bytes, releases
 from asa.cost.collectives import Links
@@ -16,11 +17,21 @@ from asa.cost.spread import slowest_rank
 from asa.cost.step import BoundaryCost, ComponentCost
 from asa.interfaces.strategy import OPTIMIZER_WORDS, DataStrategy, Strategies
 from asa.ir.cluster import Cluster
+from asa.ir.codec import noun
 from asa.ir.graph import Component
 from asa.ir.layout import Boundary, Layout, largest_shard
-from asa.ir.plan import OptimizerName
+from asa.ir.plan import DataDegree, OptimizerName, TensorDegree
 from asa.ir.profile import Profile
-from asa.ir.traffic import Collective, Share
+from asa.ir.traffic import Collective, Phase, Share
+
+
+@noun
+class Way:
+    """One way to run one component."""
+
+    layout: Layout
+    data: DataDegree
+    tensor: TensorDegree
 
 
 class Pricer:
@@ -29,6 +40,7 @@ class Pricer:
     def __init__(
         self,
         profile: Profile,
+        times: Times,
         cluster: Cluster,
         strategies: Strategies,
         *,
@@ -43,9 +55,11 @@ class Pricer:
         self._optimizer: OptimizerName = optimizer
         self._num_microbatches = num_microbatches
         self._links = Links(cluster, width)
-        self._times = Times(profile, self._flops_share)
+        self._times = times
         self._releases: tuple[Release, ...] = releases(profile.graph)
         self._slow = slowest_rank(profile, cluster, width)
+        self._components: dict[tuple[int, Way], ComponentCost] = {}
+        self._boundaries: dict[tuple[object, ...], BoundaryCost] = {}
         self.width = width
         self.microbatch = largest_shard(global_batch, num_microbatches)
         """Samples of the largest microbatch, over all ranks."""
@@ -59,36 +73,48 @@ class Pricer:
         """Samples of the busiest rank in one microbatch."""
         return largest_shard(self.microbatch, layout.data)
 
-    def share(self, index: int, tensor: str, degree: int) -> Share:
-        """What the busiest rank computes and holds of component ``index``."""
-        return self._strategies.tensor[tensor].share(self._graph.components[index], degree)
+    def compute_alone(self, index: int, layout: Layout) -> float:
+        """Seconds of forward and backward of component ``index`` in a step, without any communication."""
+        samples = self.local(layout)
+        work = self._times.work(self._graph.components[index], samples, layout.tensor)
+        slow = self._slow * self._times.whole_ratio(samples)
+        return self._num_microbatches * (work.forward_s + work.backward_s) * slow
 
-    def component(self, index: int, layout: Layout, data: str, tensor: str) -> ComponentCost:
-        """Component ``index`` in ``layout`` under a data and a tensor strategy."""
-        component = self._graph.components[index]
+    def component(self, index: int, way: Way) -> ComponentCost:
+        """Component ``index``, run that way."""
+        if (index, way) not in self._components:
+            self._components[index, way] = self._component(index, way)
+        return self._components[index, way]
+
+    def _component(self, index: int, way: Way) -> ComponentCost:
+        component, layout = self._graph.components[index], way.layout
         m, samples = self._num_microbatches, self.local(layout)
-        share = self.share(index, tensor, layout.tensor)
-        strategy = self._strategies.data[data]
+        splitting = self._strategies.tensor[way.tensor.strategy]
+        share = splitting.share(component, layout.tensor)
+        strategy = self._strategies.data[way.data.strategy]
         work = self._times.work(component, samples, layout.tensor)
         slow = self._slow * self._times.whole_ratio(samples)
-        forward, backward = work.forward_s * slow, work.backward_s * slow
-        inner = self._strategies.tensor[tensor].traffic(component, layout.tensor, samples)
+        inner = splitting.traffic(component, layout.tensor, samples)
         moved = strategy.traffic(share, layout.data, layout.inner)
-        blocking = m * sum(self._links.seconds(c) for c in (*inner, *moved) if c.phase in ("forward", "backward"))
-        update_moved = sum(self._links.seconds(c) for c in moved if c.phase == "update")
+        ahead = self._seconds((*inner, *moved), "forward")
+        back = self._seconds((*inner, *moved), "backward")
+        update_moved = self._seconds(moved, "update")
         prompt, late, copying = self._sync(index, share, [c for c in moved if c.phase == "gradient"])
         footprint, update = self._held(index, layout, share, strategy, work.saved_bytes, work.transient_bytes)
         return ComponentCost(
-            compute_s=m * (forward + backward) + copying,
-            blocking_s=blocking,
-            window_s=backward + copying,
+            num_microbatches=m,
+            forward_s=work.forward_s * slow,
+            backward_s=work.backward_s * slow,
+            forward_communication_s=ahead,
+            backward_communication_s=back,
+            bucket_s=copying,
             prompt_sync_s=prompt,
             late_sync_s=late,
             release=self._releases[index].index,
             update_s=update * self._slow,
             update_communication_s=update_moved,
             error_s=m * slow * work.error_s,
-            link_error_s=(blocking + update_moved + prompt + late) * self._link_error(layout),
+            link_error_s=(m * (ahead + back) + update_moved + prompt + late) * self._link_error(layout),
             footprint=footprint,
         )
 
@@ -134,28 +160,41 @@ class Pricer:
     def boundary(self, index: int, source: Layout, target: Layout) -> BoundaryCost:
         """The boundary in front of component ``index`` (1 <= index < number of components)."""
         before, after = self._graph.components[index - 1], self._graph.components[index]
-        size = self.microbatch * before.output_bytes_per_sample
-        boundary = Boundary(
-            source=source, target=target, exit_partial=_exit(before), entry_partial=_entry(after)
-        )  # fmt: skip
+        key = (before.output_bytes_per_sample, _exit(before), _entry(after), source, target)
+        if key not in self._boundaries:
+            size = self.microbatch * before.output_bytes_per_sample
+            boundary = Boundary(
+                source=source, target=target, exit_partial=_exit(before), entry_partial=_entry(after)
+            )  # fmt: skip
+            self._boundaries[key] = self._crossing(boundary, size)
+        return self._boundaries[key]
+
+    def _crossing(self, boundary: Boundary, size: float) -> BoundaryCost:
+        source, target = boundary.source, boundary.target
         traffic = boundary.traffic(size)
-        seconds = self._num_microbatches * sum(self._links.seconds(c) for c in traffic)
-        if source != target:
-            seconds += self._new_wrapper(target)
-        converted = source.data != target.data
+        wrapper = self._new_wrapper(target) if source != target else 0.0
         gathered = sum(c.bytes for c in traffic if c.op == "all_gather" and c.phase == "backward")
-        return BoundaryCost(
-            blocking_s=seconds,
-            link_error_s=seconds * max(self._link_error(source), self._link_error(target)),
+        found = BoundaryCost(
+            num_microbatches=self._num_microbatches,
+            forward_s=self._seconds(traffic, "forward"),
+            backward_s=self._seconds(traffic, "backward"),
+            wrapper_s=wrapper,
+            link_error_s=0.0,
             footprint=Footprint(
-                activations=size / target.data * margin() if converted else 0.0, transient=gathered * margin()
+                activations=size / target.data * margin() if source.data != target.data else 0.0,
+                transient=gathered * margin(),
             ),
         )
+        error = max(self._link_error(source), self._link_error(target))
+        return replace(found, link_error_s=found.blocking_s * error)
 
     def entry(self, layout: Layout) -> BoundaryCost:
         """The model's input: every rank reads its own samples, nothing moves and no gradient is wanted."""
         return BoundaryCost(
-            blocking_s=self._new_wrapper(layout),
+            num_microbatches=self._num_microbatches,
+            forward_s=0.0,
+            backward_s=0.0,
+            wrapper_s=self._new_wrapper(layout),
             link_error_s=0.0,
             footprint=Footprint(activations=self.local(layout) * self._graph.input_bytes_per_sample * margin()),
         )
@@ -163,12 +202,11 @@ class Pricer:
     def exit(self, layout: Layout) -> BoundaryCost:
         """Behind the last component: its output made whole where it is a partial sum; the loss is local."""
         last = self._graph.components[-1]
-        size = self.microbatch * last.output_bytes_per_sample
         boundary = Boundary(source=layout, target=layout, exit_partial=_exit(last))
-        seconds = self._num_microbatches * sum(self._links.seconds(c) for c in boundary.traffic(size))
-        return BoundaryCost(
-            blocking_s=seconds, link_error_s=seconds * self._link_error(layout), footprint=Footprint()
-        )  # fmt: skip
+        return self._crossing(boundary, self.microbatch * last.output_bytes_per_sample)
+
+    def _seconds(self, traffic: Iterable[Collective], phase: Phase) -> float:
+        return sum(self._links.seconds(c) for c in traffic if c.phase == phase)
 
     def _new_wrapper(self, layout: Layout) -> float:
         """Seconds by which a DDP wrapper's small first bucket and half-full last one exceed their share of bytes."""
@@ -189,11 +227,17 @@ class Pricer:
         assumed = self._links.assumed(layout.data, layout.inner) or self._links.assumed(layout.tensor)
         return constant("link_error_assumed" if assumed else "link_error_measured")
 
-    def _flops_share(self, component: Component, degree: int) -> float:
-        if degree == 1 or component.flops_per_sample <= 0 or "tensor" not in self._strategies.tensor:
+
+def times_of(profile: Profile, strategies: Strategies) -> Times:
+    """The profile's times, with tensor degrees between measured ones by the FLOPs that a strategy says they share."""
+
+    def flops_share(component: Component, degree: int) -> float:
+        if degree == 1 or component.flops_per_sample <= 0 or "tensor" not in strategies.tensor:
             return 1.0
-        share = self._strategies.tensor["tensor"].share(component, degree)
+        share = strategies.tensor["tensor"].share(component, degree)
         return share.flops_per_sample / component.flops_per_sample
+
+    return Times(profile, flops_share)
 
 
 def _entry(component: Component) -> bool:
@@ -202,8 +246,3 @@ def _entry(component: Component) -> bool:
 
 def _exit(component: Component) -> bool:
     return component.split is not None and component.split.exit_partial
-
-
-def combined_error(errors: list[float]) -> float:
-    """Standard errors of independent terms, in quadrature."""
-    return hypot(*errors) if errors else 0.0

@@ -25,16 +25,21 @@ from asa.ir.codec import noun
 
 @noun
 class ComponentCost:
-    """One component on one rank for a whole step, in seconds (of all microbatches, slowest rank) and bytes.
+    """One component on one rank, in seconds (of the slowest rank) and bytes.
 
-    ``window_s``: compute of its backward in the last microbatch. ``prompt_sync_s`` leaves when that ends,
-    ``late_sync_s`` after the backward of component ``release``. ``error_s`` is a standard error of ``compute_s``,
-    ``link_error_s`` one of all its communication.
+    ``forward_s`` and ``backward_s`` are compute of one microbatch, ``forward_communication_s`` and
+    ``backward_communication_s`` what blocks in it; ``bucket_s`` is compute on gradients in the last microbatch. The
+    rest is once per step: ``prompt_sync_s`` leaves when the last backward ends, ``late_sync_s`` after the backward of
+    component ``release``; then the optimizer. ``error_s`` is a standard error of a step's compute, ``link_error_s``
+    one of its communication.
     """
 
-    compute_s: float
-    blocking_s: float
-    window_s: float
+    num_microbatches: int
+    forward_s: float
+    backward_s: float
+    forward_communication_s: float
+    backward_communication_s: float
+    bucket_s: float
     prompt_sync_s: float
     late_sync_s: float
     release: int
@@ -45,6 +50,21 @@ class ComponentCost:
     footprint: Footprint
 
     @property
+    def compute_s(self) -> float:
+        """Forward and backward of all microbatches."""
+        return self.num_microbatches * (self.forward_s + self.backward_s) + self.bucket_s
+
+    @property
+    def blocking_s(self) -> float:
+        """Communication inside the component that computation waits for, of all microbatches."""
+        return self.num_microbatches * (self.forward_communication_s + self.backward_communication_s)
+
+    @property
+    def window_s(self) -> float:
+        """Backward compute of the last microbatch, behind which others' synchronisation can hide."""
+        return self.backward_s + self.bucket_s
+
+    @property
     def sync_s(self) -> float:
         """Gradient synchronisation, wherever it runs."""
         return self.prompt_sync_s + self.late_sync_s
@@ -52,11 +72,19 @@ class ComponentCost:
 
 @noun
 class BoundaryCost:
-    """The boundary in front of one component, for a whole step: seconds, and bytes held."""
+    """The boundary in front of one component: seconds of one microbatch, and once per step; bytes held."""
 
-    blocking_s: float
+    num_microbatches: int
+    forward_s: float
+    backward_s: float
+    wrapper_s: float
     link_error_s: float
     footprint: Footprint
+
+    @property
+    def blocking_s(self) -> float:
+        """All of a step."""
+        return self.num_microbatches * (self.forward_s + self.backward_s) + self.wrapper_s
 
 
 @noun

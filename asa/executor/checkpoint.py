@@ -183,8 +183,13 @@ def read(path: Path, name: str) -> dict[str, Tensor]:
 def sweep(folder: Path) -> None:
     """Remove what an interrupted writer left. Only the owner of the run's lock may call this."""
     if folder.is_dir():
-        for path in folder.iterdir():
-            if re.fullmatch(r"step_\d+\.(tmp|old)-.+", path.name):
+        for path in sorted(folder.iterdir()):
+            if not (match := re.fullmatch(r"(step_\d+)\.(tmp|old)-(.+)", path.name)):
+                continue
+            final = path.with_name(match[1])
+            if match[2] == "old" and match[3] != "removed" and not final.exists():
+                os.rename(path, final)  # killed while it stepped aside
+            else:
                 shutil.rmtree(path, ignore_errors=True)
         (folder / f".{LATEST}.tmp").unlink(missing_ok=True)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Literal
 
@@ -15,16 +15,14 @@ Purpose = Literal["gradient", "activation"]
 
 
 class Groups:
-    """Axes of one rank by purpose and member ranks. Construction is collective."""
+    """Axes of one rank by purpose and member ranks. Every rank of the world constructs them, member or not."""
 
-    def __init__(self, rank: int, wanted: Iterable[tuple[Purpose, tuple[int, ...]]], timeout_s: float = 600.0) -> None:
+    def __init__(self, rank: int, wanted: Sequence[tuple[Purpose, tuple[int, ...]]], timeout_s: float = 600.0) -> None:
         self.rank = rank
         self._axes: dict[tuple[Purpose, tuple[int, ...]], Axis] = {}
-        for purpose, ranks in dict.fromkeys(wanted):
-            if len(ranks) == 1:
-                continue
+        for purpose, ranks in wanted:
             group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))
-            if rank in ranks:
+            if isinstance(group, dist.ProcessGroup):
                 self._axes[purpose, ranks] = Axis(size=len(ranks), index=ranks.index(rank), group=group)
 
     def axis(self, purpose: Purpose, ranks: tuple[int, ...]) -> Axis:

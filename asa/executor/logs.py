@@ -66,7 +66,7 @@ class RunLog:
             raise UnavailableError(f"cannot write {self._folder / LOG}: {error.strerror or error}") from None
         match event["event"]:
             case "epoch":
-                self.epochs.append({k: v for k, v in event.items() if k not in ("event", "line")})
+                self.epochs.append(_record(event))
             case "checkpoint":
                 self.checkpoint = event["path"]
             case "start":
@@ -75,6 +75,18 @@ class RunLog:
             self._draw(event)
         if self._listener is not None:
             self._listener(event)
+
+    def recall(self, before: int) -> None:
+        """Take over the epochs up to ``before`` from the log of the run that is continued; lines torn by the end of
+        it are passed over."""
+        known: dict[int, Event] = {}
+        with contextlib.suppress(OSError), (self._folder / LOG).open(encoding="utf-8", errors="replace") as stream:
+            for line in stream:
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    event = json.loads(line)
+                    if event["event"] == "epoch" and event["epoch"] < before:
+                        known[event["epoch"]] = _record(event)
+        self.epochs = [known[epoch] for epoch in sorted(known)]
 
     def _draw(self, event: Event) -> None:
         curves = {
@@ -122,6 +134,11 @@ class RunLog:
         with contextlib.suppress(UnavailableError):
             self({"event": "end", "exit_code": exit_code, "status": status, "message": message})
         return document
+
+
+def _record(event: Event) -> Event:
+    """The :class:`asa.ir.measurements.EpochRecord` in an ``epoch`` event."""
+    return {k: v for k, v in event.items() if k not in ("time", "event", "line")}
 
 
 def _summary_writer() -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any, Literal
 
 import torch
@@ -29,8 +29,8 @@ from asa.sharding.boundary import Crossing
 from asa.sharding.randomness import make_reproducible
 from asa.sharding.samples import SampleContext
 from asa.sharding.tensor import plan_split
-from asa.tracing.component import TracedComponent
 from asa.tracing import TracedModel, trace
+from asa.tracing.component import TracedComponent
 
 BatchNormMode = Literal["local", "exact"]
 
@@ -41,12 +41,13 @@ class Segment(nn.Module):
     def __init__(self, components: list[TracedComponent], crossings: list[Crossing | None], context: SampleContext):
         super().__init__()
         self.components = nn.ModuleList(components)
+        self._traced = components
         self.crossings = crossings
         self.context = context
 
     def side_names(self) -> list[str]:
         """Names of the side outputs, in the order ``forward`` returns them."""
-        return [name for c in self.components for name in c.side_outputs()]
+        return [name for c in self._traced for name in c.side_outputs()]
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """(main, *sides) from this rank's rows."""
@@ -151,6 +152,11 @@ class ParallelModel:
 
     __call__ = forward
 
+    def bucket_gradients(self) -> list[Tensor]:
+        """Gradients that lie in communication buckets, which outlive the step (after the first backward)."""
+        wrapped = [p.module for p in self._placed if isinstance(p.module, DistributedDataParallel)]
+        return [p.grad for m in wrapped for p in m.parameters() if p.grad is not None]
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients without reducing them: all but the last microbatch of a step."""
@@ -181,18 +187,19 @@ class ParallelModel:
             self._groups.close()
 
 
-def _wanted(layouts: tuple[Layout, ...], boundaries: list[Boundary]) -> Iterator[tuple[Purpose, tuple[int, ...]]]:
+def groups_of(plan: Plan) -> list[tuple[Purpose, tuple[int, ...]]]:
+    """Every process group the plan needs, in the order in which all ranks create them."""
+    layouts = plan.layouts()
+    pairs = [*pairwise(layouts), *((layout, layouts[-1]) for layout in layouts)]
+    found: list[tuple[Purpose, tuple[int, ...]]] = []
     for layout in dict.fromkeys(layouts):
-        for group in layout.data_groups():
-            yield "gradient", group
-        for group in layout.tensor_groups():
-            yield "activation", group
-    for b in boundaries:
-        for end in (b.source, b.target):
-            for group in end.tensor_groups():
-                yield "activation", group
-            for group in gather_groups(end.width, end.data, b.meeting):
-                yield "activation", group
+        found += [("gradient", group) for group in layout.data_groups()]
+        found += [("activation", group) for group in layout.tensor_groups()]
+    for source, target in dict.fromkeys(pairs):
+        meeting = Boundary(source=source, target=target).meeting
+        for end in (source, target):
+            found += [("activation", group) for group in gather_groups(end.width, end.data, meeting)]
+    return list(dict.fromkeys(g for g in found if len(g[1]) > 1))
 
 
 def _boundaries(plan: Plan, traced: TracedModel) -> list[Boundary]:
@@ -254,10 +261,7 @@ def materialize(
     make_reproducible(traced.components, context)
     boundaries = _boundaries(plan, traced)
     layouts = plan.layouts()
-    wanted = [*boundaries]
-    if any(c.has_sides() for c in traced.components):
-        wanted += [Boundary(source=layout, target=layouts[-1]) for layout in dict.fromkeys(layouts)]
-    groups = Groups(rank, _wanted(layouts, wanted)) if plan.num_ranks > 1 else None
+    groups = Groups(rank, groups_of(plan)) if plan.num_ranks > 1 else None
 
     def axis_of(ranks: tuple[int, ...], purpose: Purpose = "activation") -> Axis:
         return SOLO if groups is None else groups.axis(purpose, ranks)
@@ -292,7 +296,7 @@ def _place(
         segment = Segment([traced.components[i] for i in indices], inner, context)
         module = strategies.data[strategy].apply(segment, axis_of(layout.data_group(rank), "gradient"))
         side_exit = None
-        if segment.side_names() or any(c.has_sides() for c in segment.components):
+        if segment.side_names() or any(traced.components[i].has_sides() for i in indices):
             crossing = Crossing.build(Boundary(source=layout, target=layouts[-1]), rank, axis_of)
             side_exit = None if crossing.silent else crossing
         placed.append(Placed(module, segment, layout, crossings[indices[0]], side_exit))

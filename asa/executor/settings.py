@@ -16,7 +16,8 @@ WEIGHT_DECAY: dict[OptimizerName, float] = {"sgd": 5e-4, "adamw": 0.05}
 class TrainSettings:
     """Settings of one run. ``None`` means the optimizer's usual figure, or what the plan says.
 
-    ``out`` is the run's directory. ``warmup`` is the fraction of the run over which the learning rate rises.
+    ``out`` is the run's directory. ``warmup`` is the fraction of the run over which the learning rate rises (None: see
+    :meth:`warm_up`).
     ``steps_per_epoch`` ends epochs early. ``log_every`` bounds the steps between two lines of the log; ranks also
     agree there whether to stop. ``timeout_s``: how long a rank waits for the others in any collective.
     ``replan`` says whether another plan may be taken between epochs. ``keep``: checkpoints kept.
@@ -33,7 +34,7 @@ class TrainSettings:
     momentum: float = 0.9
     weight_decay: float | None = None
     label_smoothing: float = 0.0
-    warmup: float = 0.05
+    warmup: float | None = None
     seed: int = 0
     batch_norm: Literal["local", "exact"] = "local"
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -53,12 +54,19 @@ class TrainSettings:
         for name, rate in {"lr": self.lr, "timeout_s": self.timeout_s}.items():
             if rate is not None and not 0 < rate < float("inf"):
                 raise UsageError(f"{name} is {rate}; it must be above 0")
-        if not 0 <= self.warmup < 1 or not 0 <= self.label_smoothing < 1 or not 0 <= self.momentum < 1:
+        if not 0 <= (self.warmup or 0) < 1 or not 0 <= self.label_smoothing < 1 or not 0 <= self.momentum < 1:
             raise UsageError("warmup, label_smoothing and momentum must be at least 0 and below 1")
 
     def peak_learning_rate(self, optimizer: OptimizerName) -> float:
         """What the schedule rises to."""
         return LEARNING_RATE[optimizer] if self.lr is None else self.lr
+
+    def warm_up(self, total_steps: int) -> float:
+        """Fraction of a run of ``total_steps`` to warm up over: a twentieth, but a hundred steps of a short run, and
+        never more than three tenths."""
+        if self.warmup is not None:
+            return self.warmup
+        return min(0.3, max(0.05, 100 / total_steps))
 
     def decay(self, optimizer: OptimizerName) -> float:
         """Weight decay, the same for every parameter: a rule by shape would differ between shards and wholes."""

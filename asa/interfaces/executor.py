@@ -30,6 +30,11 @@ class Executor(ABC):
     def plan(self) -> Plan:
         """The plan in force."""
 
+    @property
+    def leads(self) -> bool:
+        """Whether this rank decides for all: the one that solves again."""
+        return True
+
     @abstractmethod
     def run_epoch(self, epoch: int) -> EpochOutcome:
         """Train one epoch, validate, and say what it took."""

@@ -12,9 +12,9 @@ from asa.ir.profile import Precision, Stat
 
 @noun
 class AccuracyPoint:
-    """Validation after ``epoch`` epochs (from 1), ``seconds`` of training into the run."""
+    """Validation after ``epoch`` epochs (a fraction inside one), ``seconds`` of training into the run."""
 
-    epoch: int
+    epoch: float
     seconds: float
     train_loss: float
     validation_loss: float
@@ -112,7 +112,8 @@ class BenchEnvironment:
 
 @noun
 class BenchSettings:
-    """What was asked for. ``data_source`` says which images were really read."""
+    """What was asked for. ``data_source`` says which images were really read; ``steps_per_turn`` how many steps a
+    strategy takes before the next has its turn."""
 
     models: tuple[str, ...]
     strategies: tuple[str, ...]
@@ -126,9 +127,7 @@ class BenchSettings:
     data: str
     data_source: str
     samples_per_epoch: int
-    epochs: int
-    rounds: int
-    steps_per_round: int
+    steps_per_turn: int
     seed: int
     budget_s: float
 

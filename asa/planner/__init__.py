@@ -3,7 +3,22 @@
 from __future__ import annotations
 
 from asa.planner.decide import plan
+from asa.planner.explain import Alternative, ComponentExplanation, Difference, Explanation, Term, explain, why_not
 from asa.planner.request import Pin, Request, SolverName, parse_pin
 from asa.planner.verify import verify
 
-__all__ = ["Pin", "Request", "SolverName", "parse_pin", "plan", "verify"]
+__all__ = [
+    "Alternative",
+    "ComponentExplanation",
+    "Difference",
+    "Explanation",
+    "Pin",
+    "Request",
+    "SolverName",
+    "Term",
+    "explain",
+    "parse_pin",
+    "plan",
+    "verify",
+    "why_not",
+]

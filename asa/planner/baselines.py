@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 
+from asa.cost.pricing import Way
 from asa.errors import UsageError
 from asa.interfaces.strategy import Strategies
 from asa.ir.layout import Layout
 from asa.ir.plan import DataDegree, DataStrategyName, TensorDegree
 from asa.planner.candidate import Candidate
-from asa.planner.space import Space, Way
+from asa.planner.space import Space
 
 _DATA: dict[str, DataStrategyName] = {
     "ddp": "replicate",

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
-from asa.cost.memory import Peak, peak
-from asa.cost.pricing import Pricer, combined_error
-from asa.cost.step import BoundaryCost, ComponentCost, StepCost, step
+from asa.cost.planned import Price, price
+from asa.cost.pricing import Pricer, Way, times_of
 from asa.ir.codec import noun
-from asa.ir.layout import Layout
-from asa.planner.space import Space, Way
+from asa.planner.space import Space, layouts
 
 
 @noun
@@ -27,26 +23,13 @@ class Candidate:
         return (self.width, self.num_microbatches, self.ways)
 
 
-@noun
-class Price:
-    """What a candidate costs: seconds, the peak of a rank in bytes, and standard errors in seconds."""
-
-    cost: StepCost
-    peak: Peak
-    components: tuple[ComponentCost, ...]
-    boundaries: tuple[BoundaryCost, ...]
-    compute_error_s: float
-    link_error_s: float
-
-
 class Prices:
     """Prices of ways and candidates in one space, each computed once."""
 
     def __init__(self, space: Space) -> None:
         self.space = space
+        self._times = times_of(space.profile, space.strategies)
         self._pricers: dict[tuple[int, int], Pricer] = {}
-        self._components: dict[tuple[int, int, int, Way], ComponentCost] = {}
-        self._boundaries: dict[tuple[int, int, int, Layout, Layout], BoundaryCost] = {}
 
     def pricer(self, width: int, num_microbatches: int) -> Pricer:
         """The pricer for one width and number of microbatches."""
@@ -54,39 +37,29 @@ class Prices:
         if key not in self._pricers:
             s = self.space
             self._pricers[key] = Pricer(
-                s.profile, s.cluster, s.strategies, width=width, global_batch=s.request.global_batch,
-                num_microbatches=num_microbatches, optimizer=s.request.optimizer,
-            )  # fmt: skip
+                s.profile,
+                self._times,
+                s.cluster,
+                s.strategies,
+                width=width,
+                global_batch=s.request.global_batch,
+                num_microbatches=num_microbatches,
+                optimizer=s.request.optimizer,
+            )
         return self._pricers[key]
 
-    def component(self, index: int, width: int, num_microbatches: int, way: Way) -> ComponentCost:
-        """One component."""
-        key = (index, width, num_microbatches, way)
-        if key not in self._components:
-            self._components[key] = self.pricer(width, num_microbatches).component(
-                index, way.layout, way.data.strategy, way.tensor.strategy
-            )
-        return self._components[key]
+    def compute_alone(self, width: int, num_microbatches: int) -> float:
+        """Lower bound in seconds on every plan of that width: each component's fastest layout, nothing communicated.
 
-    def boundary(self, index: int, num_microbatches: int, source: Layout, target: Layout) -> BoundaryCost:
-        """The boundary in front of component ``index``, at least 1."""
-        key = (index, source.width, num_microbatches, source, target)
-        if key not in self._boundaries:
-            self._boundaries[key] = self.pricer(source.width, num_microbatches).boundary(index, source, target)
-        return self._boundaries[key]
+        Infinite where some component cannot run there at all.
+        """
+        pricer, total = self.pricer(width, num_microbatches), 0.0
+        for i in range(len(self.space.profile.graph)):
+            possible = [x for x in layouts(width) if self.space.runs(i, x, num_microbatches)]
+            total += min((pricer.compute_alone(i, x) for x in possible), default=float("inf"))
+        return total
 
     def of(self, candidate: Candidate) -> Price:
         """All of a candidate."""
-        width, m, ways = candidate.width, candidate.num_microbatches, candidate.ways
-        pricer = self.pricer(width, m)
-        components = tuple(self.component(i, width, m, way) for i, way in enumerate(ways))
-        between = [self.boundary(i, m, a.layout, b.layout) for i, (a, b) in enumerate(pairwise(ways), 1)]
-        boundaries = (pricer.entry(ways[0].layout), *between, pricer.exit(ways[-1].layout))
-        return Price(
-            cost=step(components, boundaries, self.space.cluster.overlap),
-            peak=peak([c.footprint for c in components], [b.footprint for b in boundaries[:-1]]),
-            components=components,
-            boundaries=boundaries,
-            compute_error_s=combined_error([c.error_s for c in components]),
-            link_error_s=sum(c.link_error_s for c in components) + sum(b.link_error_s for b in boundaries),
-        )
+        pricer = self.pricer(candidate.width, candidate.num_microbatches)
+        return price(pricer, candidate.ways, self.space.cluster.overlap)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 from asa.cost.estimate import on_device
+from asa.cost.planned import Price
 from asa.errors import AsaError, InfeasibleError, UsageError
 from asa.interfaces.strategy import Strategies
 from asa.ir import codec
@@ -15,7 +16,7 @@ from asa.ir.plan import Assignment, Baseline, Certificate, Plan, Stage
 from asa.ir.profile import Profile
 from asa.ir.units import GIB
 from asa.planner import baselines, infeasible
-from asa.planner.candidate import Candidate, Price, Prices
+from asa.planner.candidate import Candidate, Prices
 from asa.planner.prediction import noise, predict
 from asa.planner.request import Request
 from asa.planner.search import TOLERANCE_GIB, Outcome, search
@@ -193,13 +194,18 @@ def _circumstances(prices: Prices, candidate: Candidate) -> tuple[str, ...]:
         notes.append(f"{candidate.width} of {request.gpus} devices are faster than all of them")
     if candidate.num_microbatches > 1:
         notes.append(
-            f"{candidate.num_microbatches} microbatches, because one does not fit; BatchNorm normalises each by itself"
+            f"{candidate.num_microbatches} microbatches, because one does not fit"
+            + ("; BatchNorm normalises each by itself" if _normalises(space) else "")
         )
     if space.profile.provenance.origin == "estimated":
         notes.append("times are estimated from FLOPs and bytes, not measured: good to tens of per cent")
     if space.cluster.status != "measured":
         notes.append(f"the links of {space.cluster.name} are {space.cluster.status}, not measured here")
     return tuple(notes)
+
+
+def _normalises(space: Space) -> bool:
+    return any(c.batch_norm for c in space.profile.graph.components)
 
 
 def _certificate(prices: Prices, candidate: Candidate, outcome: Outcome, seconds: float) -> Certificate:
@@ -253,7 +259,7 @@ def _plan(
         stages=(Stage(ranks=tuple(range(candidate.width))),),
         schedule="none",
         num_microbatches=candidate.num_microbatches,
-        prediction=predict(candidate, price, space.profile, request.global_batch),
+        prediction=predict(price, space.profile, width=candidate.width, global_batch=request.global_batch),
         certificate=certificate,
         baselines=tuple(
             Baseline(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from asa.cost.pricing import Way
 from asa.cost.step import BoundaryCost, ComponentCost
 from asa.ir.layout import Layout
 from asa.ir.units import GIB
 from asa.planner.candidate import Candidate, Prices
 from asa.planner.problem import MS, Choice, Config, Edge, Problem
-from asa.planner.space import Allowed, Way, anything
+from asa.planner.space import Allowed, anything
 
 
 class Formulation:
@@ -41,7 +42,7 @@ def formulate(prices: Prices, width: int, num_microbatches: int, allowed: Allowe
     for i in range(len(graph)):
         options = []
         for way in space.ways(i, width, num_microbatches, allowed):
-            cost = prices.component(i, width, num_microbatches, way)
+            cost = pricer.component(i, way)
             ends = [pricer.entry(way.layout)] if i == 0 else []
             ends += [pricer.exit(way.layout)] if i == last else []
             number = numbers.setdefault(way.layout, len(numbers))
@@ -53,11 +54,7 @@ def formulate(prices: Prices, width: int, num_microbatches: int, allowed: Allowe
         kept.append(tuple(w for _, w in options))
         found.append(tuple(dict.fromkeys(w.layout for _, w in options)))
     edges = tuple(
-        {
-            (numbers[a], numbers[b]): _edge(prices.boundary(i + 1, num_microbatches, a, b))
-            for a in found[i]
-            for b in found[i + 1]
-        }
+        {(numbers[a], numbers[b]): _edge(pricer.boundary(i + 1, a, b)) for a in found[i] for b in found[i + 1]}
         for i in range(last)
     )
     problem = Problem(

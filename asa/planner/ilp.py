@@ -63,10 +63,12 @@ def solve(
     time_limit_s: float = 60.0,
     backend: str | None = None,
     forbidden: tuple[Choice, ...] = (),
+    cutoff: float = float("inf"),
 ) -> Solution:
     """The best choice. ``backend``: ``highs`` or ``cbc``; the first that is installed where None.
 
-    ``forbidden`` choices are cut off, to enumerate the best plans one after the other.
+    ``forbidden`` choices are cut off, to enumerate the best plans one after the other. Choices that are not faster
+    than ``cutoff`` ms are of no interest: where there is none, ``choice`` is None and ``cutoff`` a proved bound.
 
     Raises:
         UnavailableError: no solver is installed, or it failed.
@@ -80,12 +82,14 @@ def solve(
         _memory(model, pulp)
     for choice in forbidden:
         model.lp += pulp.lpSum(model.x[i][c] for i, c in enumerate(choice)) <= len(choice) - 1
-    _objective(model, pulp, tau)
+    goal = _objective(model, pulp, tau)
+    if cutoff < float("inf"):
+        model.lp += goal <= cutoff
     solver, name = _solver(pulp, backend, time_limit_s)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model.lp.solve(solver)
-    return _read(model, pulp, name)
+    return _read(model, pulp, name, cutoff)
 
 
 def available() -> tuple[str, ...]:
@@ -154,15 +158,17 @@ def _memory(model: _Model, pulp: Any) -> None:
         model.lp += state + kept[k] + made[k] + moving <= problem.capacity
 
 
-def _objective(model: _Model, pulp: Any, tau: Any) -> None:
+def _objective(model: _Model, pulp: Any, tau: Any) -> Any:
     terms = [t for i in range(len(model.problem)) for t in (*model.picked(i, "work"), *model.passed(i, "cost"))]
-    model.lp.setObjective(pulp.LpAffineExpression([*terms, (tau, -model.problem.saving)]))
+    goal = pulp.LpAffineExpression([*terms, (tau, -model.problem.saving)])
+    model.lp.setObjective(goal)
+    return goal
 
 
-def _read(model: _Model, pulp: Any, name: str) -> Solution:
+def _read(model: _Model, pulp: Any, name: str, cutoff: float) -> Solution:
     status = model.lp.sol_status
     if status == pulp.LpSolutionInfeasible:
-        return Solution(choice=None, value=float("inf"), bound=float("inf"), solver=name)
+        return Solution(choice=None, value=float("inf"), bound=cutoff, solver=name)
     if status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
         return Solution(choice=None, value=float("inf"), bound=-float("inf"), solver=name)
     choice = tuple(max(range(len(row)), key=lambda c: row[c].value() or 0.0) for row in model.x)

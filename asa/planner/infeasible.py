@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from asa.cost.memory import usable
+from asa.cost.planned import Price
 from asa.errors import InfeasibleError
 from asa.ir.codec import noun
 from asa.ir.units import GIB
 from asa.planner import dp
-from asa.planner.candidate import Candidate, Price, Prices
+from asa.planner.candidate import Candidate, Prices
 from asa.planner.formulate import formulate
 from asa.planner.request import Pin
 from asa.planner.space import Allowed, Space, anything, widths

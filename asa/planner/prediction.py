@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 from asa.cost.constants import constant
+from asa.cost.planned import Price
 from asa.cost.spread import Z90
 from asa.ir.plan import Prediction
 from asa.ir.profile import Profile
-from asa.planner.candidate import Candidate, Price
 
 
 def deviation(price: Price, profile: Profile) -> float:
@@ -23,7 +23,7 @@ def deviation(price: Price, profile: Profile) -> float:
     return math.hypot(price.compute_error_s, model * price.cost.compute_s, exposed * price.link_error_s)
 
 
-def predict(candidate: Candidate, price: Price, profile: Profile, global_batch: int) -> Prediction:
+def predict(price: Price, profile: Profile, *, width: int, global_batch: int) -> Prediction:
     """The prediction of one step. A stage's ranks all hold what the busiest one does."""
     total, half = price.cost.total_s, Z90 * deviation(price, profile)
     return Prediction(
@@ -35,7 +35,7 @@ def predict(candidate: Candidate, price: Price, profile: Profile, global_batch: 
         hidden_communication_s=price.cost.hidden_s,
         update_s=price.cost.update_s,
         bubble_s=0.0,
-        memory_bytes_per_rank=(math.ceil(price.peak.total),) * candidate.width,
+        memory_bytes_per_rank=(math.ceil(price.peak.total),) * width,
         samples_per_s=global_batch / total if total > 0 else 0.0,
     )
 

@@ -1,16 +1,22 @@
 """The search: widths and microbatches best-first by their bounds, a solver inside each, a certificate over all.
 
-Every (width, microbatches) is first solved exactly *without* the memory limit by the label DP, which takes
-milliseconds and gives a lower bound. In the order of these bounds each is solved in full, until the next bound
-passes the best plan: what is left cannot hold a better one. Microbatches double only while memory binds, that is
-while the fastest plan without a limit does not fit.
+Every (width, microbatches) carries a lower bound that rises in steps: compute alone; the exact optimum *without* the
+memory limit, by the label DP; where that does not fit, the DP with the limit, for a moment; the solver that was asked
+for. Always the one with the lowest bound is taken a step further, until that bound reaches the best plan: what is left
+cannot hold a better one. Microbatches double only while memory binds, that is while the fastest plan without a limit
+does not fit.
+
+So every answer of the ILP was also found, or bounded, by the DP. Where both have proved their optimum and disagree,
+that is an error of ours and said so.
 """
 
 from __future__ import annotations
 
 import heapq
 import time
+from dataclasses import replace
 
+from asa.errors import AsaError
 from asa.ir.codec import noun
 from asa.planner import dp, exhaustive, ilp
 from asa.planner.candidate import Candidate, Prices
@@ -18,6 +24,9 @@ from asa.planner.formulate import Formulation, formulate
 from asa.planner.problem import MS, Problem, Solution
 from asa.planner.request import SolverName
 from asa.planner.space import Allowed, anything, widths
+
+_CLOSE = 1e-9
+_CHECK_S = 1.0
 
 TOLERANCE_GIB = 1e-5
 """By how much a solver may overstep the memory limit (10 KiB)."""
@@ -29,7 +38,6 @@ class Outcome:
 
     best: Candidate | None
     lower_bound_s: float
-    proved: bool
     solver: str
     checked_by: str
     solved: int
@@ -38,7 +46,7 @@ class Outcome:
 
 
 class _Place:
-    """One (width, microbatches), its formulation and what is known without the memory limit."""
+    """One (width, microbatches): its formulation, and the optimum without the memory limit."""
 
     def __init__(self, formulation: Formulation, time_limit_s: float) -> None:
         self.formulation = formulation
@@ -48,6 +56,43 @@ class _Place:
             self.free.choice is not None
             and exhaustive.peak(self.problem, self.free.choice) <= self.problem.capacity + TOLERANCE_GIB
         )
+        self.checked = self.free
+
+    def check(self, time_limit_s: float) -> Solution:
+        """The DP's answer with the memory limit, as far as it gets in that time."""
+        if not self.fits:
+            found = dp.solve(self.problem, time_limit_s=time_limit_s)
+            self.checked = replace(found, bound=max(found.bound, self.free.bound))
+        return self.checked
+
+
+class _Places:
+    """All (width, microbatches) of a space, formulated when first asked for."""
+
+    def __init__(self, prices: Prices, allowed: Allowed, ends: float) -> None:
+        self._prices = prices
+        self._allowed = allowed
+        self._ends = ends
+        self._known: dict[tuple[int, int], _Place | None] = {}
+
+    def bounds(self) -> list[tuple[float, int, int]]:
+        """(ms of compute alone, width, microbatches) of each that could run."""
+        request = self._prices.space.request
+        counts = [2**k for k in range(request.global_batch.bit_length())]
+        found = [(self._prices.compute_alone(w, m) * MS, w, m) for w in widths(request.gpus) for m in counts]
+        return [f for f in found if f[0] < float("inf")]
+
+    def get(self, width: int, num_microbatches: int) -> _Place | None:
+        """The place, or None where it is not in the space: it cannot run, or fewer microbatches are enough."""
+        key = (width, num_microbatches)
+        if key not in self._known:
+            self._known[key] = None
+            fewer = self.get(width, num_microbatches // 2) if num_microbatches > 1 else None
+            if num_microbatches == 1 or (fewer is not None and not fewer.fits):
+                formulation = formulate(self._prices, width, num_microbatches, self._allowed)
+                if formulation is not None:
+                    self._known[key] = _Place(formulation, max(0.1, self._ends - time.monotonic()))
+        return self._known[key]
 
 
 def search(
@@ -60,7 +105,8 @@ def search(
 ) -> Outcome:
     """The fastest plan in the space, among those that ``allowed`` lets through.
 
-    ``incumbent_s`` is the time of a plan already known (a whole strategy that fits): bounds above it end the search.
+    ``incumbent_s`` is the time of a plan already known (a whole strategy that fits): a search that ends without a
+    ``best`` has proved that nothing is faster.
 
     Raises:
         UsageError: too many plans for ``exhaustive``.
@@ -68,60 +114,63 @@ def search(
     """
     started = time.monotonic()
     ends = started + time_limit_s
+    places = _Places(prices, allowed, ends)
     best: Candidate | None = None
     best_ms, lowest_ms = incumbent_s * MS, float("inf")
     names: set[str] = set()
-    solved = pruned = order = 0
-    queue: list[tuple[float, int, _Place]] = []
-
-    def place(width: int, num_microbatches: int) -> None:
-        """Queue a width and, while memory binds there, all doublings of its microbatches."""
-        nonlocal order
-        while num_microbatches <= prices.space.request.global_batch:
-            formulation = formulate(prices, width, num_microbatches, allowed)
-            if formulation is None:
-                return
-            found = _Place(formulation, max(0.1, ends - time.monotonic()))
-            order += 1
-            heapq.heappush(queue, (found.free.bound, order, found))
-            if found.fits:
-                return
-            num_microbatches *= 2
-
-    for width in widths(prices.space.request.gpus):
-        place(width, 1)
-    while queue:
-        bound_ms, _, at = heapq.heappop(queue)
-        if bound_ms >= best_ms * (1 - 1e-12) and best is not None:
-            lowest_ms = min(lowest_ms, bound_ms)
-            pruned += 1 + len(queue)
-            break
-        found = _solve(at, solver, max(0.1, ends - time.monotonic()))
+    solved = 0
+    queue = [(bound, 0, w, m) for bound, w, m in places.bounds()]
+    heapq.heapify(queue)
+    while queue and queue[0][0] < best_ms * (1 - _CLOSE):
+        bound_ms, steps, width, m = heapq.heappop(queue)
+        place = places.get(width, m)
+        if place is None:
+            continue
+        left = max(0.1, ends - time.monotonic())
+        if steps < 2:
+            bound = (
+                place.free.bound if steps == 0 else place.check(left if solver == "dp" else min(left, _CHECK_S)).bound
+            )
+            heapq.heappush(queue, (max(bound_ms, bound), steps + 1, width, m))
+            continue
+        found = _solve(place, solver, best_ms, left)
         names.add(found.solver)
         solved += 1
         lowest_ms = min(lowest_ms, max(found.bound, bound_ms))
-        if found.choice is not None and found.value < best_ms * (1 + 1e-12):
-            best, best_ms = at.formulation.candidate(found.choice), found.value
-        elif found.choice is not None and best is None and found.value <= best_ms * (1 + 1e-9):
-            best = at.formulation.candidate(found.choice)
+        if found.choice is not None and found.value < best_ms:
+            best, best_ms = place.formulation.candidate(found.choice), found.value
     bound_s = min(lowest_ms, best_ms) / MS
     return Outcome(
         best=best,
         lower_bound_s=bound_s,
-        proved=best is not None and best_ms / MS - bound_s <= 1e-6 * max(bound_s, 1e-9),
-        solver=" and ".join(sorted(names)) or "dp",
+        solver=" and ".join(sorted(names)) or "bounds",
         checked_by="dp",
         solved=solved,
-        pruned=pruned,
+        pruned=len(queue),
         seconds=time.monotonic() - started,
     )
 
 
-def _solve(at: _Place, solver: SolverName, time_limit_s: float) -> Solution:
+def _solve(place: _Place, solver: SolverName, cutoff_ms: float, time_limit_s: float) -> Solution:
     """The problem in full. Where the fastest plan without a limit fits, the limit is left out."""
-    problem: Problem = at.problem.without_memory_limit() if at.fits else at.problem
+    problem: Problem = place.problem.without_memory_limit() if place.fits else place.problem
+    known = place.checked
     if solver == "dp":
-        return at.free if at.fits else dp.solve(problem, time_limit_s=time_limit_s)
+        return known
     if solver == "exhaustive":
-        return exhaustive.solve(problem)
-    return ilp.solve(problem, time_limit_s=time_limit_s)
+        found = exhaustive.solve(problem)
+    else:
+        found = ilp.solve(problem, time_limit_s=time_limit_s, cutoff=min(cutoff_ms, known.value * (1 + 1e-6)))
+    _agree(known, found, cutoff_ms, place)
+    return found
+
+
+def _agree(known: Solution, found: Solution, cutoff_ms: float, place: _Place) -> None:
+    """Hold two proved optima to each other."""
+    if not (known.proved and found.proved) or known.value >= cutoff_ms * (1 - 1e-5):
+        return
+    if abs(found.value - known.value) > 1e-5 * known.value:
+        raise AsaError(
+            f"{found.solver} finds {found.value:.9g} ms and {known.solver} {known.value:.9g} ms on "
+            f"{place.problem.width} ranks, {place.problem.num_microbatches} microbatches; please report this"
+        )

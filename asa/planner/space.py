@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 
 from asa.cost.memory import usable
+from asa.cost.pricing import Way
 from asa.errors import UsageError
 from asa.interfaces.strategy import Strategies
 from asa.ir.cluster import Cluster
-from asa.ir.codec import noun
 from asa.ir.layout import Layout
 from asa.ir.plan import DataDegree, DataStrategyName, TensorDegree, TensorStrategyName
 from asa.ir.profile import Profile
 from asa.planner.request import DATA_NAMES, TENSOR_NAMES, Pin, Request
-
-
-@noun
-class Way:
-    """One way to run one component."""
-
-    layout: Layout
-    data: DataDegree
-    tensor: TensorDegree
-
 
 Allowed = Callable[[int, Way], bool]
 """Whether component i may run that way, beyond what strategies refuse."""
@@ -39,6 +30,7 @@ def widths(gpus: int) -> tuple[int, ...]:
     return tuple(sorted(found, reverse=True))
 
 
+@cache
 def layouts(width: int) -> tuple[Layout, ...]:
     """Every layout of a stage: all (data, tensor) whose product divides its width."""
     divisors = [d for d in range(1, width + 1) if width % d == 0]
@@ -55,6 +47,7 @@ class Space:
         self.cluster = cluster
         self.strategies = strategies
         self.request = request
+        self._splits: dict[tuple[int, int], list[TensorStrategyName]] = {}
         self._measured_one = {t.component for t in profile.timings if t.microbatch == 1 and t.tensor_degree == 1}
         self.pinned: Allowed = pinned(profile, request.pins) if request.pins else anything
 
@@ -79,6 +72,10 @@ class Space:
                     if allowed(index, way):
                         yield way
 
+    def runs(self, index: int, layout: Layout, num_microbatches: int) -> bool:
+        """Whether component ``index`` can run in ``layout`` under some strategy, pins aside."""
+        return self.enough_samples(index, layout.data, num_microbatches) and bool(self._tensor(index, layout.tensor))
+
     def enough_samples(self, index: int, degree: int, num_microbatches: int) -> bool:
         """Whether every rank has a sample in every microbatch, and BatchNorm something to average over.
 
@@ -89,10 +86,13 @@ class Space:
         return smallest >= (2 if component.batch_norm and component.name not in self._measured_one else 1)
 
     def _tensor(self, index: int, degree: int) -> list[TensorStrategyName]:
-        component = self.profile.graph.components[index]
-        names: Sequence[TensorStrategyName] = ("none",) if degree == 1 else ("tensor",)
-        offered = self.strategies.tensor
-        return [n for n in names if n in offered and not offered[n].refusal(component, degree)]
+        key = (index, degree)
+        if key not in self._splits:
+            component = self.profile.graph.components[index]
+            names: Sequence[TensorStrategyName] = ("none",) if degree == 1 else ("tensor",)
+            offered = self.strategies.tensor
+            self._splits[key] = [n for n in names if n in offered and not offered[n].refusal(component, degree)]
+        return self._splits[key]
 
     def _data(self, index: int, degree: int, has_parameters: bool) -> list[DataStrategyName]:
         component = self.profile.graph.components[index]

@@ -13,12 +13,12 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from asa.ir.profile import Stat
-
 
 _JUDGED = 5
 
@@ -55,7 +55,7 @@ class HostClock(Clock):
 
     def seconds(self, marks: Sequence[int]) -> list[float]:
         """Seconds between neighbouring marks."""
-        return [(b - a) / 1e9 for a, b in zip(marks, marks[1:], strict=False)]
+        return [(b - a) / 1e9 for a, b in pairwise(marks)]
 
     def host_seconds(self, marks: Sequence[int]) -> list[float]:
         """The same: the host is the device."""
@@ -82,11 +82,11 @@ class CudaClock(Clock):
         """Seconds between neighbouring events on the device."""
         if marks:
             marks[-1][0].synchronize()
-        return [a[0].elapsed_time(b[0]) / 1e3 for a, b in zip(marks, marks[1:], strict=False)]
+        return [a[0].elapsed_time(b[0]) / 1e3 for a, b in pairwise(marks)]
 
     def host_seconds(self, marks: Sequence[tuple[torch.cuda.Event, int]]) -> list[float]:
         """Seconds the host took to issue the work between neighbouring marks."""
-        return [(b[1] - a[1]) / 1e9 for a, b in zip(marks, marks[1:], strict=False)]
+        return [(b[1] - a[1]) / 1e9 for a, b in pairwise(marks)]
 
 
 def clock_of(device: torch.device) -> Clock:

@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 from asa.ir.cluster import CollectiveTable
 from asa.ir.traffic import COLLECTIVE_OPS, CollectiveOp
-from asa.ir.units import KIB, MIB
+from asa.ir.units import KIB
 from asa.profiler.clock import Clock, line_through
 from asa.profiler.rounds import LEAST_SAMPLES, agree, time_together
 
-SIZES: tuple[int, ...] = tuple(KIB << (2 * k) for k in range(8)) + (64 * MIB,)
+SIZES: tuple[int, ...] = (*(KIB << (2 * k) for k in range(9)),)
 """1 KiB to 64 MiB; a bucket of gradients has 25 MiB."""
 
 _WORD = 4
@@ -36,7 +36,8 @@ def measure_tables(
     """
     ranks = dist.get_world_size(group)
     ops = [op for op in COLLECTIVE_OPS if op != "send_recv" or ranks == 2]
-    started, done, tables = time.perf_counter(), 0, []
+    started, done = time.perf_counter(), 0
+    tables: list[CollectiveTable] = []
     for op in ops:
         points: list[tuple[int, float]] = []
         for size in sorted(sizes):

@@ -1,10 +1,11 @@
 """The sweep: every component at every microbatch and tensor degree, in place, beside the whole model.
 
 Microbatches are the powers of two up to the global batch and the global batch itself, the largest first (the
-allocator then reuses what it has). At each of them whole model and chains of every tensor degree take turns, lap
-by lap, so that a disturbance hits all alike; the first lap of a chain, untimed, records its memory. Time is
-divided among the microbatches by what they cost. Where it does not suffice, what a plan can do without is left
-out first, and said: degrees at microbatches too small for them, then the check against the whole model.
+allocator then reuses what it has). At each of them the chains of all tensor degrees run their laps, the first of
+each untimed, recording its memory; the whole model's laps alternate with the unsplit chain's, so that a
+disturbance hits both alike. Time is divided by what laps cost. Where it does not suffice, what a plan can do
+without is left out first, and said: degrees at microbatches too small for them, then the check against the whole
+model.
 """
 
 from __future__ import annotations
@@ -106,26 +107,20 @@ class Surveyor:
 
     def _possible(self, sizes: Sequence[int]) -> list[int]:
         """Leave out what normalisation, memory or time rule out, judging by single steps at small microbatches."""
-        possible, probes = list(sizes), []
+        possible = [s for s in sizes if s >= self._least_trainable(sizes)]
+        probes: list[tuple[int, float]] = []
         chain, saved = self.subject.chains[1], 0
-        for size in (s for s in reversed(sizes) if s >= min(4, self.global_batch)):
+        for size in (s for s in reversed(possible) if s >= min(4, self.global_batch)):
             if probes and size < 4 * probes[0][0]:
                 continue
             x = self.subject.batch(size)
-            try:
-                saved = sum(h.saved for h in measure_memory(chain, x).components)
-            except ValueError as error:
-                self._refuse(size, error)
-                possible.remove(size)
-                continue
+            saved = sum(h.saved for h in measure_memory(chain, x).components)
             probes.append((size, chain.lap(x, self.clock).seconds))
             chain.clear()
             if len(probes) == 2:
                 break
-        if not probes:
-            raise UsageError(f"the model trains at no microbatch up to {self.global_batch}: try a larger global batch")
         self.seconds = line_through(probes[0], probes[-1])
-        for size in (s for s in sizes if s > probes[-1][0]):
+        for size in [s for s in possible if s > probes[-1][0]]:
             needed = saved * size / probes[-1][0] + 2 * self.subject.weight
             seconds = (_LEAST + 2) * self.seconds(size)
             if needed > self.free_bytes:
@@ -136,6 +131,25 @@ class Surveyor:
                 continue
             possible.remove(size)
         return possible
+
+    def _least_trainable(self, sizes: Sequence[int]) -> int:
+        """The smallest microbatch that normalisation layers accept in training; what they refuse is noted."""
+        for size in reversed(sizes):
+            try:
+                with torch.no_grad():
+                    value = self.subject.batch(size)
+                    for component in self.subject.chains[1].components:
+                        value = component(value)[0]
+            except ValueError as error:
+                if "more than 1 value per channel" not in str(error):
+                    raise
+                self._leave_out(f"microbatch {size}: batch normalisation cannot train on one value per channel")
+                continue
+            return size
+        raise UsageError(
+            f"the model trains at no microbatch up to {self.global_batch}, its batch normalisation needs more than one "
+            "value per channel; try a larger global batch or input"
+        )
 
     def _cost(self, size: int, degree: int) -> float:
         """Expected seconds of a lap: scaled from what that degree took last, guessed where it has not run yet."""
@@ -159,39 +173,40 @@ class Surveyor:
         return chosen
 
     def _measure(self, size: int, degrees: Sequence[int], slice_s: float) -> None:
-        started = time.perf_counter()
-        x = self.subject.batch(size)
-        memory: dict[int, StepMemory] = {}
-        laps: dict[int, list[Lap]] = {}
-        whole: list[float] = []
-        try:
-            for degree in degrees:
-                if degree != WHOLE:
-                    memory[degree], laps[degree] = measure_memory(self.subject.chains[degree], x), []
-                else:
-                    self._whole(x)
-        except ValueError as error:
-            self._refuse(size, error)
-            return
-        repeats = Repeats(slice_s=slice_s - (time.perf_counter() - started), least=_LEAST, most=_MOST)
-        with quiet():
-            while repeats.again([[lap.seconds for lap in taken] for taken in laps.values()]):
-                for degree in degrees:
-                    if degree == WHOLE:
+        """Laps of each degree, one degree after the other; the whole model's laps alternate with those of degree 1.
+
+        A lap finds the allocator as the last one left it, so like must follow like, as in training.
+        """
+        x, end = self.subject.batch(size), time.perf_counter() + slice_s
+        left = sum(self._cost(size, d) for d in degrees)
+        for degree in (d for d in degrees if d != WHOLE):
+            beside = degree == 1 and WHOLE in degrees
+            chain, laps, whole = self.subject.chains[degree], list[Lap](), list[float]()
+            cost = self._cost(size, degree) + beside * self._cost(size, WHOLE)
+            share, left = cost / left, left - cost
+            finish = time.perf_counter() + (end - time.perf_counter()) * share
+            memory = measure_memory(chain, x)
+            if beside:
+                self._whole(x)
+            repeats = Repeats(slice_s=finish - time.perf_counter(), least=_LEAST, most=_MOST)
+            with quiet():
+                while repeats.again([[lap.seconds for lap in laps], *([whole] if beside else [])]):
+                    laps.append(chain.lap(x, self.clock))
+                    chain.clear()
+                    if beside:
                         whole.append(self._whole(x))
-                    else:
-                        laps[degree].append(self.subject.chains[degree].lap(x, self.clock))
-                        self.subject.chains[degree].clear()
-        for degree, taken in laps.items():
-            self.measured[degree] = (size, min(lap.seconds for lap in taken))
-            self._record(size, degree, taken, memory[degree])
-        if whole:
-            self.measured[WHOLE] = (size, min(whole))
-            parts = [t for t in self.sweep.timings if t.microbatch == size and t.tensor_degree == 1]
-            total = sum(t.forward.median + t.backward.median for t in parts)
-            self.sweep.whole.append(WholeStep(microbatch=size, whole=Stat.of(whole), components_s=total))
-        if size == self.global_batch:
-            self.sweep.host_share = min(lap.host_s / max(lap.seconds, 1e-12) for lap in laps[1])
+            self.measured[degree] = (size, min(lap.seconds for lap in laps))
+            self._record(size, degree, laps, memory)
+            if beside:
+                self.measured[WHOLE] = (size, min(whole))
+                self._check(size, whole)
+            if degree == 1 and size == self.global_batch:
+                self.sweep.host_share = min(lap.host_s / max(lap.seconds, 1e-12) for lap in laps)
+
+    def _check(self, size: int, whole: Sequence[float]) -> None:
+        parts = [t for t in self.sweep.timings if t.microbatch == size and t.tensor_degree == 1]
+        total = sum(t.forward.median + t.backward.median for t in parts)
+        self.sweep.whole.append(WholeStep(microbatch=size, whole=Stat.of(whole), components_s=total))
 
     def _whole(self, x: Tensor) -> float:
         chain = self.subject.chains[1]
@@ -217,12 +232,6 @@ class Surveyor:
                         transient_bytes=memory.components[i].transient,
                     )
                 )
-
-    def _refuse(self, size: int, error: ValueError) -> None:
-        """Note a microbatch that normalisation cannot train on; any other error is passed on."""
-        if "more than 1 value per channel" not in str(error):
-            raise error
-        self._leave_out(f"microbatch {size}: batch normalisation cannot train on one value per channel")
 
     def _leave_out(self, what: str) -> None:
         if what not in self.sweep.skipped:

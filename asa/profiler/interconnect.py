@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import Literal
 
 import torch
@@ -123,30 +123,15 @@ def _on_rank(rank: int, task: _Task) -> _Found:
     peaks = measure_peaks(device, clock) if rank == 0 else (0.0, 0.0, 0.0)
     agree()
     contention: tuple[Contention, ...] = (Contention(ranks=1, slowdown=1.0),)
-    overlap, tables = Overlap(), []
+    overlap = Overlap()
+    tables: tuple[CollectiveTable, ...] = ()
     if ranks > 1:
-        groups = {size: dist.new_group(list(range(size))) for size in range(2, ranks + 1)}
         say(0.02, "computing at once")
         contention = measure_contention(device, clock, slice_s=_CONTENTION_SHARE * task.time_limit_s)
-        begun, spent = _CONTENTION_SHARE, 0.0
-        for size, group in groups.items():
-            part = _TABLES_SHARE * size / sum(groups)
-            slice_s = part * task.time_limit_s
-            started = time.perf_counter()
-            if rank < size:
-                tables += measure_tables(
-                    group,
-                    device,
-                    clock,
-                    sizes=task.sizes,
-                    slice_s=slice_s,
-                    source=task.source,
-                    say=lambda fraction, what, base=begun + spent, part=part: say(base + part * fraction, what),
-                )
-            spent += part
-            agree(time.perf_counter() - started)
-        say(begun + spent, "computing while messages travel")
-        overlap = _worst_overlap(rank, device, groups, slice_s=_OVERLAP_SHARE * task.time_limit_s)
+        groups = _nested_groups(rank, ranks)
+        tables = _tables(task, device, groups, say)
+        say(_CONTENTION_SHARE + _TABLES_SHARE, "computing while messages travel")
+        overlap = _worst_overlap(device, groups, slice_s=_OVERLAP_SHARE * task.time_limit_s)
     record = device_record(device)
     found = Device(
         name=record.name,
@@ -157,22 +142,58 @@ def _on_rank(rank: int, task: _Task) -> _Found:
         memory_bandwidth=peaks[2],
     )
     say(1.0, "done")
-    return _Found(device=found, tables=tuple(tables), contention=contention, overlap=overlap)
+    return _Found(device=found, tables=tables, contention=contention, overlap=overlap)
 
 
-def _worst_overlap(
-    rank: int, device: torch.device, groups: dict[int, dist.ProcessGroup], *, slice_s: float
-) -> Overlap:
+def _nested_groups(rank: int, ranks: int) -> dict[int, dist.ProcessGroup | None]:
+    """Groups of ranks 0 to n - 1, for n from 2 to all; None where this rank is no member."""
+    groups: dict[int, dist.ProcessGroup | None] = {}
+    for size in range(2, ranks + 1):
+        group = dist.new_group(list(range(size)))
+        groups[size] = group if rank < size and isinstance(group, dist.ProcessGroup) else None
+    return groups
+
+
+def _tables(
+    task: _Task,
+    device: torch.device,
+    groups: dict[int, dist.ProcessGroup | None],
+    say: Callable[[float, str], None],
+) -> tuple[CollectiveTable, ...]:
+    """Tables of all groups this rank is in; the others wait. Larger groups get more of the time."""
+    found: list[CollectiveTable] = []
+    begun = _CONTENTION_SHARE
+    for size, group in groups.items():
+        part = _TABLES_SHARE * size / sum(groups)
+        if group is not None:
+            found += measure_tables(
+                group,
+                device,
+                clock_of(device),
+                sizes=task.sizes,
+                slice_s=part * task.time_limit_s,
+                source=task.source,
+                say=partial(_say_part, say, begun, part),
+            )
+        begun += part
+        agree()
+    return tuple(found)
+
+
+def _say_part(say: Callable[[float, str], None], base: float, part: float, fraction: float, what: str) -> None:
+    say(base + part * fraction, what)
+
+
+def _worst_overlap(device: torch.device, groups: dict[int, dist.ProcessGroup | None], *, slice_s: float) -> Overlap:
     """The larger slowdown of two ranks and of all of them, on either side."""
     clock = clock_of(device)
     sizes = sorted({2, max(groups)})
     found = []
     for size in sizes:
-        if rank < size:
-            found.append(measure_overlap(device, clock, groups[size], slice_s=slice_s / len(sizes)))
+        group = groups[size]
+        if group is not None:
+            found.append(measure_overlap(device, clock, group, slice_s=slice_s / len(sizes)))
         agree()
-    if not found:
-        return Overlap()
     return Overlap(
         compute_slowdown=max(o.compute_slowdown for o in found),
         communication_slowdown=max(o.communication_slowdown for o in found),

@@ -31,6 +31,8 @@ Progress = Callable[[float, str], None]
 
 _UPDATES_SHARE = 0.15
 _EXAMPLE_SAMPLES = 2
+_DISTURBED = 0.03
+"""Share of the core lost to others from which on a profile says so."""
 
 
 def profile_model(
@@ -118,7 +120,9 @@ def profile_module(
             free_bytes=free_memory(device),
             progress=lambda fraction, what: say(0.05 + 0.8 * fraction, what),
         )
+        before = time.perf_counter(), time.process_time()
         sweep = surveyor.survey()
+        lost = 1 - (time.process_time() - before[1]) / (time.perf_counter() - before[0])
         say(0.87, "optimizer steps")
         left = time_limit_s - (time.perf_counter() - started)
         modules = {
@@ -129,6 +133,8 @@ def profile_module(
         floor = measure_dispatch(device)
     say(1.0, "done")
     note = f"{time.perf_counter() - started:.0f} s of measuring"
+    if device.type == "cpu" and lost > _DISTURBED:
+        note += f"; other processes took {lost:.0%} of the core"
     if device.type == "cuda":
         note += f"; the host took {sweep.host_share:.0%} of the device's time to launch a step at the largest batch"
     return Profile(

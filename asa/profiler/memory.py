@@ -68,9 +68,7 @@ def measure_memory(chain: Chain, x: Tensor) -> StepMemory:
         marks = chain.step(x, mark)
     chain.clear()
     events, times = _read(recording, chain.device)
-    placed = Marks(
-        forward=[times[names[m]] for m in marks.forward], backward=[times[names[m]] for m in marks.backward]
-    )
+    placed = Marks(forward=[times[names[m]] for m in marks.forward], backward=[times[names[m]] for m in marks.backward])
     gradients = [
         sum(p.numel() * p.element_size() for p in component.parameters() if p.requires_grad)
         for component in chain.components

@@ -13,27 +13,16 @@ from asa.report.plan import summary
 from asa.report.tables import line, table
 from asa.report.units import NOTHING, error, percent, rate, seconds, size
 
-COLUMNS = (
-    "strategy",
-    "ranks",
-    "step",
-    "p10 - p90",
-    "n",
-    "predicted",
-    "error",
-    "samples/s",
-    "peak memory",
-    "foreseen",
-    "communication",
-    "accuracy",
-)
+TIMES = ("strategy", "ranks", "step", "p10 - p90", "n", "predicted", "error", "samples/s")
+COSTS = ("peak memory", "predicted", "error", "communication", "accuracy")
+COLUMNS = (*TIMES, *COSTS)
 
 
 def render(bench: Bench) -> list[RenderableType]:
     """One table a model, the paired ratios under it, and what every figure rests on."""
     said: list[RenderableType] = []
     for model in bench.settings.models:
-        said += [_results(bench, model), line("")]
+        said += [*_tables(bench, model), line("")]
         said += [line(text) for text in sentences(bench, model)]
         said.append(line(""))
     said += [line(f"data: {bench.settings.data_source}"), line(machine(bench))]
@@ -41,26 +30,30 @@ def render(bench: Bench) -> list[RenderableType]:
     return said
 
 
-def cells(r: BenchResult) -> tuple[str, ...]:
-    """One row of the table, as text."""
-    if r.step_time_s is None:
-        gone = (NOTHING,) * 3
-        memory = (NOTHING, size(r.predicted_memory_bytes), NOTHING, NOTHING)
-        return (r.strategy, str(r.ranks), *gone, seconds(r.predicted_step_time_s), NOTHING, NOTHING, *memory)
+def times(r: BenchResult) -> tuple[str, ...]:
+    """One row of the table of times, as text."""
     t = r.step_time_s
     return (
         r.strategy,
         str(r.ranks),
-        seconds(t.median),
-        f"{seconds(t.p10)} - {seconds(t.p90)}",
-        str(t.n),
+        seconds(t.median if t else None),
+        f"{seconds(t.p10)} - {seconds(t.p90)}" if t else NOTHING,
+        str(t.n if t else 0),
         seconds(r.predicted_step_time_s),
-        error(r.predicted_step_time_s, t.median),
+        error(r.predicted_step_time_s, t.median if t else None),
         rate(throughput(r)),
+    )
+
+
+def costs(r: BenchResult) -> tuple[str, ...]:
+    """Memory, communication and accuracy of a row; accuracy with the epochs it took, which differ between cells."""
+    last = r.accuracy[-1] if r.accuracy else None
+    return (
         size(r.peak_memory_bytes),
         size(r.predicted_memory_bytes),
+        error(r.predicted_memory_bytes, r.peak_memory_bytes),
         percent(communication_share(r)),
-        percent(r.accuracy[-1].validation_accuracy if r.accuracy else None),
+        f"{percent(last.validation_accuracy)} after {last.epoch:.2g} epochs" if last else NOTHING,
     )
 
 
@@ -106,8 +99,8 @@ def machine(bench: Bench) -> str:
     return (
         f"{e.num_devices} x {e.device_name} ({e.device_type}, {e.cpu_cores} cores), {e.backend}, torch "
         f"{e.torch_version}, Python {e.python_version}, asa {e.asa_version}; batch {s.global_batch}, {s.precision}, "
-        f"{s.optimizer} lr {s.learning_rate:g}, seed {s.seed}, {s.rounds} interleaved rounds of "
-        f"{s.steps_per_round} steps"
+        f"{s.optimizer} lr {s.learning_rate:g}, seed {s.seed}, strategies take turns of {s.steps_per_turn} step"
+        f"{'s' if s.steps_per_turn > 1 else ''}"
     )
 
 
@@ -176,8 +169,11 @@ def write_csv(path: Path, columns: Sequence[str], rows: Sequence[Sequence[object
         writer.writerows(rows)
 
 
-def _results(bench: Bench, model: str) -> RenderableType:
-    made = table(f"{model}, measured and predicted", COLUMNS)
+def _tables(bench: Bench, model: str) -> list[RenderableType]:
+    first = table(f"{model}: time of a step, measured and predicted", TIMES)
+    second = table(f"{model}: memory of the fullest rank, exposed communication, validation", ("strategy", *COSTS))
     for r in bench.of(model):
-        made.add_row(*cells(r), style="bold" if r.strategy == "asa" else "dim" if r.step_time_s is None else "")
-    return made
+        style = "bold" if r.strategy == "asa" else "dim" if r.step_time_s is None else ""
+        first.add_row(*times(r), style=style)
+        second.add_row(r.strategy, *costs(r), style=style)
+    return [first, line(""), second]

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
-from matplotlib.ticker import MaxNLocator
 
 if TYPE_CHECKING:
     from asa.report.charts import Row
@@ -118,9 +117,8 @@ def accuracy(rows: Sequence[Row]) -> Figure:
                 linewidth=1.4,
                 label=strategy,
             )
-        axes.set_xlabel("epoch")
+        axes.set_xlabel("epochs")
         axes.set_ylabel("validation accuracy, %")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.legend(frameon=False)
     return figure
 

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.console import RenderableType
 
-from asa.ir.measurements import EpochRecord, Measurements, Verdict
+from asa.ir.measurements import EpochRecord, Measurements
 from asa.report.tables import table
 from asa.report.units import error, percent, rate, seconds, size
 
 
 def epoch_line(record: EpochRecord) -> str:
-    """One epoch: loss, accuracy, step time predicted and measured."""
-    m = record.measurements
+    """One epoch: loss, accuracy, speed, and the scheduler's words on predicted against measured."""
     return (
-        f"epoch {record.epoch}: loss {record.train_loss:.3f}, validation {record.validation_loss:.3f} "
-        f"({percent(record.validation_accuracy)}), {seconds(record.seconds)}, {rate(m.samples_per_s)}; step predicted "
-        f"{seconds(m.predicted_step_time_s)}, measured {seconds(m.step_time.median)} "
-        f"({error(m.predicted_step_time_s, m.step_time.median)})"
+        f"epoch {record.epoch + 1}: loss {record.train_loss:.3f}, validation {record.validation_loss:.3f} "
+        f"({percent(record.validation_accuracy)}), {seconds(record.seconds)}, "
+        f"{rate(record.measurements.samples_per_s)}; {record.verdict.reason}"
     )
 
 
-def verdict_line(verdict: Verdict) -> str:
-    """Keep or re-plan, and why."""
-    return f"{'keep the plan' if verdict.action == 'keep' else 're-plan'}: {verdict.reason}"
+def replan_line(event: Mapping[str, Any]) -> str:
+    """A change of plan, its roll-back, or what came of it, from the event that announced it."""
+    gain = percent(event.get("predicted_gain"), signed=True)
+    if event["kind"] == "outcome":
+        return f"the new plan: {gain} of a step promised, {percent(event['measured_gain'], signed=True)} measured"
+    if event["kind"] == "rollback":
+        return f"back to the old plan {event['new']}: {event['why']}"
+    return f"new plan {event['new']}, {gain} of a step promised: {event['why']}"
 
 
 def epochs(records: Sequence[EpochRecord]) -> RenderableType:
@@ -35,7 +39,7 @@ def epochs(records: Sequence[EpochRecord]) -> RenderableType:
     for r in records:
         m = r.measurements
         made.add_row(
-            str(r.epoch),
+            str(r.epoch + 1),
             f"{r.train_loss:.3f}",
             f"{r.validation_loss:.3f}",
             percent(r.validation_accuracy),

@@ -15,7 +15,7 @@ def seconds(value: float | None) -> str:
     """
     if value is None:
         return NOTHING
-    if value == 0:
+    if abs(value) < 5e-9:
         return "0 s"
     for limit, scale, unit in ((1e-3, 1e6, "us"), (1.0, 1e3, "ms"), (600.0, 1.0, "s")):
         if abs(value) < limit:

@@ -56,6 +56,12 @@ class _Normalise(torch.autograd.Function):
 class SynchronisedBatchNorm(nn.Module):
     """A BatchNorm layer whose batch is the microbatch of all ranks of ``axis``; same parameters and buffers."""
 
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    num_batches_tracked: Tensor | None
+
     def __init__(self, source: nn.BatchNorm1d | nn.BatchNorm2d, axis: Axis) -> None:
         super().__init__()
         self.axis, self.eps, self.momentum = axis, source.eps, source.momentum
@@ -76,16 +82,20 @@ class SynchronisedBatchNorm(nn.Module):
             )
         # Gradients are scaled by the data degree uniformly over the axis, which backward is linear in.
         y, mean, variance, count = _Normalise.apply(x, self.axis, self.eps)
-        if self.training and self.running_mean is not None:
-            with torch.no_grad():
-                self.num_batches_tracked += 1
-                factor = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
-                unbiased = variance * (count / (count - 1))
-                self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
-                self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
-        if self.weight is None:
+        if self.training:
+            self._track(mean, variance * (count / (count - 1)))
+        if self.weight is None or self.bias is None:
             return y
         return y * _view(self.weight, x) + _view(self.bias, x)
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor, unbiased: Tensor) -> None:
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return
+        self.num_batches_tracked += 1
+        factor = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
 
 
 def synchronise(module: nn.Module, axis: Axis) -> None:

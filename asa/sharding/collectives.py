@@ -7,7 +7,8 @@ largest one on the wire. On a rehearsed axis each collective is replaced by a lo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,10 +18,30 @@ from torch import Tensor
 from asa.sharding.axis import Axis
 
 
+class _Switch:
+    """Seen by every thread of the process: on CUDA backward runs in threads of its own."""
+
+    silent = False
+
+
+@contextmanager
+def silenced() -> Iterator[None]:
+    """Inside, every collective of this module is its local stand-in: what computation alone takes. Values are wrong."""
+    _Switch.silent = True
+    try:
+        yield
+    finally:
+        _Switch.silent = False
+
+
+def _live(axis: Axis) -> bool:
+    return axis.group is not None and not _Switch.silent
+
+
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     """Sum of ``x`` over the axis, into ``x`` where it is contiguous."""
     x = x.contiguous()
-    if axis.group is not None:
+    if _live(axis):
         dist.all_reduce(x, group=axis.group)
     return x
 
@@ -40,7 +61,7 @@ def all_gather(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Tensor:
     longest = max(sizes)
     part = _padded(x.movedim(dim, 0), longest)
     whole = part.new_empty((axis.size * longest, *part.shape[1:]))
-    if axis.group is None:
+    if not _live(axis):
         whole.view(axis.size, *part.shape).copy_(part.expand(axis.size, *part.shape))
     else:
         dist.all_gather_into_tensor(whole, part, group=axis.group)
@@ -60,7 +81,7 @@ def reduce_scatter(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Ten
     else:
         whole = torch.cat([_padded(part, longest) for part in moved.split(list(sizes))])
     mine = sizes[axis.index]
-    if axis.group is None:
+    if not _live(axis):
         part = whole[axis.index * longest : (axis.index + 1) * longest].clone()
     else:
         part = whole.new_empty((longest, *whole.shape[1:]))

@@ -106,7 +106,7 @@ def tensor_split(component: TracedComponent, *, first: bool = False) -> tuple[Te
 
 def layer_graph(traced: TracedModel, *, model: str, input_shape: tuple[int, ...], num_classes: int) -> LayerGraph:
     """The graph of ``traced``, every component with its split."""
-    components = []
+    components: list[Component] = []
     for traced_component, facts in zip(traced.components, traced.facts, strict=True):
         found, why = tensor_split(traced_component, first=not components)
         components.append(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -111,7 +112,7 @@ class RowParallel(nn.Module):
         self.axis, self.partial = axis, partial
         self.convolution = isinstance(source, nn.Conv2d)
         if isinstance(source, nn.Conv2d):
-            self.options = (source.stride, source.padding, source.dilation)
+            self.options: Any = (source.stride, source.padding, source.dilation)
         if source.bias is None:
             self.register_parameter("bias", None)
         shard = ParameterShard(dim=1, units=cut.units, unit=cut.unit, degree=axis.size)
@@ -123,7 +124,7 @@ class RowParallel(nn.Module):
             y = F.conv2d(x, self.weight, None, *self.options)
         else:
             y = F.linear(x, self.weight)
-        bias = self.bias
+        bias: Tensor | None = self.bias
         if self.partial:
             if bias is not None:
                 bias = bias - (bias * (1 - 1 / self.axis.size)).detach()
@@ -140,6 +141,8 @@ class HeadParallelAttention(nn.Module):
     head_parallel = True
     in_proj_weight: nn.Parameter
     in_proj_bias: nn.Parameter | None
+    out_proj: RowParallel
+    batch_first: bool
 
     def __init__(
         self, source: nn.MultiheadAttention | HeadParallelAttention, cut: Cut, axis: Axis,

@@ -46,7 +46,8 @@ def _propagate_shapes(graph: fx.GraphModule, component: TracedComponent) -> None
 
 
 def plan_split(component: TracedComponent) -> list[SplitPlan]:
-    """How each of the component's graphs splits; the layers are the same in all.
+    """How each of the component's graphs splits. The first plan's actions hold the layers of all graphs (an
+    auxiliary head is in training's alone); a layer that is in two splits alike in both.
 
     Raises:
         UsageError: the two modes would split different layers.
@@ -57,8 +58,11 @@ def plan_split(component: TracedComponent) -> list[SplitPlan]:
         plans.append(propagate(graph))
     first, *rest = plans
     for other in rest:
-        if (other.actions, other.cuts) != (first.actions, first.cuts):
-            raise UsageError(f"{component.name} would split differently in training and in evaluation; left whole")
+        for path in first.actions.keys() & other.actions.keys():
+            if (other.actions[path], other.cuts[path]) != (first.actions[path], first.cuts[path]):
+                raise UsageError(f"{component.name} would split differently in training and in evaluation")
+        first.actions.update(other.actions)
+        first.cuts.update(other.cuts)
         if (other.entry_partial, other.exit_partial) != (first.entry_partial, first.exit_partial):
             for plan in plans:
                 plan.hoisted, plan.exit_partial = set(), False

@@ -1,1 +1,9 @@
+"""Pretends: a plan as events on streams, from the same prices as the planner. No torch."""
 
+from __future__ import annotations
+
+from asa.simulator.stage import simulate
+from asa.simulator.timeline import Event, Timeline
+from asa.simulator.trace import chrome_trace, save_trace
+
+__all__ = ["Event", "Timeline", "chrome_trace", "save_trace", "simulate"]

@@ -5,7 +5,7 @@ Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from asa.interfaces.strategy import OPTIMIZER_WORDS, DataStrategy
 from asa.ir.graph import Component
@@ -56,5 +56,5 @@ class Replicate(DataStrategy):
         names = signature(DistributedDataParallel.__init__).parameters
         buffers = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
         return DistributedDataParallel(
-            module, process_group=axis.group, gradient_as_bucket_view=True, **{buffers: False}
+            module, process_group=axis.group, gradient_as_bucket_view=True, **cast(Any, {buffers: False})
         )

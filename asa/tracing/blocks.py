@@ -71,39 +71,53 @@ def describe(nodes: Iterable[fx.Node], programs: Iterable[Program], end: Cut | N
     )
 
 
-def _repeats(model: nn.Module, opaque: set[str]) -> list[str]:
+def _outermost(model: nn.Module, root: str, opaque: set[str]) -> list[str]:
+    """Modules with parameters whose class occurs twice in ``model``, found below ``root`` through containers and
+    one-of-a-kind wrappers."""
     instances = Counter(type(m) for m in model.modules())
     found: list[str] = []
 
     def walk(module: nn.Module, path: str) -> None:
         for name, child in module.named_children():
             below = f"{path}.{name}" if path else name
-            if not opened(child) and not isinstance(child, _TORCH_BLOCKS) and below not in opaque:
+            if not opened(child) and not isinstance(child, _TORCH_BLOCKS):
                 continue
             alone = plain_container(child) or isinstance(child, nn.TransformerEncoder) or instances[type(child)] < 2
-            if alone and below not in opaque:
-                walk(child, below)
-            elif not alone and any(True for _ in child.parameters()):
+            if not alone and next(child.parameters(), None) is not None:
                 found.append(below)
+            elif alone and below not in opaque:
+                walk(child, below)
 
-    walk(model, "")
+    walk(model.get_submodule(root), root)
     return found
 
 
-def find_blocks(model: nn.Module, segments: list[Segment], opaque: set[str]) -> list[str]:
-    """Paths of the repeated blocks: the outermost modules, below containers and one-of-a-kind wrappers, whose
-    class occurs at least twice.
+def _knots(path: str, segments: list[Segment]) -> list[Segment]:
+    """Segments of the module at ``path`` alone in which several layers with parameters are tied together."""
+    layers = [(s, (*s.heavy, *s.norms)) for s in segments]
+    return [s for s, own in layers if len(own) > 1 and all(within(layer, path) for layer in own)]
 
-    Classes in which some parameterised layers cannot be separated (a skip connection, branches) come first; only
-    where there are none do plain chains (convolution, norm, activation) count as blocks.
+
+def find_blocks(model: nn.Module, segments: list[Segment], opaque: set[str]) -> list[str]:
+    """Paths of the repeated blocks of ``model``.
+
+    Candidates are the outermost modules, below containers and one-of-a-kind wrappers, whose class occurs at
+    least twice. One that is a mere row of smaller candidates gives way to them. Classes in which some layers
+    cannot be separated (a skip connection, branches) come first; only where there are none do plain chains
+    (convolution, norm, activation) count as blocks.
     """
-    paths = _repeats(model, opaque)
+
+    def innermost(path: str) -> list[str]:
+        parts, knots = _outermost(model, path, opaque), _knots(path, segments)
+        inside = all(any(all(within(h, p) for h in (*s.heavy, *s.norms)) for p in parts) for s in knots)
+        if path in opaque or not knots or not inside or len(parts) < 2:
+            return [path]
+        return [inner for part in parts for inner in innermost(part)]
+
+    paths = [inner for path in _outermost(model, "", opaque) for inner in innermost(path)]
     kinds = {p: type(model.get_submodule(p)) for p in paths}
-    knotted = {
-        kinds[p] for p in paths for s in segments if sum(within(h, p) for h in (*s.heavy, *s.norms)) > 1 or p in opaque
-    }
-    chosen = {k for k in kinds.values() if k in knotted or issubclass(k, _TORCH_BLOCKS)} or set(kinds.values())
-    return [p for p in paths if kinds[p] in chosen]
+    tied = {kinds[p] for p in paths if p in opaque or issubclass(kinds[p], _TORCH_BLOCKS) or _knots(p, segments)}
+    return [p for p in paths if kinds[p] in (tied or set(kinds.values()))]
 
 
 def attends(model: nn.Module) -> bool:

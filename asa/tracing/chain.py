@@ -24,7 +24,7 @@ def side_names(program: Program) -> dict[fx.Node, str]:
     """Names for the outputs beside the main one: the module each comes from."""
     names: dict[fx.Node, str] = {}
     for node in program.outputs[:-1]:
-        base = origin(node).path or str(node.target)
+        base = origin(node).path or origin(node).calls
         name, n = base, 1
         while name in names.values():
             n += 1

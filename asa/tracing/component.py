@@ -20,17 +20,25 @@ def cut_out(nodes: list[fx.Node], entry: fx.Node, leaving: list[fx.Node], fixed:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {entry: graph.placeholder("x")}
 
+    def copy_of(node: fx.Node) -> fx.Node:
+        # Names start afresh, so that equal pieces of different graphs are equal.
+        new = graph.create_node(
+            node.op, node.target, fx.node.map_arg(node.args, copied), fx.node.map_arg(node.kwargs, copied)
+        )
+        new.meta.update(node.meta)
+        return new
+
     def copied(node: fx.Node) -> Any:
         if node not in copies:
             if node in fixed:
                 return fixed[node]
             assert node.op == "get_attr", f"{node} crosses a cut"
-            copies[node] = graph.node_copy(node)
+            copies[node] = copy_of(node)
         return copies[node]
 
     for node in nodes:
         if node is not entry and node.op != "placeholder":
-            copies[node] = graph.node_copy(node, copied)
+            copies[node] = copy_of(node)
     graph.output(tuple(copied(n) for n in leaving))
     graph.lint()
     return graph

@@ -14,10 +14,11 @@ CONSTANT = "_tensor_constant"
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a node came from: ``path`` of the module whose ``forward`` made it (a leaf: the leaf's own), and a
-    ``key`` that is the same in the graphs of both modes."""
+    """Where a node came from: ``path`` of the module whose ``forward`` made it (a leaf: the leaf's own), what
+    it ``calls``, and a ``key`` that is the same in the graphs of both modes."""
 
     path: str
+    calls: str
     key: str
 
 

@@ -54,14 +54,25 @@ class Oracle:
         self._values: dict[fx.Node, tuple[Any, Any]] = {}
         self.running = False
 
-    def ask(self, node: fx.Node, of: Callable[[Any], Any] = lambda value: value) -> Any:
-        """``of`` the value of ``node``.
+    def value(self, node: fx.Node) -> Any:
+        """The value of ``node``.
 
         Raises:
             LookupError: it depends on data, or on the batch size.
         """
         if not shape_only(node):
             raise LookupError(f"forward asks for {_words(node)}, which depends on data")
+        return self._agreed(node, lambda value: value)
+
+    def length(self, node: fx.Node) -> int:
+        """The length of ``node``'s value: of a tensor, its first dimension.
+
+        Raises:
+            LookupError: it depends on the batch size.
+        """
+        return int(self._agreed(node, len))
+
+    def _agreed(self, node: fx.Node, of: Callable[[Any], Any]) -> Any:
         with self._at_work():
             for earlier in node.graph.nodes:
                 if earlier not in self._values and earlier.op != "output":
@@ -98,17 +109,14 @@ class _Answers:
     node: fx.Node
     tracer: Any
 
-    def _ask(self) -> Any:
-        return self.tracer.static(self.node)
-
     def __index__(self) -> int:
-        return operator.index(self._ask())
+        return operator.index(self.tracer.value_of(self.node))
 
     def __int__(self) -> int:
-        return int(self._ask())
+        return int(self.tracer.value_of(self.node))
 
     def __len__(self) -> int:
-        return int(self.tracer.static(self.node, len))
+        return int(self.tracer.length_of(self.node))
 
     def __getattr__(self, name: str) -> Any:
         return ShapeAttribute(self, name)  # type: ignore[arg-type]

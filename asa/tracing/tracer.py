@@ -76,7 +76,7 @@ class ModelTracer(fx.Tracer):
         node = super().create_node(kind, target, *args, **kwargs)
         path, call = self._scopes[-1]
         key = f"{call}:{_target_name(target)}"
-        node.meta["origin"] = Origin(path, f"{key}#{self._keys[key]}")
+        node.meta["origin"] = Origin(path, _target_name(target), f"{key}#{self._keys[key]}")
         self._keys[key] += 1
         return node
 
@@ -91,20 +91,27 @@ class ModelTracer(fx.Tracer):
         """A value that answers questions about shapes."""
         return ShapeProxy(node, self)
 
-    def static(self, node: fx.Node, of: Callable[[Any], Any] = lambda value: value) -> Any:
-        """``of`` the value of ``node`` if shapes decide it; raises ``TraceError`` otherwise."""
+    def value_of(self, node: fx.Node) -> Any:
+        """The value of ``node`` if shapes decide it; raises ``TraceError`` otherwise."""
         try:
-            return self._oracle.ask(node, of)
+            return self._oracle.value(node)
+        except LookupError as error:
+            raise fx.proxy.TraceError(error.args[0]) from None
+
+    def length_of(self, node: fx.Node) -> int:
+        """The length of ``node``'s value if the batch does not decide it; raises ``TraceError`` otherwise."""
+        try:
+            return self._oracle.length(node)
         except LookupError as error:
             raise fx.proxy.TraceError(error.args[0]) from None
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         """Control flow on shapes is followed; on data it is refused."""
-        return bool(self.static(obj.node))
+        return bool(self.value_of(obj.node))
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
         """Loops over shapes and over tensors of known length are unrolled."""
-        return (obj[i] for i in range(len(obj)))  # type: ignore[index, arg-type]
+        return (obj[i] for i in range(self.length_of(obj.node)))  # type: ignore[index]
 
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

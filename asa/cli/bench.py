@@ -1,0 +1,82 @@
+"""``asa bench``: the same training under every strategy, measured side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from asa.cli import options as o
+from asa.cli import places
+from asa.cli.console import Console
+from asa.cli.verb import Arguments, Option, Verb
+from asa.ir import codec
+
+
+def run(args: Arguments, console: Console) -> None:
+    """Plan everything, write it down, measure, show, draw."""
+    from functools import partial
+
+    from asa.cli import comparison as c
+    from asa.ir.bench import Bench
+    from asa.report import bench as report
+    from asa.report import page
+
+    created = c.now()
+    folder = Path(args.out) if args.out else places.new_folder(places.COMPARISONS, "bench")
+    device, gpus = c.device_of(args)
+    cluster = c.cluster_here(args, console, device, gpus)
+    contests = [c.prepare(args, console, model, cluster, gpus, folder) for model in args.models]
+    started = c.now()
+    for contest in contests:
+        channels, height, width = contest.profile.graph.input_shape
+        data = partial(c.images, args.data, args.data_root, (channels, height, width))
+        c.measure(contest, args, console, device, args.budget / len(contests), data)
+    made = Bench(
+        created=created,
+        started=started,
+        environment=c.environment(device, cluster, gpus),
+        settings=c.settings(args, contests, gpus, data()[0]),
+        sealed=tuple(s for contest in contests for s in contest.sealed),
+        results=tuple(r for contest in contests for r in c.results(contest)),
+        scaling=tuple(p for contest in contests for p in c.scaling(contest)),
+        comparisons=tuple(x for contest in contests for x in contest.comparisons),
+        notes=tuple(n for contest in contests for n in c.notes(contest)),
+    )
+    paths = page.write(made, folder)
+    console.result(codec.document(made), lambda: report.render(made))
+    console.say(f"asa: wrote {paths[0]} and {len(paths) - 1} files beside it")
+
+
+VERBS = (
+    Verb(
+        name="bench",
+        help="the same training under every strategy on the same ranks, data and seed, taking turns",
+        run=run,
+        options=(
+            Option(
+                name="models",
+                help="models to compare on (default: resnet50)",
+                parse=o.names,
+                default=("resnet50",),
+                metavar="A,B",
+            ),
+            o.option(o.STRATEGIES, help="strategies to compare (default: single,ddp,tensor,hybrid,asa)"),
+            o.option(o.GPUS, help="ranks (default: all CUDA devices, or the cores)"),
+            o.option(o.GLOBAL_BATCH, help="samples per optimizer step, over all ranks (default: the profile's)"),
+            Option(name="budget", help="time for measuring (default: 5m)", parse=o.budget, default=300.0, metavar="T"),
+            o.DEVICE,
+            o.PRECISION,
+            o.INPUT,
+            o.CLASSES,
+            o.CLUSTER,
+            o.MEMORY,
+            o.OPTIMIZER,
+            o.LEARNING_RATE,
+            o.DATA,
+            o.DATA_ROOT,
+            o.SEED,
+            Option(name="out", help="folder to write to (default: runs/bench/bench-TIME)", metavar="DIR"),
+            o.JSON,
+        ),
+        details="Profiles and plans what it needs first; plans are written and hashed before anything is measured.",
+    ),
+)

@@ -1,0 +1,328 @@
+"""The parts of ``asa bench``: what to compare, the plans sealed before anything is measured, and what came of it."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import asa
+from asa.cli import choose, places
+from asa.cli.console import Console
+from asa.cli.verb import Arguments
+from asa.errors import InfeasibleError, UnavailableError
+from asa.ir import bench as nouns
+from asa.ir import codec
+from asa.ir.cluster import Cluster
+from asa.ir.plan import Plan
+from asa.ir.profile import Profile
+
+if TYPE_CHECKING:
+    from asa.executor.benchmark import Cell
+    from asa.zoo.data import ImageSet
+
+DeviceType = Literal["cpu", "cuda"]
+
+STRATEGIES = ("single", "ddp", "tensor", "hybrid", "asa")
+SCALES = (1, 2, 4, 8)
+MEASURE_LIMIT_S = 30.0
+
+
+@dataclass
+class Contest:
+    """One model's strategies: the plan of each, or why there is none; and the cells they were measured in."""
+
+    model: str
+    profile: Profile
+    cluster: Cluster
+    plans: dict[str, Plan] = field(default_factory=dict)
+    why_not: dict[str, str] = field(default_factory=dict)
+    sealed: list[nouns.SealedPlan] = field(default_factory=list)
+    scaling: list[nouns.ScalingPoint] = field(default_factory=list)
+    cells: dict[str, Cell] = field(default_factory=dict)
+    comparisons: list[nouns.Comparison] = field(default_factory=list)
+
+    def distinct(self) -> list[Plan]:
+        """Plans that differ in what they run, the one predicted fastest first: it is the one compared with itself."""
+        found: dict[object, Plan] = {}
+        for plan in self.plans.values():
+            found.setdefault(conduct(plan), plan)
+        return sorted(found.values(), key=lambda p: p.prediction.step_time_s)
+
+
+def conduct(plan: Plan) -> object:
+    """What a plan runs, apart from what it is called."""
+    return plan.components, plan.stages, plan.num_microbatches, plan.schedule
+
+
+def now() -> str:
+    """The time, as documents state it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def device_of(args: Arguments) -> tuple[DeviceType, int]:
+    """The kind of device to compare on, and how many of them.
+
+    Raises:
+        UnavailableError: CUDA was asked for and there is none, or fewer than asked for.
+    """
+    from asa.launch import cuda_devices, usable_cores
+
+    cuda = cuda_devices() if args.device != "cpu" else 0
+    if args.device == "cuda" and not cuda:
+        raise UnavailableError("no CUDA device is usable here; choose --device cpu (`asa doctor` says more)")
+    if cuda and (args.gpus or 1) > cuda:
+        raise UnavailableError(f"{args.gpus} ranks need {args.gpus} CUDA devices, this machine has {cuda}")
+    return ("cuda", args.gpus or cuda) if cuda else ("cpu", args.gpus or min(8, usable_cores()))
+
+
+def cluster_here(args: Arguments, console: Console, device: DeviceType, gpus: int) -> Cluster:
+    """The named cluster, or one measured on this machine: the newest there is, or one made now."""
+    if args.cluster:
+        return choose.named_cluster(args.cluster)
+    import torch
+
+    from asa.profiler.interconnect import measure_cluster
+    from asa.profiler.machine import device_record
+
+    name = device_record(torch.device(device)).name
+    for _, known in places.clusters(console):
+        if known.device.type == device and known.device.name == name and known.num_devices >= gpus:
+            return known
+    with console.progress(f"measuring {gpus} ranks") as report:
+        made = measure_cluster(
+            gpus, backend="nccl" if device == "cuda" else "gloo", time_limit_s=MEASURE_LIMIT_S, progress=report
+        )
+    codec.save(made, places.cluster_path(made))
+    return made
+
+
+def prepare(args: Arguments, console: Console, model: str, cluster: Cluster, gpus: int, folder: Path) -> Contest:
+    """Profile if need be, plan every strategy, and write the plans down."""
+    profile, said = choose.profile_here(args, console, model, cluster.device.type, gpus)
+    console.say(f"asa: {model}: {said}")
+    contest = Contest(model=model, profile=profile, cluster=cluster)
+    for strategy in args.strategies or STRATEGIES:
+        try:
+            plan = _plan(args, contest, gpus, strategy)[0]
+        except InfeasibleError as error:
+            contest.why_not[strategy] = str(error)
+            continue
+        contest.plans[strategy] = plan
+        codec.save(plan, folder / "plans" / f"{places.slug(model)}.{places.slug(strategy)}.json")
+        contest.sealed.append(
+            nouns.SealedPlan(
+                model=model,
+                strategy=strategy,
+                plan_fingerprint=codec.fingerprint(plan),
+                profile_fingerprint=plan.profile_fingerprint,
+                profile_created=profile.provenance.created,
+                cluster=cluster.name,
+                cluster_fingerprint=plan.cluster_fingerprint,
+                written=now(),
+            )
+        )
+    contest.scaling = _scaling(args, contest, gpus)
+    return contest
+
+
+def measure(
+    contest: Contest,
+    args: Arguments,
+    console: Console,
+    device: DeviceType,
+    budget_s: float,
+    data: Callable[[], tuple[ImageSet, ImageSet]],
+) -> None:
+    """Run the distinct plans against each other and fill in ``cells`` and ``comparisons``."""
+    from asa.executor.benchmark import BenchOptions, compare
+    from asa.executor.benchmark import measure as run
+    from asa.strategies import offered
+    from asa.zoo.models import build
+
+    plans = contest.distinct()
+    if not plans:
+        return
+    graph = contest.profile.graph
+    channels, height, width = graph.input_shape
+    factory = partial(
+        build, contest.model, num_classes=graph.num_classes, input_shape=(channels, height, width), seed=args.seed
+    )
+    options = BenchOptions(device=device, budget_s=budget_s, seed=args.seed, lr=args.lr, threads=1)
+    with console.progress(f"measuring {contest.model}") as report:
+
+        def hear(_rank: int, message: dict[str, Any]) -> None:
+            report(message["round"] / message["rounds"], f"round {message['round']} of {message['rounds']}")
+
+        cells = run(plans, factory, offered(), data, options, on_message=hear)
+    by_conduct = {conduct(p): cell for p, cell in zip(plans, cells, strict=True)}
+    contest.cells = {strategy: by_conduct[conduct(p)] for strategy, p in contest.plans.items()}
+    contest.comparisons = [compare(contest.model, cells[0], cells[0])]
+    own = contest.cells.get("asa")
+    # A cell goes by the first strategy that ran its plan; here it stands for asa.
+    contest.comparisons += [
+        replace(compare(contest.model, own, c), left="asa") for c in cells if own is not None and c is not own
+    ]
+
+
+def results(contest: Contest) -> list[nouns.BenchResult]:
+    """A row a strategy, in the order asked for."""
+    return [_result(contest, s) for s in (*contest.plans, *contest.why_not)]
+
+
+def scaling(contest: Contest) -> list[nouns.ScalingPoint]:
+    """The predictions for 1, 2, 4, 8 ranks, with what was measured at one of them."""
+    measured = {
+        (s, contest.plans[s].num_ranks if s == "single" else contest.plans[s].gpus): cell.step_time.median
+        for s, cell in contest.cells.items()
+    }
+    return [
+        nouns.ScalingPoint(
+            model=p.model,
+            strategy=p.strategy,
+            ranks=p.ranks,
+            predicted_s=p.predicted_s,
+            measured_s=measured.get((p.strategy, p.ranks)),
+        )
+        for p in contest.scaling
+    ]
+
+
+def notes(contest: Contest) -> list[str]:
+    """What a reader should know: which strategies are the same plan, and what the plans say themselves."""
+    first: dict[object, str] = {}
+    said = []
+    for strategy, plan in contest.plans.items():
+        same = first.setdefault(conduct(plan), strategy)
+        if same != strategy:
+            said.append(f"{contest.model}: {strategy} is the very plan of {same} here, measured once")
+    if "asa" in contest.plans:
+        said += [f"{contest.model}: {note}" for note in contest.plans["asa"].notes]
+    return said
+
+
+def settings(args: Arguments, contests: Sequence[Contest], gpus: int, train: ImageSet) -> nouns.BenchSettings:
+    """What was asked for, defaults filled in."""
+    from asa.executor.benchmark import BenchOptions
+    from asa.executor.settings import LEARNING_RATE
+
+    first = contests[0].profile
+    return nouns.BenchSettings(
+        models=tuple(c.model for c in contests),
+        strategies=args.strategies or STRATEGIES,
+        gpus=gpus,
+        global_batch=args.global_batch or first.global_batch,
+        input_shape=first.graph.input_shape,
+        num_classes=first.graph.num_classes,
+        precision=first.precision,
+        optimizer=args.optimizer,
+        learning_rate=args.lr or LEARNING_RATE[args.optimizer],
+        data=args.data,
+        data_source=train.source,
+        samples_per_epoch=len(train),
+        steps_per_turn=BenchOptions().steps_per_turn,
+        seed=args.seed,
+        budget_s=args.budget,
+    )
+
+
+def images(name: str, root: str | None, shape: tuple[int, int, int]) -> tuple[ImageSet, ImageSet]:
+    """Training and test images in the shape a model takes; called on every rank."""
+    from asa.zoo.data import open_split
+
+    where = Path(root) if root else None
+    train = open_split(name, split="train", root=where, input_shape=shape)
+    return train, open_split(name, split="test", root=where, input_shape=shape)
+
+
+def environment(device: DeviceType, cluster: Cluster, gpus: int) -> nouns.BenchEnvironment:
+    """This machine."""
+    import torch
+
+    from asa.launch import usable_cores
+    from asa.profiler.machine import device_record
+
+    return nouns.BenchEnvironment(
+        device_type=device,
+        device_name=device_record(torch.device(device)).name,
+        num_devices=gpus,
+        cpu_cores=usable_cores(),
+        backend=cluster.backend,
+        python_version=platform.python_version(),
+        torch_version=torch.__version__,
+        asa_version=asa.__version__,
+    )
+
+
+def _plan(args: Arguments, contest: Contest, gpus: int, strategy: str) -> Sequence[Plan]:
+    from asa.planner import Request, plan
+    from asa.strategies import offered
+
+    request = Request(
+        gpus=gpus,
+        global_batch=args.global_batch or contest.profile.global_batch,
+        memory_bytes=args.memory,
+        strategies=(strategy,),
+        optimizer=args.optimizer,
+    )
+    return plan(contest.profile, contest.cluster, offered(), request)
+
+
+def _scaling(args: Arguments, contest: Contest, gpus: int) -> list[nouns.ScalingPoint]:
+    found = []
+    for ranks in sorted({*SCALES, gpus}):
+        if ranks > contest.cluster.num_devices:
+            break
+        try:
+            best = _plan(args, contest, ranks, "asa")[0]
+        except InfeasibleError:
+            continue
+        times = {b.name: b.step_time_s for b in best.baselines if b.fits} | {"asa": best.prediction.step_time_s}
+        for strategy in contest.plans:
+            # On one rank every strategy is the single device.
+            time = times.get("single" if ranks == 1 else strategy)
+            if time is not None and (strategy != "single" or ranks == 1):
+                found.append(
+                    nouns.ScalingPoint(
+                        model=contest.model, strategy=strategy, ranks=ranks, predicted_s=time, measured_s=None
+                    )
+                )
+    return found
+
+
+def _result(contest: Contest, strategy: str) -> nouns.BenchResult:
+    if strategy in contest.why_not:
+        return nouns.BenchResult(
+            model=contest.model,
+            strategy=strategy,
+            ranks=0,
+            global_batch=contest.profile.global_batch,
+            step_time_s=None,
+            predicted_step_time_s=None,
+            why_not=contest.why_not[strategy],
+        )
+    plan, cell = contest.plans[strategy], contest.cells[strategy]
+    p, peaks = plan.prediction, cell.peak_memory_bytes
+    return nouns.BenchResult(
+        model=contest.model,
+        strategy=strategy,
+        ranks=plan.num_ranks,
+        global_batch=plan.global_batch,
+        step_time_s=cell.step_time,
+        predicted_step_time_s=p.step_time_s,
+        predicted_low_s=p.step_time_low_s,
+        predicted_high_s=p.step_time_high_s,
+        samples_per_s=plan.global_batch / cell.step_time.median,
+        communication_s=cell.communication_s,
+        predicted_communication_s=p.exposed_communication_s,
+        peak_memory_bytes=max(peaks) if peaks else None,
+        predicted_memory_bytes=max(p.memory_bytes_per_rank),
+        peak_memory_bytes_per_rank=peaks,
+        plan_fingerprint=codec.fingerprint(plan),
+        components=plan.components,
+        accuracy=tuple(cell.accuracy),
+    )

@@ -1,0 +1,51 @@
+"""``asa simulate``: the timeline of a plan, without running it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from asa.cli import options as o
+from asa.cli import places
+from asa.cli.console import Console
+from asa.cli.verb import Arguments, Option, Verb
+from asa.ir import codec
+
+
+def run(args: Arguments, console: Console) -> None:
+    """Simulate one step, show it, and write the trace."""
+    from asa.cli.choose import origins
+    from asa.report import timeline as report
+    from asa.simulator import save_trace, simulate
+    from asa.strategies import offered
+
+    path, plan = places.newest_plan(args.plan)
+    profile, cluster = origins(plan, console, args.profile, args.cluster)
+    found = simulate(plan, profile, cluster, offered())
+    data = {
+        "schema_version": codec.SCHEMA_VERSION,
+        "kind": "timeline",
+        "plan": str(path),
+        "plan_fingerprint": codec.fingerprint(plan),
+        "predicted_step_time_s": plan.prediction.step_time_s,
+        **codec.to_data(found),
+    }
+    console.result(data, lambda: report.render(found))
+    if args.trace:
+        save_trace(found, Path(args.trace))
+        console.say(f"asa: wrote {args.trace}; open it in Perfetto or chrome://tracing")
+
+
+VERBS = (
+    Verb(
+        name="simulate",
+        help="the timeline of one step under a plan, from the same prices as the planner",
+        run=run,
+        options=(
+            o.PLAN,
+            Option(name="trace", help="write a Chrome trace (.json or .json.gz) for Perfetto", metavar="FILE"),
+            o.PROFILE,
+            o.option(o.CLUSTER, help="the cluster it was made for (default: found by its fingerprint)"),
+            o.JSON,
+        ),
+    ),
+)

@@ -1,0 +1,123 @@
+"""``asa train``: train under a plan, predicted against measured after every epoch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from asa.cli import options as o
+from asa.cli import places
+from asa.cli.console import Console, Report
+from asa.cli.verb import Arguments, Option, Verb
+from asa.errors import NoCheckpointError
+from asa.ir import codec
+from asa.ir.measurements import EpochRecord
+from asa.ir.plan import Plan
+
+
+def run(args: Arguments, console: Console) -> None:
+    """Find the plan, hand it to the executor with the loop over epochs, and say what happens."""
+    from asa.cli.replanning import adapting
+    from asa.executor.run import train
+    from asa.executor.settings import TrainSettings
+    from asa.strategies import offered
+
+    path, plan, out = plan_and_folder(args)
+    words = args.words if args.plan else (str(path), *args.words)
+    settings = TrainSettings(
+        out=str(out),
+        data=args.data,
+        data_root=args.data_root,
+        download=args.download,
+        epochs=args.epochs,
+        steps_per_epoch=args.steps_per_epoch,
+        lr=args.lr,
+        optimizer=args.optimizer,
+        seed=args.seed,
+        device=args.device,
+        resume=args.resume,
+        replan=not args.no_replan,
+        tensorboard=args.tensorboard,
+    )
+    with console.progress(f"training {plan.model_spec}") as progress:
+        result = train(
+            plan,
+            settings,
+            strategies=offered(),
+            adapt=adapting(plan, console, replan=settings.replan),
+            on_event=lambda event: tell(event, console, progress),
+            command=("train", *words),
+        )
+    console.document(result)
+    console.say(f"asa: wrote {out}/result.json")
+
+
+def tell(event: dict[str, Any], console: Console, progress: Report) -> None:
+    """One event of a run, for people: epoch lines on stdout, the rest on stderr."""
+    from asa.report.training import epoch_line, replan_line
+
+    match event["event"]:
+        case "start":
+            console.say(f"asa: {event['model']} on {event['ranks']} ranks; {event['data'][0]}")
+            console.say(f"asa: the same under torchrun: {event['torchrun']}")
+        case "steps":
+            progress(event["fraction"], f"loss {event['loss']:.3f}, {event['samples_per_s']:.0f} samples/s")
+        case "epoch":
+            record = codec.build(
+                EpochRecord, {k: event[k] for k in event if k not in ("event", "line")}, source="epoch"
+            )
+            console.line(epoch_line(record))
+        case "note":
+            console.say(f"asa: {event['message']}")
+        case "replan":
+            console.line(f"  {replan_line(event)}")
+        case _:
+            pass
+
+
+def plan_and_folder(args: Arguments) -> tuple[Path, Plan, Path]:
+    """The plan with its file, and the run's folder: a new one, or with ``--resume`` the one named or the newest.
+
+    Raises:
+        InvalidInputError: no plan, or one that cannot be used.
+        NoCheckpointError: nothing to resume.
+    """
+    if not args.resume:
+        path, plan = places.newest_plan(args.plan)
+        out = Path(args.out) if args.out else places.new_folder(places.TRAINING, places.slug(plan.model_spec))
+        return path, plan, out
+    runs = sorted(places.TRAINING.glob("*/plan.json"), key=lambda p: p.stat().st_mtime)
+    if not args.out and not runs:
+        raise NoCheckpointError(f"no run in {places.TRAINING}/ to resume; name one with --out")
+    out = Path(args.out) if args.out else runs[-1].parent
+    left = out / "plan.json"
+    path, plan = places.newest_plan(args.plan or (str(left) if left.is_file() else None))
+    return path, plan, out
+
+
+VERBS = (
+    Verb(
+        name="train",
+        help="train under a plan, starting the workers or as one of torchrun's, and check it after every epoch",
+        run=run,
+        options=(
+            o.PLAN,
+            o.DATA,
+            o.DATA_ROOT,
+            Option(name="download", help="get official files that are missing", switch=True, default=False),
+            Option(name="epochs", help="passes over the data", parse=o.count, default=1, metavar="E"),
+            Option(name="steps-per-epoch", help="end epochs early", parse=o.count, metavar="N"),
+            o.LEARNING_RATE,
+            o.option(o.OPTIMIZER, default=None, help="sgd or adamw (default: the plan's)"),
+            o.SEED,
+            o.option(o.DEVICE, help="auto takes the plan's kind of device"),
+            Option(name="resume", help="continue the run in --out, or the newest", switch=True, default=False),
+            Option(name="no-replan", help="keep the plan whatever is measured", switch=True, default=False),
+            Option(name="tensorboard", help="write TensorBoard logs too", switch=True, default=False),
+            Option(name="out", help="folder of the run (default: runs/train/MODEL-TIME)", metavar="DIR"),
+            o.JSON,
+        ),
+        details="Everything goes to the run's folder: log.jsonl, checkpoints, plan.json, result.json. SIGTERM saves, "
+        "then ends with exit code 75.",
+    ),
+)

@@ -1,0 +1,114 @@
+"""What one rank of a training run does, whoever started it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from asa.errors import PreemptedError
+from asa.executor.logs import Announce
+from asa.executor.loop import TrainingExecutor
+from asa.executor.materialize import ParallelModel, materialize
+from asa.executor.outdir import CHECKPOINTS, check_space
+from asa.executor.prepare import Material
+from asa.executor.settings import TrainSettings
+from asa.executor.stopping import StopRequest
+from asa.executor.votes import Votes
+from asa.interfaces.executor import Executor
+from asa.interfaces.strategy import OPTIMIZER_WORDS, Strategies
+from asa.ir import codec
+from asa.ir.measurements import EpochRecord
+from asa.ir.plan import Plan
+from asa.zoo.data import ImageSet
+from asa.zoo.models import build
+
+Adapt = Callable[[Executor, range, Announce], Iterator[EpochRecord]]
+"""The loop over epochs (``asa.scheduler.loop.adapt`` with what it needs, bound): runs on every rank, saves after each
+epoch, and announces changes of plan. Must pickle where ranks are spawned."""
+
+_RESIDENT_BYTES = 1 << 30
+"""Image sets up to this size live on the GPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A request to train, the same on every rank."""
+
+    plan: Plan
+    settings: TrainSettings
+    strategies: Strategies
+    adapt: Adapt
+    device_type: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How a rank's part ended, if it did not fail. ``preempted``: where the state is, None after a whole run.
+
+    A result, not an exception: the first rank to raise one would have the others killed.
+    """
+
+    preempted: str | None = None
+
+
+def work(job: Job, material: Material, votes: Votes, local_rank: int, announce: Announce) -> Ending:
+    """Train to the end of the last epoch, or until all are asked to stop. ``announce`` is used on rank 0.
+
+    Raises:
+        AsaError: as :func:`asa.executor.run.train`.
+    """
+    settings = job.settings
+    device = torch.device("cuda", local_rank) if job.device_type == "cuda" else torch.device("cpu")
+    sizes: list[int] = []
+
+    def parallel(plan: Plan) -> ParallelModel:
+        channels, height, width = plan.input_shape
+        shape = (channels, height, width)
+        model = build(plan.model_spec, num_classes=plan.num_classes, input_shape=shape, seed=settings.seed)
+        sizes.append(sum(p.nbytes for p in model.parameters()))
+        return materialize(
+            plan,
+            model,
+            torch.zeros((2, *shape)),
+            rank=votes.rank,
+            strategies=job.strategies,
+            device=device,
+            seed=settings.seed,
+            batch_norm=settings.batch_norm,
+        )
+
+    def resident(images: ImageSet) -> ImageSet:
+        return images.to(device) if device.type == "cuda" and images.images.nbytes <= _RESIDENT_BYTES else images
+
+    with StopRequest().listening() as stop:
+        folder = Path(settings.out) / CHECKPOINTS
+        executor = TrainingExecutor(
+            job.plan,
+            parallel,
+            settings,
+            train=resident(material.train),
+            test=resident(material.test),
+            votes=votes,
+            stop=stop,
+            announce=announce,
+            folder=folder,
+            run=material.run,
+        )
+        words = 1 + OPTIMIZER_WORDS[settings.optimizer or job.plan.optimizer]
+        votes.once(lambda: check_space(folder.parent, words * sizes[0], settings.keep))
+        if material.resume is not None:
+            executor.restore(*material.resume)
+        if votes.rank == 0 and executor.left_out:
+            message = f"{executor.left_out} samples of every epoch are left out: too few for a batch on all ranks"
+            announce({"event": "note", "message": message})
+        try:
+            for record in job.adapt(executor, range(executor.next_epoch, settings.epochs), announce):
+                if votes.rank == 0:
+                    announce({"event": "epoch", **codec.to_data(record), "line": record.verdict.reason})
+        except PreemptedError as error:
+            return Ending(preempted=str(error))
+        executor.model.close()
+    return Ending()

@@ -1,0 +1,81 @@
+"""The allocator's own record of a stretch of work, from torch's profiler: every allocation and release, on CPU and
+CUDA alike, also those inside operators, in backward and in communication buckets."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.profiler import profile
+
+
+@dataclass(frozen=True)
+class Event:
+    """``size`` bytes were allocated at ``pointer``, or released when negative, at ``at`` nanoseconds."""
+
+    at: int
+    pointer: int
+    size: int
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """Kineto greets on standard error at its first use unless told not to by then."""
+    before = os.environ.get("KINETO_LOG_LEVEL")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop("KINETO_LOG_LEVEL", None)
+
+
+def record(work: Callable[[], object], device: torch.device, marks: str = "") -> tuple[list[Event], dict[str, int]]:
+    """Run ``work``; allocations on ``device`` in order of time, and when each ``record_function`` range whose name
+    starts with ``marks`` began, in nanoseconds."""
+    with _unlogged(), profile(profile_memory=True) as recording:
+        work()
+    results = recording.kineto_results
+    assert results is not None
+    events: list[Event] = []
+    times: dict[str, int] = {}
+    for entry in _walk(results.experimental_event_tree()):
+        if entry.tag.name == "Allocation":
+            fields = entry.extra_fields
+            if fields.device.type == device.type:
+                events.append(Event(at=entry.start_time_ns, pointer=fields.ptr, size=fields.alloc_size))
+        elif marks and entry.name.startswith(marks):
+            times[entry.name] = entry.start_time_ns
+    return sorted(events, key=lambda e: e.at), times
+
+
+def _walk(entries: Sequence[Any]) -> Iterator[Any]:
+    pending = list(reversed(entries))
+    while pending:
+        entry = pending.pop()
+        yield entry
+        pending.extend(reversed(entry.children))
+
+
+def peak(events: Iterable[Event]) -> int:
+    """The most bytes alive at once among those allocated in ``events``; older memory does not count."""
+    living: dict[int, int] = {}
+    alive = highest = 0
+    for event in events:
+        if event.size > 0:
+            living[event.pointer] = event.size
+            alive += event.size
+        else:
+            alive -= living.pop(event.pointer, 0)
+        highest = max(highest, alive)
+    return highest
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the distinct storages behind ``tensors``."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())

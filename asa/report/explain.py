@@ -1,0 +1,74 @@
+"""A plan taken apart, and beside another, for reading."""
+
+from __future__ import annotations
+
+from rich.console import RenderableType
+
+from asa.ir.plan import DataDegree, TensorDegree
+from asa.planner.explain import Difference, Explanation
+from asa.report.tables import line, table
+from asa.report.units import NOTHING, error, seconds, size
+
+
+def render(found: Explanation) -> list[RenderableType]:
+    """Every component with what it costs and what the best other choice for it would."""
+    made = table(
+        "Seconds of a step on the busiest rank",
+        ("component", "runs as", "forward", "backward", "inside", "boundary", "sync", "update", "state", "next best"),
+        left=2,
+    )
+    for c in found.components:
+        other = c.alternative
+        made.add_row(
+            c.name,
+            way(c.data, c.tensor),
+            *(seconds(t) for t in (c.forward_s, c.backward_s, c.inside_s, c.boundary_s, c.sync_s, c.update_s)),
+            size(c.state_bytes),
+            NOTHING
+            if other is None
+            else f"{way(other.data, other.tensor)}: {'+' if other.extra_s >= 0 else '-'}{seconds(abs(other.extra_s))}"
+            + ("" if other.fits else ", does not fit"),
+        )
+    return [
+        made,
+        line(""),
+        line(f"gradient synchronisation hidden behind backward: {seconds(found.hidden_s)} a step"),
+        line(
+            f"memory peaks at {found.peak_component}: {size(found.peak_bytes)} of {size(found.capacity_bytes)}; what "
+            f"keeps the plan from being faster: {found.binding}"
+        ),
+    ]
+
+
+def versus(found: Difference) -> list[RenderableType]:
+    """Why not the other one."""
+    if found.other_s is None:
+        return [line(f"{found.other} cannot be run: {found.why_not}")]
+    made = table(f"This plan beside {found.other}", ("term", "this plan", found.other, "difference"))
+    for t in found.terms:
+        change = t.other_s - t.plan_s
+        made.add_row(
+            t.name, _signed(t.plan_s), _signed(t.other_s), f"{'+' if change >= 0 else '-'}{seconds(abs(change))}"
+        )
+    made.add_row("step", seconds(found.plan_s), seconds(found.other_s), error(found.other_s, found.plan_s))
+    said: list[RenderableType] = [made, line("")]
+    if not found.fits:
+        said.append(line(f"{found.other} does not fit: {found.why_not}"))
+    if found.changed:
+        said.append(line(f"{len(found.changed)} components would run otherwise: {', '.join(found.changed)}"))
+    return said
+
+
+def way(data: DataDegree, tensor: TensorDegree) -> str:
+    """How a component runs, in a few characters.
+
+    >>> way(DataDegree(strategy="replicate", degree=2), TensorDegree(strategy="none", degree=1))
+    'replicate x2'
+    """
+    words = [f"{data.strategy} x{data.degree}"] if data.degree > 1 else []
+    words += [f"{tensor.strategy} x{tensor.degree}"] if tensor.degree > 1 else []
+    return ", ".join(words) or "whole"
+
+
+def _signed(value: float) -> str:
+    return seconds(value) if value >= 0 else f"-{seconds(-value)}"

@@ -1,0 +1,94 @@
+"""Two streams of one rank: computation in program order, and gradient synchronisation that runs beside it.
+
+Work is measured in seconds it would take alone. While a computation and a synchronisation run at once, each advances
+more slowly (the cluster's :class:`~asa.ir.cluster.Overlap`). A blocking collective is in program order too: it takes
+the links for itself, the computation waits, and synchronisation rests until it is through.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from asa.ir.cluster import Overlap
+from asa.simulator.timeline import Event, EventKind
+
+_NOTHING = 1e-15
+
+
+@dataclass
+class _Sync:
+    name: str
+    left: float
+    microbatch: int
+    started: float | None = None
+
+
+class Streams:
+    """Advances a clock over work handed in, in program order; ``events`` is what happened."""
+
+    def __init__(self, overlap: Overlap) -> None:
+        self._overlap = overlap
+        self._waiting: deque[_Sync] = deque()
+        self.now = 0.0
+        self.events: list[Event] = []
+
+    def compute(self, name: str, kind: EventKind, seconds: float, microbatch: int) -> None:
+        """Computation: whatever synchronisation is waiting runs beside it."""
+        start, left = self.now, seconds
+        while left > _NOTHING:
+            if not self._waiting:
+                self.now += left
+                left = 0.0
+                break
+            sync = self._waiting[0]
+            sp, sc = self._overlap.compute_slowdown, self._overlap.communication_slowdown
+            together = min(left * sp, sync.left * sc)
+            left -= together / sp
+            self._communicate(sync, together, together / sc)
+        self._record(name, kind, start, microbatch)
+
+    def block(self, name: str, kind: EventKind, seconds: float, microbatch: int) -> None:
+        """A collective that computation waits for."""
+        if seconds <= 0:
+            return
+        start = self.now
+        self.now += seconds
+        self.events.append(
+            Event(name=name, kind=kind, stream="communication", microbatch=microbatch, start_s=start, end_s=self.now)
+        )
+
+    def release(self, name: str, seconds: float, microbatch: int) -> None:
+        """Gradients that may be synchronised from now on, behind those released before."""
+        if seconds > 0:
+            self._waiting.append(_Sync(name, seconds, microbatch))
+
+    def drain(self) -> None:
+        """Wait for all synchronisation."""
+        while self._waiting:
+            sync = self._waiting[0]
+            self._communicate(sync, sync.left, sync.left)
+
+    def _communicate(self, sync: _Sync, wall: float, progress: float) -> None:
+        if sync.started is None:
+            sync.started = self.now
+        self.now += wall
+        sync.left -= progress
+        if sync.left <= _NOTHING:
+            self._waiting.popleft()
+            self.events.append(
+                Event(
+                    name=sync.name,
+                    kind="gradient",
+                    stream="communication",
+                    microbatch=sync.microbatch,
+                    start_s=sync.started,
+                    end_s=self.now,
+                )
+            )
+
+    def _record(self, name: str, kind: EventKind, start: float, microbatch: int) -> None:
+        if self.now > start:
+            self.events.append(
+                Event(name=name, kind=kind, stream="compute", microbatch=microbatch, start_s=start, end_s=self.now)
+            )

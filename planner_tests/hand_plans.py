@@ -1,0 +1,66 @@
+"""Plans written by hand: one layout per component, no planner involved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from asa.ir.plan import Assignment, Certificate, DataDegree, Plan, Prediction, Stage, TensorDegree
+from asa.sharding.tensor import plan_split
+from asa.tracing import TracedModel, trace
+
+Choose = Callable[[int, str], tuple[int, int]]
+"""(index, name) of a component to its (data, tensor) degrees."""
+
+
+def traced(model: nn.Module, input_shape: tuple[int, ...]) -> TracedModel:
+    """The model's components."""
+    return trace(model, torch.zeros((2, *input_shape)), name="model")
+
+
+def hand_plan(
+    model: nn.Module, width: int, choose: Choose, *, input_shape: tuple[int, ...], num_classes: int,
+    global_batch: int = 12, num_microbatches: int = 1, optimizer: str = "sgd", spec: str = "model",
+) -> Plan:  # fmt: skip
+    """A plan of one stage; components that cannot be split that far run whole, on the same data degree."""
+    components = []
+    found = traced(model, input_shape)
+    for i, c in enumerate(found.components):
+        data, tensor = choose(i, c.name)
+        split = plan_split(c)[0]
+        tensor = tensor if split.actions and tensor <= split.max_degree else 1
+        components.append(
+            Assignment(
+                name=c.name,
+                stage=0,
+                data=DataDegree(strategy="replicate", degree=data),
+                tensor=TensorDegree(strategy="tensor" if tensor > 1 else "none", degree=tensor),
+            )
+        )
+    return Plan(
+        model_spec=spec, model_fingerprint=found.model_fingerprint, profile_fingerprint="", cluster="none",
+        cluster_fingerprint="", input_shape=input_shape, num_classes=num_classes, strategy="asa", gpus=width,
+        global_batch=global_batch, precision="fp32", optimizer=optimizer, device_type="cpu",  # type: ignore[arg-type]
+        components=tuple(components), stages=(Stage(ranks=tuple(range(width))),), schedule="none",
+        num_microbatches=num_microbatches,
+        prediction=Prediction(
+            step_time_s=1.0, step_time_low_s=1.0, step_time_high_s=1.0, compute_s=1.0, exposed_communication_s=0.0,
+            hidden_communication_s=0.0, update_s=0.0, bubble_s=0.0, memory_bytes_per_rank=(1,) * width,
+            samples_per_s=1.0,
+        ),
+        certificate=Certificate(solver="hand", status="feasible", lower_bound_s=0.0, gap=1.0, space="", solve_s=0.0),
+        baselines=(), origin="estimated",
+    )  # fmt: skip
+
+
+def uniform(data: int, tensor: int) -> Choose:
+    """The same layout everywhere."""
+    return lambda _i, _name: (data, tensor)
+
+
+def alternating(width: int, *, shift: int = 0) -> Choose:
+    """Every layout of the width in turn, so that neighbours differ."""
+    layouts = [(d, t) for d in range(width, 0, -1) for t in range(width, 0, -1) if width % (d * t) == 0]
+    return lambda i, _name: layouts[(i * 2 + shift) % len(layouts)]

@@ -1,0 +1,101 @@
+"""Laws of compute times: the measured comes back, nothing is scaled through the origin, nothing beats the floor."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import fake_strategies
+import nouns
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asa.cost.compute import deviation, standard_error
+from asa.cost.pricing import times_of
+from asa.cost.spread import contention, expected_maximum, relative_deviation, slowest_rank
+from asa.ir.cluster import Contention
+from asa.ir.profile import Stat
+
+PROFILE = nouns.profile()
+TIMES = times_of(PROFILE, fake_strategies.PLAIN)
+HEAD = PROFILE.graph.component("head")
+
+
+def test_measured_times_come_back():
+    for t in PROFILE.timings:
+        found = TIMES.work(PROFILE.graph.component(t.component), t.microbatch, t.tensor_degree)
+        assert (found.forward_s, found.backward_s) == (t.forward.median, t.backward.median)
+        assert (found.saved_bytes, found.transient_bytes) == (t.saved_bytes, t.transient_bytes)
+
+
+def test_between_and_beyond_measurements_time_is_affine_and_not_proportional():
+    # The fake is 0.002 m + 0.0005 throughout.
+    assert TIMES.work(HEAD, 6, 1).forward_s == pytest.approx(0.0125)
+    assert TIMES.work(HEAD, 16, 1).forward_s == pytest.approx(0.0325)
+
+
+def test_a_degree_between_measured_ones_follows_its_share_of_flops():
+    one, two = TIMES.work(HEAD, 8, 1), TIMES.work(HEAD, 8, 2)
+    four = TIMES.work(HEAD, 8, 4)
+    assert PROFILE.dispatch_floor_s < four.forward_s < two.forward_s < one.forward_s
+    assert four.saved_bytes == pytest.approx(two.saved_bytes / 2)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 4096), st.integers(1, 64))
+def test_nothing_is_faster_than_the_dispatch_floor(samples, degree):
+    found = TIMES.work(HEAD, samples, degree)
+    assert min(found.forward_s, found.backward_s) >= PROFILE.dispatch_floor_s
+
+
+@settings(deadline=None)
+@given(st.integers(1, 2048), st.integers(1, 2048))
+def test_more_samples_never_take_less_time(a, b):
+    few, many = sorted((a, b))
+    assert TIMES.work(HEAD, few, 1).forward_s <= TIMES.work(HEAD, many, 1).forward_s * (1 + 1e-12)
+
+
+def test_one_measurement_scales_only_what_lies_above_the_floor():
+    kept = tuple(t for t in PROFILE.timings if t.microbatch == 8)
+    times = times_of(replace(PROFILE, timings=kept, dispatch_floor_s=0.01), fake_strategies.PLAIN)
+    assert times.work(HEAD, 4, 1).forward_s == pytest.approx(0.01 + (0.0165 - 0.01) / 2)
+
+
+def test_optimizer_time_falls_back_by_bytes_then_passes_then_bandwidth():
+    known = TIMES.update(HEAD, 1, "sgd", HEAD.parameter_bytes, 0.0)
+    assert known == pytest.approx(1e-4 * 64)
+    assert TIMES.update(HEAD, 4, "sgd", HEAD.parameter_bytes / 4, 0.0) == pytest.approx(known / 4)
+    assert TIMES.update(HEAD, 1, "adamw", HEAD.parameter_bytes, 0.0) == pytest.approx(known * 7 / 5)
+    blank = times_of(replace(PROFILE, updates=()), fake_strategies.PLAIN)
+    assert blank.update(HEAD, 1, "sgd", 6e9, 1e10) == pytest.approx(5 * 6e9 / (0.6 * 1e10))
+    assert TIMES.update(HEAD, 1, "sgd", 0, 0.0) == 0
+
+
+def test_the_whole_step_corrects_the_sum_of_its_components():
+    assert TIMES.whole_ratio(8) == pytest.approx(0.15 / 0.147)
+    far = replace(PROFILE, whole=(replace(PROFILE.whole[0], components_s=0.05),))
+    assert times_of(far, fake_strategies.PLAIN).whole_ratio(8) == pytest.approx(1.1)
+    assert times_of(replace(PROFILE, whole=()), fake_strategies.PLAIN).whole_ratio(8) == 1
+
+
+def test_spread_of_a_normal_is_recovered():
+    stat = Stat(median=1.0, p10=1 - 0.12816, p90=1 + 0.12816, n=25)
+    assert deviation(stat) == pytest.approx(0.1, rel=1e-3)
+    assert standard_error(stat) == pytest.approx(1.2533 * 0.1 / 5, rel=1e-3)
+
+
+@pytest.mark.parametrize(("ranks", "known"), [(1, 0.0), (2, 0.5642), (4, 1.0294), (8, 1.4236), (64, 2.3436)])
+def test_expected_maximum_of_normals(ranks, known):
+    assert expected_maximum(ranks) == pytest.approx(known, rel=0.05)
+
+
+def test_contention_is_affine_between_measured_counts():
+    c = replace(nouns.cluster(8), contention=(Contention(ranks=2, slowdown=1.2), Contention(ranks=6, slowdown=2.0)))
+    assert [contention(c, n) for n in (1, 2, 4, 6, 8)] == pytest.approx([1.0, 1.2, 1.6, 2.0, 2.0])
+
+
+def test_a_step_waits_for_the_slowest_of_more_ranks():
+    c = replace(nouns.cluster(8), contention=(Contention(ranks=8, slowdown=1.0),))
+    assert slowest_rank(PROFILE, c, 1) == 1
+    assert slowest_rank(PROFILE, c, 2) < slowest_rank(PROFILE, c, 8)
+    assert relative_deviation(PROFILE) > 0

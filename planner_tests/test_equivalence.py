@@ -1,0 +1,119 @@
+"""Training under any plan equals training on one device, and the check that says so fails when it should."""
+
+from __future__ import annotations
+
+import functools
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from asa.executor.equivalence import verify
+from asa.ir.equivalence import Equivalence
+from asa.ir.layout import Boundary
+from asa.sharding import batchnorm, boundary
+from asa.strategies import offered
+from planner_tests.hand_plans import Choose, alternating, hand_plan, uniform
+from planner_tests.small_models import INPUT, MODELS, build
+
+CLASSES = {"blocks": 10, "plain": 100, "perceptron": 12, "vision_transformer": 10}
+
+
+def check(name: str, width: int, choose: Choose, **options: Any) -> Equivalence:
+    samples = options.pop("samples", None)
+    plan = hand_plan(build(name), width, choose, input_shape=INPUT, num_classes=CLASSES[name], **options)
+    return verify(plan, lambda: build(name), offered(), samples=samples, timeout_s=60)
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize(
+    ("width", "choose"),
+    [(2, uniform(2, 1)), (2, uniform(1, 2)), (3, uniform(1, 3)), (4, uniform(2, 2)), (4, alternating(4))],
+    ids=["ddp", "tensor", "uneven-tensor", "hybrid", "mixed"],
+)
+def test_plans_train_as_one_device_does(name: str, width: int, choose: Choose) -> None:
+    found = check(name, width, choose)
+    assert found.equivalent, f"{found.worst_tensor}: {found.max_rel_error:.2e} > {found.allowed:.2e}"
+    assert found.max_rel_error < 1e-9
+    assert (found.dtype, found.steps) == ("float64", 5)
+
+
+def test_uneven_batches_and_microbatches() -> None:
+    assert check("plain", 2, alternating(2), samples=7).equivalent
+    assert check("blocks", 2, alternating(2, shift=1), samples=13, num_microbatches=2).equivalent
+
+
+def test_adamw() -> None:
+    assert check("vision_transformer", 2, alternating(2), optimizer="adamw").equivalent
+
+
+def test_auxiliary_heads_cross_boundaries() -> None:
+    class Aux(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)
+            self.aux, self.head = nn.Linear(4, 10), nn.Linear(4, 10)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            x = torch.relu(self.first(x))
+            side = self.aux(x.mean((2, 3))) if self.training else None
+            x = self.head(torch.relu(self.second(x)).mean((2, 3)))
+            return (x, side) if self.training else x
+
+    def aux() -> nn.Module:
+        torch.manual_seed(3)
+        return Aux()
+
+    plan = hand_plan(aux(), 2, alternating(2), input_shape=INPUT, num_classes=10)
+    assert len({c.data.degree for c in plan.components}) > 1
+    assert verify(plan, aux, offered(), timeout_s=60).equivalent
+
+
+def test_a_scaled_boundary_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = boundary.Crossing.backward
+    monkeypatch.setattr(boundary.Crossing, "backward", lambda self, g, n: honest(self, g, n) * 1.001)
+    found = check("plain", 2, lambda i, name: (1, 2) if "2." in name or name == "2" else (2, 1))
+    assert not found.equivalent
+    assert found.max_rel_error > 1e-6
+
+
+def test_a_bucket_left_unreduced_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    honest = DistributedDataParallel.__init__
+
+    @functools.wraps(honest)
+    def sabotaged(self: Any, *args: Any, **options: Any) -> None:
+        honest(self, *args, **options)
+
+        def hook(_state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+            import torch.distributed as dist
+
+            done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            if bucket.index() > 0:
+                dist.all_reduce(bucket.buffer(), group=self.process_group)
+                bucket.buffer().div_(2)
+            done.set_result(bucket.buffer())
+            return done
+
+        hook.__annotations__.clear()  # DDP refuses annotations that are strings
+        self.register_comm_hook(None, hook)
+
+    monkeypatch.setattr(DistributedDataParallel, "__init__", sabotaged)
+    assert not check("plain", 2, uniform(2, 1)).equivalent
+
+
+def test_a_shifted_batch_norm_mean_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = batchnorm._channel_sum
+    monkeypatch.setattr(batchnorm, "_channel_sum", lambda x: honest(x) * (1 + 1e-4))
+    assert not check("blocks", 2, uniform(2, 1)).equivalent
+
+
+def test_sabotage_hooks_are_on_the_path() -> None:
+    """The three tests above would pass for nothing if what they patch were never called."""
+    plan = hand_plan(build("plain"), 2, lambda i, n: (1, 2) if "2." in n or n == "2" else (2, 1),
+                     input_shape=INPUT, num_classes=100)  # fmt: skip
+    layouts = plan.layouts()
+    assert any(Boundary(source=a, target=b).gathers > 1 for a, b in pairwise(layouts))

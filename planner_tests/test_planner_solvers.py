@@ -1,0 +1,234 @@
+"""Three solvers, one suite: brute force is the oracle, the ILP and the DP are held to it and to each other."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import random_problems
+
+from asa.errors import UnavailableError, UsageError
+from asa.ir.plan import DataDegree, TensorDegree
+from asa.planner import dp, exhaustive, ilp
+from asa.planner.problem import Config, Edge, Problem
+
+
+def same(a: float, b: float) -> bool:
+    return a == b or abs(a - b) <= 1e-6 * max(1.0, abs(a))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_dp_finds_the_optimum_of_the_oracle(seed):
+    rng = random.Random(seed)
+    infeasible = 0
+    for _ in range(80):
+        problem = random_problems.draw(
+            rng, components=rng.randint(1, 5), configs=rng.randint(1, 6), tight=rng.random() < 0.6
+        )
+        oracle, found = exhaustive.solve(problem), dp.solve(problem)
+        assert found.proved
+        assert (oracle.choice is None) == (found.choice is None)
+        assert same(oracle.value, found.value)
+        infeasible += oracle.choice is None
+        if found.choice is not None:
+            assert same(exhaustive.value(problem, found.choice), found.value)
+            assert exhaustive.peak(problem, found.choice) <= problem.capacity + 1e-9
+    assert infeasible < 70, "the draw must not be all infeasible"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_ilp_finds_the_optimum_of_the_oracle(seed):
+    rng = random.Random(100 + seed)
+    for _ in range(25):
+        problem = random_problems.draw(
+            rng, components=rng.randint(1, 4), configs=rng.randint(1, 6), tight=rng.random() < 0.6
+        )
+        oracle, found = exhaustive.solve(problem), ilp.solve(problem)
+        assert (oracle.choice is None) == (found.choice is None)
+        if found.choice is not None:
+            assert found.proved
+            assert same(oracle.value, found.value)
+            assert same(exhaustive.value(problem, found.choice), found.value)
+
+
+def test_ilp_and_dp_agree_beyond_brute_force():
+    rng = random.Random(7)
+    for _ in range(12):
+        problem = random_problems.draw(rng, components=8, configs=6)
+        lean = dp.least_memory(problem)
+        roomy = dp.solve(problem)
+        assert lean.choice is not None
+        assert roomy.choice is not None
+        # Between the leanest plan and the fastest one the limit binds.
+        limit = (lean.value + exhaustive.peak(problem, roomy.choice)) / 2
+        tight = replace(problem, capacity=limit)
+        a, b = ilp.solve(tight), dp.solve(tight)
+        assert a.choice is not None
+        assert same(a.value, b.value)
+        assert same(exhaustive.value(tight, a.choice), a.value)
+
+
+def test_the_leanest_plan_is_the_leanest():
+    rng = random.Random(3)
+    for _ in range(60):
+        problem = random_problems.draw(rng, components=rng.randint(1, 4), configs=5)
+        found = dp.least_memory(problem)
+        assert found.choice is not None
+        assert found.value == pytest.approx(exhaustive.peak(problem, found.choice))
+        assert exhaustive.solve(replace(problem, capacity=found.value * (1 + 1e-9))).choice is not None
+        assert exhaustive.solve(replace(problem, capacity=found.value * (1 - 1e-6))).choice is None
+
+
+def simple(**changes: float) -> Problem:
+    """Two components of one layout; every number counts in the optimum."""
+    base = {
+        "work": 10.0, "window": 4.0, "prompt": 2.0, "late": 1.0, "state": 1.0, "activations": 1.0, "gradients": 0.5,
+        "transient": 0.25,
+    }  # fmt: skip
+
+    def config(**own: float) -> Config:
+        return Config(
+            layout=0,
+            data=DataDegree(strategy="replicate", degree=4),
+            tensor=TensorDegree(strategy="none", degree=1),
+            **{**base, **own},
+        )
+
+    first = config(late=0.0)
+    second = config(**changes)
+    return Problem(
+        width=4,
+        num_microbatches=1,
+        names=("a", "b"),
+        layouts=(random_problems.LAYOUTS[0],),
+        configs=((first,), (second,)),
+        edges=({(0, 0): Edge(cost=0.5)},),
+        release=(0, 0),
+        saving=0.8,
+        sp=1.1,
+        sc=1.2,
+        capacity=100.0,
+    )
+
+
+@pytest.mark.parametrize("field", ["work", "prompt"])
+def test_a_perturbed_coefficient_breaks_the_agreement(field):
+    right = simple()
+    wrong = simple(**{field: {"work": 10.01, "prompt": 2.5}[field]})
+    assert same(ilp.solve(right).value, dp.solve(right).value)
+    assert not same(ilp.solve(wrong).value, dp.solve(right).value)
+    assert not same(ilp.solve(right).value, dp.solve(wrong).value)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_scaling_all_times_scales_the_answer_and_nothing_else(seed):
+    problem = random_problems.draw(random.Random(seed), components=5, configs=4)
+    scaled = replace(
+        problem,
+        configs=tuple(
+            tuple(replace(c, work=3 * c.work, window=3 * c.window, prompt=3 * c.prompt, late=3 * c.late) for c in row)
+            for row in problem.configs
+        ),
+        edges=tuple({k: replace(e, cost=3 * e.cost) for k, e in edges.items()} for edges in problem.edges),
+    )
+    one, three = dp.solve(problem), dp.solve(scaled)
+    assert one.choice == three.choice
+    assert three.value == pytest.approx(3 * one.value)
+
+
+def test_more_memory_never_gives_a_slower_optimum():
+    rng = random.Random(11)
+    for _ in range(20):
+        problem = random_problems.draw(rng, components=4, configs=5)
+        values = [dp.solve(replace(problem, capacity=c)).value for c in (2, 4, 6, 8, 12, 20)]
+        assert values == sorted(values, reverse=True)
+
+
+def test_a_planted_optimum_is_found():
+    rng = random.Random(5)
+    problem = random_problems.draw(rng, components=8, configs=6)
+    planted = tuple(rng.randrange(len(row)) for row in problem.configs)
+    cheap = replace(
+        problem,
+        configs=tuple(
+            tuple(replace(c, work=c.window + c.prompt + c.late + (0 if k == p else 50)) for k, c in enumerate(row))
+            for row, p in zip(problem.configs, planted, strict=True)
+        ),
+        edges=tuple(dict.fromkeys(e, Edge(cost=0.0)) for e in problem.edges),
+    )
+    assert dp.solve(cheap).choice == planted
+    assert ilp.solve(cheap).choice == planted
+
+
+def test_local_moves_never_improve_an_optimum():
+    rng = random.Random(13)
+    for _ in range(5):
+        problem = random_problems.draw(rng, components=7, configs=6)
+        found = dp.solve(problem)
+        assert found.choice is not None
+        for _ in range(400):
+            moved = list(found.choice)
+            for i in rng.sample(range(7), rng.randint(1, 3)):
+                moved[i] = rng.randrange(len(problem.configs[i]))
+            assert exhaustive.value(problem, tuple(moved)) >= found.value - 1e-9
+
+
+def test_the_beam_is_a_true_plan_with_a_true_bound():
+    rng = random.Random(17)
+    for _ in range(20):
+        problem = random_problems.draw(rng, components=6, configs=6)
+        best = dp.solve(problem).value
+        quick = dp.solve(problem, beam=2)
+        assert quick.choice is not None
+        assert quick.bound - 1e-9 <= best <= quick.value + 1e-9
+        assert exhaustive.value(problem, quick.choice) == pytest.approx(quick.value)
+
+
+def test_no_time_is_no_proof():
+    problem = random_problems.draw(random.Random(1), components=8, configs=6)
+    found = dp.solve(problem, time_limit_s=0.0)
+    best = dp.solve(problem).value
+    assert found.bound <= best + 1e-9
+    assert found.choice is None or found.value >= best - 1e-9
+
+
+def test_both_backends_find_the_same():
+    problem = random_problems.draw(random.Random(23), components=5, configs=5, tight=True)
+    found = {name: ilp.solve(problem, backend=name) for name in ilp.available()}
+    assert "highs" in found
+    assert len({round(s.value, 5) for s in found.values()}) == 1
+    with pytest.raises(UnavailableError, match="nosuch"):
+        ilp.solve(problem, backend="nosuch")
+
+
+def test_a_cutoff_below_the_optimum_is_a_proof():
+    problem = random_problems.draw(random.Random(29), components=4, configs=4)
+    best = dp.solve(problem).value
+    beaten = ilp.solve(problem, cutoff=0.9 * best)
+    assert beaten.choice is None
+    assert beaten.bound == pytest.approx(0.9 * best)
+    assert same(ilp.solve(problem, cutoff=1.1 * best).value, best)
+
+
+def test_forbidden_choices_leave_the_next_best():
+    problem = random_problems.draw(random.Random(31), components=3, configs=4)
+    first = ilp.solve(problem)
+    assert first.choice is not None
+    second = ilp.solve(problem, forbidden=(first.choice,))
+    assert second.choice not in (None, first.choice)
+    assert second.value >= first.value - 1e-9
+
+
+def test_brute_force_refuses_what_would_take_hours():
+    problem = random_problems.draw(random.Random(2), components=20, configs=6)
+    with pytest.raises(UsageError, match="exhaustive"):
+        exhaustive.solve(problem)
+
+
+def test_a_problem_refuses_buckets_that_overlap():
+    problem = random_problems.draw(random.Random(2), components=4, configs=2)
+    with pytest.raises(ValueError, match="release"):
+        replace(problem, release=(0, 0, 0, 1))
+    with pytest.raises(ValueError, match="negative saving"):
+        replace(problem, saving=-0.1)

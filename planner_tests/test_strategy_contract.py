@@ -1,0 +1,142 @@
+"""Every page of ``asa.strategies`` is held to its word: degree 1 is silent, state never rises with degree, and the
+collectives a materialised plan really performs are those its pages and boundaries declare."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from asa.executor.loss import loss_of
+from asa.executor.materialize import materialize
+from asa.ir.graph import LayerGraph
+from asa.ir.layout import Boundary, Layout
+from asa.ir.plan import Plan
+from asa.ir.traffic import Collective
+from asa.launch import run_ranks
+from asa.sharding.describe import layer_graph
+from asa.strategies import offered
+from planner_tests.hand_plans import alternating, hand_plan, traced, uniform
+from planner_tests.small_models import INPUT, MODELS, build
+
+BATCH = 24
+CLASSES = {"blocks": 12, "plain": 100, "perceptron": 12, "vision_transformer": 12}
+OPS = {"allreduce_": "all_reduce", "_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter"}
+
+
+class Recorder(TorchDispatchMode):
+    """Bytes of every c10d collective, by kind, as the real tensors have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            name = func._schema.name.split("::")[1]
+            tensors = args[0] if isinstance(args[0], list | tuple) else [args[0]]
+            if name == "_reduce_scatter_base_":
+                tensors = [args[1]]
+            self.seen[OPS.get(name, name)] += sum(t.numel() * t.element_size() for t in tensors)
+        return func(*args, **(kwargs or {}))
+
+
+def graph_of(name: str) -> LayerGraph:
+    return layer_graph(traced(build(name, even=True), INPUT), model=name, input_shape=INPUT, num_classes=CLASSES[name])
+
+
+def declared(plan: Plan, graph: LayerGraph) -> list[Collective]:
+    """Everything the plan's pages and boundaries say will move in one step, per rank."""
+    strategies, found = offered(), []
+    layouts = plan.layouts()
+    for component, a, layout in zip(graph.components, plan.components, layouts, strict=True):
+        tensor = strategies.tensor[a.tensor.strategy]
+        share = tensor.share(component, a.tensor.degree)
+        found += tensor.traffic(component, a.tensor.degree, BATCH / layout.data)
+        found += strategies.data[a.data.strategy].traffic(share, a.data.degree, layout.inner)
+    partial = [
+        (c.split.entry_partial, c.split.exit_partial) if c.split and layout.tensor > 1 else (False, False)
+        for c, layout in zip(graph.components, layouts, strict=True)
+    ]
+    for i, (source, target) in enumerate(pairwise(layouts)):
+        crossing = Boundary(source=source, target=target, exit_partial=partial[i][1], entry_partial=partial[i + 1][0])
+        found += crossing.traffic(graph.components[i].output_bytes_per_sample * BATCH)
+    last = layouts[-1]
+    whole = Layout(width=last.width, data=last.data, tensor=1)
+    out = graph.components[-1].output_bytes_per_sample * BATCH
+    return found + list(Boundary(source=last, target=whole, exit_partial=partial[-1][1]).traffic(out))
+
+
+def _third_step(rank: int, plan: Plan, name: str) -> dict[str, int]:
+    model = materialize(
+        plan,
+        build(name, even=True),
+        torch.zeros((2, *INPUT)),
+        rank=rank,
+        strategies=offered(),
+        device=torch.device("cpu"),
+    )
+    model.train()
+    recorder = Recorder()
+    for step in range(3):
+        x = torch.randn((BATCH, *INPUT))[slice(*model.input_rows(BATCH))]
+        start, stop = model.output_rows(BATCH)
+        with recorder:
+            recorder.seen.clear()
+            output = model(x, torch.arange(BATCH), step)
+            loss_of(output, torch.zeros(stop - start, dtype=torch.int64)).backward()
+        for p in model.parameters():
+            p.grad = None
+    return dict(recorder.seen)
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize(
+    ("width", "choose"),
+    [(2, uniform(2, 1)), (2, uniform(1, 2)), (4, uniform(2, 2)), (4, alternating(4)), (4, alternating(4, shift=3))],
+    ids=["ddp", "tensor", "hybrid", "mixed", "mixed-shifted"],
+)
+def test_what_is_declared_is_what_runs(name: str, width: int, choose: Any) -> None:
+    plan = hand_plan(
+        build(name, even=True), width, choose, input_shape=INPUT, num_classes=CLASSES[name], global_batch=BATCH
+    )
+    said: Counter[str] = Counter()
+    for c in declared(plan, graph_of(name)):
+        said[c.op] += round(c.bytes)
+    ran = run_ranks(width, _third_step, plan, name, threads=1, timeout_s=60)
+    for rank, seen in enumerate(ran):
+        for op in {*said, *seen}:
+            assert seen.get(op, 0) == said[op], f"rank {rank} {op}"
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_degree_one_is_silent_and_state_never_rises(name: str) -> None:
+    strategies = offered()
+    for component in graph_of(name).components:
+        whole = strategies.tensor["none"].share(component, 1)
+        assert strategies.tensor["none"].traffic(component, 1, 8) == ()
+        assert strategies.tensor["tensor"].traffic(component, 1, 8) == ()
+        assert strategies.tensor["tensor"].share(component, 1).parameter_bytes == whole.parameter_bytes
+        for page in strategies.data.values():
+            assert page.traffic(whole, 1, 1) == ()
+            states = [page.memory(whole, d, "sgd").state + page.memory(whole, d, "sgd").gradients for d in (1, 2, 4, 8)]
+            assert states == sorted(states, reverse=True)
+        limit = component.split.max_degree if component.split else 1
+        shares = [strategies.tensor["tensor"].share(component, t) for t in range(1, limit + 1)]
+        for less, more in pairwise(shares):
+            assert more.parameter_bytes <= less.parameter_bytes
+            assert more.saved_bytes_per_sample <= less.saved_bytes_per_sample
+        assert strategies.tensor["tensor"].refusal(component, limit + 1)
+
+
+def test_a_changed_declaration_breaks_the_agreement(monkeypatch: pytest.MonkeyPatch) -> None:
+    from asa.strategies.replicate import Replicate
+
+    honest = Replicate.traffic
+    monkeypatch.setattr(Replicate, "traffic", lambda self, s, d, k: honest(self, s, d, k) * 2)
+    with pytest.raises(AssertionError, match="all_reduce"):
+        test_what_is_declared_is_what_runs("plain", 2, uniform(2, 1))
