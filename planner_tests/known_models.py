@@ -19,9 +19,9 @@ def _component(
             max_degree=split,
             parameter_bytes=int(4 * parameters),
             num_parameter_tensors=tensors,
-            flops_per_sample=flops,
-            saved_bytes_per_sample=4 * saved,
-            collectives=(InnerCollective(op="all_reduce", phase="forward", bytes_per_sample=4 * out),),
+            flops_per_sample=float(flops),
+            saved_bytes_per_sample=4.0 * saved,
+            collectives=(InnerCollective(op="all_reduce", phase="forward", bytes_per_sample=4.0 * out),),
             entry_partial=True,
             exit_partial=False,
         )
@@ -32,9 +32,9 @@ def _component(
         num_parameter_tensors=tensors,
         parameter_bytes=int(4 * parameters),
         buffer_bytes=0,
-        flops_per_sample=flops,
-        output_bytes_per_sample=4 * out,
-        saved_bytes_per_sample=4 * saved,
+        flops_per_sample=float(flops),
+        output_bytes_per_sample=4.0 * out,
+        saved_bytes_per_sample=4.0 * saved,
         batch_norm=norm,
         split=whole,
         why_whole="" if whole else "too narrow",
@@ -87,8 +87,8 @@ def vgg16(pixels: int = 224, classes: int = 1000) -> LayerGraph:
         before, index = width, index + 2
     weights = 25088 * 4096 + 4096 * 4096 + 4096 * classes
     parts.append(
-        _component("classifier", weights + 8192 + classes, 2 * weights, classes, 25088 + 4 * 4096, tensors=6, norm=False,
-                   split=classes)
+        _component("classifier", weights + 8192 + classes, 2 * weights, classes, 25088 + 4 * 4096, tensors=6,
+                   norm=False, split=classes)
     )  # fmt: skip
     return _graph("vgg16", pixels, classes, parts)
 
@@ -129,7 +129,7 @@ def profile(
     memory_bytes: int = 80 * 2**30,
     scale: Callable[[str], float] = lambda name: 1.0,
 ) -> Profile:
-    """A profile whose whole step at ``batch`` runs at ``samples_per_s``: FLOPs decide what a component takes of it."""
+    """A profile whose whole step at ``batch`` runs at ``samples_per_s``; FLOPs decide a component's part of it."""
     total = sum(c.flops_per_sample for c in graph.components)
     step = batch / samples_per_s - 2 * len(graph) * floor_s
 

@@ -215,7 +215,11 @@ def bench() -> b.Bench:
                     components=plan().components,
                     accuracy=tuple(
                         b.AccuracyPoint(
-                            epoch=float(e), seconds=10.0 * e, train_loss=2 / e, validation_loss=2.1 / e, validation_accuracy=v
+                            epoch=float(e),
+                            seconds=10.0 * e,
+                            train_loss=2 / e,
+                            validation_loss=2.1 / e,
+                            validation_accuracy=v,
                         )
                         for e, v in ((1, 0.3), (2, 0.45), (3, 0.52))
                     ),

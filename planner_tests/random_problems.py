@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from math import prod
 
 from asa.ir.layout import Layout
 from asa.ir.plan import DataDegree, TensorDegree
@@ -17,15 +18,16 @@ LAYOUTS = (
 )
 
 
-def draw(rng: random.Random, *, components: int, configs: int, tight: bool = False) -> Problem:
-    """A problem of that many components, each with up to that many configurations."""
+def draw(rng: random.Random, *, components: int, configs: int, most: int | None = None, tight: bool = False) -> Problem:
+    """A problem of that many components, each with up to that many configurations, and ``most`` choices in all."""
     release: list[int] = [0]
     for i in range(1, components):
         release.append(rng.choice([release[-1], i - 1, i]))
     found = []
     for i in range(components):
         row = []
-        for _ in range(rng.randint(1, configs)):
+        left = configs if most is None else min(configs, max(1, most // prod(len(r) for r in found)))
+        for _ in range(rng.randint(1, left)):
             prompt = rng.choice([0.0, rng.uniform(0, 4)])
             late = rng.choice([0.0, rng.uniform(0, 4)]) if release[i] < i else 0.0
             window = rng.uniform(0, 4)

@@ -258,7 +258,7 @@ def test_config_show_says_where_values_come_from(capsys, monkeypatch):
 
 
 def test_the_newest_profile_is_the_one_with_the_latest_date_inside(elsewhere, monkeypatch, capsys):
-    monkeypatch.setattr(places.asa, "__file__", str(elsewhere / "source" / "asa" / "__init__.py"))
+    monkeypatch.setattr(places, "SHIPPED", elsewhere / "source" / "profiles")
     old, new = nouns.profile("2025-01-01T00:00:00+00:00", "old"), nouns.profile("2025-02-01T00:00:00+00:00", "new")
     codec.save(new, elsewhere / "profiles" / "new.json")
     codec.save(old, elsewhere / "profiles" / "old.json")
@@ -270,9 +270,11 @@ def test_the_newest_profile_is_the_one_with_the_latest_date_inside(elsewhere, mo
 
 
 def test_profiles_beside_the_source_are_found_from_anywhere(elsewhere, monkeypatch):
-    monkeypatch.setattr(places.asa, "__file__", str(elsewhere / "source" / "asa" / "__init__.py"))
+    monkeypatch.setattr(places, "SHIPPED", elsewhere / "source" / "profiles")
     codec.save(nouns.profile(), elsewhere / "source" / "profiles" / "tiny.json")
-    assert [p.model_spec for _, p in places.profiles(Console())] == ["tiny"]
+    ((path, found),) = places.profiles(Console())
+    assert found.model_spec == "tiny"
+    assert places.shown(path) == "tiny.json (shipped)"
 
 
 def test_the_newest_plan_is_the_one_written_last(elsewhere):
@@ -289,7 +291,7 @@ def test_the_newest_plan_is_the_one_written_last(elsewhere):
 
 
 def test_the_default_cluster_is_measured_large_enough_and_of_the_same_device(elsewhere, monkeypatch):
-    monkeypatch.setattr(places.asa, "__file__", str(elsewhere / "source" / "asa" / "__init__.py"))
+    monkeypatch.setattr(places, "SHIPPED", elsewhere / "source" / "profiles")
     for n in (2, 4):
         codec.save(nouns.cluster(n, f"box{n}"), elsewhere / "profiles" / f"cluster.box{n}.json")
     assert choose.default_cluster(Console(), "cpu", "Test CPU", 3).name == "box4"

@@ -13,18 +13,14 @@ import pytest
 
 from asa.cli import entry
 from asa.ir import codec
+from asa.ir.bench import Bench
+from asa.ir.cluster import Cluster
+from asa.ir.plan import Plan
+from asa.ir.profile import Profile
 
 ROOT = Path(__file__).resolve().parent.parent
 VERBS = [verb for word in entry.VERBS for verb in entry.verbs(word)]
 THINKING = ("asa", "asa.ir.plan", "asa.interfaces.strategy", "asa.strategies", "asa.cost", "asa.planner")
-    "asa",
-    "asa.ir.plan",
-    "asa.interfaces.strategy",
-    "asa.strategies",
-    "asa.cost",
-    "asa.planner",
-    "asa.simulator",
-)
 ROOFS = ("asa.simulator", "asa.scheduler", "asa.report", "asa.report.page", "asa.cli.entry")
 
 
@@ -61,9 +57,52 @@ def test_every_command_is_in_the_readme(verb):
     assert f"asa {verb.name}" in (ROOT / "README.md").read_text()
 
 
-@pytest.mark.parametrize("verb", [v for v in VERBS if v.name != "config show"], ids=lambda v: v.name)
+def sample(verb: str) -> str:
+    return (ROOT / "docs" / "samples" / f"{verb.replace(' ', '-')}.json").read_text()
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=lambda v: v.name)
 def test_every_command_has_a_sample_document(verb):
-    assert (ROOT / "docs" / "samples" / f"{verb.name.replace(' ', '-')}.json").is_file()
+    assert codec.parse(sample(verb.name), source=verb.name)["schema_version"] == codec.SCHEMA_VERSION
+
+
+@pytest.mark.parametrize(
+    ("verb", "noun"),
+    [("profile", Profile), ("plan", Plan), ("bench", Bench), ("cluster show", Cluster), ("cluster measure", Cluster)],
+)
+def test_sample_files_are_documents_of_today(verb, noun):
+    """A change of a noun that breaks files people have kept fails here (and asks for a new schema version)."""
+    assert codec.document(codec.loads(noun, sample(verb), source=verb)) == json.loads(sample(verb))
+
+
+PROMISED = {
+    "plan": "components.name components.stage components.data.strategy components.data.degree "
+    "components.tensor.strategy "
+    "components.tensor.degree components.checkpoint stages.ranks schedule num_microbatches prediction.step_time_s "
+    "prediction.compute_s prediction.exposed_communication_s prediction.bubble_s prediction.memory_bytes_per_rank "
+    "prediction.samples_per_s certificate.solver certificate.status certificate.lower_bound_s certificate.gap "
+    "baselines.name baselines.step_time_s baselines.memory_bytes_max baselines.fits fingerprint",
+    "bench": "results.model results.strategy results.ranks results.global_batch results.step_time_s.median "
+    "results.step_time_s.p10 results.step_time_s.p90 results.step_time_s.n results.predicted_step_time_s "
+    "results.peak_memory_bytes results.predicted_memory_bytes",
+    "verify": "equivalent max_rel_error noise_floor worst_tensor dtype learning_rate steps",
+    "train": "exit_code status plan_fingerprint checkpoint epochs.measurements.step_time.median epochs.verdict.action",
+    "explain": "plan_fingerprint components.name components.alternative binding",
+    "simulate": "step_time_s events.name events.start_s",
+    "doctor": "ok checks.name checks.ok checks.fix",
+    "cluster list": "clusters.name clusters.status clusters.source",
+    "config show": "settings.name settings.value settings.from",
+}
+
+
+@pytest.mark.parametrize(("verb", "path"), [(v, p) for v, paths in PROMISED.items() for p in paths.split()])
+def test_documents_have_the_fields_that_other_tools_rely_on(verb, path):
+    at = json.loads(sample(verb))
+    for key in path.split("."):
+        assert key in at, f"{verb} has no {path}"
+        at = at[key]
+        while isinstance(at, list) and at and isinstance(at[0], dict):
+            at = at[0]
 
 
 def test_links_in_the_documents_lead_somewhere():

@@ -262,7 +262,7 @@ def test_infeasible_proposes_devices_where_the_cluster_has_more():
 
 def test_more_devices_than_the_cluster_has_is_a_usage_error():
     profile, cluster = tiny(2)
-    with pytest.raises(UsageError, match="asked for 8 devices.*has 2"):
+    with pytest.raises(UsageError, match=r"asked for 8 devices.*has 2"):
         plan(profile, cluster, PLAIN, Request(gpus=8, global_batch=8))
 
 
@@ -306,11 +306,12 @@ def test_batch_norm_gets_two_samples_and_a_rank_at_least_one():
 
 def test_top_k_are_distinct_and_in_order():
     profile, cluster = tiny(4)
-    found = plan(profile, cluster, FULL, Request(gpus=4, global_batch=8, top_k=4))
-    assert len(found) == 4
-    assert len({(p.components, p.num_ranks) for p in found}) == 4
+    found = plan(profile, cluster, FULL, Request(gpus=4, global_batch=8, top_k=12))
+    assert len(found) == 12
+    assert len({(p.components, p.num_ranks) for p in found}) == 12
     rest = [p.prediction.step_time_s for p in found[1:]]
     assert rest == sorted(rest)
+    assert rest[0] <= min(b.step_time_s for b in found[0].baselines if b.fits and b.step_time_s)
     assert len({p.certificate.lower_bound_s for p in found}) == 1
 
 

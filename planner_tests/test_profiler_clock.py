@@ -14,7 +14,6 @@ from asa.profiler.clock import (
     HostClock,
     Repeats,
     clock_of,
-    line_through,
     one_thread,
     quiet,
     relative_error,
@@ -68,12 +67,6 @@ def test_repeats_wait_for_the_worst_series():
     repeats = Repeats(slice_s=1e9, most=100, now=lambda: 0.0)
     assert repeats.again([[1.0] * 9, [1.0, 2.0] * 5])
     assert not repeats.again([[1.0] * 9, [2.0] * 9])
-
-
-def test_a_line_through_two_points_predicts_the_third_and_never_falls():
-    assert line_through((4, 1.0), (16, 2.0))(64) == pytest.approx(6.0)
-    assert line_through((4, 1.0), (4, 1.0))(8) == pytest.approx(2.0)
-    assert line_through((4, 2.0), (16, 1.0))(64) == pytest.approx(1.0)
 
 
 def test_a_scaled_stat_keeps_its_shape():

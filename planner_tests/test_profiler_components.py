@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from asa.errors import UsageError
 from asa.profiler.chain import Chain
 from asa.profiler.clock import HostClock
-from asa.profiler.components import Subject, Surveyor, degrees_up_to, microbatches
+from asa.profiler.components import Subject, Surveyor
+from asa.profiler.effort import Forecast, degrees_up_to, is_wanted, line_through, microbatches
 
 CPU = torch.device("cpu")
 
@@ -21,6 +22,14 @@ class Piece(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         return (self.body(x),)
+
+
+@pytest.mark.parametrize(
+    ("degree", "expected"),
+    [(1, [64, 32, 16, 8, 4, 2, 1]), (2, [64, 32, 16, 4, 1]), (4, [64, 32, 8, 2]), (8, [64, 16, 4, 1])],
+)
+def test_a_degree_is_measured_where_plans_for_the_largest_degree_use_it(degree, expected):
+    assert [m for m in microbatches(64) if is_wanted(m, degree, 64, 8)] == expected
 
 
 def _subject(*, norm: bool = False, width: int = 32) -> Subject:
@@ -67,7 +76,8 @@ def test_degrees_end_at_the_most_divisible_component(largest, splittable, expect
 
 def test_every_component_is_timed_at_every_microbatch_and_degree_that_splits_it():
     sweep, said = _survey(_subject())
-    expected = {("first", m, t) for m in (8, 4, 2, 1) for t in (1, 2)} | {("second", m, 1) for m in (8, 4, 2, 1)}
+    expected = {(name, m, 1) for name in ("first", "second") for m in (8, 4, 2, 1)}
+    expected |= {("first", m, 2) for m in (8, 2)}
     assert {(t.component, t.microbatch, t.tensor_degree) for t in sweep.timings} == expected
     assert len(sweep.timings) == len(expected)
     for timing in sweep.timings:
@@ -89,7 +99,7 @@ def test_saved_bytes_grow_with_the_microbatch_by_hand():
 
 def test_the_check_compares_with_the_sum_of_the_timings():
     sweep, _ = _survey(_subject())
-    assert [w.microbatch for w in sweep.whole] == [8, 2]
+    assert [w.microbatch for w in sweep.whole] == [8, 1]
     for w in sweep.whole:
         parts = [t for t in sweep.timings if t.microbatch == w.microbatch and t.tensor_degree == 1]
         assert w.components_s == pytest.approx(sum(t.forward.median + t.backward.median for t in parts))
@@ -120,9 +130,27 @@ def test_microbatches_beyond_the_free_memory_are_skipped_and_said():
     assert any(s.startswith("microbatch 256: needs") for s in sweep.skipped)
 
 
-def test_without_time_every_component_still_has_a_timing_and_the_rest_is_said():
+def test_without_time_the_most_needed_is_still_measured_and_the_rest_is_said():
     sweep, _ = _survey(_subject(), time_s=1e-9)
     assert {t.component for t in sweep.timings} == {"first", "second"}
-    assert all(t.tensor_degree == 1 and t.forward.n >= 3 for t in sweep.timings)
-    assert any(s.startswith("tensor degree 2 at microbatch") for s in sweep.skipped)
+    assert all(t.forward.n >= 3 for t in sweep.timings if t.tensor_degree == 1)
+    largest = max(t.microbatch for t in sweep.timings)
+    assert [t.microbatch for t in sweep.timings if t.tensor_degree == 2] == [largest]
+    assert any(s.startswith("tensor degree 2 at microbatch 1") for s in sweep.skipped)
     assert any(s.startswith("check against the whole model") for s in sweep.skipped)
+
+
+def test_a_line_through_two_points_predicts_the_third_and_never_falls():
+    assert line_through((4, 1.0), (16, 2.0))(64) == pytest.approx(6.0)
+    assert line_through((4, 1.0), (4, 1.0))(8) == pytest.approx(2.0)
+    assert line_through((4, 2.0), (16, 1.0))(64) == pytest.approx(1.0)
+
+
+def test_a_forecast_starts_from_a_line_and_learns():
+    forecast = Forecast((4, 1.0), (16, 2.0))
+    assert forecast.lap(64, 1) == pytest.approx(6.0)
+    assert forecast.lap(64, 4) < forecast.lap(64, 1)
+    forecast.learn(64, 4, 3.0)
+    assert forecast.lap(16, 4) == pytest.approx(1.0)
+    assert forecast.fits(16, [1, 4], 3, slice_s=12.7)
+    assert not forecast.fits(16, [1, 4], 3, slice_s=12.5)

@@ -23,6 +23,14 @@ def test_every_component_with_parameters_is_timed_under_every_optimizer_and_degr
     assert all(u.step.median > 0 and u.step.n >= 3 for u in found)
 
 
+def test_times_of_a_fused_step_keep_their_proportions():
+    found = measure_updates(_shards(), CPU, slice_s=0.0, fused=True)
+    assert {(u.optimizer, u.component, u.tensor_degree) for u in found} == {
+        (o, n, t) for o in OPTIMIZERS for n, t in (("a", 1), ("b", 1), ("a", 2))
+    }
+    assert all(0 < u.step.p10 <= u.step.median <= u.step.p90 for u in found)
+
+
 def test_weights_stay_and_gradients_go():
     shards = _shards()
     before = {n: [p.clone() for p in m.parameters()] for n, m in shards[1].items()}

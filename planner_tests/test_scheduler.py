@@ -91,11 +91,12 @@ class Pretender(Executor):
         self._plan = plan
 
     def agree(self, plan: Plan | None) -> Plan | None:
+        decided = plan
         if self._leader is not None:
             assert plan is None or plan in self._leader.told, "only the leader searches"
-            return self._leader.told[len(self.told)] if self.told.append(plan) is None else None
-        self.told.append(plan)
-        return plan
+            decided = self._leader.told[len(self.told)]
+        self.told.append(decided)
+        return decided
 
 
 def _run(

@@ -1,40 +1,13 @@
-"""Models as people write them: skips, recurrence, tied weights, odd control flow; and what falls back to what."""
+"""Models as people write them: skips, recurrence, tied weights, values made early."""
 
 from __future__ import annotations
 
-import copy
-from typing import Any
-
-import pytest
 import torch
 import torch.nn.functional as F
-from test_tracing import assert_bitwise
 from torch import Tensor, nn
+from tracing_checks import Net, X, names
 
-from asa.errors import InvalidInputError
 from asa.tracing import trace
-
-
-class Net(nn.Module):
-    """Three linear layers, ``a`` to ``c``; subclasses say how they are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
-
-
-def names(model: nn.Module, x: Tensor, note: str = "") -> list[str]:
-    """Component names, after checking that the trace is exact; ``note`` must be in its notes, or there are none."""
-    torch.manual_seed(0)
-    traced = trace(model, x[:1], name="model")
-    assert (note in traced.note) if note else not traced.note, traced.note
-    if x.is_floating_point():
-        assert_bitwise(model, traced, x)
-    assert sorted(k for c in traced.components for k in c.state_dict()) == sorted(model.state_dict())
-    return [c.name for c in traced.components]
-
-
-X = torch.randn(4, 8, generator=torch.Generator().manual_seed(3))
 
 
 class Double(nn.Module):
@@ -102,126 +75,6 @@ def test_lstm_with_its_state_made_in_forward() -> None:
         assert torch.equal(traced.run(tokens), expected)
 
 
-def test_control_flow_on_data_makes_the_module_one_call() -> None:
-    class Gate(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.p, self.q = nn.Linear(8, 8), nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.p(x) if x.sum() > 0 else self.q(x)
-
-    class Gated(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.b = Gate()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.c(self.b(self.a(x)))
-
-    assert names(Gated(), X, "b is one call: forward asks for gt, which depends on data") == ["a", "b", "c"]
-    assert names(Gate(), X, "the model is one component: forward asks for gt") == ["model"]
-
-
-def test_control_flow_on_shapes_is_followed() -> None:
-    class Asking(Net):
-        def forward(self, x: Tensor) -> dict[str, Tensor | None]:
-            assert x.dim() == 2
-            assert len(x.shape) == 2
-            if x.shape[1] != 8:
-                raise ValueError(x.shape)
-            x = self.a(x) + torch.arange(x.shape[1])
-            for i in range(x.size(-1) // 4):
-                x = x * (i + 1)
-            return {"out": self.c(self.b(x)), "nothing": None, "features": x}
-
-    model = Asking()
-    assert names(model, X) == ["a", "b", "c"]
-    assert trace(model, X, name="asking").components[0].side_outputs() == ("mul",)
-
-    class Batch(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.c(self.b(x)) if len(x) > 100 else self.c(self.a(x))
-
-    assert names(Batch(), X, "which depends on the batch size") == ["model"]
-
-
-class NoGrad(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            x = self.b(self.a(x))
-        return self.c(x)
-
-
-class Double7(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * 7
-
-
-class CustomBackward(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c(Double7.apply(self.b(self.a(x))))
-
-
-class Noticing(Net):
-    calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return self.c(self.b(self.a(x)))
-
-
-@pytest.mark.parametrize("model", [NoGrad(), CustomBackward(), Noticing()])
-def test_what_a_trace_would_lose_is_not_traced(model: nn.Module) -> None:
-    note = "forward assigns calls" if isinstance(model, Noticing) else "forward switches gradients"
-    assert names(model, X, note) == ["model"]
-    clone = copy.deepcopy(trace(model, X, name="m").components[0]).eval()
-    expected = model.eval()(X)
-    with torch.no_grad():
-        model.c.weight.zero_()
-    assert torch.equal(clone(X)[0], expected)
-    assert not torch.equal(model(X), expected)
-
-
-def test_random_tensors_are_drawn_anew() -> None:
-    class Noisy(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.a(x)
-            return self.c(self.b(x + torch.randn(8)) + torch.rand(x.shape[0], 1))
-
-    assert names(Noisy(), X) == ["a", "b", "c"]
-
-
-def test_a_trace_that_computes_something_else_is_refused() -> None:
-    class Hidden(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.c(self.b(self.a(x)) + torch.Tensor(8).normal_())  # a draw that tracing cannot see
-
-    assert names(Hidden(), X, "in training its traced components differ from it") == ["model"]
-
-
-def test_state_kept_by_a_module_makes_it_one_call() -> None:
-    class Remember(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.last = nn.Linear(8, 8), None
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.last = x
-            return self.inner(x)
-
-    model = nn.Sequential(Remember(), nn.ReLU(), nn.Linear(8, 3))
-    assert names(model, X, "0 is one call: forward assigns last") == ["0", "2"]
-    fresh = nn.Sequential(Remember(), nn.Linear(8, 3))
-    trace(fresh, X, name="m")
-    assert fresh[0].last is None
-
-
 def test_tied_parameters_stay_together() -> None:
     class Tied(Net):
         def __init__(self) -> None:
@@ -255,21 +108,63 @@ def test_a_module_that_the_model_keeps_frozen_stays_frozen() -> None:
     assert names(Frozen(), torch.randn(2, 3, 8, 8)) == ["conv", "conv2"]
 
 
+class Overwriting(nn.Module):
+    """A block with a skip, whose first operation overwrites its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p, self.q = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu_(x) + self.q(torch.tanh(self.p(x)))
+
+
 def test_nothing_behind_a_cut_writes_in_front_of_it() -> None:
     class InPlace(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.a(x)
-            y = self.b(x.view(-1, 8).mul_(2.0))
-            y += 1
-            return self.c(torch.relu_(y))
+        def __init__(self, block: type[nn.Module]) -> None:
+            super().__init__()
+            self.b = nn.Sequential(block(), nn.Linear(8, 8), block())
 
-    model = InPlace()
-    assert names(model, X) == ["a", "b", "c"]
-    traced = trace(model, X, name="m")
-    value = X
-    for component in traced.components:
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.b(self.a(x))
+            return self.c(x.view(-1, 8).mul_(2.0))
+
+    model = InPlace(Overwriting)
+    assert names(model, X) == ["b.0", "b.2", "classifier"]
+    first, *rest = trace(model, X, name="m").components
+    value = first(X)[0]
+    assert {n.partition(".")[0] for n, _ in first.named_parameters()} == {"a", "b"}  # no cut behind ``a``
+    for component in rest:
         value = value.detach().requires_grad_()  # a leaf that needs gradients refuses to be written to
         value = component(value)[0]
+
+
+def test_what_parameters_make_early_is_alive_until_it_is_used() -> None:
+    class Scaled(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            scale = self.scale.exp()
+            return self.c(self.b(self.a(x)) * scale)
+
+    model = Scaled()
+    assert len(names(model, X)) == 2
+    assert "scale" in dict(trace(model, X, name="m").components[0].named_parameters())
+
+
+def test_a_size_read_from_the_input_crosses_cuts_as_a_constant() -> None:
+    class Segmenter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Conv2d(3, 4, 3, 2), nn.Conv2d(4, 8, 3, 2), nn.Conv2d(8, 2, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            size = x.shape[-2:]
+            return F.interpolate(self.c(self.b(self.a(x))), size=size)
+
+    assert names(Segmenter(), torch.randn(2, 3, 16, 12)) == ["a", "b", "c"]
 
 
 def test_plain_modules() -> None:
@@ -291,10 +186,3 @@ def test_plain_modules() -> None:
     assert names(Logistic(), X) == ["model"]
     head = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Sequential(nn.Linear(144, 8), nn.ReLU(), nn.Linear(8, 2)))
     assert names(head, torch.randn(2, 3, 8, 8)) == ["0", "2"]
-
-
-def test_a_model_that_does_not_run_is_invalid_input() -> None:
-    with pytest.raises(InvalidInputError, match=r"Linear on an input of shape \(9,\) fails: RuntimeError"):
-        trace(nn.Linear(8, 3), torch.randn(1, 9), name="m")
-    with pytest.raises(InvalidInputError, match="batch of at least 1"):
-        trace(nn.Linear(8, 3), torch.randn(0, 8), name="m")

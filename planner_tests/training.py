@@ -20,7 +20,7 @@ from asa.ir.profile import Precision
 
 COMPONENTS = {
     "cnn": ("features.0.conv", "features.1.conv", "features.2.conv", "classifier"),
-    "logistic": ("classifier",),
+    "logistic": ("model",),
 }
 
 

@@ -70,10 +70,10 @@ def profile(args: Arguments, console: Console, model: str | None, cluster: Clust
     known = [(path, p) for path, p in places.profiles(console) if _fits(p, args, model)]
     for path, p in known:
         if cluster is None or p.device.type == cluster.device.type:
-            return p, f"profile {path}"
+            return p, f"profile {places.shown(path)}"
     if known:
         path, p = known[0]
-        return _for_cluster(p, cluster, f"profile {path}")
+        return _for_cluster(p, cluster, f"profile {places.shown(path)}")
     if model is None:
         raise InvalidInputError(
             f"no profile in {places.PROFILES}/; run `asa profile MODEL` first, or name a model: `asa plan MODEL`"
@@ -92,7 +92,7 @@ def profile_here(args: Arguments, console: Console, model: str, device: str, gpu
     name = device_record(torch.device(device)).name
     for path, p in places.profiles(console):
         if _fits(p, args, model) and p.device.name == name and p.global_batch >= (args.global_batch or 1):
-            return p, f"profile {path}"
+            return p, f"profile {places.shown(path)}"
     return measured(args, console, model, device, max_degree=max(8, gpus))
 
 

@@ -16,7 +16,7 @@ def run_list(_: Arguments, console: Console) -> None:
     from asa.cost import presets
     from asa.report import cluster as report
 
-    found = [(str(path), c) for path, c in places.clusters(console)]
+    found = [(places.shown(path), c) for path, c in places.clusters(console)]
     found += [("preset", presets.load(name)) for name in presets.names()]
     rows = [
         {

@@ -7,6 +7,7 @@ import os
 from asa.cli import options as o
 from asa.cli.console import Console
 from asa.cli.verb import Arguments, Option, Verb
+from asa.errors import UsageError
 from asa.ir import codec
 
 
@@ -18,7 +19,10 @@ def run(args: Arguments, console: Console) -> None:
     from asa.report.tables import table
 
     rows = []
-    for verb in (v for word in WORDS for v in verbs(word) if not args.verb or v.name == args.verb):
+    chosen = [v for word in WORDS for v in verbs(word) if not args.verb or v.name == args.verb]
+    if not chosen:
+        raise UsageError(f"{args.verb!r} is no command; see `asa --help`")
+    for verb in chosen:
         options = [option for option in verb.options if not option.positional]
         found = resolve(Verb(name=verb.name, help="", run=verb.run, options=tuple(options)), {}, os.environ)
         rows += [(verb.name, opt.name, getattr(found, opt.field), found.origin[opt.field]) for opt in options]

@@ -6,8 +6,8 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager, redirect_stdout
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
@@ -24,7 +24,7 @@ class Console:
     def __init__(self, *, as_json: bool = False) -> None:
         self.as_json = as_json
         self.first_rank = os.environ.get("RANK", "0") == "0"
-        self._document_to: int | None = None
+        self._document_to: TextIO | None = None
         self._bars: Progress | None = None
 
     def show(self, *parts: RenderableType) -> None:
@@ -57,12 +57,9 @@ class Console:
         if not self.as_json or not self.first_rank:
             return
         text = json.dumps(data, indent=1, allow_nan=False) + "\n"
-        if self._document_to is None:
-            sys.stdout.write(text)
-            sys.stdout.flush()
-        else:
-            with open(self._document_to, "w", closefd=False, encoding="utf-8") as stream:
-                stream.write(text)
+        stream = self._document_to or sys.stdout
+        stream.write(text)
+        stream.flush()
 
     @contextmanager
     def keeping_stdout(self) -> Iterator[None]:
@@ -73,14 +70,18 @@ class Console:
         sys.stdout.flush()
         kept = os.dup(1)
         os.dup2(2, 1)
-        self._document_to = kept
+        ours = os.fdopen(kept, "w", encoding="utf-8") if _is_descriptor_1(sys.stdout) else sys.stdout
+        self._document_to = ours
         try:
-            yield
+            with redirect_stdout(sys.stderr):
+                yield
         finally:
-            sys.stdout.flush()
             os.dup2(kept, 1)
-            os.close(kept)
             self._document_to = None
+            if ours is sys.stdout:
+                os.close(kept)
+            else:
+                ours.close()
 
     def result(self, data: dict[str, Any], parts: Callable[[], Iterable[RenderableType]]) -> None:
         """The same thing twice: the document under --json, tables otherwise."""
@@ -132,3 +133,11 @@ def _rich(*, stderr: bool) -> RichConsole:
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else 200
     return Rich(stderr=stderr, width=width, highlight=False, soft_wrap=False)
+
+
+def _is_descriptor_1(stream: TextIO) -> bool:
+    """Whether ``stream`` is the process's own stdout and no stand-in (a notebook's, a test's)."""
+    try:
+        return stream.fileno() == 1
+    except (OSError, ValueError, AttributeError):
+        return False

@@ -130,7 +130,7 @@ def _profiles(console: Console) -> Check:
     from asa.report.checks import Check
 
     found = places.profiles(console)
-    names = ", ".join(str(path) for path, _ in found[:4])
+    names = ", ".join(places.shown(path) for path, _ in found[:4])
     return Check(name="profiles", ok=bool(found), detail=names or "none", needed=False, fix="asa profile resnet50")
 
 

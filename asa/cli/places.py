@@ -31,6 +31,15 @@ ESTIMATES = Path("runs/estimates")
 CLUSTER_PREFIX = "cluster."
 
 
+SHIPPED = Path(asa.__file__).resolve().parent.parent / "profiles"
+"""Profiles and clusters that come with the source."""
+
+
+def shown(path: Path) -> str:
+    """A path as it is told to people: what comes with the source by its name."""
+    return f"{path.name} (shipped)" if path.is_absolute() else str(path)
+
+
 def slug(text: str) -> str:
     """``text`` as a piece of a file name.
 
@@ -93,8 +102,7 @@ def newest_plan(text: str | None) -> tuple[Path, Plan]:
 
 
 def _files(wanted: Callable[[Path], bool]) -> list[Path]:
-    shipped = Path(asa.__file__).resolve().parent.parent / "profiles"
-    folders = [PROFILES] if PROFILES.resolve() == shipped else [PROFILES, shipped]
+    folders = [PROFILES] if PROFILES.resolve() == SHIPPED else [PROFILES, SHIPPED]
     found: list[Path] = []
     for folder in folders:
         files = [p for p in folder.glob("*.json") if wanted(p)]

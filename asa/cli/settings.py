@@ -22,14 +22,14 @@ class _Parser(argparse.ArgumentParser):
     """argparse, but a mistake is a UsageError of one line."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message[0].lower()}{message[1:]}; see `{self.prog} --help`")
+        raise UsageError(f"{message[:1].lower()}{message[1:]}; see `{self.prog} --help`")
 
 
 def parser(verb: Verb) -> argparse.ArgumentParser:
     """The argparse parser of one verb; every value stays text and is absent unless given."""
     made = _Parser(
         prog=f"asa {verb.name}",
-        description=verb.help[0].upper() + verb.help[1:] + ".",
+        description=f"{verb.help[:1].upper()}{verb.help[1:]}.",
         epilog=verb.details or None,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,

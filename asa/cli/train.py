@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,8 @@ def tell(event: dict[str, Any], console: Console, progress: Report) -> None:
     match event["event"]:
         case "start":
             console.say(f"asa: {event['model']} on {event['ranks']} ranks; {event['data'][0]}")
-            console.say(f"asa: the same under torchrun: {event['torchrun']}")
+            if "RANK" not in os.environ:
+                console.say(f"asa: the same under torchrun: {event['torchrun']}")
         case "steps":
             progress(event["fraction"], f"loss {event['loss']:.3f}, {event['samples_per_s']:.0f} samples/s")
         case "epoch":

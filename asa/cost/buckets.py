@@ -3,7 +3,8 @@
 DDP reduces *buckets*: gradients fill one in the order backward makes them until it holds 25 MiB (the first 1 MiB),
 then it leaves. Of each component a part leaves with a bucket that closes inside it, and the rest waits for the
 component, further to the front, that fills that bucket up. Which one that is depends on what shares a wrapper; it is
-taken from the whole model in one wrapper. A wrapper that ends earlier sends earlier, so the price is never too low.
+taken from the whole model, unsplit, in one wrapper: exact for plain data parallelism. A wrapper that ends earlier
+sends earlier than this says; one of tensor-split components, whose buckets hold more of them, later.
 
 Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 3.2.
 """

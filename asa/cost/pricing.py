@@ -59,6 +59,8 @@ class Pricer:
         self._releases: tuple[Release, ...] = releases(profile.graph)
         self._slow = slowest_rank(profile, cluster, width)
         self._components: dict[tuple[int, Way], ComponentCost] = {}
+        self._errors: dict[Layout, float] = {}
+        self._wrappers: dict[Layout, float] = {}
         self._boundaries: dict[tuple[object, ...], BoundaryCost] = {}
         self.width = width
         self.microbatch = largest_shard(global_batch, num_microbatches)
@@ -172,7 +174,7 @@ class Pricer:
     def _crossing(self, boundary: Boundary, size: float) -> BoundaryCost:
         source, target = boundary.source, boundary.target
         traffic = boundary.traffic(size)
-        wrapper = self._new_wrapper(target) if source != target else 0.0
+        wrapper = self._wrapper(target) if source != target else 0.0
         gathered = sum(c.bytes for c in traffic if c.op == "all_gather" and c.phase == "backward")
         found = BoundaryCost(
             num_microbatches=self._num_microbatches,
@@ -194,7 +196,7 @@ class Pricer:
             num_microbatches=self._num_microbatches,
             forward_s=0.0,
             backward_s=0.0,
-            wrapper_s=self._new_wrapper(layout),
+            wrapper_s=self._wrapper(layout),
             link_error_s=0.0,
             footprint=Footprint(activations=self.local(layout) * self._graph.input_bytes_per_sample * margin()),
         )
@@ -207,6 +209,11 @@ class Pricer:
 
     def _seconds(self, traffic: Iterable[Collective], phase: Phase) -> float:
         return sum(self._links.seconds(c) for c in traffic if c.phase == phase)
+
+    def _wrapper(self, layout: Layout) -> float:
+        if layout not in self._wrappers:
+            self._wrappers[layout] = self._new_wrapper(layout)
+        return self._wrappers[layout]
 
     def _new_wrapper(self, layout: Layout) -> float:
         """Seconds by which a DDP wrapper's small first bucket and half-full last one exceed their share of bytes."""
@@ -224,8 +231,10 @@ class Pricer:
         return 1.5 * max(0.0, seconds(first) - seconds(bucket) * first / bucket)
 
     def _link_error(self, layout: Layout) -> float:
-        assumed = self._links.assumed(layout.data, layout.inner) or self._links.assumed(layout.tensor)
-        return constant("link_error_assumed" if assumed else "link_error_measured")
+        if layout not in self._errors:
+            assumed = self._links.assumed(layout.data, layout.inner) or self._links.assumed(layout.tensor)
+            self._errors[layout] = constant("link_error_assumed" if assumed else "link_error_measured")
+        return self._errors[layout]
 
 
 def times_of(profile: Profile, strategies: Strategies) -> Times:

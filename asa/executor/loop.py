@@ -35,7 +35,8 @@ Build = Callable[[Plan], ParallelModel]
 class TrainingExecutor(Executor):
     """Trains under one plan at a time. Every rank holds one, and every call is collective.
 
-    ``folder`` receives the checkpoints; ``run`` names this process's run in them. ``announce`` is used on rank 0.
+    ``folder`` receives the checkpoints; ``run`` names this process's run in them. ``announce``
+    takes events; ranks but the first hand in one that does nothing.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class TrainingExecutor(Executor):
         run: str,
     ) -> None:
         self._build, self._settings, self._votes, self._stop = build, settings, votes, stop
-        self._announce: Announce = announce if votes.rank == 0 else lambda _: None
+        self._announce = announce
         self._train, self._test = train, test
         self._order = GlobalOrder(len(train), plan.global_batch, settings.seed)
         self._optimizer = settings.optimizer or plan.optimizer

@@ -61,6 +61,7 @@ def work(job: Job, material: Material, votes: Votes, local_rank: int, announce: 
         AsaError: as :func:`asa.executor.run.train`.
     """
     settings = job.settings
+    say: Announce = announce if votes.rank == 0 else lambda _: None
     device = torch.device("cuda", local_rank) if job.device_type == "cuda" else torch.device("cpu")
     sizes: list[int] = []
 
@@ -93,7 +94,7 @@ def work(job: Job, material: Material, votes: Votes, local_rank: int, announce: 
             test=resident(material.test),
             votes=votes,
             stop=stop,
-            announce=announce,
+            announce=say,
             folder=folder,
             run=material.run,
         )
@@ -101,13 +102,12 @@ def work(job: Job, material: Material, votes: Votes, local_rank: int, announce: 
         votes.once(lambda: check_space(folder.parent, words * sizes[0], settings.keep))
         if material.resume is not None:
             executor.restore(*material.resume)
-        if votes.rank == 0 and executor.left_out:
+        if executor.left_out:
             message = f"{executor.left_out} samples of every epoch are left out: too few for a batch on all ranks"
-            announce({"event": "note", "message": message})
+            say({"event": "note", "message": message})
         try:
-            for record in job.adapt(executor, range(executor.next_epoch, settings.epochs), announce):
-                if votes.rank == 0:
-                    announce({"event": "epoch", **codec.to_data(record), "line": record.verdict.reason})
+            for record in job.adapt(executor, range(executor.next_epoch, settings.epochs), say):
+                say({"event": "epoch", **codec.to_data(record), "line": record.verdict.reason})
         except PreemptedError as error:
             return Ending(preempted=str(error))
         executor.model.close()

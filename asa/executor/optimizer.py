@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+import torch._dynamo  # every optimizer imports it when it is made: here, once, and not in each forked rank
 from torch import nn
 
 from asa.executor.settings import LEARNING_RATE, WEIGHT_DECAY

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 
+# With this, torch asks the management library whether there is CUDA; the runtime, once asked, survives no fork.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
 
 def usable_cores() -> int:
     """Cores this process may run on (its affinity, not the machine's count)."""
@@ -20,8 +23,8 @@ def default_threads(num_ranks: int) -> int:
 def cuda_devices() -> int:
     """CUDA devices that ranks may use.
 
-    Asks the management library, never the CUDA runtime: a process that has initialised CUDA (and
-    ``torch.cuda.is_available()`` may) can fork no rank that uses it.
+    Asks the management library, never the CUDA runtime: a process that has initialised CUDA can fork no rank that
+    uses it.
     """
     import torch
 

@@ -32,6 +32,7 @@ _log = logging.getLogger("asa")
 
 _GRACE_S = 1.5
 """After a rank failed in a collective: how long the one to blame has to show itself."""
+_LAST_WORDS_S = 0.1
 _LEAVE_S = 10.0
 """How long a rank whose result is here may take to leave."""
 
@@ -157,11 +158,18 @@ class _Crew:
             self._hear(on_message, max(0.0, min(ends) - now) + 0.001 if ends else None)
             failed = [o.failure for o in self.outcomes.values() if o.failure is not None]
             if any(not f.collective for f in failed):
+                self._settle(on_message)
                 break
             if failed and first_failure is None:
                 first_failure = time.monotonic()
         self._raise_failure()
         return [self.outcomes[rank].result for rank in range(self.num_ranks)]
+
+    def _settle(self, on_message: Callable[[int, Any], None] | None) -> None:
+        """Take in what the others were about to say: they will be killed, and their last words are worth having."""
+        until = time.monotonic() + _LAST_WORDS_S
+        while len(self.outcomes) < self.num_ranks and (left := until - time.monotonic()) > 0:
+            self._hear(on_message, left)
 
     def _hear(self, on_message: Callable[[int, Any], None] | None, patience: float | None) -> None:
         """Wait until a rank speaks or dies, and take in all that has arrived."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 
@@ -19,7 +20,7 @@ from asa.planner import baselines, infeasible
 from asa.planner.candidate import Candidate, Prices
 from asa.planner.prediction import noise, predict
 from asa.planner.request import Request
-from asa.planner.search import TOLERANCE_GIB, Outcome, search
+from asa.planner.search import TOLERANCE_GIB, Outcome, next_best, search
 from asa.planner.space import Space, check
 
 
@@ -78,6 +79,8 @@ def plan(profile: Profile, cluster: Cluster, strategies: Strategies, request: Re
     if chosen is None:
         raise infeasible.explain(prices, prices.space.pinned)
     candidates = [chosen, *([outcome.best] if outcome.best else []), *(r.candidate for r in eligible if r.candidate)]
+    if request.top_k > 1:
+        candidates += next_best(outcome, request.top_k - 1, request.time_limit_s)
     distinct = list({c.key: c for c in reversed(candidates)}.values())
     others = sorted((c for c in distinct if c.key != chosen.key), key=lambda c: prices.of(c).cost.total_s)
     made = []
@@ -213,7 +216,7 @@ def _certificate(prices: Prices, candidate: Candidate, outcome: Outcome, seconds
     bound = min(outcome.lower_bound_s, answer)
     gap = (answer - bound) / answer if answer > 0 else 0.0
     return Certificate(
-        solver=f"{outcome.solver}, bound rechecked by {outcome.checked_by}",
+        solver=outcome.solver,
         status="optimal" if gap <= 1e-6 else "feasible",
         lower_bound_s=bound,
         gap=0.0 if gap <= 1e-6 else gap,
@@ -265,7 +268,7 @@ def _plan(
             Baseline(
                 name=r.name,
                 step_time_s=r.price.cost.total_s if r.price else None,
-                memory_bytes_max=int(r.price.peak.total) if r.price else None,
+                memory_bytes_max=math.ceil(r.price.peak.total) if r.price else None,
                 fits=r.fits,
                 why_not=r.why_not,
             )

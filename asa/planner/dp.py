@@ -17,37 +17,25 @@ l = saving*sc*late:
 
 All five are monotone, so a label that is no better in any of them than another with the same layout is dropped, and
 the value at the end, ``max(v, c)`` with ``u <= capacity``, is exact. Labels that cannot beat the incumbent even with
-the best completion of each of ``v``, ``c``, ``p`` alone are dropped too.
+the best completion of each of ``v``, ``c``, ``p`` alone are dropped too. Edges come before configurations: what
+arrives in a layout is thinned out once, and not once per configuration.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
 
 from asa.planner.problem import Choice, Config, Problem, Solution
 
 _INF = float("inf")
 _SLACK = 1e-9
 
-
-@dataclass(slots=True)
-class _Label:
-    v: float
-    c: float
-    p: float
-    u: float
-    w: float
-    config: int
-    behind: _Label | None
-
-    def choice(self) -> Choice:
-        picked: list[int] = []
-        at: _Label | None = self
-        while at is not None:
-            picked.append(at.config)
-            at = at.behind
-        return tuple(reversed(picked))
+# v, c, p, u, w, configuration, label behind it. A tuple, because there are a hundred thousand of them.
+_Label = tuple[float, float, float, float, float, int, Any]
+# v, c, p, u, w as they arrive over an edge, w with the transient of that edge, label they come from.
+_Arrival = tuple[float, float, float, float, float, float, Any]
 
 
 class _Completions:
@@ -55,11 +43,12 @@ class _Completions:
 
     def __init__(self, problem: Problem) -> None:
         n = len(problem)
-        self.hidden = self._backwards(problem, [-1] * n)
+        self.hidden = self._backwards(problem, -1)
         step = max(1, n // 6)
         # A stretch that begins at one of these components; between them the weaker bound has to do.
-        self.starts = sorted({*range(step, n, step), n - 1})
-        self.from_start = {k: self._backwards(problem, [k] * n) for k in self.starts}
+        starts = sorted({*range(step, n, step), n - 1})
+        from_start = {k: self._backwards(problem, k) for k in starts}
+        self.visible = [[from_start[k][i] for k in starts if k > i] for i in range(n)]
         self.state = [0.0] * (n + 1)
         self.kept = [0.0] * (n + 1)
         for i in range(n - 1, -1, -1):
@@ -68,146 +57,180 @@ class _Completions:
             self.kept[i] = self.kept[i + 1] + min(c.state for c in configs)
 
     @staticmethod
-    def _backwards(problem: Problem, start: list[int]) -> list[dict[int, float]]:
+    def _backwards(problem: Problem, start: int) -> list[dict[int, float]]:
         """Per component and its layout, the least cost of all components behind it."""
         saving, n = problem.saving, len(problem)
         togo: list[dict[int, float]] = [{} for _ in range(n)]
         togo[n - 1] = {c.layout: 0.0 for c in problem.configs[n - 1]}
         for i in range(n - 1, 0, -1):
             best: dict[int, float] = {}
+            behind = togo[i]
             for c in problem.configs[i]:
-                cost = c.work
-                if i < start[i]:
+                cost = c.work + behind.get(c.layout, _INF)
+                if i < start:
                     cost -= saving * problem.sp * c.window
-                elif i > start[i]:
+                elif i > start:
                     cost -= saving * problem.sc * (c.prompt + c.late)
-                best[c.layout] = min(best.get(c.layout, _INF), cost + togo[i][c.layout])
+                if cost < best.get(c.layout, _INF):
+                    best[c.layout] = cost
+            front = togo[i - 1]
             for (a, b), edge in problem.edges[i - 1].items():
-                if b in best:
-                    togo[i - 1][a] = min(togo[i - 1].get(a, _INF), edge.cost + best[b])
+                if b in best and edge.cost + best[b] < front.get(a, _INF):
+                    front[a] = edge.cost + best[b]
         return togo
 
-    def bound(self, i: int, layout: int, label: _Label) -> float:
-        """Lower bound on the value of every completion of ``label`` behind component ``i``."""
-        togo = self.hidden[i].get(layout, _INF)
-        found = max(label.v, label.c) + togo
-        for k in self.starts:
-            if k > i:
-                found = max(found, label.p + self.from_start[k][i].get(layout, _INF))
+    def bound(self, i: int, layout: int, v: float, c: float, p: float) -> float:
+        """Lower bound on the value of every completion of a label behind component ``i``."""
+        found = (v if v > c else c) + self.hidden[i].get(layout, _INF)
+        for togo in self.visible[i]:
+            other = p + togo.get(layout, _INF)
+            if other > found:
+                found = other
         return found
 
 
-def solve(problem: Problem, *, time_limit_s: float = 60.0, beam: int | None = None) -> Solution:
+def solve(problem: Problem, *, time_limit_s: float = 60.0, beam: int | None = None, cutoff: float = _INF) -> Solution:
     """The best choice and, if the time sufficed, the proof that it is.
 
     ``beam`` keeps only that many labels per layout: a quick good choice, with the bound of the relaxation only.
-    When time is up, the best choice so far is returned with the bound that was proved.
+    Choices that are not faster than ``cutoff`` ms are of no interest: where there is none, ``choice`` is None and
+    ``cutoff`` a proved bound. When time is up, the best choice so far is returned with the bound that was proved.
     """
     ends = time.monotonic() + time_limit_s
     completions = _Completions(problem)
     floor = _root_bound(problem, completions)
-    incumbent: _Label | None = None
+    best, incumbent = cutoff, None
     for width in (beam,) if beam is not None else (8, None):
-        found, done = _sweep(problem, completions, incumbent, width, ends)
-        if found is not None and (incumbent is None or _end(found) < _end(incumbent)):
-            incumbent = found
+        found, done = _sweep(problem, completions, best, width, ends)
+        if found is not None and _end(found) < best:
+            best, incumbent = _end(found), found
         if width is None and done:
-            floor = _INF if incumbent is None else _end(incumbent)
+            floor = best
     if incumbent is None:
         return Solution(choice=None, value=_INF, bound=floor, solver="dp")
-    value = _end(incumbent)
-    return Solution(choice=incumbent.choice(), value=value, bound=min(floor, value), solver="dp")
+    return Solution(choice=_choice(incumbent), value=best, bound=min(floor, best), solver="dp")
 
 
 def _end(label: _Label) -> float:
-    return max(label.v, label.c)
+    return max(label[0], label[1])
+
+
+def _choice(label: _Label) -> Choice:
+    picked: list[int] = []
+    at: Any = label
+    while at is not None:
+        picked.append(at[5])
+        at = at[6]
+    return tuple(reversed(picked))
 
 
 def _root_bound(problem: Problem, completions: _Completions) -> float:
-    firsts = [_extend(problem, 0, None, c, k) for k, c in enumerate(problem.configs[0])]
     return min(
-        (completions.bound(0, c.layout, f) for f, c in zip(firsts, problem.configs[0], strict=True)), default=_INF
+        completions.bound(0, config.layout, *_extend(problem, 0, _FIRST, config, 0)[:3])
+        for config in problem.configs[0]
     )
+
+
+_FIRST: _Arrival = (-_INF, -_INF, 0.0, 0.0, 0.0, 0.0, None)
 
 
 def _sweep(
-    problem: Problem, completions: _Completions, incumbent: _Label | None, beam: int | None, ends: float
+    problem: Problem, completions: _Completions, best: float, beam: int | None, ends: float
 ) -> tuple[_Label | None, bool]:
     """One pass over the components. The second result says whether nothing was cut away unproved."""
-    best = _INF if incumbent is None else _end(incumbent) - _SLACK * abs(_end(incumbent))
+    tight = problem.capacity < _INF
+    best -= _SLACK * abs(best) if best < _INF else 0.0
     exact = True
     front: dict[int, list[_Label]] = {}
     for i, configs in enumerate(problem.configs):
-        arrivals: dict[int, list[_Label]] = {}
+        state, kept = completions.state[i + 1], completions.kept[i + 1]
+        labels: dict[int, list[_Label]] = {}
+        arriving = _arrivals(problem, i, front, tight)
         for k, config in enumerate(configs):
-            arriving = arrivals.setdefault(config.layout, [])
-            sources: list[_Label | None] = [None] if i == 0 else []
-            for layout, labels in front.items():
-                if (layout, config.layout) in problem.edges[i - 1]:
-                    sources.extend(labels)
-            for source in sources:
-                label = _extend(problem, i, source, config, k)
-                if label.u + completions.state[i + 1] > problem.capacity:
+            into = labels.setdefault(config.layout, [])
+            for arrival in arriving.get(config.layout, ()):
+                label = _extend(problem, i, arrival, config, k)
+                if tight and (label[3] + state > problem.capacity or label[4] + kept > problem.capacity):
                     continue
-                if label.w + completions.kept[i + 1] > problem.capacity:
-                    continue
-                if completions.bound(i, config.layout, label) < best:
-                    arriving.append(label)
-            if time.monotonic() > ends:
-                return None, False
-        front = {layout: _pareto(labels, problem.capacity) for layout, labels in arrivals.items() if labels}
+                if completions.bound(i, config.layout, label[0], label[1], label[2]) < best:
+                    into.append(label)
+        if time.monotonic() > ends:
+            return None, False
+        front = {layout: _pareto(found, tight) for layout, found in labels.items() if found}
         if beam is not None:
-            for layout, labels in front.items():
-                if len(labels) > beam:
+            for layout, found in front.items():
+                if len(found) > beam:
                     exact = False
-                    labels.sort(key=lambda label: (completions.bound(i, layout, label), label.u))
-                    # Half by time, half by memory: a beam of the fastest alone runs into the limit.
-                    lean = sorted(labels[beam // 2 :], key=lambda label: label.u)
-                    front[layout] = labels[: beam // 2] + lean[: beam - beam // 2]
-    finals = [label for labels in front.values() for label in labels]
+                    front[layout] = _thinned(completions, i, layout, found, beam)
+    finals = [label for found in front.values() for label in found]
     return min(finals, key=_end, default=None), exact
 
 
-def _extend(problem: Problem, i: int, source: _Label | None, config: Config, index: int) -> _Label:
-    saving = problem.saving
-    if source is None:
-        v = c = -_INF
-        p, u, w, held, moving = config.work, 0.0, 0.0, 0.0, 0.0
-    else:
-        behind = problem.configs[i - 1][source.config].layout
-        edge = problem.edges[i - 1][behind, config.layout]
-        d = config.work + edge.cost
-        prompt = saving * problem.sc * config.prompt
-        v = source.v + d - prompt - saving * problem.sc * config.late
-        c = source.c + d - prompt
-        p, u, w = source.p + d, source.u, source.w
-        held, moving = edge.activations, edge.transient
-    if i + 1 == len(problem) or problem.release[i + 1] >= i:  # no bucket reaches across this component
+def _thinned(completions: _Completions, i: int, layout: int, labels: list[_Label], beam: int) -> list[_Label]:
+    """Half by time, half by memory: a beam of the fastest alone runs into the limit."""
+    fast = sorted(labels, key=lambda x: (completions.bound(i, layout, x[0], x[1], x[2]), x[3]))
+    lean = sorted(fast[beam // 2 :], key=itemgetter(3))
+    return fast[: beam // 2] + lean[: beam - beam // 2]
+
+
+def _arrivals(problem: Problem, i: int, front: dict[int, list[_Label]], tight: bool) -> dict[int, list[_Arrival]]:
+    """What reaches each layout of component ``i``, before it takes a configuration there."""
+    if i == 0:
+        return {config.layout: [_FIRST] for config in problem.configs[0]}
+    found: dict[int, list[_Arrival]] = {}
+    for (a, b), edge in problem.edges[i - 1].items():
+        for label in front.get(a, ()):
+            v, c, p, u, w = label[:5]
+            held = w + edge.activations
+            found.setdefault(b, []).append(
+                (v + edge.cost, c + edge.cost, p + edge.cost, u, held, held + edge.transient, label)
+            )
+    return {b: _pareto(arriving, tight, 6) for b, arriving in found.items()}
+
+
+def _extend(problem: Problem, i: int, arrival: _Arrival, config: Config, index: int) -> _Label:
+    v, c, p, u, w, moving, behind = arrival
+    saving, d = problem.saving, config.work
+    prompt = saving * problem.sc * config.prompt
+    v += d - prompt - saving * problem.sc * config.late
+    c += d - prompt
+    p += d
+    if i + 1 == len(problem.configs) or problem.release[i + 1] >= i:  # no bucket reaches across this component
         v, c = max(v, c), p
-    else:
-        c = max(c, p)
-    return _Label(
-        v=v,
-        c=c,
-        p=p - saving * problem.sp * config.window,
-        u=max(
-            u + config.state + config.gradients,
-            w + held + config.state + config.activations + config.gradients + config.transient + moving,
-        ),
-        w=w + held + config.state + config.activations,
-        config=index,
-        behind=source,
+    elif p > c:
+        c = p
+    grown = config.state + config.activations
+    return (
+        v,
+        c,
+        p - saving * problem.sp * config.window,
+        max(u + config.state + config.gradients, moving + grown + config.gradients + config.transient),
+        w + grown,
+        index,
+        behind,
     )
 
 
-def _pareto(labels: list[_Label], capacity: float) -> list[_Label]:
-    """The labels that no other one beats or equals in everything."""
-    tight = capacity < _INF
-    labels.sort(key=lambda a: (a.v, a.c, a.p, a.u, a.w))
-    kept: list[_Label] = []
+def _pareto(labels: list[Any], tight: bool, size: int = 5) -> list[Any]:
+    """The labels that no other one beats or equals in everything; memory counts only where it is limited."""
+    if len(labels) == 1:
+        return labels
+    kept: list[Any] = []
+    if not tight:
+        labels.sort(key=itemgetter(0, 1, 2))
+        for a in labels:
+            c, p = a[1], a[2]
+            for b in kept:  # b's v is no higher, by the order
+                if b[1] <= c and b[2] <= p:
+                    break
+            else:
+                kept.append(a)
+        return kept
+    labels.sort(key=itemgetter(*range(size)))
     for a in labels:
-        for b in kept:  # b.v <= a.v by the order
-            if b.c <= a.c and b.p <= a.p and (not tight or (b.u <= a.u and b.w <= a.w)):
+        c, p, u, w, moving = a[1], a[2], a[3], a[4], a[size - 1]
+        for b in kept:
+            if b[1] <= c and b[2] <= p and b[3] <= u and b[4] <= w and b[size - 1] <= moving:
                 break
         else:
             kept.append(a)
@@ -218,19 +241,27 @@ def least_memory(problem: Problem) -> Solution:
     """The choice with the lowest peak; ``value`` and ``bound`` are that peak in GiB."""
     front: dict[int, list[_Label]] = {}
     for i, configs in enumerate(problem.configs):
-        arrivals: dict[int, list[_Label]] = {}
+        arriving = _arrivals(problem, i, front, True)
+        labels: dict[int, list[_Label]] = {}
         for k, config in enumerate(configs):
-            sources: list[_Label | None] = [None] if i == 0 else []
-            for layout, labels in front.items():
-                if (layout, config.layout) in problem.edges[i - 1]:
-                    sources.extend(labels)
-            for source in sources:
-                label = _extend(problem, i, source, config, k)
-                label.v = label.c = label.p = 0.0
-                arrivals.setdefault(config.layout, []).append(label)
-        front = {layout: _pareto(labels, 1.0) for layout, labels in arrivals.items()}
-    finals = [label for labels in front.values() for label in labels]
-    best = min(finals, key=lambda label: label.u, default=None)
+            for arrival in arriving.get(config.layout, ()):
+                found = _extend(problem, i, arrival, config, k)
+                labels.setdefault(config.layout, []).append((0.0, 0.0, 0.0, *found[3:]))
+        front = {layout: _pareto(found, True) for layout, found in labels.items()}
+    finals = [label for found in front.values() for label in found]
+    best = min(finals, key=itemgetter(3), default=None)
     if best is None:
         return Solution(choice=None, value=_INF, bound=_INF, solver="dp")
-    return Solution(choice=best.choice(), value=best.u, bound=best.u, solver="dp")
+    return Solution(choice=_choice(best), value=best[3], bound=best[3], solver="dp")
+
+
+def memory_floor(problem: Problem) -> float:
+    """GiB below which no choice peaks: every component at its leanest in each respect, whether or not at once."""
+    state = sum(min(c.state for c in row) for row in problem.configs)
+    gradients = [min(c.gradients for c in row) for row in problem.configs]
+    activations, behind, found = 0.0, sum(gradients), 0.0
+    for row, own in zip(problem.configs, gradients, strict=True):
+        activations += min(c.activations for c in row)
+        found = max(found, state + activations + behind + min(c.transient for c in row))
+        behind -= own
+    return found

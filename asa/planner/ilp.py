@@ -107,14 +107,14 @@ def available() -> tuple[str, ...]:
 
 def _choose(model: _Model, pulp: Any) -> None:
     for i, configs in enumerate(model.problem.configs):
-        model.x.append([pulp.LpVariable(f"x_{i}_{c}", cat="Binary") for c in range(len(configs))])
+        model.x.append([model.lp.add_variable(f"x_{i}_{c}", cat="Binary") for c in range(len(configs))])
         model.lp += pulp.lpSum(model.x[i]) == 1
 
 
 def _flow(model: _Model, pulp: Any) -> None:
     problem = model.problem
     for i, edges in enumerate(problem.edges):
-        y = {ab: pulp.LpVariable(f"y_{i}_{ab[0]}_{ab[1]}", lowBound=0, upBound=1) for ab in edges}
+        y = {ab: model.lp.add_variable(f"y_{i}_{ab[0]}_{ab[1]}", lowBound=0, upBound=1) for ab in edges}
         model.y.append(y)
         for side, j in ((0, i), (1, i + 1)):
             for layout in sorted({c.layout for c in problem.configs[j]} | {ab[side] for ab in edges}):
@@ -125,15 +125,15 @@ def _flow(model: _Model, pulp: Any) -> None:
 
 def _overlap(model: _Model, pulp: Any) -> Any:
     problem, n = model.problem, len(model.problem)
-    tau = pulp.LpVariable("tau", lowBound=0)
+    tau = model.lp.add_variable("tau", lowBound=0)
     if problem.saving == 0:
         return tau
     leaving: list[list[tuple[Any, float]]] = [[] for _ in range(n)]
     for i in range(n):
         leaving[i] += model.picked(i, "prompt")
         leaving[problem.release[i]] += model.picked(i, "late")
-    before = [pulp.LpVariable(f"B_{k}", lowBound=0) for k in range(n)]
-    behind = [pulp.LpVariable(f"G_{k}", lowBound=0) for k in range(n)]
+    before = [model.lp.add_variable(f"B_{k}", lowBound=0) for k in range(n)]
+    behind = [model.lp.add_variable(f"G_{k}", lowBound=0) for k in range(n)]
     for k in range(n):
         earlier = [(before[k - 1], 1.0), *model.picked(k - 1, "window")] if k else []
         model.lp += before[k] == pulp.LpAffineExpression(earlier)
@@ -145,10 +145,10 @@ def _overlap(model: _Model, pulp: Any) -> Any:
 
 def _memory(model: _Model, pulp: Any) -> None:
     problem, n = model.problem, len(model.problem)
-    state = pulp.LpVariable("S", lowBound=0)
+    state = model.lp.add_variable("S", lowBound=0)
     model.lp += state == pulp.LpAffineExpression([t for i in range(n) for t in model.picked(i, "state")])
-    kept = [pulp.LpVariable(f"A_{k}", lowBound=0) for k in range(n)]
-    made = [pulp.LpVariable(f"D_{k}", lowBound=0) for k in range(n)]
+    kept = [model.lp.add_variable(f"A_{k}", lowBound=0) for k in range(n)]
+    made = [model.lp.add_variable(f"D_{k}", lowBound=0) for k in range(n)]
     for k in range(n):
         own = [*model.picked(k, "activations"), *model.passed(k, "activations")]
         model.lp += kept[k] == pulp.LpAffineExpression([*([(kept[k - 1], 1.0)] if k else []), *own])

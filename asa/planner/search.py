@@ -6,25 +6,26 @@ for. Always the one with the lowest bound is taken a step further, until that bo
 cannot hold a better one. Microbatches double only while memory binds, that is while the fastest plan without a limit
 does not fit.
 
-So every answer of the ILP was also found, or bounded, by the DP. Where both have proved their optimum and disagree,
-that is an error of ours and said so.
+So every answer of the ILP was also found, or bounded, by the DP. Where both have proved an optimum and they differ,
+the definition of the problem decides.
 """
 
 from __future__ import annotations
 
 import heapq
+import logging
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from asa.errors import AsaError
-from asa.ir.codec import noun
 from asa.planner import dp, exhaustive, ilp
 from asa.planner.candidate import Candidate, Prices
 from asa.planner.formulate import Formulation, formulate
-from asa.planner.problem import MS, Problem, Solution
+from asa.planner.problem import MS, Choice, Problem, Solution
 from asa.planner.request import SolverName
 from asa.planner.space import Allowed, anything, widths
 
+_LOG = logging.getLogger("asa")
 _CLOSE = 1e-9
 _CHECK_S = 1.0
 
@@ -32,14 +33,15 @@ TOLERANCE_GIB = 1e-5
 """By how much a solver may overstep the memory limit (10 KiB)."""
 
 
-@noun
+@dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What the search found and proved. ``best`` is None where nothing fits. Seconds."""
+    """What the search found and proved: ``choice`` in ``formulation`` is ``best``, None where nothing fits. Seconds."""
 
     best: Candidate | None
+    choice: Choice
+    formulation: Formulation | None
     lower_bound_s: float
     solver: str
-    checked_by: str
     solved: int
     pruned: int
     seconds: float
@@ -51,17 +53,18 @@ class _Place:
     def __init__(self, formulation: Formulation, time_limit_s: float) -> None:
         self.formulation = formulation
         self.problem = formulation.problem
-        self.free = dp.solve(self.problem.without_memory_limit(), time_limit_s=time_limit_s)
-        self.fits = (
-            self.free.choice is not None
-            and exhaustive.peak(self.problem, self.free.choice) <= self.problem.capacity + TOLERANCE_GIB
-        )
+        limit = self.problem.capacity + TOLERANCE_GIB
+        if dp.memory_floor(self.problem) > limit:
+            self.free = Solution(choice=None, value=float("inf"), bound=float("inf"), solver="dp")
+        else:
+            self.free = dp.solve(self.problem.without_memory_limit(), time_limit_s=time_limit_s)
+        self.fits = self.free.choice is not None and exhaustive.peak(self.problem, self.free.choice) <= limit
         self.checked = self.free
 
-    def check(self, time_limit_s: float) -> Solution:
+    def check(self, time_limit_s: float, cutoff_ms: float) -> Solution:
         """The DP's answer with the memory limit, as far as it gets in that time."""
         if not self.fits:
-            found = dp.solve(self.problem, time_limit_s=time_limit_s)
+            found = dp.solve(self.problem, time_limit_s=time_limit_s, cutoff=cutoff_ms)
             self.checked = replace(found, bound=max(found.bound, self.free.bound))
         return self.checked
 
@@ -115,7 +118,8 @@ def search(
     started = time.monotonic()
     ends = started + time_limit_s
     places = _Places(prices, allowed, ends)
-    best: Candidate | None = None
+    formulation: Formulation | None = None
+    choice: Choice = ()
     best_ms, lowest_ms = incumbent_s * MS, float("inf")
     names: set[str] = set()
     solved = 0
@@ -128,9 +132,8 @@ def search(
             continue
         left = max(0.1, ends - time.monotonic())
         if steps < 2:
-            bound = (
-                place.free.bound if steps == 0 else place.check(left if solver == "dp" else min(left, _CHECK_S)).bound
-            )
+            check_s = left if solver == "dp" else min(left, _CHECK_S)
+            bound = place.free.bound if steps == 0 else place.check(check_s, best_ms).bound
             heapq.heappush(queue, (max(bound_ms, bound), steps + 1, width, m))
             continue
         found = _solve(place, solver, best_ms, left)
@@ -138,17 +141,25 @@ def search(
         solved += 1
         lowest_ms = min(lowest_ms, max(found.bound, bound_ms))
         if found.choice is not None and found.value < best_ms:
-            best, best_ms = place.formulation.candidate(found.choice), found.value
+            best_ms, formulation, choice = found.value, place.formulation, found.choice
     bound_s = min(lowest_ms, best_ms) / MS
     return Outcome(
-        best=best,
+        best=None if formulation is None else formulation.candidate(choice),
+        choice=choice,
+        formulation=formulation,
         lower_bound_s=bound_s,
-        solver=" and ".join(sorted(names)) or "bounds",
-        checked_by="dp",
+        solver=_solvers(names),
         solved=solved,
         pruned=len(queue),
         seconds=time.monotonic() - started,
     )
+
+
+def _solvers(names: set[str]) -> str:
+    """Who found and proved the answer; nobody had to solve anything where the bounds alone were enough."""
+    if not names:
+        return "dp, as bounds"
+    return " and ".join(sorted(names)) + (", checked by dp" if names != {"dp"} else "")
 
 
 def _solve(place: _Place, solver: SolverName, cutoff_ms: float, time_limit_s: float) -> Solution:
@@ -161,16 +172,41 @@ def _solve(place: _Place, solver: SolverName, cutoff_ms: float, time_limit_s: fl
         found = exhaustive.solve(problem)
     else:
         found = ilp.solve(problem, time_limit_s=time_limit_s, cutoff=min(cutoff_ms, known.value * (1 + 1e-6)))
-    _agree(known, found, cutoff_ms, place)
-    return found
+    return _arbitrate(known, found, cutoff_ms, problem)
 
 
-def _agree(known: Solution, found: Solution, cutoff_ms: float, place: _Place) -> None:
-    """Hold two proved optima to each other."""
+def _arbitrate(known: Solution, found: Solution, cutoff_ms: float, problem: Problem) -> Solution:
+    """Two proved optima that differ: what the definition says of each choice decides, and the log says so.
+
+    A solver may overstep a limit by its tolerance, so a choice counts only if it fits exactly.
+
+    Raises:
+        AsaError: a choice is not worth what its solver says. That is a bug.
+    """
     if not (known.proved and found.proved) or known.value >= cutoff_ms * (1 - 1e-5):
-        return
-    if abs(found.value - known.value) > 1e-5 * known.value:
-        raise AsaError(
-            f"{found.solver} finds {found.value:.9g} ms and {known.solver} {known.value:.9g} ms on "
-            f"{place.problem.width} ranks, {place.problem.num_microbatches} microbatches; please report this"
-        )
+        return found
+    if abs(found.value - known.value) <= 1e-5 * known.value:
+        return found
+    for s in (known, found):
+        if s.choice is not None and abs(exhaustive.value(problem, s.choice) - s.value) > 1e-5 * s.value:
+            raise AsaError(
+                f"{s.solver} prices its plan at {s.value:.9g} ms, which takes "
+                f"{exhaustive.value(problem, s.choice):.9g} ms; please report this"
+            )
+    chosen = [(s, s.choice) for s in (known, found) if s.choice is not None]
+    fits = [s for s, choice in chosen if exhaustive.peak(problem, choice) <= problem.capacity]
+    _LOG.warning("%s finds %.9g ms and %s %.9g ms", found.solver, found.value, known.solver, known.value)
+    return min(fits, key=lambda s: s.value, default=known)
+
+
+def next_best(outcome: Outcome, count: int, time_limit_s: float) -> list[Candidate]:
+    """Up to ``count`` more candidates of the width and microbatches of the best one, in order of their time."""
+    if outcome.formulation is None or outcome.best is None:
+        return []
+    problem, found = outcome.formulation.problem, [outcome.choice]
+    while len(found) <= count:
+        solution = ilp.solve(problem, time_limit_s=time_limit_s, forbidden=tuple(found))
+        if solution.choice is None or solution.choice in found:
+            break
+        found.append(solution.choice)
+    return [outcome.formulation.candidate(c) for c in found[1:]]

@@ -113,16 +113,6 @@ def scaled(stat: Stat, factor: float) -> Stat:
     return Stat(median=stat.median * factor, p10=stat.p10 * factor, p90=stat.p90 * factor, n=stat.n)
 
 
-def line_through(first: tuple[int, float], second: tuple[int, float]) -> Callable[[int], float]:
-    """Seconds over a size as a line through two measured points; proportional through a single one.
-
-    Never falling: a later point that came out faster was the first one's bad luck.
-    """
-    (n, a), (m, b) = first, second
-    slope = max((b - a) / (m - n), 0.0) if m > n else a / n
-    return lambda size: max(b + slope * (size - m), 1e-9)
-
-
 class Repeats:
     """Whether another round is worth its time: at least ``least``, then until settled, out of time, or ``most``.
 

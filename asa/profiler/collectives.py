@@ -11,7 +11,8 @@ import torch.distributed as dist
 from asa.ir.cluster import CollectiveTable
 from asa.ir.traffic import COLLECTIVE_OPS, CollectiveOp
 from asa.ir.units import KIB
-from asa.profiler.clock import Clock, line_through
+from asa.profiler.clock import Clock
+from asa.profiler.effort import line_through
 from asa.profiler.rounds import LEAST_SAMPLES, agree, time_together
 
 SIZES: tuple[int, ...] = (*(KIB << (2 * k) for k in range(9)),)

@@ -2,33 +2,33 @@
 
 Microbatches are the powers of two up to the global batch and the global batch itself, the largest first (the
 allocator then reuses what it has). At each of them the chains of all tensor degrees run their laps, the first of
-each untimed, recording its memory; the whole model's laps alternate with the unsplit chain's, so that a
-disturbance hits both alike. Time is divided by what laps cost. Where it does not suffice, what a plan can do
-without is left out first, and said: degrees at microbatches too small for them, then the check against the whole
-model.
+each untimed, recording its memory; at every third microbatch the whole model's laps alternate with the unsplit
+chain's, so that a disturbance hits both alike. Time is divided by what laps cost. Where it does not suffice, what a
+plan can do without is left out first, and said: degrees at microbatches too small for them (see
+:func:`~asa.profiler.effort.is_wanted`), then the check against the whole model.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from asa.errors import UsageError
+from asa.errors import UnavailableError, UsageError
 from asa.ir.profile import Stat, Timing, WholeStep
 from asa.ir.units import GIB
 from asa.profiler.chain import Chain, Lap, whole_step
-from asa.profiler.clock import Clock, Repeats, line_through, quiet, scaled
+from asa.profiler.clock import Clock, Repeats, quiet, scaled
+from asa.profiler.effort import WHOLE, Forecast, is_wanted, microbatches
 from asa.profiler.memory import StepMemory, measure_memory
-
-WHOLE = 0
-"""Where a tensor degree is expected: the whole, unsplit model."""
 
 _LEAST = 3
 _MOST = 15
+_CHECKED = 3
+"""The whole model runs at every third microbatch."""
 
 
 @dataclass(frozen=True)
@@ -57,16 +57,6 @@ class Sweep:
     host_share: float = 1.0
 
 
-def microbatches(global_batch: int) -> list[int]:
-    """Powers of two up to ``global_batch``, and itself; largest first.
-
-    >>> microbatches(48)
-    [48, 32, 16, 8, 4, 2, 1]
-    """
-    powers = [1 << k for k in range(global_batch.bit_length()) if 1 << k < global_batch]
-    return [global_batch, *reversed(powers)]
-
-
 class Surveyor:
     """Measures one subject within ``time_s`` seconds, as far as ``free_bytes`` of memory allow."""
 
@@ -85,24 +75,26 @@ class Surveyor:
         self.end = time.perf_counter() + time_s
         self.time_s = time_s
         self.sweep = Sweep()
-        self.seconds: Callable[[int], float] = lambda _samples: 0.0
-        self.measured: dict[int, tuple[int, float]] = {}
         self.largest = max(subject.chains)
+        self.top = global_batch
 
     def survey(self) -> Sweep:
         """Measure."""
         sizes = self._possible(microbatches(self.global_batch))
-        checked = set(sizes[::2])
+        self.top = sizes[0]
+        checked = set(sizes[::_CHECKED])
         for i, size in enumerate(sizes):
             self.progress(1 - max(0.0, self.end - time.perf_counter()) / self.time_s, f"microbatch {size}")
-            share = size**0.8 / sum(s**0.8 for s in sizes[i:])
+            share = self.forecast.seconds(size) / sum(self.forecast.seconds(s) for s in sizes[i:])
             slice_s = max(0.0, self.end - time.perf_counter()) * share
-            degrees = self._affordable(size, slice_s, with_whole=size in checked)
+            degrees, least = self._affordable(size, slice_s, first=i == 0, with_whole=size in checked)
             try:
-                self._measure(size, degrees, slice_s)
+                self._measure(size, degrees, slice_s, least)
             except torch.OutOfMemoryError:
+                for chain in self.subject.chains.values():
+                    chain.clear()
                 torch.cuda.empty_cache()
-                self.sweep.skipped.append(f"microbatch {size}: the device has not enough memory for it")
+                self._leave_out(f"microbatch {size}: the device has not enough memory for it")
         return self.sweep
 
     def _possible(self, sizes: Sequence[int]) -> list[int]:
@@ -114,15 +106,18 @@ class Surveyor:
             if probes and size < 4 * probes[0][0]:
                 continue
             x = self.subject.batch(size)
-            saved = sum(h.saved for h in measure_memory(chain, x).components)
-            probes.append((size, chain.lap(x, self.clock).seconds))
+            try:
+                saved = sum(h.saved for h in measure_memory(chain, x).components)
+                probes.append((size, chain.lap(x, self.clock).seconds))
+            except torch.OutOfMemoryError:
+                raise UnavailableError(f"the device has not enough memory for a step of {size} samples") from None
             chain.clear()
             if len(probes) == 2:
                 break
-        self.seconds = line_through(probes[0], probes[-1])
+        self.forecast = Forecast(probes[0], probes[-1])
         for size in [s for s in possible if s > probes[-1][0]]:
             needed = saved * size / probes[-1][0] + 2 * self.subject.weight
-            seconds = (_LEAST + 2) * self.seconds(size)
+            seconds = (_LEAST + 2) * self.forecast.seconds(size)
             if needed > self.free_bytes:
                 self._leave_out(f"microbatch {size}: needs {needed / GIB:.1f} GiB, {self.free_bytes / GIB:.1f} free")
             elif seconds > 0.6 * self.time_s:
@@ -151,57 +146,67 @@ class Surveyor:
             "value per channel; try a larger global batch or input"
         )
 
-    def _cost(self, size: int, degree: int) -> float:
-        """Expected seconds of a lap: scaled from what that degree took last, guessed where it has not run yet."""
-        if degree in self.measured:
-            last, seconds = self.measured[degree]
-            return seconds * self.seconds(size) / self.seconds(last)
-        return self.seconds(size) * (0.25 + 0.75 / max(degree, 1))
+    def _affordable(self, size: int, slice_s: float, *, first: bool, with_whole: bool) -> tuple[list[int], int]:
+        """Degrees to measure at ``size`` and how often at least; 1 always is among them.
 
-    def _affordable(self, size: int, slice_s: float, *, with_whole: bool) -> list[int]:
-        """Degrees to measure at ``size``, in the order of their turns; 1 always is among them."""
-        chosen = [*([WHOLE] if with_whole else []), *sorted(self.subject.chains)]
-        optional = [d for d in reversed(chosen) if d > 1 and size * self.largest < self.global_batch * d]
+        At the ``first`` (largest) microbatch no degree is left out, since a planner would know nothing of it:
+        there one lap must do where three do not fit.
+        """
+        wanted = [d for d in sorted(self.subject.chains) if is_wanted(size, d, self.top, self.largest)]
+        chosen = [*([WHOLE] if with_whole else []), *wanted]
+        fits = self.forecast.fits(size, chosen, _LEAST, slice_s)
+        if first and not fits:
+            chosen = chosen if self.forecast.fits(size, chosen, 1, slice_s) else wanted
+            if with_whole and WHOLE not in chosen:
+                self._leave_out_degree(size, WHOLE)
+            return chosen, 1
+        optional = [d for d in reversed(wanted) if size * self.largest < self.top * d > self.top]
         optional += [WHOLE] if with_whole else []
-        optional += [d for d in reversed(chosen) if d > 1 and d not in optional]
+        optional += [d for d in reversed(wanted) if d > 1 and d not in optional]
         for degree in optional:
-            if sum(self._cost(size, d) * (_LEAST + 1.5) for d in chosen) <= slice_s:
+            if self.forecast.fits(size, chosen, _LEAST, slice_s):
                 break
             chosen.remove(degree)
-            what = "check against the whole model" if degree == WHOLE else f"tensor degree {degree}"
-            self._leave_out(f"{what} at microbatch {size}: no time left for it")
-        return chosen
+            self._leave_out_degree(size, degree)
+        return chosen, _LEAST
 
-    def _measure(self, size: int, degrees: Sequence[int], slice_s: float) -> None:
+    def _leave_out_degree(self, size: int, degree: int) -> None:
+        what = "check against the whole model" if degree == WHOLE else f"tensor degree {degree}"
+        self._leave_out(f"{what} at microbatch {size}: no time left for it")
+
+    def _measure(self, size: int, degrees: Sequence[int], slice_s: float, least: int) -> None:
         """Laps of each degree, one degree after the other; the whole model's laps alternate with those of degree 1.
 
         A lap finds the allocator as the last one left it, so like must follow like, as in training.
         """
         x, end = self.subject.batch(size), time.perf_counter() + slice_s
-        left = sum(self._cost(size, d) for d in degrees)
+        left = sum(self.forecast.lap(size, d) for d in degrees)
         for degree in (d for d in degrees if d != WHOLE):
             beside = degree == 1 and WHOLE in degrees
-            chain, laps, whole = self.subject.chains[degree], list[Lap](), list[float]()
-            cost = self._cost(size, degree) + beside * self._cost(size, WHOLE)
+            cost = self.forecast.lap(size, degree) + beside * self.forecast.lap(size, WHOLE)
             share, left = cost / left, left - cost
             finish = time.perf_counter() + (end - time.perf_counter()) * share
-            memory = measure_memory(chain, x)
-            if beside:
-                self._whole(x)
-            repeats = Repeats(slice_s=finish - time.perf_counter(), least=_LEAST, most=_MOST)
-            with quiet():
-                while repeats.again([[lap.seconds for lap in laps], *([whole] if beside else [])]):
-                    laps.append(chain.lap(x, self.clock))
-                    chain.clear()
-                    if beside:
-                        whole.append(self._whole(x))
-            self.measured[degree] = (size, min(lap.seconds for lap in laps))
-            self._record(size, degree, laps, memory)
-            if beside:
-                self.measured[WHOLE] = (size, min(whole))
-                self._check(size, whole)
-            if degree == 1 and size == self.global_batch:
-                self.sweep.host_share = min(lap.host_s / max(lap.seconds, 1e-12) for lap in laps)
+            self._alternate(size, degree, x, finish, _LEAST if degree == 1 else least, beside=beside)
+
+    def _alternate(self, size: int, degree: int, x: Tensor, finish: float, least: int, *, beside: bool) -> None:
+        chain, laps, whole = self.subject.chains[degree], list[Lap](), list[float]()
+        memory = measure_memory(chain, x)
+        if beside:
+            self._whole(x)
+        repeats = Repeats(slice_s=finish - time.perf_counter(), least=least, most=_MOST)
+        with quiet():
+            while repeats.again([[lap.seconds for lap in laps], *([whole] if beside else [])]):
+                laps.append(chain.lap(x, self.clock))
+                chain.clear()
+                if beside:
+                    whole.append(self._whole(x))
+        self.forecast.learn(size, degree, min(lap.seconds for lap in laps))
+        self._record(size, degree, laps, memory)
+        if beside:
+            self.forecast.learn(size, WHOLE, min(whole))
+            self._check(size, whole)
+        if degree == 1 and size == self.top:
+            self.sweep.host_share = min(lap.host_s / max(lap.seconds, 1e-12) for lap in laps)
 
     def _check(self, size: int, whole: Sequence[float]) -> None:
         parts = [t for t in self.sweep.timings if t.microbatch == size and t.tensor_degree == 1]
@@ -236,9 +241,3 @@ class Surveyor:
     def _leave_out(self, what: str) -> None:
         if what not in self.sweep.skipped:
             self.sweep.skipped.append(what)
-
-
-def degrees_up_to(largest: int, splittable: Iterable[int]) -> list[int]:
-    """1, 2, 4, ... as far as ``largest`` and the most divisible component (its ``max_degree``) allow."""
-    limit = min(largest, max(splittable, default=1))
-    return [1 << k for k in range(limit.bit_length()) if 1 << k <= limit] or [1]

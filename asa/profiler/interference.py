@@ -24,7 +24,9 @@ from asa.profiler.rounds import agree
 _PASS_BYTES = 32 * MIB
 _MATRIX = 1024
 _BUCKET_BYTES = 16 * MIB
-_BUCKETS = 8
+_BUCKETS = 4
+_GPU_SCALE = 32
+"""A GPU is given that much more of everything, or its kernels would be over before they meet."""
 _SAMPLE_S = 0.02
 _MOST_ROUNDS = 15
 
@@ -42,12 +44,13 @@ class Kernels:
 
 
 def training_kernels(device: torch.device) -> Kernels:
-    """Convolution, matrix product and memory pass: about 5 ms each on one core of 2020."""
+    """Convolution, matrix product and memory pass: about 5 ms each on one core, a few tenths of one on a GPU."""
+    scale = _scale(device)
     convolution = torch.nn.Conv2d(64, 64, 3, padding=1, bias=False).to(device)
     linear = torch.nn.Linear(768, 768).to(device)
-    maps = torch.randn(4, 64, 32, 32, device=device, requires_grad=True)
-    tokens = torch.randn(256, 768, device=device, requires_grad=True)
-    source = torch.ones(_PASS_BYTES // 4, device=device)
+    maps = torch.randn(4 * scale, 64, 32, 32, device=device, requires_grad=True)
+    tokens = torch.randn(256 * scale, 768, device=device, requires_grad=True)
+    source = torch.ones(scale * _PASS_BYTES // 4, device=device)
     target = torch.empty_like(source)
 
     def both_ways(module: torch.nn.Module, x: Tensor) -> Callable[[], object]:
@@ -63,6 +66,10 @@ def training_kernels(device: torch.device) -> Kernels:
             "memory": lambda: target.copy_(source),
         }
     )
+
+
+def _scale(device: torch.device) -> int:
+    return _GPU_SCALE if device.type == "cuda" else 1
 
 
 def measure_contention(device: torch.device, clock: Clock, *, slice_s: float) -> tuple[Contention, ...]:
@@ -109,7 +116,7 @@ def measure_overlap(device: torch.device, clock: Clock, group: dist.ProcessGroup
     way, so that neither has the machine to itself.
     """
     kernels = training_kernels(device)
-    buckets = [torch.zeros(_BUCKET_BYTES // 4, device=device) for _ in range(_BUCKETS)]
+    buckets = [torch.zeros(_scale(device) * _BUCKET_BYTES // 4, device=device) for _ in range(_BUCKETS)]
     kernels.step()
     alone_c, alone_m, both_c, both_m = [], [], [], []
     started, rounds = time.perf_counter(), 0
@@ -160,13 +167,17 @@ def _timed_without_waiting(run: Callable[[], object], clock: Clock) -> float:
 def measure_peaks(device: torch.device, clock: Clock) -> tuple[float, float, float]:
     """fp32 and bf16 FLOP/s of a large matrix product, and bytes/s of a copy: best of a few, on one rank alone."""
 
+    scale = _scale(device)
+    side = _MATRIX * (8 if scale > 1 else 1)
+
     def best(run: Callable[[], object]) -> float:
         return min(_timed(run, clock, 1) for _ in range(5))
 
     def rate(dtype: torch.dtype) -> float:
-        a = torch.randn(_MATRIX, _MATRIX, device=device).to(dtype)
-        return 2.0 * _MATRIX**3 / best(lambda: a @ a)
+        a = torch.randn(side, side, device=device).to(dtype)
+        return 2.0 * side**3 / best(lambda: a @ a)
 
-    source = torch.ones(_PASS_BYTES, device=device)
+    size = scale * _PASS_BYTES
+    source = torch.ones(size // 4, device=device)
     target = torch.empty_like(source)
-    return rate(torch.float32), rate(torch.bfloat16), 2.0 * 4 * _PASS_BYTES / best(lambda: target.copy_(source))
+    return rate(torch.float32), rate(torch.bfloat16), 2.0 * size / best(lambda: target.copy_(source))

@@ -15,7 +15,8 @@ from asa.ir.graph import LayerGraph
 from asa.ir.profile import Precision, Profile, Provenance
 from asa.profiler.chain import Chain
 from asa.profiler.clock import clock_of, one_thread
-from asa.profiler.components import Subject, Surveyor, degrees_up_to
+from asa.profiler.components import Subject, Surveyor
+from asa.profiler.effort import degrees_up_to
 from asa.profiler.machine import choose_device, device_record, free_memory, require_precision
 from asa.profiler.updates import measure_dispatch, measure_updates
 from asa.sharding.axis import Axis

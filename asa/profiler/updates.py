@@ -28,29 +28,35 @@ def build_optimizer(name: OptimizerName, parameters: Iterable[Tensor]) -> torch.
 
 
 def measure_updates(
-    shards: Mapping[int, Mapping[str, nn.Module]], device: torch.device, *, slice_s: float
+    shards: Mapping[int, Mapping[str, nn.Module]],
+    device: torch.device,
+    *,
+    slice_s: float,
+    fused: bool | None = None,
 ) -> list[UpdateTiming]:
     """Step time of every component with parameters, under every optimizer, in about ``slice_s`` seconds.
 
-    Components are stepped in turn, so that each finds its parameters as far from the cache as in training. One
-    optimizer over a whole model may fuse work across components: the times at degree 1 are scaled so that they add
-    up to that one step, and those of the other degrees by the same factor.
+    Components are stepped in turn, so that each finds its parameters as far from the cache as in training.
 
     Args:
         shards: components by name, as held at each tensor degree; degree 1 holds all of them.
+        fused: whether one optimizer over a whole model computes several components in one kernel (it does where
+            None, on GPUs). The times at degree 1 are then scaled so that they add up to that one step, and those
+            of the other degrees by the same factor.
     """
+    fused = device.type != "cpu" if fused is None else fused
     clock = clock_of(device)
     held = {
         degree: {n: p for n, c in shards[degree].items() if (p := [q for q in c.parameters() if q.requires_grad])}
         for degree in sorted(shards)
     }
     found: list[UpdateTiming] = []
-    slices = len(OPTIMIZERS) * (len(held) + 1)
+    slices = len(OPTIMIZERS) * (len(held) + fused)
     for name in OPTIMIZERS:
         factor = 1.0
-        for degree, components in held.items():
+        for degree, components in held.items():  # degree 1 comes first
             stats = _sweep(name, components, clock, slice_s / slices)
-            if degree == 1 and len(stats) > 1:
+            if fused and degree == 1 and stats:
                 together = {"": list(dict.fromkeys(p for ps in components.values() for p in ps))}
                 whole = _sweep(name, together, clock, slice_s / slices)[""].median
                 factor = whole / max(sum(s.median for s in stats.values()), 1e-12)

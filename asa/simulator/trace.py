@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,5 +59,6 @@ def save_trace(timeline: Timeline, path: Path) -> None:
         temporary.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise UsageError(f"cannot write the trace to {path}: {error.strerror or error}") from None

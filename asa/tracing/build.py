@@ -50,8 +50,9 @@ def _pieces(program: Program, cuts: list[Cut], units: list[Unit], fixed: dict[fx
     return graphs
 
 
-def _targets(graph: fx.Graph) -> set[str]:
-    return {str(n.target) for n in graph.nodes if n.op in ("get_attr", "call_module")}
+def _targets(graph: fx.Graph) -> list[str]:
+    # In the order of the graph: ranks that were not forked from one process hash strings differently.
+    return list(dict.fromkeys(str(n.target) for n in graph.nodes if n.op in ("get_attr", "call_module")))
 
 
 def _held(graph: fx.Graph, program: Program) -> set[int]:

@@ -56,7 +56,7 @@ class TracedComponent(nn.Module):
     train_graph: fx.GraphModule
     eval_graph: fx.GraphModule
     input_shape: tuple[int, ...] = ()
-    """Shape of one sample of what the component reads; set by :func:`asa.tracing.model.trace`."""
+    """Shape of one sample of what the component reads; set by :func:`asa.tracing.facts.measure`."""
     input_dtype: torch.dtype = torch.float32
 
     def __init__(

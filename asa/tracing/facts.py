@@ -35,7 +35,13 @@ def _cudnn_rnn_flops(x: Any, weights: Any, *_: Any, **__: Any) -> int:
     return 2 * math.prod(x[:-1]) * sum(math.prod(w) for w in weights if len(w) == 2)
 
 
+def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    """Fused attention of the CPU, [batch, heads, sequence, features] each; torch counts it from 2.15 on."""
+    return 2 * math.prod(query[:-1]) * key[-2] * (key[-1] + value[-1])
+
+
 _MORE_FLOPS: dict[Any, Any] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     torch.ops.aten.mkldnn_rnn_layer: _mkldnn_rnn_flops,
     torch.ops.aten._cudnn_rnn: _cudnn_rnn_flops,
 }

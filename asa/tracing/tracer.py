@@ -123,7 +123,7 @@ class ModelTracer(fx.Tracer):
         with self._inside(path):
             if not opened(m):
                 return self.create_proxy("call_module", path, args, kwargs)
-            before, last = attributes(m), next(reversed(self.graph.nodes))
+            before, last = attributes(m), next(iter(reversed(self.graph.nodes)))
             counters = self._calls.copy(), self._keys.copy()
             try:
                 result = _call(m, forward, args, kwargs)
@@ -149,7 +149,7 @@ class ModelTracer(fx.Tracer):
             self._scopes.pop()
 
     def _roll_back(self, last: fx.Node) -> None:
-        while (node := next(reversed(self.graph.nodes))) is not last:
+        while (node := next(iter(reversed(self.graph.nodes)))) is not last:
             self.graph.erase_node(node)
         alive = set(self.graph.nodes)
         for name in [n for n, proxy in self._attribute_proxies.items() if proxy.node not in alive]:

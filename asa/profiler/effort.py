@@ -1,0 +1,73 @@
+"""Which microbatches and tensor degrees are worth measuring, and what that will cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+WHOLE = 0
+"""Where a tensor degree is expected: the whole, unsplit model."""
+
+_WARMUP_LAPS = 1.2
+"""What the lap that records memory costs, in laps."""
+
+
+def microbatches(global_batch: int) -> list[int]:
+    """Powers of two up to ``global_batch``, and itself; largest first.
+
+    >>> microbatches(48)
+    [48, 32, 16, 8, 4, 2, 1]
+    """
+    powers = [1 << k for k in range(global_batch.bit_length()) if 1 << k < global_batch]
+    return [global_batch, *reversed(powers)]
+
+
+def degrees_up_to(largest: int, splittable: Iterable[int]) -> list[int]:
+    """1, 2, 4, ... as far as ``largest`` and the most divisible component (its ``max_degree``) allow."""
+    limit = min(largest, max(splittable, default=1))
+    return [1 << k for k in range(limit.bit_length()) if 1 << k <= limit] or [1]
+
+
+def is_wanted(size: int, degree: int, batch: int, largest: int) -> bool:
+    """Whether a tensor degree is measured at a microbatch.
+
+    With ``largest`` devices and ``batch`` samples a step, degree t leaves at most ``largest / t`` replicas, so plans
+    without accumulation use microbatches from ``batch * t / largest`` up: all of those are measured, and below them
+    (for plans that accumulate) every other power of two. Degree 1 is measured everywhere.
+    """
+    steps_below = 0
+    while size * largest < batch * degree:
+        size, steps_below = size * 2, steps_below + 1
+    return degree == 1 or steps_below % 2 == 0
+
+
+def line_through(first: tuple[int, float], second: tuple[int, float]) -> Callable[[int], float]:
+    """Seconds over a size as a line through two measured points; proportional through a single one.
+
+    Never falling: a later point that came out faster was the first one's bad luck.
+    """
+    (n, a), (m, b) = first, second
+    slope = max((b - a) / (m - n), 0.0) if m > n else a / n
+    return lambda size: max(b + slope * (size - m), 1e-9)
+
+
+class Forecast:
+    """Expected seconds of a lap at a microbatch and degree: from a first line, then from what laps really took."""
+
+    def __init__(self, first: tuple[int, float], second: tuple[int, float]) -> None:
+        self.seconds = line_through(first, second)
+        self._taken: dict[int, tuple[int, float]] = {}
+
+    def learn(self, size: int, degree: int, seconds: float) -> None:
+        """A lap of ``degree`` took ``seconds`` at microbatch ``size``."""
+        self._taken[degree] = (size, seconds)
+
+    def lap(self, size: int, degree: int) -> float:
+        """Seconds: scaled from the last size of that degree, guessed where it has not run yet."""
+        if degree in self._taken:
+            last, seconds = self._taken[degree]
+            return seconds * self.seconds(size) / self.seconds(last)
+        return self.seconds(size) * (0.25 + 0.75 / max(degree, 1))
+
+    def fits(self, size: int, degrees: Sequence[int], laps: int, slice_s: float) -> bool:
+        """Whether so many laps of each degree, and the one that warms up, end within ``slice_s``."""
+        return sum(self.lap(size, d) for d in degrees) * (laps + _WARMUP_LAPS) <= slice_s

@@ -1,0 +1,125 @@
+"""The four commands one after the other, as a user types them, on two real ranks; and what a user can get wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import nouns
+import pytest
+
+from asa.ir import codec
+from asa.ir.bench import Bench
+
+SMALL = ("--input", "3x8x8", "--classes", "10", "--global-batch", "8")
+
+
+def asa(*argv: str, cwd: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("ASA_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "asa", *argv],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env=environment,
+    )
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A directory with a cluster, a measured profile and a plan."""
+    folder = tmp_path_factory.mktemp("user")
+    codec.save(nouns.cluster(2), folder / "profiles" / "cluster.box.json")
+    asa("profile", "cnn", *SMALL, "--device", "cpu", "--time-limit", "4s", "--max-tensor-degree", "2", cwd=folder)
+    data = json.loads(asa("plan", "cnn", "--gpus", "2", "--cluster", "box", "--json", cwd=folder).stdout)
+    assert data["kind"] == "plan"
+    return folder
+
+
+def test_the_newest_plan_is_trained_without_being_named(place):
+    done = asa(
+        "train", "--data", "digits", "--epochs", "2", "--steps-per-epoch", "3", "--out", "run", "--json", cwd=place
+    )
+    result = json.loads(done.stdout)
+    assert result["status"] == "done"
+    assert [e["epoch"] for e in result["epochs"]] == [0, 1]
+    assert (place / "run" / "log.jsonl").is_file()
+    assert json.loads((place / "run" / "result.json").read_text()) == result
+    assert "epoch 2: loss" in done.stderr
+    again = asa("train", "--resume", "--out", "run", "--data", "digits", "--epochs", "2", cwd=place, code=2)
+    assert "the run is complete" in again.stderr
+
+
+def test_a_comparison_seals_its_plans_before_it_measures(place):
+    argv = (
+        "bench",
+        "--models",
+        "cnn",
+        *SMALL,
+        "--gpus",
+        "2",
+        "--device",
+        "cpu",
+        "--cluster",
+        "box",
+        "--data",
+        "digits",
+    )
+    done = asa(*argv, "--strategies", "single,ddp,asa", "--budget", "5s", "--out", "bench", cwd=place)
+    assert "cnn: time of a step, measured and predicted" in done.stdout
+    made = codec.load(Bench, place / "bench" / "bench.json")
+    assert [r.strategy for r in made.results] == ["single", "ddp", "asa"]
+    assert all(r.step_time_s is not None and r.step_time_s.median > 0 for r in made.results)
+    assert all(s.written <= made.started for s in made.sealed)
+    assert any(c.left == c.right for c in made.comparisons), "the A/A comparison"
+    for s in made.sealed:
+        plan = place / "bench" / "plans" / f"cnn.{s.strategy}.json"
+        assert json.loads(plan.read_text())["fingerprint"] == s.plan_fingerprint
+    assert (place / "bench" / "report.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "words"),
+    [
+        (("profile", "resnet5O"), 2, "resnet50"),
+        (("plan", "gone.json"), 3, "gone.json"),
+        (("plan", "--gpus", "64", "--cluster", "box"), 2, "64"),
+        (("plan", "--gpus", "2", "--cluster", "box", "--memory", "0.0001"), 4, "GiB"),
+        (("plan", "--gpus", "2", "--cluster", "boks"), 2, "boks"),
+        (("plan", "--strategies", "dpp", "--cluster", "box"), 2, "dpp"),
+        (("plan", "--pin", "nowhere=tensor@2", "--cluster", "box"), 2, "nowhere"),
+        (("plan", "profiles/cluster.box.json"), 3, "is a cluster, not a profile"),
+        (("train", "profiles/cluster.box.json"), 3, "is a cluster, not a plan"),
+        (("train", "--resume"), 7, "to resume"),
+        (("train", "--data-root", "nowhere"), 3, "nowhere"),
+        (("explain", "--why-not", "magic"), 2, "magic"),
+    ],
+)
+def test_mistakes_end_in_one_line_and_their_exit_code(place, argv, code, words):
+    done = asa(*argv, cwd=place, code=code)
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("asa: ")
+    assert words in last
+    assert done.stdout == ""
+
+
+def test_a_truncated_plan_is_refused(place):
+    (text,) = [p.read_text() for p in (place / "runs" / "plans").glob("*.json")]
+    (place / "half.json").write_text(text[: len(text) // 2])
+    (place / "edited.json").write_text(text.replace('"num_microbatches": 1', '"num_microbatches": 2'))
+    assert "is not valid JSON" in asa("train", "half.json", cwd=place, code=3).stderr
+    assert "was changed after it was written" in asa("verify", "edited.json", cwd=place, code=3).stderr
+
+
+def test_explain_and_simulate_read_the_newest_plan(place):
+    assert "next best" in asa("explain", cwd=place).stdout
+    assert "communication" in asa("simulate", "--trace", "t.json", cwd=place).stdout
+    assert json.loads((place / "t.json").read_text())["traceEvents"]

@@ -1,0 +1,91 @@
+"""Why this plan, and why not another."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import fake_strategies
+import known_models
+import nouns
+import pytest
+
+from asa.cost import presets
+from asa.errors import InvalidInputError, UsageError
+from asa.ir.units import MIB
+from asa.planner import Request, explain, plan, why_not
+
+FULL = fake_strategies.FULL
+PROFILE = known_models.profile(known_models.vgg16(32), 4000.0, 64)
+CLUSTER = presets.load("v100-dgx1-8")
+PLAN = plan(PROFILE, CLUSTER, FULL, Request(gpus=8, global_batch=256, prefer_simple=False))[0]
+
+
+def test_components_add_up_to_the_prediction():
+    found = explain(PLAN, PROFILE, CLUSTER, FULL)
+    compute = sum(c.forward_s + c.backward_s for c in found.components)
+    moved = sum(c.inside_s + c.boundary_s + c.sync_s for c in found.components)
+    update = sum(c.update_s for c in found.components)
+    saved = CLUSTER.overlap.saving * found.overlap_s
+    assert saved > 0
+    assert compute + moved + update - saved == pytest.approx(PLAN.prediction.step_time_s)
+    assert [c.name for c in found.components] == [c.name for c in PLAN.components]
+    assert found.peak_bytes <= found.capacity_bytes
+
+
+def test_no_single_change_improves_an_optimal_plan():
+    assert PLAN.certificate.status == "optimal"
+    for c in explain(PLAN, PROFILE, CLUSTER, FULL).components:
+        assert c.alternative is not None
+        assert (c.alternative.data, c.alternative.tensor) != (c.data, c.tensor)
+        assert c.alternative.extra_s >= -1e-12
+
+
+@pytest.mark.parametrize("other", ["ddp", "single", "tensor", "fsdp", "hybrid", "classifier=replicate@8"])
+def test_the_difference_to_another_strategy_is_a_sum_of_terms(other):
+    found = why_not(PLAN, PROFILE, CLUSTER, FULL, other)
+    assert found.other_s is not None
+    assert found.other_s >= found.plan_s * (1 - 1e-9)
+    assert sum(t.plan_s for t in found.terms) == pytest.approx(found.plan_s)
+    assert sum(t.other_s for t in found.terms) == pytest.approx(found.other_s)
+    assert found.changed
+
+
+def test_what_was_chosen_anyway_differs_in_nothing():
+    last = PLAN.components[-1]
+    found = why_not(PLAN, PROFILE, CLUSTER, FULL, f"classifier=tensor@{last.tensor.degree}")
+    assert last.tensor.degree > 1
+    assert found.other_s == pytest.approx(found.plan_s)
+
+
+def test_what_cannot_be_run_says_why():
+    found = why_not(PLAN, PROFILE, CLUSTER, FULL, "features.0=replicate@5")
+    assert found.other_s is not None, "five of eight devices can"
+    found = why_not(PLAN, PROFILE, CLUSTER, FULL, "features.0=replicate@9")
+    assert (found.other_s, found.fits) == (None, False)
+    assert found.why_not
+    lean = why_not(PLAN, PROFILE, CLUSTER, FULL, "ddp", memory_bytes=2200 * MIB)
+    assert not lean.fits
+    assert "GiB" in lean.why_not
+
+
+def test_unknown_rivals_and_foreign_profiles_are_refused():
+    with pytest.raises(UsageError, match="no strategy"):
+        why_not(PLAN, PROFILE, CLUSTER, FULL, "magic")
+    with pytest.raises(UsageError, match="matches no component"):
+        why_not(PLAN, PROFILE, CLUSTER, FULL, "layer9=tensor@2")
+    with pytest.raises(InvalidInputError, match="components"):
+        explain(PLAN, nouns.profile(), nouns.cluster(2), FULL)
+
+
+def test_tight_memory_is_named_as_what_binds():
+    profile, cluster = nouns.profile(), nouns.cluster(2)
+    free = plan(profile, cluster, fake_strategies.PLAIN, Request(gpus=2, global_batch=8))[0]
+    peak = max(free.prediction.memory_bytes_per_rank)
+    assert explain(free, profile, cluster, fake_strategies.PLAIN, memory_bytes=int(1.01 * peak)).binding == "memory"
+    assert explain(free, profile, cluster, fake_strategies.PLAIN).binding != "memory"
+    slow = replace(cluster, levels=tuple(
+        replace(level, tables=tuple(replace(t, points=tuple((s, 50 * v) for s, v in t.points)) for t in level.tables))
+        for level in cluster.levels
+    ))  # fmt: skip
+    ddp = plan(profile, slow, fake_strategies.PLAIN, Request(gpus=2, global_batch=8, strategies=("ddp",)))[0]
+    assert explain(ddp, profile, slow, fake_strategies.PLAIN).binding == "communication"

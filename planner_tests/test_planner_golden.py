@@ -1,0 +1,44 @@
+"""Golden plans: a change of the cost model shows here first, and ``make golden`` makes its diff."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("golden_script", ROOT / "benchmarks" / "golden.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_plans_are_the_golden_ones():
+    golden = script()
+    expected = json.loads(golden.GOLDEN.read_text())
+    found = dict(golden.cases())
+    assert list(found) == list(expected)
+    for key, figures in found.items():
+        for name, value in expected[key].items():
+            if isinstance(value, float):
+                assert figures[name] == pytest.approx(value, rel=1e-4, abs=1e-4), f"{key}: {name}; make golden"
+            else:
+                assert figures[name] == value, f"{key}: {name}; make golden"
+
+
+def test_golden_plans_tell_fast_links_from_slow_ones():
+    expected = json.loads(script().GOLDEN.read_text())
+    assert len({e.get("ways") for e in expected.values()}) > 5, "different clusters, different plans"
+    slack = {k: e for k, e in expected.items() if k.endswith("slack")}
+    assert all(e["gap"] == 0 for e in slack.values())
+    for key, e in expected.items():
+        if "step_ms" in e and e["best_baseline_ms"] is not None:
+            assert e["step_ms"] <= e["best_baseline_ms"] + 1e-3, key

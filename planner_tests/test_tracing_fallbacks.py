@@ -1,0 +1,141 @@
+"""What symbolic tracing cannot follow, or would get wrong in silence: it falls back, and says so."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from tracing_checks import Net, X, names
+
+from asa.errors import InvalidInputError
+from asa.tracing import trace
+
+
+def test_control_flow_on_data_makes_the_module_one_call() -> None:
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.p, self.q = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.p(x) if x.sum() > 0 else self.q(x)
+
+    class Gated(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.b = Gate()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.c(self.b(self.a(x)))
+
+    assert names(Gated(), X, "b is one call: forward asks for gt, which depends on data") == ["a", "b", "c"]
+    assert names(Gate(), X, "the model is one component: forward asks for gt") == ["model"]
+
+
+def test_control_flow_on_shapes_is_followed() -> None:
+    class Asking(Net):
+        def forward(self, x: Tensor) -> dict[str, Tensor | None]:
+            assert x.dim() == 2
+            assert len(x.shape) == 2
+            if x.shape[1] != 8:
+                raise ValueError(x.shape)
+            x = self.a(x) + torch.arange(x.shape[1])
+            for i in range(x.size(-1) // 4):
+                x = x * (i + 1)
+            return {"out": self.c(self.b(x)), "nothing": None, "features": x}
+
+    model = Asking()
+    assert names(model, X) == ["a", "b", "c"]
+    assert trace(model, X, name="asking").components[0].side_outputs() == ("mul",)
+
+    class Batch(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.c(self.b(x)) if len(x) > 100 else self.c(self.a(x))
+
+    assert names(Batch(), X, "which depends on the batch size") == ["model"]
+
+
+class NoGrad(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = self.b(self.a(x))
+        return self.c(x)
+
+
+class Double7(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 7
+
+
+class CustomBackward(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(Double7.apply(self.b(self.a(x))))
+
+
+class Noticing(Net):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.c(self.b(self.a(x)))
+
+
+@pytest.mark.parametrize("model", [NoGrad(), CustomBackward(), Noticing()])
+def test_what_a_trace_would_lose_is_not_traced(model: nn.Module) -> None:
+    note = "forward assigns calls" if isinstance(model, Noticing) else "forward switches gradients"
+    assert names(model, X, note) == ["model"]
+    clone = copy.deepcopy(trace(model, X, name="m").components[0]).eval()
+    expected = model.eval()(X)
+    with torch.no_grad():
+        model.c.weight.zero_()
+    assert torch.equal(clone(X)[0], expected)
+    assert not torch.equal(model(X), expected)
+
+
+def test_random_tensors_are_drawn_anew() -> None:
+    class Noisy(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.a(x)
+            return self.c(self.b(x + torch.randn(8)) + torch.rand(x.shape[0], 1))
+
+    assert names(Noisy(), X) == ["a", "b", "c"]
+
+
+def test_a_trace_that_computes_something_else_is_refused() -> None:
+    class Hidden(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.c(self.b(self.a(x)) + torch.Tensor(8).normal_())  # a draw that tracing cannot see
+
+    assert names(Hidden(), X, "in training its traced components differ from it") == ["model"]
+
+
+def test_state_kept_by_a_module_makes_it_one_call() -> None:
+    class Remember(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.last = nn.Linear(8, 8), None
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.last = x
+            return self.inner(x)
+
+    model = nn.Sequential(Remember(), nn.ReLU(), nn.Linear(8, 3))
+    assert names(model, X, "0 is one call: forward assigns last") == ["0", "2"]
+    fresh = nn.Sequential(Remember(), nn.Linear(8, 3))
+    trace(fresh, X, name="m")
+    assert fresh[0].last is None
+
+
+def test_a_model_that_does_not_run_is_invalid_input() -> None:
+    with pytest.raises(InvalidInputError, match=r"Linear on an input of shape \(9,\) fails: RuntimeError"):
+        trace(nn.Linear(8, 3), torch.randn(1, 9), name="m")
+    with pytest.raises(InvalidInputError, match="batch of at least 1"):
+        trace(nn.Linear(8, 3), torch.randn(0, 8), name="m")

@@ -1,0 +1,318 @@
+"""The parts of the training loop: learning rate, optimizer, loss scale, votes, settings; and moving between plans."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import training
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from asa.errors import InvalidInputError, PreemptedError, UnavailableError, UsageError, WorkersFailedError
+from asa.executor import checkpoint, outdir, prepare
+from asa.executor.clock import StepClock
+from asa.executor.logs import RunLog
+from asa.executor.loop import TrainingExecutor
+from asa.executor.materialize import materialize
+from asa.executor.optimizer import build_optimizer, learning_rate, set_learning_rate
+from asa.executor.precision import LossScale
+from asa.executor.run import train
+from asa.executor.settings import TrainSettings
+from asa.executor.state import full_optimizer_state, full_state
+from asa.executor.stopping import StopRequest
+from asa.executor.votes import Votes
+from asa.ir.codec import fingerprint
+from asa.ir.plan import Plan
+from asa.launch import run_ranks
+from asa.scheduler import Policy, adapt
+from asa.strategies import offered
+from asa.zoo.data import ImageSet
+from asa.zoo.models import build
+
+
+@given(peak=st.floats(1e-6, 10), warmup=st.floats(0, 0.9), steps=st.integers(1, 400))
+def test_the_learning_rate_rises_to_its_peak_and_falls_to_nothing(peak: float, warmup: float, steps: int) -> None:
+    rates = [learning_rate(i / steps, peak, warmup=warmup, step=1 / steps) for i in range(steps)]
+    assert all(0 < rate <= peak * (1 + 1e-12) for rate in rates)
+    highest = rates.index(max(rates))
+    assert rates[: highest + 1] == sorted(rates[: highest + 1])
+    assert rates[highest:] == sorted(rates[highest:], reverse=True)
+    assert learning_rate(1.0, peak, warmup=warmup, step=1 / steps) == pytest.approx(0, abs=1e-12)
+
+
+def test_short_runs_warm_up_over_more_of_themselves() -> None:
+    settings = training.settings(Path("x"), warmup=None)
+    assert settings.warm_up(10) == 0.3
+    assert settings.warm_up(1000) == pytest.approx(0.1)
+    assert settings.warm_up(100_000) == 0.05
+    assert training.settings(Path("x"), warmup=0.0).warm_up(10) == 0.0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"epochs": 0}, {"lr": -1.0}, {"lr": math.nan}, {"warmup": 1.0}, {"keep": 0}, {"timeout_s": 0.0}, {"threads": 0}],
+)
+def test_impossible_settings_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=next(iter(wrong))):
+        TrainSettings(out="x", **wrong)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_an_optimizer_treats_shards_like_the_whole(name: Any) -> None:
+    torch.manual_seed(0)
+    whole = nn.Parameter(torch.randn(8, 6))
+    shards = [nn.Parameter(part.clone()) for part in whole.detach().chunk(2)]
+    optimizers = [build_optimizer(name, [whole]), *(build_optimizer(name, [s]) for s in shards)]
+    for optimizer in optimizers:
+        set_learning_rate(optimizer, 0.05)
+    for step in range(4):
+        gradient = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+        whole.grad = gradient.clone()
+        for shard, part in zip(shards, gradient.chunk(2), strict=True):
+            shard.grad = part.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert torch.equal(torch.cat([s.detach() for s in shards]), whole.detach())
+    assert len(optimizers[0].param_groups) == 1
+    build_optimizer(name, []).step()
+
+
+def test_a_loss_scale_skips_everywhere_when_one_rank_overflows() -> None:
+    def body(rank: int) -> list[tuple[bool, float, float]]:
+        scale, votes = LossScale("fp16"), Votes(30)
+        parameter = nn.Parameter(torch.ones(3))
+        found = []
+        for step in range(2):
+            overflow = step == 0 and rank == 1
+            parameter.grad = torch.full((3,), math.inf if overflow else 2 * scale.value)
+            updated = scale.unscale([parameter], votes)
+            found.append((updated, scale.value, float(parameter.grad[0])))
+        return found
+
+    first, second = run_ranks(2, body, threads=1, timeout_s=30)
+    assert [f[:2] for f in first] == [f[:2] for f in second] == [(False, 32768.0), (True, 32768.0)]
+    assert first[1][2] == 2.0
+    inert = LossScale("bf16")
+    assert inert.scaled(torch.tensor(3.0)) == 3.0
+    growing = LossScale("fp16", 2.0)
+    growing.GROW_AFTER = 1  # type: ignore[misc]
+    assert growing.unscale([], Votes())
+    assert growing.value == 4.0
+
+
+def test_votes_carry_figures_words_and_one_reason() -> None:
+    def body(rank: int) -> tuple[Any, ...]:
+        votes = Votes(30)
+        said = votes.tell({"rank": rank, "ä": [None, 1.5]}, source=1)
+        yes = votes.everyone(rank < 5), votes.everyone(rank != 1), votes.anyone(rank == 1), votes.anyone(False)
+        reasons = []
+        for error in (InvalidInputError("torn", where="byte 3"), KeyError("x")):
+            try:
+                votes.agree(error if rank == 1 else None)
+            except (InvalidInputError, WorkersFailedError) as caught:
+                reasons.append((type(caught).__name__, str(caught)))
+        votes.agree(None)
+        once = votes.once(lambda: rank + 10)
+        return said, yes, reasons, once, votes.gather([float(rank), 2.0])
+
+    one, two = run_ranks(2, body, threads=1, timeout_s=30)
+    assert one[0] == two[0] == {"rank": 1, "ä": [None, 1.5]}
+    assert one[1] == two[1] == (True, False, True, False)
+    assert (
+        one[2]
+        == two[2]
+        == [
+            ("InvalidInputError", "torn (at byte 3)"),
+            ("WorkersFailedError", "rank 1 failed with KeyError: 'x'"),
+        ]
+    )
+    assert (one[3], two[3]) == (10, None)
+    assert one[4] == two[4] == [[0.0, 2.0], [1.0, 2.0]]
+    alone = Votes()
+    assert alone.tell((1, 2)) == [1, 2]
+    with pytest.raises(UsageError, match="no"):
+        alone.once(lambda: (_ for _ in ()).throw(UsageError("no")))
+
+
+def test_the_clock_tells_waiting_from_working() -> None:
+    clock = StepClock(torch.device("cpu"))
+    for _ in range(3):
+        for _ in range(3):
+            clock.mark()
+    times = clock.collect()
+    assert len(times) == 3
+    assert all(data >= 0 and step >= 0 for data, step in times)
+    assert clock.collect() == []
+
+
+def test_a_log_that_was_torn_is_still_read(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, tensorboard=False)
+    for epoch in range(3):
+        log({"event": "epoch", "epoch": epoch, "line": "as foreseen", "step": 5 * epoch})
+    with (tmp_path / "log.jsonl").open("a") as stream:
+        stream.write('{"event": "epoch", "epo')
+    again = RunLog(tmp_path, tensorboard=False)
+    again.recall(2)
+    assert again.epochs == [{"epoch": 0, "step": 0}, {"epoch": 1, "step": 5}]
+    with pytest.raises(ValueError, match="JSON"):
+        again({"event": "note", "message": math.nan})
+    (tmp_path / "log.jsonl").unlink()
+    (tmp_path / "log.jsonl").mkdir()
+    with pytest.raises(UnavailableError, match="cannot write"):
+        again({"event": "note", "message": "x"})
+
+
+@functools.cache
+def _images() -> tuple[ImageSet, ImageSet]:
+    """Read once, before ranks are forked."""
+    return prepare.open_images(training.plan(), training.settings(Path("x")))
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """A run's directory, with the images already in memory."""
+    _images()
+    return tmp_path
+
+
+def _executor(rank: int, out: str, plan: Plan, stop: StopRequest | None = None) -> TrainingExecutor:
+    settings = training.settings(Path(out), lr=0.01)
+    images = _images()
+
+    def parallel(plan: Plan) -> Any:
+        model = build(plan.model_spec, num_classes=10, input_shape=(1, 8, 8), seed=0)
+        example = torch.zeros(2, 1, 8, 8)
+        return materialize(plan, model, example, rank=rank, strategies=offered(), device=torch.device("cpu"), seed=0)
+
+    return TrainingExecutor(
+        plan,
+        parallel,
+        settings,
+        train=images[0],
+        test=images[1],
+        votes=Votes(30),
+        stop=stop or StopRequest(),
+        announce=lambda _: None,
+        folder=Path(out) / outdir.CHECKPOINTS,
+        run="test",
+    )
+
+
+DDP = training.plan(ranks=2)
+MIXED = training.plan(ranks=2, split=("features.2.conv", "classifier"))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_migration_moves_every_bit_and_training_goes_on(out: Path, optimizer: Any) -> None:
+    ddp, mixed = (dataclasses.replace(p, optimizer=optimizer) for p in (DDP, MIXED))
+
+    def state(executor: TrainingExecutor) -> dict[str, torch.Tensor]:
+        return full_state(executor.model) | full_optimizer_state(executor.model, executor._worker.optimizer)
+
+    def body(rank: int) -> tuple[list[bool], list[float], list[str]]:
+        executor = _executor(rank, str(out), ddp)
+        same, losses, plans = [], [], []
+        for epoch, plan in enumerate((mixed, ddp, None)):
+            losses.append(executor.run_epoch(epoch).train_loss)
+            before = state(executor)
+            agreed = executor.agree(plan if rank == 0 else None)
+            if agreed is not None:
+                executor.migrate(agreed)
+            after = state(executor)
+            same.append(before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before))
+            plans.append(fingerprint(executor.plan))
+            executor.save(epoch)
+        return same, losses, plans
+
+    one, two = run_ranks(2, body, threads=1, timeout_s=30)
+    assert one == two
+    assert one[0] == [True] * 3
+    assert one[1][2] < one[1][1] < one[1][0]
+    assert one[2] == [fingerprint(p) for p in (mixed, ddp, ddp)]
+    assert checkpoint.find(out / outdir.CHECKPOINTS).manifest.plan == ddp
+
+
+def test_a_migration_that_one_rank_cannot_make_is_made_by_none(out: Path) -> None:
+    def body(rank: int) -> tuple[str, bool, float]:
+        executor = _executor(rank, str(out), DDP)
+        executor.run_epoch(0)
+        before = full_state(executor.model)
+        real = executor._build
+        executor._build = lambda plan: _break(real(plan)) if rank == 1 else real(plan)
+        with pytest.raises(WorkersFailedError, match="no memory left") as caught:
+            executor.migrate(MIXED)
+        with pytest.raises(UsageError, match="num_ranks 1: this run has 2"):
+            executor.migrate(training.plan(ranks=1))
+        after = full_state(executor.model)
+        same = all(torch.equal(before[n], after[n]) for n in before)
+        return str(caught.value), same and executor.plan == DDP, executor.run_epoch(1).train_loss
+
+    one, two = run_ranks(2, body, threads=1, timeout_s=30)
+    assert one == two == ("rank 1 failed with MemoryError: no memory left", True, one[2])
+
+
+def _break(_: object) -> Any:
+    raise MemoryError("no memory left")
+
+
+def test_a_whole_run_changes_its_plan_when_that_pays(tmp_path: Path) -> None:
+    """The promise is broken by design, the other plan's is one nobody could resist; whether it stays is for the guard
+    to say, and either way the log tells."""
+    small = training.plan(ranks=2, step_s=1e-6)
+    better = training.plan(ranks=2, split=("classifier",), step_s=1e-7)
+    promised = dataclasses.replace(small.certificate, lower_bound_s=1e-8)
+    small = dataclasses.replace(small, certificate=promised)
+    events: list[dict[str, Any]] = []
+    result = train(
+        small,
+        training.settings(tmp_path, epochs=3, steps_per_epoch=10),
+        strategies=offered(),
+        adapt=functools.partial(adapt, replan=lambda *_: better, policy=Policy(migration_s=0.0)),
+        on_event=events.append,
+    )
+    assert result["exit_code"] == 0
+    changes = [e for e in events if e["event"] == "replan"]
+    assert [(c["kind"], c["epoch"]) for c in changes[:2]] == [("switch", 0), ("outcome", 1)]
+    assert (changes[0]["old"], changes[0]["new"]) == (fingerprint(small), fingerprint(better))
+    used = [e["measurements"]["plan_fingerprint"] for e in result["epochs"]]
+    assert used[:2] == [fingerprint(small), fingerprint(better)]
+    rolled_back = len(changes) > 2 and changes[2]["kind"] == "rollback"
+    assert used[2] == fingerprint(small if rolled_back else better)
+    assert rolled_back == (changes[1]["measured_gain"] < 0)
+    # The switch is part of the checkpoint: whoever resumes sees the plan that was in force.
+    assert checkpoint.find(tmp_path / outdir.CHECKPOINTS).manifest.plan_fingerprint == used[2]
+
+
+def test_a_batch_larger_than_the_data_or_too_small_for_the_ranks(out: Path) -> None:
+    def body(rank: int) -> tuple[int, int]:
+        executor = _executor(rank, str(out), training.plan(batch=1436))
+        # 1437 = 1436 + 1: BatchNorm cannot train on the one that is left.
+        return executor.left_out, executor.steps_per_epoch
+
+    assert run_ranks(1, body, threads=1) == [(1, 1)]
+
+    def larger(rank: int) -> int:
+        executor = _executor(rank, str(out), training.plan(batch=4096))
+        return executor.steps_per_epoch
+
+    assert run_ranks(1, larger, threads=1) == [1]
+
+
+def test_stopping_before_the_first_step_saves_and_says_so(out: Path) -> None:
+    def body(rank: int) -> tuple[str, int]:
+        stop = StopRequest()
+        stop.asked = rank == 1
+        executor = _executor(rank, str(out), DDP, stop)
+        with pytest.raises(PreemptedError) as caught:
+            executor.run_epoch(0)
+        return str(caught.value).split(",")[0], executor.step
+
+    assert run_ranks(2, body, threads=1, timeout_s=30) == [("stopped on request after step 0", 0)] * 2
+    assert checkpoint.find(out / outdir.CHECKPOINTS).manifest.position == 0
