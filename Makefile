@@ -3,6 +3,7 @@
 # make test    setup, then make check; what CI runs
 # make check   ruff, mypy, import-linter, pytest
 # make golden  plan the committed profiles anew; the diff is the review of a cost-model change
+# make samples the sample documents of docs/samples, from real runs
 # make gpu     the tests that need a CUDA device, and the main job on it
 # make clean   everything that can be made again, but not .venv
 
@@ -19,7 +20,7 @@ DEMO_MODEL ?= vgg16
 DEMO_GPUS ?= 2
 DEMO_BATCH ?= 64
 
-.PHONY: setup demo test check lint types floors pytest golden gpu clean
+.PHONY: setup demo test check lint types floors pytest golden samples gpu clean
 
 setup: $(STAMP)
 
@@ -55,6 +56,9 @@ pytest:
 
 golden: setup
 	$(BIN)/python benchmarks/golden.py
+
+samples: setup
+	BIN=$(BIN) bash benchmarks/samples.sh
 
 gpu: setup
 	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \

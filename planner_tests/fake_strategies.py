@@ -22,6 +22,7 @@ class Whole(TensorStrategy):
         c = component
         return Share(
             parameter_bytes=c.parameter_bytes,
+            largest_parameter_bytes=c.largest_parameter_bytes,
             num_parameter_tensors=c.num_parameter_tensors,
             buffer_bytes=c.buffer_bytes,
             flops_per_sample=c.flops_per_sample,
@@ -51,6 +52,7 @@ class Split(Whole):
         lost = 1 - largest_shard(s.max_degree, degree) / s.max_degree
         return Share(
             parameter_bytes=c.parameter_bytes - lost * s.parameter_bytes,
+            largest_parameter_bytes=c.largest_parameter_bytes,
             num_parameter_tensors=c.num_parameter_tensors,
             buffer_bytes=c.buffer_bytes,
             flops_per_sample=c.flops_per_sample - lost * s.flops_per_sample,

@@ -22,7 +22,8 @@ def traced(model: nn.Module, input_shape: tuple[int, ...]) -> TracedModel:
 
 def hand_plan(
     model: nn.Module, width: int, choose: Choose, *, input_shape: tuple[int, ...], num_classes: int,
-    global_batch: int = 12, num_microbatches: int = 1, optimizer: str = "sgd", spec: str = "model",
+    data_strategy: Callable[[int], str] = lambda _i: "replicate", global_batch: int = 12,
+    num_microbatches: int = 1, optimizer: str = "sgd", spec: str = "model",
 ) -> Plan:  # fmt: skip
     """A plan of one stage; components that cannot be split that far run whole, on the same data degree."""
     components = []
@@ -35,7 +36,7 @@ def hand_plan(
             Assignment(
                 name=c.name,
                 stage=0,
-                data=DataDegree(strategy="replicate", degree=data),
+                data=DataDegree(strategy=data_strategy(i), degree=data),
                 tensor=TensorDegree(strategy="tensor" if tensor > 1 else "none", degree=tensor),
             )
         )

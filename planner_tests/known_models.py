@@ -31,6 +31,7 @@ def _component(
         modules=(name,),
         num_parameter_tensors=tensors,
         parameter_bytes=int(4 * parameters),
+        largest_parameter_bytes=int(4 * parameters),
         buffer_bytes=0,
         flops_per_sample=float(flops),
         output_bytes_per_sample=4.0 * out,

@@ -35,6 +35,7 @@ def component(name: str, parameters: int, *, splits: bool) -> Component:
         modules=(name,),
         num_parameter_tensors=2,
         parameter_bytes=parameters,
+        largest_parameter_bytes=parameters,
         buffer_bytes=0,
         flops_per_sample=1e8,
         output_bytes_per_sample=4096.0,

@@ -117,3 +117,15 @@ def test_sabotage_hooks_are_on_the_path() -> None:
                      input_shape=INPUT, num_classes=100)  # fmt: skip
     layouts = plan.layouts()
     assert any(Boundary(source=a, target=b).gathers > 1 for a, b in pairwise(layouts))
+
+
+@pytest.mark.parametrize("name", ["blocks", "plain", "vision_transformer"])
+@pytest.mark.parametrize("width", [2, 3])
+def test_fully_sharded_data_parallel(name: str, width: int) -> None:
+    assert check(name, width, uniform(width, 1), data_strategy=lambda _i: "zero3").equivalent
+
+
+def test_sharded_replicated_and_tensor_parallel_in_one_network() -> None:
+    found = check("plain", 4, uniform(2, 2), data_strategy=lambda i: ("zero3", "replicate")[i % 2], num_microbatches=2)
+    assert found.equivalent
+    assert check("blocks", 4, alternating(4), data_strategy=lambda i: ("replicate", "zero3")[i % 2]).equivalent

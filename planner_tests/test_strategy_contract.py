@@ -113,6 +113,19 @@ def test_what_is_declared_is_what_runs(name: str, width: int, choose: Any) -> No
             assert seen.get(op, 0) == said[op], f"rank {rank} {op}"
 
 
+@pytest.mark.parametrize("width", [2, 4])
+def test_sharded_traffic_is_what_runs(width: int) -> None:
+    """Fully sharded: weights gathered twice, gradients scattered once, to the byte where dimensions divide."""
+    plan = hand_plan(
+        build("plain", even=True), width, uniform(width, 1), input_shape=INPUT, num_classes=100, global_batch=BATCH,
+        data_strategy=lambda _i: "zero3",
+    )  # fmt: skip
+    said: Counter[str] = Counter()
+    for c in declared(plan, graph_of("plain")):
+        said[c.op] += round(c.bytes)
+    assert run_ranks(width, _third_step, plan, "plain", threads=1, timeout_s=60) == [dict(said)] * width
+
+
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_degree_one_is_silent_and_state_never_rises(name: str) -> None:
     strategies = offered()

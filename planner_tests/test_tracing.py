@@ -151,7 +151,7 @@ def test_replacing_a_submodule_replaces_it_in_both_graphs() -> None:
 
 
 def test_a_copy_stands_on_its_own() -> None:
-    model = torchvision.models.VisionTransformer(8, 4, num_layers=1, num_heads=2, hidden_dim=8, mlp_dim=16)
+    model = torchvision.models.VisionTransformer(8, 4, num_layers=2, num_heads=2, hidden_dim=8, mlp_dim=16)
     x = torch.rand(2, 3, 8, 8)
     original = trace(model, x, name="vit").components[0].eval()
     clone = copy.deepcopy(original)

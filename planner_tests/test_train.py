@@ -377,3 +377,21 @@ def test_mixed_precision_learns_under_any_layout(tmp_path: Path, precision: Any)
     assert result["epochs"][0]["validation_accuracy"] > 0.3
     weights = checkpoint.read(checkpoint.find(tmp_path / outdir.CHECKPOINTS).path, checkpoint.MODEL)
     assert weights["classifier.weight"].dtype == torch.float32
+
+
+def test_a_rank_that_hangs_inside_a_step_is_found_too(tmp_path: Path) -> None:
+    def stuck(executor: Executor, epochs: range, announce: Any) -> Iterator[EpochRecord]:
+        real = worker.fetch
+
+        def fetch(images: Any, indices: torch.Tensor, **options: Any) -> Any:
+            if dist.get_rank() == 1 and options["train"] and options["epoch"] == 1:
+                time.sleep(60)
+            return real(images, indices, **options)
+
+        worker.fetch = fetch  # type: ignore[assignment]
+        return adapt(executor, epochs, announce)
+
+    # Found by the timeout of the plan's own groups: under a longer one the sleeper comes back and the run ends well.
+    with pytest.raises(WorkersFailedError, match="rank 1 of 2 hung"):
+        _train(training.plan(ranks=2), training.settings(tmp_path, timeout_s=2.0), adapt=stuck)
+    assert checkpoint.find(tmp_path / outdir.CHECKPOINTS).manifest.step == 6

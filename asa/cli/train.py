@@ -18,12 +18,13 @@ from asa.ir.plan import Plan
 
 def run(args: Arguments, console: Console) -> None:
     """Find the plan, hand it to the executor with the loop over epochs, and say what happens."""
+    path, plan, out = plan_and_folder(args)  # before torch is imported: what is wrong here is said at once
+
     from asa.cli.replanning import adapting
     from asa.executor.run import train
     from asa.executor.settings import TrainSettings
     from asa.strategies import offered
 
-    path, plan, out = plan_and_folder(args)
     words = args.words if args.plan else (str(path), *args.words)
     settings = TrainSettings(
         out=str(out),

@@ -11,6 +11,8 @@ from asa.ir import codec
 
 def run(args: Arguments, console: Console) -> int:
     """Train a few steps both ways, compare, show; 1 if they differ."""
+    path, plan = places.newest_plan(args.plan)  # before torch is imported: what is wrong here is said at once
+
     from functools import partial
 
     from asa.executor.equivalence import verify
@@ -18,7 +20,6 @@ def run(args: Arguments, console: Console) -> int:
     from asa.strategies import offered
     from asa.zoo.models import build
 
-    path, plan = places.newest_plan(args.plan)
     console.say(f"asa: verifying {path} on {plan.num_ranks} ranks")
     device = plan.device_type if args.device == "auto" else args.device
     c, h, w = plan.input_shape

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from asa.errors import InvalidInputError, UsageError
@@ -164,6 +165,9 @@ class ParallelModel:
             for place in self._placed:
                 if isinstance(place.module, DistributedDataParallel):
                     stack.enter_context(place.module.no_sync())
+                elif isinstance(place.module, FSDPModule):
+                    place.module.set_requires_gradient_sync(False)
+                    stack.callback(place.module.set_requires_gradient_sync, True)
             yield
 
     def average_buffers(self) -> None:
@@ -243,11 +247,13 @@ def materialize(
     seed: int = 0,
     batch_norm: BatchNormMode = "local",
     prepare: Callable[[TracedModel], None] | None = None,
+    timeout_s: float = 600.0,
 ) -> ParallelModel:
     """Build ``rank``'s part of ``model`` under ``plan``. Collective: all ranks call it with equal weights.
 
     ``example`` is any batch the model takes (two samples do); the model's own modules are taken over. ``prepare``
-    is called once the model is traced and before anything is split.
+    is called once the model is traced and before anything is split. ``timeout_s``: how long a rank waits for the
+    others in any collective of the plan.
 
     Raises:
         InvalidInputError: the plan's components are not the model's.
@@ -261,7 +267,7 @@ def materialize(
     make_reproducible(traced.components, context)
     boundaries = _boundaries(plan, traced)
     layouts = plan.layouts()
-    groups = Groups(rank, groups_of(plan)) if plan.num_ranks > 1 else None
+    groups = Groups(rank, groups_of(plan), timeout_s) if plan.num_ranks > 1 else None
 
     def axis_of(ranks: tuple[int, ...], purpose: Purpose = "activation") -> Axis:
         return SOLO if groups is None else groups.axis(purpose, ranks)

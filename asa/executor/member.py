@@ -79,6 +79,7 @@ def work(job: Job, material: Material, votes: Votes, local_rank: int, announce: 
             device=device,
             seed=settings.seed,
             batch_norm=settings.batch_norm,
+            timeout_s=settings.timeout_s,
         )
 
     def resident(images: ImageSet) -> ImageSet:

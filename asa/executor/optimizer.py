@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch._dynamo  # every optimizer imports it when it is made: here, once, and not in each forked rank
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from asa.executor.settings import LEARNING_RATE, WEIGHT_DECAY
 from asa.ir.plan import OptimizerName
@@ -21,16 +22,18 @@ def build_optimizer(
     momentum: float = 0.9,
     weight_decay: float | None = None,
 ) -> torch.optim.Optimizer:
-    """SGD with momentum, or AdamW, over plain tensors; both update element by element, so shards add up to wholes.
+    """SGD with momentum, or AdamW; both update element by element, so shards add up to wholes.
 
     One group for all parameters. A rank may hold none: its optimizer then steps over an empty tensor.
     """
     rate = LEARNING_RATE[name] if lr is None else lr
     decay = WEIGHT_DECAY[name] if weight_decay is None else weight_decay
     held = [p for p in parameters if p.requires_grad] or [nn.Parameter(torch.empty(0))]
+    # Fused loops over many tensors refuse a mixture of plain and sharded ones.
+    foreach = False if any(isinstance(p, DTensor) for p in held) else None
     if name == "sgd":
-        return torch.optim.SGD(held, lr=rate, momentum=momentum, weight_decay=decay)
-    return torch.optim.AdamW(held, lr=rate, weight_decay=decay)
+        return torch.optim.SGD(held, lr=rate, momentum=momentum, weight_decay=decay, foreach=foreach)
+    return torch.optim.AdamW(held, lr=rate, weight_decay=decay, foreach=foreach)
 
 
 def learning_rate(progress: float, peak: float, *, warmup: float, step: float) -> float:

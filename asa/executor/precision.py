@@ -47,8 +47,8 @@ class LossScale:
         gradients = [p.grad for p in parameters if p.grad is not None]
         for gradient in gradients:
             gradient.mul_(1 / self.value)
-        finite = all(bool(torch.isfinite(g).all()) for g in gradients)
-        if votes.everyone(finite):
+        finite = [torch.isfinite(gradient).all() for gradient in gradients]
+        if votes.everyone(not finite or bool(torch.stack(finite).all())):
             self._good += 1
             if self._good % self.GROW_AFTER == 0:
                 self.value *= 2

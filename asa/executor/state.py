@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from asa.executor.materialize import ParallelModel
 from asa.sharding.axis import Axis
@@ -40,6 +41,8 @@ def held(model: ParallelModel) -> Iterator[Held]:
 
 def gather(item: Held, value: Tensor) -> Tensor:
     """The full form of ``value``, a tensor cut like ``item`` (its data, gradient or optimizer state). Collective."""
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
     if item.shard is None or item.axis.size == 1:
         return value.detach().to("cpu", copy=True)
     shard, axis = item.shard, item.axis
@@ -59,10 +62,13 @@ def gather(item: Held, value: Tensor) -> Tensor:
 
 
 def cut(item: Held, full: Tensor) -> Tensor:
-    """This rank's part of a full tensor."""
-    if item.shard is None or item.axis.size == 1:
-        return full
-    return item.shard.cut(full, item.axis.index)
+    """This rank's part of a full tensor, in the form in which it holds ``item``."""
+    part = full if item.shard is None or item.axis.size == 1 else item.shard.cut(full, item.axis.index)
+    if isinstance(item.tensor, DTensor):
+        mesh, placements = item.tensor.device_mesh, item.tensor.placements
+        # Every rank has the full tensor: nothing needs to be sent.
+        return distribute_tensor(part.to(mesh.device_type), mesh, placements, src_data_rank=None)
+    return part
 
 
 def full_state(model: ParallelModel) -> dict[str, Tensor]:

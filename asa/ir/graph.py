@@ -60,6 +60,7 @@ class Component:
     modules: tuple[str, ...]
     num_parameter_tensors: int
     parameter_bytes: int
+    largest_parameter_bytes: int
     buffer_bytes: int
     flops_per_sample: float
     output_bytes_per_sample: float
@@ -98,6 +99,7 @@ class LayerGraph:
             for field in (
                 "num_parameter_tensors",
                 "parameter_bytes",
+                "largest_parameter_bytes",
                 "buffer_bytes",
                 "flops_per_sample",
                 "output_bytes_per_sample",

@@ -39,6 +39,7 @@ class Share:
     """
 
     parameter_bytes: float
+    largest_parameter_bytes: float
     num_parameter_tensors: int
     buffer_bytes: float
     flops_per_sample: float

@@ -6,8 +6,9 @@ from asa.interfaces.strategy import DataStrategy, Strategies, TensorStrategy
 from asa.strategies.none import Whole
 from asa.strategies.replicate import Replicate
 from asa.strategies.tensor import TensorParallel
+from asa.strategies.zero3 import FullyShard
 
-DATA: tuple[type[DataStrategy], ...] = (Replicate,)
+DATA: tuple[type[DataStrategy], ...] = (Replicate, FullyShard)
 TENSOR: tuple[type[TensorStrategy], ...] = (Whole, TensorParallel)
 
 

@@ -27,6 +27,7 @@ class Whole(TensorStrategy):
         """All of it."""
         return Share(
             parameter_bytes=component.parameter_bytes,
+            largest_parameter_bytes=component.largest_parameter_bytes,
             num_parameter_tensors=component.num_parameter_tensors,
             buffer_bytes=component.buffer_bytes,
             flops_per_sample=component.flops_per_sample,

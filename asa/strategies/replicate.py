@@ -27,7 +27,8 @@ class Replicate(DataStrategy):
         return ""
 
     def memory(self, share: Share, degree: int, optimizer: str) -> Memory:
-        """Gradients live inside DDP's buckets (``gradient_as_bucket_view``), which last from step to step."""
+        """Gradients live inside DDP's buckets (``gradient_as_bucket_view``), which last from step to step; each is
+        made outside and copied in, so the largest one exists twice for a moment."""
         size = share.parameter_bytes
         return Memory(
             parameters=size,
@@ -35,6 +36,7 @@ class Replicate(DataStrategy):
             optimizer=OPTIMIZER_WORDS[optimizer] * size,
             buffers=share.buffer_bytes,
             buckets=0.0 if degree == 1 else size,
+            transient=0.0 if degree == 1 else share.largest_parameter_bytes,
         )
 
     def traffic(self, share: Share, degree: int, stride: int) -> tuple[Collective, ...]:

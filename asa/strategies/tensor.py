@@ -45,6 +45,7 @@ class TensorParallel(TensorStrategy):
         lost = 1 - fraction
         return Share(
             parameter_bytes=component.parameter_bytes - lost * parameters,
+            largest_parameter_bytes=component.largest_parameter_bytes * (fraction if parameters else 1),
             num_parameter_tensors=component.num_parameter_tensors,
             buffer_bytes=component.buffer_bytes,
             flops_per_sample=component.flops_per_sample - lost * flops,

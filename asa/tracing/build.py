@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from asa.tracing.chain import TracedModel, side_names, structure_of
 from asa.tracing.component import TracedComponent, cut_out
 from asa.tracing.cuts import Cut, constants, find_cuts, in_both, observe, segments
 from asa.tracing.facts import measure
+from asa.tracing.fingerprint import code, model_fingerprint
 from asa.tracing.merge import Unit, join_shared, merge
 from asa.tracing.preserve import mode, preserved
 from asa.tracing.program import CONSTANT, Program
@@ -60,10 +60,6 @@ def _held(graph: fx.Graph, program: Program) -> set[int]:
     things = [program.attributes[t] for t in _targets(graph)]
     parameters = [p for t in things for p in (t.parameters() if isinstance(t, nn.Module) else [t])]
     return {id(p) for p in parameters if isinstance(p, nn.Parameter)}
-
-
-def _text(graph: fx.Graph) -> str:
-    return "\n".join(n.format_node() or str(n.args) for n in graph.nodes)
 
 
 def _rename_constants(train: Program, evaluate: Program) -> None:
@@ -117,7 +113,7 @@ def _components(
     volatile = _volatile(model)
     components = []
     for unit, (train, train_sides), (evaluate, eval_sides) in zip(units, *graphs, strict=True):
-        if _text(train) == _text(evaluate):
+        if code(train) == code(evaluate):
             evaluate = train
         objects: dict[str, Any] = {t: programs[1].attributes[t] for t in _targets(evaluate)}
         objects.update({t: programs[0].attributes[t] for t in _targets(train)})
@@ -133,16 +129,6 @@ def _components(
             )
         )
     return components, notes
-
-
-def _fingerprint(model: nn.Module, components: list[TracedComponent]) -> str:
-    """Sixteen hex digits over the model's tensors (names, shapes, types) and the code of its components."""
-    digest = hashlib.sha256()
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-    for c in components:
-        digest.update(f"{c.name}\n{_text(c.train_graph.graph)}\n{_text(c.eval_graph.graph)}\n{c}\n".encode())
-    return digest.hexdigest()[:16]
 
 
 def _set_mode(components: list[TracedComponent], training: bool) -> None:
@@ -204,7 +190,7 @@ def _chain(
         components=components,
         facts=facts,
         input_bytes_per_sample=float(small[0].numel() * small.element_size()),
-        model_fingerprint=_fingerprint(model, components),
+        model_fingerprint=model_fingerprint(model, components),
         notes=tuple(notes),
         unused=tuple(n for n, _ in (*model.named_parameters(), *model.named_buffers()) if n not in held),
         structures=structures,

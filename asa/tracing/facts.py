@@ -56,6 +56,7 @@ class ComponentFacts:
     modules: tuple[str, ...]
     num_parameter_tensors: int
     parameter_bytes: int
+    largest_parameter_bytes: int
     buffer_bytes: int
     flops_per_sample: float
     output_bytes_per_sample: float
@@ -144,6 +145,7 @@ def measure(components: list[TracedComponent], small: Tensor, large: Tensor) -> 
             modules=_modules(c),
             num_parameter_tensors=len(list(c.parameters())),
             parameter_bytes=_bytes(c.parameters()),
+            largest_parameter_bytes=max((_bytes([p]) for p in c.parameters()), default=0),
             buffer_bytes=_bytes(c.buffers()),
             flops_per_sample=(b.flops - a.flops) * per_sample,
             output_bytes_per_sample=(b.output_bytes - a.output_bytes) * per_sample,

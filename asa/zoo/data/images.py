@@ -74,7 +74,7 @@ def _converted(images: Tensor, shape: Shape) -> Tensor:
     done = torch.empty(images.shape[0], *shape, dtype=torch.uint8)
     for start in range(0, images.shape[0], _CHUNK):
         part = convert(images[start : start + _CHUNK].float(), shape)
-        done[start : start + _CHUNK] = part.round_().clamp_(0, 255).to(torch.uint8)
+        done[start : start + _CHUNK] = part.round().clamp_(0, 255).to(torch.uint8)  # may be an expanded view
     return done
 
 

@@ -1,0 +1,72 @@
+"""What identifies a traced model: its tensors' names and shapes and what it computes, not its weights.
+
+Written out here rather than taken from ``repr`` or from generated code: those change from one release of torch to
+the next, and a profile must not become foreign by an upgrade.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from asa.tracing.component import TracedComponent
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def _name(target: Any) -> str:
+    if isinstance(target, str):
+        return target
+    return f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', type(target).__name__)}"
+
+
+class _Reference:
+    def __init__(self, node: fx.Node) -> None:
+        self._name = node.name
+
+    def __repr__(self) -> str:
+        return f"%{self._name}"
+
+
+def code(graph: fx.Graph) -> str:
+    """One line per node: what it calls, on what. Equal for graphs that compute the same."""
+    lines = []
+    for node in graph.nodes:
+        args, kwargs = fx.node.map_aggregate(
+            (node.args, node.kwargs), lambda leaf: _Reference(leaf) if isinstance(leaf, fx.Node) else leaf
+        )
+        lines.append(f"{node.name} = {node.op} {_name(node.target)} {tuple(args)} {dict(kwargs)}")
+    return "\n".join(lines)
+
+
+def _settings(module: nn.Module) -> str:
+    """Class and plain attributes (strides, dropout rates) of a module."""
+    plain = {
+        k: v
+        for k, v in sorted(vars(module).items())
+        if not k.startswith("_")
+        and k != "training"
+        and (isinstance(v, _PLAIN) or (isinstance(v, tuple) and all(isinstance(e, _PLAIN) for e in v)))
+    }
+    return f"{type(module).__name__} {plain}"
+
+
+def model_fingerprint(model: nn.Module, components: list[TracedComponent]) -> str:
+    """Sixteen hex digits over the model's tensors (names, shapes, types), its modules' settings, and its cuts."""
+    digest = hashlib.sha256()
+
+    def add(line: str) -> None:
+        digest.update(line.encode() + b"\n")
+
+    tensors: list[tuple[str, Tensor]] = [*model.named_parameters(), *model.named_buffers()]
+    for name, tensor in tensors:
+        add(f"{name} {tuple(tensor.shape)} {tensor.dtype}")
+    for path, module in model.named_modules():
+        add(f"{path} {_settings(module)}")
+    for component in components:
+        add(component.name)
+        add(code(component.train_graph.graph))
+        add(code(component.eval_graph.graph))
+    return digest.hexdigest()[:16]
