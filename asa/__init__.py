@@ -8,18 +8,20 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from asa.api import plan
     from asa.errors import AsaError
     from asa.ir.cluster import Cluster
     from asa.ir.plan import Plan
     from asa.ir.profile import Profile
 
-__all__ = ["AsaError", "Cluster", "Plan", "Profile", "__version__"]
+__all__ = ["AsaError", "Cluster", "Plan", "Profile", "__version__", "plan"]
 
 _HOME = {
     "AsaError": "asa.errors",
     "Cluster": "asa.ir.cluster",
     "Plan": "asa.ir.plan",
     "Profile": "asa.ir.profile",
+    "plan": "asa.api",
 }
 """Where each export lives. Imported when first asked for (PEP 562), so that ``import asa`` costs nothing."""
 

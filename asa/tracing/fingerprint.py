@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from asa.tracing.component import TracedComponent
+from asa.tracing.program import opened
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -22,23 +23,9 @@ def _name(target: Any) -> str:
     return f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', type(target).__name__)}"
 
 
-class _Reference:
-    def __init__(self, node: fx.Node) -> None:
-        self._name = node.name
-
-    def __repr__(self) -> str:
-        return f"%{self._name}"
-
-
 def code(graph: fx.Graph) -> str:
     """One line per node: what it calls, on what. Equal for graphs that compute the same."""
-    lines = []
-    for node in graph.nodes:
-        args, kwargs = fx.node.map_aggregate(
-            (node.args, node.kwargs), lambda leaf: _Reference(leaf) if isinstance(leaf, fx.Node) else leaf
-        )
-        lines.append(f"{node.name} = {node.op} {_name(node.target)} {tuple(args)} {dict(kwargs)}")
-    return "\n".join(lines)
+    return "\n".join(f"{n.name} = {n.op} {_name(n.target)} {n.args} {dict(n.kwargs)}" for n in graph.nodes)
 
 
 def _settings(module: nn.Module) -> str:
@@ -64,7 +51,8 @@ def model_fingerprint(model: nn.Module, components: list[TracedComponent]) -> st
     for name, tensor in tensors:
         add(f"{name} {tuple(tensor.shape)} {tensor.dtype}")
     for path, module in model.named_modules():
-        add(f"{path} {_settings(module)}")
+        if not opened(module):  # of the others, the graphs below hold what matters
+            add(f"{path} {_settings(module)}")
     for component in components:
         add(component.name)
         add(code(component.train_graph.graph))
