@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import time
 from itertools import count
 
 import pytest
@@ -18,6 +19,7 @@ from asa.profiler.clock import (
     quiet,
     relative_error,
     scaled,
+    solo_clock_of,
     time_repeatedly,
 )
 
@@ -27,6 +29,18 @@ def test_seconds_lie_between_neighbouring_marks():
     assert clock.seconds([1_000_000_000, 1_500_000_000, 3_500_000_000]) == [0.5, 2.0]
     first, second = clock.mark(), clock.mark()
     assert clock.seconds([first, second])[0] >= 0
+
+
+def test_a_core_clock_counts_work_and_not_waiting():
+    device = torch.device("cpu")
+    core, wall = solo_clock_of(device), clock_of(device)
+    waited = [core.mark(), wall.mark()]
+    time.sleep(0.05)
+    assert core.seconds([waited[0], core.mark()])[0] < 0.04
+    assert wall.seconds([waited[1], wall.mark()])[0] >= 0.05
+    started = core.mark()
+    while core.seconds([started, core.mark()])[0] < 0.002:
+        pass
 
 
 def test_the_error_of_a_median_needs_three_samples_and_falls_with_more():

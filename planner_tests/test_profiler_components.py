@@ -138,6 +138,7 @@ def test_without_time_the_most_needed_is_still_measured_and_the_rest_is_said():
     assert [t.microbatch for t in sweep.timings if t.tensor_degree == 2] == [largest]
     assert any(s.startswith("tensor degree 2 at microbatch 1") for s in sweep.skipped)
     assert any(s.startswith("check against the whole model") for s in sweep.skipped)
+    assert [w.microbatch for w in sweep.whole] == [1]
 
 
 def test_a_line_through_two_points_predicts_the_third_and_never_falls():

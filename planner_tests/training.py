@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,19 @@ COMPONENTS = {
     "cnn": ("features.0.conv", "features.1.conv", "features.2.conv", "classifier"),
     "logistic": ("model",),
 }
+
+
+@cache
+def fingerprint_of(model: str) -> str:
+    """What tracing the model gives."""
+    import torch
+
+    from asa.tracing import trace
+    from asa.zoo.models import build
+
+    return trace(
+        build(model, num_classes=10, input_shape=(1, 8, 8)), torch.zeros(2, 1, 8, 8), name=model
+    ).model_fingerprint
 
 
 def plan(
@@ -50,7 +64,7 @@ def plan(
     )
     return Plan(
         model_spec=model,
-        model_fingerprint=f"{len(components):016x}",
+        model_fingerprint=fingerprint_of(model),
         profile_fingerprint="0" * 16,
         cluster="none",
         cluster_fingerprint="0" * 16,

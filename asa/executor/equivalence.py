@@ -9,6 +9,7 @@ samples permuted inside the batch. First-step gradients are compared in fp32 too
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -59,8 +60,9 @@ def alone(plan: Plan) -> Plan:
 
 
 def default_samples(plan: Plan) -> int:
-    """A batch large enough for BatchNorm on every rank and small enough for a laptop."""
-    return min(plan.global_batch, max(8, 4 * plan.num_ranks * plan.num_microbatches))
+    """A batch small enough for a laptop; BatchNorm over a handful of values would amplify rounding instead of
+    showing errors, so a microbatch has at least 16 samples where the plan's own batch allows it."""
+    return min(plan.global_batch, max(4 * plan.num_ranks, 16) * plan.num_microbatches)
 
 
 def _batch(plan: Plan, samples: int, step: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -97,7 +99,9 @@ def _run(
     if dtype == torch.float64:
         trace.weights = full_state(model)
     model.close()
-    return trace
+    del model, optimizer
+    gc.collect()  # traced modules refer to each other: what a run held must be gone before the next one
+    return trace if rank == 0 else Trace()
 
 
 def _step(model: ParallelModel, x: Tensor, y: Tensor, step: int, permute: bool) -> float:

@@ -230,6 +230,11 @@ def _check(plan: Plan, traced: TracedModel, strategies: Strategies) -> None:
     if names != planned:
         first = next((a, b) for a, b in zip([*names, "end"], [*planned, "end"], strict=False) if a != b)
         raise InvalidInputError(f"the plan is for another model: it has {first[1]!r} where the model has {first[0]!r}")
+    if plan.model_fingerprint != traced.model_fingerprint:
+        raise InvalidInputError(
+            f"the plan is for another model: its fingerprint is {plan.model_fingerprint or 'missing'}, this "
+            f"{plan.model_spec} has {traced.model_fingerprint}; profile and plan it again"
+        )
     for a in plan.components:
         if a.checkpoint or a.data.strategy not in strategies.data or a.tensor.strategy not in strategies.tensor:
             raise UsageError(f"{a.name}: this executor cannot run {a.data.strategy} + {a.tensor.strategy}"

@@ -55,7 +55,7 @@ def forward_backward(
     forward and loss (autocast).
     """
     rows = microbatch_rows(model, len(samples))
-    total = torch.zeros((), device=model.device)
+    total = torch.zeros((), dtype=torch.float64, device=model.device)
     for j, part in enumerate(rows):
         size = part.stop - part.start
         with nullcontext() if j + 1 == len(rows) else model.no_sync():

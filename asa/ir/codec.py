@@ -51,8 +51,19 @@ def to_data(value: Any) -> Any:
 
 def fingerprint(value: Any) -> str:
     """Sixteen hex digits that change whenever any field of the noun changes."""
-    canonical = json.dumps(to_data(value), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    canonical = json.dumps(_plain(to_data(value)), sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+def _plain(data: Any) -> Any:
+    """1.0 as 1: JSON does not keep them apart, so a fingerprint must not either."""
+    if isinstance(data, float) and data.is_integer():
+        return int(data)
+    if isinstance(data, list):
+        return [_plain(v) for v in data]
+    if isinstance(data, dict):
+        return {k: _plain(v) for k, v in data.items()}
+    return data
 
 
 def document(value: Any) -> dict[str, Any]:

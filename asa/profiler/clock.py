@@ -1,9 +1,10 @@
 """Time: one interface over the host's clock and CUDA events, and how often a measurement is repeated.
 
 A clock sets *marks* on the timeline of its device and afterwards reads the seconds between neighbouring marks.
-On the host a mark is a reading of ``perf_counter_ns``; on CUDA it is an event in the current stream, so that the
-interval between two marks holds the kernels between them *and* the device's wait for the host to launch them,
-which is what a training step pays. The host's own clock beside it shows which of the two it was.
+On the host a mark is a reading of ``perf_counter_ns``, or of the thread's processor time where other processes
+must not count; on CUDA it is an event in the current stream, so that the interval between two marks holds the
+kernels between them *and* the device's wait for the host to launch them, which is what a training step pays. The
+host's own clock beside it shows which of the two it was.
 """
 
 from __future__ import annotations
@@ -62,6 +63,18 @@ class HostClock(Clock):
         return self.seconds(marks)
 
 
+class CoreClock(HostClock):
+    """Time this thread had its core, page faults included: what other processes took belongs to no component.
+
+    For a thread that computes by itself and never waits. On an idle machine the same as :class:`HostClock`; on a
+    busy one it still tells what the device can do, where wall time tells who else was there.
+    """
+
+    def mark(self) -> int:
+        """Nanoseconds of processor time of this thread."""
+        return time.thread_time_ns()
+
+
 class CudaClock(Clock):
     """Events in the current stream of one CUDA device."""
 
@@ -90,8 +103,13 @@ class CudaClock(Clock):
 
 
 def clock_of(device: torch.device) -> Clock:
-    """The clock of ``device``."""
+    """The clock of ``device`` for work that may wait for others: wall time."""
     return CudaClock(device) if device.type == "cuda" else HostClock()
+
+
+def solo_clock_of(device: torch.device) -> Clock:
+    """The clock of ``device`` for work that one thread does alone."""
+    return CudaClock(device) if device.type == "cuda" else CoreClock()
 
 
 def relative_error(samples: Sequence[float]) -> float:

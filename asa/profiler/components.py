@@ -27,6 +27,8 @@ from asa.profiler.memory import StepMemory, measure_memory
 
 _LEAST = 3
 _MOST = 15
+_FIRST = 1.25
+"""The largest microbatch, where every degree is measured, gets that much more than its share of time."""
 _CHECKED = 3
 """The whole model runs at every third microbatch."""
 
@@ -72,11 +74,9 @@ class Surveyor:
     ) -> None:
         self.subject, self.clock, self.progress = subject, clock, progress
         self.global_batch, self.free_bytes = global_batch, free_bytes
-        self.end = time.perf_counter() + time_s
-        self.time_s = time_s
+        self.time_s, self.end = time_s, time.perf_counter() + time_s
         self.sweep = Sweep()
-        self.largest = max(subject.chains)
-        self.top = global_batch
+        self.largest, self.top = max(subject.chains), global_batch
 
     def survey(self) -> Sweep:
         """Measure."""
@@ -86,8 +86,11 @@ class Surveyor:
         for i, size in enumerate(sizes):
             self.progress(1 - max(0.0, self.end - time.perf_counter()) / self.time_s, f"microbatch {size}")
             share = self.forecast.seconds(size) / sum(self.forecast.seconds(s) for s in sizes[i:])
-            slice_s = max(0.0, self.end - time.perf_counter()) * share
-            degrees, least = self._affordable(size, slice_s, first=i == 0, with_whole=size in checked)
+            slice_s = max(0.0, self.end - time.perf_counter()) * (share if i else min(1.0, _FIRST * share))
+            # A profile without any check would be one to take on trust.
+            unchecked = size == sizes[-1] and not self.sweep.whole
+            degrees, least = self._affordable(size, slice_s, first=i == 0, with_whole=size in checked and not unchecked)
+            degrees = [WHOLE, *degrees] if unchecked else degrees
             try:
                 self._measure(size, degrees, slice_s, least)
             except torch.OutOfMemoryError:
@@ -108,7 +111,9 @@ class Surveyor:
             x = self.subject.batch(size)
             try:
                 saved = sum(h.saved for h in measure_memory(chain, x).components)
-                probes.append((size, chain.lap(x, self.clock).seconds))
+                started = time.perf_counter()
+                chain.lap(x, self.clock)
+                probes.append((size, time.perf_counter() - started))
             except torch.OutOfMemoryError:
                 raise UnavailableError(f"the device has not enough memory for a step of {size} samples") from None
             chain.clear()
@@ -163,11 +168,9 @@ class Surveyor:
         optional = [d for d in reversed(wanted) if size * self.largest < self.top * d > self.top]
         optional += [WHOLE] if with_whole else []
         optional += [d for d in reversed(wanted) if d > 1 and d not in optional]
-        for degree in optional:
-            if self.forecast.fits(size, chosen, _LEAST, slice_s):
-                break
-            chosen.remove(degree)
-            self._leave_out_degree(size, degree)
+        while optional and not self.forecast.fits(size, chosen, _LEAST, slice_s):
+            chosen.remove(optional[0])
+            self._leave_out_degree(size, optional.pop(0))
         return chosen, _LEAST
 
     def _leave_out_degree(self, size: int, degree: int) -> None:
@@ -194,22 +197,26 @@ class Surveyor:
         if beside:
             self._whole(x)
         repeats = Repeats(slice_s=finish - time.perf_counter(), least=least, most=_MOST)
+        started = time.perf_counter()
         with quiet():
             while repeats.again([[lap.seconds for lap in laps], *([whole] if beside else [])]):
                 laps.append(chain.lap(x, self.clock))
                 chain.clear()
                 if beside:
                     whole.append(self._whole(x))
-        self.forecast.learn(size, degree, min(lap.seconds for lap in laps))
+        # The forecast is of wall time, which other processes and the marks themselves add to.
+        taken = [sum(lap.seconds for lap in laps), sum(whole)]
+        stretch = (time.perf_counter() - started) / max(sum(taken), 1e-9) / len(laps)
+        self.forecast.learn(size, degree, taken[0] * stretch)
         self._record(size, degree, laps, memory)
         if beside:
-            self.forecast.learn(size, WHOLE, min(whole))
+            self.forecast.learn(size, WHOLE, taken[1] * stretch)
             self._check(size, whole)
         if degree == 1 and size == self.top:
             self.sweep.host_share = min(lap.host_s / max(lap.seconds, 1e-12) for lap in laps)
 
     def _check(self, size: int, whole: Sequence[float]) -> None:
-        parts = [t for t in self.sweep.timings if t.microbatch == size and t.tensor_degree == 1]
+        parts = (t for t in self.sweep.timings if t.microbatch == size and t.tensor_degree == 1)
         total = sum(t.forward.median + t.backward.median for t in parts)
         self.sweep.whole.append(WholeStep(microbatch=size, whole=Stat.of(whole), components_s=total))
 

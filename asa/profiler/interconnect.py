@@ -14,8 +14,8 @@ import torch.distributed as dist
 from asa import __version__
 from asa.errors import UnavailableError, UsageError
 from asa.ir.cluster import Cluster, CollectiveTable, Contention, Device, Level, Overlap
-from asa.launch import run_ranks, tell
-from asa.profiler.clock import clock_of
+from asa.launch import run_ranks, tell, usable_cores
+from asa.profiler.clock import clock_of, solo_clock_of
 from asa.profiler.collectives import SIZES, measure_tables
 from asa.profiler.interference import measure_contention, measure_overlap, measure_peaks
 from asa.profiler.machine import device_record
@@ -127,7 +127,9 @@ def _on_rank(rank: int, task: _Task) -> _Found:
     tables: tuple[CollectiveTable, ...] = ()
     if ranks > 1:
         say(0.02, "computing at once")
-        contention = measure_contention(device, clock, slice_s=_CONTENTION_SHARE * task.time_limit_s)
+        # With a core for every rank only caches, memory and clocks are shared; other processes must not count.
+        alone = solo_clock_of(device) if ranks <= usable_cores() else clock
+        contention = measure_contention(device, alone, slice_s=_CONTENTION_SHARE * task.time_limit_s)
         groups = _nested_groups(rank, ranks)
         tables = _tables(task, device, groups, say)
         say(_CONTENTION_SHARE + _TABLES_SHARE, "computing while messages travel")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import cycle
 from statistics import fmean, median
 
 import torch
@@ -134,15 +135,12 @@ def measure_overlap(device: torch.device, clock: Clock, group: dist.ProcessGroup
         alone_m.append(agree(time.perf_counter() - begin, group=group)[0])
         agree(group=group)
         begin = time.perf_counter()
-        pending, steps = _send(buckets, group), []
-        while not all(work.is_completed() for work in pending):
-            steps.append(_timed_without_waiting(kernels.step, clock))
+        pending = _send(buckets, group)
+        beside = _while_pending(pending, kernels, clock)
         lasted = time.perf_counter() - begin
         for work in pending:
             work.wait()
-        # The last one may have run on alone after the messages were through.
-        whole = steps[:-1] or steps or [0.0]
-        together = agree(median(whole), lasted, group=group)
+        together = agree(beside or median(steps), lasted, group=group)
         both_c.append(together[0])
         both_m.append(together[1])
     return Overlap(
@@ -157,11 +155,16 @@ def _send(buckets: list[Tensor], group: dist.ProcessGroup) -> list[dist.Work]:
     return [work for work in started if work is not None]
 
 
-def _timed_without_waiting(run: Callable[[], object], clock: Clock) -> float:
-    """Seconds of ``run()`` in its own stream, whatever else the device is doing."""
-    start = clock.mark()
-    run()
-    return clock.seconds([start, clock.mark()])[0]
+def _while_pending(pending: list[dist.Work], kernels: Kernels, clock: Clock) -> float:
+    """Run kernels until all messages are through: seconds of one of each beside them, 0 where they were too quick."""
+    taken: dict[str, list[float]] = {kind: [] for kind in kernels.work}
+    for kind, run in cycle(kernels.work.items()):
+        if all(work.is_completed() for work in pending):
+            break
+        start = clock.mark()  # in this stream alone: nothing here waits for the messages
+        run()
+        taken[kind].append(clock.seconds([start, clock.mark()])[0])
+    return sum(median(times) for times in taken.values()) if all(taken.values()) else 0.0
 
 
 def measure_peaks(device: torch.device, clock: Clock) -> tuple[float, float, float]:

@@ -14,7 +14,7 @@ from asa.errors import UsageError
 from asa.ir.graph import LayerGraph
 from asa.ir.profile import Precision, Profile, Provenance
 from asa.profiler.chain import Chain
-from asa.profiler.clock import clock_of, one_thread
+from asa.profiler.clock import one_thread, solo_clock_of
 from asa.profiler.components import Subject, Surveyor
 from asa.profiler.effort import degrees_up_to
 from asa.profiler.machine import choose_device, device_record, free_memory, require_precision
@@ -103,7 +103,7 @@ def profile_module(
     started = time.perf_counter()
     say = progress or (lambda _fraction, _what: None)
     _check(global_batch, time_limit_s, max_tensor_degree)
-    clock = clock_of(device)
+    clock = solo_clock_of(device)
     with one_thread(device), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)
         model.to(device).train()
@@ -135,7 +135,7 @@ def profile_module(
     say(1.0, "done")
     note = f"{time.perf_counter() - started:.0f} s of measuring"
     if device.type == "cpu" and lost > _DISTURBED:
-        note += f"; other processes took {lost:.0%} of the core"
+        note += f"; other processes took {lost:.0%} of the core, not counted in the times"
     if device.type == "cuda":
         note += f"; the host took {sweep.host_share:.0%} of the device's time to launch a step at the largest batch"
     return Profile(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from asa.ir.profile import Stat, UpdateTiming
-from asa.profiler.clock import Clock, Repeats, clock_of, quiet, scaled, time_repeatedly
+from asa.profiler.clock import Clock, Repeats, quiet, scaled, solo_clock_of, time_repeatedly
 
 OptimizerName = Literal["sgd", "adamw"]
 OPTIMIZERS: tuple[OptimizerName, ...] = ("sgd", "adamw")
@@ -45,7 +45,7 @@ def measure_updates(
             of the other degrees by the same factor.
     """
     fused = device.type != "cpu" if fused is None else fused
-    clock = clock_of(device)
+    clock = solo_clock_of(device)
     held = {
         degree: {n: p for n, c in shards[degree].items() if (p := [q for q in c.parameters() if q.requires_grad])}
         for degree in sorted(shards)
@@ -106,4 +106,4 @@ def measure_dispatch(device: torch.device, *, slice_s: float = 0.2) -> float:
         for _ in range(_DISPATCHES):
             tiny.add_(1.0)
 
-    return time_repeatedly(work, clock_of(device), slice_s=slice_s, warmups=2).median / _DISPATCHES
+    return time_repeatedly(work, solo_clock_of(device), slice_s=slice_s, warmups=2).median / _DISPATCHES

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from asa.errors import UsageError
@@ -47,6 +49,10 @@ def _collectives(plan: SplitPlan, *, first: bool) -> tuple[InnerCollective, ...]
     return tuple(found)
 
 
+def _never(_: Any) -> Tensor:
+    raise AssertionError("backward through a graph that was only weighed")
+
+
 def _saved(component: TracedComponent, samples: int) -> tuple[float, float]:
     """Forward FLOPs and bytes kept for backward, of one pass over ``samples`` samples, on meta tensors."""
     x = example_input(component, samples).requires_grad_(component.input_dtype.is_floating_point)
@@ -54,14 +60,13 @@ def _saved(component: TracedComponent, samples: int) -> tuple[float, float]:
     saved: dict[int, int] = {}
     alive = []  # a freed storage's number would be used again
 
-    def keep(t: torch.Tensor) -> torch.Tensor:
+    def keep(t: torch.Tensor) -> Any:  # nothing runs backward here, so nothing needs to be kept
         storage = t.untyped_storage()
         alive.append(storage)
         if storage._cdata not in own:
             saved[storage._cdata] = storage.nbytes()
-        return t
 
-    with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+    with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(keep, _never):
         component(x)
     return float(counter.get_total_flops()), float(sum(saved.values()))
 

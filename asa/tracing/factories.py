@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.overrides
 from torch import fx
 from torch.utils import _pytree as pytree
 
@@ -33,6 +34,9 @@ def recorded_factories(tracer: fx.Tracer) -> Iterator[None]:
 
         return make
 
+    # Torch lists its own functions once and keeps the list: it must not find ours, which hold the tracer and its model.
+    torch.overrides.get_ignored_functions()
+    torch.overrides.get_overridable_functions()
     originals = {name: getattr(torch, name) for name in _FACTORIES}
     try:
         for name, original in originals.items():

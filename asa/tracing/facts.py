@@ -77,26 +77,30 @@ def _bytes(tensors: Any) -> int:
     return sum(t.numel() * t.element_size() for t in {id(t): t for t in tensors}.values())
 
 
+def _never(_: Any) -> Tensor:
+    raise AssertionError("backward through a graph that was only weighed")
+
+
 def _measure(components: list[TracedComponent], batch: Tensor) -> list[_Run]:
     counted = {t.untyped_storage()._cdata for c in components for t in (*c.parameters(), *c.buffers())}
     value = batch.clone()
     counted.add(value.untyped_storage()._cdata)
     runs: list[_Run] = []
     owner: dict[int, int] = {}
-    kept: list[Any] = [value]
+    kept: list[list[Tensor]] = [[value]]
     for i, component in enumerate(components):
         component.input_shape, component.input_dtype = tuple(value.shape[1:]), value.dtype
         saved: list[Tensor] = []
 
-        def keep(tensor: Tensor, saved: list[Tensor] = saved) -> Tensor:
+        def keep(tensor: Tensor, saved: list[Tensor] = saved) -> Any:
+            # Nothing runs backward here, and a graph that held its own outputs would never be freed.
             saved.append(tensor)
-            return tensor
 
         flops = FlopCounterMode(display=False, custom_mapping=_MORE_FLOPS)
-        with flops, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        with flops, torch.autograd.graph.saved_tensors_hooks(keep, _never):
             outputs = component(value)
         runs.append(_Run(flops.get_total_flops(), _bytes(outputs[:1]), 0))
-        kept += [saved, outputs]  # alive to the end: a freed storage's number would be used again
+        kept += [saved, list(outputs)]  # alive to the end: a freed storage's number would be used again
         for tensor in saved:
             storage = tensor.untyped_storage()
             if storage._cdata not in counted:
@@ -105,6 +109,9 @@ def _measure(components: list[TracedComponent], batch: Tensor) -> list[_Run]:
         for tensor in outputs:
             owner.setdefault(tensor.untyped_storage()._cdata, i)
         value = outputs[0]
+    # The graph's hooks refer to these lists, and their tensors to the graph: a circle no collector sees.
+    for tensors in kept:
+        tensors.clear()
     return runs
 
 
