@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from asa.instruments.allocations import Event
 from asa.profiler.chain import Chain, Marks, whole_step
 from asa.profiler.clock import HostClock
-from asa.profiler.memory import Event, account, measure_memory
+from asa.profiler.memory import account, measure_memory
 
 CPU = torch.device("cpu")
 

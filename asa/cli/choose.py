@@ -42,7 +42,7 @@ def default_cluster(console: Console, device: str, device_name: str, gpus: int |
     """
     measured = [c for _, c in places.clusters(console) if c.device.type == device and c.num_devices >= (gpus or 1)]
     if measured:
-        return min(measured, key=lambda c: c.device.name != device_name)
+        return min(measured, key=lambda c: (c.device.name != device_name, c.num_devices))
     from asa.cost import presets
 
     known = [presets.load(name) for name in presets.names()]

@@ -90,9 +90,11 @@ def cluster_here(args: Arguments, console: Console, device: DeviceType, gpus: in
     from asa.profiler.machine import device_record
 
     name = device_record(torch.device(device)).name
-    for _, known in places.clusters(console):
-        if known.device.type == device and known.device.name == name and known.num_devices >= gpus:
-            return known
+    known = [c for _, c in places.clusters(console) if c.device.type == device and c.device.name == name]
+    enough = [c for c in known if c.num_devices >= gpus]
+    if enough:
+        # Measured with the fewest idle ranks beside those that worked.
+        return min(enough, key=lambda c: c.num_devices)
     with console.progress(f"measuring {gpus} ranks") as report:
         made = measure_cluster(
             gpus, backend="nccl" if device == "cuda" else "gloo", time_limit_s=MEASURE_LIMIT_S, progress=report

@@ -58,6 +58,7 @@ class Pricer:
         self._times = times
         self._releases: tuple[Release, ...] = releases(profile.graph)
         self._slow = slowest_rank(profile, cluster, width)
+        self._slow_memory = slowest_rank(profile, cluster, width, memory=True)
         self._components: dict[tuple[int, Way], ComponentCost] = {}
         self._errors: dict[Layout, float] = {}
         self._wrappers: dict[Layout, float] = {}
@@ -113,7 +114,7 @@ class Pricer:
             prompt_sync_s=prompt,
             late_sync_s=late,
             release=self._releases[index].index,
-            update_s=update * self._slow,
+            update_s=update * self._slow_memory,
             update_communication_s=update_moved,
             error_s=m * slow * work.error_s,
             link_error_s=(m * (ahead + back) + update_moved + prompt + late) * self._link_error(layout),
@@ -151,13 +152,24 @@ class Pricer:
             state=memory.state + (memory.gradients if several else 0.0),
             activations=saved * margin(),
             gradients=0.0 if several else memory.gradients,
-            transient=transient * margin() + memory.transient,
+            transient=max(transient * margin() + memory.transient, self._update_bytes(share)),
         )
         full = OPTIMIZER_WORDS[self._optimizer] * share.parameter_bytes
         part = memory.optimizer / full if full > 0 else 0.0
         bandwidth = self._cluster.device.memory_bandwidth
         update = self._times.update(component, layout.tensor, self._optimizer, share.parameter_bytes, bandwidth)
         return footprint, part * update
+
+    def _update_bytes(self, share: Share) -> float:
+        """What the optimizer allocates beside state and gradients: a copy or two of the tensor in hand.
+
+        By then the activations are gone, and all gradients there. The bound of :mod:`asa.cost.memory` takes this as a
+        transient of the component's backward instead, which comes to the same but for the difference between the
+        activations up to it and the gradients in front of it. On CUDA the update is fused and allocates nothing.
+        """
+        if self._cluster.device.type == "cuda":
+            return 0.0
+        return OPTIMIZER_WORDS[self._optimizer] * share.largest_parameter_bytes
 
     def boundary(self, index: int, source: Layout, target: Layout) -> BoundaryCost:
         """The boundary in front of component ``index`` (1 <= index < number of components)."""

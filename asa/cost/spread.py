@@ -41,9 +41,12 @@ def relative_deviation(profile: Profile) -> float:
     return math.sqrt(sum(d * d for _, _, d in largest.values())) / total if total > 0 else 0.0
 
 
-def contention(cluster: Cluster, ranks: int) -> float:
-    """Slowdown of computation while ``ranks`` ranks work at once; affine between measured counts, 1 for one rank."""
-    known = {1: 1.0, **{c.ranks: c.slowdown for c in cluster.contention}}
+def contention(cluster: Cluster, ranks: int, *, memory: bool = False) -> float:
+    """Slowdown of computation while ``ranks`` ranks work at once; affine between measured counts, 1 for one rank.
+
+    ``memory``: of work that only moves memory.
+    """
+    known = {1: 1.0, **{c.ranks: c.of_memory if memory else c.slowdown for c in cluster.contention}}
     counts = sorted(known)
     if ranks >= counts[-1]:
         return known[counts[-1]]
@@ -54,9 +57,9 @@ def contention(cluster: Cluster, ranks: int) -> float:
     return known[low] + (known[high] - known[low]) * (ranks - low) / (high - low)
 
 
-def slowest_rank(profile: Profile, cluster: Cluster, ranks: int) -> float:
+def slowest_rank(profile: Profile, cluster: Cluster, ranks: int, *, memory: bool = False) -> float:
     """By what a synchronous step of ``ranks`` working ranks exceeds the time of one rank alone.
 
     Contention times the expected maximum of the ranks' spread: every collective waits for the slowest.
     """
-    return contention(cluster, ranks) * (1 + relative_deviation(profile) * expected_maximum(ranks))
+    return contention(cluster, ranks, memory=memory) * (1 + relative_deviation(profile) * expected_maximum(ranks))

@@ -29,11 +29,14 @@ def build_optimizer(
     rate = LEARNING_RATE[name] if lr is None else lr
     decay = WEIGHT_DECAY[name] if weight_decay is None else weight_decay
     held = [p for p in parameters if p.requires_grad] or [nn.Parameter(torch.empty(0))]
-    # Fused loops over many tensors refuse a mixture of plain and sharded ones.
-    foreach = False if any(isinstance(p, DTensor) for p in held) else None
+    # Loops over many tensors at once refuse a mixture of plain and sharded ones. On CUDA one fused kernel does it all
+    # and allocates nothing.
+    sharded = any(isinstance(p, DTensor) for p in held)
+    fused = True if held[0].is_cuda and not sharded else None
+    foreach = False if sharded else None
     if name == "sgd":
-        return torch.optim.SGD(held, lr=rate, momentum=momentum, weight_decay=decay, foreach=foreach)
-    return torch.optim.AdamW(held, lr=rate, weight_decay=decay, foreach=foreach)
+        return torch.optim.SGD(held, lr=rate, momentum=momentum, weight_decay=decay, foreach=foreach, fused=fused)
+    return torch.optim.AdamW(held, lr=rate, weight_decay=decay, foreach=foreach, fused=fused)
 
 
 def learning_rate(progress: float, peak: float, *, warmup: float, step: float) -> float:

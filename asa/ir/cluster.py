@@ -58,10 +58,20 @@ class Level:
 
 @noun
 class Contention:
-    """``slowdown``: how much longer a rank computes when ``ranks`` of them work at once on this machine."""
+    """How much longer a rank takes when ``ranks`` of them work at once on this machine.
+
+    ``slowdown`` is of arithmetic (convolutions, matrix products), ``memory_slowdown`` of what only moves memory, as an
+    optimizer step does; the same where it was not measured apart.
+    """
 
     ranks: int
     slowdown: float
+    memory_slowdown: float | None = None
+
+    @property
+    def of_memory(self) -> float:
+        """``memory_slowdown``, or ``slowdown`` where there is none."""
+        return self.slowdown if self.memory_slowdown is None else self.memory_slowdown
 
 
 @noun
@@ -103,7 +113,7 @@ class Cluster:
         if widths != sorted(set(widths)):
             raise InvalidInputError(f"levels of cluster {self.name} must widen", where="$.levels")
         for i, c in enumerate(self.contention):
-            if c.slowdown < 1 or c.ranks < 1:
+            if min(c.slowdown, c.of_memory) < 1 or c.ranks < 1:
                 raise InvalidInputError("contention needs ranks >= 1 and slowdown >= 1", where=f"$.contention[{i}]")
         if min(self.overlap.compute_slowdown, self.overlap.communication_slowdown) < 1:
             raise InvalidInputError("overlap cannot speed anything up", where="$.overlap")

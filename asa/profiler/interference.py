@@ -82,10 +82,12 @@ def measure_contention(device: torch.device, clock: Clock, *, slice_s: float) ->
     kernels = training_kernels(device)
     kernels.step()
     inner: dict[str, int] = {}
+    pause: dict[str, float] = {}
     for kind, run in kernels.work.items():
         agree()
         seconds = agree(_timed(run, clock, 2) if rank == 0 else 0.0)[0]
         inner[kind] = max(1, int(_SAMPLE_S / max(seconds, 1e-7)))
+        pause[kind] = inner[kind] * seconds
     taken: dict[tuple[str, int], list[float]] = {}
     started, rounds = time.perf_counter(), 0
     while rounds < 3 or (rounds < _MOST_ROUNDS and agree(time.perf_counter() - started)[0] < slice_s):
@@ -93,12 +95,18 @@ def measure_contention(device: torch.device, clock: Clock, *, slice_s: float) ->
         for kind, run in kernels.work.items():
             for active in range(1, ranks + 1):
                 agree()
-                seconds = _timed(run, clock, inner[kind]) if rank < active else 0.0
+                seconds = 0.0
+                if rank < active:
+                    seconds = _timed(run, clock, inner[kind])
+                else:
+                    # Waiting inside a collective takes processor time that those at work would miss.
+                    time.sleep(pause[kind])
                 taken.setdefault((kind, active), []).append(agree(seconds)[0])
     found = []
     for active in range(1, ranks + 1):
-        slowdowns = [median(taken[kind, active]) / median(taken[kind, 1]) for kind in kernels.work]
-        found.append(Contention(ranks=active, slowdown=max(1.0, fmean(slowdowns))))
+        slower = {kind: max(1.0, median(taken[kind, active]) / median(taken[kind, 1])) for kind in kernels.work}
+        memory = slower.pop("memory")
+        found.append(Contention(ranks=active, slowdown=fmean(slower.values()), memory_slowdown=memory))
     return tuple(found)
 
 

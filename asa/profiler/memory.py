@@ -11,16 +11,13 @@ is therefore never below what was recorded: ``transient_k`` is whatever its othe
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor
-from torch.autograd.profiler import profile, record_function
+from torch.autograd.profiler import record_function
 
+from asa.instruments.allocations import Event, record
 from asa.profiler.chain import Chain, Marks
 from asa.profiler.clock import quiet
 
@@ -43,15 +40,6 @@ class StepMemory:
     peak: int
 
 
-@dataclass(frozen=True)
-class Event:
-    """``size`` bytes were allocated at ``pointer``, or released when negative, at ``at`` nanoseconds."""
-
-    at: int
-    pointer: int
-    size: int
-
-
 def measure_memory(chain: Chain, x: Tensor) -> StepMemory:
     """Run one step of ``x`` and account for what it allocated. Gradients are cleared before and after."""
     chain.clear()
@@ -64,10 +52,11 @@ def measure_memory(chain: Chain, x: Tensor) -> StepMemory:
         return len(names) - 1
 
     # Only what the step itself allocates is watched, so nothing older may be released inside.
-    with quiet(), _unlogged(), profile(profile_memory=True) as recording:
-        marks = chain.step(x, mark)
+    marked: list[Marks] = []
+    with quiet():
+        events, times = record(lambda: marked.append(chain.step(x, mark)), chain.device, _MARK)
+    (marks,) = marked
     chain.clear()
-    events, times = _read(recording, chain.device)
     placed = Marks(forward=[times[names[m]] for m in marks.forward], backward=[times[names[m]] for m in marks.backward])
     gradients = [
         sum(p.numel() * p.element_size() for p in component.parameters() if p.requires_grad)
@@ -115,39 +104,3 @@ def _component(rising: Sequence[int], at: int) -> int:
         if at < rising[i]:
             return i - 1
     return len(rising) - 2
-
-
-def _read(recording: profile, device: torch.device) -> tuple[list[Event], dict[str, int]]:
-    """Allocations on ``device`` in order of time, and the time of every mark, in nanoseconds."""
-    results = recording.kineto_results
-    assert results is not None
-    events: list[Event] = []
-    times: dict[str, int] = {}
-    for entry in _walk(results.experimental_event_tree()):
-        if entry.tag.name == "Allocation":
-            fields = entry.extra_fields
-            if fields.device.type == device.type:
-                events.append(Event(at=entry.start_time_ns, pointer=fields.ptr, size=fields.alloc_size))
-        elif entry.name.startswith(_MARK):
-            times[entry.name] = entry.start_time_ns
-    return sorted(events, key=lambda e: e.at), times
-
-
-def _walk(entries: Sequence[Any]) -> Iterator[Any]:
-    pending = list(reversed(entries))
-    while pending:
-        entry = pending.pop()
-        yield entry
-        pending.extend(reversed(entry.children))
-
-
-@contextmanager
-def _unlogged() -> Iterator[None]:
-    """Kineto greets on standard error at its first use unless told not to by then."""
-    before = os.environ.get("KINETO_LOG_LEVEL")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop("KINETO_LOG_LEVEL", None)

@@ -46,7 +46,7 @@ def render(cluster: Cluster) -> list[RenderableType]:
         ),
     ]
     if cluster.contention:
-        many = ", ".join(f"{c.ranks} ranks {c.slowdown:.2f}x" for c in cluster.contention)
+        many = ", ".join(f"{c.ranks} ranks {c.slowdown:.2f}x ({c.of_memory:.2f}x memory)" for c in cluster.contention)
         said.append(line(f"computing at once: {many}"))
     for level in cluster.levels:
         made = table(

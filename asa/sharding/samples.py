@@ -2,8 +2,7 @@
 
 A dropout mask is a function of seed, step, site (the module's path), *global sample index* and element, so the
 same sample is masked alike on any rank, in any microbatch, under any layout: what makes training under a plan
-comparable with training on one device. The function is a counter-based hash (the finaliser of splitmix64,
-Steele, Lea & Flood 2014, on 64-bit integers with wrap-around), the same on every device.
+comparable with training on one device. The function is that of :mod:`asa.zoo.data.draws`.
 """
 
 from __future__ import annotations
@@ -13,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+from asa.zoo.data import draws
 
 
 @dataclass
@@ -28,23 +29,12 @@ class SampleContext:
     total: int = 0
 
 
-def _mix(x: Tensor) -> Tensor:
-    x = (x ^ (x >> 30)) * -4658895280553007687
-    x = (x ^ (x >> 27)) * -7723592293110705685
-    return x ^ (x >> 31)
-
-
 def uniform(context: SampleContext, site: int, elements: Tensor) -> Tensor:
-    """Hash to float64-exact uniforms, as integers below 2**53.
-
-    ``elements``: int64 [...], element indices; the result is int64 [samples, ...].
-    """
+    """Uniform integers below 2**53, int64 [samples, ...], for element indices ``elements`` (int64 [...])."""
     assert context.samples is not None
-    start = torch.tensor([context.seed * 1_000_003 + context.step, site], dtype=torch.int64)
-    key = int(_mix(_mix(start)[0] + start[1]))
-    per_sample = _mix(context.samples.to(elements.device) * -7046029254386353131 + key)
-    shape = (-1,) + (1,) * elements.dim()
-    return _mix(per_sample.view(shape) + elements * -7046029254386353131) & ((1 << 53) - 1)
+    key = draws.key(context.seed, context.step, site)
+    streams = draws.words(key, context.samples.to(elements.device))
+    return draws.words(key, streams.view(-1, *(1,) * elements.dim()) + elements) & ((1 << 53) - 1)
 
 
 class SampleDropout(nn.Module):
