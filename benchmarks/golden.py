@@ -1,8 +1,9 @@
 """Plan the golden cases anew: ``make golden``. The diff of ``planner_tests/golden/plans.json`` is the review of a
 cost-model change.
 
-Cases: the chains of ``planner_tests/known_models.py`` at published single-GPU rates, and every profile in
-``profiles/`` that fits a preset, over presets from NVSwitch to 25 Gbit/s and memory limits from slack to tight.
+Cases: every profile in ``profiles/`` on the measured clusters beside it; and the chains of
+``planner_tests/known_models.py`` at published single-GPU rates over presets from NVSwitch to 25 Gbit/s; memory limits
+from slack to tight.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,8 @@ import known_models  # noqa: E402
 
 from asa.cost import presets  # noqa: E402
 from asa.errors import InfeasibleError  # noqa: E402
+from asa.ir import codec  # noqa: E402
+from asa.ir.cluster import Cluster  # noqa: E402
 from asa.ir.plan import Plan  # noqa: E402
 from asa.ir.profile import Profile  # noqa: E402
 from asa.ir.units import GIB  # noqa: E402
@@ -42,6 +46,7 @@ def profiles() -> Iterator[tuple[str, Profile, int]]:
 
 def cases() -> Iterator[tuple[str, dict[str, Any]]]:
     """(Key, figures) of every case, in order."""
+    yield from committed()
     for name, profile, batch in profiles():
         for cluster_name in CLUSTERS:
             for limit in LIMITS_GIB:
@@ -55,6 +60,23 @@ def cases() -> Iterator[tuple[str, dict[str, Any]]]:
                     yield key, figures(plan(profile, cluster, offered(), request)[0])
                 except InfeasibleError:
                     yield key, {"infeasible": True}
+
+
+def committed() -> Iterator[tuple[str, dict[str, Any]]]:
+    """The profiles in ``profiles/`` on the clusters measured with them, slack and at half of what that plan takes."""
+    folder = ROOT / "profiles"
+    clusters = [codec.load(Cluster, path) for path in sorted(folder.glob("cluster.*.json"))]
+    for path in sorted(p for p in folder.glob("*.json") if not p.name.startswith("cluster.")):
+        profile = codec.load(Profile, path)
+        for cluster in (c for c in clusters if c.device.type == profile.device.type):
+            request = Request(gpus=cluster.num_devices, global_batch=profile.global_batch, solver="dp")
+            slack = plan(profile, cluster, offered(), request)[0]
+            yield f"{path.stem} {cluster.name} slack", figures(slack)
+            half = replace(request, memory_bytes=max(slack.prediction.memory_bytes_per_rank) // 2)
+            try:
+                yield f"{path.stem} {cluster.name} half", figures(plan(profile, cluster, offered(), half)[0])
+            except InfeasibleError:
+                yield f"{path.stem} {cluster.name} half", {"infeasible": True}
 
 
 def figures(found: Plan) -> dict[str, Any]:
