@@ -69,7 +69,9 @@ def committed() -> Iterator[tuple[str, dict[str, Any]]]:
     for path in sorted(p for p in folder.glob("*.json") if not p.name.startswith("cluster.")):
         profile = codec.load(Profile, path)
         for cluster in (c for c in clusters if c.device.type == profile.device.type):
-            request = Request(gpus=cluster.num_devices, global_batch=profile.global_batch, solver="dp")
+            request = Request(
+                gpus=cluster.num_devices, global_batch=profile.global_batch, solver="dp", prefer_simple=False
+            )
             slack = plan(profile, cluster, offered(), request)[0]
             yield f"{path.stem} {cluster.name} slack", figures(slack)
             half = replace(request, memory_bytes=max(slack.prediction.memory_bytes_per_rank) // 2)

@@ -16,27 +16,36 @@ def run(args: Arguments, console: Console) -> None:
     from functools import partial
 
     from asa.cli import comparison as c
+    from asa.cli import ground
+    from asa.errors import InfeasibleError
     from asa.ir.bench import Bench
     from asa.report import bench as report
     from asa.report import page
 
     created = c.now()
     folder = Path(args.out) if args.out else places.new_folder(places.COMPARISONS, "bench")
-    device, gpus = c.device_of(args)
-    cluster = c.cluster_here(args, console, device, gpus)
+    device, gpus = ground.device_of(args)
+    ground.check(args, folder, gpus)
+    cluster = ground.cluster_here(args, console, device, gpus)
     contests = [c.prepare(args, console, model, cluster, gpus, folder) for model in args.models]
+    if not any(contest.plans for contest in contests):
+        raise InfeasibleError(f"{contests[0].model}: {next(iter(contests[0].why_not.values()))}")
+    for contest in contests:
+        channels, height, width = contest.profile.graph.input_shape
+        batch, classes = args.global_batch or contest.profile.global_batch, contest.profile.graph.num_classes
+        ground.check_data(args, ground.images(args.data, args.data_root, (channels, height, width))[0], classes, batch)
     started = c.now()
     for contest in contests:
         channels, height, width = contest.profile.graph.input_shape
-        data = partial(c.images, args.data, args.data_root, (channels, height, width))
+        data = partial(ground.images, args.data, args.data_root, (channels, height, width))
         c.measure(contest, args, console, device, args.budget / len(contests), data)
     made = Bench(
         created=created,
         started=started,
-        environment=c.environment(device, cluster, gpus),
+        environment=ground.environment(device, cluster, gpus),
         settings=c.settings(args, contests, gpus, data()[0]),
         sealed=tuple(s for contest in contests for s in contest.sealed),
-        results=tuple(r for contest in contests for r in c.results(contest)),
+        results=tuple(r for contest in contests for r in c.results(args, contest)),
         scaling=tuple(p for contest in contests for p in c.scaling(contest)),
         comparisons=tuple(x for contest in contests for x in contest.comparisons),
         notes=tuple(n for contest in contests for n in c.notes(contest)),

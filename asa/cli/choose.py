@@ -8,7 +8,7 @@ from pathlib import Path
 from asa.cli import places
 from asa.cli.console import Console
 from asa.cli.verb import Arguments
-from asa.errors import InvalidInputError, UnavailableError
+from asa.errors import InvalidInputError, UnavailableError, UsageError
 from asa.ir import codec
 from asa.ir.cluster import Cluster
 from asa.ir.plan import Plan
@@ -35,12 +35,17 @@ def named_cluster(name: str) -> Cluster:
 
 
 def default_cluster(console: Console, device: str, device_name: str, gpus: int | None) -> Cluster:
-    """A measured cluster of that device with enough ranks, else a preset of the same GPU.
+    """A measured cluster of that device with enough ranks, else a preset of the same GPU, else, of a CPU, the largest
+    measured one with more ranks on its cores.
 
     Raises:
-        UnavailableError: neither exists.
+        UsageError: there are some, but none of so many devices.
+        UnavailableError: there is none.
     """
-    measured = [c for _, c in places.clusters(console) if c.device.type == device and c.num_devices >= (gpus or 1)]
+    from asa.cost import widen
+
+    local = [c for _, c in places.clusters(console) if c.device.type == device]
+    measured = [c for c in local if c.num_devices >= (gpus or 1)]
     if measured:
         return min(measured, key=lambda c: (c.device.name != device_name, c.num_devices))
     from asa.cost import presets
@@ -50,6 +55,14 @@ def default_cluster(console: Console, device: str, device_name: str, gpus: int |
     fits = [c for c in fits if device == "cpu" or same_gpu(c.device.name, device_name)]
     if fits:
         return min(fits, key=lambda c: c.num_devices)
+    if local and gpus is not None:
+        largest = max(local, key=lambda c: (c.num_devices, c.device.name == device_name))
+        if widen.possible(largest, gpus):
+            return widen.widened(largest, gpus)
+        raise UsageError(
+            f"asked for {gpus} devices, the largest {device} cluster known, {largest.name}, has {largest.num_devices}; "
+            "lower --gpus, or name a larger one with --cluster (`asa cluster list`)"
+        )
     wanted, flag = (f"{gpus} {device} devices", f" --gpus {gpus}") if gpus else (f"{device} devices", "")
     raise UnavailableError(
         f"no cluster of {wanted} is known; run `asa cluster measure{flag}` on the machine, or name a preset with "
@@ -63,17 +76,30 @@ def profile(args: Arguments, console: Console, model: str | None, cluster: Clust
 
     Raises:
         InvalidInputError: no profile, or one that cannot be used.
+        UsageError: a profile was named, and options that say otherwise.
         UnavailableError: a GPU is needed to measure, and there is none.
     """
     if model is not None and places.looks_like_file(model):
-        return _for_cluster(codec.load(Profile, Path(model)), cluster, f"profile {model}")
-    known = [(path, p) for path, p in places.profiles(console) if _fits(p, args, model)]
+        named = codec.load(Profile, Path(model))
+        if not _fits(named, args, None):
+            raise UsageError(
+                f"{model} is a profile {_described(named)}; leave out --input, --classes and --precision, or profile "
+                f"{named.model_spec} with them"
+            )
+        return _for_cluster(named, cluster, f"profile {model}")
+    every = places.profiles(console)
+    known = [(path, p) for path, p in every if _fits(p, args, model)]
     for path, p in known:
         if cluster is None or p.device.type == cluster.device.type:
             return p, f"profile {places.shown(path)}"
     if known:
         path, p = known[0]
         return _for_cluster(p, cluster, f"profile {places.shown(path)}")
+    if model is None and every:
+        raise InvalidInputError(
+            f"none of {len(every)} profiles is of the --input, --classes and --precision asked for, the newest is "
+            f"{_described(every[0][1])}; name a model to profile it so"
+        )
     if model is None:
         raise InvalidInputError(
             f"no profile in {places.PROFILES}/; run `asa profile MODEL` first, or name a model: `asa plan MODEL`"
@@ -142,8 +168,13 @@ def origins(
     if profile_file is not None:
         profiles = [codec.load(Profile, Path(profile_file))]
     else:
-        profiles = [p for _, p in places.profiles(console)] + places.estimates()
+        profiles = [p for _, p in places.profiles(console)] + places.estimates(console)
     found = next((p for p in profiles if codec.fingerprint(p) == plan.profile_fingerprint), None)
+    if found is None and profile_file is not None:
+        raise InvalidInputError(
+            f"{profile_file} ({codec.fingerprint(profiles[0])}) is not the profile the plan was made from "
+            f"({plan.profile_fingerprint}); name that one, or plan again"
+        )
     if found is None:
         raise InvalidInputError(
             f"the profile the plan was made from ({plan.profile_fingerprint}) is not in {places.PROFILES}/; name it "
@@ -152,9 +183,10 @@ def origins(
     if cluster_name is not None:
         clusters = [named_cluster(cluster_name)]
     else:
-        clusters = [c for _, c in places.clusters(console)]
-        from asa.cost import presets
+        from asa.cost import presets, widen
 
+        clusters = [c for _, c in places.clusters(console)]
+        clusters += [widen.widened(c, plan.gpus) for c in clusters if widen.possible(c, plan.gpus)]
         clusters += [presets.load(name) for name in presets.names() if name == plan.cluster]
     for cluster in clusters:
         if codec.fingerprint(cluster) == plan.cluster_fingerprint:
@@ -187,6 +219,11 @@ def _fits(p: Profile, args: Arguments, model: str | None) -> bool:
         and (args.classes is None or p.graph.num_classes == args.classes)
         and (not args.given("precision") or p.precision == args.precision)
     )
+
+
+def _described(p: Profile) -> str:
+    size = "x".join(map(str, p.graph.input_shape))
+    return f"of {p.model_spec} at {size}, {p.graph.num_classes} classes, {p.precision}"
 
 
 def _for_cluster(p: Profile, cluster: Cluster | None, said: str) -> tuple[Profile, str]:

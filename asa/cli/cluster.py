@@ -46,12 +46,16 @@ def run_show(args: Arguments, console: Console) -> None:
 
 def run_measure(args: Arguments, console: Console) -> None:
     """Measure collectives between this machine's ranks, save, show."""
-    from asa.launch import cuda_devices, usable_cores
+    from asa.cli.ground import device_of
+    from asa.launch import usable_cores
     from asa.profiler.interconnect import measure_cluster
     from asa.report import cluster as report
 
-    on_cuda = args.device == "cuda" or (args.device == "auto" and cuda_devices() > 0)
-    ranks = args.gpus or (cuda_devices() if on_cuda else usable_cores())
+    device, ranks = device_of(args)
+    on_cuda = device == "cuda"
+    ranks = ranks if on_cuda or args.gpus else usable_cores()
+    if args.output:
+        places.check_writable(Path(args.output), "-o")
     with console.progress(f"measuring {ranks} ranks") as progress:
         made = measure_cluster(
             ranks,

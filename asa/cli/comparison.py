@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import asa
 from asa.cli import choose, places
 from asa.cli.console import Console
+from asa.cli.ground import STRATEGIES, DeviceType
 from asa.cli.verb import Arguments
-from asa.errors import InfeasibleError, UnavailableError
+from asa.errors import InfeasibleError
 from asa.ir import bench as nouns
 from asa.ir import codec
 from asa.ir.cluster import Cluster
@@ -25,11 +24,7 @@ if TYPE_CHECKING:
     from asa.executor.benchmark import Cell
     from asa.zoo.data import ImageSet
 
-DeviceType = Literal["cpu", "cuda"]
-
-STRATEGIES = ("single", "ddp", "tensor", "hybrid", "asa")
 SCALES = (1, 2, 4, 8)
-MEASURE_LIMIT_S = 30.0
 
 
 @dataclass
@@ -62,45 +57,6 @@ def conduct(plan: Plan) -> object:
 def now() -> str:
     """The time, as documents state it."""
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def device_of(args: Arguments) -> tuple[DeviceType, int]:
-    """The kind of device to compare on, and how many of them.
-
-    Raises:
-        UnavailableError: CUDA was asked for and there is none, or fewer than asked for.
-    """
-    from asa.launch import cuda_devices, usable_cores
-
-    cuda = cuda_devices() if args.device != "cpu" else 0
-    if args.device == "cuda" and not cuda:
-        raise UnavailableError("no CUDA device is usable here; choose --device cpu (`asa doctor` says more)")
-    if cuda and (args.gpus or 1) > cuda:
-        raise UnavailableError(f"{args.gpus} ranks need {args.gpus} CUDA devices, this machine has {cuda}")
-    return ("cuda", args.gpus or cuda) if cuda else ("cpu", args.gpus or min(8, usable_cores()))
-
-
-def cluster_here(args: Arguments, console: Console, device: DeviceType, gpus: int) -> Cluster:
-    """The named cluster, or one measured on this machine: the newest there is, or one made now."""
-    if args.cluster:
-        return choose.named_cluster(args.cluster)
-    import torch
-
-    from asa.profiler.interconnect import measure_cluster
-    from asa.profiler.machine import device_record
-
-    name = device_record(torch.device(device)).name
-    known = [c for _, c in places.clusters(console) if c.device.type == device and c.device.name == name]
-    enough = [c for c in known if c.num_devices >= gpus]
-    if enough:
-        # Measured with the fewest idle ranks beside those that worked.
-        return min(enough, key=lambda c: c.num_devices)
-    with console.progress(f"measuring {gpus} ranks") as report:
-        made = measure_cluster(
-            gpus, backend="nccl" if device == "cuda" else "gloo", time_limit_s=MEASURE_LIMIT_S, progress=report
-        )
-    codec.save(made, places.cluster_path(made))
-    return made
 
 
 def prepare(args: Arguments, console: Console, model: str, cluster: Cluster, gpus: int, folder: Path) -> Contest:
@@ -171,9 +127,10 @@ def measure(
     ]
 
 
-def results(contest: Contest) -> list[nouns.BenchResult]:
-    """A row a strategy, in the order asked for."""
-    return [_result(contest, s) for s in (*contest.plans, *contest.why_not)]
+def results(args: Arguments, contest: Contest) -> list[nouns.BenchResult]:
+    """A row a strategy, those that could not be run last."""
+    batch = args.global_batch or contest.profile.global_batch
+    return [_result(contest, s, batch) for s in (*contest.plans, *contest.why_not)]
 
 
 def scaling(contest: Contest) -> list[nouns.ScalingPoint]:
@@ -232,34 +189,6 @@ def settings(args: Arguments, contests: Sequence[Contest], gpus: int, train: Ima
     )
 
 
-def images(name: str, root: str | None, shape: tuple[int, int, int]) -> tuple[ImageSet, ImageSet]:
-    """Training and test images in the shape a model takes; called on every rank."""
-    from asa.zoo.data import open_split
-
-    where = Path(root) if root else None
-    train = open_split(name, split="train", root=where, input_shape=shape)
-    return train, open_split(name, split="test", root=where, input_shape=shape)
-
-
-def environment(device: DeviceType, cluster: Cluster, gpus: int) -> nouns.BenchEnvironment:
-    """This machine."""
-    import torch
-
-    from asa.launch import usable_cores
-    from asa.profiler.machine import device_record
-
-    return nouns.BenchEnvironment(
-        device_type=device,
-        device_name=device_record(torch.device(device)).name,
-        num_devices=gpus,
-        cpu_cores=usable_cores(),
-        backend=cluster.backend,
-        python_version=platform.python_version(),
-        torch_version=torch.__version__,
-        asa_version=asa.__version__,
-    )
-
-
 def _plan(args: Arguments, contest: Contest, gpus: int, strategy: str) -> Sequence[Plan]:
     from asa.planner import Request, plan
     from asa.strategies import offered
@@ -296,13 +225,13 @@ def _scaling(args: Arguments, contest: Contest, gpus: int) -> list[nouns.Scaling
     return found
 
 
-def _result(contest: Contest, strategy: str) -> nouns.BenchResult:
+def _result(contest: Contest, strategy: str, global_batch: int) -> nouns.BenchResult:
     if strategy in contest.why_not:
         return nouns.BenchResult(
             model=contest.model,
             strategy=strategy,
             ranks=0,
-            global_batch=contest.profile.global_batch,
+            global_batch=global_batch,
             step_time_s=None,
             predicted_step_time_s=None,
             why_not=contest.why_not[strategy],

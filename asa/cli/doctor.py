@@ -22,7 +22,7 @@ def run(_: Arguments, console: Console) -> int:
     """Look at everything; 5 if something needed is missing."""
     from asa.report.checks import render
 
-    found = [look(console) for look in LOOKS]
+    found = [_looked(look, console) for look in LOOKS]
     data = {
         "schema_version": codec.SCHEMA_VERSION,
         "kind": "doctor",
@@ -31,6 +31,17 @@ def run(_: Arguments, console: Console) -> int:
     }
     console.result(data, lambda: render(found))
     return 0 if data["ok"] else UnavailableError.exit_code
+
+
+def _looked(look: Callable[[Console], Check], console: Console) -> Check:
+    """One check; where it cannot even be made (there is no torch), that."""
+    from asa.report.checks import Check
+
+    try:
+        return look(console)
+    except (ImportError, RuntimeError, OSError) as error:
+        why = f"cannot be told: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        return Check(name=look.__name__.strip("_"), ok=False, detail=why, needed=False, fix="repair torch first")
 
 
 def _python(_: Console) -> Check:

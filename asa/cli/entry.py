@@ -37,7 +37,7 @@ def run(argv: Sequence[str]) -> int:
         with console.keeping_stdout(), _quiet_libraries(debug):
             return dispatch(argv, console) or 0
     except SystemExit as stop:  # argparse, after --help
-        return stop.code if isinstance(stop.code, int) else 0
+        return stop.code if isinstance(stop.code, int) else AsaError.exit_code if stop.code else 0
     except BrokenPipeError:
         # The reader has gone; without this Python complains once more when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -47,11 +47,17 @@ def run(argv: Sequence[str]) -> int:
     except AsaError as error:
         return _end(console, str(error), error.exit_code, debug)
     except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
+        # Of two names the second is where something was to go; the first may be a temporary one.
+        name = error.filename2 or error.filename
+        where = f"{name}: " if name else ""
         return _end(console, f"{where}{error.strerror or error}", UnavailableError.exit_code, debug)
+    except ModuleNotFoundError as error:
+        if (error.name or "asa").partition(".")[0] == "asa":
+            return _internal(console, error, debug)
+        what = f"this needs the package {error.name}, which is not installed; `asa doctor` says how to repair that"
+        return _end(console, what, UnavailableError.exit_code, debug)
     except Exception as error:
-        what = f"internal error: {type(error).__name__}: {error}; set ASA_DEBUG=1 to see the traceback"
-        return _end(console, what, AsaError.exit_code, debug)
+        return _internal(console, error, debug)
 
 
 def dispatch(argv: Sequence[str], console: Console) -> int | None:
@@ -104,6 +110,11 @@ def _listing(program: str, rows: Sequence[tuple[str, str]]) -> str:
     lines += [f"  {name:<{wide}}  {text}" for name, text in rows]
     lines += ["", "`asa <command> --help` says more about one. `--json` on any of them prints a document.", ""]
     return "\n".join(lines)
+
+
+def _internal(console: Console, error: Exception, debug: bool) -> int:
+    what = f"internal error: {type(error).__name__}: {error}; set ASA_DEBUG=1 to see the traceback"
+    return _end(console, what, AsaError.exit_code, debug)
 
 
 def _end(console: Console, message: str, code: int, debug: bool) -> int:

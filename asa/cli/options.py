@@ -10,6 +10,9 @@ from typing import Any
 from asa.cli.verb import Option
 from asa.ir.units import GIB
 
+_MOST_SEED = 2**32 - 1
+_MOST_GIB = 2**20
+
 
 def count(text: str) -> int:
     """A whole number from 1."""
@@ -27,6 +30,14 @@ def natural(text: str) -> int:
     return 0 if text.strip() == "0" else count(text)
 
 
+def seed(text: str) -> int:
+    """A whole number from 0 that every generator takes."""
+    value = natural(text)
+    if value > _MOST_SEED:
+        raise ValueError(f"{value} is above {_MOST_SEED}")
+    return value
+
+
 def positive(text: str) -> float:
     """A number above 0."""
     try:
@@ -34,7 +45,7 @@ def positive(text: str) -> float:
     except ValueError:
         raise ValueError(f"{text!r} is not a number") from None
     if not 0 < value < math.inf:
-        raise ValueError(f"{text} is not above 0")
+        raise ValueError(f"{text} is not above 0, or too large for a number")
     return value
 
 
@@ -44,7 +55,10 @@ def gibibytes(text: str) -> int:
     >>> gibibytes("1.5")
     1610612736
     """
-    return int(positive(text) * GIB)
+    value = positive(text)
+    if value > _MOST_GIB:
+        raise ValueError(f"{text} GiB is above {_MOST_GIB}, more than any device has")
+    return int(value * GIB)
 
 
 def budget(text: str) -> float:
@@ -117,7 +131,7 @@ PIN = Option(
 )
 SOLVER = Option(name="solver", help="how to search", choices=("ilp", "dp", "exhaustive"), default="ilp")
 OPTIMIZER = Option(name="optimizer", help="decides learning rate and state", choices=("sgd", "adamw"), default="sgd")
-SEED = Option(name="seed", help="of weights, sample order and masks", parse=natural, default=0, metavar="S")
+SEED = Option(name="seed", help="of weights, sample order and masks", parse=seed, default=0, metavar="S")
 DATA = Option(
     name="data",
     help="images to train on",

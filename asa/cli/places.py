@@ -6,6 +6,7 @@ Profiles and measured clusters: ``profiles/`` of the working directory, then tho
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
@@ -14,7 +15,7 @@ from typing import TypeVar
 
 import asa
 from asa.cli.console import Console
-from asa.errors import InvalidInputError
+from asa.errors import InvalidInputError, UnavailableError
 from asa.ir import codec
 from asa.ir.cluster import Cluster
 from asa.ir.plan import Plan
@@ -50,8 +51,12 @@ def slug(text: str) -> str:
 
 
 def looks_like_file(text: str) -> bool:
-    """Whether a user who typed this meant a file and not a model, a preset or a strategy."""
-    return text.endswith(".json") or "/" in text or Path(text).is_file()
+    """Whether a user who typed this meant a file and not a model (``hf:owner/name``), a preset or a strategy.
+
+    >>> looks_like_file("./resnet50.json"), looks_like_file("hf:owner/name"), looks_like_file("resnet50")
+    (True, False, False)
+    """
+    return text.endswith(".json") or ("/" in text and ":" not in text) or Path(text).is_file()
 
 
 def profiles(console: Console) -> list[tuple[Path, Profile]]:
@@ -60,9 +65,9 @@ def profiles(console: Console) -> list[tuple[Path, Profile]]:
     return sorted(found, key=lambda item: item[1].provenance.created, reverse=True)
 
 
-def estimates() -> list[Profile]:
-    """Profiles that were estimated for a plan and never measured."""
-    return [codec.load(Profile, p) for p in sorted(ESTIMATES.glob("*.json"))]
+def estimates(console: Console) -> list[Profile]:
+    """Profiles that were estimated for a plan and never measured, as far as they can be read."""
+    return [p for _, p in _readable(sorted(ESTIMATES.glob("*.json")), Profile, console)]
 
 
 def clusters(console: Console) -> list[tuple[Path, Cluster]]:
@@ -83,6 +88,24 @@ def plan_path(plan: Plan) -> Path:
 def new_folder(parent: Path, name: str) -> Path:
     """A folder for one more run, not made yet: the name and the time."""
     return parent / f"{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+
+
+def check_writable(path: Path, flag: str) -> None:
+    """Whether a file can be put at ``path``, asked before minutes of work go into it.
+
+    Raises:
+        UnavailableError: it cannot; ``flag`` is the option that names another place.
+    """
+    folder = next(p for p in (path.parent, *path.parent.parents) if p.exists() or p == p.parent)
+    if path.is_dir():
+        reason = "it is a directory"
+    elif not folder.is_dir():
+        reason = f"{folder} is not a directory"
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        reason = f"no permission to write in {folder}"
+    else:
+        return
+    raise UnavailableError(f"cannot write {path}: {reason}; choose another {flag}")
 
 
 def newest_plan(text: str | None) -> tuple[Path, Plan]:

@@ -20,6 +20,8 @@ def run(args: Arguments, console: Console) -> None:
     from asa.report import plan as report
     from asa.strategies import offered
 
+    if args.output:
+        places.check_writable(Path(args.output), "-o")
     cluster = choose.named_cluster(args.cluster) if args.cluster else None
     profile, said = choose.profile(args, console, args.model, cluster)
     console.say(f"asa: {said}")

@@ -12,9 +12,11 @@ from asa.ir import codec
 
 def run(args: Arguments, console: Console) -> None:
     """Measure, save, show."""
+    from asa.cli import places
     from asa.cli.choose import measured
     from asa.report import profile as report
 
+    places.check_writable(Path(args.output) if args.output else places.PROFILES / "profile.json", "-o")
     made, said = measured(
         args,
         console,

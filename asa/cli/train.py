@@ -94,7 +94,9 @@ def plan_and_folder(args: Arguments) -> tuple[Path, Plan, Path]:
         raise NoCheckpointError(f"no run in {places.TRAINING}/ to resume; name one with --out")
     out = Path(args.out) if args.out else runs[-1].parent
     left = out / "plan.json"
-    path, plan = places.newest_plan(args.plan or (str(left) if left.is_file() else None))
+    if not args.plan and not left.is_file():
+        raise NoCheckpointError(f"no run in {out} to resume: it has no plan.json; leave out --resume to start anew")
+    path, plan = places.newest_plan(args.plan or str(left))
     return path, plan, out
 
 

@@ -148,20 +148,20 @@ class Pricer:
         component = self._graph.components[index]
         memory = strategy.memory(share, layout.data, self._optimizer)
         several = self._num_microbatches > 1
+        full = OPTIMIZER_WORDS[self._optimizer] * share.parameter_bytes
+        part = memory.optimizer / full if full > 0 else 0.0
         footprint = Footprint(
             state=memory.state + (memory.gradients if several else 0.0),
             activations=saved * margin(),
             gradients=0.0 if several else memory.gradients,
-            transient=max(transient * margin() + memory.transient, self._update_bytes(share)),
+            transient=max(transient * margin() + memory.transient, part * self._update_bytes(share)),
         )
-        full = OPTIMIZER_WORDS[self._optimizer] * share.parameter_bytes
-        part = memory.optimizer / full if full > 0 else 0.0
         bandwidth = self._cluster.device.memory_bandwidth
         update = self._times.update(component, layout.tensor, self._optimizer, share.parameter_bytes, bandwidth)
         return footprint, part * update
 
     def _update_bytes(self, share: Share) -> float:
-        """What the optimizer allocates beside state and gradients: a copy or two of the tensor in hand.
+        """What the optimizer allocates beside a whole state and its gradients: a copy or two of the tensor in hand.
 
         By then the activations are gone, and all gradients there. The bound of :mod:`asa.cost.memory` takes this as a
         transient of the component's backward instead, which comes to the same but for the difference between the

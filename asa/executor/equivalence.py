@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from asa.errors import UsageError
 from asa.executor.materialize import ParallelModel, materialize
 from asa.executor.optimizer import build_optimizer
 from asa.executor.state import full_gradients, full_state
@@ -210,6 +211,12 @@ def verify(
         WorkersFailedError: a rank died. UsageError: the plan cannot be run here.
     """
     count = samples or default_samples(plan)
+    least = plan.num_microbatches * max(2, *(layout.data for layout in plan.layouts()))
+    if samples is not None and samples < least:
+        raise UsageError(
+            f"asked to compare on {samples} samples, {plan.num_microbatches} microbatches on {plan.num_ranks} ranks "
+            f"need {least}; raise --samples, or leave it out"
+        )
     backend = "nccl" if device == "cuda" else "gloo"
     results = run_ranks(
         plan.num_ranks,

@@ -145,6 +145,8 @@ def build(cls: type[T], data: Any, *, source: str) -> T:
         first = error.errors(include_url=False)[0]
         where = "$" + "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in first["loc"])
         raise InvalidInputError(f"{source}: {first['msg'].lower()}", where=where) from None
+    except InvalidInputError as error:  # raised by a noun, which does not know its file
+        raise InvalidInputError(f"{source}: {error}") from None
     except (RecursionError, ValueError) as error:
         raise InvalidInputError(f"{source}: {error}") from None
     return value

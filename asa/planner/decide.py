@@ -101,7 +101,8 @@ def _whole(
     among = sorted((r for r in eligible if r.name in meant), key=lambda r: r.seconds)
     if not among:
         reasons = "; ".join(f"{r.name}: {r.why_not or 'not allowed by the pins'}" for r in rows if r.name in meant)
-        raise InfeasibleError(f"none of {', '.join(wanted)} fits: {reasons}; try --strategies asa")
+        remedy = infeasible.remedy(prices, sorted(meant))
+        raise InfeasibleError(f"none of {', '.join(wanted)} fits: {reasons}; {remedy}")
     made = []
     for row in among[: prices.space.request.top_k]:
         assert row.candidate is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from asa.cost.memory import usable
@@ -9,7 +10,7 @@ from asa.cost.planned import Price
 from asa.errors import InfeasibleError
 from asa.ir.codec import noun
 from asa.ir.units import GIB
-from asa.planner import dp
+from asa.planner import baselines, dp
 from asa.planner.candidate import Candidate, Prices
 from asa.planner.formulate import formulate
 from asa.planner.request import Pin
@@ -75,6 +76,28 @@ def explain(prices: Prices, allowed: Allowed = anything) -> InfeasibleError:
         f"{peak.activations / GIB:.3g} GiB activations) under every strategy up to {request.gpus} devices, devices "
         f"have {total / GIB:.3g} GiB{kept}; try {' or '.join(tries)}"
     )
+
+
+def remedy(prices: Prices, names: Sequence[str]) -> str:
+    """What to try where only the whole strategies ``names`` were asked for, and none of them can be had."""
+    space = prices.space
+    needed = [_memory_for(space, prices.of(c).peak.total, c.width) for n in names for c in _uniform(n, space)]
+    said = [f"--memory {min(needed) / GIB:.3g}"] if needed else []
+    found = leanest(prices, space.pinned)
+    if found is not None and found.excess <= 0:
+        said.append("--strategies asa")
+    return f"try {' or '.join(said)}" if said else "change --gpus, --global-batch, --memory or the pins"
+
+
+def _uniform(name: str, space: Space) -> Iterator[Candidate]:
+    """One whole strategy in one microbatch and in all powers of two, as far as it and the pins go."""
+    for m in _microbatches(space):
+        try:
+            candidate = baselines.uniform(name, space, m)
+        except baselines.Unavailable:
+            return
+        if all(space.pinned(i, way) for i, way in enumerate(candidate.ways)):
+            yield candidate
 
 
 def _memory_for(space: Space, active: float, width: int) -> float:

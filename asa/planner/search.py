@@ -200,12 +200,14 @@ def _arbitrate(known: Solution, found: Solution, cutoff_ms: float, problem: Prob
 
 
 def next_best(outcome: Outcome, count: int, time_limit_s: float) -> list[Candidate]:
-    """Up to ``count`` more candidates of the width and microbatches of the best one, in order of their time."""
+    """Up to ``count`` more candidates of the width and microbatches of the best one, in order of their time; as many
+    as are found in ``time_limit_s``."""
     if outcome.formulation is None or outcome.best is None:
         return []
     problem, found = outcome.formulation.problem, [outcome.choice]
-    while len(found) <= count:
-        solution = ilp.solve(problem, time_limit_s=time_limit_s, forbidden=tuple(found))
+    ends = time.monotonic() + time_limit_s
+    while len(found) <= count and (left := ends - time.monotonic()) > 0:
+        solution = ilp.solve(problem, time_limit_s=left, forbidden=tuple(found))
         if solution.choice is None or solution.choice in found:
             break
         found.append(solution.choice)

@@ -1,0 +1,150 @@
+"""What ``asa bench`` stands on: devices, links, images; what is wrong with them is said before any measuring."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import asa
+from asa.cli import choose, places
+from asa.cli.console import Console
+from asa.cli.verb import Arguments
+from asa.errors import UnavailableError, UsageError
+from asa.ir import bench as nouns
+from asa.ir import codec
+from asa.ir.cluster import Cluster
+
+if TYPE_CHECKING:
+    from asa.zoo.data import ImageSet
+
+DeviceType = Literal["cpu", "cuda"]
+
+STRATEGIES = ("single", "ddp", "tensor", "hybrid", "asa")
+MEASURE_LIMIT_S = 30.0
+RANKS_PER_CORE = 32
+"""More processes than that on a core are a slip of the pen."""
+
+
+def device_of(args: Arguments) -> tuple[DeviceType, int]:
+    """The kind of device to compare on, and how many of them.
+
+    Raises:
+        UnavailableError: CUDA was asked for and there is none, or fewer than asked for.
+        UsageError: more ranks than the cores could ever run.
+    """
+    from asa.launch import cuda_devices, usable_cores
+
+    cuda = cuda_devices() if args.device != "cpu" else 0
+    if args.device == "cuda" and not cuda:
+        raise UnavailableError("no CUDA device is usable here; choose --device cpu (`asa doctor` says more)")
+    if cuda and (args.gpus or 1) > cuda:
+        raise UnavailableError(f"{args.gpus} ranks need {args.gpus} CUDA devices, this machine has {cuda}")
+    if not cuda and (args.gpus or 1) > RANKS_PER_CORE * usable_cores():
+        raise UsageError(
+            f"asked for {args.gpus} ranks on {usable_cores()} cores, the most is {RANKS_PER_CORE * usable_cores()}; "
+            "lower --gpus (a run on other machines is predicted by `asa plan --cluster NAME`)"
+        )
+    return ("cuda", args.gpus or cuda) if cuda else ("cpu", args.gpus or min(8, usable_cores()))
+
+
+def check(args: Arguments, folder: Path, gpus: int) -> None:
+    """What can be known to be wrong before minutes of measuring: names, files, where results are to go.
+
+    Raises:
+        UsageError: no such model or strategy, or data with more classes than asked for.
+        InvalidInputError: files of the data set that cannot be used.
+        UnavailableError: ``folder`` cannot be written.
+    """
+    from asa.planner import baselines
+    from asa.strategies import offered
+    from asa.zoo.models import build, default_input, names
+
+    places.check_writable(folder / "bench.json", "--out")
+    baselines.check(args.strategies or STRATEGIES, offered(), gpus)
+    known = names()
+    for model in args.models:
+        shape, classes = default_input(model)
+        if model not in known:
+            build(model, num_classes=args.classes or classes, input_shape=args.input or shape)
+        train, _ = images(args.data, args.data_root, args.input or shape)
+        check_data(args, train, args.classes or train.num_classes, args.global_batch or 1)
+
+
+def check_data(args: Arguments, train: ImageSet, num_classes: int, global_batch: int) -> None:
+    """Whether a model of so many classes can be trained on ``train`` in batches of that size.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    if train.num_classes > num_classes:
+        raise UsageError(
+            f"{args.data} has {train.num_classes} classes, the model tells {num_classes} apart; "
+            f"try --classes {train.num_classes}, or other --data"
+        )
+    if global_batch > len(train):
+        raise UsageError(
+            f"a global batch of {global_batch} is larger than the {len(train)} images of {args.data}; "
+            f"try --global-batch {len(train)}"
+        )
+
+
+def cluster_here(args: Arguments, console: Console, device: DeviceType, gpus: int) -> Cluster:
+    """The named cluster, or one measured on this machine: the newest there is, or one made now.
+
+    Raises:
+        UsageError: the named one is of another kind of device, or too small.
+    """
+    if args.cluster:
+        named = choose.named_cluster(args.cluster)
+        if named.device.type != device or named.num_devices < gpus:
+            raise UsageError(
+                f"cluster {named.name} has {named.num_devices} {named.device.type} devices, this comparison runs on "
+                f"{gpus} of {device}; leave out --cluster to measure one, or change --gpus or --device"
+            )
+        return named
+    import torch
+
+    from asa.profiler.interconnect import measure_cluster
+    from asa.profiler.machine import device_record
+
+    name = device_record(torch.device(device)).name
+    known = [c for _, c in places.clusters(console) if c.device.type == device and c.device.name == name]
+    enough = [c for c in known if c.num_devices >= gpus]
+    if enough:
+        # Measured with the fewest idle ranks beside those that worked.
+        return min(enough, key=lambda c: c.num_devices)
+    with console.progress(f"measuring {gpus} ranks") as report:
+        made = measure_cluster(
+            gpus, backend="nccl" if device == "cuda" else "gloo", time_limit_s=MEASURE_LIMIT_S, progress=report
+        )
+    codec.save(made, places.cluster_path(made))
+    return made
+
+
+def images(name: str, root: str | None, shape: tuple[int, int, int]) -> tuple[ImageSet, ImageSet]:
+    """Training and test images in the shape a model takes; called on every rank."""
+    from asa.zoo.data import open_split
+
+    where = Path(root) if root else None
+    train = open_split(name, split="train", root=where, input_shape=shape)
+    return train, open_split(name, split="test", root=where, input_shape=shape)
+
+
+def environment(device: DeviceType, cluster: Cluster, gpus: int) -> nouns.BenchEnvironment:
+    """This machine."""
+    import torch
+
+    from asa.launch import usable_cores
+    from asa.profiler.machine import device_record
+
+    return nouns.BenchEnvironment(
+        device_type=device,
+        device_name=device_record(torch.device(device)).name,
+        num_devices=gpus,
+        cpu_cores=usable_cores(),
+        backend=cluster.backend,
+        python_version=platform.python_version(),
+        torch_version=torch.__version__,
+        asa_version=asa.__version__,
+    )
