@@ -4,7 +4,8 @@ In fp32 two orders of the same additions drift apart within a few steps (a permu
 tens of per cent), so weights are compared in float64: five steps at an ordinary learning rate under the plan and on
 one device, from the same weights, samples and dropout masks, with BatchNorm over the same groups of samples. A
 tensor passes if ``||delta|| <= max(1e-6, 10 * floor) * ||w||``, where the floor is one device against itself with
-samples permuted inside the batch. First-step gradients are compared in fp32 too.
+samples permuted inside the batch. First-step gradients are compared in fp32 too; their floor also counts how far
+fp32 on one device is from float64.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ WEIGHT_TOLERANCE = 1e-6
 FLOOR_FACTOR = 10.0
 GRADIENT_TOLERANCE_FP32 = 1e-4
 _SMALL_GRADIENT = 1e-3
-LEARNING_RATE = {"sgd": 0.05, "adamw": 1e-3}
+LEARNING_RATE = {"sgd": 0.01, "adamw": 1e-3}
 STEPS = 5
 
 ModelFactory = Callable[[], nn.Module]
@@ -62,8 +63,8 @@ def alone(plan: Plan) -> Plan:
 
 def default_samples(plan: Plan) -> int:
     """A batch small enough for a laptop; BatchNorm over a handful of values would amplify rounding instead of
-    showing errors, so a microbatch has at least 16 samples where the plan's own batch allows it."""
-    return min(plan.global_batch, max(4 * plan.num_ranks, 16) * plan.num_microbatches)
+    showing errors, so a microbatch has at least 32 samples where the plan's own batch allows it."""
+    return min(plan.global_batch, max(4 * plan.num_ranks, 32) * plan.num_microbatches)
 
 
 def _batch(plan: Plan, samples: int, step: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -94,7 +95,8 @@ def _run(
         x, y = _batch(plan, samples, step, dtype)
         optimizer.zero_grad(set_to_none=True)
         trace.losses.append(_step(model, x, y, step, permute))
-        if step == 0 and dtype == torch.float32:
+        # In float64 only one device's are wanted: they show how far fp32 is from the truth by itself.
+        if step == 0 and (dtype == torch.float32 or (plan.num_ranks == 1 and not permute)):
             trace.gradients = full_gradients(model)
         optimizer.step()
     if dtype == torch.float64:
@@ -181,7 +183,9 @@ def judge(outcome: _Outcome, plan: Plan, samples: int) -> Equivalence:
     least = _SMALL_GRADIENT * sum(_norm(g) ** 2 for g in one.values()) ** 0.5
     gradients = []
     for name, reference in one.items():
-        error, floor = (_error(g[name], reference, least) for g in (outcome.plan32.gradients, permuted))
+        error, shuffled = (_error(g[name], reference, least) for g in (outcome.plan32.gradients, permuted))
+        # Shards of a convolution may run another algorithm, with other rounding: no permutation shows that.
+        floor = max(shuffled, _error(outcome.one64.gradients[name], reference, least))
         gradients.append((error, max(GRADIENT_TOLERANCE_FP32, FLOOR_FACTOR * floor), name))
     gradient_error, gradient_allowed, worst_gradient = max(gradients, key=lambda g: g[0] / g[1])
     fine = (
