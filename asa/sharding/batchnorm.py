@@ -17,7 +17,8 @@ from asa.sharding.axis import Axis
 
 
 def _channel_sum(x: Tensor) -> Tensor:
-    return x.sum(dim=[d for d in range(x.dim()) if d != 1])
+    # In float64, as the stock kernel accumulates on CPUs: what is lost here a deep network amplifies.
+    return x.sum(dim=[d for d in range(x.dim()) if d != 1], dtype=torch.float64)
 
 
 def _view(v: Tensor, x: Tensor) -> Tensor:
@@ -27,16 +28,16 @@ def _view(v: Tensor, x: Tensor) -> Tensor:
 class _Normalise(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        count = torch.tensor([x.numel() / x.shape[1]], dtype=x.dtype, device=x.device)
+        count = torch.tensor([x.numel() / x.shape[1]], dtype=torch.float64, device=x.device)
         first = torch.cat([_channel_sum(x), count])
         dist.all_reduce(first, group=axis.group)
         count = first[-1:]
         mean = first[:-1] / count
-        centred = x - _view(mean, x)
+        centred = x - _view(mean.to(x.dtype), x)
         squares = _channel_sum(centred * centred)
         dist.all_reduce(squares, group=axis.group)
         variance = squares / count
-        inverse = (variance + eps).rsqrt()
+        inverse = (variance + eps).rsqrt().to(x.dtype)
         y = centred * _view(inverse, x)
         ctx.save_for_backward(y, inverse, count)
         ctx.axis = axis
@@ -48,7 +49,7 @@ class _Normalise(torch.autograd.Function):
         y, inverse, count = ctx.saved_tensors
         sums = torch.stack([_channel_sum(gradient), _channel_sum(gradient * y)])
         dist.all_reduce(sums, group=ctx.axis.group)
-        mean_gradient, mean_product = sums / count
+        mean_gradient, mean_product = (sums / count).to(gradient.dtype)
         corrected = gradient - _view(mean_gradient, y) - y * _view(mean_product, y)
         return corrected * _view(inverse, y), None, None
 
