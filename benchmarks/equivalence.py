@@ -32,6 +32,7 @@ from asa.tracing import trace
 from asa.zoo.models import build
 
 INPUT, CLASSES = (3, 32, 32), 100
+KINDS = "ddp,tensor,hybrid:d2t2,zero1,zero2,fsdp,mixed,checkpoint,1f1b,gpipe"
 Choose = Callable[[int, Component], tuple[str, int, int]]
 
 
@@ -41,7 +42,10 @@ def kinds(ranks: int) -> dict[str, Choose]:
     found: dict[str, Choose] = {
         "ddp": lambda _i, _c: ("replicate", ranks, 1),
         "tensor": lambda _i, _c: ("replicate", 1, ranks),
+        "zero1": lambda _i, _c: ("zero1", ranks, 1),
+        "zero2": lambda _i, _c: ("zero2", ranks, 1),
         "fsdp": lambda _i, _c: ("zero3", ranks, 1),
+        "checkpoint": lambda _i, _c: ("replicate", ranks, 1),
         "mixed": lambda i, _c: ("replicate", *layouts[i % len(layouts)]),
     }
     if ranks == 4:
@@ -49,11 +53,41 @@ def kinds(ranks: int) -> dict[str, Choose]:
     return found
 
 
-def _assign(i: int, c: Component, choose: Choose) -> Assignment:
+def _assign(i: int, c: Component, choose: Choose, *, stage: int = 0, checkpoint: bool = False) -> Assignment:
     data, d, t = choose(i, c)
     t = t if c.split is not None and t <= c.split.max_degree else 1
-    tensor = TensorDegree(strategy="tensor" if t > 1 else "none", degree=t)
-    return Assignment(name=c.name, stage=0, data=DataDegree(strategy=data, degree=d), tensor=tensor)  # type: ignore[arg-type]
+    return Assignment(
+        name=c.name,
+        stage=stage,
+        data=DataDegree(strategy=data, degree=d),  # type: ignore[arg-type]
+        tensor=TensorDegree(strategy="tensor" if t > 1 else "none", degree=t),
+        checkpoint=checkpoint,
+    )
+
+
+def plans(base: Plan, graph: LayerGraph, ranks: int) -> dict[str, Plan]:
+    """Every kind of plan on so many ranks."""
+    found = {}
+    for kind, choose in kinds(ranks).items():
+        components = tuple(
+            _assign(i, c, choose, checkpoint=kind == "checkpoint" and i % 2 == 1)
+            for i, c in enumerate(graph.components)
+        )
+        stage = Stage(ranks=tuple(range(ranks)))
+        found[kind] = replace(base, components=components, stages=(stage,), gpus=ranks, strategy="asa")
+    cut, first = len(graph.components) // 2, ranks // 2
+    widths = (first, ranks - first)
+    stages = (Stage(ranks=tuple(range(first))), Stage(ranks=tuple(range(first, ranks))))
+    for schedule in ("1f1b", "gpipe"):
+        components = tuple(
+            _assign(i, c, lambda _i, _c, w=widths[i >= cut]: ("replicate", w, 1), stage=int(i >= cut))
+            for i, c in enumerate(graph.components)
+        )
+        found[schedule] = replace(
+            base, components=components, stages=stages, gpus=ranks, strategy="asa", schedule=schedule,
+            num_microbatches=4,
+        )  # fmt: skip
+    return found
 
 
 def base_plan(graph: LayerGraph, model: str, fingerprint: str) -> Plan:
@@ -68,7 +102,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="resnet50,vit_b_16,vgg16")
     parser.add_argument("--ranks", default="2,3,4")
-    parser.add_argument("--kinds", default="ddp,tensor,hybrid:d2t2,fsdp,mixed")
+    parser.add_argument("--kinds", default=KINDS)
     parser.add_argument("-o", "--output", type=Path, default=None)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -81,12 +115,9 @@ def main() -> None:
         base = base_plan(graph, model, traced.model_fingerprint)
         del traced
         for ranks in map(int, args.ranks.split(",")):
-            for kind, choose in kinds(ranks).items():
-                if kind not in args.kinds.split(",") or (ranks == 3 and kind not in ("ddp", "tensor", "mixed")):
+            for kind, case in plans(base, graph, ranks).items():
+                if kind not in args.kinds.split(",") or (ranks == 3 and kind in ("zero1", "zero2", "fsdp")):
                     continue
-                components = tuple(_assign(i, c, choose) for i, c in enumerate(graph.components))
-                stage = Stage(ranks=tuple(range(ranks)))
-                case = replace(base, components=components, stages=(stage,), gpus=ranks, strategy="asa")
                 began = time.monotonic()
                 found = verify(case, factory, offered())
                 seconds = time.monotonic() - began
@@ -99,10 +130,10 @@ def main() -> None:
                 document = to_data(found)
                 del document["tensors"]
                 records.append({"model": model, "plan": kind, "seconds": round(seconds, 1), **document})
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        header = {"torch": torch.__version__, "backend": "gloo", "input": INPUT, "classes": CLASSES}
-        args.output.write_text(json.dumps({**header, "cases": records}, indent=1) + "\n")
+                if args.output:
+                    args.output.parent.mkdir(parents=True, exist_ok=True)
+                    header = {"torch": torch.__version__, "backend": "gloo", "input": INPUT, "classes": CLASSES}
+                    args.output.write_text(json.dumps({**header, "cases": records}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from asa.executor.clock import StepClock
-from asa.executor.groups import Groups
-from asa.executor.materialize import groups_of, materialize
+from asa.executor.groups import Groups, groups_of
+from asa.executor.materialize import materialize
 from asa.executor.optimizer import build_optimizer
 from asa.executor.precision import LossScale
 from asa.executor.votes import Votes
@@ -86,7 +87,7 @@ class _Entrant:
         example = torch.zeros((2, *plan.input_shape))
         model = materialize(plan, build(), example, rank=rank, strategies=strategies, device=device, seed=options.seed)
         model.train()
-        optimizer = build_optimizer(plan.optimizer, model.parameters(), lr=options.lr)
+        optimizer = build_optimizer(plan.optimizer, model.updated, lr=options.lr)
         self.worker = Worker(
             model=model, optimizer=optimizer, scale=LossScale(plan.precision), votes=votes, clock=StepClock(device),
             precision=plan.precision, seed=options.seed, label_smoothing=0.0,
@@ -130,8 +131,8 @@ def _memory(entrant: _Entrant, images: ImageSet, order: GlobalOrder, device: tor
     kept += [v for s in worker.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
     # Gradients of a wrapped segment are views of buckets that outlive the step; the others are released by it.
     kept += model.bucket_gradients()
-    base = bytes_of(kept)
-    worker.optimizer.zero_grad(set_to_none=True)
+    base = bytes_of([t.to_local() if isinstance(t, DTensor) else t for t in kept])
+    model.zero_grad()
     events, _ = record(lambda: entrant.turn(images, order, 1), device)
     return base + peak(events)
 

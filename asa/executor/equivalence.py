@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from asa.errors import UsageError
-from asa.executor.materialize import ParallelModel, materialize
+from asa.executor.materialize import materialize
 from asa.executor.optimizer import build_optimizer
+from asa.executor.parallel import ParallelModel
 from asa.executor.state import full_gradients, full_state
 from asa.executor.step import forward_backward
 from asa.interfaces.strategy import Strategies
@@ -54,7 +55,11 @@ def alone(plan: Plan) -> Plan:
     """The same training on one device: same microbatches, every component whole."""
     whole = tuple(
         replace(
-            c, stage=0, data=DataDegree(strategy="replicate", degree=1), tensor=TensorDegree(strategy="none", degree=1)
+            c,
+            stage=0,
+            data=DataDegree(strategy="replicate", degree=1),
+            tensor=TensorDegree(strategy="none", degree=1),
+            checkpoint=False,
         )
         for c in plan.components
     )
@@ -88,17 +93,18 @@ def _run(
         plan, build(), example, rank=rank, strategies=strategies, device=device, batch_norm="exact",
         prepare=lambda traced: _convert(traced, dtype),
     )  # fmt: skip
-    optimizer = build_optimizer(plan.optimizer, model.parameters(), lr=LEARNING_RATE[plan.optimizer])
+    optimizer = build_optimizer(plan.optimizer, model.updated, lr=LEARNING_RATE[plan.optimizer])
     model.train()
     trace = Trace()
     for step in range(steps):
         x, y = _batch(plan, samples, step, dtype)
-        optimizer.zero_grad(set_to_none=True)
+        model.zero_grad()
         trace.losses.append(_step(model, x, y, step, permute))
         # In float64 only one device's are wanted: they show how far fp32 is from the truth by itself.
         if step == 0 and (dtype == torch.float32 or (plan.num_ranks == 1 and not permute)):
             trace.gradients = full_gradients(model)
         optimizer.step()
+        model.share_updates()
     if dtype == torch.float64:
         trace.weights = full_state(model)
     model.close()

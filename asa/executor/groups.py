@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from itertools import pairwise
 from typing import Literal
 
 import torch.distributed as dist
 
+from asa.executor.position import Position
+from asa.ir.layout import Boundary, gather_groups
+from asa.ir.plan import Plan
+from asa.ir.transfer import hops, whole
 from asa.sharding.axis import Axis
 
-Purpose = Literal["gradient", "activation"]
-"""Gradient buckets run beside backward and activations run inside it: one must not queue behind the other."""
+Purpose = Literal["gradient", "activation", "ahead", "back", "state"]
+"""Gradient buckets run beside backward and activations run inside it: one must not queue behind the other. ``ahead``
+and ``back`` are the two directions between neighbouring stages; ``state`` joins all ranks, on the host."""
 
 
 class Groups:
@@ -21,7 +27,8 @@ class Groups:
         self.rank = rank
         self._axes: dict[tuple[Purpose, tuple[int, ...]], Axis] = {}
         for purpose, ranks in wanted:
-            group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))
+            backend = "gloo" if purpose == "state" else None
+            group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), backend=backend)
             if isinstance(group, dist.ProcessGroup):
                 self._axes[purpose, ranks] = Axis(size=len(ranks), index=ranks.index(rank), group=group)
 
@@ -37,3 +44,30 @@ class Groups:
             if axis.group is not None:
                 dist.destroy_process_group(axis.group)
         self._axes.clear()
+
+
+def all_ranks(plan: Plan) -> tuple[int, ...]:
+    """Ranks that take part, in order."""
+    return tuple(range(plan.num_ranks))
+
+
+def groups_of(plan: Plan) -> list[tuple[Purpose, tuple[int, ...]]]:
+    """Every process group the plan needs, in the order in which all ranks create them."""
+    found: list[tuple[Purpose, tuple[int, ...]]] = []
+    for stage in plan.stages:
+        position = Position.of(plan, stage.ranks[0])
+        layouts = position.layouts
+        pairs = [*pairwise(layouts), *((layout, whole(layouts[-1])) for layout in layouts)]
+        for layout in dict.fromkeys(layouts):
+            found += [("gradient", position.world(group)) for group in layout.data_groups()]
+            found += [("activation", position.world(group)) for group in layout.tensor_groups()]
+        for source, target in dict.fromkeys(pairs):
+            meeting = Boundary(source=source, target=target).meeting
+            for end in (source, target):
+                groups = gather_groups(end.width, end.data, meeting)
+                found += [("activation", position.world(group)) for group in groups]
+    for hop in hops(plan):
+        both = (*hop.source_ranks, *hop.target_ranks)
+        found += [("ahead", both), ("back", both)]
+    found.append(("state", all_ranks(plan)))
+    return list(dict.fromkeys(g for g in found if len(g[1]) > 1))

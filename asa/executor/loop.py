@@ -15,9 +15,9 @@ from asa.executor.checkpoint import Manifest
 from asa.executor.clock import StepClock
 from asa.executor.keeper import Keeper
 from asa.executor.logs import Announce
-from asa.executor.materialize import ParallelModel
 from asa.executor.optimizer import build_optimizer, learning_rate, set_learning_rate
 from asa.executor.pace import Interval, Pace
+from asa.executor.parallel import ParallelModel
 from asa.executor.precision import LossScale
 from asa.executor.settings import TrainSettings
 from asa.executor.stopping import StopRequest
@@ -70,7 +70,7 @@ class TrainingExecutor(Executor):
         settings = self._settings
         optimizer = build_optimizer(
             self._optimizer,
-            model.parameters(),
+            model.updated,
             lr=settings.peak_learning_rate(self._optimizer),
             momentum=settings.momentum,
             weight_decay=settings.decay(self._optimizer),

@@ -11,8 +11,9 @@ import torch
 from asa.errors import PreemptedError
 from asa.executor.logs import Announce
 from asa.executor.loop import TrainingExecutor
-from asa.executor.materialize import ParallelModel, materialize
+from asa.executor.materialize import materialize
 from asa.executor.outdir import CHECKPOINTS, check_space
+from asa.executor.parallel import ParallelModel
 from asa.executor.prepare import Material
 from asa.executor.settings import TrainSettings
 from asa.executor.stopping import StopRequest

@@ -149,6 +149,9 @@ def _concluded(log: RunLog, body: Callable[[], Ending]) -> Event:
     except AsaError as error:
         log.finish(exit_code=error.exit_code, message=str(error), rank=getattr(error, "rank", None))
         raise
+    except KeyboardInterrupt:
+        log.finish(exit_code=130, message="interrupted")  # what the command ends with
+        raise
     except BaseException as error:
         log.finish(exit_code=1, message=f"{type(error).__name__}: {error}".rstrip(": "))
         raise

@@ -13,30 +13,34 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from asa.executor.materialize import ParallelModel
+from asa.executor.exchange import united
+from asa.executor.parallel import ParallelModel
 from asa.sharding.axis import Axis
 from asa.sharding.modules import ParameterShard, shards_of
 
 
 @dataclass(frozen=True)
 class Held:
-    """One named tensor as this rank holds it: whole (``shard`` None) or a part over ``axis``."""
+    """One named tensor as this rank holds it: whole (``shard`` None) or a part over ``axis``. ``speaker`` is the place
+    in the stage that speaks for its optimizer state."""
 
     name: str
     tensor: Tensor
     shard: ParameterShard | None
     axis: Axis
+    speaker: int
 
 
 def held(model: ParallelModel) -> Iterator[Held]:
     """Parameters and buffers of ``model`` in one order on every rank; tensors used twice come once."""
     seen: set[int] = set()
-    for component, axis in zip(model.components, model.tensor_axes, strict=True):
+    for component, axis, layout in zip(model.components, model.tensor_axes, model.layouts, strict=True):
         shards = shards_of(component)
         for name, tensor in (*component.named_parameters(), *component.named_buffers()):
             if id(tensor) not in seen:
                 seen.add(id(tensor))
-                yield Held(name, tensor, shards.get(name), axis)
+                owner = model.owner.get(tensor, 0) if isinstance(tensor, nn.Parameter) else 0
+                yield Held(name, tensor, shards.get(name), axis, owner * layout.inner)
 
 
 def gather(item: Held, value: Tensor) -> Tensor:
@@ -73,7 +77,14 @@ def cut(item: Held, full: Tensor) -> Tensor:
 
 def full_state(model: ParallelModel) -> dict[str, Tensor]:
     """Full parameters and buffers on the CPU, on every rank (collective)."""
-    return {item.name: gather(item, item.tensor) for item in held(model)}
+    return _of_all_stages(model, {item.name: gather(item, item.tensor) for item in held(model)})
+
+
+def _of_all_stages(model: ParallelModel, mine: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Full tensors of every stage on every rank, from those of its own stage that each rank has (collective)."""
+    if len(model.plan.stages) == 1:
+        return mine
+    return united(mine if model.position.place == 0 else {}, model.state_axis)
 
 
 def full_gradients(model: ParallelModel) -> dict[str, Tensor]:
@@ -83,7 +94,7 @@ def full_gradients(model: ParallelModel) -> dict[str, Tensor]:
         if isinstance(item.tensor, nn.Parameter) and item.tensor.requires_grad:
             gradient = item.tensor.grad
             found[item.name] = gather(item, torch.zeros_like(item.tensor) if gradient is None else gradient)
-    return found
+    return _of_all_stages(model, found)
 
 
 @torch.no_grad()
@@ -103,23 +114,31 @@ def load_full_state(model: ParallelModel, state: dict[str, Tensor]) -> None:
 
 def full_optimizer_state(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Optimizer state as full tensors, keyed ``name/key``, on every rank (collective)."""
-    found = {}
+    found, spoken = {}, {}
     for item in held(model):
         for key, value in sorted(optimizer.state.get(item.tensor, {}).items()):
             if isinstance(value, Tensor):
                 alike = value.shape == item.tensor.shape
-                found[f"{item.name}/{key}"] = gather(item, value) if alike else value.detach().cpu().clone()
-    return found
+                full = gather(item, value) if alike else value.detach().cpu().clone()
+                found[f"{item.name}/{key}"] = full
+                if item.speaker == model.position.place:
+                    spoken[f"{item.name}/{key}"] = full
+    return found if model.state_axis is None else united(spoken, model.state_axis)
 
 
 @torch.no_grad()
 def load_full_optimizer_state(model: ParallelModel, optimizer: torch.optim.Optimizer, state: dict[str, Tensor]) -> None:
-    """Put full optimizer state in place; parameters without any stay as new."""
+    """Put full optimizer state in place, where this rank updates; parameters without any stay as new."""
     shapes = {item.name: item for item in held(model)}
+    updated = {id(p) for p in model.updated}
     optimizer.state.clear()
     for full_key, full in state.items():
         name, key = full_key.rsplit("/", 1)
+        if name in model.elsewhere and name not in shapes:
+            continue
         item = shapes[name]
+        if id(item.tensor) not in updated:
+            continue
         # A full tensor of the parameter's own shape is cut like it; scalars (AdamW's step) are the same everywhere.
         value = full if full.dim() == 0 and item.tensor.dim() else cut(item, full)
         place = value.to(item.tensor.device) if value.dim() else value.clone()

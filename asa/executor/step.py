@@ -1,17 +1,22 @@
-"""One training step up to the gradients: every microbatch forward and back, reduced with the last one."""
+"""One training step up to the gradients: every microbatch forward and back, in the order of the plan's schedule."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from asa.executor.loss import loss_of
-from asa.executor.materialize import ParallelModel
+from asa.executor.parallel import ParallelModel
+from asa.interfaces.schedule import Action
 from asa.ir.layout import bounds
+from asa.sharding.transfer import Arrival
+
+_GRADIENTS_UNDER_WAY = 2
+"""Gradients that may wait for the stage before to take them. It never waits for this one to go on, so none is stuck."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,101 @@ def microbatch_rows(model: ParallelModel, batch: int) -> list[MicrobatchRows]:
     return found
 
 
+@dataclass(frozen=True)
+class _Flight:
+    """A microbatch between its forward and its backward: where gradients leave the stage, and where they enter."""
+
+    entry: Tensor
+    exit: Tensor
+
+
+@dataclass(kw_only=True)
+class _Step:
+    """A step as one rank plays it."""
+
+    model: ParallelModel
+    samples: Tensor
+    step: int
+    inputs: Callable[[slice], Tensor]
+    labels: Callable[[slice], Tensor]
+    loss_fn: Callable[..., Tensor]
+    precision: Callable[[], AbstractContextManager[object]]
+    rows: list[MicrobatchRows]
+    loss: Tensor
+    flights: dict[int, _Flight] = field(default_factory=dict)
+    coming: dict[Action, Arrival] = field(default_factory=dict)
+
+    def play(self) -> None:
+        """Every action of the order. What the next one waits for is on its way while this one computes."""
+        order = self.model.order(len(self.rows)) if self.rows else ()
+        for i, action in enumerate(order):
+            behind = order[i + 1 :]
+            self._expect(action)
+            if behind:
+                self._expect(behind[0])
+            if action.direction == "forward":
+                self._forward(action, straight_to_last=behind == (replace(action, direction="backward"),))
+            else:
+                self._backward(action, last=all(a.direction == "forward" for a in behind))
+        self.model.links.settle()
+
+    def _size(self, action: Action) -> int:
+        part = self.rows[action.microbatch]
+        return part.stop - part.start
+
+    def _expect(self, action: Action) -> None:
+        """Begin to receive what ``action`` starts from, if that comes from another stage and its form is known."""
+        model, links, size = self.model, self.model.links, self._size(action)
+        if action in self.coming:
+            return
+        if action.direction == "forward" and links.arriving is not None:
+            dtype = links.arriving.hear_dtype(model.training, model.device)
+            self.coming[action] = links.arriving.receive(size, links.input_shape, dtype, model.device)
+        elif action.direction == "backward" and links.gradient_in is not None and action.microbatch in self.flights:
+            leaving = self.flights[action.microbatch].exit
+            self.coming[action] = links.gradient_in.receive(size, leaving.shape[1:], leaving.dtype, model.device)
+
+    def _forward(self, action: Action, *, straight_to_last: bool) -> None:
+        model, links, part, size = self.model, self.model.links, self.rows[action.microbatch], self._size(action)
+        if links.arriving is not None:
+            value = self.coming.pop(action).wait().requires_grad_(links.gradient_out is not None)
+        else:
+            value = self.inputs(part.read)
+        entry = value
+        with model.reduction.forward(straight_to_last=straight_to_last), self.precision():
+            value, sides = model.compute(value, self.samples[part.start : part.stop], self.step)
+            if model.concludes:
+                loss = self.loss_fn(model.traced.assemble(value, sides), self.labels(part.kept))
+        if links.leaving is not None:
+            links.leaving.tell_dtype(model.training, value.dtype, model.device)
+            links.leaving.send(value, size)
+            self.flights[action.microbatch] = _Flight(entry, value)
+            return
+        scale = model.loss_scale(size) * size / len(self.samples)
+        self.loss += loss.detach().to(self.loss.dtype) * scale / model.layouts[-1].data
+        self.flights[action.microbatch] = _Flight(entry, loss if scale == 1 else loss * scale)
+
+    def _backward(self, action: Action, *, last: bool) -> None:
+        model, links = self.model, self.model.links
+        gradient = None
+        if links.gradient_in is not None:
+            assert model.position.leaving is not None
+            scale = model.position.leaving.gradient_scale
+            gradient = self.coming.pop(action).wait()
+            gradient = gradient if scale == 1 else gradient * scale
+        flight = self.flights.pop(action.microbatch)
+        if links.leaving is not None:
+            # It has arrived by now, or is about to: what was sent need not be kept.
+            links.leaving.settle(keep=len(self.flights))
+        with model.reduction.backward(last=last, in_flight=len(self.flights)):
+            if flight.exit.requires_grad:
+                flight.exit.backward(gradient)
+        if links.gradient_out is not None:
+            found = flight.entry.grad
+            links.gradient_out.send(torch.zeros_like(flight.entry) if found is None else found, self._size(action))
+            links.gradient_out.settle(keep=_GRADIENTS_UNDER_WAY)
+
+
 def forward_backward(
     model: ParallelModel,
     samples: Tensor,
@@ -50,19 +150,20 @@ def forward_backward(
 ) -> Tensor:
     """Gradients of the mean loss over ``samples`` (global indices of the whole batch); this rank's addend of it.
 
-    ``inputs`` and ``labels`` give tensors on the model's device for rows of the global batch. The addends of the
-    ranks for which :meth:`ParallelModel.counts_rows` holds sum to the loss. ``precision`` makes the context of
-    forward and loss (autocast).
+    ``inputs`` (asked on the first stage) and ``labels`` (on the last) give tensors on the model's device for rows of
+    the global batch. The addends of the ranks for which :meth:`ParallelModel.counts_rows` holds sum to the loss.
+    ``precision`` makes the context of forward and loss (autocast).
     """
-    rows = microbatch_rows(model, len(samples))
-    total = torch.zeros((), dtype=torch.float64, device=model.device)
-    for j, part in enumerate(rows):
-        size = part.stop - part.start
-        with nullcontext() if j + 1 == len(rows) else model.no_sync():
-            with precision():
-                output = model(inputs(part.read), samples[part.start : part.stop], step)
-                loss = loss_fn(output, labels(part.kept))
-            scale = model.loss_scale(size) * size / len(samples)
-            (loss if scale == 1 else loss * scale).backward()
-        total += loss.detach().to(total.dtype) * scale / model.layouts[-1].data
-    return total
+    found = _Step(
+        model=model,
+        samples=samples,
+        step=step,
+        inputs=inputs,
+        labels=labels,
+        loss_fn=loss_fn,
+        precision=precision,
+        rows=microbatch_rows(model, len(samples)),
+        loss=torch.zeros((), dtype=torch.float64, device=model.device),
+    )
+    found.play()
+    return found.loss

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from asa.executor.clock import StepClock
 from asa.executor.loss import logits_of, loss_of
-from asa.executor.materialize import ParallelModel
+from asa.executor.parallel import ParallelModel
 from asa.executor.precision import LossScale, autocast
 from asa.executor.step import forward_backward, microbatch_rows
 from asa.executor.votes import Votes
@@ -60,7 +60,7 @@ class Worker:
         """Whether the last, short batch of an epoch gives every rank enough to compute on: two rows at once, or as
         many as a full batch does. BatchNorm cannot train on a single value."""
         plan = self.model.plan
-        parts = plan.num_microbatches * max(layout.data for layout in self.model.layouts)
+        parts = plan.num_microbatches * max(layout.data for layout in plan.layouts())
         return rows // parts >= min(2, plan.global_batch // parts) > 0
 
     def train(self, images: ImageSet, indices: Tensor, *, epoch: int, step: int, tally: Tally) -> bool:
@@ -81,7 +81,7 @@ class Worker:
                 tally.add(loss, output, wanted)
             return self.scale.scaled(loss)
 
-        self.optimizer.zero_grad(set_to_none=True)
+        model.zero_grad()
         forward_backward(
             model,
             indices,
@@ -94,18 +94,21 @@ class Worker:
         updated = self.scale.unscale(model.parameters(), self.votes)
         if updated:
             self.optimizer.step()
+            model.share_updates()
         self.clock.mark()
         return updated
 
     def _fetch(self, images: ImageSet, indices: Tensor, epoch: int) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         """This rank's inputs and labels of every microbatch, each by its first row in the batch."""
+        model = self.model
         inputs, labels = {}, {}
-        for part in microbatch_rows(self.model, len(indices)):
-            x, y = fetch(images, indices[part.read], train=True, seed=self.seed, epoch=epoch, device=self.model.device)
-            inputs[part.read.start] = x
-            if part.read != part.kept:
-                y = images.labels[indices[part.kept].to(images.labels.device)].to(self.model.device)
-            labels[part.kept.start] = y
+        for part in microbatch_rows(model, len(indices)):
+            if model.reads:
+                x, _ = fetch(images, indices[part.read], train=True, seed=self.seed, epoch=epoch, device=model.device)
+                inputs[part.read.start] = x
+            if model.concludes:
+                wanted = indices[part.kept].to(images.labels.device)
+                labels[part.kept.start] = images.labels[wanted].to(model.device)
         return inputs, labels
 
     @torch.no_grad()
@@ -119,7 +122,9 @@ class Worker:
         for start in range(0, total, batch):
             rows = torch.arange(start, start + batch).clamp_(max=total - 1)
             read, kept = (slice(*r) for r in (model.input_rows(batch), model.output_rows(batch)))
-            x, _ = fetch(images, rows[read], train=False, seed=self.seed, epoch=0, device=model.device)
+            x = None
+            if model.reads:
+                x, _ = fetch(images, rows[read], train=False, seed=self.seed, epoch=0, device=model.device)
             with autocast(self.precision, model.device):
                 output = model(x, rows, 0)
             count = max(0, min(kept.stop, total - start) - kept.start)
@@ -127,5 +132,6 @@ class Worker:
                 labels = images.labels[start + kept.start : start + kept.start + count].to(model.device)
                 logits = logits_of(output)[:count].float()
                 tally.add(loss_of(logits, labels), logits, labels)
+        model.links.settle()
         model.train()
         return tally

@@ -1,4 +1,9 @@
-"""A pipeline schedule is one page: the order in which a stage takes its microbatches, and what stays in flight."""
+"""A schedule is one page: in which order the ranks of a stage run the microbatches of a step.
+
+The order is data. The cost model bounds it, the simulator plays it, and the executor performs it: what is priced is
+what runs. A contract test holds every page to its word: each microbatch goes forward once and backward once, in that
+order, on every stage, and no more are in flight than declared.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +15,26 @@ from asa.ir.plan import ScheduleName
 
 
 @noun
-class Turn:
-    """One unit of a stage's work: forward or backward of one microbatch, both counting from 0."""
+class Action:
+    """A microbatch (from 0) goes forward, or backward, through a stage."""
 
-    phase: Literal["forward", "backward"]
+    direction: Literal["forward", "backward"]
     microbatch: int
 
 
 class Schedule(ABC):
-    """Turn-taking between ``stages`` stages over ``microbatches`` microbatches."""
+    """Stages count from 0, the one that reads the data; ``stages`` is their number."""
 
     identifier: ClassVar[ScheduleName]
 
     @abstractmethod
-    def turns(self, stage: int, stages: int, microbatches: int) -> tuple[Turn, ...]:
-        """What ``stage`` does, in order."""
+    def refusal(self, stages: int, num_microbatches: int) -> str:
+        """Why so many stages cannot run so many microbatches this way; empty when they can."""
 
     @abstractmethod
-    def in_flight(self, stage: int, stages: int, microbatches: int) -> int:
-        """The most microbatches whose activations ``stage`` holds at once."""
+    def order(self, stage: int, stages: int, num_microbatches: int) -> tuple[Action, ...]:
+        """All of a step, as this stage does it."""
+
+    @abstractmethod
+    def in_flight(self, stage: int, stages: int, num_microbatches: int) -> int:
+        """The most microbatches whose activations the stage holds at once."""

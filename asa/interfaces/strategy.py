@@ -8,9 +8,10 @@ word: degree 1 is silent, state never rises with degree, and the collectives of 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
+from asa.interfaces.schedule import Schedule
 from asa.ir.graph import Component
 from asa.ir.plan import DataStrategyName, TensorStrategyName
 from asa.ir.traffic import Collective, Memory, Share
@@ -70,7 +71,12 @@ class DataStrategy(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Strategies:
-    """The strategies offered to the planner and the executor, by identifier."""
+    """The strategies and schedules offered to the planner and the executor, by identifier.
+
+    ``checkpoint``: whether components may forget their activations and compute them again in backward.
+    """
 
     data: dict[str, DataStrategy]
     tensor: dict[str, TensorStrategy]
+    schedules: dict[str, Schedule] = field(default_factory=dict)
+    checkpoint: bool = False

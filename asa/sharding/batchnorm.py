@@ -92,7 +92,7 @@ class SynchronisedBatchNorm(nn.Module):
     @torch.no_grad()
     def _track(self, mean: Tensor, unbiased: Tensor) -> None:
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
-            return
+            return  # never kept, or computed a second time
         self.num_batches_tracked += 1
         factor = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)

@@ -34,6 +34,11 @@ def silenced() -> Iterator[None]:
         _Switch.silent = False
 
 
+def is_silent() -> bool:
+    """Whether collectives are :func:`silenced` now."""
+    return _Switch.silent
+
+
 def _live(axis: Axis) -> bool:
     return axis.group is not None and not _Switch.silent
 

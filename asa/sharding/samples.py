@@ -8,7 +8,7 @@ comparable with training on one device. The function is that of :mod:`asa.zoo.da
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,14 @@ class SampleContext:
     step: int = 0
     samples: Tensor | None = None
     total: int = 0
+
+    def copy(self) -> SampleContext:
+        """As it is now."""
+        return replace(self)
+
+    def become(self, other: SampleContext) -> None:
+        """Take over what ``other`` says; whoever refers to this one sees it."""
+        self.seed, self.step, self.samples, self.total = other.seed, other.step, other.samples, other.total
 
 
 def uniform(context: SampleContext, site: int, elements: Tensor) -> Tensor:

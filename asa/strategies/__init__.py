@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from asa.interfaces.strategy import DataStrategy, Strategies, TensorStrategy
+from asa.schedules import schedules
 from asa.strategies.none import Whole
 from asa.strategies.replicate import Replicate
 from asa.strategies.tensor import TensorParallel
+from asa.strategies.zero1 import SharedOptimizer
+from asa.strategies.zero2 import ShardedGradients
 from asa.strategies.zero3 import FullyShard
 
-DATA: tuple[type[DataStrategy], ...] = (Replicate, FullyShard)
+DATA: tuple[type[DataStrategy], ...] = (Replicate, SharedOptimizer, ShardedGradients, FullyShard)
 TENSOR: tuple[type[TensorStrategy], ...] = (Whole, TensorParallel)
 
 
@@ -17,4 +20,6 @@ def offered() -> Strategies:
     return Strategies(
         data={cls.identifier: cls() for cls in DATA},
         tensor={cls.identifier: cls() for cls in TENSOR},
+        schedules=schedules(),
+        checkpoint=True,
     )

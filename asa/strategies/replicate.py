@@ -5,7 +5,7 @@ Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from asa.interfaces.strategy import OPTIMIZER_WORDS, DataStrategy
 from asa.ir.graph import Component
@@ -47,16 +47,7 @@ class Replicate(DataStrategy):
         return (Collective(op="all_reduce", phase="gradient", bytes=size, ranks=degree, stride=stride),)
 
     def apply(self, module: nn.Module, axis: Axis) -> nn.Module:
-        """Wrap in DDP. Buffers are not broadcast every step: the executor averages them where they are read."""
-        if axis.size == 1 or not any(p.requires_grad for p in module.parameters()):
-            return module
-        from inspect import signature
+        """Wrap in DDP."""
+        from asa.sharding.replicated import replicated
 
-        from torch.nn.parallel import DistributedDataParallel
-
-        # The option has a new name since torch 2.15; the old one warns there.
-        names = signature(DistributedDataParallel.__init__).parameters
-        buffers = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
-        return DistributedDataParallel(
-            module, process_group=axis.group, gradient_as_bucket_view=True, **cast(Any, {buffers: False})
-        )
+        return replicated(module, axis)

@@ -7,7 +7,7 @@ Zhao et al. 2023, "PyTorch FSDP". Stock ``fully_shard``, one unit a component.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from asa.interfaces.strategy import OPTIMIZER_WORDS, DataStrategy
 from asa.ir.graph import Component
@@ -23,14 +23,14 @@ class FullyShard(DataStrategy):
     """``fully_shard`` on the data group, weights released between forward and backward."""
 
     identifier = "zero3"
-    reshard_after_forward: ClassVar[bool] = True
 
     def refusal(self, component: Component, degree: int) -> str:
         """Anything with parameters can be sharded; uneven dimensions are padded."""
         return ""
 
     def memory(self, share: Share, degree: int, optimizer: str) -> Memory:
-        """One part in ``degree`` of the state; while the component computes, its weights and gradients whole."""
+        """One part in ``degree`` of the state; while the component computes, its weights and gradients whole. Gradients
+        that several microbatches add up stay whole until the last one scatters them."""
         size = share.parameter_bytes
         part = size / degree
         return Memory(
@@ -38,6 +38,7 @@ class FullyShard(DataStrategy):
             gradients=part,
             optimizer=OPTIMIZER_WORDS[optimizer] * part,
             buffers=share.buffer_bytes,
+            accumulated=None if degree == 1 else size,
             # Gathered weights, the buffer they are gathered in, and fresh gradients with their own buffer.
             transient=0.0 if degree == 1 else 4 * size,
         )
@@ -55,19 +56,6 @@ class FullyShard(DataStrategy):
 
     def apply(self, module: nn.Module, axis: Axis) -> nn.Module:
         """Shard every component of the segment as one unit, the segment as their root."""
-        if axis.size == 1 or axis.group is None or not any(p.requires_grad for p in module.parameters()):
-            return module
-        import warnings
+        from asa.sharding.sharded import sharded
 
-        from torch.distributed.device_mesh import DeviceMesh
-        from torch.distributed.fsdp import fully_shard
-
-        # What crosses from one component to the next is never written to behind the cut: tracing sees to that.
-        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-        device = next(module.parameters()).device.type
-        mesh = DeviceMesh.from_group(axis.group, device)
-        for component in module.get_submodule("components").children():
-            if any(True for _ in component.parameters()):
-                fully_shard(component, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
-        fully_shard(module, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
-        return module
+        return sharded(module, axis, release=True)

@@ -1,0 +1,266 @@
+"""One rank's part of a computation under a plan: segments joined by boundaries, stages joined by links."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from asa.executor.groups import Groups, Purpose, all_ranks
+from asa.executor.position import Position
+from asa.executor.reduction import Reduction
+from asa.interfaces.schedule import Action
+from asa.ir.layout import Layout, bounds
+from asa.ir.plan import Plan
+from asa.sharding.axis import SOLO, Axis
+from asa.sharding.boundary import Crossing
+from asa.sharding.samples import SampleContext
+from asa.sharding.transfer import Link
+from asa.sharding.updates import shared_update
+from asa.tracing import TracedModel
+from asa.tracing.component import TracedComponent
+
+
+class Segment(nn.Module):
+    """Neighbouring components of one layout and data strategy, with the boundaries between them."""
+
+    def __init__(self, components: list[TracedComponent], crossings: list[Crossing | None], context: SampleContext):
+        super().__init__()
+        self.components = nn.ModuleList(components)
+        self._traced = components
+        self.crossings = crossings
+        self.context = context
+
+    def side_names(self) -> list[str]:
+        """Names of the side outputs, in the order ``forward`` returns them."""
+        return [name for c in self._traced for name in c.side_outputs()]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """(main, *sides) from this rank's rows."""
+        sides: list[Tensor] = []
+        for crossing, component in zip(self.crossings, self.components, strict=True):
+            if crossing is not None:
+                x = crossing(x, self.context.total)
+            x, *more = component(x)
+            sides += more
+        return (x, *sides)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A segment as it stands in the network: how data comes in, and how side outputs reach the last layout."""
+
+    module: nn.Module
+    segment: Segment
+    layout: Layout
+    entry: Crossing | None
+    side_exit: Crossing | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """A rank's ends of the hand-overs before and behind its stage; None where there is none.
+
+    ``input_shape`` is that of a sample that arrives. Gradients go back where anything before the hop is trained.
+    """
+
+    arriving: Link | None = None
+    leaving: Link | None = None
+    gradient_out: Link | None = None
+    gradient_in: Link | None = None
+    input_shape: tuple[int, ...] = ()
+
+    def settle(self, keep: int = 0) -> None:
+        """Wait until at most ``keep`` microbatches are still being sent in each direction."""
+        for link in (self.leaving, self.gradient_out):
+            if link is not None:
+                link.settle(keep)
+
+
+class ParallelModel:
+    """One rank's part of a model under a plan. Collective calls say so.
+
+    ``components`` and ``layouts`` are those of the rank's own stage; ``elsewhere`` names the parameters and buffers
+    that other stages hold; ``order`` is what a step does with its microbatches, here. ``owner``: which index of its
+    data group updates a parameter, where the update is shared out.
+    """
+
+    def __init__(
+        self, plan: Plan, traced: TracedModel, placed: list[Placed], last: Crossing | None, context: SampleContext,
+        groups: Groups | None, rank: int, device: torch.device, *, position: Position, links: Links,
+        order: dict[int, tuple[Action, ...]], elsewhere: frozenset[str],
+    ) -> None:  # fmt: skip
+        self.plan, self.rank, self.device = plan, rank, device
+        self.traced, self.context = traced, context
+        self.position, self.links, self.elsewhere = position, links, elsewhere
+        self.layouts = position.layouts
+        self._placed, self._last, self._groups, self._order = placed, last, groups, order
+        modules = [p.module for p in placed]
+        self.reduction = Reduction(modules)
+        self._updates = [u for u in map(shared_update, modules) if u is not None]
+        self.owner = {p: i for u in self._updates for p, i in zip(u.parameters, u.owner, strict=True)}
+        self.training = True
+
+    @property
+    def components(self) -> list[TracedComponent]:
+        """The components of this rank's stage, as it holds them."""
+        return self.traced.components
+
+    def axis(self, purpose: Purpose, places: tuple[int, ...]) -> Axis:
+        """This rank's axis among ``places`` of its stage."""
+        return SOLO if self._groups is None else self._groups.axis(purpose, self.position.world(places))
+
+    @property
+    def state_axis(self) -> Axis | None:
+        """All ranks of the plan, on the host, where none of them has the whole optimizer state, or all weights."""
+        if self._groups is None or (len(self.plan.stages) == 1 and not self._updates):
+            return None
+        return self._groups.axis("state", all_ranks(self.plan))
+
+    @property
+    def tensor_axes(self) -> list[Axis]:
+        """The tensor axis of every component."""
+        return [self.axis("activation", layout.tensor_group(self.position.place)) for layout in self.layouts]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """This rank's shards, in component order, each once."""
+        return list(dict.fromkeys(p for c in self.components for p in c.parameters()))
+
+    @property
+    def updated(self) -> list[nn.Parameter]:
+        """The parameters that this rank's optimizer updates."""
+        others = {p for u in self._updates for p in u.others}
+        return [p for p in self.parameters() if p not in others]
+
+    def share_updates(self) -> None:
+        """To be called after every optimizer step (collective): what other ranks updated arrives here."""
+        for update in self._updates:
+            update.publish()
+
+    def zero_grad(self) -> None:
+        """Forget all gradients, also of parameters that other ranks update."""
+        for p in self.parameters():
+            p.grad = None
+
+    def train(self, mode: bool = True) -> None:
+        """Training mode, or evaluation."""
+        self.training = mode
+        self.reduction.release()
+        for place in self._placed:
+            place.module.train(mode)
+
+    def eval(self) -> None:
+        """Evaluation mode."""
+        self.train(False)
+
+    @property
+    def reads(self) -> bool:
+        """Whether this rank's stage is the first: it reads the data."""
+        return self.position.arriving is None
+
+    @property
+    def concludes(self) -> bool:
+        """Whether this rank's stage is the last: it sees outputs, labels and the loss."""
+        return self.position.leaving is None
+
+    def order(self, microbatches: int) -> tuple[Action, ...]:
+        """What a step of so many microbatches does here."""
+        return self._order[microbatches]
+
+    def input_rows(self, batch: int) -> tuple[int, int]:
+        """Rows of a batch that this rank reads: none behind the first stage."""
+        first = self.layouts[0]
+        return bounds(batch, first.data, first.data_index(self.position.place)) if self.reads else (0, 0)
+
+    def output_rows(self, batch: int) -> tuple[int, int]:
+        """Rows of a batch whose outputs this rank ends up with: none before the last stage."""
+        last = self.layouts[-1]
+        return bounds(batch, last.data, last.data_index(self.position.place)) if self.concludes else (0, 0)
+
+    def counts_rows(self) -> bool:
+        """Whether this rank, among those with the same output rows, is the one that counts them."""
+        return self.concludes and self.position.place % self.layouts[-1].inner == 0
+
+    def loss_scale(self, batch: int) -> float:
+        """Factor on the mean loss over :meth:`output_rows`: 1 where shards are even."""
+        start, stop = self.output_rows(batch)
+        return (stop - start) * self.layouts[-1].data / batch
+
+    def compute(self, value: Tensor, samples: Tensor, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """The stage from its entry to its exit: the main value and the side outputs.
+
+        ``value``: this rank's rows of the microbatch ``samples`` (global indices, int64).
+        """
+        context, total = self.context, len(samples)
+        context.step, context.total = step, total
+        sides: dict[str, Tensor] = {}
+        for place in self._placed:
+            if place.entry is not None:
+                value = place.entry(value, total)
+            start, stop = bounds(total, place.layout.data, place.layout.data_index(self.position.place))
+            context.samples = samples[start:stop]
+            value, *extra = place.module(value)
+            for name, side in zip(place.segment.side_names(), extra, strict=True):
+                sides[name] = side if place.side_exit is None else place.side_exit(side, total)
+        return value if self._last is None else self._last(value, total), sides
+
+    def forward(self, x: Tensor | None, samples: Tensor, step: int) -> Any:
+        """The model's own output, for :meth:`output_rows` of the microbatch ``samples``; None before the last stage.
+
+        ``x``: :meth:`input_rows` of it; not looked at behind the first stage. Between stages nothing is kept for a
+        backward: a step with gradients is :func:`asa.executor.step.forward_backward`.
+        """
+        links, total = self.links, len(samples)
+        value = x
+        if links.arriving is not None:
+            dtype = links.arriving.hear_dtype(self.training, self.device)
+            value = links.arriving.receive(total, links.input_shape, dtype, self.device).wait()
+        assert value is not None
+        value, sides = self.compute(value, samples, step)
+        if links.leaving is None:
+            return self.traced.assemble(value, sides)
+        links.leaving.tell_dtype(self.training, value.dtype, self.device)
+        links.leaving.send(value, total)
+        links.settle(keep=2)
+        return None
+
+    __call__ = forward
+
+    def bucket_gradients(self) -> list[Tensor]:
+        """Gradients that lie in communication buckets, which outlive the step (after the first backward)."""
+        wrapped = [p.module for p in self._placed if isinstance(p.module, DistributedDataParallel)]
+        return [p.grad for m in wrapped for p in m.parameters() if p.grad is not None]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Steps inside leave every rank's gradients its own."""
+        self.reduction.quiet = True
+        try:
+            yield
+        finally:
+            self.reduction.quiet = False
+
+    def average_buffers(self) -> None:
+        """Make running statistics one over each data group (collective)."""
+        for component, layout in zip(self.components, self.layouts, strict=True):
+            floats = [b for b in component.buffers() if b.is_floating_point()]
+            axis = self.axis("gradient", layout.data_group(self.position.place))
+            if axis.group is None or not floats:
+                continue
+            flat = torch.cat([b.reshape(-1) for b in floats])
+            dist.all_reduce(flat, group=axis.group)
+            flat /= axis.size
+            for buffer, part in zip(floats, flat.split([b.numel() for b in floats]), strict=True):
+                buffer.copy_(part.view_as(buffer))
+
+    def close(self) -> None:
+        """Leave the plan's process groups (collective)."""
+        self.links.settle()
+        if self._groups is not None:
+            self._groups.close()

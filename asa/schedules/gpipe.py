@@ -1,0 +1,27 @@
+"""Schedule ``gpipe``: every microbatch forward, then every one backward.
+
+Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism".
+"""
+
+from __future__ import annotations
+
+from asa.interfaces.schedule import Action, Schedule
+
+
+class GPipe(Schedule):
+    """Fill, drain, and hold the activations of every microbatch."""
+
+    identifier = "gpipe"
+
+    def refusal(self, stages: int, num_microbatches: int) -> str:
+        """Any number of either."""
+        return ""
+
+    def order(self, stage: int, stages: int, num_microbatches: int) -> tuple[Action, ...]:
+        """The same on every stage."""
+        ahead = tuple(Action(direction="forward", microbatch=k) for k in range(num_microbatches))
+        return (*ahead, *(Action(direction="backward", microbatch=k) for k in range(num_microbatches)))
+
+    def in_flight(self, stage: int, stages: int, num_microbatches: int) -> int:
+        """All."""
+        return num_microbatches

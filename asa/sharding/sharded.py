@@ -1,0 +1,33 @@
+"""Stock ``fully_shard`` (FSDP2) as the strategies use it."""
+
+from __future__ import annotations
+
+import warnings
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from asa.sharding.axis import Axis
+
+GATHERED_ONCE = "asa_gathered_once"
+"""Attribute of a module whose weights stay gathered until a step's last backward."""
+
+
+def sharded(module: nn.Module, axis: Axis, *, release: bool) -> nn.Module:
+    """Shard every component of the segment ``module`` over ``axis`` as one unit, the segment as their root.
+
+    ``release``: let go of gathered weights between forward and backward; otherwise they stay until the last backward.
+    """
+    if axis.size == 1 or axis.group is None or not any(p.requires_grad for p in module.parameters()):
+        return module
+    # What crosses from one component to the next is never written to behind the cut: tracing sees to that.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    device = next(module.parameters()).device.type
+    mesh = DeviceMesh.from_group(axis.group, device)
+    for component in module.get_submodule("components").children():
+        if any(True for _ in component.parameters()):
+            fully_shard(component, mesh=mesh, reshard_after_forward=release)
+    fully_shard(module, mesh=mesh, reshard_after_forward=release)
+    module.__dict__[GATHERED_ONCE] = not release
+    return module

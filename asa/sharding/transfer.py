@@ -1,0 +1,113 @@
+"""Rows of a microbatch from one pipeline stage to the next, performed as :mod:`asa.ir.transfer` declares them.
+
+Sends and receives are asynchronous, each direction of a hop in a group of its own: neither side ever waits for the
+other to have nothing left to send, whatever their orders. Messages between two ranks arrive in the order of sending.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from asa.ir.layout import Layout, bounds
+from asa.ir.transfer import transfers
+from asa.sharding.collectives import is_silent
+
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """Rows on their way: :meth:`wait` before they are read."""
+
+    rows: Tensor
+    works: list[dist.Work]
+
+    def wait(self) -> Tensor:
+        """The rows, all there."""
+        for work in self.works:
+            work.wait()
+        return self.rows
+
+
+class Link:
+    """One direction of a hop as one rank sees it: the side that sends calls :meth:`send`, the other :meth:`receive`,
+    microbatch by microbatch in the same order."""
+
+    def __init__(
+        self, source: Layout, source_ranks: tuple[int, ...], target: Layout, target_ranks: tuple[int, ...], *,
+        rank: int, group: dist.ProcessGroup,
+    ) -> None:  # fmt: skip
+        self._ends = (source, source_ranks, target, target_ranks)
+        self._rank, self._group = rank, group
+        self._sends: deque[tuple[list[dist.Work], Tensor]] = deque()
+        self._dtypes: dict[bool, torch.dtype] = {}
+
+    def _first_row(self, rows: int) -> tuple[int, int]:
+        source, source_ranks, target, target_ranks = self._ends
+        layout, ranks = (source, source_ranks) if self._rank in source_ranks else (target, target_ranks)
+        return bounds(rows, layout.data, layout.data_index(ranks.index(self._rank)))
+
+    def send(self, x: Tensor, rows: int) -> None:
+        """Hand on what others need of ``x``, this rank's rows of a microbatch of ``rows``; returns at once."""
+        start, _ = self._first_row(rows)
+        x = x.detach().contiguous()
+        works = []
+        for m in transfers(*self._ends, rows):
+            if m.source == self._rank:
+                part = x[m.start - start : m.stop - start]
+                if is_silent():
+                    part = part.reshape(-1)[:1].clone()
+                works.append(self._started(dist.isend(part, m.target, group=self._group)))
+        self._sends.append((works, x))
+        while self._sends and all(work.is_completed() for work in self._sends[0][0]):
+            self.settle(len(self._sends) - 1)
+
+    def receive(self, rows: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Arrival:
+        """Begin to receive this rank's rows, each of ``shape``. Silenced, one number comes in place of each message:
+        nothing but the waiting is left."""
+        start, stop = self._first_row(rows)
+        silent = is_silent()
+        buffer = (torch.zeros if silent else torch.empty)((stop - start, *shape), dtype=dtype, device=device)
+        works = []
+        for m in transfers(*self._ends, rows):
+            if m.target == self._rank:
+                part = (
+                    torch.empty(1, dtype=dtype, device=device) if silent else buffer[m.start - start : m.stop - start]
+                )
+                works.append(self._started(dist.irecv(part, m.source, group=self._group)))
+        return Arrival(buffer, works)
+
+    @staticmethod
+    def _started(work: dist.Work | None) -> dist.Work:
+        assert work is not None, "a rank outside the group"
+        return work
+
+    def tell_dtype(self, training: bool, dtype: torch.dtype, device: torch.device) -> None:
+        """Once per mode, before the first rows: their type, which mixed precision decides as it runs."""
+        if training in self._dtypes:
+            return
+        self._dtypes[training] = dtype
+        _, source_ranks, _, target_ranks = self._ends
+        if self._rank == source_ranks[0]:
+            code = torch.tensor([_DTYPES.index(dtype)], device=device)
+            works = [self._started(dist.isend(code, rank, group=self._group)) for rank in target_ranks]
+            self._sends.append((works, code))
+
+    def hear_dtype(self, training: bool, device: torch.device) -> torch.dtype:
+        """What :meth:`tell_dtype` told."""
+        if training not in self._dtypes:
+            code = torch.zeros(1, dtype=torch.int64, device=device)
+            dist.recv(code, self._ends[1][0], group=self._group)
+            self._dtypes[training] = _DTYPES[int(code)]
+        return self._dtypes[training]
+
+    def settle(self, keep: int = 0) -> None:
+        """Wait until at most ``keep`` microbatches are still being sent."""
+        while len(self._sends) > keep:
+            for work in self._sends.popleft()[0]:
+                work.wait()

@@ -1,0 +1,60 @@
+"""Data strategy ``zero1``: every rank holds the weights, each optimizer state is on one of them.
+
+Gradients are averaged in buckets during backward, as in DDP; a rank then updates the parameters it owns and sends
+them to the others. Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asa.interfaces.strategy import OPTIMIZER_WORDS, DataStrategy
+from asa.ir.graph import Component
+from asa.ir.traffic import Collective, Memory, Share
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from asa.sharding.axis import Axis
+
+
+class SharedOptimizer(DataStrategy):
+    """Stock ``DistributedDataParallel``, and optimizer state spread by parameter (:mod:`asa.sharding.updates`)."""
+
+    identifier = "zero1"
+
+    def refusal(self, component: Component, degree: int) -> str:
+        """Anything that can be replicated."""
+        return ""
+
+    def memory(self, share: Share, degree: int, optimizer: str) -> Memory:
+        """As replicated, but for the optimizer: an even part, or the largest parameter where that is more, because a
+        parameter's state is not cut."""
+        size = share.parameter_bytes
+        part = max(size / degree, min(share.largest_parameter_bytes, size))
+        return Memory(
+            parameters=size,
+            gradients=size if degree == 1 else 0.0,
+            optimizer=OPTIMIZER_WORDS[optimizer] * part,
+            buffers=share.buffer_bytes,
+            buckets=0.0 if degree == 1 else size,
+            transient=0.0 if degree == 1 else share.largest_parameter_bytes,
+        )
+
+    def traffic(self, share: Share, degree: int, stride: int) -> tuple[Collective, ...]:
+        """One all_reduce of the gradients per step, overlapped with backward; every parameter broadcast by its owner
+        after the update."""
+        size = share.parameter_bytes
+        if degree == 1 or not size:
+            return ()
+        return (
+            Collective(op="all_reduce", phase="gradient", bytes=size, ranks=degree, stride=stride),
+            Collective(op="broadcast", phase="update", bytes=size, ranks=degree, stride=stride),
+        )
+
+    def apply(self, module: nn.Module, axis: Axis) -> nn.Module:
+        """Wrap in DDP, and share the update out."""
+        from asa.sharding.replicated import replicated
+        from asa.sharding.updates import share_update
+
+        return share_update(replicated(module, axis), axis)

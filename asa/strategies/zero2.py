@@ -1,0 +1,60 @@
+"""Data strategy ``zero2``: optimizer state and gradients sharded; weights gathered once a step.
+
+Like zero3, but gathered weights stay from the first forward of a step to its last backward: one gather per step
+whatever the number of microbatches, for one more copy of the weights. Rajbhandari et al. 2020, "ZeRO: Memory
+Optimizations Toward Training Trillion Parameter Models". Stock ``fully_shard``, one unit a component.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asa.interfaces.strategy import OPTIMIZER_WORDS, DataStrategy
+from asa.ir.graph import Component
+from asa.ir.traffic import Collective, Memory, Share
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from asa.sharding.axis import Axis
+
+
+class ShardedGradients(DataStrategy):
+    """``fully_shard`` on the data group, weights kept from forward to backward."""
+
+    identifier = "zero2"
+
+    def refusal(self, component: Component, degree: int) -> str:
+        """Anything with parameters can be sharded; uneven dimensions are padded."""
+        return ""
+
+    def memory(self, share: Share, degree: int, optimizer: str) -> Memory:
+        """One part in ``degree`` of the state, and the gathered weights; while backward is in the component, its
+        gradients whole, twice: fresh, and in the buffer they are scattered from. Gradients that several microbatches
+        add up stay whole until the last one scatters them."""
+        size = share.parameter_bytes
+        part = size / degree
+        return Memory(
+            parameters=size if degree == 1 else size + part,
+            gradients=part,
+            optimizer=OPTIMIZER_WORDS[optimizer] * part,
+            buffers=share.buffer_bytes,
+            accumulated=None if degree == 1 else size,
+            transient=0.0 if degree == 1 else 2 * size,
+        )
+
+    def traffic(self, share: Share, degree: int, stride: int) -> tuple[Collective, ...]:
+        """One gather of the updated weights and one scatter of the gradients per step."""
+        size = share.parameter_bytes
+        if degree == 1 or not size:
+            return ()
+        return (
+            Collective(op="reduce_scatter", phase="gradient", bytes=size, ranks=degree, stride=stride),
+            Collective(op="all_gather", phase="update", bytes=size, ranks=degree, stride=stride),
+        )
+
+    def apply(self, module: nn.Module, axis: Axis) -> nn.Module:
+        """Shard every component of the segment as one unit, the segment as their root."""
+        from asa.sharding.sharded import sharded
+
+        return sharded(module, axis, release=False)

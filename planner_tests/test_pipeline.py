@@ -1,0 +1,412 @@
+"""Plans of several stages train as one device does, whatever the schedule, the widths and what runs inside them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import training
+from torch import nn
+
+from asa.errors import PreemptedError, UsageError, WorkersFailedError
+from asa.executor import checkpoint, outdir
+from asa.executor.benchmark import BenchOptions, measure
+from asa.executor.equivalence import verify
+from asa.executor.loop import TrainingExecutor
+from asa.executor.materialize import _check_stages, materialize
+from asa.executor.prepare import open_images
+from asa.executor.reduction import Reduction
+from asa.executor.run import train
+from asa.executor.state import full_optimizer_state, full_state
+from asa.executor.step import forward_backward
+from asa.executor.stopping import StopRequest
+from asa.executor.votes import Votes
+from asa.ir.equivalence import Equivalence
+from asa.ir.layout import Boundary
+from asa.ir.plan import Plan
+from asa.ir.transfer import Hop, hops, whole
+from asa.launch import run_ranks
+from asa.scheduler import adapt
+from asa.strategies import offered
+from asa.zoo.models import build as build_zoo
+from planner_tests.hand_plans import hand_plan, traced, uniform
+from planner_tests.small_models import INPUT, build
+from planner_tests.stage_plans import staged
+from planner_tests.test_strategy_contract import Recorder, graph_of
+
+CLASSES = {"blocks": 10, "plain": 100, "perceptron": 12, "vision_transformer": 10}
+
+
+def split_where_possible(_index: int, width: int) -> tuple[int, int]:
+    return 1, width
+
+
+def in_turn(index: int, width: int) -> tuple[int, int]:
+    """Neighbours differ, also across stages; in every third component all ranks repeat the work."""
+    return [(width, 1), (1, width), (1, 1)][index % 3]
+
+
+def plan_of(name: str, widths: list[int], **options: Any) -> Plan:
+    base = hand_plan(build(name), 2, uniform(1, 2), input_shape=INPUT, num_classes=CLASSES[name], global_batch=24)
+    return staged(base, widths, **options)
+
+
+def check(name: str, widths: list[int], samples: int | None = None, **options: Any) -> Equivalence:
+    return verify(plan_of(name, widths, **options), lambda: build(name), offered(), samples=samples, timeout_s=60)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "microbatches", "widths"),
+    [
+        ("1f1b", 4, [1, 1]), ("gpipe", 3, [1, 1]), ("layers", 1, [1, 1]),
+        ("1f1b", 4, [1, 2]), ("gpipe", 3, [1, 2]), ("1f1b", 4, [2, 1]), ("layers", 1, [2, 1]),
+    ],
+)  # fmt: skip
+def test_schedules_and_widths(schedule: Any, microbatches: int, widths: list[int]) -> None:
+    found = check("blocks", widths, schedule=schedule, microbatches=microbatches)
+    assert found.equivalent, f"{found.worst_tensor}: {found.max_rel_error:.2e} > {found.allowed:.2e}"
+    assert found.max_rel_error < 1e-9
+    if widths == [1, 1]:
+        assert found.max_rel_error == found.loss_error == found.gradient_error_fp32 == 0, "the same arithmetic"
+
+
+@pytest.mark.parametrize(
+    ("name", "widths", "options"),
+    [
+        ("plain", [2, 2], {"degrees": split_where_possible}),
+        ("perceptron", [2, 1], {"degrees": in_turn, "samples": 26}),
+        ("vision_transformer", [2, 2], {"degrees": in_turn, "schedule": "gpipe"}),
+        ("blocks", [3, 1], {"degrees": in_turn}),
+        ("blocks", [2, 2], {"strategy": lambda i: ("zero3", "replicate")[i % 2]}),
+        ("plain", [2, 1], {"strategy": lambda _i: "zero3", "schedule": "gpipe"}),
+        ("plain", [1, 2, 1], {"samples": 19, "microbatches": 3}),
+        ("vision_transformer", [1, 1, 1, 1], {}),
+    ],
+    ids=["tensor", "mixed-uneven", "mixed", "wide", "sharded-and-replicated", "sharded", "odd-rows", "deep"],
+)
+def test_what_runs_inside_the_stages(name: str, widths: list[int], options: dict[str, Any]) -> None:
+    found = check(name, widths, **options)
+    assert found.equivalent, f"{found.worst_tensor}: {found.max_rel_error:.2e} > {found.allowed:.2e}"
+    assert found.max_rel_error < 1e-9
+
+
+def test_a_gradient_scaled_between_stages_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Hop, "gradient_scale", property(lambda _self: 1.001))
+    assert not check("plain", [1, 1]).equivalent
+
+
+def test_a_wrapper_that_was_not_told_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = Reduction.__init__
+
+    def deaf(self: Reduction, modules: Any) -> None:
+        honest(self, modules)
+        self.quiet = True
+
+    monkeypatch.setattr(Reduction, "__init__", deaf)
+    assert not check("plain", [2, 1]).equivalent
+
+
+def test_nothing_goes_back_to_what_is_not_trained() -> None:
+    def frozen() -> nn.Module:
+        model = build("plain")
+        model[0].requires_grad_(False)
+        return model
+
+    base = hand_plan(frozen(), 2, uniform(2, 1), input_shape=INPUT, num_classes=100, global_batch=24)
+    plan = staged(base, [2, 1], cuts=[1 + [c.name for c in base.components].index("0.3")])
+    assert verify(plan, frozen, offered(), timeout_s=60).equivalent
+
+    def links(rank: int) -> tuple[bool, bool]:
+        model = materialize(
+            plan, frozen(), torch.zeros((2, *INPUT)), rank=rank, strategies=offered(), device=torch.device("cpu")
+        )
+        return model.links.gradient_in is None, model.links.gradient_out is None
+
+    assert run_ranks(3, links, threads=1, timeout_s=30) == [(True, True)] * 3
+
+
+def _messages(rank: int, plan: Plan, name: str) -> tuple[Counter[tuple[str, int, int]], list[str]]:
+    """What one step of training sends, and the names this rank holds on a device with memory."""
+    import torch.distributed as dist
+
+    from asa.sharding import transfer
+
+    model = materialize(
+        plan, build(name), torch.zeros((2, *INPUT)), rank=rank, strategies=offered(), device=torch.device("cpu")
+    )
+    model.train()
+    seen: Counter[tuple[str, int, int]] = Counter()
+    honest = dist.isend
+
+    def isend(tensor: torch.Tensor, dst: int, group: Any = None) -> Any:
+        assert model.position.arriving is None or model.position.leaving is None
+        seen["ahead" if dst > rank else "back", rank, dst] += tensor.nbytes
+        return honest(tensor, dst, group=group)
+
+    transfer.dist.isend = isend  # this process ends with the test
+    batch = plan.global_batch
+    x, labels = torch.randn(batch, *INPUT), torch.zeros(batch, dtype=torch.int64)
+    for step in range(2):
+        seen.clear()
+        forward_backward(model, torch.arange(batch), step, lambda rows: x[rows], lambda rows: labels[rows])
+    return seen, [n for c in model.components for n, _ in c.named_parameters()]
+
+
+def test_messages_are_those_declared_and_weights_are_held_once() -> None:
+    plan = plan_of("plain", [2, 1])
+    model = build("plain")
+    found = run_ranks(3, _messages, plan, "plain", threads=1, timeout_s=30)
+    (hop,) = hops(plan)
+    first = next(i for i, c in enumerate(plan.components) if c.stage == 1)
+    size = 4 * int(torch.tensor(traced(model, INPUT).components[first].input_shape).prod())
+    said: Counter[tuple[str, int, int]] = Counter()
+    per_microbatch = plan.global_batch // plan.num_microbatches
+    for m in hop.forward(per_microbatch):
+        said["ahead", m.source, m.target] += plan.num_microbatches * m.rows * size
+    for m in hop.backward(per_microbatch):
+        said["back", m.source, m.target] += plan.num_microbatches * m.rows * size
+    ran: Counter[tuple[str, int, int]] = Counter()
+    for seen, _ in found:
+        ran.update(seen)
+    assert ran == said
+    names = [n for n, _ in model.named_parameters()]
+    assert found[0][1] == found[1][1]
+    assert [*found[0][1], *found[2][1]] == names
+
+
+def _collectives(rank: int, plan: Plan, name: str) -> dict[str, int]:
+    model = materialize(
+        plan, build(name, even=True), torch.zeros((2, *INPUT)), rank=rank, strategies=offered(),
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    model.train()
+    batch, recorder = plan.global_batch, Recorder()
+    x, labels = torch.randn(batch, *INPUT), torch.zeros(batch, dtype=torch.int64)
+    for step in range(3):
+        with recorder:
+            recorder.seen.clear()
+            forward_backward(model, torch.arange(batch), step, lambda rows: x[rows], lambda rows: labels[rows])
+        model.zero_grad()
+    return {op: n for op, n in recorder.seen.items() if op not in ("send", "recv_")}
+
+
+@pytest.mark.parametrize(("name", "cut"), [("perceptron", 1), ("blocks", 2), ("vision_transformer", 2)])
+def test_collectives_at_the_edges_of_stages_are_those_declared(name: str, cut: int) -> None:
+    """A split component may leave its stage with partial sums, or hand back a partial gradient: each is summed once."""
+    base = hand_plan(build(name, even=True), 2, uniform(1, 2), input_shape=INPUT, num_classes=12, global_batch=24)
+    plan = staged(base, [2, 2], cuts=[cut], microbatches=2, degrees=split_where_possible)
+    graph, tensor, rows = graph_of(name), offered().tensor, plan.global_batch // plan.num_microbatches
+    (hop,) = hops(plan)
+    partial = [
+        (c.split.entry_partial, c.split.exit_partial) if c.split and a.tensor.degree > 1 else (False, False)
+        for c, a in zip(graph.components, plan.components, strict=True)
+    ]
+    found = run_ranks(4, _collectives, plan, name, threads=1, timeout_s=60)
+    for stage, indices in enumerate((range(cut), range(cut, len(partial)))):
+        said: Counter[str] = Counter()
+        edges = []
+        for i in indices:
+            component, a = graph.components[i], plan.components[i]
+            for c in tensor[a.tensor.strategy].traffic(component, a.tensor.degree, rows):
+                said[c.op] += 2 * round(c.bytes)
+            if i + 1 in indices:
+                layouts = plan.layouts()
+                inner = Boundary(
+                    source=layouts[i], target=layouts[i + 1], exit_partial=partial[i][1],
+                    entry_partial=partial[i + 1][0],
+                )  # fmt: skip
+                edges.append((inner, i))
+        edges.append((hop.exit(partial[cut - 1][1]), cut - 1) if stage == 0 else (hop.entry(partial[cut][0]), cut - 1))
+        if stage == 1:
+            last = plan.layouts()[-1]
+            edges.append((Boundary(source=last, target=whole(last), exit_partial=partial[-1][1]), len(partial) - 1))
+        for boundary, i in edges:
+            for c in boundary.traffic(graph.components[i].output_bytes_per_sample * rows):
+                said[c.op] += 2 * round(c.bytes)
+        for seen in found[2 * stage : 2 * stage + 2]:
+            assert seen == dict(said)
+
+
+def test_what_cannot_be_cut_is_said_in_one_line() -> None:
+    class Aux(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)
+            self.aux, self.head = nn.Linear(4, 10), nn.Linear(4, 10)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            x = torch.relu(self.first(x))
+            side = self.aux(x.mean((2, 3))) if self.training else None
+            x = self.head(torch.relu(self.second(x)).mean((2, 3)))
+            return (x, side) if self.training else x
+
+    base = hand_plan(Aux(), 1, uniform(1, 1), input_shape=INPUT, num_classes=10)
+    with pytest.raises(UsageError, match=r"an output of its own .* in stage 0 of 2: only the last stage may"):
+        verify(staged(base, [1, 1], cuts=[len(base.components) - 1]), Aux, offered(), timeout_s=30)
+    with pytest.raises(UsageError, match="layers runs 1 microbatch, asked 4"):
+        verify(plan_of("plain", [1, 1], schedule="layers"), lambda: build("plain"), offered(), timeout_s=30)
+    with pytest.raises(UsageError, match="2 stages and schedule 'zero_bubble'; this executor runs"):
+        verify(plan_of("plain", [1, 1], schedule="zero_bubble"), lambda: build("plain"), offered(), timeout_s=30)
+
+
+def test_a_parameter_in_two_stages_is_refused() -> None:
+    plan, model = plan_of("plain", [1, 1]), traced(build("plain"), INPUT)
+    first, last = model.components[0], model.components[-1]
+    last.register_parameter("tied", next(first.parameters()))
+    with pytest.raises(UsageError, match=r"tied is shared by stages 0 and 1: .* must be in one stage"):
+        _check_stages(plan, model)
+
+
+def _trained(plan: Plan, out: Path, **changes: Any) -> dict[str, Any]:
+    on_event = changes.pop("on_event", None)
+    return train(plan, training.settings(out, **changes), strategies=offered(), adapt=adapt, on_event=on_event)
+
+
+def _state(out: Path) -> dict[str, torch.Tensor]:
+    found = checkpoint.find(out / outdir.CHECKPOINTS)
+    return checkpoint.read(found.path, checkpoint.MODEL) | checkpoint.read(found.path, checkpoint.OPTIMIZER)
+
+
+def pipeline(widths: list[int], **options: Any) -> Plan:
+    return staged(training.plan(ranks=2), widths, microbatches=2, **options)
+
+
+def test_a_run_in_stages_learns_what_one_device_learns(tmp_path: Path) -> None:
+    """Loss and accuracy are seen by one stage, weights by another; all are in the result and in the checkpoint."""
+    one = _trained(dataclasses.replace(training.plan(), num_microbatches=2), tmp_path / "one")
+    two = _trained(pipeline([1, 1]), tmp_path / "two")
+    for key in ("train_loss", "validation_loss", "validation_accuracy"):
+        assert [e[key] for e in two["epochs"]] == pytest.approx([e[key] for e in one["epochs"]], rel=1e-6)
+    alone, apart = _state(tmp_path / "one"), _state(tmp_path / "two")
+    assert alone.keys() == apart.keys()
+    for name, value in alone.items():
+        assert torch.equal(value, apart[name]), name
+
+
+def test_activations_cross_in_the_type_they_are_computed_in(tmp_path: Path) -> None:
+    """bf16 changes types layer by layer; what arrives is what one device would have handed on."""
+    plans = [dataclasses.replace(p, precision="bf16") for p in (training.plan(microbatches=2), pipeline([1, 1]))]
+    states = []
+    for i, plan in enumerate(plans):
+        _trained(plan, tmp_path / str(i), epochs=1)
+        states.append(_state(tmp_path / str(i)))
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+def test_a_rank_that_dies_between_stages_is_named(tmp_path: Path) -> None:
+    def die(rank: int, plan: Plan) -> None:
+        model = materialize(
+            plan, build("plain"), torch.zeros((2, *INPUT)), rank=rank, strategies=offered(),
+            device=torch.device("cpu"),
+        )  # fmt: skip
+        model.train()
+
+        def labels(rows: slice) -> torch.Tensor:
+            os._exit(3)
+
+        x = torch.randn(24, *INPUT)
+        forward_backward(model, torch.arange(24), 0, lambda rows: x[rows], labels)
+
+    with pytest.raises(WorkersFailedError, match="rank 2 of 3"):
+        run_ranks(3, die, plan_of("plain", [2, 1]), threads=1, timeout_s=30)
+
+
+def test_a_run_in_stages_is_continued_by_other_stages(tmp_path: Path) -> None:
+    """Stopped under one cut, resumed under another, and again on one device: to the bit as if never interrupted."""
+    _trained(pipeline([1, 1]), tmp_path / "whole", log_every=1)
+    parts = tmp_path / "parts"
+    for stop, plan in ((3, pipeline([1, 1])), (8, pipeline([1, 1], cuts=[1], schedule="gpipe"))):
+
+        def hear(event: dict[str, Any], stop: int = stop) -> None:
+            if event["event"] == "steps" and event["step"] == stop:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        with pytest.raises(PreemptedError):
+            _trained(plan, parts, resume=stop == 8, log_every=1, on_event=hear)
+    _trained(training.plan(microbatches=2), parts, resume=True, log_every=1)
+    first, second = _state(tmp_path / "whole"), _state(parts)
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+def test_a_run_moves_between_cuts(tmp_path: Path) -> None:
+    plans = [pipeline([1, 1]), pipeline([1, 1], cuts=[1]), training.plan(ranks=2), pipeline([1, 1], schedule="gpipe")]
+    images = open_images(plans[0], training.settings(tmp_path))
+
+    def body(rank: int) -> list[bool]:
+        def parallel(plan: Plan) -> Any:
+            model = build_zoo("cnn", num_classes=10, input_shape=(1, 8, 8), seed=0)
+            return materialize(
+                plan, model, torch.zeros(2, 1, 8, 8), rank=rank, strategies=offered(), device=torch.device("cpu")
+            )
+
+        executor = TrainingExecutor(
+            plans[0], parallel, training.settings(tmp_path, lr=0.01, epochs=4), train=images[0], test=images[1],
+            votes=Votes(30), stop=StopRequest(), announce=lambda _: None, folder=tmp_path / outdir.CHECKPOINTS,
+            run="test",
+        )  # fmt: skip
+
+        def state() -> dict[str, torch.Tensor]:
+            return full_state(executor.model) | full_optimizer_state(executor.model, executor._worker.optimizer)
+
+        same = []
+        for epoch, plan in enumerate(plans[1:]):
+            executor.run_epoch(epoch)
+            before = state()
+            executor.migrate(plan)
+            after = state()
+            same.append(before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before))
+        executor.run_epoch(3)
+        executor.save(3)
+        return same
+
+    assert run_ranks(2, body, threads=1, timeout_s=30) == [[True] * 3] * 2
+    assert checkpoint.find(tmp_path / outdir.CHECKPOINTS).manifest.plan == plans[-1]
+
+
+def test_stages_and_data_parallelism_side_by_side(tmp_path: Path) -> None:
+    plans = [training.plan(ranks=3, microbatches=2), pipeline([2, 1]), pipeline([1, 1], schedule="gpipe")]
+    images = open_images(plans[0], training.settings(tmp_path))
+    cells = measure(
+        [dataclasses.replace(p, strategy=f"p{i}") for i, p in enumerate(plans)],
+        lambda: build_zoo("cnn", num_classes=10, input_shape=(1, 8, 8), seed=0),
+        offered(),
+        lambda: images,
+        BenchOptions(budget_s=1, lr=0.01, evaluation_samples=64, threads=1, timeout_s=30),
+    )
+    for plan, cell in zip(plans, cells, strict=True):
+        assert cell.communication_s is not None
+        assert cell.peak_memory_bytes is not None
+        assert len(cell.peak_memory_bytes) == plan.num_ranks
+        assert min(cell.peak_memory_bytes) > 0
+        assert len(cell.accuracy) == 2
+        assert 0 < cell.accuracy[-1].train_loss < 5
+
+
+def test_evaluation_passes_through_the_stages() -> None:
+    def body(rank: int, plan: Plan) -> torch.Tensor | None:
+        model = materialize(
+            plan, build("plain"), torch.zeros((2, *INPUT)), rank=rank, strategies=offered(),
+            device=torch.device("cpu"),
+        )  # fmt: skip
+        model.eval()
+        x = torch.linspace(-1, 1, 8 * 768).view(8, *INPUT)
+        with torch.no_grad():
+            found = [model(x[slice(*model.input_rows(8))], torch.arange(8), 0) for _ in range(5)][-1]
+        model.close()
+        return found
+
+    plan = plan_of("plain", [2, 1])
+    first, second, third = run_ranks(3, body, plan, threads=1, timeout_s=30)
+    assert first is second is None
+    model = build("plain").eval()
+    with torch.no_grad():
+        expected = model(torch.linspace(-1, 1, 8 * 768).view(8, *INPUT))
+    torch.testing.assert_close(third, expected)

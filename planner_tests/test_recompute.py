@@ -1,0 +1,115 @@
+"""Components that compute their forward twice train as if they had not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from asa.executor.equivalence import verify
+from asa.executor.materialize import materialize
+from asa.executor.step import forward_backward
+from asa.ir.equivalence import Equivalence
+from asa.ir.plan import Plan
+from asa.launch import run_ranks
+from asa.sharding.samples import SampleContext, SampleDropout
+from asa.strategies import offered
+from planner_tests.hand_plans import hand_plan, uniform
+from planner_tests.small_models import INPUT, build
+from planner_tests.stage_plans import Degrees, staged
+
+CLASSES = {"blocks": 10, "plain": 100, "perceptron": 12, "vision_transformer": 10}
+
+
+def split_where_possible(_index: int, width: int) -> tuple[int, int]:
+    return 1, width
+
+
+def in_turn(index: int, width: int) -> tuple[int, int]:
+    return [(width, 1), (1, width), (1, 1)][index % 3]
+
+
+def always(_index: int) -> bool:
+    return True
+
+
+def plan_of(name: str, widths: list[int], **options: Any) -> Plan:
+    base = hand_plan(build(name), 2, uniform(1, 2), input_shape=INPUT, num_classes=CLASSES[name], global_batch=24)
+    return staged(base, widths, **({"checkpoint": always, "microbatches": 2} | options))
+
+
+def check(name: str, widths: list[int], **options: Any) -> Equivalence:
+    return verify(plan_of(name, widths, **options), lambda: build(name), offered(), timeout_s=60)
+
+
+@pytest.mark.parametrize(
+    ("name", "widths", "options"),
+    [
+        ("blocks", [1], {}),
+        ("blocks", [2], {}),
+        ("blocks", [2], {"degrees": in_turn, "checkpoint": lambda i: i % 2 == 0}),
+        ("blocks", [2], {"strategy": lambda _i: "zero3"}),
+        ("vision_transformer", [2], {"degrees": split_where_possible}),
+        ("plain", [2], {"degrees": split_where_possible, "strategy": lambda _i: "zero3"}),
+        ("blocks", [1, 1], {"microbatches": 4}),
+        ("vision_transformer", [2, 1], {"schedule": "gpipe", "checkpoint": lambda i: i % 2 == 1}),
+    ],
+    ids=["alone", "replicated", "mixed", "sharded", "heads", "tensor", "stages", "uneven-stages"],
+)
+def test_computing_twice_changes_nothing(name: str, widths: list[int], options: dict[str, Any]) -> None:
+    found = check(name, widths, **options)
+    assert found.equivalent, f"{found.worst_tensor}: {found.max_rel_error:.2e} > {found.allowed:.2e}"
+    assert found.max_rel_error < 1e-9
+    assert "running_mean" in "".join(t.name for t in found.tensors) or name != "blocks"
+
+
+def _one_step(rank: int, plan: Plan, name: str) -> tuple[dict[str, int], dict[str, torch.Tensor], list[torch.Tensor]]:
+    """Calls of every leaf module in a step of two microbatches; buffers, gradients."""
+    torch.manual_seed(0)
+    model = materialize(
+        plan, build(name), torch.zeros((2, *INPUT)), rank=rank, strategies=offered(), device=torch.device("cpu")
+    )
+    model.train()
+    calls: dict[str, int] = {}
+    for component in model.components:
+        for path, module in component.named_modules():
+            if path and next(module.children(), None) is None:
+
+                def count(_m: nn.Module, _args: Any, path: str = path) -> None:
+                    calls[path] = calls.get(path, 0) + 1
+
+                module.register_forward_pre_hook(count)
+    x = torch.randn(8, *INPUT)
+    forward_backward(model, torch.arange(8), 0, lambda rows: x[rows], lambda rows: torch.zeros(4, dtype=torch.int64))
+    buffers = {n: b.clone() for c in model.components for n, b in c.named_buffers()}
+    return calls, buffers, [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("degrees", [split_where_possible, lambda _i, _w: (1, 1)], ids=["tensor", "whole"])
+def test_every_layer_runs_twice_and_statistics_move_once(degrees: Degrees) -> None:
+    twice = run_ranks(2, _one_step, plan_of("blocks", [2], degrees=degrees), "blocks", threads=1, timeout_s=30)
+    plan = plan_of("blocks", [2], degrees=degrees, checkpoint=lambda _i: False)
+    once = run_ranks(2, _one_step, plan, "blocks", threads=1, timeout_s=30)
+    for (calls2, buffers2, gradients2), (calls1, buffers1, gradients1) in zip(twice, once, strict=True):
+        assert calls1["conv"] == calls1["blocks.1.norm3"] == 2
+        for path, count in calls1.items():
+            # Alone, a rank stops where nothing more is needed; its last layer's output is not.
+            assert calls2[path] == 2 * count or (path == "fc" and degrees is not split_where_possible), path
+        for name, value in buffers1.items():
+            assert torch.equal(buffers2[name], value), name
+        assert buffers1["norm.num_batches_tracked"] == 2
+        assert all(torch.equal(a, b) for a, b in zip(gradients1, gradients2, strict=True))
+
+
+def test_masks_of_an_earlier_microbatch_come_back() -> None:
+    """Another microbatch has gone forward, and its samples are the current ones, when the first is computed again."""
+    context = SampleContext(seed=1, samples=torch.arange(4), total=4)
+    drop = SampleDropout(0.5, site="here", context=context)
+    before = context.copy()
+    first = drop(torch.ones(4, 50))
+    context.samples = torch.arange(4, 8)
+    assert not torch.equal(drop(torch.ones(4, 50)), first)
+    context.become(before)
+    assert torch.equal(drop(torch.ones(4, 50)), first)

@@ -1,0 +1,210 @@
+"""Sharded optimizer state and gradients: exact, and what moves and is held is what was declared."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import training
+
+from asa.executor import checkpoint, outdir
+from asa.executor.equivalence import verify
+from asa.executor.materialize import materialize
+from asa.executor.optimizer import build_optimizer
+from asa.executor.run import train
+from asa.executor.step import forward_backward
+from asa.ir.equivalence import Equivalence
+from asa.ir.plan import Plan
+from asa.launch import run_ranks
+from asa.scheduler import adapt
+from asa.sharding.updates import SharedUpdate
+from asa.strategies import offered
+from asa.strategies.zero1 import SharedOptimizer
+from asa.strategies.zero2 import ShardedGradients
+from planner_tests.hand_plans import hand_plan, uniform
+from planner_tests.small_models import INPUT, build
+from planner_tests.stage_plans import data_parallel, staged
+from planner_tests.test_strategy_contract import OPS, Recorder, graph_of
+
+CLASSES = {"blocks": 12, "plain": 100, "perceptron": 12, "vision_transformer": 12}
+STRATEGIES = offered()
+BATCH = 24
+
+
+def plan_of(name: str, widths: list[int], strategy: Any, *, optimizer: str = "sgd", **options: Any) -> Plan:
+    choose = strategy if callable(strategy) else lambda _i: strategy
+    base = hand_plan(
+        build(name, even=True), 2, uniform(1, 2), input_shape=INPUT, num_classes=CLASSES[name], global_batch=BATCH,
+        optimizer=optimizer,
+    )  # fmt: skip
+    return staged(base, widths, **({"strategy": choose, "microbatches": 2} | options))
+
+
+def check(name: str, *args: Any, **options: Any) -> Equivalence:
+    return verify(plan_of(name, *args, **options), lambda: build(name, even=True), STRATEGIES, timeout_s=60)
+
+
+def in_turn(index: int, width: int) -> tuple[int, int]:
+    return [(width, 1), (1, width), (1, 1)][index % 3]
+
+
+STAGES: dict[str, Any] = {"schedule": "gpipe", "microbatches": 3, "checkpoint": lambda i: i % 2 == 0}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name", "widths", "options"),
+    [
+        ("zero1", "blocks", [2], {}),
+        ("zero2", "blocks", [2], {}),
+        ("zero2", "plain", [3], {"optimizer": "adamw"}),
+        ("zero1", "plain", [4], {"degrees": lambda _i, _w: (2, 2), "optimizer": "adamw"}),
+        ("zero2", "plain", [4], {"degrees": lambda _i, _w: (2, 2)}),
+        ("zero1", "blocks", [2, 1], {"degrees": in_turn, "microbatches": 3}),
+        ("zero2", "blocks", [2, 1], STAGES),
+    ],
+    ids=["zero1", "zero2", "zero2-uneven", "zero1-tensor", "zero2-tensor", "zero1-stages", "zero2-stages"],
+)
+def test_training_is_that_of_one_device(strategy: str, name: str, widths: list[int], options: dict[str, Any]) -> None:
+    found = check(name, widths, strategy, **options)
+    assert found.equivalent, f"{found.worst_tensor}: {found.max_rel_error:.2e} > {found.allowed:.2e}"
+    assert found.max_rel_error < 1e-9
+
+
+def test_all_data_strategies_in_one_network() -> None:
+    assert check("blocks", [2], lambda i: ("replicate", "zero1", "zero2", "zero3")[i % 4], optimizer="adamw").equivalent
+
+
+def test_an_update_that_is_not_told_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SharedUpdate, "publish", lambda _self: None)
+    assert not check("plain", [2], "zero1").equivalent
+
+
+def _third_step(rank: int, plan: Plan, name: str) -> tuple[dict[str, int], int, int]:
+    """Bytes of every collective of a whole step; bytes of optimizer state; bytes of weights between steps."""
+    model = materialize(
+        plan, build(name, even=True), torch.zeros((2, *INPUT)), rank=rank, strategies=STRATEGIES,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    optimizer = build_optimizer("sgd", model.updated)
+    model.train()
+    recorder, x = Recorder(), torch.randn((BATCH, *INPUT))
+    labels = torch.zeros(BATCH, dtype=torch.int64)
+    for step in range(3):
+        with recorder:
+            recorder.seen.clear()
+            model.zero_grad()
+            forward_backward(model, torch.arange(BATCH), step, lambda rows: x[rows], lambda rows: labels[rows])
+            optimizer.step()
+            model.share_updates()
+    state = sum(
+        getattr(v, "_local_tensor", v).nbytes
+        for held in optimizer.state.values()
+        for v in held.values()
+        if isinstance(v, torch.Tensor)
+    )
+    return dict(recorder.seen), state, sum(getattr(p, "_local_tensor", p).nbytes for p in model.parameters())
+
+
+@pytest.mark.parametrize("strategy", ["replicate", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize(("width", "microbatches"), [(2, 1), (4, 2)])
+def test_what_is_declared_is_what_runs(
+    strategy: str, width: int, microbatches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the byte, where dimensions divide; per step or per microbatch as the phase says."""
+    monkeypatch.setitem(OPS, "broadcast_", "broadcast")
+    plan = plan_of("plain", [width], strategy, microbatches=microbatches, degrees=data_parallel)
+    page, said = STRATEGIES.data[strategy], Counter[str]()
+    weights = state = 0.0
+    for component in graph_of("plain").components:
+        share = STRATEGIES.tensor["none"].share(component, 1)
+        held = page.memory(share, width, "sgd")
+        weights, state = weights + component.parameter_bytes, state + held.optimizer
+        for c in page.traffic(share, width, 1):
+            said[c.op] += round(c.bytes) * (microbatches if c.phase in ("forward", "backward") else 1)
+    ran = run_ranks(width, _third_step, plan, "plain", threads=1, timeout_s=60)
+    for seen, _, _ in ran:
+        assert seen == dict(said)
+    largest = max(bytes_of for _, bytes_of, _ in ran)
+    if strategy == "zero1":
+        # The rank with the most: parameters are not cut, and the page counts component by component.
+        assert weights / width <= largest <= state
+    else:
+        assert largest == state
+    assert {held for _, _, held in ran} == {weights / (width if strategy in ("zero2", "zero3") else 1)}
+
+
+@pytest.mark.parametrize("strategy", ["replicate", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_stages_move_what_their_components_declare(
+    strategy: str, schedule: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many microbatches are in flight, gradients are reduced once, and nothing is gathered for nothing."""
+    monkeypatch.setitem(OPS, "broadcast_", "broadcast")
+    plan = plan_of("plain", [2, 2], strategy, microbatches=4, schedule=schedule)
+    ran = run_ranks(4, _third_step, plan, "plain", threads=1, timeout_s=60)
+    for stage in (0, 1):
+        said = Counter[str]()
+        for component, a in zip(graph_of("plain").components, plan.components, strict=True):
+            if a.stage == stage:
+                for c in STRATEGIES.data[strategy].traffic(STRATEGIES.tensor["none"].share(component, 1), 2, 1):
+                    said[c.op] += round(c.bytes) * (4 if c.phase in ("forward", "backward") else 1)
+        for seen, _, _ in ran[2 * stage : 2 * stage + 2]:
+            assert {op: n for op, n in seen.items() if op not in ("send", "recv_")} == dict(said)
+
+
+@pytest.mark.parametrize("page", [SharedOptimizer(), ShardedGradients()], ids=["zero1", "zero2"])
+def test_degree_one_is_silent_and_state_never_rises(page: Any) -> None:
+    for component in graph_of("blocks").components:
+        share = STRATEGIES.tensor["none"].share(component, 1)
+        assert page.traffic(share, 1, 1) == ()
+        for optimizer in ("sgd", "adamw"):
+            found = [page.memory(share, d, optimizer) for d in (1, 2, 3, 4, 8)]
+            states = [m.state + m.gradients for m in found]
+            assert states == sorted(states, reverse=True)
+        alone = STRATEGIES.data["replicate"].memory(share, 1, "sgd")
+        assert page.memory(share, 1, "sgd") == alone
+
+
+def _tensor_traffic(rank: int, plan: Plan, name: str) -> dict[str, int]:
+    return _third_step(rank, plan, name)[0]
+
+
+def test_recomputing_repeats_the_collectives_of_forward_and_no_others() -> None:
+    """What a split component moves inside its forward moves twice; boundaries and backward are as without."""
+    plain = plan_of("blocks", [2], "replicate", degrees=lambda _i, w: (1, w), microbatches=1)
+    twice = replace(plain, components=tuple(replace(c, checkpoint=True) for c in plain.components))
+    before, after = (run_ranks(2, _tensor_traffic, p, "blocks", threads=1, timeout_s=60)[0] for p in (plain, twice))
+    inside: Counter[str] = Counter()
+    for component, a in zip(graph_of("blocks").components, plain.components, strict=True):
+        if a.tensor.degree > 1:
+            for c in STRATEGIES.tensor["tensor"].traffic(component, 2, BATCH):
+                if c.phase == "forward":
+                    inside[c.op] += round(c.bytes)
+    assert inside
+    assert {op: after[op] - before[op] for op in after if after[op] != before[op]} == dict(inside)
+
+
+def _with(plan: Plan, strategy: Any) -> Plan:
+    return replace(plan, components=tuple(replace(c, data=replace(c.data, strategy=strategy)) for c in plan.components))
+
+
+def test_runs_are_continued_under_every_strategy(tmp_path: Path) -> None:
+    """Each epoch under another: the checkpoint says the same whoever wrote it."""
+    make: dict[str, Any] = {"strategies": STRATEGIES, "adapt": adapt}
+    usual: dict[str, Any] = {"steps_per_epoch": 4, "lr": 0.01, "warmup": 0.0}
+    base = training.plan("logistic", ranks=2, optimizer="adamw")
+    for epochs, strategy in enumerate(("zero1", "zero2", "zero1", "zero3"), start=1):
+        settings = training.settings(tmp_path, epochs=epochs, resume=epochs > 1, **usual)
+        result = train(_with(base, strategy), settings, **make)
+        assert len(result["epochs"]) == epochs
+        found = checkpoint.find(tmp_path / outdir.CHECKPOINTS)
+        moments = checkpoint.read(found.path, checkpoint.OPTIMIZER)
+        weights = checkpoint.read(found.path, checkpoint.MODEL)
+        assert {n.rsplit("/", 1)[0] for n in moments} == set(weights)
+        assert all(float(v) == 4 * epochs for n, v in moments.items() if n.endswith("/step"))
+    losses = [e["train_loss"] for e in result["epochs"]]
+    assert losses[-1] < losses[0]
