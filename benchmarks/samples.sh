@@ -21,5 +21,6 @@ sample simulate simulate
 sample verify verify
 sample train train --data synthetic --epochs 1 --steps-per-epoch 10 --out runs/train/cnn
 sample bench bench --models cnn --global-batch 16 --data synthetic --budget 20s --out runs/bench/cnn
+sample bench-truth bench truth
 sample doctor doctor
 sample config-show config show plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from asa.cli import options as o
-from asa.cli import places
+from asa.cli import places, truth
 from asa.cli.console import Console
 from asa.cli.verb import Arguments, Option, Verb
 from asa.ir import codec
@@ -56,6 +56,7 @@ def run(args: Arguments, console: Console) -> None:
 
 
 VERBS = (
+    truth.VERB,  # before `bench`, whose name begins its own
     Verb(
         name="bench",
         help="the same training under every strategy on the same ranks, data and seed, taking turns",
