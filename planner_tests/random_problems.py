@@ -50,7 +50,8 @@ def draw(rng: random.Random, *, components: int, configs: int, most: int | None 
     edges = tuple(
         {
             (a, b): Edge(cost=0.0 if a == b else rng.uniform(0, 3), activations=0.0 if a == b else rng.uniform(0, 0.5),
-                         transient=0.0 if a == b else rng.uniform(0, 0.5))
+                         transient=0.0 if a == b else rng.uniform(0, 0.5),
+                         state=0.0 if a == b else rng.choice([0.0, rng.uniform(0, 0.5)]))
             for a in range(len(LAYOUTS)) for b in range(len(LAYOUTS))
         }
         for _ in range(components - 1)

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from asa.cost.buckets import bucket_bytes, releases
 from asa.cost.memory import Footprint, peak
-from asa.cost.planned import Price
+from asa.cost.pipeline import StageTimes
+from asa.cost.planned import Price, StagePrice
 from asa.cost.step import BoundaryCost, ComponentCost, StepCost, overlapped, step
 from asa.ir.cluster import Overlap
 from asa.ir.units import MIB
-from asa.simulator.stage import run
+from asa.simulator.plan import play
 
 times = st.floats(0, 5).map(lambda x: round(x, 3))
 
@@ -62,16 +63,17 @@ def stages(draw):
 
 def simulated(components, boundaries, overlap) -> float:
     nothing = StepCost(total_s=0, compute_s=0, exposed_s=0, hidden_s=0, update_s=0, overlap_s=0)
-    price = Price(
+    stage = StagePrice(
+        start=0,
         cost=nothing,
+        times=StageTimes(forward=0.0, backward=0.0),
         peak=peak([Footprint()], [Footprint()]),
         components=tuple(components),
         boundaries=tuple(boundaries),
-        compute_error_s=0.0,
-        link_error_s=0.0,
     )
+    price = Price(cost=nothing, peak=stage.peak, stages=(stage,), handovers=(), compute_error_s=0.0, link_error_s=0.0)
     names = [f"c{i}" for i in range(len(components))]
-    return run(price, names, components[0].num_microbatches, overlap).now
+    return play(price, names, components[0].num_microbatches, overlap)[1]
 
 
 @settings(deadline=None, max_examples=200)

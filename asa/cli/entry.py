@@ -31,7 +31,9 @@ VERBS: dict[str, tuple[str, str]] = {
 
 def run(argv: Sequence[str]) -> int:
     """One command; returns the exit code and never raises."""
-    console = Console(as_json="--json" in argv)
+    from asa.cli.settings import wants_json
+
+    console = Console(as_json=wants_json(argv, os.environ))
     debug = os.environ.get("ASA_DEBUG", "") not in ("", "0")
     try:
         with console.keeping_stdout(), _quiet_libraries(debug):

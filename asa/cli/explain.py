@@ -39,7 +39,7 @@ VERBS = (
             o.PLAN,
             Option(
                 name="why-not",
-                help="a whole strategy (ddp), or COMPONENT=STRATEGY@DEGREE to force one choice",
+                help="a whole strategy (ddp), or COMPONENT=STRATEGY[@DEGREE] to force one choice",
                 metavar="STRATEGY",
             ),
             o.PROFILE,

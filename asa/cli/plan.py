@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from asa.cli import options as o
 from asa.cli import places
 from asa.cli.console import Console
 from asa.cli.verb import Arguments, Option, Verb
 from asa.ir import codec
+
+if TYPE_CHECKING:
+    from asa.ir.cluster import Cluster
+    from asa.ir.profile import Profile
+    from asa.planner import Request
+    from asa.planner.frontier import Frontier
 
 
 def run(args: Arguments, console: Console) -> None:
@@ -17,6 +24,7 @@ def run(args: Arguments, console: Console) -> None:
 
     from asa.cli import choose
     from asa.planner import Request, parse_pin, plan
+    from asa.report import frontier as curves
     from asa.report import plan as report
     from asa.strategies import offered
 
@@ -45,8 +53,25 @@ def run(args: Arguments, console: Console) -> None:
     if len(plans) > 1:
         data["alternatives"] = [codec.document(p) for p in plans[1:]]
     more = [Text(), report.several(plans)] if len(plans) > 1 else []
+    if args.frontier or args.price:
+        found = _frontier(args, profile, cluster, request)
+        data["frontier"] = codec.to_data(found)
+        more += curves.render(found)
     console.result(data, lambda: [*report.render(plans[0]), *more])
     console.say(f"asa: wrote {path}")
+
+
+def _frontier(args: Arguments, profile: Profile, cluster: Cluster, request: Request) -> Frontier:
+    """The curves asked for."""
+    from asa.planner import frontier as f
+    from asa.strategies import offered
+
+    memory = f.against_memory(profile, cluster, offered(), request) if args.frontier else ()
+    cost: tuple[f.CostPoint, ...] = ()
+    if args.price:
+        samples = args.epoch_samples or f.CIFAR_SAMPLES
+        cost = f.against_cost(profile, cluster, offered(), request, price=args.price, epoch_samples=samples)
+    return f.Frontier(memory=memory, cost=cost)
 
 
 VERBS = (
@@ -70,6 +95,19 @@ VERBS = (
             o.SOLVER,
             o.OPTIMIZER,
             Option(name="top", help="show the K best plans", parse=o.count, default=1, metavar="K"),
+            Option(name="frontier", help="also the curve of step time against memory per device", switch=True),
+            Option(
+                name="price",
+                help="of one device for an hour, in any currency: also time and cost of an epoch on fewer devices",
+                parse=o.positive,
+                metavar="P",
+            ),
+            Option(
+                name="epoch-samples",
+                help="samples of an epoch, for --price (default: 50000, those of CIFAR)",
+                parse=o.count,
+                metavar="N",
+            ),
             Option(name="time-limit", help="longest search (default: 60s)", parse=o.budget, default=60.0, metavar="T"),
             o.option(o.PRECISION, help="of a profile that is measured or estimated first"),
             o.option(o.INPUT, help="of a model that is profiled first"),

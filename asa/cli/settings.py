@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from asa.cli.verb import Arguments, Option, Verb
+from asa.cli.verb import TRUE, Arguments, Option, Verb
 from asa.errors import InvalidInputError, UsageError
 
 
@@ -87,6 +87,27 @@ def resolve(
         else:
             values[o.field], origin[o.field] = (() if o.repeated and o.default is None else o.default), "default"
     return Arguments(values, origin, words)
+
+
+def wants_json(argv: Sequence[str], environment: Mapping[str, str]) -> bool:
+    """Whether the answer is to be a document: known before the verb is, because errors are documents then, too.
+
+    Help is never one. A configuration file that cannot be read says nothing here; the verb will refuse it.
+    """
+    if "--json" in argv:
+        return True
+    if not argv or argv[0] == "help" or {"--help", "-h", "--version", "-V"} & {*argv}:
+        return False
+    said: Any = environment.get("ASA_JSON")
+    if said is None:
+        try:
+            table: Any = configuration(Path.cwd())[1]
+        except (InvalidInputError, OSError):
+            return False
+        for word in ("", *argv[:2]):
+            table = table.get(word) if word and isinstance(table, dict) else table
+            said = table.get("json", said) if isinstance(table, dict) else said
+    return str(said).lower() in TRUE
 
 
 def configuration(folder: Path) -> tuple[Path | None, dict[str, Any]]:

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from asa.cli.console import Console
 
+TRUE = ("1", "true", "yes", "on")
+"""Words that turn a switch on, in a variable or a file."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
@@ -48,9 +51,9 @@ class Option:
             ValueError: saying what is wrong with it.
         """
         if self.switch:
-            if text.lower() not in ("1", "true", "yes", "on", "0", "false", "no", "off", ""):
+            if text.lower() not in (*TRUE, "0", "false", "no", "off", ""):
                 raise ValueError(f"{text!r} is neither true nor false")
-            return text.lower() in ("1", "true", "yes", "on")
+            return text.lower() in TRUE
         if self.choices and text not in self.choices:
             raise ValueError(f"{text!r} is none of {', '.join(self.choices)}")
         return self.parse(text)

@@ -60,11 +60,15 @@ def _rising(table: CollectiveTable) -> _Curve:
 
 
 class Links:
-    """A cluster's tables, indexed for pricing many collectives. ``width``: ranks 0..width-1 take part in the step."""
+    """A cluster's tables, indexed for pricing many collectives.
 
-    def __init__(self, cluster: Cluster, width: int | None = None) -> None:
+    ``width``: ranks 0..width-1 take part in the stage; ``busy``: how many do in the step, where there are more stages.
+    """
+
+    def __init__(self, cluster: Cluster, width: int | None = None, busy: int | None = None) -> None:
         self._cluster = cluster
         self._width = cluster.num_devices if width is None else width
+        self._busy = self._width if busy is None else busy
         self._tables: list[dict[tuple[CollectiveOp, int], _Curve]] = [
             {(t.op, t.ranks): _rising(t) for t in level.tables} for level in cluster.levels
         ]
@@ -72,7 +76,7 @@ class Links:
         for statuses, level in zip(self._statuses, cluster.levels, strict=True):
             for t in level.tables:
                 statuses.setdefault(t.ranks, []).append(t.status)
-        self._crowded: dict[tuple[CollectiveOp, int, int], float] = {}
+        self._crowded: dict[tuple[CollectiveOp, int, int, int], float] = {}
         self._seconds: dict[tuple[CollectiveOp, float, int, int], float] = {}
 
     def seconds(self, collective: Collective) -> float:
@@ -89,6 +93,24 @@ class Links:
             level = self._level(c.ranks, c.stride)
             size = c.bytes * self._sharing(level, c.stride) * self._crowding(level, c.op, c.ranks)
             self._seconds[key] = self._read(level, c.op, c.ranks, size)
+        return self._seconds[key]
+
+    def handover(self, size: float, offset: int, flows: int) -> float:
+        """Seconds to send ``size`` bytes from a rank in front of rank ``offset`` to one behind, ``flows`` at once.
+
+        The links are those of the innermost level of which ``offset`` is no border. Inside a level each flow has its
+        own; between nodes those of one node share what leaves it.
+        """
+        if size <= 0:
+            return 0.0
+        key: tuple[CollectiveOp, float, int, int] = ("send_recv", size, -flows, offset)
+        if key not in self._seconds:
+            levels = self._cluster.levels
+            level = next((i for i, x in enumerate(levels) if offset % x.devices), len(levels) - 1)
+            sharing = 1 if level == 0 else min(flows, levels[level - 1].devices)
+            together = min(2 * flows, levels[level].devices)
+            crowding = self._slower(level, "send_recv", 2, together) if level == 0 else 1.0
+            self._seconds[key] = self._read(level, "send_recv", 2, size * sharing * crowding)
         return self._seconds[key]
 
     def latency(self, op: CollectiveOp, ranks: int, stride: int = 1) -> float:
@@ -126,10 +148,13 @@ class Links:
         All ranks of a stage work at once, so smaller groups leave no links idle: a link then carries no more than
         it does in one group of all those ranks (on a PCIe box a fraction of what a pair gets; on a switch as much).
         """
-        together = min(self._width, self._cluster.levels[level].devices)
+        together = min(self._busy, self._cluster.levels[level].devices)
+        return self._slower(level, op, ranks, together)
+
+    def _slower(self, level: int, op: CollectiveOp, ranks: int, together: int) -> float:
         if ranks >= together:
             return 1.0
-        key = (op, ranks, level)
+        key = (op, ranks, level, together)
         if key not in self._crowded:
             alone = self._read(level, op, ranks, _LARGE) / carried(op, ranks)
             crowd = self._read(level, op, together, _LARGE) / carried(op, together)

@@ -12,6 +12,7 @@ activation of the component behind them, and their gathered gradient like a tran
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from asa.cost.constants import constant
@@ -41,19 +42,28 @@ class Peak:
     transient: float
 
 
-def peak(components: Sequence[Footprint], boundaries: Sequence[Footprint]) -> Peak:
-    """Active peak of a step. ``boundaries[i]`` lies in front of component i (the first is the model's input)."""
+def peak(components: Sequence[Footprint], boundaries: Sequence[Footprint], in_flight: int = 1) -> Peak:
+    """Active peak of a step. ``boundaries[i]`` lies in front of component i (the first is the model's input).
+
+    ``in_flight`` microbatches hold their activations: all but the one at work hold all of them.
+    """
     state = sum(c.state for c in components) + sum(b.state for b in boundaries)
+    others = (in_flight - 1) * sum(x.activations for x in (*components, *boundaries))
     behind = sum(c.gradients for c in components)
     activations = 0.0
     best: Peak | None = None
     for k, (own, entry) in enumerate(zip(components, boundaries, strict=True)):
         activations += own.activations + entry.activations
         transient = own.transient + entry.transient
-        total = state + activations + behind + transient
+        total = state + others + activations + behind + transient
         if best is None or total > best.total:
             best = Peak(
-                total=total, index=k, state=state, activations=activations, gradients=behind, transient=transient
+                total=total,
+                index=k,
+                state=state,
+                activations=others + activations,
+                gradients=behind,
+                transient=transient,
             )
         behind -= own.gradients
     assert best is not None, "a step has at least one component"
@@ -75,3 +85,11 @@ def usable(device: Device, memory_bytes: int | None, ranks: int) -> float:
         return total
     held = constant("cuda_context_bytes") + (constant("nccl_bytes") if ranks > 1 else 0.0)
     return (total - held) / (1 + constant("cuda_allocator_slack"))
+
+
+def needed(device: Device, active: float, ranks: int) -> int:
+    """Memory of a device, in bytes, of which :func:`usable` leaves ``active``: its inverse, rounded up."""
+    if device.type == "cpu":
+        return math.ceil(active)
+    held = constant("cuda_context_bytes") + (constant("nccl_bytes") if ranks > 1 else 0.0)
+    return math.ceil(active * (1 + constant("cuda_allocator_slack")) + held)

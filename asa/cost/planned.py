@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from math import hypot
 
 from asa.cost.estimate import on_device
 from asa.cost.memory import Peak, peak
+from asa.cost.pipeline import StageTimes, makespan
 from asa.cost.pricing import Pricer, Way, times_of
-from asa.cost.step import BoundaryCost, ComponentCost, StepCost, step
+from asa.cost.step import BoundaryCost, ComponentCost, StepCost, overlapped, step
 from asa.errors import InvalidInputError
+from asa.interfaces.schedule import Schedule
 from asa.interfaces.strategy import Strategies
 from asa.ir.cluster import Cluster, Overlap
 from asa.ir.codec import noun
@@ -19,40 +22,134 @@ from asa.ir.profile import Profile
 
 
 @noun
-class Price:
-    """What a stage costs: seconds, the peak of a rank in bytes, and standard errors in seconds.
+class StagePrice:
+    """What one stage costs: seconds of its own work in a step, the peak of a rank in bytes.
 
-    ``boundaries[i]`` lies in front of component i, the last one behind the last component.
+    ``start`` is its first component. ``boundaries[i]`` lies in front of its component i, the last one behind the last.
+    """
+
+    start: int
+    cost: StepCost
+    times: StageTimes
+    peak: Peak
+    components: tuple[ComponentCost, ...]
+    boundaries: tuple[BoundaryCost, ...]
+
+
+@noun
+class Price:
+    """What a plan costs: seconds, the highest peak of a rank in bytes, and standard errors in seconds.
+
+    ``handovers[i]`` is the transfer of a microbatch from stage i to the next, forward and back.
     """
 
     cost: StepCost
     peak: Peak
-    components: tuple[ComponentCost, ...]
-    boundaries: tuple[BoundaryCost, ...]
+    stages: tuple[StagePrice, ...]
+    handovers: tuple[tuple[float, float], ...]
     compute_error_s: float
     link_error_s: float
 
+    @property
+    def components(self) -> tuple[ComponentCost, ...]:
+        """Those of all stages."""
+        return tuple(c for s in self.stages for c in s.components)
 
-def price(pricer: Pricer, ways: Sequence[Way], overlap: Overlap) -> Price:
-    """A stage in which component i runs ``ways[i]``."""
-    components = tuple(pricer.component(i, way) for i, way in enumerate(ways))
-    between = [pricer.boundary(i, a.layout, b.layout) for i, (a, b) in enumerate(pairwise(ways), 1)]
-    boundaries = (pricer.entry(ways[0].layout), *between, pricer.exit(ways[-1].layout))
-    return Price(
-        cost=step(components, boundaries, overlap),
-        peak=peak([c.footprint for c in components], [b.footprint for b in boundaries[:-1]]),
+    @property
+    def boundaries(self) -> tuple[BoundaryCost, ...]:
+        """The boundary in front of every component (at the start of a stage, its inlet), and the last outlet."""
+        return (*(b for s in self.stages for b in s.boundaries[:-1]), self.stages[-1].boundaries[-1])
+
+
+def price_stage(pricer: Pricer, start: int, ways: Sequence[Way], overlap: Overlap, in_flight: int = 1) -> StagePrice:
+    """A stage in which component ``start + i`` runs ``ways[i]``, with activations of ``in_flight`` microbatches."""
+    components = tuple(
+        _moved(pricer.component(i, way), start) for i, way in enumerate(ways, start)
+    )  # fmt: skip
+    between = [pricer.boundary(i, a.layout, b.layout) for i, (a, b) in enumerate(pairwise(ways), start + 1)]
+    stop = start + len(ways)
+    boundaries = (pricer.inlet(start, ways[0].layout), *between, pricer.outlet(stop - 1, ways[-1].layout))
+    cost = step(components, boundaries, overlap)
+    held = peak([c.footprint for c in components], [b.footprint for b in boundaries[:-1]], in_flight)
+    return StagePrice(
+        start=start,
+        cost=cost,
+        times=_times(cost, components, boundaries, overlap),
+        peak=replace(held, index=start + held.index),
         components=components,
         boundaries=boundaries,
-        compute_error_s=hypot(*(c.error_s for c in components)),
-        link_error_s=sum(c.link_error_s for c in components) + sum(b.link_error_s for b in boundaries),
     )
+
+
+def _moved(cost: ComponentCost, start: int) -> ComponentCost:
+    """Counted from the first component of its stage, where the last bucket leaves."""
+    return cost if start == 0 else replace(cost, release=max(0, cost.release - start))
+
+
+def _times(
+    cost: StepCost, components: Sequence[ComponentCost], boundaries: Sequence[BoundaryCost], overlap: Overlap
+) -> StageTimes:
+    """A stage as the clock of a pipeline sees it. While both streams work, backward is slower."""
+    m = components[0].num_microbatches
+    forward = sum(c.forward_s + c.forward_communication_s for c in components) + sum(b.forward_s for b in boundaries)
+    backward = sum(c.backward_s + c.backward_communication_s for c in components)
+    backward += sum(b.backward_s for b in boundaries)
+    if overlap.saving >= 0:
+        longer = overlapped(components, overlap) * (1 - 1 / overlap.compute_slowdown)
+    else:
+        longer = 0.0
+    longer += sum(c.bucket_s for c in components)
+    return StageTimes(
+        forward=forward,
+        backward=backward,
+        last_backward_extra=longer,
+        after=cost.total_s - m * (forward + backward) - longer,
+    )
+
+
+def price(
+    pricers: Sequence[Pricer], starts: Sequence[int], ways: Sequence[Way], overlap: Overlap, schedule: Schedule | None
+) -> Price:
+    """A plan whose stage s begins with component ``starts[s]`` and is priced by ``pricers[s]``.
+
+    A pipeline takes what its schedule makes of its stages' times (:func:`asa.cost.pipeline.makespan`).
+    """
+    ends = [*starts[1:], len(ways)]
+    m = pricers[0].num_microbatches
+    stages = tuple(
+        price_stage(pricer, a, ways[a:b], overlap, 1 if schedule is None else schedule.in_flight(s, len(starts), m))
+        for s, (pricer, a, b) in enumerate(zip(pricers, starts, ends, strict=True))
+    )
+    offsets = [sum(p.width for p in pricers[:s]) for s in range(len(pricers))]
+    handovers = tuple(
+        pricers[s].handover(starts[s], ways[starts[s] - 1].layout, ways[starts[s]].layout, offsets[s])
+        for s in range(1, len(starts))
+    )
+    return Price(
+        cost=stages[0].cost if schedule is None else _pipelined(stages, handovers, schedule, m),
+        peak=max((s.peak for s in stages), key=lambda p: p.total),
+        stages=stages,
+        handovers=handovers,
+        compute_error_s=hypot(*(c.error_s for s in stages for c in s.components)),
+        link_error_s=max(
+            sum(c.link_error_s for c in s.components) + sum(b.link_error_s for b in s.boundaries) for s in stages
+        ),
+    )
+
+
+def _pipelined(
+    stages: Sequence[StagePrice], handovers: Sequence[tuple[float, float]], schedule: Schedule, num_microbatches: int
+) -> StepCost:
+    total = makespan([s.times for s in stages], handovers, schedule, num_microbatches)
+    busiest = max((s.cost for s in stages), key=lambda c: c.total_s)
+    return replace(busiest, total_s=total, bubble_s=max(0.0, total - busiest.compute_s - busiest.exposed_s))
 
 
 def ways_of(plan: Plan, profile: Profile, strategies: Strategies) -> tuple[Way, ...]:
     """How ``plan`` runs each component of the profile.
 
     Raises:
-        InvalidInputError: the plan is of another model, of several stages, or asks of a component what it refuses.
+        InvalidInputError: the plan is of another model, or asks of a component what it refuses.
     """
     names = tuple(c.name for c in profile.graph.components)
     if tuple(a.name for a in plan.components) != names:
@@ -61,11 +158,9 @@ def ways_of(plan: Plan, profile: Profile, strategies: Strategies) -> tuple[Way, 
             f"{profile.model_spec}",
             where="$.components",
         )
-    if len(plan.stages) != 1:
-        raise InvalidInputError(f"a plan of {len(plan.stages)} stages cannot be priced yet", where="$.stages")
     ways = []
     for i, (assignment, layout) in enumerate(zip(plan.components, plan.layouts(), strict=True)):
-        way = Way(layout=layout, data=assignment.data, tensor=assignment.tensor)
+        way = Way(layout=layout, data=assignment.data, tensor=assignment.tensor, checkpoint=assignment.checkpoint)
         component = profile.graph.components[i]
         if way.tensor.strategy not in strategies.tensor or way.data.strategy not in strategies.data:
             raise InvalidInputError(
@@ -81,21 +176,48 @@ def ways_of(plan: Plan, profile: Profile, strategies: Strategies) -> tuple[Way, 
     return tuple(ways)
 
 
+def schedule_of(plan: Plan, strategies: Strategies) -> Schedule | None:
+    """The schedule of a plan of several stages, None for one stage.
+
+    Raises:
+        InvalidInputError: it has none, or one that is not offered or refuses.
+    """
+    if len(plan.stages) == 1:
+        return None
+    found = strategies.schedules.get(plan.schedule)
+    if found is None:
+        offered = ", ".join(strategies.schedules) or "none"
+        raise InvalidInputError(
+            f"{len(plan.stages)} stages need a schedule, the plan says {plan.schedule}; offered: {offered}",
+            where="$.schedule",
+        )
+    refusal = found.refusal(len(plan.stages), plan.num_microbatches)
+    if refusal:
+        raise InvalidInputError(f"the plan cannot be run: {refusal}", where="$.num_microbatches")
+    return found
+
+
 def price_plan(plan: Plan, profile: Profile, cluster: Cluster, strategies: Strategies) -> Price:
     """The price of ``plan``; on another kind of device than the profile's, from estimated times.
 
     Raises:
-        InvalidInputError: as for :func:`ways_of`.
+        InvalidInputError: as for :func:`ways_of` and :func:`schedule_of`.
     """
     used = on_device(profile, cluster)
-    pricer = Pricer(
-        used,
-        times_of(used, strategies),
-        cluster,
-        strategies,
-        width=len(plan.stages[0].ranks),
-        global_batch=plan.global_batch,
-        num_microbatches=plan.num_microbatches,
-        optimizer=plan.optimizer,
-    )
-    return price(pricer, ways_of(plan, profile, strategies), cluster.overlap)
+    ways, schedule = ways_of(plan, profile, strategies), schedule_of(plan, strategies)
+    times = times_of(used, strategies)
+    pricers = [
+        Pricer(
+            used,
+            times,
+            cluster,
+            strategies,
+            width=len(stage.ranks),
+            global_batch=plan.global_batch,
+            num_microbatches=plan.num_microbatches,
+            optimizer=plan.optimizer,
+            busy=None if schedule is None else plan.gpus,
+        )
+        for stage in plan.stages
+    ]
+    return price(pricers, plan.starts(), ways, cluster.overlap, schedule)

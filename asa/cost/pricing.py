@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from math import gcd
 
 from asa.cost.buckets import Release, bucket_bytes, releases
 from asa.cost.collectives import Links
@@ -23,19 +24,24 @@ from asa.ir.layout import Boundary, Layout, largest_shard
 from asa.ir.plan import DataDegree, OptimizerName, TensorDegree
 from asa.ir.profile import Profile
 from asa.ir.traffic import Collective, Phase, Share
+from asa.ir.transfer import transfers
 
 
 @noun
 class Way:
-    """One way to run one component."""
+    """One way to run one component. ``checkpoint``: activations are forgotten, and made again in backward."""
 
     layout: Layout
     data: DataDegree
     tensor: TensorDegree
+    checkpoint: bool = False
 
 
 class Pricer:
-    """Prices components and boundaries of one model on ``width`` ranks, ``num_microbatches`` to a step."""
+    """Prices components and boundaries of one model on stages of ``width`` ranks, ``num_microbatches`` to a step.
+
+    ``busy`` is how many ranks work at once in all stages (``width`` where there is one).
+    """
 
     def __init__(
         self,
@@ -48,21 +54,24 @@ class Pricer:
         global_batch: int,
         num_microbatches: int,
         optimizer: OptimizerName,
+        busy: int | None = None,
     ) -> None:
+        busy = width if busy is None else busy
         self._graph = profile.graph
         self._cluster = cluster
         self._strategies = strategies
         self._optimizer: OptimizerName = optimizer
-        self._num_microbatches = num_microbatches
-        self._links = Links(cluster, width)
+        self.num_microbatches = num_microbatches
+        self._links = Links(cluster, width, busy)
         self._times = times
         self._releases: tuple[Release, ...] = releases(profile.graph)
-        self._slow = slowest_rank(profile, cluster, width)
-        self._slow_memory = slowest_rank(profile, cluster, width, memory=True)
+        self._slow = slowest_rank(profile, cluster, busy)
+        self._slow_memory = slowest_rank(profile, cluster, busy, memory=True)
         self._components: dict[tuple[int, Way], ComponentCost] = {}
         self._errors: dict[Layout, float] = {}
         self._wrappers: dict[Layout, float] = {}
         self._boundaries: dict[tuple[object, ...], BoundaryCost] = {}
+        self._handovers: dict[tuple[object, ...], float] = {}
         self.width = width
         self.microbatch = largest_shard(global_batch, num_microbatches)
         """Samples of the largest microbatch, over all ranks."""
@@ -77,11 +86,11 @@ class Pricer:
         return largest_shard(self.microbatch, layout.data)
 
     def compute_alone(self, index: int, layout: Layout) -> float:
-        """Seconds of forward and backward of component ``index`` in a step, without any communication."""
+        """Seconds of forward and backward of component ``index`` in one microbatch, without any communication."""
         samples = self.local(layout)
         work = self._times.work(self._graph.components[index], samples, layout.tensor)
         slow = self._slow * self._times.whole_ratio(samples)
-        return self._num_microbatches * (work.forward_s + work.backward_s) * slow
+        return (work.forward_s + work.backward_s) * slow
 
     def component(self, index: int, way: Way) -> ComponentCost:
         """Component ``index``, run that way."""
@@ -91,7 +100,7 @@ class Pricer:
 
     def _component(self, index: int, way: Way) -> ComponentCost:
         component, layout = self._graph.components[index], way.layout
-        m, samples = self._num_microbatches, self.local(layout)
+        m, samples = self.num_microbatches, self.local(layout)
         splitting = self._strategies.tensor[way.tensor.strategy]
         share = splitting.share(component, layout.tensor)
         strategy = self._strategies.data[way.data.strategy]
@@ -103,11 +112,17 @@ class Pricer:
         back = self._seconds((*inner, *moved), "backward")
         update_moved = self._seconds(moved, "update")
         prompt, late, copying = self._sync(index, share, [c for c in moved if c.phase == "gradient"])
-        footprint, update = self._held(index, layout, share, strategy, work.saved_bytes, work.transient_bytes)
+        saved, transient, again = work.saved_bytes, work.transient_bytes, 0.0
+        if way.checkpoint:
+            # What stays is the output. Backward begins with forward, and has for a while what forward saves.
+            output = min(saved, float(samples * component.output_bytes_per_sample))
+            saved, transient, again = output, transient + saved - output, work.forward_s
+            back += self._seconds(inner, "forward")
+        footprint, update = self._held(index, layout, share, strategy, saved, transient)
         return ComponentCost(
             num_microbatches=m,
             forward_s=work.forward_s * slow,
-            backward_s=work.backward_s * slow,
+            backward_s=(work.backward_s + again) * slow,
             forward_communication_s=ahead,
             backward_communication_s=back,
             bucket_s=copying,
@@ -147,11 +162,12 @@ class Pricer:
         """Memory of the component, and seconds of its optimizer step (alone on the device)."""
         component = self._graph.components[index]
         memory = strategy.memory(share, layout.data, self._optimizer)
-        several = self._num_microbatches > 1
+        several = self.num_microbatches > 1
+        added = memory.gradients if memory.accumulated is None else memory.accumulated
         full = OPTIMIZER_WORDS[self._optimizer] * share.parameter_bytes
         part = memory.optimizer / full if full > 0 else 0.0
         footprint = Footprint(
-            state=memory.state + (memory.gradients if several else 0.0),
+            state=memory.state + (added if several else 0.0),
             activations=saved * margin(),
             gradients=0.0 if several else memory.gradients,
             transient=max(transient * margin() + memory.transient, part * self._update_bytes(share)),
@@ -171,15 +187,20 @@ class Pricer:
             return 0.0
         return OPTIMIZER_WORDS[self._optimizer] * share.largest_parameter_bytes
 
+    def alike(self, index: int) -> tuple[float, bool, bool]:
+        """What a boundary in front of component ``index`` depends on, beside the layouts."""
+        before, after = self._graph.components[index - 1], self._graph.components[index]
+        return before.output_bytes_per_sample, _exit(before), _entry(after)
+
     def boundary(self, index: int, source: Layout, target: Layout) -> BoundaryCost:
         """The boundary in front of component ``index`` (1 <= index < number of components)."""
-        before, after = self._graph.components[index - 1], self._graph.components[index]
-        key = (before.output_bytes_per_sample, _exit(before), _entry(after), source, target)
+        size, exit_partial, entry_partial = self.alike(index)
+        key = (size, exit_partial, entry_partial, source, target)
         if key not in self._boundaries:
-            size = self.microbatch * before.output_bytes_per_sample
             boundary = Boundary(
-                source=source, target=target, exit_partial=_exit(before), entry_partial=_entry(after)
+                source=source, target=target, exit_partial=exit_partial, entry_partial=entry_partial
             )  # fmt: skip
+            size *= self.microbatch
             self._boundaries[key] = self._crossing(boundary, size)
         return self._boundaries[key]
 
@@ -189,7 +210,7 @@ class Pricer:
         wrapper = self._wrapper(target) if source != target else 0.0
         gathered = sum(c.bytes for c in traffic if c.op == "all_gather" and c.phase == "backward")
         found = BoundaryCost(
-            num_microbatches=self._num_microbatches,
+            num_microbatches=self.num_microbatches,
             forward_s=self._seconds(traffic, "forward"),
             backward_s=self._seconds(traffic, "backward"),
             wrapper_s=wrapper,
@@ -202,22 +223,58 @@ class Pricer:
         error = max(self._link_error(source), self._link_error(target))
         return replace(found, link_error_s=found.blocking_s * error)
 
+    def inlet(self, index: int, layout: Layout) -> BoundaryCost:
+        """Where component ``index`` begins a stage: it holds what it was sent, and its gradient leaves whole."""
+        if index == 0:
+            return self.entry(layout)
+        before, after = self._graph.components[index - 1], self._graph.components[index]
+        size = self.microbatch * before.output_bytes_per_sample
+        found = self._crossing(Boundary(source=layout, target=layout, entry_partial=_entry(after)), size)
+        held = Footprint(
+            activations=size / layout.data * margin(), transient=found.footprint.transient + size / layout.data
+        )
+        return replace(found, wrapper_s=self._wrapper(layout), footprint=held)
+
+    def outlet(self, index: int, layout: Layout) -> BoundaryCost:
+        """Where component ``index`` ends a stage: its output is made whole; the loss, or a transfer, comes next."""
+        component = self._graph.components[index]
+        boundary = Boundary(source=layout, target=layout, exit_partial=_exit(component))
+        return self._crossing(boundary, self.microbatch * component.output_bytes_per_sample)
+
+    def handover(self, index: int, source: Layout, target: Layout, offset: int) -> tuple[float, float]:
+        """Seconds of one microbatch from a stage to the next, which begins with component ``index`` on rank ``offset``:
+        of the activations, and of their gradients on the way back. The busiest rank decides (:mod:`asa.ir.transfer`).
+        """
+        size = self._graph.components[index - 1].output_bytes_per_sample
+        return self._sent(size, source, target, offset), self._sent(size, target, source, offset)
+
+    def _sent(self, size: float, source: Layout, target: Layout, offset: int) -> float:
+        key = (size, source.width, source.data, target.width, target.data, offset)
+        if key not in self._handovers:
+            # Cuts are nested, so what happens is the same thing as often as both sides have shards.
+            alike = gcd(source.data, target.data)
+            a, b = (Layout(width=x.width // alike, data=x.data // alike, tensor=1) for x in (source, target))
+            rows = largest_shard(self.microbatch, alike)
+            messages = transfers(a, tuple(range(a.width)), b, tuple(range(a.width, a.width + b.width)), rows)
+            flows = alike * min(len({m.source for m in messages}), len({m.target for m in messages}))
+            busy: dict[int, float] = {}
+            for m in messages:
+                seconds = self._links.handover(m.rows * size, offset, flows)
+                for rank in (m.source, m.target):
+                    busy[rank] = busy.get(rank, 0.0) + seconds
+            self._handovers[key] = max(busy.values(), default=0.0)
+        return self._handovers[key]
+
     def entry(self, layout: Layout) -> BoundaryCost:
         """The model's input: every rank reads its own samples, nothing moves and no gradient is wanted."""
         return BoundaryCost(
-            num_microbatches=self._num_microbatches,
+            num_microbatches=self.num_microbatches,
             forward_s=0.0,
             backward_s=0.0,
             wrapper_s=self._wrapper(layout),
             link_error_s=0.0,
             footprint=Footprint(activations=self.local(layout) * self._graph.input_bytes_per_sample * margin()),
         )
-
-    def exit(self, layout: Layout) -> BoundaryCost:
-        """Behind the last component: its output made whole where it is a partial sum; the loss is local."""
-        last = self._graph.components[-1]
-        boundary = Boundary(source=layout, target=layout, exit_partial=_exit(last))
-        return self._crossing(boundary, self.microbatch * last.output_bytes_per_sample)
 
     def _seconds(self, traffic: Iterable[Collective], phase: Phase) -> float:
         return sum(self._links.seconds(c) for c in traffic if c.phase == phase)

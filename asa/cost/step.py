@@ -89,7 +89,8 @@ class BoundaryCost:
 
 @noun
 class StepCost:
-    """A step taken apart. ``compute_s + exposed_s == total_s``; ``compute_s`` includes the optimizer's own time."""
+    """A step taken apart: ``compute_s + exposed_s + bubble_s == total_s``. ``compute_s`` includes the optimizer's own
+    time; of a pipeline, all is that of the busiest stage, and ``bubble_s`` what it waits for others."""
 
     total_s: float
     compute_s: float
@@ -97,6 +98,7 @@ class StepCost:
     hidden_s: float
     update_s: float
     overlap_s: float
+    bubble_s: float = 0.0
 
 
 def overlapped(components: Sequence[ComponentCost], overlap: Overlap) -> float:

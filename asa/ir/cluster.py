@@ -7,6 +7,9 @@ from typing import Literal
 from asa.errors import InvalidInputError
 from asa.ir.codec import noun
 from asa.ir.traffic import CollectiveOp
+from asa.ir.units import MOST_AMOUNT, MOST_SECONDS
+
+MOST_SLOWDOWN = 1e6
 
 Status = Literal["measured", "measured-plateau-only", "derived", "rule", "measured-hearsay", "estimated"]
 """How a figure came about, from a benchmark on the machine down to a guess from its data sheet."""
@@ -22,6 +25,11 @@ class Device:
     peak_fp32_flops: float = 0.0
     peak_bf16_flops: float = 0.0
     memory_bandwidth: float = 0.0
+
+    def __post_init__(self) -> None:
+        rates = (self.peak_fp32_flops, self.peak_bf16_flops, self.memory_bandwidth)
+        if self.memory_bytes < 1 or min(rates) < 0 or max(rates) > MOST_AMOUNT:
+            raise ValueError(f"device {self.name} needs memory of at least 1 byte, and peaks of 0 to {MOST_AMOUNT:g}")
 
 
 @noun
@@ -40,11 +48,11 @@ class CollectiveTable:
     def __post_init__(self) -> None:
         sizes = [p[0] for p in self.points]
         if not sizes or sizes != sorted(set(sizes)) or sizes[0] < 1 or min(p[1] for p in self.points) <= 0:
-            raise InvalidInputError(
-                f"{self.op} table of {self.ranks} ranks needs points of rising bytes and times above zero"
-            )
+            raise ValueError(f"{self.op} table of {self.ranks} ranks needs points of rising bytes and times above zero")
         if self.ranks < 2:
-            raise InvalidInputError(f"{self.op} table for {self.ranks} ranks: a collective has at least 2")
+            raise ValueError(f"{self.op} table for {self.ranks} ranks: a collective has at least 2")
+        if max(p[1] for p in self.points) > MOST_SECONDS:
+            raise ValueError(f"{self.op} table of {self.ranks} ranks holds a time above {MOST_SECONDS:g} s")
 
 
 @noun
@@ -115,5 +123,9 @@ class Cluster:
         for i, c in enumerate(self.contention):
             if min(c.slowdown, c.of_memory) < 1 or c.ranks < 1:
                 raise InvalidInputError("contention needs ranks >= 1 and slowdown >= 1", where=f"$.contention[{i}]")
+            if max(c.slowdown, c.of_memory) > MOST_SLOWDOWN:
+                raise InvalidInputError(f"a slowdown above {MOST_SLOWDOWN:g}", where=f"$.contention[{i}]")
         if min(self.overlap.compute_slowdown, self.overlap.communication_slowdown) < 1:
             raise InvalidInputError("overlap cannot speed anything up", where="$.overlap")
+        if max(self.overlap.compute_slowdown, self.overlap.communication_slowdown) > MOST_SLOWDOWN:
+            raise InvalidInputError(f"a slowdown above {MOST_SLOWDOWN:g}", where="$.overlap")

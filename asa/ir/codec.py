@@ -23,6 +23,12 @@ T = TypeVar("T")
 
 SCHEMA_VERSION = 1
 
+MOST_BYTES = 64 * 1024**2
+"""Of a file that is read: a profile of thousands of components stays far below."""
+
+_DIGITS = 18
+"""Of a whole number in a file: what fits 64 bits, and more bytes than there are."""
+
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def noun(cls: type[T]) -> type[T]:
@@ -106,6 +112,12 @@ def _finite(token: str) -> float:
     return value
 
 
+def _whole(token: str) -> int:
+    if len(token) > _DIGITS:
+        raise ValueError(f"{token[:_DIGITS]}... is out of range")
+    return int(token)
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
@@ -122,7 +134,9 @@ def parse(text: str, *, source: str) -> dict[str, Any]:
         InvalidInputError: the text is not one JSON object of that kind.
     """
     try:
-        data = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_unique)
+        data = json.loads(
+            text, parse_constant=_refuse_constant, parse_float=_finite, parse_int=_whole, object_pairs_hook=_unique
+        )
     except (ValueError, RecursionError) as error:
         raise InvalidInputError(f"{source} is not valid JSON: {error}") from None
     if not isinstance(data, dict):
@@ -188,8 +202,11 @@ def load(cls: type[T], path: Path) -> T:
         InvalidInputError: the file is missing, unreadable, or not a document of that kind.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        size = path.stat().st_size
+        text = path.read_text(encoding="utf-8") if size <= MOST_BYTES else ""
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         raise InvalidInputError(f"cannot read {path}: {reason}") from None
+    if size > MOST_BYTES:
+        raise InvalidInputError(f"{path} holds {size} bytes, the most is {MOST_BYTES}", where="$")
     return loads(cls, text, source=str(path))

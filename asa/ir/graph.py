@@ -7,6 +7,10 @@ from typing import Literal
 from asa.errors import InvalidInputError
 from asa.ir.codec import noun
 from asa.ir.traffic import CollectiveOp
+from asa.ir.units import MOST_AMOUNT
+
+_MOST_COMPONENTS = 2_000
+_MOST_TENSORS = 100_000
 
 
 @noun
@@ -43,6 +47,12 @@ class TensorSplit:
     collectives: tuple[InnerCollective, ...]
     entry_partial: bool
     exit_partial: bool
+
+    def __post_init__(self) -> None:
+        parts = [self.parameter_bytes, self.num_parameter_tensors, self.flops_per_sample, self.saved_bytes_per_sample]
+        parts += [c.bytes_per_sample for c in self.collectives]
+        if self.max_degree < 1 or min(parts) < 0 or max(parts) > MOST_AMOUNT:
+            raise ValueError(f"a split needs max_degree >= 1, and bytes, tensors and FLOPs of 0 to {MOST_AMOUNT:g}")
 
 
 @noun
@@ -86,9 +96,9 @@ class LayerGraph:
     def __post_init__(self) -> None:
         if not self.components:
             raise InvalidInputError(f"graph of {self.model} has no component", where="$.graph.components")
-        if len(self.components) > 20_000:
+        if len(self.components) > _MOST_COMPONENTS:
             raise InvalidInputError(
-                f"graph of {self.model} has {len(self.components)} components, the most is 20000",
+                f"graph of {self.model} has {len(self.components)} components, the most is {_MOST_COMPONENTS}",
                 where="$.graph.components",
             )
         seen: set[str] = set()
@@ -96,6 +106,11 @@ class LayerGraph:
             if c.name in seen:
                 raise InvalidInputError(f"component {c.name!r} appears twice", where=f"$.graph.components[{i}].name")
             seen.add(c.name)
+            if c.num_parameter_tensors > _MOST_TENSORS:
+                raise InvalidInputError(
+                    f"component {c.name!r} has {c.num_parameter_tensors} parameter tensors, above {_MOST_TENSORS}",
+                    where=f"$.graph.components[{i}].num_parameter_tensors",
+                )
             for field in (
                 "num_parameter_tensors",
                 "parameter_bytes",
@@ -105,11 +120,15 @@ class LayerGraph:
                 "output_bytes_per_sample",
                 "saved_bytes_per_sample",
             ):
-                if getattr(c, field) < 0:
+                if not 0 <= getattr(c, field) <= MOST_AMOUNT:
                     raise InvalidInputError(
-                        f"component {c.name!r} has {field} {getattr(c, field)}, below zero",
+                        f"component {c.name!r} has {field} {getattr(c, field)}, not 0 to {MOST_AMOUNT:g}",
                         where=f"$.graph.components[{i}].{field}",
                     )
+        if not 0 <= self.input_bytes_per_sample <= MOST_AMOUNT:
+            raise InvalidInputError(
+                f"input of {self.input_bytes_per_sample} bytes per sample", where="$.graph.input_bytes_per_sample"
+            )
 
     def __len__(self) -> int:
         return len(self.components)

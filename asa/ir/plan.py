@@ -86,6 +86,18 @@ class Certificate:
 
 
 @noun
+class Confidence:
+    """What uncertain costs leave of a certificate, over ``draws`` joint draws of their errors among ``finalists``
+    plans: in which share of them this plan is the fastest, and by how much of the fastest time it is slower on
+    average."""
+
+    p_best: float
+    expected_regret: float
+    finalists: int
+    draws: int
+
+
+@noun
 class Baseline:
     """A whole strategy beside the plan. ``why_not`` says why it does not fit, or cannot be built."""
 
@@ -126,10 +138,15 @@ class Plan:
     baselines: tuple[Baseline, ...]
     origin: Origin
     notes: tuple[str, ...] = ()
+    confidence: Confidence | None = None
 
     def __post_init__(self) -> None:
         if not self.components or not self.stages:
-            raise InvalidInputError("a plan needs at least one component and one stage")
+            missing = "stages" if self.components else "components"
+            raise InvalidInputError("a plan needs at least one component and one stage", where=f"$.{missing}")
+        empty = {*range(len(self.stages))} - {c.stage for c in self.components}
+        if empty:
+            raise InvalidInputError(f"stage {min(empty)} has no component", where=f"$.stages[{min(empty)}]")
         ranks = [r for s in self.stages for r in s.ranks]
         if sorted(ranks) != list(range(len(ranks))):
             raise InvalidInputError("stages must use ranks 0..n-1, each once", where="$.stages")
@@ -155,6 +172,11 @@ class Plan:
     def num_ranks(self) -> int:
         """Ranks that take part (fewer than ``gpus`` when fewer are faster)."""
         return sum(len(s.ranks) for s in self.stages)
+
+    def starts(self) -> tuple[int, ...]:
+        """The first component of every stage."""
+        found = {c.stage: i for i, c in reversed(list(enumerate(self.components)))}
+        return tuple(found[s] for s in range(len(self.stages)))
 
     def layouts(self) -> tuple[Layout, ...]:
         """Layout of every component, in order."""

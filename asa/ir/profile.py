@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Literal
 
 from asa.errors import InvalidInputError
 from asa.ir.codec import noun
 from asa.ir.graph import LayerGraph
+from asa.ir.units import MOST_SECONDS
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Origin = Literal["measured", "estimated"]
@@ -24,9 +24,9 @@ class Stat:
     n: int
 
     def __post_init__(self) -> None:
-        if not (self.n >= 1 and 0 <= self.p10 <= self.median <= self.p90 < math.inf):
+        if not (self.n >= 1 and 0 <= self.p10 <= self.median <= self.p90 <= MOST_SECONDS):
             raise ValueError(
-                f"a time needs n >= 1 and 0 <= p10 <= median <= p90, got n={self.n}, "
+                f"a time needs n >= 1 and 0 <= p10 <= median <= p90 <= {MOST_SECONDS:g}, got n={self.n}, "
                 f"{self.p10}, {self.median}, {self.p90}"
             )
 
@@ -144,5 +144,23 @@ class Profile:
                 raise InvalidInputError(
                     f"an update names {u.component!r}, which is no component", where=f"$.updates[{i}].component"
                 )
+            if u.tensor_degree < 1:
+                raise InvalidInputError(
+                    f"tensor degree {u.tensor_degree} of an update is below 1", where=f"$.updates[{i}].tensor_degree"
+                )
+        for i, w in enumerate(self.whole):
+            if (
+                w.microbatch < 1
+                or not 0 <= w.components_s <= MOST_SECONDS
+                or w.microbatch in {x.microbatch for x in self.whole[:i]}
+            ):
+                raise InvalidInputError(
+                    f"a whole step needs a microbatch >= 1 of its own and components_s of 0 to {MOST_SECONDS:g}",
+                    where=f"$.whole[{i}]",
+                )
+        if not 0 <= self.dispatch_floor_s <= MOST_SECONDS:
+            raise InvalidInputError(
+                f"{self.dispatch_floor_s} s is not between 0 and {MOST_SECONDS:g}", where="$.dispatch_floor_s"
+            )
         if self.global_batch < 1:
             raise InvalidInputError(f"global batch {self.global_batch} is below 1", where="$.global_batch")

@@ -52,7 +52,8 @@ class Memory:
 
     ``parameters``, ``gradients``, ``optimizer`` and ``buffers`` last the whole step; ``buckets`` are the
     communication copies of gradients; ``transient`` lives only while the component itself computes
-    (gathered weights, workspace). Activations are counted apart: they depend on the microbatch.
+    (gathered weights, workspace). ``accumulated`` is what takes the place of ``gradients`` while several microbatches
+    add theirs up, where that is more. Activations are counted apart: they depend on the microbatch.
     """
 
     parameters: float
@@ -61,6 +62,7 @@ class Memory:
     buffers: float = 0.0
     buckets: float = 0.0
     transient: float = 0.0
+    accumulated: float | None = None
 
     @property
     def state(self) -> float:

@@ -3,3 +3,9 @@
 KIB = 1024
 MIB = 1024**2
 GIB = 1024**3
+
+MOST_SECONDS = 1e9
+"""Of one time in a file, 30 years: sums and products of times then stay far from infinity."""
+
+MOST_AMOUNT = 1e30
+"""Of one number of bytes, FLOPs or per second in a file, for the same reason."""

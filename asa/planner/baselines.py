@@ -7,14 +7,18 @@ would have split it: what the stock implementations do.
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
+from collections.abc import Iterator
+from itertools import accumulate
 
 from asa.cost.pricing import Way
 from asa.errors import UsageError
 from asa.interfaces.strategy import Strategies
+from asa.ir.codec import noun
 from asa.ir.layout import Layout
-from asa.ir.plan import DataDegree, DataStrategyName, TensorDegree
-from asa.planner.candidate import Candidate
-from asa.planner.space import Space
+from asa.ir.plan import DataDegree, DataStrategyName, ScheduleName, TensorDegree
+from asa.planner.candidate import Candidate, Prices
+from asa.planner.space import MOST_IN_A_PIPELINE, Space
 
 _DATA: dict[str, DataStrategyName] = {
     "ddp": "replicate",
@@ -23,8 +27,25 @@ _DATA: dict[str, DataStrategyName] = {
     "fsdp": "zero3",
     "hsdp": "hsdp",
 }
-_LATER = ("layers", "gpipe", "1f1b", "interleaved", "zero_bubble", "ps_sync", "ps_async", "ps_bounded")
-_HYBRID = re.compile(r"hybrid:d(\d{1,5})t(\d{1,5})")
+_PIPELINES: tuple[ScheduleName, ...] = ("layers", "gpipe", "1f1b")
+_LATER = ("interleaved", "zero_bubble", "ps_sync", "ps_async", "ps_bounded")
+_HYBRID = re.compile(r"hybrid:(?:d(\d{1,5}))?(?:t(\d{1,5}))?(?:p(\d{1,5}))?")
+
+
+@noun
+class Degrees:
+    """A uniform strategy: data, tensor and pipeline degree, what is done with the data, and how a pipeline runs."""
+
+    data: DataStrategyName
+    d: int
+    t: int
+    p: int = 1
+    schedule: ScheduleName = "none"
+
+    @property
+    def ranks(self) -> int:
+        """All of them."""
+        return self.d * self.t * self.p
 
 
 class Unavailable(Exception):
@@ -36,9 +57,24 @@ def names(strategies: Strategies, gpus: int) -> tuple[str, ...]:
     found = ["single", *(n for n, data in _DATA.items() if data in strategies.data)]
     if "tensor" in strategies.tensor:
         found.append("tensor")
-        found += [f"hybrid:d{gpus // t}t{t}" for t in range(gpus - 1, 1, -1) if gpus % t == 0]
+    found += [n for n in _PIPELINES if n in strategies.schedules]
+    found += _hybrids(strategies, gpus)
+    if "tensor" in strategies.tensor or "1f1b" in strategies.schedules:
         found.append("hybrid")
     return tuple(found)
+
+
+def _hybrids(strategies: Strategies, gpus: int) -> list[str]:
+    """Every split of the devices over at least two of data, tensor and pipeline."""
+    factors = [x for x in range(gpus, 0, -1) if gpus % x == 0]
+    splits = [(d, t, gpus // d // t) for d in factors for t in factors if gpus % (d * t) == 0]
+    return [
+        "hybrid:" + "".join(f"{letter}{x}" for letter, x in zip("dtp", split, strict=True) if x > 1)
+        for split in splits
+        if sum(x > 1 for x in split) > 1
+        and (split[1] == 1 or "tensor" in strategies.tensor)
+        and (split[2] == 1 or "1f1b" in strategies.schedules)
+    ]
 
 
 def check(asked: tuple[str, ...], strategies: Strategies, gpus: int) -> None:
@@ -49,9 +85,10 @@ def check(asked: tuple[str, ...], strategies: Strategies, gpus: int) -> None:
     """
     known = ("asa", *names(strategies, gpus))
     for name in asked:
-        if name in known or _HYBRID.fullmatch(name):
+        hybrid = _HYBRID.fullmatch(name) if name != "hybrid:" else None
+        if name in known or (hybrid is not None and (hybrid.group(3) is None or "1f1b" in strategies.schedules)):
             continue
-        if name in _LATER or name in _DATA or re.fullmatch(r"hybrid:d\d+p\d+(t\d+)?", name):
+        if hybrid is not None or name in (*_LATER, *_DATA, *_PIPELINES):
             raise UsageError(f"strategy {name} is not built yet; one of {', '.join(known)}")
         raise UsageError(f"no strategy {name!r}; one of {', '.join(known)}")
 
@@ -60,56 +97,129 @@ def members(name: str, strategies: Strategies, gpus: int) -> tuple[str, ...]:
     """The whole strategies that ``name`` stands for: itself, and for ``hybrid`` every uniform split of the devices."""
     if name != "hybrid":
         return (name,)
-    proper = tuple(n for n in names(strategies, gpus) if _HYBRID.fullmatch(n))
-    return ("ddp", *proper, "tensor") if gpus > 1 else ("single",)
+    ends = [n for n in ("tensor", "gpipe", "1f1b") if n in names(strategies, gpus)]
+    return ("ddp", *_hybrids(strategies, gpus), *ends) if gpus > 1 else ("single",)
 
 
-def uniform(name: str, space: Space, num_microbatches: int) -> Candidate:
+def candidates(name: str, prices: Prices) -> Iterator[Candidate]:
+    """One whole strategy (other than ``asa`` and ``hybrid``) with one microbatch, and with all powers of two.
+
+    Raises:
+        Unavailable: fewer samples, devices or components than it needs even in one microbatch.
+    """
+    batch, m = prices.space.request.global_batch, 1
+    while m <= batch:
+        try:
+            found = uniform(name, prices, m)
+        except Unavailable:
+            if m == 1:
+                raise
+            return
+        yield found
+        m *= 2
+        if found.schedule == "layers" or (len(found.widths) > 1 and m > MOST_IN_A_PIPELINE):
+            return
+
+
+def uniform(name: str, prices: Prices, num_microbatches: int) -> Candidate:
     """The candidate of one whole strategy (other than ``asa`` and ``hybrid``).
 
     Raises:
-        Unavailable: fewer samples, devices or cuts than it needs.
+        Unavailable: fewer samples, devices or components than it needs.
     """
+    space = prices.space
     gpus = space.request.gpus
-    data, d, t = _degrees(name, gpus)
-    width = d * t
-    if width > gpus:
-        raise Unavailable(f"needs {width} devices, there are {gpus}")
-    if name != "single" and width == 1:
+    degrees = _degrees(name, gpus)
+    width = degrees.d * degrees.t
+    if degrees.ranks > gpus:
+        raise Unavailable(f"needs {degrees.ranks} devices, there are {gpus}")
+    if name != "single" and degrees.ranks == 1:
         raise Unavailable("needs at least 2 devices")
-    if t > 1 and "tensor" not in space.strategies.tensor:
+    if degrees.t > 1 and "tensor" not in space.strategies.tensor:
         raise Unavailable("strategy tensor is not offered")
-    ways = []
-    for i, component in enumerate(space.profile.graph.components):
-        if not space.enough_samples(i, d, num_microbatches):
-            per_rank = space.request.global_batch / num_microbatches / d
-            least = "1 sample" if per_rank < 1 else "2 samples for BatchNorm"
-            raise Unavailable(f"{component.name} needs {least} per rank, gets {per_rank:.3g}")
-        splits = t > 1 and not space.strategies.tensor["tensor"].refusal(component, t)
-        layout = Layout(width=width, data=d, tensor=t if splits else 1)
-        has_parameters = component.parameter_bytes > 0
-        shards = data in space.strategies.data and not space.strategies.data[data].refusal(component, d)
-        ways.append(
-            Way(
-                layout=layout,
-                data=DataDegree(strategy=data if d > 1 and has_parameters and shards else "replicate", degree=d),
-                tensor=TensorDegree(strategy="tensor" if splits else "none", degree=layout.tensor),
-            )
+    ways = [_way(i, degrees, space, num_microbatches) for i in range(len(space.profile.graph))]
+    if degrees.t > 1 and all(w.layout.tensor == 1 for w in ways):
+        raise Unavailable(f"no component can be split {degrees.t} ways")
+    starts = (0,) if degrees.p == 1 else _balanced(prices, ways, degrees, num_microbatches)
+    return Candidate(
+        origin=name,
+        widths=(width,) * degrees.p,
+        starts=starts,
+        schedule=degrees.schedule,
+        num_microbatches=num_microbatches,
+        ways=tuple(ways),
+    )
+
+
+def _way(index: int, degrees: Degrees, space: Space, num_microbatches: int) -> Way:
+    component, d, t = space.profile.graph.components[index], degrees.d, degrees.t
+    if not space.enough_samples(index, d, num_microbatches):
+        per_rank = space.request.global_batch / num_microbatches / d
+        least = "1 sample" if per_rank < 1 else "2 samples for BatchNorm"
+        raise Unavailable(f"{component.name} needs {least} per rank, gets {per_rank:.3g}")
+    splits = t > 1 and not space.strategies.tensor["tensor"].refusal(component, t)
+    layout = Layout(width=d * t, data=d, tensor=t if splits else 1)
+    data = degrees.data
+    has_parameters = component.parameter_bytes > 0
+    shards = data in space.strategies.data and not space.strategies.data[data].refusal(component, d)
+    return Way(
+        layout=layout,
+        data=DataDegree(strategy=data if d > 1 and has_parameters and shards else "replicate", degree=d),
+        tensor=TensorDegree(strategy="tensor" if splits else "none", degree=layout.tensor),
+    )
+
+
+def _balanced(prices: Prices, ways: list[Way], degrees: Degrees, num_microbatches: int) -> tuple[int, ...]:
+    """Cuts into ``p`` stages such that the one with the most computation has the least.
+
+    Raises:
+        Unavailable: fewer components than stages, or a schedule that refuses them.
+    """
+    p, n = degrees.p, len(ways)
+    schedule = prices.space.strategies.schedules.get(degrees.schedule)
+    if schedule is None:
+        raise Unavailable(f"schedule {degrees.schedule} is not offered")
+    refusal = f"{p} stages of {n} components" if p > n else schedule.refusal(p, num_microbatches)
+    if refusal:
+        raise Unavailable(refusal)
+    pricer = prices.pricer(degrees.d * degrees.t, num_microbatches, prices.space.request.gpus)
+    before = [0.0, *accumulate(pricer.compute_alone(i, w.layout) for i, w in enumerate(ways))]
+    # best[i]: the least maximum of the components from i on in the stages still to come, and where the first ends.
+    best = [(before[n] - before[i], n) for i in range(n)]
+    ends = [best]
+    for left in range(2, p + 1):
+        behind = ends[-1]
+        ends.append(
+            [_first_stage(before, behind, i, n - left + 1) if i <= n - left else (float("inf"), n) for i in range(n)]
         )
-    if t > 1 and all(w.layout.tensor == 1 for w in ways):
-        raise Unavailable(f"no component can be split {t} ways")
-    return Candidate(origin=name, width=width, num_microbatches=num_microbatches, ways=tuple(ways))
+    starts = [0]
+    for left in range(p, 1, -1):
+        starts.append(ends[left - 1][starts[-1]][1])
+    return tuple(starts)
 
 
-def _degrees(name: str, gpus: int) -> tuple[DataStrategyName, int, int]:
+def _first_stage(before: list[float], behind: list[tuple[float, int]], start: int, last: int) -> tuple[float, int]:
+    """The least maximum of a stage from ``start`` on and of what is ``behind`` it, and its earliest end up to ``last``.
+
+    With a later end the stage takes longer and what is behind it less, so the least maximum is where they cross.
+    """
+    ends = range(start + 1, last + 1)
+    at = bisect_left(ends, True, key=lambda j: before[j] - before[start] >= behind[j][0])
+    least = min(max(before[j] - before[start], behind[j][0]) for j in ends[max(0, at - 1) : at + 1])
+    return least, ends[bisect_left(ends, True, key=lambda j: behind[j][0] <= least)]
+
+
+def _degrees(name: str, gpus: int) -> Degrees:
     if name == "single":
-        return "replicate", 1, 1
+        return Degrees(data="replicate", d=1, t=1)
     if name == "tensor":
-        return "replicate", 1, gpus
+        return Degrees(data="replicate", d=1, t=gpus)
+    if name in _PIPELINES:
+        return Degrees(data="replicate", d=1, t=1, p=gpus, schedule=name)
     hybrid = _HYBRID.fullmatch(name)
     if hybrid is not None:
-        d, t = int(hybrid.group(1)), int(hybrid.group(2))
-        if min(d, t) < 1:
+        d, t, p = (int(x) if x else 1 for x in hybrid.groups())
+        if min(d, t, p) < 1:
             raise UsageError(f"{name}: degrees are at least 1")
-        return "replicate", d, t
-    return _DATA[name], gpus, 1
+        return Degrees(data="replicate", d=d, t=t, p=p, schedule="1f1b" if p > 1 else "none")
+    return Degrees(data=_DATA[name], d=gpus, t=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from itertools import accumulate
 
 from asa.cost.estimate import on_device
 from asa.cost.planned import Price
@@ -16,12 +17,16 @@ from asa.ir.codec import noun
 from asa.ir.plan import Assignment, Baseline, Certificate, Plan, Stage
 from asa.ir.profile import Profile
 from asa.ir.units import GIB
-from asa.planner import baselines, infeasible
+from asa.planner import baselines, infeasible, parameter_server
 from asa.planner.candidate import Candidate, Prices
+from asa.planner.confidence import confidence
 from asa.planner.prediction import noise, predict
 from asa.planner.request import Request
 from asa.planner.search import TOLERANCE_GIB, Outcome, next_best, search
 from asa.planner.space import Space, check
+
+_PAST = 1.1
+"""Over the best: from there on more microbatches only make a pipeline slower."""
 
 
 @noun
@@ -40,8 +45,10 @@ class Row:
         return self.price.cost.total_s if self.price is not None else float("inf")
 
 
-def plan(profile: Profile, cluster: Cluster, strategies: Strategies, request: Request) -> list[Plan]:
-    """The best ``request.top_k`` plans, best first.
+def plan(
+    profile: Profile, cluster: Cluster, strategies: Strategies, request: Request, *, known: Prices | None = None
+) -> list[Plan]:
+    """The best ``request.top_k`` plans, best first. ``known`` as for :class:`asa.planner.candidate.Prices`.
 
     The answer is never predicted to be slower than any whole strategy that fits. A plan of the search's own that
     beats the best whole strategy by less than the noise gives way to it (``request.prefer_simple``); the
@@ -61,8 +68,8 @@ def plan(profile: Profile, cluster: Cluster, strategies: Strategies, request: Re
     wanted = tuple(dict.fromkeys(request.strategies or ("asa",)))
     baselines.check(wanted, strategies, request.gpus)
     check(strategies, request.pins)
-    used = on_device(profile, cluster)
-    prices = Prices(Space(used, cluster, strategies, request))
+    used = on_device(profile, cluster) if known is None else known.space.profile
+    prices = Prices(Space(used, cluster, strategies, request), known)
     rows = table(prices, wanted)
     eligible = [r for r in rows if r.fits and r.candidate is not None and _pins_allow(prices.space, r.candidate)]
     if "asa" not in wanted:
@@ -87,8 +94,9 @@ def plan(profile: Profile, cluster: Cluster, strategies: Strategies, request: Re
     for i, candidate in enumerate((chosen, *others[: request.top_k - 1])):
         certificate = _certificate(prices, candidate, outcome, time.monotonic() - started)
         strategy = "asa" if i == 0 else candidate.origin
+        rivals = [c for c in (chosen, *others) if c.key != candidate.key]
         made.append(
-            _plan(profile, prices, candidate, strategy, certificate, rows, notes if i == 0 else ())
+            _plan(profile, prices, candidate, strategy, certificate, rows, notes if i == 0 else (), rivals)
         )  # fmt: skip
     return made
 
@@ -117,7 +125,16 @@ def _whole(
         )
         name = row.name if row.name in wanted else next(w for w in wanted if row.name in _members(prices, w))
         made.append(
-            _plan(profile, prices, row.candidate, name, certificate, rows, _circumstances(prices, row.candidate))
+            _plan(
+                profile,
+                prices,
+                row.candidate,
+                name,
+                certificate,
+                rows,
+                _circumstances(prices, row.candidate),
+                [r.candidate for r in among if r.candidate is not None and r.candidate.key != row.candidate.key],
+            )
         )
     return made
 
@@ -137,28 +154,38 @@ def table(prices: Prices, wanted: Sequence[str] = ()) -> list[Row]:
         rows.append(
             Row(name="hybrid", candidate=best.candidate, price=best.price, fits=best.fits, why_not=best.why_not)
         )
-    return rows
+    return [*rows, *_served(prices, next((r for r in rows if r.name == "ddp"), None))]
+
+
+def _served(prices: Prices, ddp: Row | None) -> list[Row]:
+    """Parameter servers on the workers of data parallelism: for comparison, so without a candidate."""
+    if ddp is None or ddp.candidate is None:
+        return []
+    found, why = parameter_server.priced(prices, ddp.candidate), parameter_server.WHY_NOT
+    return [Row(name=n, candidate=None, price=p, fits=False, why_not=why[n]) for n, p in found.items()]
 
 
 def _row(name: str, prices: Prices) -> Row:
-    """One whole strategy, in as few microbatches as fit (one where none do)."""
-    space = prices.space
+    """One whole strategy: a single stage in as few microbatches as fit (one where none do), a pipeline in as many as
+    make it fastest."""
     first: Row | None = None
-    m = 1
-    while m <= space.request.global_batch:
-        try:
-            candidate = baselines.uniform(name, space, m)
-        except baselines.Unavailable as reason:
-            return first or Row(name=name, candidate=None, price=None, fits=False, why_not=str(reason))
-        price = prices.of(candidate)
-        free = space.capacity(candidate.width)
-        if price.peak.total <= free + TOLERANCE_GIB * GIB:
-            return Row(name=name, candidate=candidate, price=price, fits=True)
-        why = f"{price.peak.total / GIB:.3g} GiB of {max(0.0, free) / GIB:.3g} GiB"
-        first = first or Row(name=name, candidate=candidate, price=price, fits=False, why_not=why)
-        m *= 2
-    assert first is not None
-    return first
+    best: Row | None = None
+    try:
+        for candidate in baselines.candidates(name, prices):
+            price, free = prices.of(candidate), prices.capacity(candidate)
+            fits = price.peak.total <= free + TOLERANCE_GIB * GIB
+            why = "" if fits else f"{price.peak.total / GIB:.3g} GiB of {max(0.0, free) / GIB:.3g} GiB"
+            row = Row(name=name, candidate=candidate, price=price, fits=fits, why_not=why)
+            first = first or row
+            if fits and (best is None or row.seconds < best.seconds):
+                best = row
+            if best is not None and (len(candidate.widths) == 1 or row.seconds > _PAST * best.seconds):
+                break
+    except baselines.Unavailable as reason:
+        return Row(name=name, candidate=None, price=None, fits=False, why_not=str(reason))
+    found = best or first
+    assert found is not None
+    return found
 
 
 def _pins_allow(space: Space, candidate: Candidate) -> bool:
@@ -192,11 +219,14 @@ def _circumstances(prices: Prices, candidate: Candidate) -> tuple[str, ...]:
     """What a reader of the plan should know besides its numbers."""
     space, request = prices.space, prices.space.request
     notes = []
-    if candidate.width == 1 < request.gpus:
+    if candidate.ranks == 1 < request.gpus:
         notes.append(f"one device is faster than {request.gpus} here: use one")
-    elif candidate.width < request.gpus:
-        notes.append(f"{candidate.width} of {request.gpus} devices are faster than all of them")
-    if candidate.num_microbatches > 1:
+    elif candidate.ranks < request.gpus:
+        notes.append(f"{candidate.ranks} of {request.gpus} devices are faster than all of them")
+    if candidate.num_microbatches > 1 and len(candidate.widths) > 1:
+        if _normalises(space):
+            notes.append(f"BatchNorm normalises each of the {candidate.num_microbatches} microbatches by itself")
+    elif candidate.num_microbatches > 1:
         notes.append(
             f"{candidate.num_microbatches} microbatches, because one does not fit"
             + ("; BatchNorm normalises each by itself" if _normalises(space) else "")
@@ -234,10 +264,11 @@ def _plan(
     certificate: Certificate,
     rows: list[Row],
     notes: tuple[str, ...],
+    rivals: Sequence[Candidate],
 ) -> Plan:
     space, request = prices.space, prices.space.request
     price = prices.of(candidate)
-    if price.peak.total > space.capacity(candidate.width) + 2 * TOLERANCE_GIB * GIB:
+    if price.peak.total > prices.capacity(candidate) + 2 * TOLERANCE_GIB * GIB:
         raise AsaError(
             f"the solver's plan needs {price.peak.total:.0f} bytes, more than it was given; please report this"
         )
@@ -257,13 +288,13 @@ def _plan(
         optimizer=request.optimizer,
         device_type=space.cluster.device.type,
         components=tuple(
-            Assignment(name=c.name, stage=0, data=w.data, tensor=w.tensor)
-            for c, w in zip(profile.graph.components, candidate.ways, strict=True)
+            Assignment(name=c.name, stage=candidate.stage(i), data=w.data, tensor=w.tensor, checkpoint=w.checkpoint)
+            for i, (c, w) in enumerate(zip(profile.graph.components, candidate.ways, strict=True))
         ),
-        stages=(Stage(ranks=tuple(range(candidate.width))),),
-        schedule="none",
+        stages=_stages(candidate),
+        schedule=candidate.schedule,
         num_microbatches=candidate.num_microbatches,
-        prediction=predict(price, space.profile, width=candidate.width, global_batch=request.global_batch),
+        prediction=predict(price, space.profile, widths=candidate.widths, global_batch=request.global_batch),
         certificate=certificate,
         baselines=tuple(
             Baseline(
@@ -277,4 +308,16 @@ def _plan(
         ),
         origin="estimated" if assumed else "measured",
         notes=notes,
+        confidence=confidence(
+            [(candidate, price), *((c, prices.of(c)) for c in rivals)],
+            space.profile,
+            space.strategies,
+            space.cluster.overlap,
+        ),
     )
+
+
+def _stages(candidate: Candidate) -> tuple[Stage, ...]:
+    """Ranks are handed out in the order of stages."""
+    ends = list(accumulate(candidate.widths))
+    return tuple(Stage(ranks=tuple(range(end - w, end))) for end, w in zip(ends, candidate.widths, strict=True))

@@ -181,9 +181,9 @@ def _arrivals(problem: Problem, i: int, front: dict[int, list[_Label]], tight: b
     for (a, b), edge in problem.edges[i - 1].items():
         for label in front.get(a, ()):
             v, c, p, u, w = label[:5]
-            held = w + edge.activations
+            held = w + edge.state + edge.activations
             found.setdefault(b, []).append(
-                (v + edge.cost, c + edge.cost, p + edge.cost, u, held, held + edge.transient, label)
+                (v + edge.cost, c + edge.cost, p + edge.cost, u + edge.state, held, held + edge.transient, label)
             )
     return {b: _pareto(arriving, tight, 6) for b, arriving in found.items()}
 
@@ -191,8 +191,10 @@ def _arrivals(problem: Problem, i: int, front: dict[int, list[_Label]], tight: b
 def _extend(problem: Problem, i: int, arrival: _Arrival, config: Config, index: int) -> _Label:
     v, c, p, u, w, moving, behind = arrival
     saving, d = problem.saving, config.work
-    prompt = saving * problem.sc * config.prompt
-    v += d - prompt - saving * problem.sc * config.late
+    prompt, late = saving * problem.sc * config.prompt, saving * problem.sc * config.late
+    if problem.release[i] == i:  # what leaves with its own component leaves at once
+        prompt, late = prompt + late, 0.0
+    v += d - prompt - late
     c += d - prompt
     p += d
     if i + 1 == len(problem.configs) or problem.release[i + 1] >= i:  # no bucket reaches across this component

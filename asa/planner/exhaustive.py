@@ -36,10 +36,12 @@ def peak(problem: Problem, choice: Choice) -> float:
     picked = [problem.configs[i][c] for i, c in enumerate(choice)]
     n = len(picked)
     entry = [None, *(e.get((a.layout, b.layout)) for e, a, b in zip(problem.edges, picked, picked[1:], strict=False))]
+    standing = sum(e.state for e in entry if e)
     held = [e.activations if e else 0.0 for e in entry]
     moving = [e.transient if e else 0.0 for e in entry]
     return max(
         sum(c.state for c in picked)
+        + standing
         + sum(picked[j].activations + held[j] for j in range(k + 1))
         + sum(picked[j].gradients for j in range(k, n))
         + picked[k].transient

@@ -6,7 +6,6 @@ from typing import Literal
 
 from asa.cost.estimate import on_device
 from asa.cost.planned import Price, ways_of
-from asa.cost.pricing import Way
 from asa.errors import UsageError
 from asa.interfaces.strategy import Strategies
 from asa.ir.cluster import Cluster
@@ -30,6 +29,7 @@ class Alternative:
     tensor: TensorDegree
     extra_s: float
     fits: bool
+    checkpoint: bool = False
 
 
 @noun
@@ -53,6 +53,8 @@ class ComponentExplanation:
     activation_bytes: float
     transient_bytes: float
     alternative: Alternative | None
+    stage: int = 0
+    checkpoint: bool = False
 
 
 @noun
@@ -98,7 +100,9 @@ def _prices(
     )  # fmt: skip
     candidate = Candidate(
         origin=plan.strategy,
-        width=len(plan.stages[0].ranks),
+        widths=tuple(len(s.ranks) for s in plan.stages),
+        starts=plan.starts(),
+        schedule=plan.schedule,
         num_microbatches=plan.num_microbatches,
         ways=ways_of(plan, profile, strategies),
     )
@@ -114,9 +118,8 @@ def explain(
         InvalidInputError: the plan and the profile do not belong together.
     """
     candidate, prices = _prices(plan, profile, cluster, strategies, memory_bytes)
-    price, space = prices.of(candidate), prices.space
-    pricer = prices.pricer(candidate.width, candidate.num_microbatches)
-    m, capacity = candidate.num_microbatches, space.capacity(candidate.width)
+    price = prices.of(candidate)
+    m, capacity = candidate.num_microbatches, prices.capacity(candidate)
     rows = []
     for i, (way, c) in enumerate(zip(candidate.ways, price.components, strict=True)):
         rows.append(
@@ -124,7 +127,7 @@ def explain(
                 name=plan.components[i].name,
                 data=way.data,
                 tensor=way.tensor,
-                samples_per_rank=pricer.local(way.layout),
+                samples_per_rank=prices.pricer(candidate.width(i), m, prices.busy(candidate)).local(way.layout),
                 forward_s=m * c.forward_s,
                 backward_s=m * c.backward_s + c.bucket_s,
                 inside_s=c.blocking_s,
@@ -135,6 +138,8 @@ def explain(
                 activation_bytes=c.footprint.activations + price.boundaries[i].footprint.activations,
                 transient_bytes=c.footprint.transient + price.boundaries[i].footprint.transient,
                 alternative=_alternative(prices, candidate, price, i, capacity),
+                stage=candidate.stage(i),
+                checkpoint=way.checkpoint,
             )
         )
     tight = capacity - price.peak.total < 0.02 * capacity
@@ -152,24 +157,17 @@ def explain(
 
 def _alternative(prices: Prices, candidate: Candidate, price: Price, index: int, capacity: float) -> Alternative | None:
     found: Alternative | None = None
-    for way in prices.space.ways(index, candidate.width, candidate.num_microbatches):
+    for way in prices.space.ways(index, candidate.width(index), candidate.num_microbatches):
         if way == candidate.ways[index]:
             continue
-        other = prices.of(_with(candidate, index, way))
+        other = prices.of(candidate.with_way(index, way))
         fits = other.peak.total <= capacity + TOLERANCE_GIB * GIB
         extra = other.cost.total_s - price.cost.total_s
         if found is None or (not fits, extra) < (not found.fits, found.extra_s):
-            found = Alternative(data=way.data, tensor=way.tensor, extra_s=extra, fits=fits)
+            found = Alternative(
+                data=way.data, tensor=way.tensor, extra_s=extra, fits=fits, checkpoint=way.checkpoint
+            )  # fmt: skip
     return found
-
-
-def _with(candidate: Candidate, index: int, way: Way) -> Candidate:
-    return Candidate(
-        origin=candidate.origin,
-        width=candidate.width,
-        num_microbatches=candidate.num_microbatches,
-        ways=(*candidate.ways[:index], way, *candidate.ways[index + 1 :]),
-    )
 
 
 def why_not(
@@ -181,7 +179,7 @@ def why_not(
     *,
     memory_bytes: int | None = None,
 ) -> Difference:
-    """``plan`` beside the best plan with ``other`` forced: a whole strategy, or ``COMPONENT=STRATEGY@DEGREE``.
+    """``plan`` beside the best plan with ``other`` forced: a whole strategy, or ``COMPONENT=STRATEGY[@DEGREE]``.
 
     Raises:
         UsageError: ``other`` names no strategy and no component.
@@ -195,7 +193,7 @@ def why_not(
             other=other, plan_s=price.cost.total_s, other_s=None, fits=False, why_not=reason, terms=(), changed=()
         )  # fmt: skip
     theirs = prices.of(rival)
-    capacity = prices.space.capacity(rival.width)
+    capacity = prices.capacity(rival)
     fits = theirs.peak.total <= capacity + TOLERANCE_GIB * GIB
     lacking = f"{theirs.peak.total / GIB:.3g} GiB of {max(0.0, capacity) / GIB:.3g} GiB"
     return Difference(
@@ -214,19 +212,21 @@ def why_not(
 
 
 def _terms(mine: Price, theirs: Price) -> tuple[Term, ...]:
-    """The step times as sums: overlap counts as what it saves."""
+    """The step times as sums, of the busiest stage: overlap counts as what it saves."""
 
     def parts(p: Price) -> dict[str, float]:
-        sync = sum(c.sync_s for c in p.components)
-        blocking = sum(c.blocking_s + c.update_communication_s for c in p.components)
-        boundaries = sum(b.blocking_s for b in p.boundaries)
+        stage = max(p.stages, key=lambda s: s.cost.total_s)
+        sync = sum(c.sync_s for c in stage.components)
+        blocking = sum(c.blocking_s + c.update_communication_s for c in stage.components)
+        boundaries = sum(b.blocking_s for b in stage.boundaries)
         return {
-            "compute": sum(c.compute_s for c in p.components),
-            "optimizer": sum(c.update_s for c in p.components),
+            "compute": sum(c.compute_s for c in stage.components),
+            "optimizer": sum(c.update_s for c in stage.components),
             "collectives inside components": blocking,
             "boundaries": boundaries,
             "gradient synchronisation": sync,
-            "hidden by overlap": p.cost.total_s - p.cost.compute_s - sync - blocking - boundaries,
+            "hidden by overlap": stage.cost.total_s - stage.cost.compute_s - sync - blocking - boundaries,
+            "waiting for other stages": p.cost.total_s - stage.cost.total_s,
         }
 
     a, b = parts(mine), parts(theirs)
@@ -237,11 +237,12 @@ def _whole(prices: Prices, name: str) -> tuple[Candidate | None, str]:
     space = prices.space
     baselines.check((name,), space.strategies, space.request.gpus)
     if name == "asa":
-        raise UsageError("asa is the search's own answer; name another strategy, or COMPONENT=STRATEGY@DEGREE")
+        raise UsageError("asa is the search's own answer; name another strategy, or COMPONENT=STRATEGY[@DEGREE]")
     reason, found = "", []
     for member in baselines.members(name, space.strategies, space.request.gpus):
         try:
-            found.append(baselines.uniform(member, space, 1))
+            options = list(baselines.candidates(member, prices))
+            found += options if len(options[0].widths) > 1 else options[:1]
         except baselines.Unavailable as error:
             reason = f"{member}: {error}"
     return min(found, key=lambda c: prices.of(c).cost.total_s, default=None), reason

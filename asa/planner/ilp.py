@@ -146,7 +146,8 @@ def _overlap(model: _Model, pulp: Any) -> Any:
 def _memory(model: _Model, pulp: Any) -> None:
     problem, n = model.problem, len(model.problem)
     state = model.lp.add_variable("S", lowBound=0)
-    model.lp += state == pulp.LpAffineExpression([t for i in range(n) for t in model.picked(i, "state")])
+    standing = [t for i in range(n) for t in (*model.picked(i, "state"), *model.passed(i, "state"))]
+    model.lp += state == pulp.LpAffineExpression(standing)
     kept = [model.lp.add_variable(f"A_{k}", lowBound=0) for k in range(n)]
     made = [model.lp.add_variable(f"D_{k}", lowBound=0) for k in range(n)]
     for k in range(n):

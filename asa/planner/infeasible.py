@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 
 from asa.cost.memory import usable
 from asa.cost.planned import Price
@@ -13,8 +14,11 @@ from asa.ir.units import GIB
 from asa.planner import baselines, dp
 from asa.planner.candidate import Candidate, Prices
 from asa.planner.formulate import formulate
+from asa.planner.pipelines import Skeleton
+from asa.planner.problem import Chain
 from asa.planner.request import Pin
 from asa.planner.space import Allowed, Space, anything, widths
+from asa.planner.staged import StagedSpace
 
 _MOST_DEVICES = 64
 
@@ -29,22 +33,80 @@ class Leanest:
 
 
 def leanest(prices: Prices, allowed: Allowed = anything) -> Leanest | None:
-    """The plan that comes closest to fitting; None where no plan exists whatever the memory."""
-    best: Leanest | None = None
+    """The plan that comes closest to fitting, as far as it is looked for; None where no plan exists at all.
+
+    Every single stage is tried, and for every number of equal stages of a pipeline the cuts that spread the least
+    state and activations evenly.
+    """
+    found = (
+        Leanest(candidate=c, price=price, excess=price.peak.total - prices.capacity(c))
+        for c in (*_leanest_stages(prices, allowed), *_leanest_pipelines(prices, allowed))
+        for price in (prices.of(c),)
+    )
+    return min(found, key=lambda x: x.excess, default=None)
+
+
+def _leanest_stages(prices: Prices, allowed: Allowed) -> Iterator[Candidate]:
+    """With one microbatch gradients do not exist all at once. Of several, the more the leaner, as long as each layout's
+    ranks have samples."""
     for width in widths(prices.space.request.gpus):
-        for m in _microbatches(prices.space):
+        counts = _microbatches(prices.space)
+        divisors = [d for d in range(1, width + 1) if width % d == 0]
+        most = {max((m for m in counts if prices.space.enough_samples(0, d, m)), default=1) for d in divisors}
+        fewer = {m // 2 for m in most}  # where a later component needs two samples
+        for m in sorted({1, *most, *fewer} - {0}):
             formulation = formulate(prices, width, m, allowed)
             if formulation is None:
-                break
-            found = dp.least_memory(formulation.problem)
-            if found.choice is None:
                 continue
-            candidate = formulation.candidate(found.choice)
-            price = prices.of(candidate)
-            excess = price.peak.total - prices.space.capacity(width)
-            if best is None or excess < best.excess:
-                best = Leanest(candidate=candidate, price=price, excess=excess)
-    return best
+            found = dp.least_memory(formulation.problem)
+            if found.choice is not None:
+                yield formulation.candidate(found.choice)
+
+
+def _leanest_pipelines(prices: Prices, allowed: Allowed) -> Iterator[Candidate]:
+    """1f1b holds no more microbatches than any other schedule; the smaller they are, the better."""
+    space, n = prices.space, len(prices.space.profile.graph)
+    schedule = space.schedules.get("1f1b")
+    if schedule is None:
+        return
+    staged = StagedSpace(prices, allowed)
+    for stages in range(2, min(space.request.gpus, n) + 1):
+        width = space.request.gpus // stages
+        counts = [m for m in _microbatches(space) if staged.chain(width, m) is not None]
+        if not counts:
+            continue
+        chain = staged.chain(width, counts[-1])
+        assert chain is not None
+        flights = [schedule.in_flight(s, stages, counts[-1]) for s in range(stages)]
+        starts = _even(chain, flights)
+        choices = []
+        for s, (start, stop) in enumerate(pairwise((*starts, n))):
+            choices.append(dp.least_memory(chain.stage(start, stop, flights[s])).choice)
+        made = tuple(c for c in choices if c is not None)
+        if len(made) == stages:
+            skeleton = Skeleton(
+                starts=starts, widths=(width,) * stages, num_microbatches=counts[-1], schedule="1f1b"
+            )  # fmt: skip
+            yield staged.candidate(skeleton, made)
+
+
+def _even(chain: Chain, flights: Sequence[int]) -> tuple[int, ...]:
+    """Starts of stages, stage s with ``flights[s]`` microbatches in flight, such that the fullest holds least."""
+    n, stages = len(chain.names), len(flights)
+    held = [[0.0, *accumulate(min(c.state + f * c.activations for c in row) for row in chain.configs)] for f in flights]
+    best = [(held[-1][n] - held[-1][i], n) for i in range(n)]
+    ends = [best]
+    for s in range(stages - 2, -1, -1):
+        behind = ends[0]
+        row = []
+        for i in range(n):
+            cuts = range(i + 1, n - (stages - 2 - s))
+            row.append(min(((max(held[s][j] - held[s][i], behind[j][0]), j) for j in cuts), default=(float("inf"), n)))
+        ends.insert(0, row)
+    starts = [0]
+    for s in range(stages - 1):
+        starts.append(ends[s][starts[-1]][1])
+    return tuple(starts)
 
 
 def _microbatches(space: Space) -> list[int]:
@@ -58,10 +120,10 @@ def explain(prices: Prices, allowed: Allowed = anything) -> InfeasibleError:
     found = leanest(prices, allowed)
     if found is None:
         return InfeasibleError(_nothing_runs(space, allowed))
-    width, peak = found.candidate.width, found.price.peak
+    ranks, peak = prices.busy(found.candidate), found.price.peak
     name = space.profile.graph.components[peak.index].name
     total = space.cluster.device.memory_bytes if request.memory_bytes is None else request.memory_bytes
-    needed = _memory_for(space, peak.total, width)
+    needed = _memory_for(space, peak.total, ranks)
     tries = [f"--memory {needed / GIB:.3g}"]
     fewer = _smaller_batch(space)
     if fewer is not None:
@@ -69,7 +131,7 @@ def explain(prices: Prices, allowed: Allowed = anything) -> InfeasibleError:
     more = _more_devices(space)
     if more is not None:
         tries.append(f"--gpus {more}")
-    aside = total - usable(space.cluster.device, total, width)
+    aside = total - usable(space.cluster.device, total, ranks)
     kept = f" ({aside / GIB:.2f} GiB of them for the context and the allocator)" if aside > 0 else ""
     return InfeasibleError(
         f"no plan fits: {name} needs {peak.total / GIB:.3g} GiB in its backward ({peak.state / GIB:.3g} GiB state, "
@@ -81,7 +143,7 @@ def explain(prices: Prices, allowed: Allowed = anything) -> InfeasibleError:
 def remedy(prices: Prices, names: Sequence[str]) -> str:
     """What to try where only the whole strategies ``names`` were asked for, and none of them can be had."""
     space = prices.space
-    needed = [_memory_for(space, prices.of(c).peak.total, c.width) for n in names for c in _uniform(n, space)]
+    needed = [_memory_for(space, prices.of(c).peak.total, prices.busy(c)) for n in names for c in _uniform(n, prices)]
     said = [f"--memory {min(needed) / GIB:.3g}"] if needed else []
     found = leanest(prices, space.pinned)
     if found is not None and found.excess <= 0:
@@ -89,15 +151,14 @@ def remedy(prices: Prices, names: Sequence[str]) -> str:
     return f"try {' or '.join(said)}" if said else "change --gpus, --global-batch, --memory or the pins"
 
 
-def _uniform(name: str, space: Space) -> Iterator[Candidate]:
+def _uniform(name: str, prices: Prices) -> Iterator[Candidate]:
     """One whole strategy in one microbatch and in all powers of two, as far as it and the pins go."""
-    for m in _microbatches(space):
-        try:
-            candidate = baselines.uniform(name, space, m)
-        except baselines.Unavailable:
-            return
-        if all(space.pinned(i, way) for i, way in enumerate(candidate.ways)):
-            yield candidate
+    try:
+        for candidate in baselines.candidates(name, prices):
+            if all(prices.space.pinned(i, way) for i, way in enumerate(candidate.ways)):
+                yield candidate
+    except baselines.Unavailable:
+        return
 
 
 def _memory_for(space: Space, active: float, width: int) -> float:

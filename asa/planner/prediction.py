@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from asa.cost.constants import constant
 from asa.cost.planned import Price
@@ -23,8 +24,8 @@ def deviation(price: Price, profile: Profile) -> float:
     return math.hypot(price.compute_error_s, model * price.cost.compute_s, exposed * price.link_error_s)
 
 
-def predict(price: Price, profile: Profile, *, width: int, global_batch: int) -> Prediction:
-    """The prediction of one step. A stage's ranks all hold what the busiest one does."""
+def predict(price: Price, profile: Profile, *, widths: Sequence[int], global_batch: int) -> Prediction:
+    """The prediction of one step, of stages of ``widths`` ranks, which all hold what the busiest one does."""
     total, half = price.cost.total_s, Z90 * deviation(price, profile)
     return Prediction(
         step_time_s=total,
@@ -34,8 +35,10 @@ def predict(price: Price, profile: Profile, *, width: int, global_batch: int) ->
         exposed_communication_s=price.cost.exposed_s,
         hidden_communication_s=price.cost.hidden_s,
         update_s=price.cost.update_s,
-        bubble_s=0.0,
-        memory_bytes_per_rank=(math.ceil(price.peak.total),) * width,
+        bubble_s=price.cost.bubble_s,
+        memory_bytes_per_rank=tuple(
+            math.ceil(stage.peak.total) for stage, width in zip(price.stages, widths, strict=True) for _ in range(width)
+        ),
         samples_per_s=global_batch / total if total > 0 else 0.0,
     )
 
@@ -47,8 +50,8 @@ def noise(one: Price, other: Price) -> float:
     the error of the links on the difference in communication. Never less than the share of a step by which stock
     data parallelism differs from itself.
     """
-    mine = [a.error_s for a, b in zip(one.components, other.components, strict=True) if a != b]
-    theirs = [b.error_s for a, b in zip(one.components, other.components, strict=True) if a != b]
+    pairs = list(zip(one.components, other.components, strict=True))
+    mine, theirs = [a.error_s for a, b in pairs if a != b], [b.error_s for a, b in pairs if a != b]
     links = abs(one.link_error_s - other.link_error_s)
     floor = constant("claim_floor") * min(one.cost.total_s, other.cost.total_s)
     return max(floor, Z90 * math.hypot(*mine, *theirs, links))

@@ -15,7 +15,7 @@ backward and gradient synchronisation run side by side (:mod:`asa.cost.step` der
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from asa.ir.layout import Layout
 from asa.ir.plan import DataDegree, TensorDegree
@@ -26,10 +26,13 @@ MS = 1e3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """One way to run one component. Times in ms per step, memory in GiB.
+    """One way to run one component. Times in ms, memory in GiB.
 
-    ``work`` includes ``prompt + late``, the gradient synchronisation released with the component and later;
-    ``window`` is the backward compute behind which others' synchronisation can hide.
+    ``forward`` and ``backward`` are of one microbatch, communication that computation waits for included; ``once`` is
+    paid once per step, beside the gradient synchronisation ``prompt + late``, released with the component and later.
+    ``work`` is all of a step: ``m (forward + backward) + once + prompt + late``. ``window`` is the backward compute
+    of the last microbatch, behind which others' synchronisation can hide; ``bucket`` is the part of ``once`` that is in
+    it. ``activations`` are of one microbatch.
     """
 
     layout: int
@@ -44,15 +47,24 @@ class Config:
     gradients: float
     transient: float
     checkpoint: bool = False
+    forward: float = 0.0
+    backward: float = 0.0
+    once: float = 0.0
+    bucket: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Edge:
-    """What passing from one layout to another costs (ms) and holds (GiB)."""
+    """What passing from one layout to another costs (ms) and holds (GiB); ``cost`` is all of a step,
+    ``m (forward + backward) + once``; ``state`` is what it holds all the time."""
 
     cost: float
     activations: float = 0.0
     transient: float = 0.0
+    state: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+    once: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +102,6 @@ class Problem:
 
     def without_memory_limit(self) -> Problem:
         """The same problem with all the memory one could want."""
-        from dataclasses import replace
-
         return replace(self, capacity=float("inf"))
 
 
@@ -112,3 +122,74 @@ class Solution:
     def proved(self) -> bool:
         """Whether the solver has closed the gap (to one part in a million)."""
         return self.choice is None or self.value - self.bound <= 1e-6 * max(1.0, abs(self.value))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chain:
+    """All components on stages of ``width`` ranks with ``num_microbatches``: what a stage of any interval is cut from.
+
+    As in :class:`Problem`, whose fields of these names these are; ``inlets[i]`` says per layout what it costs to begin
+    a stage with component i (for the first: to read the data), ``outlets[i]`` to end one behind it (for the last: the
+    loss). Transfers between stages are not in them.
+    """
+
+    width: int
+    num_microbatches: int
+    names: tuple[str, ...]
+    layouts: tuple[Layout, ...]
+    configs: tuple[tuple[Config, ...], ...]
+    edges: tuple[dict[tuple[int, int], Edge], ...]
+    inlets: tuple[dict[int, Edge], ...]
+    outlets: tuple[dict[int, Edge], ...]
+    release: tuple[int, ...]
+    saving: float
+    sp: float
+    sc: float
+    capacity: float
+
+    def stage(self, start: int, stop: int, in_flight: int = 1) -> Problem:
+        """Components ``start`` to ``stop - 1`` as one stage that holds the activations of ``in_flight`` microbatches.
+
+        Choices of the result index into ``configs[start:stop]``.
+        """
+        rows = [[_held(c, in_flight) for c in row] for row in self.configs[start:stop]]
+        rows[0] = [_joined(c, self.inlets[start][c.layout], in_flight) for c in rows[0]]
+        rows[-1] = [_joined(c, self.outlets[stop - 1][c.layout], in_flight) for c in rows[-1]]
+        more = in_flight - 1
+        return Problem(
+            width=self.width,
+            num_microbatches=self.num_microbatches,
+            names=self.names[start:stop],
+            layouts=self.layouts,
+            configs=tuple(tuple(row) for row in rows),
+            edges=tuple(
+                {ab: replace(e, state=e.state + more * e.activations) for ab, e in edges.items()} if more else edges
+                for edges in self.edges[start : stop - 1]
+            ),
+            release=tuple(max(r, start) - start for r in self.release[start:stop]),
+            saving=self.saving,
+            sp=self.sp,
+            sc=self.sc,
+            capacity=self.capacity,
+        )
+
+
+def _held(config: Config, in_flight: int) -> Config:
+    """With the activations of all microbatches in flight but the one at work counted as state."""
+    if in_flight == 1:
+        return config
+    return replace(config, state=config.state + (in_flight - 1) * config.activations)
+
+
+def _joined(config: Config, end: Edge, in_flight: int) -> Config:
+    """With an end of the stage taken in."""
+    return replace(
+        config,
+        work=config.work + end.cost,
+        forward=config.forward + end.forward,
+        backward=config.backward + end.backward,
+        once=config.once + end.once,
+        state=config.state + end.state + (in_flight - 1) * end.activations,
+        activations=config.activations + end.activations,
+        transient=config.transient + end.transient,
+    )

@@ -12,17 +12,23 @@ from asa.ir.plan import DataStrategyName, OptimizerName, TensorStrategyName
 
 SolverName = Literal["ilp", "dp", "exhaustive"]
 
+MOST_SAMPLES = 2**24
+"""Of a global batch: more than any training has used by far."""
+
 DATA_NAMES: tuple[str, ...] = get_args(DataStrategyName)
 TENSOR_NAMES: tuple[str, ...] = get_args(TensorStrategyName)
 
 
 @noun
 class Pin:
-    """Components whose name, or a prefix of it up to a dot, matches ``pattern`` use ``strategy`` at ``degree``."""
+    """Components whose name, or a prefix of it up to a dot, matches ``pattern`` use ``strategy`` at ``degree``.
+
+    Without a degree any one does, above 1 where the strategy spreads anything.
+    """
 
     pattern: str
     strategy: str
-    degree: int
+    degree: int | None = None
 
     @property
     def axis(self) -> Literal["data", "tensor"]:
@@ -39,25 +45,36 @@ class Pin:
         return any(fnmatchcase(".".join(parts[:n]), self.pattern) for n in range(1, len(parts) + 1))
 
     def __str__(self) -> str:
-        return f"{self.pattern}={self.strategy}@{self.degree}"
+        return f"{self.pattern}={self.strategy}" + ("" if self.degree is None else f"@{self.degree}")
+
+    def allows(self, strategy: str, degree: int) -> bool:
+        """Whether a choice on its axis is what is held. At degree 1 the strategies of one axis are the same thing.
+
+        >>> Pin(pattern="x", strategy="zero3").allows("zero3", 4), Pin(pattern="x", strategy="zero3").allows("zero3", 1)
+        (True, False)
+        """
+        if self.degree is None:
+            return strategy == self.strategy and (degree > 1 or self.strategy in ("none", "replicate"))
+        return degree == self.degree and (degree == 1 or strategy == self.strategy)
 
 
 def parse_pin(text: str) -> Pin:
-    """``'layer4.*=zero3@4'`` as a :class:`Pin`.
+    """``'layer4.*=zero3@4'`` as a :class:`Pin`; without ``@4``, any degree.
 
     Raises:
         UsageError: not of that form, or no strategy of one component.
     """
-    found = re.fullmatch(r"\s*([^=\s]+)\s*=\s*([a-z0-9_]+)\s*@\s*(\d{1,6})\s*", text)
+    found = re.fullmatch(r"\s*([^=\s]+)\s*=\s*([a-z0-9_]+)\s*(?:@\s*(\d{1,6})\s*)?", text)
     if found is None:
-        raise UsageError(f"pin {text!r} is not of the form COMPONENT=STRATEGY@DEGREE, as in 'layer4.*=replicate@4'")
-    pattern, strategy, degree = found.group(1), found.group(2), int(found.group(3))
+        raise UsageError(f"pin {text!r} is not of the form COMPONENT=STRATEGY[@DEGREE], as in 'layer4.*=replicate@4'")
+    pattern, strategy = found.group(1), found.group(2)
+    degree = None if found.group(3) is None else int(found.group(3))
     if strategy not in (*DATA_NAMES, *TENSOR_NAMES):
         raise UsageError(
             f"pin {text!r}: {strategy!r} is no strategy of one component; one of "
             f"{', '.join((*DATA_NAMES, *TENSOR_NAMES))}"
         )
-    if degree < 1 or (strategy == "none" and degree != 1):
+    if degree is not None and (degree < 1 or (strategy == "none" and degree != 1)):
         raise UsageError(f"pin {text!r}: a degree is at least 1, and exactly 1 for none")
     return Pin(pattern=pattern, strategy=strategy, degree=degree)
 
@@ -87,6 +104,8 @@ class Request:
             raise UsageError(f"a plan needs at least 1 device, asked {self.gpus}")
         if self.global_batch < 1:
             raise UsageError(f"a global batch has at least 1 sample, asked {self.global_batch}")
+        if self.global_batch > MOST_SAMPLES:
+            raise UsageError(f"a global batch of {self.global_batch} samples is above {MOST_SAMPLES}")
         if self.memory_bytes is not None and self.memory_bytes < 1:
             raise UsageError(f"memory of {self.memory_bytes} bytes per device is below 1")
         if self.top_k < 1:

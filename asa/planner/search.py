@@ -18,12 +18,13 @@ import time
 from dataclasses import dataclass, replace
 
 from asa.errors import AsaError
-from asa.planner import dp, exhaustive, ilp
+from asa.planner import dp, exhaustive, ilp, joint
 from asa.planner.candidate import Candidate, Prices
 from asa.planner.formulate import Formulation, formulate
 from asa.planner.problem import MS, Choice, Problem, Solution
 from asa.planner.request import SolverName
 from asa.planner.space import Allowed, anything, widths
+from asa.planner.staged import StagedSpace
 
 _LOG = logging.getLogger("asa")
 _CLOSE = 1e-9
@@ -35,7 +36,11 @@ TOLERANCE_GIB = 1e-5
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What the search found and proved: ``choice`` in ``formulation`` is ``best``, None where nothing fits. Seconds."""
+    """What the search found and proved. Seconds.
+
+    ``choice`` in ``formulation`` is ``best`` where that has one stage; ``best`` is None where nothing fits. ``curve``:
+    (seconds, best, bound in ms) of the search over pipelines, as they got better.
+    """
 
     best: Candidate | None
     choice: Choice
@@ -45,6 +50,7 @@ class Outcome:
     solved: int
     pruned: int
     seconds: float
+    curve: tuple[tuple[float, float, float], ...] = ()
 
 
 class _Place:
@@ -106,7 +112,46 @@ def search(
     allowed: Allowed = anything,
     incumbent_s: float = float("inf"),
 ) -> Outcome:
-    """The fastest plan in the space, among those that ``allowed`` lets through.
+    """The fastest plan in the space, among those that ``allowed`` lets through: one stage first, then several.
+
+    As :func:`search_stage`; the best single stage is the incumbent of the search over pipelines.
+    """
+    started = time.monotonic()
+    found = search_stage(
+        prices, solver=solver, time_limit_s=time_limit_s, allowed=allowed, incumbent_s=incumbent_s
+    )  # fmt: skip
+    space = prices.space
+    if not space.schedules or space.request.gpus < 2 or len(space.profile.graph) < 2:
+        return found
+    staged = StagedSpace(prices, allowed)
+    best_s = min(incumbent_s, prices.of(found.best).cost.total_s if found.best else float("inf"))
+    left = max(0.1, time_limit_s - (time.monotonic() - started))
+    piped = joint.search(staged, incumbent_ms=best_s * MS, time_limit_s=left)
+    bound_s = min(found.lower_bound_s, piped.bound / MS)
+    seconds = time.monotonic() - started
+    if piped.skeleton is None:
+        return replace(found, lower_bound_s=bound_s, seconds=seconds, curve=piped.curve)
+    return replace(
+        found,
+        best=staged.candidate(piped.skeleton, piped.choices),
+        choice=(),
+        formulation=None,
+        lower_bound_s=bound_s,
+        solver=f"{found.solver}; pipelines by dp",
+        seconds=seconds,
+        curve=piped.curve,
+    )
+
+
+def search_stage(
+    prices: Prices,
+    *,
+    solver: SolverName,
+    time_limit_s: float,
+    allowed: Allowed = anything,
+    incumbent_s: float = float("inf"),
+) -> Outcome:
+    """The fastest plan of a single stage, among those that ``allowed`` lets through.
 
     ``incumbent_s`` is the time of a plan already known (a whole strategy that fits): a search that ends without a
     ``best`` has proved that nothing is faster.

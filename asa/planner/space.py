@@ -8,12 +8,21 @@ from functools import cache
 from asa.cost.memory import usable
 from asa.cost.pricing import Way
 from asa.errors import UsageError
+from asa.interfaces.schedule import Schedule
 from asa.interfaces.strategy import Strategies
 from asa.ir.cluster import Cluster
+from asa.ir.graph import Component
 from asa.ir.layout import Layout
 from asa.ir.plan import DataDegree, DataStrategyName, TensorDegree, TensorStrategyName
 from asa.ir.profile import Profile
-from asa.planner.request import DATA_NAMES, TENSOR_NAMES, Pin, Request
+from asa.planner.request import TENSOR_NAMES, Pin, Request
+
+_NARROW = 16
+"""Ranks up to which a stage may use every layout."""
+_WIDEST_SPLIT = 64
+
+MOST_IN_A_PIPELINE = 1024
+"""Microbatches of a pipeline: the bubble is gone long before."""
 
 Allowed = Callable[[int, Way], bool]
 """Whether component i may run that way, beyond what strategies refuse."""
@@ -47,6 +56,7 @@ class Space:
         self.cluster = cluster
         self.strategies = strategies
         self.request = request
+        self._layouts: dict[tuple[int, int], tuple[Layout, ...]] = {}
         self._splits: dict[tuple[int, int], list[TensorStrategyName]] = {}
         self._measured_one = {t.component for t in profile.timings if t.microbatch == 1 and t.tensor_degree == 1}
         self.pinned: Allowed = pinned(profile, request.pins) if request.pins else anything
@@ -58,32 +68,68 @@ class Space:
     def ways(self, index: int, width: int, num_microbatches: int, allowed: Allowed = anything) -> Iterator[Way]:
         """Every way component ``index`` may run, in a stage of ``width``, with that many microbatches."""
         component = self.profile.graph.components[index]
-        for layout in layouts(width):
+        for layout in self.layouts(width, num_microbatches):
             if not self.enough_samples(index, layout.data, num_microbatches):
                 continue
             for tensor in self._tensor(index, layout.tensor):
                 share = self.strategies.tensor[tensor].share(component, layout.tensor)
                 for data in self._data(index, layout.data, share.parameter_bytes > 0):
-                    way = Way(
-                        layout=layout,
-                        data=DataDegree(strategy=data, degree=layout.data),
-                        tensor=TensorDegree(strategy=tensor, degree=layout.tensor),
-                    )
-                    if allowed(index, way):
-                        yield way
+                    for checkpoint in (False, True) if self._forgets(component) else (False,):
+                        way = Way(
+                            layout=layout,
+                            data=DataDegree(strategy=data, degree=layout.data),
+                            tensor=TensorDegree(strategy=tensor, degree=layout.tensor),
+                            checkpoint=checkpoint,
+                        )
+                        if allowed(index, way):
+                            yield way
 
-    def runs(self, index: int, layout: Layout, num_microbatches: int) -> bool:
-        """Whether component ``index`` can run in ``layout`` under some strategy, pins aside."""
-        return self.enough_samples(index, layout.data, num_microbatches) and bool(self._tensor(index, layout.tensor))
+    def layouts(self, width: int, num_microbatches: int) -> tuple[Layout, ...]:
+        """The layouts of a stage that are in the space: all of a narrow stage.
+
+        In a wide one, where there would be thousands of pairs of them, a tensor degree comes with as many data shards
+        as there are ranks, or if there are fewer samples than that, with as many as have one (or two).
+        """
+        if width <= _NARROW or self.request.pins:
+            return layouts(width)
+        key = (width, num_microbatches)
+        if key not in self._layouts:
+            samples = self.request.global_batch // num_microbatches
+            found = []
+            for tensor in (t for t in range(1, min(width, _WIDEST_SPLIT) + 1) if width % t == 0):
+                shards = [d for d in range(1, width // tensor + 1) if width // tensor % d == 0]
+                most = {shards[-1], *(max((d for d in shards if samples // d >= k), default=1) for k in (1, 2))}
+                found += [Layout(width=width, data=d, tensor=tensor) for d in sorted(most)]
+            self._layouts[key] = tuple(found)
+        return self._layouts[key]
+
+    def _forgets(self, component: Component) -> bool:
+        """Whether checkpointing it is offered, and saves anything: a checkpoint keeps the component's output."""
+        return self.strategies.checkpoint and component.saved_bytes_per_sample > component.output_bytes_per_sample
+
+    def placed(self, offset: int, width: int) -> bool:
+        """Whether a stage of that width may begin at that rank: inside a node, or in whole nodes."""
+        for level in self.cluster.levels[:-1]:
+            inside = offset // level.devices == (offset + width - 1) // level.devices
+            if not inside and (offset % level.devices or width % level.devices):
+                return False
+        return True
+
+    def splits(self, index: int, degree: int) -> bool:
+        """Whether component ``index`` can be split that far."""
+        return bool(self._tensor(index, degree))
 
     def enough_samples(self, index: int, degree: int, num_microbatches: int) -> bool:
         """Whether every rank has a sample in every microbatch, and BatchNorm something to average over.
 
         A batch of one is only given to a BatchNorm that was seen to train on one.
         """
-        smallest = self.request.global_batch // num_microbatches // degree
+        return self.request.global_batch // num_microbatches // degree >= self.fewest_samples(index)
+
+    def fewest_samples(self, index: int) -> int:
+        """Of a microbatch, on a rank."""
         component = self.profile.graph.components[index]
-        return smallest >= (2 if component.batch_norm and component.name not in self._measured_one else 1)
+        return 2 if component.batch_norm and component.name not in self._measured_one else 1
 
     def _tensor(self, index: int, degree: int) -> list[TensorStrategyName]:
         key = (index, degree)
@@ -100,14 +146,27 @@ class Space:
         names = list(offered) if degree > 1 and has_parameters else [n for n in offered if n == "replicate"]
         return [n for n in names if not offered[n].refusal(component, degree)]  # type: ignore[misc]
 
+    @property
+    def schedules(self) -> dict[str, Schedule]:
+        """The schedules that a pipeline may have. Layers is 1f1b with one microbatch: it stays a baseline."""
+        return {n: s for n, s in self.strategies.schedules.items() if n != "layers"}
+
     def describe(self) -> str:
         """The space in words, for the certificate."""
+        piped = self.schedules and self.request.gpus > 1
+        many = self.request.global_batch > MOST_IN_A_PIPELINE
+        checkpoint = " x checkpoint" if self.strategies.checkpoint else ""
         parts = [
-            f"one stage of 1 to {self.request.gpus} ranks",
+            f"one stage of 1 to {self.request.gpus} ranks"
+            + (f", or several of any widths ({', '.join(self.schedules)})" if piped else ""),
             f"per component data ({', '.join(self.strategies.data)}) x tensor ({', '.join(self.strategies.tensor)}) "
-            "of every degree whose product divides the ranks",
-            "microbatches in powers of two while memory binds",
+            f"of every degree whose product divides the ranks of its stage{checkpoint}",
+            "microbatches in powers of two"
+            + (f", {MOST_IN_A_PIPELINE} at most in a pipeline" if piped and many else "")
+            + (", in one stage while memory binds" if piped else " while memory binds"),
         ]
+        if self.request.gpus > _NARROW and not self.request.pins:
+            parts.append(f"in stages of more than {_NARROW} ranks none repeats work that has a sample of its own")
         if self.request.pins:
             parts.append("pins " + " ".join(str(p) for p in self.request.pins))
         return "; ".join(parts)
@@ -134,18 +193,11 @@ def pinned(profile: Profile, pins: Sequence[Pin]) -> Allowed:
     def allowed(index: int, way: Way) -> bool:
         for axis, choice in (("data", way.data), ("tensor", way.tensor)):
             pin = held.get((index, axis))
-            if pin is not None and (
-                pin.degree != choice.degree or not _same(pin.strategy, choice.strategy, pin.degree)
-            ):
+            if pin is not None and not pin.allows(choice.strategy, choice.degree):
                 return False
         return True
 
     return allowed
-
-
-def _same(asked: str, got: str, degree: int) -> bool:
-    """At degree 1 the strategies of one axis are the same thing."""
-    return asked == got or (degree == 1 and (asked in DATA_NAMES) == (got in DATA_NAMES))
 
 
 def check(strategies: Strategies, pins: Sequence[Pin]) -> None:
@@ -156,7 +208,7 @@ def check(strategies: Strategies, pins: Sequence[Pin]) -> None:
     """
     offered = (*strategies.data, *strategies.tensor)
     for pin in pins:
-        if pin.degree > 1 and pin.strategy not in offered:
+        if pin.degree != 1 and pin.strategy not in offered:
             raise UsageError(f"pin {pin}: {pin.strategy} is not built yet; one of {', '.join(offered)}")
 
 

@@ -15,7 +15,8 @@ def verify(plan: Plan, profile: Profile, cluster: Cluster, strategies: Strategie
     """The prediction of ``plan``, recomputed.
 
     Raises:
-        InvalidInputError: the plan is of another model, of several stages, or asks of a component what it refuses.
+        InvalidInputError: the plan is of another model, or asks of a component what it refuses.
     """
     price = price_plan(plan, profile, cluster, strategies)
-    return predict(price, on_device(profile, cluster), width=len(plan.stages[0].ranks), global_batch=plan.global_batch)
+    widths = [len(s.ranks) for s in plan.stages]
+    return predict(price, on_device(profile, cluster), widths=widths, global_batch=plan.global_batch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import RenderableType
 
 from asa.ir.plan import DataDegree, TensorDegree
-from asa.planner.explain import Difference, Explanation
+from asa.planner.explain import Alternative, Difference, Explanation
 from asa.report.tables import line, table
 from asa.report.units import NOTHING, error, seconds, size
 
@@ -17,17 +17,15 @@ def render(found: Explanation) -> list[RenderableType]:
         ("component", "runs as", "forward", "backward", "inside", "boundary", "sync", "update", "state", "next best"),
         left=2,
     )
+    staged = any(c.stage for c in found.components)
     for c in found.components:
         other = c.alternative
         made.add_row(
             c.name,
-            way(c.data, c.tensor),
+            way(c.data, c.tensor, c.checkpoint) + (f" (stage {c.stage})" if staged else ""),
             *(seconds(t) for t in (c.forward_s, c.backward_s, c.inside_s, c.boundary_s, c.sync_s, c.update_s)),
             size(c.state_bytes),
-            NOTHING
-            if other is None
-            else f"{way(other.data, other.tensor)}: {'+' if other.extra_s >= 0 else '-'}{seconds(abs(other.extra_s))}"
-            + ("" if other.fits else ", does not fit"),
+            NOTHING if other is None else _next_best(other),
         )
     return [
         made,
@@ -38,6 +36,12 @@ def render(found: Explanation) -> list[RenderableType]:
             f"keeps the plan from being faster: {found.binding}"
         ),
     ]
+
+
+def _next_best(other: Alternative) -> str:
+    runs = way(other.data, other.tensor, other.checkpoint)
+    sign = "+" if other.extra_s >= 0 else "-"
+    return f"{runs}: {sign}{seconds(abs(other.extra_s))}" + ("" if other.fits else ", does not fit")
 
 
 def versus(found: Difference) -> list[RenderableType]:
@@ -59,7 +63,7 @@ def versus(found: Difference) -> list[RenderableType]:
     return said
 
 
-def way(data: DataDegree, tensor: TensorDegree) -> str:
+def way(data: DataDegree, tensor: TensorDegree, checkpoint: bool = False) -> str:
     """How a component runs, in a few characters.
 
     >>> way(DataDegree(strategy="replicate", degree=2), TensorDegree(strategy="none", degree=1))
@@ -67,6 +71,7 @@ def way(data: DataDegree, tensor: TensorDegree) -> str:
     """
     words = [f"{data.strategy} x{data.degree}"] if data.degree > 1 else []
     words += [f"{tensor.strategy} x{tensor.degree}"] if tensor.degree > 1 else []
+    words += ["checkpoint"] if checkpoint else []
     return ", ".join(words) or "whole"
 
 

@@ -22,6 +22,7 @@ def render(plan: Plan) -> list[RenderableType]:
         line(""),
         prediction(plan),
         certificate(plan),
+        *doubt(plan),
         *(line(f"note: {n}") for n in plan.notes),
     ]
 
@@ -81,6 +82,19 @@ def prediction(plan: Plan) -> RenderableType:
         f"{seconds(p.exposed_communication_s)} exposed and {seconds(p.hidden_communication_s)} hidden, "
         f"bubble {seconds(p.bubble_s)}"
     )
+
+
+def doubt(plan: Plan) -> list[RenderableType]:
+    """What uncertain costs leave of the certificate."""
+    c = plan.confidence
+    if c is None or c.finalists < 2:
+        return []
+    return [
+        line(
+            f"the best of {c.finalists} finalists with probability {percent(c.p_best)}, expected regret "
+            f"{percent(c.expected_regret)} ({c.draws} joint draws of the errors of costs)"
+        )
+    ]
 
 
 def certificate(plan: Plan) -> RenderableType:

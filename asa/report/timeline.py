@@ -1,4 +1,4 @@
-"""A simulated step, for reading: two streams drawn with letters, and what each kind of work adds up to."""
+"""A simulated step, for reading: the streams of every stage in letters, and what each kind of work adds up to."""
 
 from __future__ import annotations
 
@@ -8,32 +8,43 @@ from asa.report.tables import line, table
 from asa.report.units import percent, seconds
 from asa.simulator.timeline import Timeline
 
-LETTERS = {"forward": "F", "backward": "B", "boundary": "x", "inside": "i", "gradient": "G", "update": "U"}
+LETTERS = {
+    "forward": "F",
+    "backward": "B",
+    "boundary": "x",
+    "inside": "i",
+    "gradient": "G",
+    "update": "U",
+    "transfer": "t",
+}
 
 
 def render(found: Timeline, *, width: int = 72) -> list[RenderableType]:
     """Streams, legend, sums."""
-    made = table("Work of a step on the busiest rank", ("kind", "letter", "pieces", "time", "share of the step"))
+    made = table(
+        "Work of a step" + (", all stages" if len(found.stages) > 1 else " on the busiest rank"),
+        ("kind", "letter", "pieces", "time", "share of the step"),
+    )
     for kind, letter in LETTERS.items():
         pieces = [e for e in found.events if e.kind == kind]
         if pieces:
             time = sum(e.end_s - e.start_s for e in pieces)
             made.add_row(kind, letter, str(len(pieces)), seconds(time), percent(time / found.step_time_s))
-    return [
-        line(f"{found.model} on {found.ranks} ranks: a step of {seconds(found.step_time_s)}", "bold"),
-        line(f"compute        {strip(found, 'compute', width)}"),
-        line(f"communication  {strip(found, 'communication', width)}"),
-        line(""),
-        made,
-    ]
+    shown = [line(f"{found.model} on {found.ranks} ranks: a step of {seconds(found.step_time_s)}", "bold")]
+    for stage, ranks in enumerate(found.stages or (tuple(range(found.ranks)),)):
+        if len(found.stages) > 1:
+            shown.append(line(f"stage {stage}, ranks {ranks[0]} to {ranks[-1]}"))
+        shown.append(line(f"compute        {strip(found, 'compute', width, stage)}"))
+        shown.append(line(f"communication  {strip(found, 'communication', width, stage)}"))
+    return [*shown, line(""), made]
 
 
-def strip(found: Timeline, stream: str, width: int) -> str:
+def strip(found: Timeline, stream: str, width: int, stage: int = 0) -> str:
     """``width`` letters over the step: in each the work that fills most of its share, a dot where there is none."""
     cell = found.step_time_s / width
     filled: list[dict[str, float]] = [{} for _ in range(width)]
     for e in found.events:
-        if e.stream != stream:
+        if e.stream != stream or e.stage != stage:
             continue
         first, last = int(e.start_s / cell), min(width - 1, int(e.end_s / cell))
         for i in range(min(first, width - 1), last + 1):

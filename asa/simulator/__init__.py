@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asa.simulator.stage import simulate
+from asa.simulator.plan import simulate
 from asa.simulator.timeline import Event, Timeline
 from asa.simulator.trace import chrome_trace, save_trace
 

@@ -1,63 +1,88 @@
-"""A step of a plan of one stage, event by event."""
+"""A step of a plan, event by event."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Sequence
 
-from asa.cost.planned import Price, price_plan
+from asa.cost.planned import Price, price_plan, schedule_of
+from asa.interfaces.schedule import Schedule
 from asa.interfaces.strategy import Strategies
 from asa.ir.cluster import Cluster, Overlap
 from asa.ir.plan import Plan
 from asa.ir.profile import Profile
-from asa.simulator.streams import Streams
-from asa.simulator.timeline import Timeline
+from asa.simulator.stage import StageRun
+from asa.simulator.timeline import Event, Timeline
 
 
 def simulate(plan: Plan, profile: Profile, cluster: Cluster, strategies: Strategies) -> Timeline:
     """One step of ``plan``, with the prices that the planner works with.
 
     Raises:
-        InvalidInputError: the plan is of another model, of several stages, or asks of a component what it refuses.
+        InvalidInputError: the plan is of another model, or asks of a component what it refuses.
     """
     price = price_plan(plan, profile, cluster, strategies)
     names = [c.name for c in plan.components]
-    streams = run(price, names, plan.num_microbatches, cluster.overlap)
-    return Timeline(
-        model=plan.model_spec, ranks=plan.num_ranks, step_time_s=streams.now, events=tuple(streams.events)
+    events, seconds = play(
+        price, names, plan.num_microbatches, cluster.overlap, schedule_of(plan, strategies)
     )  # fmt: skip
+    return Timeline(
+        model=plan.model_spec,
+        ranks=plan.num_ranks,
+        step_time_s=seconds,
+        events=tuple(events),
+        stages=tuple(s.ranks for s in plan.stages),
+    )
 
 
-def run(price: Price, names: list[str], num_microbatches: int, overlap: Overlap) -> Streams:
-    """The streams of one rank after one step."""
-    streams = Streams(overlap)
-    for m in range(num_microbatches):
-        _forward(streams, price, names, m)
-        _backward(streams, price, names, m, last=m == num_microbatches - 1)
-    streams.drain()
-    for b, name in zip(price.boundaries, [*names, "output"], strict=True):
-        streams.block(f"{name} wrapper", "gradient", b.wrapper_s, num_microbatches - 1)
-    for c, name in zip(price.components, names, strict=True):
-        streams.compute(name, "update", c.update_s, num_microbatches - 1)
-        streams.block(name, "update", c.update_communication_s, num_microbatches - 1)
-    return streams
+def play(
+    price: Price, names: Sequence[str], num_microbatches: int, overlap: Overlap, schedule: Schedule | None = None
+) -> tuple[list[Event], float]:
+    """The events of one step, by stage, and its seconds. Without a schedule: one microbatch after the other."""
+    runs = [StageRun(s, stage, names, overlap) for s, stage in enumerate(price.stages)]
+    if schedule is None:
+        for k in range(num_microbatches):
+            runs[0].forward(k)
+            runs[0].backward(k, last=k + 1 == num_microbatches)
+    else:
+        _pipeline(runs, price.handovers, schedule, num_microbatches)
+    for run in runs:
+        run.finish(num_microbatches - 1)
+    return [e for run in runs for e in run.streams.events], max(run.streams.now for run in runs)
 
 
-def _forward(streams: Streams, price: Price, names: list[str], m: int) -> None:
-    for boundary, c, name in zip(price.boundaries, price.components, names, strict=False):
-        streams.block(f"to {name}", "boundary", boundary.forward_s, m)
-        streams.block(name, "inside", c.forward_communication_s, m)
-        streams.compute(name, "forward", c.forward_s, m)
-    streams.block("output", "boundary", price.boundaries[-1].forward_s, m)
-
-
-def _backward(streams: Streams, price: Price, names: list[str], m: int, *, last: bool) -> None:
-    streams.block("output", "boundary", price.boundaries[-1].backward_s, m)
-    held: dict[int, float] = defaultdict(float)
-    for i in range(len(names) - 1, -1, -1):
-        c, name = price.components[i], names[i]
-        streams.block(name, "inside", c.backward_communication_s, m)
-        streams.compute(name, "backward", c.backward_s + (c.bucket_s if last else 0.0), m)
-        if last:
-            held[c.release] += c.late_sync_s
-            streams.release(name, held.pop(i, 0.0) + c.prompt_sync_s, m)
-        streams.block(f"to {name}", "boundary", price.boundaries[i].backward_s, m)
+def _pipeline(
+    runs: Sequence[StageRun], handovers: Sequence[tuple[float, float]], schedule: Schedule, num_microbatches: int
+) -> None:
+    """Every stage takes its turns in the order of the schedule, each as soon as what it needs has arrived."""
+    count = len(runs)
+    orders = [list(schedule.order(s, count, num_microbatches)) for s in range(count)]
+    arrived: dict[tuple[int, str, int], float] = {(0, "forward", k): 0.0 for k in range(num_microbatches)}
+    free: dict[tuple[int, str], float] = {}
+    done = [0] * count
+    while any(d < len(o) for d, o in zip(done, orders, strict=True)):
+        moved = False
+        for s, run in enumerate(runs):
+            while done[s] < len(orders[s]):
+                action = orders[s][done[s]]
+                ready = arrived.get((s, action.direction, action.microbatch))
+                if s + 1 == count and action.direction == "backward":
+                    ready = 0.0
+                if ready is None:
+                    break
+                ahead = action.direction == "forward"
+                run.streams.rest_until(ready)
+                if ahead:
+                    run.forward(action.microbatch)
+                else:
+                    run.backward(action.microbatch, last=done[s] + 1 == len(orders[s]))
+                done[s], moved = done[s] + 1, True
+                to = s + 1 if ahead else s - 1
+                if 0 <= to < count:
+                    seconds = handovers[s][0] if ahead else handovers[to][1]
+                    link = (s, action.direction)
+                    start = max(run.streams.now, free.get(link, 0.0))
+                    free[link] = start + seconds
+                    arrived[to, action.direction, action.microbatch] = free[link]
+                    run.sent(action, start, free[link], to)
+        if not moved:
+            raise ValueError(f"schedule {schedule.identifier} waits for itself")

@@ -1,4 +1,4 @@
-"""Two streams of one rank: computation in program order, and gradient synchronisation that runs beside it.
+"""Two streams of one rank of a stage: computation in program order, and gradient synchronisation that runs beside it.
 
 Work is measured in seconds it would take alone. While a computation and a synchronisation run at once, each advances
 more slowly (the cluster's :class:`~asa.ir.cluster.Overlap`). A blocking collective is in program order too: it takes
@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from asa.ir.cluster import Overlap
-from asa.simulator.timeline import Event, EventKind
+from asa.simulator.timeline import Event, EventKind, Stream
 
 _NOTHING = 1e-15
 
@@ -27,8 +27,9 @@ class _Sync:
 class Streams:
     """Advances a clock over work handed in, in program order; ``events`` is what happened."""
 
-    def __init__(self, overlap: Overlap) -> None:
+    def __init__(self, overlap: Overlap, stage: int = 0) -> None:
         self._overlap = overlap
+        self._stage = stage
         self._waiting: deque[_Sync] = deque()
         self.now = 0.0
         self.events: list[Event] = []
@@ -46,7 +47,7 @@ class Streams:
             together = min(left * sp, sync.left * sc)
             left -= together / sp
             self._communicate(sync, together, together / sc)
-        self._record(name, kind, start, microbatch)
+        self.record(name, kind, "compute", start, microbatch)
 
     def block(self, name: str, kind: EventKind, seconds: float, microbatch: int) -> None:
         """A collective that computation waits for."""
@@ -54,9 +55,15 @@ class Streams:
             return
         start = self.now
         self.now += seconds
-        self.events.append(
-            Event(name=name, kind=kind, stream="communication", microbatch=microbatch, start_s=start, end_s=self.now)
-        )
+        self.record(name, kind, "communication", start, microbatch)
+
+    def rest_until(self, seconds: float) -> None:
+        """Nothing to compute before that time; the links are used as long as there is something to synchronise."""
+        while self.now < seconds and self._waiting:
+            sync = self._waiting[0]
+            wall = min(sync.left, seconds - self.now)
+            self._communicate(sync, wall, wall)
+        self.now = max(self.now, seconds)
 
     def release(self, name: str, seconds: float, microbatch: int) -> None:
         """Gradients that may be synchronised from now on, behind those released before."""
@@ -76,19 +83,22 @@ class Streams:
         sync.left -= progress
         if sync.left <= _NOTHING:
             self._waiting.popleft()
+            self.record(sync.name, "gradient", "communication", sync.started, sync.microbatch)
+
+    def record(
+        self, name: str, kind: EventKind, stream: Stream, start: float, microbatch: int, end: float | None = None
+    ) -> None:
+        """Something that lasted from ``start`` to ``end`` (now where None), if it lasted at all."""
+        end = self.now if end is None else end
+        if end > start:
             self.events.append(
                 Event(
-                    name=sync.name,
-                    kind="gradient",
-                    stream="communication",
-                    microbatch=sync.microbatch,
-                    start_s=sync.started,
-                    end_s=self.now,
+                    name=name,
+                    kind=kind,
+                    stream=stream,
+                    microbatch=microbatch,
+                    start_s=start,
+                    end_s=end,
+                    stage=self._stage,
                 )
-            )
-
-    def _record(self, name: str, kind: EventKind, start: float, microbatch: int) -> None:
-        if self.now > start:
-            self.events.append(
-                Event(name=name, kind=kind, stream="compute", microbatch=microbatch, start_s=start, end_s=self.now)
             )

@@ -6,13 +6,13 @@ from typing import Literal
 
 from asa.ir.codec import noun
 
-Stream = Literal["compute", "communication"]
-EventKind = Literal["forward", "backward", "boundary", "inside", "gradient", "update"]
+Stream = Literal["compute", "communication", "sending on", "sending back"]
+EventKind = Literal["forward", "backward", "boundary", "inside", "gradient", "update", "transfer"]
 
 
 @noun
 class Event:
-    """One piece of work: ``start_s`` and ``end_s`` since the step began; ``microbatch`` counts from 0."""
+    """One piece of work: ``start_s`` and ``end_s`` since the step began; ``microbatch`` and ``stage`` count from 0."""
 
     name: str
     kind: EventKind
@@ -20,17 +20,26 @@ class Event:
     microbatch: int
     start_s: float
     end_s: float
+    stage: int = 0
 
 
 @noun
 class Timeline:
-    """One step. Every rank of a stage does what the busiest one does, so one list of events stands for all."""
+    """One step. Every rank of a stage does what the busiest one does, so one list of events per stage stands for all.
+
+    ``stages`` are the ranks of every stage.
+    """
 
     model: str
     ranks: int
     step_time_s: float
     events: tuple[Event, ...]
+    stages: tuple[tuple[int, ...], ...] = ()
 
-    def busy(self, stream: Stream) -> float:
-        """Seconds in which ``stream`` had work."""
-        return sum(e.end_s - e.start_s for e in self.events if e.stream == stream)
+    def busy(self, stream: Stream, stage: int = 0) -> float:
+        """Seconds in which ``stream`` of ``stage`` had work."""
+        return sum(e.end_s - e.start_s for e in self.events if e.stream == stream and e.stage == stage)
+
+    def stage_of(self, rank: int) -> int:
+        """The stage of a rank."""
+        return next((s for s, ranks in enumerate(self.stages) if rank in ranks), 0)

@@ -15,18 +15,24 @@ from typing import Any
 from asa.errors import UsageError
 from asa.simulator.timeline import Timeline
 
-_THREADS = {"compute": 0, "communication": 1}
+_THREADS = {"compute": 0, "communication": 1, "sending on": 2, "sending back": 3}
 _MOST_RANKS = 64
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
-    """The trace document; of more than 64 ranks, which all do the same, the first 64."""
+    """The trace document; of more than 64 ranks, the first 64, or the first of every stage if those are fewer."""
     events: list[dict[str, Any]] = []
-    for rank in range(min(timeline.ranks, _MOST_RANKS)):
-        events.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank} (planned)"}})
+    used = {e.stream for e in timeline.events}
+    for rank in _shown(timeline):
+        stage = timeline.stage_of(rank)
+        title = f"rank {rank} (planned)" if len(timeline.stages) < 2 else f"rank {rank}, stage {stage} (planned)"
+        events.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": title}})
         for stream, thread in _THREADS.items():
-            events.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": thread, "args": {"name": stream}})
+            if stream in used or thread < 2:
+                events.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": thread, "args": {"name": stream}})
         for e in timeline.events:
+            if e.stage != stage:
+                continue
             events.append(
                 {
                     "name": f"{e.name} {e.kind}",
@@ -44,6 +50,13 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
         "displayTimeUnit": "ms",
         "otherData": {"model": timeline.model, "step_time_s": timeline.step_time_s},
     }
+
+
+def _shown(timeline: Timeline) -> list[int]:
+    if timeline.ranks <= _MOST_RANKS:
+        return list(range(timeline.ranks))
+    firsts = [ranks[0] for ranks in timeline.stages]
+    return firsts if 1 < len(firsts) <= _MOST_RANKS else list(range(_MOST_RANKS))
 
 
 def save_trace(timeline: Timeline, path: Path) -> None:

@@ -1,0 +1,372 @@
+"""One number of microbatches and one schedule: a bound on all plans with them that rises in steps, and plans.
+
+First compute alone bounds them, then prices without the memory limit, then prices of memory. After that, limit by
+limit: every stage that could be part of a plan below the limit is explored in full, which raises the bounds of the
+others; what is left is listed, and timed by the clock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from asa.cost.pipeline import shape
+from asa.interfaces.schedule import Schedule
+from asa.planner.bounds import Frame, Keys, Links
+from asa.planner.lattice import INF, Table
+from asa.planner.pipelines import Skeleton, value_of
+from asa.planner.problem import Choice
+from asa.planner.shop import Shop
+from asa.planner.skeletons import Leaves, Options, plans
+from asa.planner.stages import MOST, UTMOST, OutOfTimeError, Points
+
+_CLOSE = 1e-9
+_FOREVER = 1e15
+"""Ms that no plan takes: a limit where none is known."""
+_FAR = 0.99
+"""Of the best plan: a bound below it calls for better plans, too."""
+_TRIED = 12
+"""Plans filled in at a time, where stages are known as bounds only."""
+
+
+_NOTHING = Table(steady=None, forward=None, whole=None, single=None)
+
+
+@dataclass
+class _Known:
+    """A stage explored up to plans of ``limit`` ms."""
+
+    limit: float
+    points: Points | None
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """A stage with ``place`` stages to the last, to be explored up to ``steady`` and ``whole`` ms."""
+
+    place: int
+    stop: int
+    steady: float
+    whole: float
+    most: int
+
+
+class Case:
+    """Plans of ``stages`` stages (any of them), all else open. ``bound`` holds for all; ``found`` is called with plans:
+    (ms, skeleton, choices)."""
+
+    def __init__(
+        self, shop: Shop, m: int, name: str, schedule: Schedule, stages: Sequence[int],
+        found: Callable[[float, Skeleton, tuple[Choice, ...]], None],
+    ) -> None:  # fmt: skip
+        self.shop, self.m, self.name, self.schedule, self.stages = shop, m, name, schedule, tuple(stages)
+        self.most = max(stages)
+        self.found = found
+        self.bound, self.level = 0.0, 0
+        self.in_flight = {
+            r: min(schedule.in_flight(p - r, p, m) for p in stages if p >= r) for r in range(1, self.most + 1)
+        }  # fmt: skip
+        self._leads = {r: self._lead(r) for r in range(1, self.most + 1)}
+        self.widths = tuple(w for w in shop.offsets if w < shop.gpus)
+        self.keys = Keys(self.widths)
+        self._tables: dict[tuple[int, int], Table | None] = {}
+        self._links: Links | None = None
+        every = np.arange(shop.n + 1)[None, :] > np.arange(shop.n)[:, None]
+        self._near = {(w, r): every for w in self.widths for r in range(1, self.most + 1)}
+        self._stages: dict[tuple[int, int, int, int], _Known] = {}
+        self.stuck = False
+        self._detail: dict[tuple[int, int, int, int], int] = {}
+        self.share = 0.003
+
+    def _lead(self, r: int) -> int | None:
+        """Microbatches in flight with r stages to the last, where the schedule waits for each to come back."""
+        found = {shape(self.schedule, p, self.m)[p - r] for p in self.stages if p >= r}
+        lead, _, strict = next(iter(found))
+        return lead if len(found) == 1 and strict else None
+
+    def frame(self, links: Links, keys: Keys) -> Frame:
+        """Bounds by the tables of now."""
+
+        def tables(w: int, r: int) -> Table | None:
+            return self._tables.get((w, r))
+
+        def near(w: int, r: int) -> Any:
+            return self._near[w, r]
+
+        return Frame(self.shop.n, self.m, keys, links, tables, self.most, self._leads.__getitem__, near)
+
+    def step(self, best: float, ends: float) -> None:
+        """Raise the bound. ``best``: what is known already, plans from there on are of no interest."""
+        if self.level == 0:
+            self._by_compute(best)
+        elif self.level == 1:
+            self._by_prices(best, limit=False)
+        elif self.level == 2:
+            self._by_prices(best, limit=True)
+        elif self.level == 3:
+            self._sketch(best)
+        else:
+            with suppress(OutOfTimeError):
+                self._by_plans(best, ends)
+            if not self.stuck and self.bound < best * _FAR and time.monotonic() < ends:
+                self._sketch(best)
+        self.level += 1
+
+    def _by_compute(self, best: float) -> None:
+        frame = self.shop.by_compute(self.m)
+        for w, r in frame.parts:
+            self._tables[w, r] = _NOTHING
+        self._alive(frame, best)
+
+    def _alive(self, frame: Frame, best: float) -> None:
+        """Note the bound, and drop the widths that are in no plan below ``best``."""
+        self.bound = max(self.bound, frame.value(self.stages))
+        if self.bound >= best:
+            return
+        if not len(frame.front_late):
+            frame.look_ahead(self.stages)
+        alive = []
+        for w in self.widths:
+            some = False
+            for r in range(1, self.most + 1):
+                near = self._near[w, r] = frame.through(w, r) < best
+                if near.any():
+                    some = True
+                else:
+                    self._tables[w, r] = None
+            if some:
+                alive.append(w)
+        self.widths = tuple(alive)
+        self.most = max((r for r in range(1, self.most + 1) if any(self._near[w, r].any() for w in alive)), default=1)
+        self.stages = tuple(p for p in self.stages if p <= self.most)
+        self._frame = frame
+
+    def _by_prices(self, best: float, *, limit: bool) -> None:
+        if not limit:
+            self.keys = Keys(self.widths)
+            self._links = self.shop.links(self.m, self.keys)
+        assert self._links is not None
+        changed = not limit
+        for w in self.widths:
+            for r in range(1, self.most + 1):
+                before = self._tables.get((w, r))
+                if before is None:
+                    continue
+                table = self.shop.limited(w, self.m, self.in_flight[r]) if limit else self.shop.relaxed(w, self.m)
+                changed = changed or table is not before
+                self._tables[w, r] = table
+        if changed:
+            self._alive(self.frame(self._links, self.keys), best)
+        self._base = dict(self._tables)
+
+    def _sketch(self, best: float) -> None:
+        """A few likely plans, chosen in a hurry."""
+        frame = self._frame
+        base = frame.value(self.stages)
+        for share in (0.0005, 0.01, 0.05, 0.2, 1.0):
+            options: dict[tuple[int, int], Any] = {}
+            limit = min(best, base * (1 + share) + 1e-9)
+            for r in range(1, self.most + 1):
+                self._likely(frame, r, limit, options)
+            leaves, _ = plans(frame, {k: v for k, (v, _) in options.items()}, self.stages, self.schedule, limit)
+            ranked = sorted(
+                ((float(x.values[i]), x, i) for x in leaves for i in np.argsort(x.values)[:6]), key=lambda t: t[0]
+            )[:6]  # fmt: skip
+            for _, leaf, i in ranked:
+                self._hurry(leaf, int(i), options)
+            if ranked:
+                break
+
+    def _likely(self, frame: Frame, r: int, limit: float, into: dict[tuple[int, int], Any]) -> None:
+        """Intervals as if their least values came together."""
+        parts: dict[int, list[Any]] = {}
+        for w in self.widths:
+            table = self._tables.get((w, r))
+            if table is None:
+                continue
+            k = self.keys.of[w].start
+            near = frame.through(w, r) < limit
+            for a, b in np.argwhere(near):
+                entry, leaving = np.nonzero(np.isfinite(table.steady[a, b]))
+                if not len(entry):
+                    continue
+                steady = table.steady[a, b, entry, leaving]
+                forward = np.minimum(table.forward[a, b, entry, leaving], steady)
+                once = np.maximum(0.0, table.whole[a, b, entry, leaving] - self.m * steady)
+                times = np.stack([forward, steady - forward, 0 * once, once])
+                size = np.full(len(entry), 1)
+                parts.setdefault(int(a), []).append((size * w, size * b, entry + k, leaving + k, times))
+        for a, found in parts.items():
+            width, stop, entry, leaving, times = (np.concatenate(x, axis=-1) for x in zip(*found, strict=True))
+            into[r, a] = (Options(width, stop, entry, leaving, times, stop, stop), None)
+
+    def _hurry(self, leaf: Leaves, i: int, options: dict[tuple[int, int], Any]) -> None:
+        """Fill in one skeleton."""
+        p, choices, widths = leaf.starts.shape[1], [], []
+        for s in range(p):
+            r, start = p - s, int(leaf.starts[i, s])
+            x, k = options[r, start][0], int(leaf.options[i, s])
+            w, stop = int(x.width[k]), int(x.stop[k])
+            steady, whole = (
+                float(x.times[0, k] + x.times[1, k]),
+                float(self.m * (x.times[0, k] + x.times[1, k]) + x.times[3, k]),
+            )
+            place = self.shop.place(w, self.m, self.in_flight[r])
+            key = (*place, start, stop)
+            points = self.shop.hurried.get(key)
+            for more in (1.02, 1.2, 2.0) if points is None else ():
+                explorer = self.shop.explorer(place)
+                points = explorer.explore(start, {stop: (steady * more, whole * more)}, 60, hurry=True).get(stop)
+                if points is not None:
+                    self.shop.hurried[key] = points
+                    break
+            if points is None:
+                return
+            value = self.m * (points.least[0] + points.least[1]) + points.least[3]
+            first = self.keys.of[w].start
+            off = (points.entry + first != x.entry[k]).astype(float) + (points.exit + first != x.exit[k])
+            choices.append(points.choice(int(np.lexsort((value, off))[0])))
+            widths.append(w)
+        self._tell(tuple(int(a) for a in leaf.starts[i]), tuple(widths), tuple(choices))
+
+    def _tell(self, starts: tuple[int, ...], widths: tuple[int, ...], choices: tuple[Choice, ...]) -> float:
+        skeleton = Skeleton(starts=starts, widths=widths, num_microbatches=self.m, schedule=self.name)
+        value = value_of(self.shop.pipelines, skeleton, choices)
+        self.found(value, skeleton, choices)
+        return value
+
+    def _by_plans(self, best: float, ends: float) -> None:
+        """All plans up to a limit, a little further each time."""
+        limit = min(best, self.bound * (1 + self.share)) if self.share < 10 else best
+        limit = min(limit, _FOREVER)
+        self.share *= 4
+        while True:
+            self._tighten(limit)
+            frame = self.frame(self._links, self.keys)  # type: ignore[arg-type]
+            low = frame.value(self.stages)
+            if low >= limit:
+                self.bound = max(self.bound, limit if limit < _FOREVER else INF)
+                return
+            self.bound = max(self.bound, low)
+            frame.look_ahead(self.stages)
+            self._frame = frame
+            if not self._explored(frame, limit, ends):
+                break
+            if time.monotonic() > ends:
+                return
+        options = {(r, a): x for r in range(1, self.most + 1) for a, x in self._options(r, limit).items()}
+        leaves, limit = plans(frame, options, self.stages, self.schedule, limit)
+        proved = limit
+        for x in leaves:
+            for i in np.argsort(x.values, kind="stable")[:_TRIED]:
+                if x.values[i] >= min(best, limit):
+                    break
+                proved = min(proved, float(x.values[i]))
+                value, vague = self._fill(x, int(i), options)
+                best = min(best, value)
+                if not vague:
+                    break
+                for key in vague:  # the next time in more detail
+                    self._stages[key].limit = 0.0
+                    self._detail[key] = 2 * self._detail.get(key, MOST)
+                    self.stuck = self.stuck or self._detail[key] > UTMOST
+        self.stuck = self.stuck or proved <= self.bound
+        self.bound = max(self.bound, proved if proved < _FOREVER else INF)
+
+    def _fill(
+        self, leaf: Leaves, i: int, options: dict[tuple[int, int], Options]
+    ) -> tuple[float, list[tuple[int, int, int, int]]]:
+        """The time of the plan behind a leaf, and which of its stages may not be what they were taken for."""
+        p, choices, widths = leaf.starts.shape[1], [], []
+        vague: list[tuple[int, int, int, int]] = []
+        for s in range(p):
+            r, start = p - s, int(leaf.starts[i, s])
+            x, k = options[r, start], int(leaf.options[i, s])
+            w, stop = int(x.width[k]), int(x.stop[k])
+            points = self._stages[w, r, start, stop].points
+            assert points is not None
+            choices.append(points.choice(int(x.point[k])))
+            widths.append(w)
+            if not points.exact:
+                vague.append((w, r, start, stop))
+        return self._tell(tuple(int(a) for a in leaf.starts[i]), tuple(widths), tuple(choices)), vague
+
+    def _explored(self, frame: Frame, limit: float, ends: float) -> bool:
+        """Explore the stages that a plan below ``limit`` could have; whether there were new ones."""
+        wanted: dict[tuple[int, int, int], dict[int, list[_Wanted]]] = {}
+        for r in range(1, self.most + 1):
+            for w in self.widths:
+                if self._base.get((w, r)) is None:
+                    continue
+                room: tuple[Any, Any] | None = None
+                for a, b in np.argwhere(frame.through(w, r) < limit).tolist():
+                    known = self._stages.get((w, r, a, b))
+                    if known is not None and known.limit >= limit * (1 - _CLOSE):
+                        continue
+                    steady, whole = room = room or frame.room(w, r, limit)
+                    place = self.shop.place(w, self.m, self.in_flight[r])
+                    most = self._detail.get((w, r, a, b), MOST)
+                    wanted.setdefault(place, {}).setdefault(a, []).append(
+                        _Wanted(r, b, float(steady[a, b]), float(whole[a, b]), most)
+                    )
+        for place, starts in wanted.items():
+            for a, some in starts.items():
+                asked: dict[int, tuple[float, float, int]] = {}
+                for x in some:
+                    before = asked.get(x.stop, (0.0, 0.0, 0))
+                    asked[x.stop] = (max(before[0], x.steady), max(before[1], x.whole), max(before[2], x.most))
+                found = self.shop.explored(place, a, asked, ends)
+                for x in some:
+                    points = found[x.stop]
+                    self._stages[place[0], x.place, a, x.stop] = _Known(
+                        limit, None if points is None else points.within(self.m, x.steady, x.whole)
+                    )
+                if time.monotonic() > ends:
+                    return True
+        return bool(wanted)
+
+    def _tighten(self, limit: float) -> None:
+        """Tables that know what was explored up to ``limit``, as far as plans below it are concerned."""
+        self._tables = dict(self._base)
+        copied: set[tuple[int, int]] = set()
+        for (w, r, a, b), known in self._stages.items():
+            if known.limit < limit * (1 - _CLOSE):
+                continue
+            table = self._tables[w, r]
+            assert table is not None
+            if (w, r) not in copied:
+                copied.add((w, r))
+                table = self._tables[w, r] = Table(
+                    steady=table.steady.copy(),
+                    forward=table.forward.copy(),
+                    whole=table.whole.copy(),
+                    single=table.single.copy(),
+                )
+            arrays = (table.steady, table.forward, table.whole, table.single)
+            for x in arrays:
+                x[a, b] = INF
+            if known.points is not None:
+                f, back, _, once = known.points.least
+                steady = f + back
+                at = (known.points.entry, known.points.exit)
+                for x, values in zip(arrays, (steady, f, self.m * steady + once, steady + once), strict=True):
+                    np.minimum.at(x[a, b], at, values)
+
+    def _options(self, r: int, limit: float) -> dict[int, Options]:
+        parts: dict[int, list[Any]] = {}
+        for (w, rank, a, b), known in self._stages.items():
+            if rank != r or known.points is None or known.limit < limit * (1 - _CLOSE):
+                continue
+            x, k = known.points, self.keys.of[w].start
+            size = np.full(len(x), 1)
+            parts.setdefault(a, []).append((size * w, size * b, x.entry + k, x.exit + k, x.least, np.arange(len(x))))
+        found = {}
+        for a, some in parts.items():
+            width, stop, entry, leaving, times, point = (np.concatenate(x, axis=-1) for x in zip(*some, strict=True))
+            found[a] = Options(width, stop, entry, leaving, times, point, point)
+        return found

@@ -1,0 +1,63 @@
+"""Rows of numbers of which no other is better in everything."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+_IN_FRONT = np.triu(np.ones((600, 600), dtype=bool), 1)
+"""Rows come in order of their sums: what beats a row has a smaller one, and of equals the first one stays."""
+
+
+def efficient(values: Any, group: Any) -> Any:
+    """Indices of rows that no other row of the same group beats or equals in everything."""
+    order = np.lexsort((values.sum(axis=1), group))
+    values, group = values[order], group[order]
+    kept = np.ones(len(values), dtype=bool)
+    edges = np.flatnonzero(np.diff(group)) + 1
+    begins = [0, *edges.tolist(), len(group)]
+    if len(group) <= 250 or len(begins) == 2:
+        begins = [0, len(group)]
+        several = True
+    else:
+        several = False
+    for a, b in pairwise(begins):
+        if b - a < 2:
+            continue
+        x = values[a:b]
+        if b - a > 600:
+            kept[a:b] = _swept(x, group[a:b])
+            continue
+        beaten = _IN_FRONT[: b - a, : b - a].copy()
+        if several:
+            beaten &= group[a:b, None] == group[None, a:b]
+        for d in range(x.shape[1]):
+            column = x[:, d]
+            beaten &= column[:, None] <= column[None, :]
+        kept[a:b] = ~beaten.any(axis=0)
+    return order[kept]
+
+
+def _swept(x: Any, group: Any) -> Any:
+    """The same for many rows, in order of their sums: only a kept row in front can beat one."""
+    kept = np.zeros(len(x), dtype=bool)
+    found = np.zeros((0, x.shape[1]))
+    owners = np.zeros(0, dtype=group.dtype)
+    for begin in range(0, len(x), 256):
+        block, mine = x[begin : begin + 256], group[begin : begin + 256]
+        good = np.ones(len(block), dtype=bool)
+        if len(found):
+            beaten = owners[:, None] == mine[None, :]
+            for d in range(x.shape[1]):
+                beaten &= found[:, d][:, None] <= block[:, d][None, :]
+            good = ~beaten.any(axis=0)
+        beaten = _IN_FRONT[: len(block), : len(block)] & (mine[:, None] == mine[None, :])
+        for d in range(x.shape[1]):
+            beaten &= block[:, d][:, None] <= block[:, d][None, :]
+        good &= ~beaten.any(axis=0)
+        kept[begin : begin + 256] = good
+        found = np.concatenate([found, block[good]])
+        owners = np.concatenate([owners, mine[good]])
+    return kept

@@ -1,0 +1,99 @@
+"""The space of pipelines as numbers: what :mod:`asa.planner.joint` asks for, made when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from asa.cost.pricing import Way
+from asa.interfaces.schedule import Schedule
+from asa.ir.layout import Layout
+from asa.planner.candidate import Candidate, Prices
+from asa.planner.formulate import Formulation, formulate
+from asa.planner.pipelines import Skeleton
+from asa.planner.problem import MS, Chain, Choice
+from asa.planner.space import MOST_IN_A_PIPELINE, Allowed, widths
+
+
+class StagedSpace:
+    """Stages of every width and number of microbatches in one space. Prices take all devices to be at work."""
+
+    def __init__(self, prices: Prices, allowed: Allowed) -> None:
+        space = prices.space
+        self._prices = prices
+        self._allowed = allowed
+        self._formulations: dict[tuple[int, int], Formulation | None] = {}
+        self._computes: dict[tuple[int, int], list[float]] = {}
+        self._transfers: dict[tuple[float, int, int, int, int, int, int], tuple[float, float]] = {}
+        self.names = tuple(c.name for c in space.profile.graph.components)
+        self.global_batch = space.request.global_batch
+        self.gpus = space.request.gpus
+        self.schedules: dict[str, Schedule] = space.schedules
+
+    def widths(self) -> tuple[int, ...]:
+        """Stage widths, rising; at least one device is left for another stage."""
+        return tuple(sorted(w for w in widths(self.gpus) if w < self.gpus))
+
+    def microbatches(self) -> tuple[int, ...]:
+        """Powers of two up to the batch, and to what a pipeline may have."""
+        return tuple(2**k for k in range(min(self.global_batch, MOST_IN_A_PIPELINE).bit_length()))
+
+    def compute(self, width: int, num_microbatches: int) -> list[float]:
+        """Least ms per component of forward and backward of one microbatch; infinite where it cannot run."""
+        key = (width, num_microbatches)
+        if key not in self._computes:
+            self._computes[key] = [x * MS for x in self._prices.compute(*key, self.gpus)]
+        return self._computes[key]
+
+    def formulation(self, width: int, num_microbatches: int) -> Formulation | None:
+        """Stages of that width, in full; None where some component cannot run in one."""
+        key = (width, num_microbatches)
+        if key not in self._formulations:
+            self._formulations[key] = formulate(self._prices, *key, self._allowed, busy=self.gpus)
+        return self._formulations[key]
+
+    def chain(self, width: int, num_microbatches: int) -> Chain | None:
+        """The numbers of :meth:`formulation`."""
+        found = self.formulation(width, num_microbatches)
+        return None if found is None else found.chain
+
+    def placed(self, offset: int, width: int) -> bool:
+        """Whether a stage may begin at that rank: inside a node, or in whole nodes."""
+        return self._prices.space.placed(offset, width)
+
+    def hop(self, offset: int) -> int:
+        """The innermost level of links of which that rank is no border."""
+        levels = self._prices.space.cluster.levels
+        return next((i for i, level in enumerate(levels) if offset % level.devices), len(levels) - 1)
+
+    def crossing(self, cut: int) -> float:
+        """Bytes of a sample in front of component ``cut``."""
+        return float(self._prices.space.profile.graph.components[cut - 1].output_bytes_per_sample)
+
+    def transfer(
+        self, cut: int, num_microbatches: int, source: Layout, target: Layout, offset: int
+    ) -> tuple[float, float]:
+        """ms to hand a microbatch over in front of component ``cut``, on and back; the later stage begins at rank
+        ``offset``."""
+        size, hop = self.crossing(cut), self.hop(offset)
+        key = (size, num_microbatches, source.width, source.data, target.width, target.data, hop)
+        if key not in self._transfers:
+            pricer = self._prices.pricer(source.width, num_microbatches, self.gpus)
+            on, back = pricer.handover(cut, source, target, offset)
+            self._transfers[key] = (on * MS, back * MS)
+        return self._transfers[key]
+
+    def candidate(self, skeleton: Skeleton, choices: Sequence[Choice]) -> Candidate:
+        """The candidate that choices of a pipeline stand for."""
+        ways: list[Way] = []
+        for start, width, choice in zip(skeleton.starts, skeleton.widths, choices, strict=True):
+            found = self.formulation(width, skeleton.num_microbatches)
+            assert found is not None
+            ways += found.picked(start, choice)
+        return Candidate(
+            origin="asa",
+            widths=skeleton.widths,
+            starts=skeleton.starts,
+            schedule=skeleton.schedule,  # type: ignore[arg-type]
+            num_microbatches=skeleton.num_microbatches,
+            ways=tuple(ways),
+        )

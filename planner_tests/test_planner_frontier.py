@@ -1,0 +1,191 @@
+"""The curves of a plan, and parameter servers beside it: laws that hold whatever the costs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import fake_strategies
+import nouns
+import pytest
+
+from asa.cli import entry, places
+from asa.cost.memory import needed, usable
+from asa.errors import InfeasibleError
+from asa.ir import codec
+from asa.ir.cluster import Device
+from asa.ir.units import GIB
+from asa.planner import Request, frontier, parameter_server, plan
+from asa.planner.candidate import Prices
+from asa.planner.decide import table
+from asa.planner.space import Space
+from asa.report import frontier as report
+from asa.report import tables
+
+FULL = fake_strategies.FULL
+SERVED = ("ps_sync", "ps_bounded", "ps_async")
+
+
+def spread(share: float):
+    """The tiny profile, its whole step spread over ``share`` of its median on both sides."""
+    profile = nouns.profile()
+    whole = profile.whole[0]
+    w = replace(whole.whole, p10=whole.whole.median * (1 - share), p90=whole.whole.median * (1 + share))
+    return replace(profile, whole=(replace(whole, whole=w),))
+
+
+def rows(gpus: int, *, memory: int | None = None, share: float = 0.1, links: float = 1.0):
+    cluster = nouns.cluster(gpus)
+    level = cluster.levels[0]
+    slower = tuple(replace(t, points=tuple((size, links * s) for size, s in t.points)) for t in level.tables)
+    cluster = replace(cluster, levels=(replace(level, tables=slower),))
+    request = Request(gpus=gpus, global_batch=8, memory_bytes=memory)
+    return {r.name: r for r in table(Prices(Space(spread(share), cluster, FULL, request)))}
+
+
+def test_parameter_servers_are_in_the_table_and_never_chosen():
+    found = plan(nouns.profile(), nouns.cluster(4), FULL, Request(gpus=4, global_batch=8))[0]
+    by = {b.name: b for b in found.baselines}
+    for name in SERVED:
+        assert by[name].step_time_s is not None
+        assert by[name].memory_bytes_max is not None
+        assert not by[name].fits
+        assert by[name].why_not.startswith("priced for comparison; not something asa runs")
+        assert ("convergence not priced" in by[name].why_not) == (name != "ps_sync")
+    assert found.strategy not in SERVED
+
+
+@pytest.mark.parametrize("gpus", [2, 4, 8])
+def test_whoever_waits_less_takes_less(gpus):
+    found = rows(gpus)
+    times = [found[n].seconds for n in SERVED]
+    assert times == sorted(times, reverse=True)
+    assert times[0] > times[2]
+    memory = {found[n].price.peak.total for n in SERVED}
+    assert len(memory) == 1, "the same is held by all"
+
+
+def test_without_spread_there_is_nothing_to_wait_for():
+    found = rows(4, share=0.0)
+    assert found["ps_sync"].seconds == pytest.approx(found["ps_async"].seconds)
+
+
+def test_a_push_and_a_pull_carry_what_an_all_reduce_does_but_hide_less():
+    """Li et al.: 2 (n-1)/n P through every link. Here tables say equal seconds for both, so a push alone does it."""
+    found = rows(4, share=0.0)
+    ddp, served = found["ddp"].price.components, found["ps_sync"].price.components
+    for a, b in zip(ddp, served, strict=True):
+        assert b.sync_s == pytest.approx(a.sync_s), (
+            "an all_to_all of the test's cluster takes what its all_reduce takes"
+        )
+        assert b.update_communication_s == pytest.approx(b.sync_s), "a pull is as large as a push"
+    assert found["ps_sync"].seconds > found["ddp"].seconds
+
+
+def test_slower_links_never_make_a_server_faster():
+    times = [[rows(4, links=k)[n].seconds for k in (0.5, 1, 4)] for n in SERVED]
+    assert all(t == sorted(t) for t in times)
+
+
+def test_one_device_has_no_servers():
+    assert not set(SERVED) & set(rows(1))
+    assert set(parameter_server.WHY_NOT) == set(SERVED)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("device", [nouns.cluster().device, Device(name="G", type="cuda", memory_bytes=16 * GIB)])
+def test_memory_needed_is_the_inverse_of_memory_usable(device, ranks):
+    total = needed(device, 3.5 * GIB, ranks)
+    assert usable(device, total, ranks) == pytest.approx(3.5 * GIB, rel=1e-9)
+    assert usable(device, total, ranks) >= 3.5 * GIB
+
+
+def curve():
+    request = Request(gpus=4, global_batch=8)
+    return frontier.against_memory(nouns.profile(), nouns.cluster(4), FULL, request)
+
+
+def test_time_rises_as_memory_falls():
+    points = curve()
+    assert 2 <= len(points) <= frontier.POINTS
+    limits, times = [p.limit_bytes for p in points], [p.step_time_s for p in points]
+    assert limits == sorted(limits, reverse=True)
+    assert times == sorted(times)
+    assert len(set(times)) == len(times), "points that change nothing are merged"
+    assert all(p.changed for p in points[1:])
+    assert points[0].changed == ""
+
+
+def test_every_point_is_the_plan_of_its_limit_and_below_the_last_nothing_fits():
+    points = curve()
+    for p in points:
+        asked = Request(gpus=4, global_batch=8, memory_bytes=p.limit_bytes, prefer_simple=False)
+        found = plan(nouns.profile(), nouns.cluster(4), FULL, asked)[0]
+        assert found.prediction.step_time_s == pytest.approx(p.step_time_s)
+        assert max(found.prediction.memory_bytes_per_rank) <= p.limit_bytes
+    below = Request(gpus=4, global_batch=8, memory_bytes=int(0.5 * points[-1].limit_bytes))
+    with pytest.raises(InfeasibleError):
+        plan(nouns.profile(), nouns.cluster(4), FULL, below)
+
+
+def test_points_beyond_the_memory_there_is_say_so():
+    have = curve()[0].limit_bytes - 1
+    request = Request(gpus=4, global_batch=8, memory_bytes=have)
+    points = frontier.against_memory(nouns.profile(), nouns.cluster(4), FULL, request)
+    assert [p.fits for p in points] == [False] + [True] * (len(points) - 1)
+    assert "more than there is" in tables.plain([report.memory(points)], width=200)
+
+
+def test_counts_of_devices():
+    assert frontier.counts(1) == (1,)
+    assert frontier.counts(6) == (1, 2, 3, 4, 5, 6)
+    assert frontier.counts(100) == (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64, 100)
+
+
+def test_cost_counts_the_devices_in_use():
+    request = Request(gpus=4, global_batch=8)
+    points = frontier.against_cost(nouns.profile(), nouns.cluster(4), FULL, request, price=3.0, epoch_samples=801)
+    assert points[0].gpus == points[0].num_ranks == 1
+    assert points[-1].up_to == 4
+    for p in points:
+        assert p.step_time_s is not None
+        assert p.epoch_s == pytest.approx(101 * p.step_time_s), "the last batch of an epoch is a step too"
+        assert p.epoch_cost == pytest.approx(p.num_ranks * 3.0 * p.epoch_s / 3600)
+    assert points[0].on_frontier, "nothing is cheaper than one device that is never faster than linear"
+    best = min(points, key=lambda p: p.epoch_s)
+    assert best.on_frontier
+    for p in points:
+        beaten = any(q.epoch_s <= p.epoch_s and q.epoch_cost <= p.epoch_cost and q != p for q in points)
+        assert p.on_frontier == (not beaten)
+
+
+def test_too_few_devices_are_points_that_say_why():
+    points = curve()
+    request = Request(gpus=4, global_batch=8, memory_bytes=points[-1].limit_bytes)
+    found = frontier.against_cost(nouns.profile(), nouns.cluster(4), FULL, request, price=1.0)
+    alone = found[0]
+    assert alone.epoch_s is None
+    assert not alone.on_frontier
+    assert "no plan fits" in alone.why_not
+    assert "no plan fits" in tables.plain([report.cost(found)], width=200)
+
+
+def test_the_command_prints_them_only_when_asked(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(places, "SHIPPED", tmp_path / "source" / "profiles")
+    codec.save(nouns.profile(), tmp_path / "profiles" / "tiny.json")
+    codec.save(nouns.cluster(), tmp_path / "profiles" / "cluster.box.json")
+
+    def document(*argv: str):
+        assert entry.run(["plan", "--json", *argv]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    assert "frontier" not in document()
+    both = document("--frontier", "--price", "2.5", "--epoch-samples", "1000")["frontier"]
+    assert {"limit_bytes", "step_time_s", "gap", "changed"} <= set(both["memory"][0])
+    assert {"gpus", "epoch_s", "epoch_cost", "on_frontier"} <= set(both["cost"][0])
+    assert document("--frontier")["frontier"]["cost"] == []
+    assert entry.run(["plan", "--frontier", "--price", "2.5"]) == 0
+    said = capsys.readouterr().out
+    assert "Time against memory" in said
+    assert "Time against cost" in said

@@ -1,0 +1,159 @@
+"""Pipelines: the price of a plan, the numbers of the solvers, the event simulator and the law of transfers agree."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import fake_strategies
+import known_models
+import nouns
+import pytest
+
+from asa.cost import presets
+from asa.cost.planned import price_plan
+from asa.cost.pricing import Pricer, times_of
+from asa.errors import InvalidInputError
+from asa.ir import codec
+from asa.ir.layout import Layout
+from asa.ir.plan import Plan
+from asa.ir.units import GIB
+from asa.planner import Request, exhaustive, plan, verify
+from asa.planner.candidate import Candidate, Prices
+from asa.planner.decide import table
+from asa.planner.pipelines import Skeleton
+from asa.planner.problem import MS
+from asa.planner.space import Space, anything
+from asa.planner.staged import StagedSpace
+from asa.schedules import schedules
+from asa.simulator.plan import play, simulate
+
+STAGED = replace(fake_strategies.FULL, schedules=schedules(), checkpoint=True)
+CASES = [(known_models.resnet50(), "v100-dgx1-8"), (known_models.transformer(), "3090-pcie-8")]
+
+
+def space(graph, cluster: str, gpus: int = 8, batch: int = 64) -> Prices:
+    profile, links = known_models.profile(graph, 500.0, 64), presets.load(cluster)
+    return Prices(Space(profile, links, STAGED, Request(gpus=gpus, global_batch=batch)))
+
+
+def drawn(rng: random.Random, prices: Prices) -> tuple[StagedSpace, Candidate, tuple[tuple[int, ...], ...]]:
+    """A pipeline at random, and its choices in the rows of its stages' chains."""
+    staged, n = StagedSpace(prices, anything), len(prices.space.profile.graph)
+    stages = rng.randint(2, 4)
+    starts = (0, *sorted(rng.sample(range(1, n), stages - 1)))
+    widths = tuple(rng.choice([1, 1, 2]) for _ in range(stages))
+    m = rng.choice([1, 2, 4, 8])
+    choices = []
+    for s, (start, width) in enumerate(zip(starts, widths, strict=True)):
+        stop = starts[s + 1] if s + 1 < stages else n
+        rows = staged.chain(width, m).configs[start:stop]
+        choices.append(tuple(rng.randrange(len(row)) for row in rows))
+    schedule = rng.choice(["gpipe", "1f1b"])
+    skeleton = Skeleton(starts=starts, widths=widths, num_microbatches=m, schedule=schedule)
+    return staged, staged.candidate(skeleton, choices), tuple(choices)
+
+
+@pytest.mark.parametrize(("graph", "cluster"), CASES)
+@pytest.mark.parametrize("seed", range(8))
+def test_prices_numbers_and_events_agree(graph, cluster, seed):
+    prices = space(graph, cluster)
+    staged, candidate, choices = drawn(random.Random(seed), prices)
+    price, m = prices.of(candidate), candidate.num_microbatches
+    overlap, schedule = prices.space.cluster.overlap, STAGED.schedules[candidate.schedule]
+    names = [c.name for c in graph.components]
+    events, seconds = play(price, names, m, overlap, schedule)
+    assert seconds == pytest.approx(price.cost.total_s, rel=1e-9)
+    assert price.cost.compute_s + price.cost.exposed_s + price.cost.bubble_s == pytest.approx(seconds, rel=1e-9)
+    for s, (stage, choice) in enumerate(zip(price.stages, choices, strict=True)):
+        in_flight = schedule.in_flight(s, len(choices), m)
+        problem = staged.chain(candidate.widths[s], m).stage(stage.start, stage.start + len(choice), in_flight)
+        assert exhaustive.value(problem, choice) / MS == pytest.approx(stage.cost.total_s, rel=1e-9)
+        assert exhaustive.peak(problem, choice) * GIB == pytest.approx(stage.peak.total, rel=1e-9)
+        picked = [row[c] for row, c in zip(problem.configs, choice, strict=True)]
+        between = [e[a.layout, b.layout] for e, a, b in zip(problem.edges, picked, picked[1:], strict=False)]
+        for name in ("forward", "backward"):
+            total = sum(getattr(x, name) for x in (*picked, *between)) / MS
+            assert total == pytest.approx(getattr(stage.times, name), rel=1e-9)
+        mine = [e for e in events if e.stage == s]
+        assert {e.name for e in mine if e.kind == "forward"} == set(names[stage.start : stage.start + len(choice)])
+        assert sum(e.kind == "transfer" for e in mine) <= 2 * m
+
+
+def test_a_pipeline_plan_survives_its_file_and_is_priced_from_it():
+    graph, cluster = CASES[0]
+    profile, links = known_models.profile(graph, 500.0, 64), presets.load(cluster)
+    found = plan(profile, links, STAGED, Request(gpus=8, global_batch=64, strategies=("hybrid:d2p4",)))[0]
+    assert found.schedule == "1f1b"
+    assert [s.ranks for s in found.stages] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    again = codec.loads(Plan, codec.dumps(found), source="plan")
+    assert again == found
+    assert verify(again, profile, links, STAGED) == found.prediction
+    assert simulate(again, profile, links, STAGED).step_time_s == pytest.approx(found.prediction.step_time_s)
+    assert found.prediction.bubble_s > 0
+    assert len(found.prediction.memory_bytes_per_rank) == 8
+
+
+def test_stages_need_a_schedule_that_is_offered():
+    graph, cluster = CASES[0]
+    profile, links = known_models.profile(graph, 500.0, 64), presets.load(cluster)
+    found = plan(profile, links, STAGED, Request(gpus=8, global_batch=64, strategies=("gpipe",)))[0]
+    with pytest.raises(InvalidInputError, match="stages need a schedule"):
+        price_plan(replace(found, schedule="none"), profile, links, STAGED)
+    with pytest.raises(InvalidInputError, match="layers runs 1 microbatch"):
+        price_plan(replace(found, schedule="layers", num_microbatches=2), profile, links, STAGED)
+
+
+def test_every_pipeline_of_the_table_has_as_many_stages_as_it_says():
+    prices = space(*CASES[1])
+    rows = {r.name: r.candidate for r in table(prices)}
+    assert len(rows["gpipe"].widths) == len(rows["1f1b"].widths) == len(rows["layers"].widths) == 8
+    assert rows["layers"].num_microbatches == 1
+    assert rows["hybrid:d2p4"].widths == (2, 2, 2, 2)
+    assert rows["hybrid:t4p2"].widths == (4, 4)
+    assert rows["hybrid:d2t2p2"].widths == (4, 4)
+
+
+def test_a_checkpoint_trades_memory_for_a_second_forward():
+    prices = space(*CASES[0])
+    pricer = prices.pricer(1, 1)
+    for index, component in enumerate(prices.space.profile.graph.components):
+        ways = [w for w in prices.space.ways(index, 1, 1) if w.data.strategy == "replicate"]
+        kept, forgotten = (pricer.component(index, w) for w in sorted(ways, key=lambda w: w.checkpoint))
+        assert forgotten.backward_s == pytest.approx(kept.backward_s + kept.forward_s)
+        assert forgotten.footprint.activations < kept.footprint.activations
+        held = kept.footprint.activations + kept.footprint.transient
+        assert forgotten.footprint.activations + forgotten.footprint.transient == pytest.approx(held), component.name
+
+
+def test_a_transfer_leaves_a_node_more_slowly_and_shares_what_leaves_it():
+    profile, cluster = nouns.profile(), presets.load("a100-nvlink-8")
+    outer = replace(cluster.levels[0], name="network", devices=16, tables=tuple(
+        replace(t, points=tuple((s, 10 * v) for s, v in t.points)) for t in cluster.levels[0].tables
+    ))  # fmt: skip
+    two = replace(cluster, num_devices=16, levels=(cluster.levels[0], outer))
+    pricer = Pricer(
+        profile, times_of(profile, STAGED), two, STAGED, width=4, global_batch=1 << 20, num_microbatches=1,
+        optimizer="sgd", busy=16,
+    )  # fmt: skip
+    one, four = Layout(width=4, data=1, tensor=1), Layout(width=4, data=4, tensor=1)
+    inside, _ = pricer.handover(1, four, four, 4)
+    across, back = pricer.handover(1, four, four, 8)
+    assert across == back
+    assert across > 10 * inside
+    alone, _ = pricer.handover(1, one, one, 8)
+    assert alone <= across * 4.2
+
+
+def test_stages_stay_inside_a_node_or_take_whole_ones():
+    prices = space(CASES[0][0], "v100-dgx1-8")
+    cluster = prices.space.cluster
+    wide = replace(cluster.levels[0], name="network", devices=32)
+    cluster = replace(cluster, num_devices=32, levels=(cluster.levels[0], wide))
+    here = Space(prices.space.profile, cluster, STAGED, Request(gpus=32, global_batch=64))
+    assert here.placed(0, 8)
+    assert here.placed(8, 16)
+    assert here.placed(3, 5)
+    assert not here.placed(3, 6)
+    assert not here.placed(4, 8)
+    assert not here.placed(0, 12)
