@@ -50,7 +50,7 @@ def test_parameter_servers_are_in_the_table_and_never_chosen():
         assert by[name].step_time_s is not None
         assert by[name].memory_bytes_max is not None
         assert not by[name].fits
-        assert by[name].why_not.startswith("priced for comparison; not something asa runs")
+        assert by[name].why_not.startswith("priced only")
         assert ("convergence not priced" in by[name].why_not) == (name != "ps_sync")
     assert found.strategy not in SERVED
 

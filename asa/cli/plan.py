@@ -108,7 +108,7 @@ VERBS = (
                 parse=o.count,
                 metavar="N",
             ),
-            Option(name="time-limit", help="longest search (default: 60s)", parse=o.budget, default=60.0, metavar="T"),
+            Option(name="time-limit", help="longest search (default: 10s)", parse=o.budget, default=10.0, metavar="T"),
             o.option(o.PRECISION, help="of a profile that is measured or estimated first"),
             o.option(o.INPUT, help="of a model that is profiled first"),
             o.option(o.CLASSES, help="of a model that is profiled first"),

@@ -30,6 +30,8 @@ _FOREVER = 1e15
 """Ms that no plan takes: a limit where none is known."""
 _FAR = 0.99
 """Of the best plan: a bound below it calls for better plans, too."""
+_LEAST = 1e-4
+"""Of a bound: the least step upwards."""
 _TRIED = 12
 """Plans filled in at a time, where stages are known as bounds only."""
 
@@ -260,8 +262,12 @@ class Case:
             if time.monotonic() > ends:
                 return
         options = {(r, a): x for r in range(1, self.most + 1) for a, x in self._options(r, limit).items()}
+        wanted = limit
         leaves, limit = plans(frame, options, self.stages, self.schedule, limit)
-        proved = limit
+        proved, again, blurred = limit, False, set[tuple[int, int, int, int]]()
+        if limit < wanted and self.bound > 0:  # too many: not as far, the next time
+            self.share = min(self.share, wanted / self.bound - 1) / 8
+            again = self.share > _LEAST
         for x in leaves:
             for i in np.argsort(x.values, kind="stable")[:_TRIED]:
                 if x.values[i] >= min(best, limit):
@@ -271,11 +277,13 @@ class Case:
                 best = min(best, value)
                 if not vague:
                     break
-                for key in vague:  # the next time in more detail
-                    self._stages[key].limit = 0.0
-                    self._detail[key] = 2 * self._detail.get(key, MOST)
-                    self.stuck = self.stuck or self._detail[key] > UTMOST
-        self.stuck = self.stuck or proved <= self.bound
+                blurred.update(vague)
+        for key in blurred:  # the next time in more detail
+            again = True
+            self._stages[key].limit = 0.0
+            self._detail[key] = 2 * self._detail.get(key, MOST)
+            self.stuck = self.stuck or self._detail[key] > UTMOST
+        self.stuck = self.stuck or (proved <= self.bound and not again)
         self.bound = max(self.bound, proved if proved < _FOREVER else INF)
 
     def _fill(

@@ -74,6 +74,8 @@ def plan(
     eligible = [r for r in rows if r.fits and r.candidate is not None and _pins_allow(prices.space, r.candidate)]
     if "asa" not in wanted:
         return _whole(profile, prices, wanted, rows, eligible, started)
+    if not eligible and infeasible.hopeless(prices, prices.space.pinned):
+        raise infeasible.explain(prices, prices.space.pinned)
     simplest = min(eligible, key=lambda r: r.seconds, default=None)
     outcome = search(
         prices,
@@ -84,7 +86,8 @@ def plan(
     )
     chosen, notes = _choose(prices, outcome, simplest)
     if chosen is None:
-        raise infeasible.explain(prices, prices.space.pinned)
+        proved = outcome.lower_bound_s == float("inf")
+        raise infeasible.explain(prices, prices.space.pinned, proved=proved)
     candidates = [chosen, *([outcome.best] if outcome.best else []), *(r.candidate for r in eligible if r.candidate)]
     if request.top_k > 1:
         candidates += next_best(outcome, request.top_k - 1, request.time_limit_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -21,6 +22,7 @@ from asa.planner.space import Allowed, Space, anything, widths
 from asa.planner.staged import StagedSpace
 
 _MOST_DEVICES = 64
+_LOOK_S = 1.0
 
 
 @noun
@@ -30,6 +32,52 @@ class Leanest:
     candidate: Candidate
     price: Price
     excess: float
+
+
+def hopeless(prices: Prices, allowed: Allowed = anything) -> bool:
+    """Whether state, gradients and gathered weights alone leave no plan, activations for nothing.
+
+    A necessary condition that is quickly tested: every component at its leanest, and one at a time with what it needs
+    while it computes, in stages of every width and any split of the components over them.
+    """
+    space, n = prices.space, len(prices.space.profile.graph)
+    lean: dict[int, list[tuple[float, float]]] = {}
+    for width in widths(space.request.gpus):
+        lean[width] = [_leanest_component(prices, i, width, allowed) for i in range(n)]
+        working = max(w for _, w in lean[width])
+        if working < float("inf") and sum(h for h, _ in lean[width]) + working <= space.capacity(width):
+            return False
+    if not space.schedules or space.request.gpus < 2:
+        return True
+    free = space.capacity(space.request.gpus)
+    # fewest[i]: the fewest devices that could hold the components from i on.
+    fewest = [float("inf")] * n + [0.0]
+    for i in range(n - 1, -1, -1):
+        for width, rows in lean.items():
+            held = working = 0.0
+            for stop in range(i, n):
+                held, working = held + rows[stop][0], max(working, rows[stop][1])
+                if held + working > free:
+                    break
+                fewest[i] = min(fewest[i], width + fewest[stop + 1])
+    return fewest[0] > space.request.gpus
+
+
+def _leanest_component(prices: Prices, index: int, width: int, allowed: Allowed) -> tuple[float, float]:
+    """The least state of a component, and the least by which it exceeds that while it computes, in bytes."""
+    space, pricer = prices.space, prices.pricer(width, 1)
+    component = space.profile.graph.components[index]
+    found = []
+    for way in space.ways(index, width, 1, allowed):
+        share = space.strategies.tensor[way.tensor.strategy].share(component, way.layout.tensor)
+        data = space.strategies.data[way.data.strategy]
+        gathered = data.memory(share, way.layout.data, space.request.optimizer).transient
+        footprint = pricer.component(index, way).footprint
+        found.append((footprint.state + footprint.gradients, gathered))
+    if not found:
+        return float("inf"), float("inf")
+    least = min(held for held, _ in found)
+    return least, min(held + gathered for held, gathered in found) - least
 
 
 def leanest(prices: Prices, allowed: Allowed = anything) -> Leanest | None:
@@ -114,8 +162,11 @@ def _microbatches(space: Space) -> list[int]:
     return [2**k for k in range(space.request.global_batch.bit_length())]
 
 
-def explain(prices: Prices, allowed: Allowed = anything) -> InfeasibleError:
-    """The error to raise: what binds, and the nearest batch, memory or number of devices that fits."""
+def explain(prices: Prices, allowed: Allowed = anything, *, proved: bool = True) -> InfeasibleError:
+    """The error to raise: what binds, and the nearest batch, memory or number of devices that fits.
+
+    Not ``proved``: time was up before the search had seen that there is none.
+    """
     space, request = prices.space, prices.space.request
     found = leanest(prices, allowed)
     if found is None:
@@ -134,9 +185,9 @@ def explain(prices: Prices, allowed: Allowed = anything) -> InfeasibleError:
     aside = total - usable(space.cluster.device, total, ranks)
     kept = f" ({aside / GIB:.2f} GiB of them for the context and the allocator)" if aside > 0 else ""
     return InfeasibleError(
-        f"no plan fits: {name} needs {peak.total / GIB:.3g} GiB in its backward ({peak.state / GIB:.3g} GiB state, "
-        f"{peak.activations / GIB:.3g} GiB activations) under every strategy up to {request.gpus} devices, devices "
-        f"have {total / GIB:.3g} GiB{kept}; try {' or '.join(tries)}"
+        f"{'no plan fits' if proved else 'no plan was found in time'}: {name} needs {peak.total / GIB:.3g} GiB in its "
+        f"backward ({peak.state / GIB:.3g} GiB state, {peak.activations / GIB:.3g} GiB activations) under every "
+        f"strategy up to {request.gpus} devices, devices have {total / GIB:.3g} GiB{kept}; try {' or '.join(tries)}"
     )
 
 
@@ -176,14 +227,18 @@ def _with(space: Space, **changes: object) -> Prices:
 
 
 def _fits(prices: Prices) -> bool:
+    if hopeless(prices, prices.space.pinned):
+        return False
     found = leanest(prices, prices.space.pinned)
     return found is not None and found.excess <= 0
 
 
 def _smaller_batch(space: Space) -> int | None:
-    """The largest halving of the global batch under which something fits."""
-    batch = space.request.global_batch // 2
-    while batch >= 1:
+    """The largest halving of the global batch under which something fits, if it is soon found."""
+    batch, ends = space.request.global_batch // 2, time.monotonic() + _LOOK_S
+    if batch and hopeless(_with(space, global_batch=batch), space.pinned):
+        return None  # what does not depend on the batch is too much already
+    while batch >= 1 and time.monotonic() < ends:
         if _fits(_with(space, global_batch=batch)):
             return batch
         batch //= 2

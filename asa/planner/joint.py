@@ -68,11 +68,16 @@ class _Best:
 
 
 def search(
-    pipelines: Pipelines, *, incumbent_ms: float = float("inf"), time_limit_s: float = 60.0, gap: float = 0.0
+    pipelines: Pipelines,
+    *,
+    incumbent_ms: float = float("inf"),
+    time_limit_s: float = 60.0,
+    gap: float = 0.0,
+    patience_s: float = 0.0,
 ) -> Pipelined:
     """The fastest plan of two or more stages, if it beats ``incumbent_ms``, and a proof of how good it is.
 
-    The search ends when the bound has reached ``(1 - gap)`` of the best, or time is up.
+    The search ends when the bound has reached the best, or after ``patience_s`` ``(1 - gap)`` of it, or time is up.
     """
     best = _Best(pipelines, incumbent_ms)
     if len(pipelines.names) > MOST_COMPONENTS or pipelines.gpus > MOST_RANKS:
@@ -92,7 +97,8 @@ def search(
     while queue:
         bound, number, case = heapq.heappop(queue)
         best.note(min(bound, lowest))
-        if bound >= best.limit * (1 - max(gap, _CLOSE)):
+        allowed = gap if time.monotonic() - best.started >= patience_s else 0.0
+        if bound >= best.limit * (1 - max(allowed, _CLOSE)):
             heapq.heappush(queue, (bound, number, case))
             break
         if time.monotonic() > ends:

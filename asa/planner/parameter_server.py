@@ -38,7 +38,7 @@ from asa.planner.candidate import Candidate, Prices
 STALENESS = 3
 """Steps that a worker may be ahead of the slowest in ``ps_bounded``."""
 
-NOT_RUN = "priced for comparison; not something asa runs"
+NOT_RUN = "priced only"
 
 WHY_NOT: Mapping[str, str] = {
     "ps_sync": NOT_RUN,

@@ -95,7 +95,7 @@ class Request:
     pins: tuple[Pin, ...] = ()
     solver: SolverName = "ilp"
     optimizer: OptimizerName = "sgd"
-    time_limit_s: float = 60.0
+    time_limit_s: float = 10.0
     top_k: int = 1
     prefer_simple: bool = True
 

@@ -29,6 +29,9 @@ from asa.planner.staged import StagedSpace
 _LOG = logging.getLogger("asa")
 _CLOSE = 1e-9
 _CHECK_S = 1.0
+_PATIENCE_S = 0.5
+_ENOUGH = 0.005
+"""A gap that is not worth searching on for, once patience is over: a tenth of the usual error of a step time."""
 
 TOLERANCE_GIB = 1e-5
 """By how much a solver may overstep the memory limit (10 KiB)."""
@@ -126,7 +129,9 @@ def search(
     staged = StagedSpace(prices, allowed)
     best_s = min(incumbent_s, prices.of(found.best).cost.total_s if found.best else float("inf"))
     left = max(0.1, time_limit_s - (time.monotonic() - started))
-    piped = joint.search(staged, incumbent_ms=best_s * MS, time_limit_s=left)
+    piped = joint.search(
+        staged, incumbent_ms=best_s * MS, time_limit_s=left, gap=_ENOUGH, patience_s=_PATIENCE_S
+    )  # fmt: skip
     bound_s = min(found.lower_bound_s, piped.bound / MS)
     seconds = time.monotonic() - started
     if piped.skeleton is None:
