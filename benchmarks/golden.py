@@ -48,7 +48,7 @@ CLUSTERS = (
     "t4-8x1-25g-tcp",
 )
 SHARES = (None, 0.75, 0.5, 0.3)
-LIMIT_S = 20.0
+LIMIT_S = 6.0
 """Longest search of a case; where it ends with a gap, another machine may come to another plan."""
 
 Solve = Callable[[], dict[str, Any]]

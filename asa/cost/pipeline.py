@@ -32,7 +32,7 @@ class StageTimes:
     after: float = 0.0
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=16384)
 def program(schedule: Schedule, stages: int, num_microbatches: int) -> tuple[tuple[int, bool, int, bool], ...]:
     """All actions of a step in an order in which each comes after what it waits for: (stage, whether forward,
     microbatch, whether it is the last action of its stage).
@@ -120,7 +120,7 @@ def makespans(times: Any, transfers: Any, schedule: Schedule, num_microbatches: 
     return (now + times[:, 3]).max(axis=0)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=16384)
 def shape(schedule: Schedule, stages: int, num_microbatches: int) -> tuple[tuple[int, int, bool], ...]:
     """Per stage: forwards before its first backward, backwards behind its last forward, and whether microbatch k goes
     forward only when k - lead has come back, one backward between two forwards."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import lru_cache
 from math import gcd
 
 from asa.cost.buckets import Release, bucket_bytes, releases
@@ -253,16 +254,12 @@ class Pricer:
         if key not in self._handovers:
             # Cuts are nested, so what happens is the same thing as often as both sides have shards.
             alike = gcd(source.data, target.data)
-            a, b = (Layout(width=x.width // alike, data=x.data // alike, tensor=1) for x in (source, target))
-            rows = largest_shard(self.microbatch, alike)
-            messages = transfers(a, tuple(range(a.width)), b, tuple(range(a.width, a.width + b.width)), rows)
-            flows = alike * min(len({m.source for m in messages}), len({m.target for m in messages}))
-            busy: dict[int, float] = {}
-            for m in messages:
-                seconds = self._links.handover(m.rows * size, offset, flows)
-                for rank in (m.source, m.target):
-                    busy[rank] = busy.get(rank, 0.0) + seconds
-            self._handovers[key] = max(busy.values(), default=0.0)
+            ends = (source.width // alike, source.data // alike, target.width // alike, target.data // alike)
+            flows, ranks = _sending(*ends, largest_shard(self.microbatch, alike))
+            flows *= alike
+            self._handovers[key] = max(
+                (sum(self._links.handover(r * size, offset, flows) for r in rows) for rows in ranks), default=0.0
+            )
         return self._handovers[key]
 
     def entry(self, layout: Layout) -> BoundaryCost:
@@ -324,3 +321,21 @@ def _entry(component: Component) -> bool:
 
 def _exit(component: Component) -> bool:
     return component.split is not None and component.split.exit_partial
+
+
+@lru_cache(maxsize=65536)
+def _sending(
+    source_width: int, source_data: int, target_width: int, target_data: int, rows: int
+) -> tuple[int, frozenset[tuple[int, ...]]]:
+    """Of a transfer of ``rows`` rows between stages: how many flows there are, and the messages (in rows) that a rank
+    sends or receives, for every rank that differs in them."""
+    a = Layout(width=source_width, data=source_data, tensor=1)
+    b = Layout(width=target_width, data=target_data, tensor=1)
+    theirs = tuple(range(a.width, a.width + b.width))
+    messages = transfers(a, tuple(range(a.width)), b, theirs, rows)
+    busy: dict[int, list[int]] = {}
+    for m in messages:
+        for rank in (m.source, m.target):
+            busy.setdefault(rank, []).append(m.rows)
+    flows = min(len({m.source for m in messages}), len({m.target for m in messages}))
+    return flows, frozenset(tuple(sorted(found)) for found in busy.values())

@@ -29,6 +29,9 @@ from asa.planner.staged import StagedSpace
 _LOG = logging.getLogger("asa")
 _CLOSE = 1e-9
 _CHECK_S = 1.0
+_SHARE = 0.7
+"""Of the time, at most, that single stages are searched for where there are pipelines too."""
+_WIDE = 16
 _PATIENCE_S = 0.5
 _ENOUGH = 0.005
 """A gap that is not worth searching on for, once patience is over: a tenth of the usual error of a step time."""
@@ -86,6 +89,7 @@ class _Places:
         self._allowed = allowed
         self._ends = ends
         self._known: dict[tuple[int, int], _Place | None] = {}
+        self._apart: dict[int, tuple[float, float]] = {}
 
     def bounds(self) -> list[tuple[float, int, int]]:
         """(ms of compute alone, width, microbatches) of each that could run."""
@@ -93,6 +97,36 @@ class _Places:
         counts = [2**k for k in range(request.global_batch.bit_length())]
         found = [(self._prices.compute_alone(w, m) * MS, w, m) for w in widths(request.gpus) for m in counts]
         return [f for f in found if f[0] < float("inf")]
+
+    def apart(self, width: int, num_microbatches: int, alone_ms: float) -> float:
+        """A bound in ms that also counts gradient synchronisation, every component by itself; only of wide stages,
+        where it saves more than it takes.
+
+        Synchronisation hides behind backward at most, which is a part of one microbatch's computation.
+        """
+        if width <= _WIDE:
+            return alone_ms
+        if width not in self._apart:
+            self._apart[width] = self._synchronised(width)
+        whole, once = self._apart[width]
+        m = num_microbatches
+        return whole if m == 1 else max(alone_ms, alone_ms * (1 - 1 / m) + once)
+
+    def _synchronised(self, width: int) -> tuple[float, float]:
+        """In ms: a bound on a step of one microbatch, and on what comes once per step."""
+        space, pricer = self._prices.space, self._prices.pricer(width, 1)
+        hidden = max(0.0, space.cluster.overlap.saving) * space.cluster.overlap.compute_slowdown
+        whole = once = 0.0
+        for i in range(len(space.profile.graph)):
+            ways = (w for w in space.ways(i, width, 1, self._allowed) if not w.checkpoint)
+            costs = [pricer.component(i, way) for way in ways]
+            late = [c.sync_s + c.update_s + c.update_communication_s for c in costs]
+            whole += min(
+                (x + c.compute_s + c.blocking_s - hidden * c.window_s for x, c in zip(late, costs, strict=True)),
+                default=float("inf"),
+            )
+            once += min(late, default=float("inf"))
+        return whole * MS, once * MS
 
     def get(self, width: int, num_microbatches: int) -> _Place | None:
         """The place, or None where it is not in the space: it cannot run, or fewer microbatches are enough."""
@@ -120,11 +154,16 @@ def search(
     As :func:`search_stage`; the best single stage is the incumbent of the search over pipelines.
     """
     started = time.monotonic()
-    found = search_stage(
-        prices, solver=solver, time_limit_s=time_limit_s, allowed=allowed, incumbent_s=incumbent_s
-    )  # fmt: skip
     space = prices.space
-    if not space.schedules or space.request.gpus < 2 or len(space.profile.graph) < 2:
+    piping = space.schedules and space.request.gpus > 1 and len(space.profile.graph) > 1
+    found = search_stage(
+        prices,
+        solver=solver,
+        time_limit_s=time_limit_s * (_SHARE if piping else 1.0),
+        allowed=allowed,
+        incumbent_s=incumbent_s,
+    )
+    if not piping:
         return found
     staged = StagedSpace(prices, allowed)
     best_s = min(incumbent_s, prices.of(found.best).cost.total_s if found.best else float("inf"))
@@ -173,10 +212,16 @@ def search_stage(
     best_ms, lowest_ms = incumbent_s * MS, float("inf")
     names: set[str] = set()
     solved = 0
-    queue = [(bound, 0, w, m) for bound, w, m in places.bounds()]
+    queue = [(bound, -1, w, m) for bound, w, m in places.bounds()]
     heapq.heapify(queue)
     while queue and queue[0][0] < best_ms * (1 - _CLOSE):
+        if time.monotonic() > ends and best_ms < float("inf"):
+            lowest_ms = min(lowest_ms, queue[0][0])
+            break
         bound_ms, steps, width, m = heapq.heappop(queue)
+        if steps < 0:
+            heapq.heappush(queue, (max(bound_ms, places.apart(width, m, bound_ms)), 0, width, m))
+            continue
         place = places.get(width, m)
         if place is None:
             continue

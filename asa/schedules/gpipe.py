@@ -5,7 +5,15 @@ Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pip
 
 from __future__ import annotations
 
+from functools import cache
+
 from asa.interfaces.schedule import Action, Schedule
+
+
+@cache
+def _order(num_microbatches: int) -> tuple[Action, ...]:
+    ahead = tuple(Action(direction="forward", microbatch=k) for k in range(num_microbatches))
+    return (*ahead, *(Action(direction="backward", microbatch=k) for k in range(num_microbatches)))
 
 
 class GPipe(Schedule):
@@ -19,8 +27,7 @@ class GPipe(Schedule):
 
     def order(self, stage: int, stages: int, num_microbatches: int) -> tuple[Action, ...]:
         """The same on every stage."""
-        ahead = tuple(Action(direction="forward", microbatch=k) for k in range(num_microbatches))
-        return (*ahead, *(Action(direction="backward", microbatch=k) for k in range(num_microbatches)))
+        return _order(num_microbatches)
 
     def in_flight(self, stage: int, stages: int, num_microbatches: int) -> int:
         """All."""

@@ -6,7 +6,19 @@ end of a step, Narayanan et al. 2021, "Efficient Large-Scale Language Model Trai
 
 from __future__ import annotations
 
+from functools import cache
+
 from asa.interfaces.schedule import Action, Schedule
+
+
+@cache
+def _order(ahead: int, num_microbatches: int) -> tuple[Action, ...]:
+    found = [Action(direction="forward", microbatch=k) for k in range(ahead)]
+    for k in range(num_microbatches):
+        found.append(Action(direction="backward", microbatch=k))
+        if ahead + k < num_microbatches:
+            found.append(Action(direction="forward", microbatch=ahead + k))
+    return tuple(found)
 
 
 class OneForwardOneBackward(Schedule):
@@ -20,13 +32,7 @@ class OneForwardOneBackward(Schedule):
 
     def order(self, stage: int, stages: int, num_microbatches: int) -> tuple[Action, ...]:
         """Fill up to what may be in flight, then one backward and one forward in turn, then drain."""
-        ahead = self.in_flight(stage, stages, num_microbatches)
-        found = [Action(direction="forward", microbatch=k) for k in range(ahead)]
-        for k in range(num_microbatches):
-            found.append(Action(direction="backward", microbatch=k))
-            if ahead + k < num_microbatches:
-                found.append(Action(direction="forward", microbatch=ahead + k))
-        return tuple(found)
+        return _order(self.in_flight(stage, stages, num_microbatches), num_microbatches)
 
     def in_flight(self, stage: int, stages: int, num_microbatches: int) -> int:
         """One for every stage from here on."""
