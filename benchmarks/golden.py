@@ -68,7 +68,7 @@ def cases() -> Iterator[tuple[str, Solve]]:
     for name, profile, batch in profiles():
         for cluster_name in CLUSTERS:
             cluster = presets.load(cluster_name)
-            request = Request(gpus=8, global_batch=batch, solver="dp", prefer_simple=False, time_limit_s=LIMIT_S)
+            request = Request(gpus=8, global_batch=batch, prefer_simple=False, time_limit_s=LIMIT_S)
             for share in SHARES:
                 key = f"{name} {cluster_name} {'slack' if share is None else f'{100 * share:g}%'}"
                 yield key, partial(solved, profile, cluster, request, share)
@@ -85,7 +85,6 @@ def committed() -> Iterator[tuple[str, Solve]]:
             request = Request(
                 gpus=cluster.num_devices,
                 global_batch=profile.global_batch,
-                solver="dp",
                 prefer_simple=False,
                 time_limit_s=LIMIT_S,
             )

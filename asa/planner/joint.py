@@ -80,10 +80,10 @@ def search(
     The search ends when the bound has reached the best, or after ``patience_s`` ``(1 - gap)`` of it, or time is up.
     """
     best = _Best(pipelines, incumbent_ms)
+    floor = min(area(pipelines), incumbent_ms)
     if len(pipelines.names) > MOST_COMPONENTS or pipelines.gpus > MOST_RANKS:
-        bound = min(area(pipelines), incumbent_ms)
-        best.note(bound)
-        return Pipelined(skeleton=None, choices=(), value=float("inf"), bound=bound, curve=tuple(best.curve))
+        best.note(floor)
+        return Pipelined(skeleton=None, choices=(), value=float("inf"), bound=floor, curve=tuple(best.curve))
     ends = best.started + time_limit_s
     shop = Shop(pipelines)
     queue: list[tuple[float, int, Case]] = []
@@ -91,7 +91,7 @@ def search(
         for name, schedule in pipelines.schedules.items():
             for stages in _alike(schedule, min(shop.n, shop.gpus), m):
                 case = Case(shop, m, name, schedule, stages, best.found)
-                queue.append((0.0, len(queue), case))
+                queue.append((floor, len(queue), case))
     steps = cases = len(queue)
     lowest = float("inf")
     while queue:

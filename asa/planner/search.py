@@ -28,7 +28,7 @@ from asa.planner.staged import StagedSpace
 
 _LOG = logging.getLogger("asa")
 _CLOSE = 1e-9
-_CHECK_S = 1.0
+_CHECK_S = 0.25
 _SHARE = 0.7
 """Of the time, at most, that single stages are searched for where there are pipelines too."""
 _WIDE = 16
