@@ -23,7 +23,7 @@ def run(args: Arguments, console: Console) -> None:
     from rich.text import Text
 
     from asa.cli import choose
-    from asa.planner import Request, parse_pin, plan
+    from asa.planner import Request, parse_pin, plan, usual_limit
     from asa.report import frontier as curves
     from asa.report import plan as report
     from asa.strategies import offered
@@ -35,15 +35,16 @@ def run(args: Arguments, console: Console) -> None:
     console.say(f"asa: {said}")
     device = profile.device
     cluster = cluster or choose.default_cluster(console, device.type, device.name, args.gpus)
+    gpus = args.gpus or cluster.num_devices
     request = Request(
-        gpus=args.gpus or cluster.num_devices,
+        gpus=gpus,
         global_batch=args.global_batch or profile.global_batch,
         memory_bytes=args.memory,
         strategies=args.strategies,
         pins=tuple(parse_pin(text) for text in args.pin),
         solver=args.solver,
         optimizer=args.optimizer,
-        time_limit_s=args.time_limit,
+        time_limit_s=args.time_limit or usual_limit(gpus),
         top_k=args.top,
     )
     plans = plan(profile, cluster, offered(), request)
@@ -108,7 +109,12 @@ VERBS = (
                 parse=o.count,
                 metavar="N",
             ),
-            Option(name="time-limit", help="longest search (default: 10s)", parse=o.budget, default=10.0, metavar="T"),
+            Option(
+                name="time-limit",
+                help="longest search (default: 4s, 8s for more than 64 devices)",
+                parse=o.budget,
+                metavar="T",
+            ),
             o.option(o.PRECISION, help="of a profile that is measured or estimated first"),
             o.option(o.INPUT, help="of a model that is profiled first"),
             o.option(o.CLASSES, help="of a model that is profiled first"),

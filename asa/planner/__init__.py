@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from asa.planner.decide import plan
 from asa.planner.explain import Alternative, ComponentExplanation, Difference, Explanation, Term, explain, why_not
-from asa.planner.request import Pin, Request, SolverName, parse_pin
+from asa.planner.request import Pin, Request, SolverName, parse_pin, usual_limit
 from asa.planner.verify import verify
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "explain",
     "parse_pin",
     "plan",
+    "usual_limit",
     "verify",
     "why_not",
 ]

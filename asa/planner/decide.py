@@ -25,6 +25,8 @@ from asa.planner.request import Request
 from asa.planner.search import TOLERANCE_GIB, Outcome, next_best, search
 from asa.planner.space import Space, check
 
+_WORTH = 0.02
+"""A gap from which on a longer search is worth mentioning."""
 _PAST = 1.1
 """Over the best: from there on more microbatches only make a pipeline slower."""
 
@@ -98,10 +100,21 @@ def plan(
         certificate = _certificate(prices, candidate, outcome, time.monotonic() - started)
         strategy = "asa" if i == 0 else candidate.origin
         rivals = [c for c in (chosen, *others) if c.key != candidate.key]
-        made.append(
-            _plan(profile, prices, candidate, strategy, certificate, rows, notes if i == 0 else (), rivals)
-        )  # fmt: skip
+        said = (*notes, *_unfinished(prices, candidate, outcome)) if i == 0 else ()
+        made.append(_plan(profile, prices, candidate, strategy, certificate, rows, said, rivals))
     return made
+
+
+def _unfinished(prices: Prices, candidate: Candidate, outcome: Outcome) -> tuple[str, ...]:
+    """That a longer search may find more, where it was not finished."""
+    best = min(prices.of(c).cost.total_s for c in (candidate, outcome.best) if c is not None)
+    left = 1 - outcome.lower_bound_s / best
+    if left <= _WORTH:
+        return ()
+    return (
+        f"the search was stopped after {outcome.seconds:.2g} s, {100 * left:.2g} % above its bound: a longer "
+        "--time-limit may find a faster plan",
+    )
 
 
 def _whole(

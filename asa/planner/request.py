@@ -79,6 +79,15 @@ def parse_pin(text: str) -> Pin:
     return Pin(pattern=pattern, strategy=strategy, degree=degree)
 
 
+def usual_limit(gpus: int) -> float:
+    """Seconds of search that somebody who waits for the answer is ready to spend.
+
+    >>> usual_limit(8), usual_limit(1024)
+    (4.0, 8.0)
+    """
+    return 4.0 if gpus <= 64 else 8.0
+
+
 @noun
 class Request:
     """One question to the planner.
