@@ -105,8 +105,7 @@ class Links:
             return 0.0
         key: tuple[CollectiveOp, float, int, int] = ("send_recv", size, -flows, offset)
         if key not in self._seconds:
-            levels = self._cluster.levels
-            level = next((i for i, x in enumerate(levels) if offset % x.devices), len(levels) - 1)
+            levels, level = self._cluster.levels, self._cluster.hop(offset)
             sharing = 1 if level == 0 else min(flows, levels[level - 1].devices)
             together = min(2 * flows, levels[level].devices)
             crowding = self._slower(level, "send_recv", 2, together) if level == 0 else 1.0

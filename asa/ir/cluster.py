@@ -112,6 +112,10 @@ class Cluster:
     status: Status
     source: str
 
+    def hop(self, offset: int) -> int:
+        """Index of the level that joins rank ``offset`` to the one in front: the innermost of which it is no border."""
+        return next((i for i, level in enumerate(self.levels) if offset % level.devices), len(self.levels) - 1)
+
     def __post_init__(self) -> None:
         if self.num_devices < 1:
             raise InvalidInputError(f"cluster {self.name} has {self.num_devices} devices", where="$.num_devices")

@@ -61,9 +61,8 @@ class StagedSpace:
         return self._prices.space.placed(offset, width)
 
     def hop(self, offset: int) -> int:
-        """The innermost level of links of which that rank is no border."""
-        levels = self._prices.space.cluster.levels
-        return next((i for i, level in enumerate(levels) if offset % level.devices), len(levels) - 1)
+        """The level of the links in front of that rank."""
+        return self._prices.space.cluster.hop(offset)
 
     def crossing(self, cut: int) -> float:
         """Bytes of a sample in front of component ``cut``."""
