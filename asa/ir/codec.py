@@ -37,6 +37,12 @@ def noun(cls: type[T]) -> type[T]:
     return dataclasses.dataclass(frozen=True, kw_only=True)(cls)
 
 
+def later() -> Any:
+    """The default of a field that files written before it do not have: None, and then it is in no file either, so
+    that their fingerprints stay what they were."""
+    return dataclasses.field(default=None, metadata={"later": True})
+
+
 @cache
 def _adapter(cls: type[Any]) -> Any:
     from pydantic import TypeAdapter
@@ -47,7 +53,8 @@ def _adapter(cls: type[Any]) -> Any:
 def to_data(value: Any) -> Any:
     """``value`` (a noun, or a container of nouns) as plain dicts, lists and scalars."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: to_data(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        kept = ((f, getattr(value, f.name)) for f in dataclasses.fields(value))
+        return {f.name: to_data(v) for f, v in kept if v is not None or "later" not in f.metadata}
     if isinstance(value, list | tuple):
         return [to_data(v) for v in value]
     if isinstance(value, dict):
@@ -56,20 +63,26 @@ def to_data(value: Any) -> Any:
 
 
 def fingerprint(value: Any) -> str:
-    """Sixteen hex digits that change whenever any field of the noun changes."""
-    canonical = json.dumps(_plain(to_data(value)), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    """Sixteen hex digits that change whenever any field of the noun changes.
+
+    Fields at their default do not count, so that a noun may gain one and the files written before keep theirs.
+    """
+    canonical = json.dumps(_canonical(value), sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 
-def _plain(data: Any) -> Any:
-    """1.0 as 1: JSON does not keep them apart, so a fingerprint must not either."""
-    if isinstance(data, float) and data.is_integer():
-        return int(data)
-    if isinstance(data, list):
-        return [_plain(v) for v in data]
-    if isinstance(data, dict):
-        return {k: _plain(v) for k, v in data.items()}
-    return data
+def _canonical(value: Any) -> Any:
+    """As :func:`to_data`, without fields at their default, and 1.0 as 1: JSON does not keep them apart."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        stated = ((f, getattr(value, f.name)) for f in dataclasses.fields(value))
+        return {f.name: _canonical(v) for f, v in stated if f.default is dataclasses.MISSING or v != f.default}
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list | tuple):
+        return [_canonical(v) for v in value]
+    if isinstance(value, dict):
+        return {str(k): _canonical(v) for k, v in value.items()}
+    return value
 
 
 def document(value: Any) -> dict[str, Any]:
