@@ -22,6 +22,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from asa.errors import AsaError, UnavailableError, UsageError, WorkersFailedError
+from asa.launch.apart import surroundings
 from asa.launch.blame import Outcome, culprit
 from asa.launch.devices import cuda_devices
 from asa.launch.forking import fork_beside_threads, safe_threads
@@ -104,10 +105,11 @@ class _Crew:
     def start(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         forking = not torch.cuda.is_initialized()
         context = multiprocessing.get_context("fork" if forking else "spawn")
+        where = surroundings()
         with socket.socket() as listener:
             # The port is taken from here on, and the store answers on this very socket: no race for it. Ranks
             # queue in its backlog until the store's thread runs, which starts last: nothing is forked beside it.
-            listener.bind(("127.0.0.1", 0))
+            listener.bind((where.host, 0))
             listener.listen(4 * self.num_ranks + 16)
             port = listener.getsockname()[1]
             for rank in range(self.num_ranks):
@@ -117,6 +119,7 @@ class _Crew:
                     num_ranks=self.num_ranks,
                     backend=self.backend,
                     port=port,
+                    where=where,
                     threads=self.threads,
                     timeout_s=self.timeout_s,
                     parent=os.getpid(),
@@ -131,7 +134,7 @@ class _Crew:
                 self.processes.append(process)
                 there.close()
             self.store = TCPStore(
-                "127.0.0.1",
+                where.host,
                 port,
                 None,
                 True,

@@ -14,6 +14,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from asa.errors import UnavailableError, UsageError
 from asa.launch.devices import cuda_devices
+from asa.launch.heap import keep_freed_memory
 from asa.launch.worker import form_group
 
 
@@ -61,6 +62,7 @@ def join(*, backend: str = "gloo", timeout_s: float = 600) -> Iterator[Place]:
         store, rank, num_ranks = next(rendezvous("env://", timeout=timeout))
         # A restarted attempt must not read what the last one left in a store that outlives it.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        keep_freed_memory()
         form_group(backend, PrefixStore(f"asa/{attempt}", store), rank, num_ranks, place.local_rank, timeout)
     except (dist.DistError, ValueError, OSError) as error:
         reason = " ".join(str(error).split())

@@ -22,6 +22,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed exports no types
 
 from asa.errors import AsaError
+from asa.launch.apart import Surroundings
+from asa.launch.heap import keep_freed_memory
 
 _PR_SET_PDEATHSIG = 1
 
@@ -54,6 +56,7 @@ class Setting:
     num_ranks: int
     backend: str
     port: int
+    where: Surroundings
     threads: int
     timeout_s: float
     parent: int
@@ -83,6 +86,8 @@ def work(
         for item in inherited:
             item.close()
         _parent = connection
+        if setting.where.enter is not None:
+            setting.where.enter(setting.rank)
         _enter(setting)
         result = function(setting.rank, *args)
         _send(connection, ("result", result))
@@ -148,8 +153,9 @@ def _guard(parent: int) -> None:
 
 
 def _enter(setting: Setting) -> None:
-    """Threads, standard output, device and process group."""
+    """Threads, memory, standard output, device and process group."""
     torch.set_num_threads(setting.threads)
+    keep_freed_memory()
     # gloo writes lines of its own to descriptor 1, which belongs to the parent's one JSON document.
     with open(os.devnull, "w") as nowhere, contextlib.suppress(OSError):
         os.dup2(nowhere.fileno(), 1)
@@ -159,14 +165,16 @@ def _enter(setting: Setting) -> None:
         LOCAL_RANK=str(setting.rank),
         WORLD_SIZE=str(setting.num_ranks),
         LOCAL_WORLD_SIZE=str(setting.num_ranks),
-        MASTER_ADDR="127.0.0.1",
+        MASTER_ADDR=setting.where.host,
         MASTER_PORT=str(setting.port),
     )
-    if sys.platform == "linux":
+    if setting.where.interface is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = setting.where.interface
+    elif sys.platform == "linux":
         # All ranks are here; the host's own name may resolve to an interface that is not.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     timeout = timedelta(seconds=setting.timeout_s)
-    store = TCPStore("127.0.0.1", setting.port, None, False, timeout=timeout)
+    store = TCPStore(setting.where.host, setting.port, None, False, timeout=timeout)
     form_group(setting.backend, PrefixStore("asa", store), setting.rank, setting.num_ranks, setting.rank, timeout)
 
 

@@ -13,17 +13,19 @@ import torch.distributed as dist
 
 from asa import __version__
 from asa.errors import UnavailableError, UsageError
-from asa.ir.cluster import Cluster, CollectiveTable, Contention, Device, Level, Overlap
+from asa.ir.cluster import Cluster, CollectiveTable, Contention, Device, Level, Overlap, RankDevice, Sharding, Waiting
 from asa.launch import run_ranks, tell, usable_cores
 from asa.profiler.clock import clock_of, solo_clock_of
 from asa.profiler.collectives import SIZES, measure_tables
 from asa.profiler.interference import measure_contention, measure_overlap, measure_peaks
 from asa.profiler.machine import device_record
 from asa.profiler.rounds import agree
+from asa.profiler.unequal import measure_devices, without_speeds
+from asa.profiler.waiting import measure_sharding, measure_waiting
 
 Backend = Literal["gloo", "nccl"]
 
-_TABLES_SHARE, _CONTENTION_SHARE, _OVERLAP_SHARE = 0.65, 0.2, 0.15
+_TABLES_SHARE, _CONTENTION_SHARE, _OVERLAP_SHARE, _WAITING_SHARE, _SHARDING_SHARE = 0.55, 0.17, 0.12, 0.06, 0.1
 _LEAST_BYTES = 64
 
 
@@ -41,6 +43,9 @@ class _Found:
     tables: tuple[CollectiveTable, ...]
     contention: tuple[Contention, ...]
     overlap: Overlap
+    waiting: tuple[Waiting, ...] | None
+    sharding: Sharding | None
+    devices: tuple[RankDevice, ...] | None
 
 
 def measure_cluster(
@@ -93,25 +98,48 @@ def measure_cluster(
         limit_s=300 + 5 * time_limit_s,
         on_message=hear,
     )[0]
+    return _cluster(found, task, num_ranks, name)
+
+
+def measure_group(*, backend: Backend = "gloo", time_limit_s: float = 20.0, name: str | None = None) -> Cluster:
+    """As :func:`measure_cluster`, between the ranks of the group that this process is in already. Collective.
+
+    All links count as one level, at the speed at which groups of so many ranks were seen to run. Rank 0's answer is
+    the one to use: what others return lacks the groups that they are not in.
+    """
+    today = datetime.now(UTC).date().isoformat()
+    source = f"measured in the running group, {today}, asa {__version__}, torch {torch.__version__}, {backend}"
+    task = _Task(backend=backend, sizes=tuple(SIZES), time_limit_s=time_limit_s, source=source)
+    with torch.random.fork_rng(devices=[]):
+        found = _on_rank(dist.get_rank(), task)
+    return _cluster(found, task, dist.get_world_size(), name)
+
+
+def _cluster(found: _Found, task: _Task, num_ranks: int, name: str | None) -> Cluster:
     level = Level(
-        name="loopback" if backend == "gloo" else "nccl inside the machine", devices=num_ranks, tables=found.tables
+        name="loopback" if task.backend == "gloo" else "nccl inside the machine",
+        devices=num_ranks,
+        tables=found.tables,
     )
     return Cluster(
-        name=name or f"local-{backend}-{num_ranks}",
-        backend=backend,
+        name=name or f"local-{task.backend}-{num_ranks}",
+        backend=task.backend,
         device=found.device,
         num_devices=num_ranks,
         levels=(level,) if num_ranks > 1 else (),
         contention=found.contention,
         overlap=found.overlap,
+        waiting=found.waiting,
+        sharding=found.sharding,
         status="measured",
-        source=source,
+        source=task.source,
+        devices=found.devices,
     )
 
 
 def _on_rank(rank: int, task: _Task) -> _Found:
     """What each rank does; all of them return the same, but for rank 0's device and tables."""
-    device = torch.device("cuda", rank) if task.backend == "nccl" else torch.device("cpu")
+    device = torch.device("cuda", torch.cuda.current_device()) if task.backend == "nccl" else torch.device("cpu")
     clock, ranks = clock_of(device), dist.get_world_size()
     torch.manual_seed(rank)
 
@@ -123,17 +151,26 @@ def _on_rank(rank: int, task: _Task) -> _Found:
     peaks = measure_peaks(device, clock) if rank == 0 else (0.0, 0.0, 0.0)
     agree()
     contention: tuple[Contention, ...] = (Contention(ranks=1, slowdown=1.0),)
-    overlap = Overlap()
+    overlap, waiting, sharding = Overlap(), None, None
     tables: tuple[CollectiveTable, ...] = ()
+    devices: tuple[RankDevice, ...] | None = None
     if ranks > 1:
         say(0.02, "computing at once")
         # With a core for every rank only caches, memory and clocks are shared; other processes must not count.
         alone = solo_clock_of(device) if ranks <= usable_cores() else clock
         contention = measure_contention(device, alone, slice_s=_CONTENTION_SHARE * task.time_limit_s)
+        devices = measure_devices(device, device_record(device), alone)
+        contention = contention if devices is None else without_speeds(contention, devices)
         groups = _nested_groups(rank, ranks)
         tables = _tables(task, device, groups, say)
         say(_CONTENTION_SHARE + _TABLES_SHARE, "computing while messages travel")
         overlap = _worst_overlap(device, groups, slice_s=_OVERLAP_SHARE * task.time_limit_s)
+        say(1 - _WAITING_SHARE - _SHARDING_SHARE, "waiting for each other")
+        waiting = measure_waiting(device, clock, slice_s=_WAITING_SHARE * task.time_limit_s)
+        say(1 - _SHARDING_SHARE, "sharded units")
+        everybody = groups[ranks]
+        assert everybody is not None
+        sharding = measure_sharding(device, clock, everybody, slice_s=_SHARDING_SHARE * task.time_limit_s)
     record = device_record(device)
     found = Device(
         name=record.name,
@@ -144,7 +181,10 @@ def _on_rank(rank: int, task: _Task) -> _Found:
         memory_bandwidth=peaks[2],
     )
     say(1.0, "done")
-    return _Found(device=found, tables=tables, contention=contention, overlap=overlap)
+    return _Found(
+        device=found, tables=tables, contention=contention, overlap=overlap, waiting=waiting, sharding=sharding,
+        devices=devices,
+    )  # fmt: skip
 
 
 def _nested_groups(rank: int, ranks: int) -> dict[int, dist.ProcessGroup | None]:

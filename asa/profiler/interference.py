@@ -2,7 +2,7 @@
 
 Cores share caches, memory and clocks; gloo adds up gradients on the very cores that compute, and NCCL's kernels
 take multiprocessors. Three kernels stand for training: a convolution with its gradients, a matrix product with
-its gradients, and one pass over memory that no cache holds.
+its gradients, and an optimizer's step over more memory than a cache holds.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from asa.ir.cluster import Contention, Overlap
 from asa.ir.units import MIB
 from asa.profiler.clock import Clock
 from asa.profiler.rounds import agree
+from asa.profiler.updates import build_optimizer
 
 _PASS_BYTES = 32 * MIB
 _MATRIX = 1024
@@ -44,15 +45,20 @@ class Kernels:
             run()
 
 
-def training_kernels(device: torch.device) -> Kernels:
-    """Convolution, matrix product and memory pass: about 5 ms each on one core, a few tenths of one on a GPU."""
+def training_kernels(device: torch.device, *, small: bool = False) -> Kernels:
+    """Convolution, matrix product and optimizer step: about 5 ms each on one core, a few tenths of one on a GPU.
+
+    ``small``: a tenth of it.
+    """
     scale = _scale(device)
     convolution = torch.nn.Conv2d(64, 64, 3, padding=1, bias=False).to(device)
     linear = torch.nn.Linear(768, 768).to(device)
-    maps = torch.randn(4 * scale, 64, 32, 32, device=device, requires_grad=True)
-    tokens = torch.randn(256 * scale, 768, device=device, requires_grad=True)
-    source = torch.ones(scale * _PASS_BYTES // 4, device=device)
-    target = torch.empty_like(source)
+    side = 10 if small else 32
+    maps = torch.randn(4 * scale, 64, side, side, device=device, requires_grad=True)
+    tokens = torch.randn((25 if small else 256) * scale, 768, device=device, requires_grad=True)
+    weights = torch.ones(scale * _PASS_BYTES // (30 if small else 3) // 4, device=device, requires_grad=True)
+    weights.grad = torch.full_like(weights, 1e-3)
+    optimizer = build_optimizer("sgd", [weights])
 
     def both_ways(module: torch.nn.Module, x: Tensor) -> Callable[[], object]:
         y = module(x)
@@ -64,7 +70,7 @@ def training_kernels(device: torch.device) -> Kernels:
         work={
             "convolution": both_ways(convolution, maps),
             "matrix product": both_ways(linear, tokens),
-            "memory": lambda: target.copy_(source),
+            "memory": optimizer.step,
         }
     )
 

@@ -13,6 +13,7 @@ from asa import __version__
 from asa.errors import UsageError
 from asa.ir.graph import LayerGraph
 from asa.ir.profile import Precision, Profile, Provenance
+from asa.launch import keep_freed_memory
 from asa.profiler.chain import Chain
 from asa.profiler.clock import one_thread, solo_clock_of
 from asa.profiler.components import Subject, Surveyor
@@ -104,6 +105,7 @@ def profile_module(
     say = progress or (lambda _fraction, _what: None)
     _check(global_batch, time_limit_s, max_tensor_degree)
     clock = solo_clock_of(device)
+    keep_freed_memory()  # as ranks do
     with one_thread(device), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)
         model.to(device).train()
@@ -203,7 +205,7 @@ def _subject(
     def batch(samples: int) -> Tensor:
         context.samples, context.total = torch.arange(samples, device=device), samples
         if example.is_floating_point():
-            return torch.randn(samples, *example.shape[1:], device=device)
+            return torch.randn(samples, *example.shape[1:], device=device, dtype=example.dtype)
         return example[:1].to(device).expand(samples, *example.shape[1:]).contiguous()
 
     weight = sum(p.numel() * p.element_size() for p in model.parameters())

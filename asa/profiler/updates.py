@@ -23,7 +23,7 @@ def build_optimizer(name: OptimizerName, parameters: Iterable[Tensor]) -> torch.
     The arithmetic is that of a real step, and the weights stay what they were.
     """
     held = list(parameters)
-    fused = True if held and held[0].is_cuda else None  # as in training
+    fused = bool(held)  # as in training: one pass that allocates nothing
     if name == "sgd":
         return torch.optim.SGD(held, lr=0.0, momentum=0.9, weight_decay=5e-4, fused=fused)
     return torch.optim.AdamW(held, lr=0.0, weight_decay=0.05, fused=fused)
@@ -42,8 +42,8 @@ def measure_updates(
 
     Args:
         shards: components by name, as held at each tensor degree; degree 1 holds all of them.
-        fused: whether one optimizer over a whole model computes several components in one kernel (it does where
-            None, on GPUs). The times at degree 1 are then scaled so that they add up to that one step, and those
+        fused: whether one optimizer over a whole model computes several components in one kernel launch (it does
+            where None, on GPUs). The times at degree 1 are then scaled so that they add up to that one step, and those
             of the other degrees by the same factor.
     """
     fused = device.type != "cpu" if fused is None else fused

@@ -1,0 +1,86 @@
+"""Ranks with devices of several kinds: how fast each is, beside the first."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from asa.ir.cluster import Contention, RankDevice
+from asa.ir.profile import DeviceRecord
+from asa.profiler.clock import Clock
+from asa.profiler.interference import training_kernels
+from asa.profiler.rounds import agree
+
+_ROUNDS = 5
+_SAMPLE_S = 5e-3
+
+
+def measure_devices(device: torch.device, record: DeviceRecord, clock: Clock) -> tuple[RankDevice, ...] | None:
+    """Every rank's device, of speed 1 the first, by the kernels that stand for training; None where all bear the same
+    name and have the same memory. Collective.
+
+    Ranks take turns, so that none disturbs another. Devices of one kind have one speed, their median.
+    """
+    records: list[DeviceRecord] = [record] * dist.get_world_size()
+    dist.all_gather_object(records, record)
+    found = [(r.name, r.memory_bytes) for r in records]
+    if device.type != "cuda" or len(set(found)) == 1:
+        return None
+    return described(found, _seconds(device, clock))
+
+
+def described(found: Sequence[tuple[str, int]], seconds: Sequence[Sequence[float]]) -> tuple[RankDevice, ...]:
+    """The devices called so and with so many bytes, of which each takes so many ``seconds`` for each kernel.
+
+    A speed is the geometric mean over kernels, to two digits: two devices of one kind are not told apart.
+    """
+    speeds: dict[str, float] = {}
+    for name in dict.fromkeys(n for n, _ in found):
+        own = [s for (n, _), s in zip(found, seconds, strict=True) if n == name]
+        ratios = [math.log(a / median(x)) for a, x in zip(seconds[0], zip(*own, strict=True), strict=True)]
+        speeds[name] = 1.0 if name == found[0][0] else float(f"{math.exp(sum(ratios) / len(ratios)):.2g}")
+    return tuple(RankDevice(name=n, speed=speeds[n], memory_bytes=memory) for n, memory in found)
+
+
+def _seconds(device: torch.device, clock: Clock) -> list[list[float]]:
+    """Per rank the median seconds of each kernel, alone."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    kernels = training_kernels(device)
+    kernels.step()
+    found = []
+    for turn in range(ranks):
+        taken = []
+        for run in kernels.work.values():
+            agree()
+            samples = [0.0]
+            if rank == turn:
+                started = time.perf_counter()
+                run()
+                clock.settle()
+                inner = max(1, int(_SAMPLE_S / max(time.perf_counter() - started, 1e-7)))
+                samples = []
+                for _ in range(_ROUNDS):
+                    clock.settle()
+                    start = clock.mark()
+                    for _ in range(inner):
+                        run()
+                    samples.append(clock.seconds([start, clock.mark()])[0] / inner)
+            taken.append(agree(median(samples))[0])
+        found.append(taken)
+    return found
+
+
+def without_speeds(contention: tuple[Contention, ...], devices: tuple[RankDevice, ...]) -> tuple[Contention, ...]:
+    """``contention`` as measured, the slowest rank against the first alone, without what is due to slower devices."""
+    found = []
+    for c in contention:
+        slowest = min(1.0, *(d.speed for d in devices[: c.ranks]))
+        memory = None if c.memory_slowdown is None else max(1.0, c.memory_slowdown * slowest)
+        found.append(replace(c, slowdown=max(1.0, c.slowdown * slowest), memory_slowdown=memory))
+    return tuple(found)
