@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from asa.cost.collectives import carried
 from asa.ir import codec
-from asa.ir.cluster import Cluster, CollectiveTable, Contention, Device, Level, Overlap, Status
+from asa.ir.cluster import Cluster, CollectiveTable, Contention, Device, Level, Overlap, RankDevice, Status
 from asa.ir.units import GIB
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,7 +27,12 @@ SIZES = tuple(1024 * 4**k for k in range(12))  # 1 KiB to 4 GiB
 OVERLAP = Overlap(compute_slowdown=1.189, communication_slowdown=1.0)
 
 
-def _device(name: str, gib: float, fp32: float, half: float, bandwidth: float) -> Device:
+PCIE = {3: 15.754e9, 4: 31.508e9, 5: 63.015e9}
+"""Bytes/s each way of 16 lanes, by generation (PCI-SIG); page-locked copies reach about four fifths of it."""
+PCIE_EFFICIENCY = 0.8
+
+
+def _device(name: str, gib: float, fp32: float, half: float, bandwidth: float, pcie: int, lanes: int = 16) -> Device:
     return Device(
         name=name,
         type="cuda",
@@ -34,24 +40,25 @@ def _device(name: str, gib: float, fp32: float, half: float, bandwidth: float) -
         peak_fp32_flops=fp32 * 1e12,
         peak_bf16_flops=half * 1e12,
         memory_bandwidth=bandwidth * 1e9,
+        host_bandwidth=round(PCIE_EFFICIENCY * PCIE[pcie] * lanes / 16, -8),
     )
 
 
-# Name, memory GiB, dense TFLOP/s in fp32 and in bf16/fp16 (tensor cores), GB/s.
-A100 = _device("NVIDIA A100-SXM4-80GB", 79.0, 19.5, 312, 2039)
-V100 = _device("Tesla V100-SXM2-16GB", 15.7, 15.7, 125, 900)
-V100_32 = _device("Tesla V100-SXM2-32GB", 31.7, 15.7, 125, 900)
-H100 = _device("NVIDIA H100 80GB HBM3", 79.0, 66.9, 989, 3350)
-H100_PCIE = _device("NVIDIA H100 PCIe", 79.0, 51.2, 756, 2039)
-H200 = _device("NVIDIA H200", 139.0, 66.9, 989, 4800)
-B200 = _device("NVIDIA B200", 178.0, 80.0, 2250, 8000)
-RTX3070TI = _device("NVIDIA GeForce RTX 3070 Ti", 7.6, 21.7, 43.5, 608)
-RTX3090 = _device("NVIDIA GeForce RTX 3090", 23.6, 35.6, 71, 936)
-RTX4090 = _device("NVIDIA GeForce RTX 4090", 23.6, 82.6, 165, 1008)
-RTX5090 = _device("NVIDIA GeForce RTX 5090", 31.3, 104.8, 209, 1792)
-T4 = _device("Tesla T4", 14.6, 8.1, 65, 320)
-L4 = _device("NVIDIA L4", 22.0, 30.3, 121, 300)
-A10G = _device("NVIDIA A10G", 22.1, 31.2, 70, 600)
+# Name, memory GiB, dense TFLOP/s in fp32 and in bf16/fp16 (tensor cores), GB/s, PCIe generation (and lanes).
+A100 = _device("NVIDIA A100-SXM4-80GB", 79.0, 19.5, 312, 2039, 4)
+V100 = _device("Tesla V100-SXM2-16GB", 15.7, 15.7, 125, 900, 3)
+V100_32 = _device("Tesla V100-SXM2-32GB", 31.7, 15.7, 125, 900, 3)
+H100 = _device("NVIDIA H100 80GB HBM3", 79.0, 66.9, 989, 3350, 5)
+H100_PCIE = _device("NVIDIA H100 PCIe", 79.0, 51.2, 756, 2039, 5)
+H200 = _device("NVIDIA H200", 139.0, 66.9, 989, 4800, 5)
+B200 = _device("NVIDIA B200", 178.0, 80.0, 2250, 8000, 5)
+RTX3070TI = _device("NVIDIA GeForce RTX 3070 Ti", 7.6, 21.7, 43.5, 608, 4)
+RTX3090 = _device("NVIDIA GeForce RTX 3090", 23.6, 35.6, 71, 936, 4)
+RTX4090 = _device("NVIDIA GeForce RTX 4090", 23.6, 82.6, 165, 1008, 4)
+RTX5090 = _device("NVIDIA GeForce RTX 5090", 31.3, 104.8, 209, 1792, 5)
+T4 = _device("Tesla T4", 14.6, 8.1, 65, 320, 3)
+L4 = _device("NVIDIA L4", 22.0, 30.3, 121, 300, 4, 8)
+A10G = _device("NVIDIA A10G", 22.1, 31.2, 70, 600, 4)
 
 
 def plateau_status(status: Status) -> Status:
@@ -98,7 +105,7 @@ class Tables:
         ]
 
 
-def _cluster(name: str, device: Device, levels: list[Level], note: str = "") -> Cluster:
+def _cluster(name: str, device: Device, levels: list[Level], note: str = "", per_host: int | None = None) -> Cluster:
     widest = levels[-1].tables[-1]
     return Cluster(
         name=name,
@@ -109,7 +116,27 @@ def _cluster(name: str, device: Device, levels: list[Level], note: str = "") -> 
         contention=(Contention(ranks=levels[-1].devices, slowdown=1.0),),
         overlap=OVERLAP,
         status=widest.status,
-        source=f"{widest.source}; device: vendor's data sheet{'; ' + note if note else ''}",
+        source=f"{widest.source}; device: vendor's data sheet; host link: four fifths of its PCIe lanes, estimated"
+        + (f"; {note}" if note else ""),
+        devices_per_host=per_host,
+    )
+
+
+def _speed(device: Device, other: Device) -> float:
+    """Of ``device`` where ``other`` has 1: the geometric mean of what data sheets say of half-precision arithmetic and
+    of memory bandwidth. An estimate."""
+    arithmetic = device.peak_bf16_flops / other.peak_bf16_flops
+    return round(math.sqrt(arithmetic * device.memory_bandwidth / other.memory_bandwidth), 2)
+
+
+def _unequal(name: str, devices: list[tuple[Device, int]], levels: list[Level]) -> Cluster:
+    """A cluster of several kinds of devices, the fastest first, whose links are those of the slower kind."""
+    best = devices[0][0]
+    ranks = [d for d, count in devices for _ in range(count)]
+    return replace(
+        _cluster(name, best, levels, "speeds estimated, from half-precision peaks and memory bandwidth"),
+        status="estimated",
+        devices=tuple(RankDevice(name=d.name, speed=_speed(d, best), memory_bytes=d.memory_bytes) for d in ranks),
     )
 
 
@@ -161,8 +188,8 @@ def presets(truth: dict[str, Any]) -> list[Cluster]:
         _cluster("v100-2x8-100g-tcp", V100_32, [v100, outer("ethernet-100g-tcp", "Ethernet 100G, TCP", 16)]),
         _cluster("v100-2x8-100g-rdma", V100_32, [v100, outer("ethernet-100g-rdma", "Ethernet 100G, RDMA", 16)]),
         _cluster("v100-2x8-25g-tcp", V100_32, [v100, outer("ethernet-25g-tcp", "Ethernet 25G, TCP", 16)]),
-        _cluster("t4-8x1-25g-tcp", T4, [outer("ethernet-25g-tcp", "Ethernet 25G, TCP", 8)]),
-        _cluster("l4-8x1-25g-rdma", L4, [outer("ethernet-25g-rdma", "Ethernet 25G, RDMA", 8)]),
+        _cluster("t4-8x1-25g-tcp", T4, [outer("ethernet-25g-tcp", "Ethernet 25G, TCP", 8)], per_host=1),
+        _cluster("l4-8x1-25g-rdma", L4, [outer("ethernet-25g-rdma", "Ethernet 25G, RDMA", 8)], per_host=1),
         _cluster("a100-nvlink-2", A100, [plateau("NVLink 12", 2, "a100-pair-nv12", "a100-nvswitch-2")]),
         _cluster("h100-pcie-2", H100_PCIE, [plateau("NVLink bridge", 2, "h100pcie-pair-bridge", "a100-nvswitch-2")]),
         _cluster("4090-pcie-4", RTX4090, [plateau("PCIe 4, shared memory", 4, "pcie4-4090-4-shm", "v100-dgx1-4")]),
@@ -182,6 +209,28 @@ def presets(truth: dict[str, Any]) -> list[Cluster]:
         _cluster("t4-pcie-4", T4, [plateau("PCIe 3", 4, "pcie-t4", "v100-dgx1-4")]),
         _cluster("l4-pcie-8", L4, [plateau("PCIe 4", 8, "pcie-l4", "v100-dgx1-8")]),
         _cluster("a10g-pcie-4", A10G, [plateau("PCIe 4", 4, "pcie-a10g", "v100-dgx1-4")]),
+        _unequal(
+            "a100-4-v100-4-100g-rdma",
+            [(A100, 4), (V100, 4)],
+            [
+                level("NVLink", 4, *(t.measured(f"v100-dgx1-{n}") for n in range(2, 5))),
+                outer("ethernet-100g-rdma", "Ethernet 100G, RDMA", 8),
+            ],
+        ),
+        _unequal(
+            "a100-8-v100-8-100g-rdma",
+            [(A100, 8), (V100_32, 8)],
+            [v100, outer("ethernet-100g-rdma", "Ethernet 100G, RDMA", 16)],
+        ),
+        _unequal(
+            "4090-2-3090-2-pcie",
+            [(RTX4090, 2), (RTX3090, 2)],
+            [
+                level(
+                    "PCIe 4, no peer to peer", 4, *(x for x in t.by_ranks("pcie4-3090-noP2P-effective") if x.ranks <= 4)
+                )
+            ],
+        ),
     ]
     assert len({c.name for c in found}) == len(found)
     return found

@@ -19,8 +19,9 @@ from asa.ir.graph import Component
 from asa.ir.plan import OptimizerName
 from asa.ir.profile import Profile, Stat, Timing
 
-# Memory passes over parameters of one optimizer step: reads and writes of parameter, gradient and state.
-_PASSES: dict[str, float] = {"sgd": 5.0, "adamw": 7.0}
+PASSES: dict[str, float] = {"sgd": 5.0, "adamw": 7.0}
+"""Memory passes over parameters of one optimizer step: reads and writes of parameter, gradient and state."""
+
 _NORMAL_P90 = 1.2816
 
 
@@ -169,7 +170,7 @@ class Times:
         exact = self._updates.get((component.name, degree, optimizer))
         if exact is not None:
             return exact.median
-        for other in (optimizer, *sorted(_PASSES)):
+        for other in (optimizer, *sorted(PASSES)):
             known = [
                 (abs(math.log(t / degree)), t, s)
                 for (n, t, o), s in self._updates.items()
@@ -178,9 +179,9 @@ class Times:
             if known:
                 _, at, step = min(known, key=lambda k: k[:2])
                 full = self._share_of_bytes(component, at)
-                return step.median * parameter_bytes / full * _PASSES[optimizer] / _PASSES[other]
+                return step.median * parameter_bytes / full * PASSES[optimizer] / PASSES[other]
         efficient = bandwidth * constant("estimate_update_bandwidth_efficiency")
-        return _PASSES[optimizer] * parameter_bytes / (efficient or constant("fallback_memory_bandwidth"))
+        return PASSES[optimizer] * parameter_bytes / (efficient or constant("fallback_memory_bandwidth"))
 
     @staticmethod
     def _share_of_bytes(component: Component, degree: int) -> float:

@@ -26,6 +26,7 @@ class StagePrice:
     """What one stage costs: seconds of its own work in a step, the peak of a rank in bytes.
 
     ``start`` is its first component. ``boundaries[i]`` lies in front of its component i, the last one behind the last.
+    ``peaks``: one per rank where ranks hold different shards, ``peak`` otherwise.
     """
 
     start: int
@@ -34,6 +35,16 @@ class StagePrice:
     peak: Peak
     components: tuple[ComponentCost, ...]
     boundaries: tuple[BoundaryCost, ...]
+    peaks: tuple[Peak, ...] = ()
+
+    def held(self, place: int) -> float:
+        """Bytes at the peak of its rank ``place``."""
+        return self.peaks[place].total if self.peaks else self.peak.total
+
+    @property
+    def most(self) -> float:
+        """Bytes at the peak of the rank that holds most."""
+        return max(p.total for p in self.peaks or (self.peak,))
 
 
 @noun
@@ -61,6 +72,23 @@ class Price:
         return (*(b for s in self.stages for b in s.boundaries[:-1]), self.stages[-1].boundaries[-1])
 
 
+def _rank_peaks(pricer: Pricer, start: int, ways: Sequence[Way], in_flight: int) -> tuple[Peak, ...]:
+    """The peak of every rank of a stage with uneven shards."""
+    known: dict[tuple[int, ...], Peak] = {}
+    found = []
+    for place in range(pricer.width):
+        mine = tuple(w.layout.data_index(place) for w in ways)
+        if mine not in known:
+            own = pricer.holder(place)
+            parts = [own.component(i, way).footprint for i, way in enumerate(ways, start)]
+            between = [own.boundary(i, a.layout, b.layout) for i, (a, b) in enumerate(pairwise(ways), start + 1)]
+            inlets = (own.inlet(start, ways[0].layout), *between)
+            held = peak(parts, [b.footprint for b in inlets], in_flight)
+            known[mine] = replace(held, index=start + held.index)
+        found.append(known[mine])
+    return tuple(found)
+
+
 def price_stage(pricer: Pricer, start: int, ways: Sequence[Way], overlap: Overlap, in_flight: int = 1) -> StagePrice:
     """A stage in which component ``start + i`` runs ``ways[i]``, with activations of ``in_flight`` microbatches."""
     components = tuple(
@@ -78,6 +106,7 @@ def price_stage(pricer: Pricer, start: int, ways: Sequence[Way], overlap: Overla
         peak=replace(held, index=start + held.index),
         components=components,
         boundaries=boundaries,
+        peaks=_rank_peaks(pricer, start, ways, in_flight) if ways[0].layout.weights else (),
     )
 
 
@@ -160,7 +189,10 @@ def ways_of(plan: Plan, profile: Profile, strategies: Strategies) -> tuple[Way, 
         )
     ways = []
     for i, (assignment, layout) in enumerate(zip(plan.components, plan.layouts(), strict=True)):
-        way = Way(layout=layout, data=assignment.data, tensor=assignment.tensor, checkpoint=assignment.checkpoint)
+        way = Way(
+            layout=layout, data=assignment.data, tensor=assignment.tensor, checkpoint=assignment.checkpoint,
+            offload=assignment.offload,
+        )  # fmt: skip
         component = profile.graph.components[i]
         if way.tensor.strategy not in strategies.tensor or way.data.strategy not in strategies.data:
             raise InvalidInputError(
@@ -217,6 +249,8 @@ def price_plan(plan: Plan, profile: Profile, cluster: Cluster, strategies: Strat
             num_microbatches=plan.num_microbatches,
             optimizer=plan.optimizer,
             busy=None if schedule is None else plan.gpus,
+            compression=plan.compression,
+            speeds=cluster.speeds(stage.ranks),
         )
         for stage in plan.stages
     ]

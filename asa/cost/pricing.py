@@ -6,42 +6,51 @@ A :class:`Pricer` is made for one width, global batch and number of microbatches
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import copy
 from dataclasses import replace
-from functools import lru_cache
 from math import gcd
 
+from asa.cost.around import Around
 from asa.cost.buckets import Release, bucket_bytes, releases
 from asa.cost.collectives import Links
-from asa.cost.compute import Times
+from asa.cost.compression import remaining
+from asa.cost.compute import Times, Work
 from asa.cost.constants import constant
 from asa.cost.memory import Footprint, margin
-from asa.cost.spread import slowest_rank
+from asa.cost.offload import host_update
+from asa.cost.shards import Keeping, Shards, sending
+from asa.cost.spread import slowest_rank, waiting, working
 from asa.cost.step import BoundaryCost, ComponentCost
-from asa.interfaces.strategy import OPTIMIZER_WORDS, DataStrategy, Strategies
+from asa.interfaces.strategy import OPTIMIZER_WORDS, Strategies
 from asa.ir.cluster import Cluster
 from asa.ir.codec import noun
 from asa.ir.graph import Component
 from asa.ir.layout import Boundary, Layout, largest_shard
-from asa.ir.plan import DataDegree, OptimizerName, TensorDegree
+from asa.ir.plan import CompressionName, DataDegree, OptimizerName, TensorDegree
 from asa.ir.profile import Profile
-from asa.ir.traffic import Collective, Phase, Share
-from asa.ir.transfer import transfers
+from asa.ir.traffic import Collective, Memory, Phase, Share
 
 
 @noun
 class Way:
-    """One way to run one component. ``checkpoint``: activations are forgotten, and made again in backward."""
+    """One way to run one component. ``checkpoint``: activations are forgotten, and made again in backward;
+    ``offload``: optimizer state and update are on the host."""
 
     layout: Layout
     data: DataDegree
     tensor: TensorDegree
     checkpoint: bool = False
+    offload: bool = False
 
 
 class Pricer:
     """Prices components and boundaries of one model on stages of ``width`` ranks, ``num_microbatches`` to a step.
 
-    ``busy`` is how many ranks work at once in all stages (``width`` where there is one).
+    ``busy`` is how many ranks work at once in all stages (``width`` where there is one), ``speeds`` those of the
+    stage's ranks where they are not that of the cluster's device. All ranks wait for the slowest: of unequal devices,
+    or uneven shards, the rank decides that takes longest for the component in hand; that it is another one for the
+    next makes the sum too high, never too low. Memory is that of the largest shard; with ``spare``, how many bytes more
+    each rank's device has than the smallest, no less than what any rank holds, less what it has to spare.
     """
 
     def __init__(
@@ -56,25 +65,36 @@ class Pricer:
         num_microbatches: int,
         optimizer: OptimizerName,
         busy: int | None = None,
+        compression: CompressionName = "none",
+        speeds: tuple[float, ...] = (),
+        spare: tuple[float, ...] = (),
     ) -> None:
         busy = width if busy is None else busy
+        self.shards = Shards(
+            width=width, global_batch=global_batch, num_microbatches=num_microbatches, speeds=speeds, spare=spare
+        )
+        self._keeping = Keeping(profile.graph, times, self.shards)
         self._graph = profile.graph
+        self._around = Around(profile.graph, strategies, num_microbatches, copying=cluster.device.type == "cpu")
         self._cluster = cluster
         self._strategies = strategies
         self._optimizer: OptimizerName = optimizer
+        self._compression: CompressionName = compression
+        self._busy = busy
         self.num_microbatches = num_microbatches
         self._links = Links(cluster, width, busy)
         self._times = times
         self._releases: tuple[Release, ...] = releases(profile.graph)
-        self._slow = slowest_rank(profile, cluster, busy)
-        self._slow_memory = slowest_rank(profile, cluster, busy, memory=True)
+        at_once = working(width, busy, num_microbatches)
+        self._slow = slowest_rank(profile, cluster, at_once)
+        self._slow_memory = slowest_rank(profile, cluster, at_once, memory=True)
         self._components: dict[tuple[int, Way], ComponentCost] = {}
         self._errors: dict[Layout, float] = {}
         self._wrappers: dict[Layout, float] = {}
         self._boundaries: dict[tuple[object, ...], BoundaryCost] = {}
         self._handovers: dict[tuple[object, ...], float] = {}
         self.width = width
-        self.microbatch = largest_shard(global_batch, num_microbatches)
+        self.microbatch = self.shards.microbatch
         """Samples of the largest microbatch, over all ranks."""
 
     @property
@@ -84,13 +104,34 @@ class Pricer:
 
     def local(self, layout: Layout) -> int:
         """Samples of the busiest rank in one microbatch."""
-        return largest_shard(self.microbatch, layout.data)
+        return self.shards.largest(layout)
+
+    def holder(self, place: int) -> Pricer:
+        """The same, but with the memory that the stage's rank ``place`` holds."""
+        found = copy(self)
+        found.shards = self.shards.at(place)
+        found._keeping = Keeping(self._graph, self._times, found.shards)
+        found._components, found._boundaries = {}, {}
+        return found
+
+    def _slowed(self, samples: int, speed: float) -> float:
+        """By what a rank of that speed exceeds the times of the profile, with so many samples."""
+        return self._slow * self._times.whole_ratio(samples) / speed
+
+    def _longest(self, component: Component, layout: Layout) -> tuple[Work, float]:
+        """The component's work on the rank that takes longest for it, and that rank's factor on the profile's times."""
+        found = self.shards.timed(layout)
+        if len(found) == 1:
+            samples, speed = found[0]
+            return self._times.work(component, samples, layout.tensor), self._slowed(samples, speed)
+        return max(
+            ((self._times.work(component, n, layout.tensor), self._slowed(n, speed)) for n, speed in found),
+            key=lambda x: (x[0].forward_s + x[0].backward_s) * x[1],
+        )
 
     def compute_alone(self, index: int, layout: Layout) -> float:
         """Seconds of forward and backward of component ``index`` in one microbatch, without any communication."""
-        samples = self.local(layout)
-        work = self._times.work(self._graph.components[index], samples, layout.tensor)
-        slow = self._slow * self._times.whole_ratio(samples)
+        work, slow = self._longest(self._graph.components[index], layout)
         return (work.forward_s + work.backward_s) * slow
 
     def component(self, index: int, way: Way) -> ComponentCost:
@@ -104,22 +145,28 @@ class Pricer:
         m, samples = self.num_microbatches, self.local(layout)
         splitting = self._strategies.tensor[way.tensor.strategy]
         share = splitting.share(component, layout.tensor)
-        strategy = self._strategies.data[way.data.strategy]
-        work = self._times.work(component, samples, layout.tensor)
-        slow = self._slow * self._times.whole_ratio(samples)
+        strategy = self._strategies.data[way.data.strategy].of(way.data)
+        work, slow = self._longest(component, layout)
         inner = splitting.traffic(component, layout.tensor, samples)
         moved = strategy.traffic(share, layout.data, layout.inner)
-        ahead = self._seconds((*inner, *moved), "forward")
-        back = self._seconds((*inner, *moved), "backward")
-        update_moved = self._seconds(moved, "update")
-        prompt, late, copying = self._sync(index, share, [c for c in moved if c.phase == "gradient"])
-        saved, transient, again = work.saved_bytes, work.transient_bytes, 0.0
+        ahead = self._met((*inner, *moved), "forward", way, work.forward_s * slow)
+        back = self._met((*inner, *moved), "backward", way, work.backward_s * slow)
+        update_moved = self._seconds(moved, "update") + self._handled(moved, "update")
+        held = strategy.memory(share, layout.data, self._optimizer)
+        gradients = [c for c in moved if c.phase == "gradient"]
+        prompt, late, copying = self._sync(index, share, gradients, bucketed=held.buckets > 0)
+        copying += self._handled(moved, "gradient")
+        if self._cluster.device.type == "cpu" and not held.buckets:
+            # Stock sharding has no stream to scatter on there: backward waits for it.
+            update_moved, prompt = update_moved + prompt, 0.0
+        saved, transient = self._keeping.component(component, layout, checkpoint=way.checkpoint)
+        again = 0.0
         if way.checkpoint:
-            # What stays is the output. Backward begins with forward, and has for a while what forward saves.
-            output = min(saved, float(samples * component.output_bytes_per_sample))
-            saved, transient, again = output, transient + saved - output, work.forward_s
+            again = work.forward_s
             back += self._seconds(inner, "forward")
-        footprint, update = self._held(index, layout, share, strategy, saved, transient)
+        beside = self._around.of(index, way.tensor, saved)
+        transient = transient * margin() + strategy.transient(share, layout.data, beside)
+        footprint, update = self._held(index, way, share, held, saved, transient)
         return ComponentCost(
             num_microbatches=m,
             forward_s=work.forward_s * slow,
@@ -130,63 +177,75 @@ class Pricer:
             prompt_sync_s=prompt,
             late_sync_s=late,
             release=self._releases[index].index,
-            update_s=update * self._slow_memory,
+            update_s=update,
             update_communication_s=update_moved,
             error_s=m * slow * work.error_s,
             link_error_s=(m * (ahead + back) + update_moved + prompt + late) * self._link_error(layout),
             footprint=footprint,
         )
 
-    def _sync(self, index: int, share: Share, moved: list[Collective]) -> tuple[float, float, float]:
+    def _met(self, traffic: Iterable[Collective], phase: Phase, way: Way, compute_s: float) -> float:
+        """Seconds that block in one pass of a component, whose own work is ``compute_s``: its collectives, what
+        handling them costs, and waiting at each of them for the slowest rank. A tensor-parallel component meets at
+        least once, if not inside, then at its boundary."""
+        moved = [c for c in traffic if c.phase == phase and c.ranks > 1 and c.bytes > 0]
+        meetings = max(len(moved), 1 if way.layout.tensor > 1 else 0)
+        if not meetings:
+            return 0.0
+        waited = compute_s * (waiting(self._cluster, self.width, compute_s / meetings) - 1)
+        return self._seconds(moved, phase) + self._handled(moved, phase) + waited
+
+    def _handled(self, traffic: Iterable[Collective], phase: Phase) -> float:
+        """Seconds of a rank, beside the links', on what stock sharding gathers and scatters."""
+        costs = self._cluster.sharding
+        if costs is None:
+            return 0.0
+        moved = [c for c in traffic if c.phase == phase and c.op in ("all_gather", "reduce_scatter")]
+        return sum(costs.unit_s + costs.byte_s * c.bytes for c in moved)
+
+    def _sync(self, index: int, share: Share, moved: list[Collective], *, bucketed: bool) -> tuple[float, float, float]:
         """Seconds of gradient synchronisation: leaving at once, leaving with a later bucket, and copying for it.
 
-        An all_reduce travels in buckets with its neighbours, so it costs its part of a full bucket's time;
-        anything else is sent component by component.
+        ``bucketed``: an all_reduce travels in buckets with its neighbours, so it costs its part of a full bucket's
+        time; anything else is sent component by component.
         """
         prompt = late = copying = 0.0
         for c in moved:
-            if c.op != "all_reduce":
-                prompt += self._links.seconds(c)
+            left = remaining(self._compression, c, share.num_parameter_tensors, whole=bucketed)
+            if c.op != "all_reduce" or not bucketed:
+                prompt += self._links.seconds(replace(c, bytes=left * c.bytes))
                 continue
             message = bucket_bytes(self._graph, c.bytes, share.num_parameter_tensors)
-            whole = Collective(op=c.op, phase=c.phase, bytes=message, ranks=c.ranks, stride=c.stride)
-            seconds = self._links.seconds(whole) * c.bytes / message
+            seconds = self._links.seconds(replace(c, bytes=left * message)) * c.bytes / message
             prompt += seconds * self._releases[index].prompt
             late += seconds * (1 - self._releases[index].prompt)
             if self._cluster.device.memory_bandwidth > 0:
-                copying += constant("ddp_bucket_passes") * c.bytes / self._cluster.device.memory_bandwidth * self._slow
+                passes = constant("ddp_bucket_passes") + (constant("compression_passes") if left < 1 else 0.0)
+                copying += passes * c.bytes / self._cluster.device.memory_bandwidth * self._slow / self.shards.slowest
         return prompt, late, copying
 
     def _held(
-        self, index: int, layout: Layout, share: Share, strategy: DataStrategy, saved: float, transient: float
+        self, index: int, way: Way, share: Share, memory: Memory, saved: float, transient: float
     ) -> tuple[Footprint, float]:
-        """Memory of the component, and seconds of its optimizer step (alone on the device)."""
+        """Memory of the component, and seconds of its optimizer step, on the device or on its host."""
         component = self._graph.components[index]
-        memory = strategy.memory(share, layout.data, self._optimizer)
         several = self.num_microbatches > 1
         added = memory.gradients if memory.accumulated is None else memory.accumulated
         full = OPTIMIZER_WORDS[self._optimizer] * share.parameter_bytes
         part = memory.optimizer / full if full > 0 else 0.0
+        # Around the update activations are gone, and all gradients there. Taken as a transient of the component's
+        # backward, that differs by the activations up to it and the gradients in front of it.
         footprint = Footprint(
-            state=memory.state + (added if several else 0.0),
-            activations=saved * margin(),
+            state=memory.state + (added + memory.kept if several else 0.0) - (memory.optimizer if way.offload else 0.0),
+            activations=saved * margin() + (0.0 if several else memory.kept),
             gradients=0.0 if several else memory.gradients,
-            transient=max(transient * margin() + memory.transient, part * self._update_bytes(share)),
+            transient=max(transient, memory.updating),
         )
+        if way.offload:
+            return footprint, host_update(self._cluster, self._optimizer, part * share.parameter_bytes, self._busy)
         bandwidth = self._cluster.device.memory_bandwidth
-        update = self._times.update(component, layout.tensor, self._optimizer, share.parameter_bytes, bandwidth)
-        return footprint, part * update
-
-    def _update_bytes(self, share: Share) -> float:
-        """What the optimizer allocates beside a whole state and its gradients: a copy or two of the tensor in hand.
-
-        By then the activations are gone, and all gradients there. The bound of :mod:`asa.cost.memory` takes this as a
-        transient of the component's backward instead, which comes to the same but for the difference between the
-        activations up to it and the gradients in front of it. On CUDA the update is fused and allocates nothing.
-        """
-        if self._cluster.device.type == "cuda":
-            return 0.0
-        return OPTIMIZER_WORDS[self._optimizer] * share.largest_parameter_bytes
+        update = self._times.update(component, way.layout.tensor, self._optimizer, share.parameter_bytes, bandwidth)
+        return footprint, part * update * self._slow_memory / self.shards.slowest
 
     def alike(self, index: int) -> tuple[float, bool, bool]:
         """What a boundary in front of component ``index`` depends on, beside the layouts."""
@@ -217,7 +276,7 @@ class Pricer:
             wrapper_s=wrapper,
             link_error_s=0.0,
             footprint=Footprint(
-                activations=size / target.data * margin() if source.data != target.data else 0.0,
+                activations=self._keeping.part(size, target) * margin() if source.data != target.data else 0.0,
                 transient=gathered * margin(),
             ),
         )
@@ -232,7 +291,8 @@ class Pricer:
         size = self.microbatch * before.output_bytes_per_sample
         found = self._crossing(Boundary(source=layout, target=layout, entry_partial=_entry(after)), size)
         held = Footprint(
-            activations=size / layout.data * margin(), transient=found.footprint.transient + size / layout.data
+            activations=self._keeping.part(size, layout) * margin(),
+            transient=found.footprint.transient + self._keeping.part(size, layout),
         )
         return replace(found, wrapper_s=self._wrapper(layout), footprint=held)
 
@@ -250,12 +310,16 @@ class Pricer:
         return self._sent(size, source, target, offset), self._sent(size, target, source, offset)
 
     def _sent(self, size: float, source: Layout, target: Layout, offset: int) -> float:
-        key = (size, source.width, source.data, target.width, target.data, offset)
+        weights = (source.weights, target.weights)
+        key = (size, source.width, source.data, target.width, target.data, offset, *weights)
         if key not in self._handovers:
-            # Cuts are nested, so what happens is the same thing as often as both sides have shards.
-            alike = gcd(source.data, target.data)
-            ends = (source.width // alike, source.data // alike, target.width // alike, target.data // alike)
-            flows, ranks = _sending(*ends, largest_shard(self.microbatch, alike))
+            # Even cuts are nested, so what happens is the same thing as often as both sides have shards.
+            alike = 1 if any(weights) else gcd(source.data, target.data)
+            ends = (
+                Layout(width=x.width // alike, data=x.data // alike, tensor=1, weights=x.weights)
+                for x in (source, target)
+            )
+            flows, ranks = sending(*ends, largest_shard(self.microbatch, alike))
             flows *= alike
             self._handovers[key] = max(
                 (sum(self._links.handover(r * size, offset, flows) for r in rows) for rows in ranks), default=0.0
@@ -263,14 +327,17 @@ class Pricer:
         return self._handovers[key]
 
     def entry(self, layout: Layout) -> BoundaryCost:
-        """The model's input: every rank reads its own samples, nothing moves and no gradient is wanted."""
+        """The model's input: every rank reads its own samples of all microbatches, nothing moves and no gradient is
+        wanted. Of a pipeline, each microbatch in flight is counted by itself."""
+        following = self.num_microbatches - 1 if self._busy == self.width else 0
+        later = following * self.local(layout) * self._graph.input_bytes_per_sample
         return BoundaryCost(
             num_microbatches=self.num_microbatches,
             forward_s=0.0,
             backward_s=0.0,
             wrapper_s=self._wrapper(layout),
             link_error_s=0.0,
-            footprint=Footprint(activations=self.local(layout) * self._graph.input_bytes_per_sample * margin()),
+            footprint=Footprint(activations=(self._keeping.input(layout) + later) * margin()),
         )
 
     def _seconds(self, traffic: Iterable[Collective], phase: Phase) -> float:
@@ -321,21 +388,3 @@ def _entry(component: Component) -> bool:
 
 def _exit(component: Component) -> bool:
     return component.split is not None and component.split.exit_partial
-
-
-@lru_cache(maxsize=65536)
-def _sending(
-    source_width: int, source_data: int, target_width: int, target_data: int, rows: int
-) -> tuple[int, frozenset[tuple[int, ...]]]:
-    """Of a transfer of ``rows`` rows between stages: how many flows there are, and the messages (in rows) that a rank
-    sends or receives, for every rank that differs in them."""
-    a = Layout(width=source_width, data=source_data, tensor=1)
-    b = Layout(width=target_width, data=target_data, tensor=1)
-    theirs = tuple(range(a.width, a.width + b.width))
-    messages = transfers(a, tuple(range(a.width)), b, theirs, rows)
-    busy: dict[int, list[int]] = {}
-    for m in messages:
-        for rank in (m.source, m.target):
-            busy.setdefault(rank, []).append(m.rows)
-    flows = min(len({m.source for m in messages}), len({m.target for m in messages}))
-    return flows, frozenset(tuple(sorted(found)) for found in busy.values())

@@ -16,7 +16,7 @@ Z90 = 1.6449
 
 
 @cache
-def expected_maximum(ranks: int) -> float:
+def expected_maximum(ranks: float) -> float:
     """Expected maximum of ``ranks`` independent standard normals, by Blom's approximation of order statistics.
 
     Blom 1958: E ~ inverse normal of (n - 3/8) / (n + 1/4); within 3 % of the true value for n >= 2.
@@ -41,12 +41,12 @@ def relative_deviation(profile: Profile) -> float:
     return math.sqrt(sum(d * d for _, _, d in largest.values())) / total if total > 0 else 0.0
 
 
-def contention(cluster: Cluster, ranks: int, *, memory: bool = False) -> float:
+def contention(cluster: Cluster, ranks: float, *, memory: bool = False) -> float:
     """Slowdown of computation while ``ranks`` ranks work at once; affine between measured counts, 1 for one rank.
 
     ``memory``: of work that only moves memory.
     """
-    known = {1: 1.0, **{c.ranks: c.of_memory if memory else c.slowdown for c in cluster.contention}}
+    known: dict[float, float] = {1: 1.0, **{c.ranks: c.of_memory if memory else c.slowdown for c in cluster.contention}}
     counts = sorted(known)
     if ranks >= counts[-1]:
         return known[counts[-1]]
@@ -57,7 +57,31 @@ def contention(cluster: Cluster, ranks: int, *, memory: bool = False) -> float:
     return known[low] + (known[high] - known[low]) * (ranks - low) / (high - low)
 
 
-def slowest_rank(profile: Profile, cluster: Cluster, ranks: int, *, memory: bool = False) -> float:
+def waiting(cluster: Cluster, ranks: int, stretch_s: float) -> float:
+    """By what factor a stretch of ``stretch_s`` seconds grows when ``ranks`` ranks meet at its end, over one as long as
+    was measured (whole steps have that, see :func:`slowest_rank`). Log-linear between points; 1 where not measured.
+    """
+    known = {w.ranks: w.points for w in cluster.waiting or ()}
+    if ranks < 2 or not known or stretch_s <= 0:
+        return 1.0
+    points = known[min(known, key=lambda n: (abs(n - ranks), -n))]
+    xs, ys = [math.log(s) for s, _ in points], [f for _, f in points]
+    x = math.log(stretch_s)
+    at = bisect_left(xs, x)
+    if at == 0 or at == len(xs):
+        factor = ys[0] if at == 0 else ys[-1]
+    else:
+        factor = ys[at - 1] + (ys[at] - ys[at - 1]) * (x - xs[at - 1]) / (xs[at] - xs[at - 1])
+    return max(1.0, factor / ys[-1])
+
+
+def working(width: int, ranks: int, num_microbatches: int) -> float:
+    """How many of ``ranks`` work at once, seen from a stage of ``width``: of a step's microbatches each stage has one
+    to itself, while the others are not yet, or no longer, at work."""
+    return width + (ranks - width) * (num_microbatches - 1) / num_microbatches
+
+
+def slowest_rank(profile: Profile, cluster: Cluster, ranks: float, *, memory: bool = False) -> float:
     """By what a synchronous step of ``ranks`` working ranks exceeds the time of one rank alone.
 
     Contention times the expected maximum of the ranks' spread: every collective waits for the slowest.

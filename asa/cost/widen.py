@@ -14,7 +14,8 @@ LIMIT = 64
 
 def possible(cluster: Cluster, ranks: int) -> bool:
     """Whether :func:`widened` has an answer: CPU ranks that were measured together, and fewer than asked for."""
-    return cluster.device.type == "cpu" and len(cluster.levels) == 1 and cluster.num_devices < ranks <= LIMIT
+    alike = cluster.device.type == "cpu" and len(cluster.levels) == 1 and cluster.devices is None
+    return alike and cluster.num_devices < ranks <= LIMIT
 
 
 def widened(cluster: Cluster, ranks: int) -> Cluster:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from asa.interfaces.schedule import Schedule
 from asa.ir.graph import Component
-from asa.ir.plan import DataStrategyName, TensorStrategyName
-from asa.ir.traffic import Collective, Memory, Share
+from asa.ir.plan import DataDegree, DataStrategyName, TensorStrategyName
+from asa.ir.traffic import Beside, Collective, Memory, Share
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 OPTIMIZER_WORDS: dict[str, int] = {"sgd": 1, "adamw": 2}
 """State words per parameter: momentum; first and second moment."""
+
+SENT_BYTES = 1 << 20
+"""Updated parameters travel together, in copies of at most this size; a larger one by itself, where it is."""
 
 
 class TensorStrategy(ABC):
@@ -52,6 +55,10 @@ class DataStrategy(ABC):
 
     identifier: ClassVar[DataStrategyName]
 
+    def of(self, choice: DataDegree) -> DataStrategy:
+        """The page of ``choice``: another one only where that says more than a degree."""
+        return self
+
     @abstractmethod
     def refusal(self, component: Component, degree: int) -> str:
         """Why this component cannot be spread that far; empty when it can."""
@@ -59,6 +66,11 @@ class DataStrategy(ABC):
     @abstractmethod
     def memory(self, share: Share, degree: int, optimizer: str) -> Memory:
         """Bytes held by the rank with the most."""
+
+    def transient(self, share: Share, degree: int, beside: Beside) -> float:
+        """Bytes beside state, activations and the part of the gradients that stays, at the worst moment of the
+        component's backward; neighbours run the same way."""
+        return self.memory(share, degree, "sgd").transient
 
     @abstractmethod
     def traffic(self, share: Share, degree: int, stride: int) -> tuple[Collective, ...]:
@@ -73,10 +85,12 @@ class DataStrategy(ABC):
 class Strategies:
     """The strategies and schedules offered to the planner and the executor, by identifier.
 
-    ``checkpoint``: whether components may forget their activations and compute them again in backward.
+    ``checkpoint``: whether components may forget their activations and compute them again in backward; ``offload``:
+    whether they may keep their optimizer state on the host.
     """
 
     data: dict[str, DataStrategy]
     tensor: dict[str, TensorStrategy]
     schedules: dict[str, Schedule] = field(default_factory=dict)
     checkpoint: bool = False
+    offload: bool = False

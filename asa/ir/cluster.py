@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from asa.errors import InvalidInputError
-from asa.ir.codec import noun
+from asa.ir.codec import later, noun
 from asa.ir.traffic import CollectiveOp
 from asa.ir.units import MOST_AMOUNT, MOST_SECONDS
 
 MOST_SLOWDOWN = 1e6
+MOST_SPEED = 1e6
 
 Status = Literal["measured", "measured-plateau-only", "derived", "rule", "measured-hearsay", "estimated"]
 """How a figure came about, from a benchmark on the machine down to a guess from its data sheet."""
@@ -17,7 +19,10 @@ Status = Literal["measured", "measured-plateau-only", "derived", "rule", "measur
 
 @noun
 class Device:
-    """One kind of device. Peaks are per second at dense arithmetic; zero where unknown."""
+    """One kind of device. Peaks are per second at dense arithmetic; zero where unknown.
+
+    ``host_bandwidth``: bytes/s between a device and its host's memory, each way, all devices of the host at once.
+    """
 
     name: str
     type: Literal["cpu", "cuda"]
@@ -25,11 +30,25 @@ class Device:
     peak_fp32_flops: float = 0.0
     peak_bf16_flops: float = 0.0
     memory_bandwidth: float = 0.0
+    host_bandwidth: float = later(0.0)
 
     def __post_init__(self) -> None:
-        rates = (self.peak_fp32_flops, self.peak_bf16_flops, self.memory_bandwidth)
+        rates = (self.peak_fp32_flops, self.peak_bf16_flops, self.memory_bandwidth, self.host_bandwidth)
         if self.memory_bytes < 1 or min(rates) < 0 or max(rates) > MOST_AMOUNT:
             raise ValueError(f"device {self.name} needs memory of at least 1 byte, and peaks of 0 to {MOST_AMOUNT:g}")
+
+
+@noun
+class RankDevice:
+    """The device of one rank, where they are not all alike.
+
+    ``speed``: what takes the cluster's ``device`` one second takes this one ``1 / speed``; ``memory_bytes``: that of
+    the cluster's ``device`` where None.
+    """
+
+    name: str
+    speed: float
+    memory_bytes: int | None = None
 
 
 @noun
@@ -83,6 +102,27 @@ class Contention:
 
 
 @noun
+class Waiting:
+    """By what factor a stretch of work grows when ``ranks`` that work at once meet at its end, over the median of one.
+
+    ``points``: (seconds of the stretch, factor), by rising seconds. Short stretches grow more: what disturbs a rank is
+    then nobody else's.
+    """
+
+    ranks: int
+    points: tuple[tuple[float, float], ...]
+
+
+@noun
+class Sharding:
+    """What stock ``fully_shard`` costs a rank beside its collectives: seconds per unit that is gathered or scattered,
+    and per byte of the whole message (copies in and out of it)."""
+
+    unit_s: float
+    byte_s: float
+
+
+@noun
 class Overlap:
     """How much computation and communication slow each other down while both run (1: not at all)."""
 
@@ -99,7 +139,10 @@ class Overlap:
 class Cluster:
     """Devices, one per rank, and the levels of links between them, innermost first.
 
-    The last level joins all devices. ``backend`` is what its tables were measured with.
+    The last level joins all devices. ``backend`` is what its tables were measured with. ``devices`` says of every rank
+    what it has where they are unequal; ``device`` is then the one that profiles are of, of speed 1. ``waiting`` and
+    ``sharding`` are None where they were not measured. ``devices_per_host`` is said where the innermost level is not a
+    host's.
     """
 
     name: str
@@ -111,6 +154,48 @@ class Cluster:
     overlap: Overlap
     status: Status
     source: str
+    devices: tuple[RankDevice, ...] | None = later()
+    waiting: tuple[Waiting, ...] | None = later()
+    sharding: Sharding | None = later()
+    devices_per_host: int | None = later()
+
+    @property
+    def unequal(self) -> bool:
+        """Whether ranks differ in speed or memory."""
+        return len({self.speed(r) for r in range(self.num_devices)}) > 1 or len(set(self.memories())) > 1
+
+    def speed(self, rank: int) -> float:
+        """Of that rank's device, relative to ``device``."""
+        return 1.0 if self.devices is None else self.devices[rank].speed
+
+    def speeds(self, ranks: Sequence[int]) -> tuple[float, ...]:
+        """Of each of ``ranks``; none where all have the speed of ``device``.
+
+        Raises:
+            InvalidInputError: there are fewer ranks.
+        """
+        if self.devices is not None and max(ranks) >= self.num_devices:
+            raise InvalidInputError(
+                f"cluster {self.name} has {self.num_devices} unequal devices and says nothing of rank {max(ranks)}",
+                where="$.devices",
+            )
+        found = tuple(self.speed(r) for r in ranks)
+        return () if all(s == 1.0 for s in found) else found
+
+    def memories(self) -> tuple[int, ...]:
+        """Bytes of every rank's device."""
+        own = self.device.memory_bytes
+        return tuple(d.memory_bytes or own for d in self.devices) if self.devices else (own,) * self.num_devices
+
+    @property
+    def host(self) -> int:
+        """Devices that share a host and its memory."""
+        return self.devices_per_host or self.node
+
+    @property
+    def node(self) -> int:
+        """Devices that the innermost level joins; all of them where there is one level."""
+        return self.levels[0].devices if len(self.levels) > 1 else self.num_devices
 
     def hop(self, offset: int) -> int:
         """Index of the level that joins rank ``offset`` to the one in front: the innermost of which it is no border."""
@@ -129,7 +214,40 @@ class Cluster:
                 raise InvalidInputError("contention needs ranks >= 1 and slowdown >= 1", where=f"$.contention[{i}]")
             if max(c.slowdown, c.of_memory) > MOST_SLOWDOWN:
                 raise InvalidInputError(f"a slowdown above {MOST_SLOWDOWN:g}", where=f"$.contention[{i}]")
+        self._check_devices()
+        for i, w in enumerate(self.waiting or ()):
+            seconds = [p[0] for p in w.points]
+            if w.ranks < 2 or not seconds or seconds != sorted(set(seconds)) or seconds[0] <= 0:
+                raise InvalidInputError("waiting needs ranks >= 2 and rising seconds", where=f"$.waiting[{i}]")
+            if not all(1 <= factor <= MOST_SLOWDOWN for _, factor in w.points):
+                raise InvalidInputError(f"a factor is 1 to {MOST_SLOWDOWN:g}", where=f"$.waiting[{i}].points")
+        if self.sharding is not None and not min(self.sharding.unit_s, self.sharding.byte_s) >= 0:
+            raise InvalidInputError("seconds of sharding are at least 0", where="$.sharding")
+        if self.sharding is not None and max(self.sharding.unit_s, self.sharding.byte_s) > MOST_SECONDS:
+            raise InvalidInputError(f"seconds of sharding above {MOST_SECONDS:g}", where="$.sharding")
         if min(self.overlap.compute_slowdown, self.overlap.communication_slowdown) < 1:
             raise InvalidInputError("overlap cannot speed anything up", where="$.overlap")
         if max(self.overlap.compute_slowdown, self.overlap.communication_slowdown) > MOST_SLOWDOWN:
             raise InvalidInputError(f"a slowdown above {MOST_SLOWDOWN:g}", where="$.overlap")
+
+    def _check_devices(self) -> None:
+        if self.devices is None:
+            return
+        if len(self.devices) != self.num_devices:
+            raise InvalidInputError(
+                f"cluster {self.name} has {self.num_devices} devices and describes {len(self.devices)}: one for every "
+                "rank, or none",
+                where="$.devices",
+            )
+        for i, d in enumerate(self.devices):
+            if not 1 / MOST_SPEED <= d.speed <= MOST_SPEED:
+                raise InvalidInputError(
+                    f"device {d.name} of rank {i} has speed {d.speed:g}, relative to {self.device.name}: it lies "
+                    f"between {1 / MOST_SPEED:g} and {MOST_SPEED:g}",
+                    where=f"$.devices[{i}].speed",
+                )
+            if d.memory_bytes is not None and d.memory_bytes < 1:
+                raise InvalidInputError(
+                    f"device {d.name} of rank {i} needs memory of at least 1 byte",
+                    where=f"$.devices[{i}].memory_bytes",
+                )

@@ -37,10 +37,10 @@ def noun(cls: type[T]) -> type[T]:
     return dataclasses.dataclass(frozen=True, kw_only=True)(cls)
 
 
-def later() -> Any:
-    """The default of a field that files written before it do not have: None, and then it is in no file either, so
-    that their fingerprints stay what they were."""
-    return dataclasses.field(default=None, metadata={"later": True})
+def later(default: Any = None) -> Any:
+    """The default of a field that files written before it do not have: with it the field is in no file either, so
+    that documents kept from then are still what would be written now."""
+    return dataclasses.field(default=default, metadata={"later": True})
 
 
 @cache
@@ -54,7 +54,7 @@ def to_data(value: Any) -> Any:
     """``value`` (a noun, or a container of nouns) as plain dicts, lists and scalars."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         kept = ((f, getattr(value, f.name)) for f in dataclasses.fields(value))
-        return {f.name: to_data(v) for f, v in kept if v is not None or "later" not in f.metadata}
+        return {f.name: to_data(v) for f, v in kept if v != f.default or "later" not in f.metadata}
     if isinstance(value, list | tuple):
         return [to_data(v) for v in value]
     if isinstance(value, dict):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from asa.ir.codec import noun
+from asa.ir.codec import later, noun
+from asa.ir.plan import CompressionName
 
 
 @noun
@@ -22,6 +23,10 @@ class Equivalence:
     ``max_rel_error`` is that of ``worst_tensor``, the tensor with the largest share of its allowance after ``steps``
     steps in ``dtype``; ``noise_floor`` is the largest error of one device against itself with samples permuted
     inside the batch. ``gradient_error_fp32`` is the largest relative error of a first-step gradient in fp32.
+
+    A plan with ``compression`` is never equivalent: then errors are those of all weights, and of all gradients, as one
+    vector, and ``within_tolerance`` says whether gradients are within ``gradient_allowed_fp32``, and weights and losses
+    within ``allowed``.
     """
 
     equivalent: bool
@@ -41,3 +46,5 @@ class Equivalence:
     batch_norm: str
     plan_fingerprint: str
     tensors: tuple[TensorError, ...]
+    compression: CompressionName = later("none")
+    within_tolerance: bool | None = later()

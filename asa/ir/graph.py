@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Literal
 
 from asa.errors import InvalidInputError
-from asa.ir.codec import noun
+from asa.ir.codec import later, noun
 from asa.ir.traffic import CollectiveOp
 from asa.ir.units import MOST_AMOUNT
 
@@ -63,6 +64,7 @@ class Component:
     ``parameter_bytes`` and ``buffer_bytes`` are those of the stored (master) tensors.
     ``saved_bytes_per_sample`` is what autograd keeps from forward to backward, its output included where
     something keeps it, parameters excluded. ``flops_per_sample`` counts the forward (a multiply-add is 2).
+    ``tied``: it shares a parameter with other components, and runs as they do: replicated, on all ranks of its stage.
     """
 
     name: str
@@ -78,13 +80,16 @@ class Component:
     batch_norm: bool
     split: TensorSplit | None
     why_whole: str = ""
+    tied: bool | None = later()
 
 
 @noun
 class LayerGraph:
     """Components in topological order. Component i feeds component i+1 with exactly one tensor.
 
-    ``input_bytes_per_sample`` is the size of what the first component reads.
+    ``input_bytes_per_sample`` is the size of what the first component reads. ``uncut``: components in front of which no
+    stage may begin, because something that is not handed from stage to stage crosses there (the output of an auxiliary
+    head on its way out, a weight that is used on both sides).
     """
 
     model: str
@@ -92,6 +97,7 @@ class LayerGraph:
     num_classes: int
     input_bytes_per_sample: float
     components: tuple[Component, ...]
+    uncut: tuple[int, ...] | None = later()
 
     def __post_init__(self) -> None:
         if not self.components:
@@ -125,6 +131,11 @@ class LayerGraph:
                         f"component {c.name!r} has {field} {getattr(c, field)}, not 0 to {MOST_AMOUNT:g}",
                         where=f"$.graph.components[{i}].{field}",
                     )
+        if any(not 0 < i < len(self.components) for i in self.uncut or ()):
+            raise InvalidInputError(
+                f"cuts {self.uncut} are not in front of components 1 to {len(self.components) - 1}",
+                where="$.graph.uncut",
+            )
         if not 0 <= self.input_bytes_per_sample <= MOST_AMOUNT:
             raise InvalidInputError(
                 f"input of {self.input_bytes_per_sample} bytes per sample", where="$.graph.input_bytes_per_sample"
@@ -144,7 +155,11 @@ class LayerGraph:
         """Bytes per sample that component ``index`` reads."""
         return self.input_bytes_per_sample if index == 0 else self.components[index - 1].output_bytes_per_sample
 
-    @property
+    def cuttable(self, index: int) -> bool:
+        """Whether a stage may begin with component ``index``."""
+        return index not in (self.uncut or ())
+
+    @cached_property
     def parameter_bytes(self) -> int:
         """Bytes of all parameters."""
         return sum(c.parameter_bytes for c in self.components)

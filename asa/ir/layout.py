@@ -7,6 +7,10 @@ the remaining ranks repeat the same work on the same data. Ranks of one tensor g
 Cuts are ``floor(i * total / parts)``: balanced to one element, defined for any total, and *nested*: whenever
 d2 divides d1, every cut of d2 is a cut of d1, so that a boundary never moves more than it must.
 
+Where devices are unequal the ranks of a stage have *weights*, whole numbers, and a batch is cut in proportion: a shard
+weighs what its ranks do together, and a cut lies at ``floor(total * weight in front / weight of all)``. Equal weights
+give the cuts above, and because weights in front are of ranks, cuts stay nested. Tensors are always cut evenly.
+
 Gradient convention: in a layout of data degree d the loss each rank differentiates is the mean over its own
 shard, so gradients are d times that shard's contribution to the mean over the batch (what averaging data
 parallelism expects), complete on each of the ranks that share the shard. A boundary from d1 to d2 therefore
@@ -15,8 +19,13 @@ scales gradients by d1 / d2 on the way back.
 
 from __future__ import annotations
 
+from math import gcd
+
 from asa.ir.codec import noun
 from asa.ir.traffic import Collective
+
+MOST_WEIGHT = 2**24
+"""Of a rank: more than there are samples in a global batch."""
 
 
 def bounds(total: int, parts: int, index: int) -> tuple[int, int]:
@@ -35,15 +44,64 @@ def largest_shard(total: int, parts: int) -> int:
 
 @noun
 class Layout:
-    """One component's layout in a stage: see the module. ``data * tensor`` divides ``width``."""
+    """One component's layout in a stage: see the module. ``data * tensor`` divides ``width``; ``weights`` is one per
+    rank of the stage, or none where batches are cut evenly."""
 
     width: int
     data: int
     tensor: int
+    weights: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if min(self.width, self.data, self.tensor) < 1 or self.width % (self.data * self.tensor):
             raise ValueError(f"data {self.data} x tensor {self.tensor} does not divide a stage of {self.width} ranks")
+        if self.weights:
+            check_weights(self.weights, self.width)
+
+    def rows(self, total: int, index: int) -> tuple[int, int]:
+        """Half-open range of a batch of ``total`` that is its ``index``-th shard.
+
+        >>> layout = Layout(width=3, data=3, tensor=1, weights=(2, 1, 1))
+        >>> [layout.rows(9, i) for i in range(3)]
+        [(0, 4), (4, 6), (6, 9)]
+        """
+        if not self.weights:
+            return bounds(total, self.data, index)
+        all_of_it, inner = sum(self.weights), self.inner
+        front = sum(self.weights[: index * inner])
+        behind = front + sum(self.weights[index * inner : (index + 1) * inner])
+        return front * total // all_of_it, behind * total // all_of_it
+
+    def rows_of(self, total: int, rank: int) -> tuple[int, int]:
+        """Those of the shard that ``rank`` holds."""
+        return self.rows(total, self.data_index(rank))
+
+    def sizes(self, total: int) -> tuple[int, ...]:
+        """Elements of every shard."""
+        return tuple(stop - start for start, stop in (self.rows(total, i) for i in range(self.data)))
+
+    def fewest(self, total: int) -> int:
+        """Elements in the smallest shard."""
+        return min(self.sizes(total)) if self.weights else total // self.data
+
+    @property
+    def least(self) -> int:
+        """The smallest batch of which every shard has something, and every larger one's has."""
+        if not self.weights:
+            return self.data
+        blocks = [sum(self.weights[i : i + self.inner]) for i in range(0, self.width, self.inner)]
+        return -(-sum(self.weights) // min(blocks))
+
+    def share(self, index: int) -> float:
+        """The part of a batch, from 0 to 1, that the ``index``-th shard is, but for rounding."""
+        if not self.weights:
+            return 1 / self.data
+        return sum(self.weights[index * self.inner : (index + 1) * self.inner]) / sum(self.weights)
+
+    @property
+    def largest_share(self) -> float:
+        """That of the heaviest shard."""
+        return max(self.share(i) for i in range(self.data)) if self.weights else 1 / self.data
 
     @property
     def inner(self) -> int:
@@ -72,6 +130,15 @@ class Layout:
         first = rank - self.tensor_index(rank)
         return tuple(range(first, first + self.tensor))
 
+    def inside_group(self, rank: int, shards: int) -> tuple[int, ...]:
+        """The ``shards`` neighbours in ``rank``'s data group, itself among them, that cut one copy of the state."""
+        first = self.data_index(rank) // shards * shards
+        return self.data_group(rank)[first : first + shards]
+
+    def across_group(self, rank: int, shards: int) -> tuple[int, ...]:
+        """Ranks of its data group that hold the same part of the other copies."""
+        return self.data_group(rank)[self.data_index(rank) % shards :: shards]
+
     def data_groups(self) -> tuple[tuple[int, ...], ...]:
         """All data groups of the stage."""
         return tuple(self.data_group(r) for r in range(self.inner))
@@ -79,6 +146,30 @@ class Layout:
     def tensor_groups(self) -> tuple[tuple[int, ...], ...]:
         """All tensor groups of the stage."""
         return tuple(self.tensor_group(r) for r in range(0, self.width, self.tensor))
+
+
+def check_weights(weights: tuple[int, ...], ranks: int) -> None:
+    """Refuse weights of ranks that no batch can be cut by.
+
+    Raises:
+        ValueError: not one per rank, or one out of range.
+    """
+    if len(weights) != ranks:
+        raise ValueError(f"{len(weights)} weights for a stage of {ranks} ranks: one for each, or none")
+    if min(weights) < 1 or max(weights) > MOST_WEIGHT:
+        raise ValueError(f"weights of ranks are whole numbers from 1 to {MOST_WEIGHT}, these are {list(weights)}")
+
+
+def lowest_terms(weights: tuple[int, ...]) -> tuple[int, ...]:
+    """The same proportions in the smallest numbers; none at all where they are equal.
+
+    >>> lowest_terms((6, 2)), lowest_terms((3, 3))
+    ((3, 1), ())
+    """
+    if len(set(weights)) <= 1:
+        return ()
+    common = gcd(*weights)
+    return tuple(w // common for w in weights)
 
 
 def gather_group(width: int, fine: int, coarse: int, rank: int) -> tuple[int, ...]:
@@ -111,11 +202,13 @@ class Boundary:
     exit_partial: bool = False
     entry_partial: bool = False
 
+    def __post_init__(self) -> None:
+        if self.source.weights != self.target.weights:
+            raise ValueError("the layouts of one stage cut batches by the same weights")
+
     @property
     def meeting(self) -> int:
         """The coarser data degree both layouts nest in: where neither divides the other, data meets there."""
-        from math import gcd
-
         return gcd(self.source.data, self.target.data)
 
     @property
@@ -143,10 +236,17 @@ class Boundary:
     def traffic(self, size: float, *, gradient: bool = True) -> tuple[Collective, ...]:
         """Collectives of one crossing of ``size`` bytes (the tensor of the whole microbatch, all shards).
 
-        ``gradient`` is false where nothing in front needs one (the model's input).
+        ``gradient`` is false where nothing in front needs one (the model's input). Uneven shards travel padded to the
+        largest one, so that is what counts.
         """
         s, t = self.source, self.target
         at_source, at_meeting, at_target = (size / d for d in (s.data, self.meeting, t.data))
+        ahead = back = at_meeting
+        if s.weights:
+            at_source, at_target = size * s.largest_share, size * t.largest_share
+            ahead, back = self.gathers * at_source, self.slices * at_target
+            at_source = max(at_source, back) if self.fused_exit else at_source
+            at_target = max(at_target, ahead) if self.fused_entry else at_target
         gather_stride, slice_stride = s.width // s.data, t.width // t.data
         found: list[Collective] = []
         if self.exit_partial and s.tensor > 1:
@@ -156,7 +256,7 @@ class Boundary:
                 found.append(Collective(op="all_reduce", phase="forward", bytes=at_source, ranks=s.tensor))
         if self.gathers > 1:
             found.append(
-                Collective(op="all_gather", phase="forward", bytes=at_meeting, ranks=self.gathers, stride=gather_stride)
+                Collective(op="all_gather", phase="forward", bytes=ahead, ranks=self.gathers, stride=gather_stride)
             )
         if not gradient:
             return tuple(found)
@@ -167,6 +267,6 @@ class Boundary:
                 found.append(Collective(op="all_reduce", phase="backward", bytes=at_target, ranks=t.tensor))
         if self.slices > 1:
             found.append(
-                Collective(op="all_gather", phase="backward", bytes=at_meeting, ranks=self.slices, stride=slice_stride)
+                Collective(op="all_gather", phase="backward", bytes=back, ranks=self.slices, stride=slice_stride)
             )
         return tuple(found)

@@ -5,22 +5,48 @@ from __future__ import annotations
 from typing import Literal
 
 from asa.errors import InvalidInputError
-from asa.ir.codec import noun
-from asa.ir.layout import Layout
-from asa.ir.profile import Origin, Precision
+from asa.ir.codec import later, noun
+from asa.ir.layout import Layout, check_weights
+from asa.ir.profile import Origin, Precision, Stat
 
 DataStrategyName = Literal["replicate", "zero1", "zero2", "zero3", "hsdp"]
 TensorStrategyName = Literal["none", "tensor"]
 ScheduleName = Literal["none", "layers", "gpipe", "1f1b", "interleaved", "zero_bubble"]
 OptimizerName = Literal["sgd", "adamw"]
+CompressionName = Literal["none", "fp16", "bf16", "powersgd"]
+"""What gradients become on their way between ranks."""
+
+POWERSGD_RANK = 2
+"""Columns of the factors that ``powersgd`` sends in place of a gradient."""
 
 
 @noun
 class DataDegree:
-    """Data strategy of a component: into how many shards its batch is cut, and what is kept where."""
+    """Data strategy of a component: into how many shards its batch is cut, and what is kept where.
+
+    ``shards`` is said of ``hsdp`` only: over how many neighbours in the data group its state is cut, which is repeated
+    from there on. It is in the plan so that whoever runs it, anywhere, needs no cluster to know.
+    """
 
     strategy: DataStrategyName
     degree: int
+    shards: int | None = later()
+
+    def __post_init__(self) -> None:
+        if (self.shards is not None) != (self.strategy == "hsdp"):
+            raise ValueError("shards are given for hsdp, and for hsdp only")
+        if self.shards is not None and not (1 < self.shards < self.degree and self.degree % self.shards == 0):
+            raise ValueError(f"hsdp over {self.degree} ranks cannot be cut {self.shards} ways and repeated")
+
+    @property
+    def text(self) -> str:
+        """In a few characters.
+
+        >>> DataDegree(strategy="zero3", degree=4).text, DataDegree(strategy="hsdp", degree=8, shards=4).text
+        ('zero3 x4', 'hsdp x8 (shards of 4)')
+        """
+        inside = "" if self.shards is None else f" (shards of {self.shards})"
+        return f"{self.strategy} x{self.degree}{inside}"
 
 
 @noun
@@ -33,24 +59,41 @@ class TensorDegree:
 
 @noun
 class Assignment:
-    """How one component runs. ``stage`` counts from 0."""
+    """How one component runs. ``stage`` counts from 0.
+
+    ``checkpoint``: activations are made again in backward; ``offload``: optimizer state and update are on the host.
+    """
 
     name: str
     stage: int
     data: DataDegree
     tensor: TensorDegree
     checkpoint: bool = False
+    offload: bool = later(False)
 
-    def layout(self, width: int) -> Layout:
-        """Its layout in a stage of ``width`` ranks."""
-        return Layout(width=width, data=self.data.degree, tensor=self.tensor.degree)
+    def layout(self, width: int, weights: tuple[int, ...] = ()) -> Layout:
+        """Its layout in a stage of ``width`` ranks with such weights (none: equal)."""
+        return Layout(width=width, data=self.data.degree, tensor=self.tensor.degree, weights=weights)
 
 
 @noun
 class Stage:
-    """The ranks that run a stage, counting from 0."""
+    """The ranks that run a stage, counting from 0.
+
+    ``weights``: one whole number per rank where batches are not cut evenly (:mod:`asa.ir.layout`).
+    """
 
     ranks: tuple[int, ...]
+    weights: tuple[int, ...] | None = later()
+
+    def __post_init__(self) -> None:
+        if self.weights is not None:
+            check_weights(self.weights, len(self.ranks))
+
+    def shares(self) -> tuple[float, ...]:
+        """The part of a batch, from 0 to 1, that each rank has in a layout of as many shards as ranks."""
+        weights = self.weights or (1,) * len(self.ranks)
+        return tuple(w / sum(weights) for w in weights)
 
 
 @noun
@@ -74,8 +117,20 @@ class Prediction:
 
 
 @noun
+class CurvePoint:
+    """What a search had after ``seconds``: its best plan (None: none yet), and the bound it had proved."""
+
+    seconds: float
+    best_s: float | None
+    lower_bound_s: float
+
+
+@noun
 class Certificate:
-    """How good the plan is *in the stated space under the stated costs*: no plan there beats ``lower_bound_s``."""
+    """How good the plan is *in the stated space under the stated costs*: no plan there beats ``lower_bound_s``.
+
+    ``curve``: how the search came to it.
+    """
 
     solver: str
     status: Literal["optimal", "feasible"]
@@ -83,6 +138,7 @@ class Certificate:
     gap: float
     space: str
     solve_s: float
+    curve: tuple[CurvePoint, ...] | None = later()
 
 
 @noun
@@ -95,6 +151,45 @@ class Confidence:
     expected_regret: float
     finalists: int
     draws: int
+
+
+@noun
+class Trial:
+    """One finalist among those that were measured. ``runs`` is its assignment in words.
+
+    ``step_time_s`` is None where the steps were better spent on others. ``p_best_before`` and ``p_best_after``: how
+    likely it is the fastest of them by the costs alone, and with what was measured.
+    """
+
+    strategy: str
+    runs: str
+    predicted_s: float
+    step_time_s: Stat | None
+    p_best_before: float
+    p_best_after: float
+
+
+@noun
+class Measured:
+    """What a plan took before it was chosen, taking turns with the other finalists on real devices.
+
+    ``step_time_s`` is of the slowest rank; ``steps`` counts warm-up too; ``seconds`` is the whole contest.
+    ``before`` and ``after`` measuring: the confidence in the plan that would have been chosen then.
+    """
+
+    step_time_s: Stat
+    steps: int
+    seconds: float
+    created: str
+    device_type: Literal["cpu", "cuda"]
+    device_name: str
+    num_devices: int
+    cpu_cores: int
+    torch_version: str
+    asa_version: str
+    before: Confidence
+    after: Confidence
+    trials: tuple[Trial, ...]
 
 
 @noun
@@ -114,6 +209,8 @@ class Plan:
 
     ``strategy`` is the whole-strategy identifier the plan came from (``asa`` for the search's own answer).
     ``origin`` is ``estimated`` where the profile or the cluster was not measured: the prediction is then one.
+    ``compression`` is what gradients become on their way; anything but ``none`` trains a little otherwise.
+    ``measured`` is there where finalists were run against each other and this one was chosen.
     """
 
     model_spec: str
@@ -139,6 +236,8 @@ class Plan:
     origin: Origin
     notes: tuple[str, ...] = ()
     confidence: Confidence | None = None
+    compression: CompressionName = later("none")
+    measured: Measured | None = later()
 
     def __post_init__(self) -> None:
         if not self.components or not self.stages:
@@ -162,9 +261,9 @@ class Plan:
                 )
             if i and not 0 <= c.stage - self.components[i - 1].stage <= 1:
                 raise InvalidInputError(f"component {c.name!r} breaks the order of stages", where=where)
-            width = len(self.stages[c.stage].ranks)
+            stage = self.stages[c.stage]
             try:
-                c.layout(width)
+                c.layout(len(stage.ranks), stage.weights or ())
             except ValueError as error:
                 raise InvalidInputError(f"component {c.name!r}: {error}", where=where) from None
 
@@ -173,6 +272,17 @@ class Plan:
         """Ranks that take part (fewer than ``gpus`` when fewer are faster)."""
         return sum(len(s.ranks) for s in self.stages)
 
+    @property
+    def conduct(self) -> tuple[object, ...]:
+        """What it runs, apart from what it is called."""
+        return self.components, self.stages, self.num_microbatches, self.schedule, self.compression
+
+    def fewest(self, rows: int, microbatches: int | None = None) -> int:
+        """Of a batch of ``rows``, how many the smallest shard has of one of its ``microbatches`` (the plan's own number
+        where None)."""
+        m = self.num_microbatches if microbatches is None else microbatches
+        return min(x.fewest(n) for x in set(self.layouts()) for n in {rows // m, -(-rows // m)})
+
     def starts(self) -> tuple[int, ...]:
         """The first component of every stage."""
         found = {c.stage: i for i, c in reversed(list(enumerate(self.components)))}
@@ -180,4 +290,5 @@ class Plan:
 
     def layouts(self) -> tuple[Layout, ...]:
         """Layout of every component, in order."""
-        return tuple(c.layout(len(self.stages[c.stage].ranks)) for c in self.components)
+        stages = [(len(s.ranks), s.weights or ()) for s in self.stages]
+        return tuple(c.layout(*stages[c.stage]) for c in self.components)

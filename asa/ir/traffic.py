@@ -47,13 +47,32 @@ class Share:
 
 
 @noun
+class Beside:
+    """What is around a component in a rank's backward, for strategies whose buffers meet those of the neighbours.
+
+    ``front`` and ``behind`` are the parameter bytes of the nearest component on either side that has any, ``rest``
+    those of the component and all behind it; ``saved`` are the activations it lets go of. ``copying``: collectives work
+    on copies of what they send (gloo does).
+    """
+
+    front: float = 0.0
+    behind: float = 0.0
+    rest: float = 0.0
+    saved: float = 0.0
+    num_microbatches: int = 1
+    copying: bool = False
+
+
+@noun
 class Memory:
     """Bytes one rank holds for one component.
 
     ``parameters``, ``gradients``, ``optimizer`` and ``buffers`` last the whole step; ``buckets`` are the
     communication copies of gradients; ``transient`` lives only while the component itself computes
     (gathered weights, workspace). ``accumulated`` is what takes the place of ``gradients`` while several microbatches
-    add theirs up, where that is more. Activations are counted apart: they depend on the microbatch.
+    add theirs up, where that is more. ``kept`` is there from the first forward of a step to the last backward: like an
+    activation with one microbatch, like state with several. ``updating`` is allocated around the optimizer step, when
+    ``transient`` is gone. Activations are counted apart: they depend on the microbatch.
     """
 
     parameters: float
@@ -63,6 +82,8 @@ class Memory:
     buckets: float = 0.0
     transient: float = 0.0
     accumulated: float | None = None
+    kept: float = 0.0
+    updating: float = 0.0
 
     @property
     def state(self) -> float:

@@ -10,8 +10,10 @@ fewest rows so far. Gradients go back by the same law with the two sides exchang
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from asa.ir.codec import noun
-from asa.ir.layout import Boundary, Layout, bounds
+from asa.ir.layout import Boundary, Layout
 from asa.ir.plan import Plan
 
 
@@ -42,10 +44,10 @@ def transfers(
     [(0, 2, 0, 4), (1, 2, 4, 8)]
     """
     sent = dict.fromkeys(source_ranks, 0)
-    shards = [bounds(rows, source.data, i) for i in range(source.data)]
+    shards = [source.rows(rows, i) for i in range(source.data)]
     found = []
     for place, receiver in enumerate(target_ranks):
-        first, last = bounds(rows, target.data, target.data_index(place))
+        first, last = target.rows_of(rows, place)
         for i, (start, stop) in enumerate(shards):
             low, high = max(first, start), min(last, stop)
             if low >= high:
@@ -94,7 +96,7 @@ class Hop:
 
 def whole(layout: Layout) -> Layout:
     """The same batch shards with nothing split: what enters and leaves a stage."""
-    return Layout(width=layout.width, data=layout.data, tensor=1)
+    return replace(layout, tensor=1)
 
 
 def hops(plan: Plan) -> tuple[Hop, ...]:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from asa.ir.plan import CompressionName
+
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
@@ -13,11 +15,16 @@ class Axis:
 
     Rehearsal (``size > 1`` without a group) builds the real shard of one rank and computes with it, every
     collective replaced by a local stand-in of the right shape: how a shard is timed on a single device.
+
+    ``parts``: the same ranks in two dimensions where state is cut among some of them only: (inside, across), the
+    neighbours that cut it and the ranks that repeat this one's part. ``compression``: of gradients on this axis.
     """
 
     size: int
     index: int
     group: dist.ProcessGroup | None = None
+    parts: tuple[Axis, Axis] | None = None
+    compression: CompressionName = "none"
 
     def __post_init__(self) -> None:
         if not 0 <= self.index < self.size:

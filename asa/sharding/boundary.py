@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asa.ir.layout import Boundary, Layout, bounds, gather_group
+from asa.ir.layout import Boundary, Layout, gather_group
 from asa.sharding.axis import Axis
 from asa.sharding.collectives import all_gather, all_reduce, own_slice, reduce_scatter
 
@@ -19,7 +19,7 @@ AxisOf = Callable[[tuple[int, ...]], Axis]
 
 def _rows(total: int, layout: Layout, ranks: tuple[int, ...]) -> list[int]:
     """Rows of a batch of ``total`` that each of ``ranks`` holds in ``layout``."""
-    edges = [bounds(total, layout.data, layout.data_index(r)) for r in ranks]
+    edges = [layout.rows_of(total, r) for r in ranks]
     return [stop - start for start, stop in edges]
 
 

@@ -77,8 +77,16 @@ def _weigh(component: TracedComponent) -> tuple[float, float]:
     return more_flops - flops, more_saved - saved
 
 
-def tensor_split(component: TracedComponent, *, first: bool = False) -> tuple[TensorSplit | None, str]:
-    """What tensor parallelism may divide in ``component``, or why nothing. ``first``: it reads the model's input."""
+def tensor_split(
+    component: TracedComponent, *, first: bool = False, kept_bytes: float | None = None
+) -> tuple[TensorSplit | None, str]:
+    """What tensor parallelism may divide in ``component``, or why nothing. ``first``: it reads the model's input.
+
+    ``kept_bytes``: what the component was seen to keep for backward, per sample. Counted on meta tensors it may be
+    more (attention without its fused kernel keeps its scores, too); the divided part is then the same share of less.
+    """
+    if component.ties:
+        return None, "it shares a parameter with another component"
     try:
         plans = plan_split(component)
     except UsageError as error:
@@ -94,13 +102,14 @@ def tensor_split(component: TracedComponent, *, first: bool = False) -> tuple[Te
     (flops, saved), (half_flops, half_saved) = _weigh(whole), _weigh(halved)
     fraction = -(-plan.max_degree // 2) / plan.max_degree
     gain = 1 / (1 - fraction)
+    share = 1.0 if kept_bytes is None or kept_bytes >= saved else kept_bytes / saved
     return (
         TensorSplit(
             max_degree=plan.max_degree,
             parameter_bytes=sum(p.numel() * p.element_size() for p in cut),
             num_parameter_tensors=len(cut),
             flops_per_sample=min(flops, max(0.0, (flops - half_flops) * gain)),
-            saved_bytes_per_sample=min(saved, max(0.0, (saved - half_saved) * gain)),
+            saved_bytes_per_sample=share * min(saved, max(0.0, (saved - half_saved) * gain)),
             collectives=_collectives(plan, first=first),
             entry_partial=plan.entry_partial,
             exit_partial=plan.exit_partial,
@@ -113,14 +122,16 @@ def layer_graph(traced: TracedModel, *, model: str, input_shape: tuple[int, ...]
     """The graph of ``traced``, every component with its split."""
     components: list[Component] = []
     for traced_component, facts in zip(traced.components, traced.facts, strict=True):
-        found, why = tensor_split(traced_component, first=not components)
-        components.append(
-            Component(**{f.name: getattr(facts, f.name) for f in fields(facts)}, split=found, why_whole=why)
-        )
+        kept = facts.saved_bytes_per_sample
+        found, why = tensor_split(traced_component, first=not components, kept_bytes=kept)
+        weights = {f.name: getattr(facts, f.name) for f in fields(facts)}
+        tied = True if traced_component.ties else None
+        components.append(Component(**weights, split=found, why_whole=why, tied=tied))
     return LayerGraph(
         model=model,
         input_shape=input_shape,
         num_classes=num_classes,
         input_bytes_per_sample=traced.input_bytes_per_sample,
         components=tuple(components),
+        uncut=tuple(sorted(traced.uncut)) or None,
     )

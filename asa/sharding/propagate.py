@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -102,6 +102,13 @@ def _normal(dim: int, node: fx.Node) -> int:
     return dim + rank if dim < 0 else dim
 
 
+def _resolved(module: nn.Module, target: str) -> Any:
+    found: Any = module
+    for atom in target.split("."):
+        found = getattr(found, atom)
+    return found
+
+
 class _Walk:
     """One pass in topological order. ``graph`` carries ``tensor_meta`` from shape propagation."""
 
@@ -112,11 +119,22 @@ class _Walk:
 
     def run(self) -> SplitPlan:
         calls = [n.target for n in self.module.graph.nodes if n.op == "call_module"]
-        self.repeated = {t for t in calls if calls.count(t) > 1}
+        self.repeated = {t for t in calls if calls.count(t) > 1} | self._tied()
         for node in self.module.graph.nodes:
             self.plan.states[node] = self._visit(node)
         self._hoist()
         return self.plan
+
+    def _tied(self) -> set[str]:
+        """Targets that share a parameter with another: a split of one would leave the other with half of it."""
+        users: dict[int, set[str]] = {}
+        for node in self.module.graph.nodes:
+            if node.op in {"call_module", "get_attr"}:
+                target = str(node.target)
+                found = _resolved(self.module, target)
+                for p in found.parameters() if isinstance(found, nn.Module) else [found]:
+                    users.setdefault(id(p), set()).add(target)
+        return {t for targets in users.values() if len(targets) > 1 for t in targets}
 
     def _cut_of(self, value: object) -> Cut | None:
         return self.plan.states.get(value) if isinstance(value, fx.Node) else None

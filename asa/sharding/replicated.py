@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from asa.sharding.axis import Axis
+from asa.sharding.compression import compress
 
 
 def replicated(module: nn.Module, axis: Axis) -> nn.Module:
@@ -21,6 +22,8 @@ def replicated(module: nn.Module, axis: Axis) -> nn.Module:
     # The option has a new name since torch 2.15; the old one warns there.
     names = signature(DistributedDataParallel.__init__).parameters
     buffers = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
-    return DistributedDataParallel(
+    wrapped = DistributedDataParallel(
         module, process_group=axis.group, gradient_as_bucket_view=True, **cast(Any, {buffers: False})
     )
+    compress(wrapped, axis)
+    return wrapped

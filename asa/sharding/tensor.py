@@ -52,6 +52,8 @@ def plan_split(component: TracedComponent) -> list[SplitPlan]:
     Raises:
         UsageError: the two modes would split different layers.
     """
+    if component.ties:  # what another component uses too stays as it is
+        return [SplitPlan() for _ in component.graphs()]
     plans = []
     for graph in component.graphs():
         _propagate_shapes(graph, component)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asa.ir.layout import Layout, bounds
+from asa.ir.layout import Layout
 from asa.ir.transfer import transfers
 from asa.sharding.collectives import is_silent
 
@@ -50,7 +50,7 @@ class Link:
     def _first_row(self, rows: int) -> tuple[int, int]:
         source, source_ranks, target, target_ranks = self._ends
         layout, ranks = (source, source_ranks) if self._rank in source_ranks else (target, target_ranks)
-        return bounds(rows, layout.data, layout.data_index(ranks.index(self._rank)))
+        return layout.rows_of(rows, ranks.index(self._rank))
 
     def send(self, x: Tensor, rows: int) -> None:
         """Hand on what others need of ``x``, this rank's rows of a microbatch of ``rows``; returns at once."""

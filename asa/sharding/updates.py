@@ -8,11 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from asa.interfaces.strategy import SENT_BYTES
 from asa.sharding.axis import Axis
 from asa.sharding.collectives import is_silent
-
-_CHUNK_BYTES = 32 << 20
-"""Parameters travel together, in copies of about this size."""
 
 
 def owners(sizes: Sequence[int], ranks: int) -> list[int]:
@@ -46,7 +44,7 @@ class SharedUpdate:
             for p, owner in zip(self.parameters, self.owner, strict=True):
                 if owner != index:
                     continue
-                full = not chunks or sum(q.nbytes for q in chunks[-1]) + p.nbytes > _CHUNK_BYTES
+                full = not chunks or sum(q.nbytes for q in chunks[-1]) + p.nbytes > SENT_BYTES
                 if full or chunks[-1][0].dtype != p.dtype:
                     chunks.append([])
                 chunks[-1].append(p)
@@ -69,7 +67,9 @@ class SharedUpdate:
         for together in self._chunks:
             sent: list[tuple[dist.Work | None, Tensor, list[nn.Parameter]]] = []
             for index, chunk in together:
-                if index == self.axis.index:
+                if len(chunk) == 1 and chunk[0].is_contiguous():
+                    flat, chunk = chunk[0].detach(), []
+                elif index == self.axis.index:
                     flat = torch.cat([p.detach().reshape(-1) for p in chunk])
                 else:
                     flat = chunk[0].new_empty(sum(p.numel() for p in chunk))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from asa.interfaces.strategy import DataStrategy, Strategies, TensorStrategy
 from asa.schedules import schedules
+from asa.strategies.hsdp import HybridShard
 from asa.strategies.none import Whole
 from asa.strategies.replicate import Replicate
 from asa.strategies.tensor import TensorParallel
@@ -11,7 +12,7 @@ from asa.strategies.zero1 import SharedOptimizer
 from asa.strategies.zero2 import ShardedGradients
 from asa.strategies.zero3 import FullyShard
 
-DATA: tuple[type[DataStrategy], ...] = (Replicate, SharedOptimizer, ShardedGradients, FullyShard)
+DATA: tuple[type[DataStrategy], ...] = (Replicate, SharedOptimizer, ShardedGradients, FullyShard, HybridShard)
 TENSOR: tuple[type[TensorStrategy], ...] = (Whole, TensorParallel)
 
 
@@ -22,4 +23,5 @@ def offered() -> Strategies:
         tensor={cls.identifier: cls() for cls in TENSOR},
         schedules=schedules(),
         checkpoint=True,
+        offload=True,
     )

@@ -28,7 +28,8 @@ class Replicate(DataStrategy):
 
     def memory(self, share: Share, degree: int, optimizer: str) -> Memory:
         """Gradients live inside DDP's buckets (``gradient_as_bucket_view``), which last from step to step; each is
-        made outside and copied in, so the largest one exists twice for a moment."""
+        made outside and copied in, so the largest one exists twice for a moment. Those that several microbatches add up
+        stay outside, all of them, until the last one."""
         size = share.parameter_bytes
         return Memory(
             parameters=size,
@@ -36,6 +37,7 @@ class Replicate(DataStrategy):
             optimizer=OPTIMIZER_WORDS[optimizer] * size,
             buffers=share.buffer_bytes,
             buckets=0.0 if degree == 1 else size,
+            accumulated=size,
             transient=0.0 if degree == 1 else share.largest_parameter_bytes,
         )
 

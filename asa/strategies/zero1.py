@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from asa.interfaces.strategy import OPTIMIZER_WORDS, DataStrategy
+from asa.interfaces.strategy import OPTIMIZER_WORDS, SENT_BYTES, DataStrategy
 from asa.ir.graph import Component
 from asa.ir.traffic import Collective, Memory, Share
 
@@ -29,7 +29,7 @@ class SharedOptimizer(DataStrategy):
 
     def memory(self, share: Share, degree: int, optimizer: str) -> Memory:
         """As replicated, but for the optimizer: an even part, or the largest parameter where that is more, because a
-        parameter's state is not cut."""
+        parameter's state is not cut. Small parameters are sent in copies, a few of every owner at a time."""
         size = share.parameter_bytes
         part = max(size / degree, min(share.largest_parameter_bytes, size))
         return Memory(
@@ -38,7 +38,9 @@ class SharedOptimizer(DataStrategy):
             optimizer=OPTIMIZER_WORDS[optimizer] * part,
             buffers=share.buffer_bytes,
             buckets=0.0 if degree == 1 else size,
+            accumulated=size,
             transient=0.0 if degree == 1 else share.largest_parameter_bytes,
+            updating=0.0 if degree == 1 else min(size, degree * SENT_BYTES),
         )
 
     def traffic(self, share: Share, degree: int, stride: int) -> tuple[Collective, ...]:

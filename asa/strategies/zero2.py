@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asa.interfaces.strategy import OPTIMIZER_WORDS, DataStrategy
+from asa.interfaces.units import gathered_once, looped
 from asa.ir.graph import Component
-from asa.ir.traffic import Collective, Memory, Share
+from asa.ir.traffic import Beside, Collective, Memory, Share
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,19 +30,25 @@ class ShardedGradients(DataStrategy):
         return ""
 
     def memory(self, share: Share, degree: int, optimizer: str) -> Memory:
-        """One part in ``degree`` of the state, and the gathered weights; while backward is in the component, its
-        gradients whole, twice: fresh, and in the buffer they are scattered from. Gradients that several microbatches
-        add up stay whole until the last one scatters them."""
+        """One part in ``degree`` of the state; the gathered weights until the last backward is through the component,
+        whose gradients are whole while it computes. Gradients that several microbatches add up stay whole until the
+        last one scatters them."""
         size = share.parameter_bytes
         part = size / degree
         return Memory(
-            parameters=size if degree == 1 else size + part,
+            parameters=part,
             gradients=part,
             optimizer=OPTIMIZER_WORDS[optimizer] * part,
             buffers=share.buffer_bytes,
             accumulated=None if degree == 1 else size,
-            transient=0.0 if degree == 1 else 2 * size,
+            transient=0.0 if degree == 1 else size,
+            kept=0.0 if degree == 1 else size,
+            updating=0.0 if degree == 1 else looped(share, degree, optimizer),
         )
+
+    def transient(self, share: Share, degree: int, beside: Beside) -> float:
+        """Gradients whole, beside those of the neighbour behind (:mod:`asa.interfaces.units`)."""
+        return 0.0 if degree == 1 else gathered_once(share, degree, beside)
 
     def traffic(self, share: Share, degree: int, stride: int) -> tuple[Collective, ...]:
         """One gather of the updated weights and one scatter of the gradients per step."""

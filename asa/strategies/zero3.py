@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asa.interfaces.strategy import OPTIMIZER_WORDS, DataStrategy
+from asa.interfaces.units import looped, released
 from asa.ir.graph import Component
-from asa.ir.traffic import Collective, Memory, Share
+from asa.ir.traffic import Beside, Collective, Memory, Share
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,9 +40,13 @@ class FullyShard(DataStrategy):
             optimizer=OPTIMIZER_WORDS[optimizer] * part,
             buffers=share.buffer_bytes,
             accumulated=None if degree == 1 else size,
-            # Gathered weights, the buffer they are gathered in, and fresh gradients with their own buffer.
-            transient=0.0 if degree == 1 else 4 * size,
+            transient=0.0 if degree == 1 else 2 * size,
+            updating=0.0 if degree == 1 else looped(share, degree, optimizer),
         )
+
+    def transient(self, share: Share, degree: int, beside: Beside) -> float:
+        """Weights and gradients whole, in buffers of the neighbours' too (:mod:`asa.interfaces.units`)."""
+        return 0.0 if degree == 1 else released(share, degree, beside)
 
     def traffic(self, share: Share, degree: int, stride: int) -> tuple[Collective, ...]:
         """Two gathers of the weights per microbatch, one scatter of the gradients per step."""

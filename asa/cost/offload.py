@@ -1,0 +1,20 @@
+"""Seconds of an optimizer step on the host (Ren et al. 2021, "ZeRO-Offload"): gradients go there, parameters come back.
+
+One after the other, as :mod:`asa.executor.offload` does it. Devices of one host share its memory, so its bandwidth in
+an update is theirs together; the link is each one's own.
+"""
+
+from __future__ import annotations
+
+from asa.cost.compute import PASSES
+from asa.cost.constants import constant
+from asa.ir.cluster import Cluster
+from asa.ir.plan import OptimizerName
+
+
+def host_update(cluster: Cluster, optimizer: OptimizerName, updated_bytes: float, busy: int) -> float:
+    """Seconds to update ``updated_bytes`` of parameters of a device on its host while ``busy`` devices do so."""
+    link = cluster.device.host_bandwidth or constant("fallback_host_bandwidth")
+    neighbours = max(1, min(busy, cluster.host))
+    arithmetic = PASSES[optimizer] * updated_bytes * neighbours / constant("host_update_bandwidth")
+    return 2 * updated_bytes / link + arithmetic

@@ -1,0 +1,157 @@
+"""Shards of a microbatch on the ranks of one stage: how large they are, on how fast a device, and what is kept of them.
+
+Microbatches of a step differ by a sample, and so do even shards; uneven ones, and devices, differ by more. For time the
+rank decides that takes longest; for memory the one that holds most, or comes closest to what its device has.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from functools import cached_property, lru_cache
+
+from asa.cost.compute import Times
+from asa.cost.memory import margin
+from asa.ir.graph import Component, LayerGraph
+from asa.ir.layout import Layout, largest_shard
+from asa.ir.transfer import transfers
+
+
+class Shards:
+    """Of ``num_microbatches`` in a step of ``global_batch``, on ``width`` ranks.
+
+    ``speeds``: one per rank, relative to the device that was profiled; ``spare``: how many bytes each rank's device has
+    more than the smallest. Empty where all are alike. ``place``: the rank of whose memory is asked, None for all.
+    """
+
+    def __init__(
+        self, *, width: int, global_batch: int, num_microbatches: int, speeds: tuple[float, ...] = (),
+        spare: tuple[float, ...] = (),
+    ) -> None:  # fmt: skip
+        self.width, self.speeds, self.spare = width, speeds, spare
+        self.place: int | None = None
+        self.microbatch = largest_shard(global_batch, num_microbatches)
+        self.sizes = {self.microbatch, global_batch // num_microbatches} - {0}
+        self._rows: dict[Layout, tuple[int, ...]] = {}
+        self._timed: dict[Layout, tuple[tuple[int, float], ...]] = {}
+        self._held: dict[Layout, tuple[tuple[int, float], ...]] = {}
+
+    @property
+    def slowest(self) -> float:
+        """The speed of the slowest rank."""
+        return min(self.speeds, default=1.0)
+
+    def at(self, place: int) -> Shards:
+        """The same, asked about the memory of one rank."""
+        found = copy(self)
+        found.place, found._held = place, {}
+        return found
+
+    def rows(self, layout: Layout) -> tuple[int, ...]:
+        """Samples of every shard, in whichever microbatch it has most; 1 at least."""
+        if layout not in self._rows:
+            every = zip(*(layout.sizes(size) for size in self.sizes), strict=True)
+            self._rows[layout] = tuple(max(1, *sizes) for sizes in every)
+        return self._rows[layout]
+
+    def largest(self, layout: Layout) -> int:
+        """Samples of the largest shard."""
+        return max(self.rows(layout)) if layout.weights else largest_shard(self.microbatch, layout.data)
+
+    def timed(self, layout: Layout) -> tuple[tuple[int, float], ...]:
+        """(samples, speed of the slowest rank) of every shard that may take longest, one for each speed."""
+        if not layout.weights and not self.speeds:
+            return ((self.largest(layout), 1.0),)
+        if layout not in self._timed:
+            found: dict[float, int] = {}
+            for i, samples in enumerate(self.rows(layout)):
+                speed = min(self.speeds[i * layout.inner : (i + 1) * layout.inner], default=1.0)
+                found[speed] = max(samples, found.get(speed, 1))
+            self._timed[layout] = tuple((samples, speed) for speed, samples in found.items())
+        return self._timed[layout]
+
+    def held(self, layout: Layout) -> tuple[tuple[int, float], ...]:
+        """(samples, spare bytes) of every shard that may decide on memory."""
+        if not layout.weights:
+            return ((self.largest(layout), 0.0),)
+        if layout not in self._held:
+            self._held[layout] = self._decisive(layout)
+        return self._held[layout]
+
+    def _decisive(self, layout: Layout) -> tuple[tuple[int, float], ...]:
+        rows = self.rows(layout)
+        if self.place is not None:
+            return ((rows[layout.data_index(self.place)], 0.0),)
+        if not self.spare:
+            return ((max(rows), 0.0),)
+        spare = [min(self.spare[i : i + layout.inner]) for i in range(0, self.width, layout.inner)]
+        return tuple(dict.fromkeys(zip(rows, spare, strict=True)))
+
+
+class Keeping:
+    """Bytes of activations on the rank that decides on memory, upper quantiles and spare bytes aside.
+
+    What a larger device has to spare is taken off what its rank holds: some off what is there for a while, the rest
+    off the components, each by what a sample leaves there, all together no more than there is. Of each the most that is
+    left on any rank counts. If the sum of that fits the smallest device, what every rank holds fits its own.
+    """
+
+    def __init__(self, graph: LayerGraph, times: Times, shards: Shards) -> None:
+        self._graph, self._times, self.shards = graph, times, shards
+
+    def component(self, component: Component, layout: Layout, *, checkpoint: bool) -> tuple[float, float]:
+        """What forward leaves for backward, and what is there beside it while backward runs.
+
+        Under a checkpoint what stays is the output. Backward begins with forward, and has for a while what that saves.
+        """
+        found = []
+        for samples, spare in self.shards.held(layout):
+            work = self._times.work(component, samples, layout.tensor)
+            saved, transient = work.saved_bytes, work.transient_bytes
+            if checkpoint:
+                output = min(saved, float(samples * component.output_bytes_per_sample))
+                saved, transient = output, transient + saved - output
+            if spare > 0:
+                passing, staying = self._parts
+                saved -= spare * staying * component.saved_bytes_per_sample / margin()
+                transient -= spare * passing / margin()
+            found.append((saved, transient))
+        return max(s for s, _ in found), max(t for _, t in found)
+
+    def input(self, layout: Layout) -> float:
+        """The model's input."""
+        each = self._graph.input_bytes_per_sample
+        return max(
+            samples * each - (spare * self._parts[1] * each / margin() if spare else 0.0)
+            for samples, spare in self.shards.held(layout)
+        )
+
+    def part(self, size: float, layout: Layout) -> float:
+        """Of ``size`` bytes of a whole microbatch, what a rank holds at most."""
+        if not layout.weights:
+            return size / layout.data
+        return size * max(samples for samples, _ in self.shards.held(layout)) / self.shards.microbatch
+
+    @cached_property
+    def _parts(self) -> tuple[float, float]:
+        """Of a byte to spare: how much goes to what is there for a while, and how much to each byte that a sample
+        leaves, the model's input among them. All parts together are one byte at most."""
+        components = self._graph.components
+        works = [self._times.work(c, self.shards.microbatch, 1) for c in components]
+        passing, saved = max(w.transient_bytes for w in works), sum(w.saved_bytes for w in works)
+        each = sum(c.saved_bytes_per_sample for c in components) + self._graph.input_bytes_per_sample
+        share = passing / max(1.0, passing + saved)
+        return share, (1 - share) / max(1.0, each)
+
+
+@lru_cache(maxsize=65536)
+def sending(source: Layout, target: Layout, rows: int) -> tuple[int, frozenset[tuple[int, ...]]]:
+    """Of a transfer of ``rows`` rows between stages: how many flows there are, and the messages (in rows) that a rank
+    sends or receives, for every rank that differs in them."""
+    theirs = tuple(range(source.width, source.width + target.width))
+    messages = transfers(source, tuple(range(source.width)), target, theirs, rows)
+    busy: dict[int, list[int]] = {}
+    for m in messages:
+        for rank in (m.source, m.target):
+            busy.setdefault(rank, []).append(m.rows)
+    flows = min(len({m.source for m in messages}), len({m.target for m in messages}))
+    return flows, frozenset(tuple(sorted(found)) for found in busy.values())

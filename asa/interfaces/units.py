@@ -1,0 +1,58 @@
+"""What stock ``fully_shard`` (FSDP2) holds for a moment while backward is in one of its units (a component).
+
+Of a unit of ``s`` bytes, between neighbours of ``f`` in front and ``b`` behind, each rank keeps a part ``p``. Backward
+gathers the weights into a flat buffer and copies them out, gathers the unit in front ahead of time into such a buffer,
+makes the gradients, lets the weights go, copies the gradients into a buffer to be scattered from, and lets that go only
+when the next unit is through. Gloo works on copies: a gather and a scatter each take their buffer once more. Forward is
+the same with gathers only, and remembers the last buffer until the next gather is done.
+
+torch.distributed.fsdp._fully_shard: ``FSDPParamGroup.pre_backward``, ``post_backward``; Zhao et al. 2023, "PyTorch
+FSDP", 3.3 and 3.4.
+"""
+
+from __future__ import annotations
+
+from asa.interfaces.strategy import OPTIMIZER_WORDS
+from asa.ir.traffic import Beside, Share
+
+
+def released(share: Share, degree: int, beside: Beside) -> float:
+    """Weights let go of between forward and backward. Bytes beside state, activations and parts of gradients, or, with
+    several microbatches, whole gradients."""
+    s, f, b = share.parameter_bytes, beside.front, beside.behind
+    p, copy = s / degree, int(beside.copying)
+    if beside.num_microbatches > 1:
+        # The last time, of the gradients behind there is the buffer they are scattered from, and their part already.
+        left = b / degree
+        return max(
+            2 * s + left,  # copied out
+            s + (1 + copy) * f + left,  # the unit in front is gathered
+            s + f + left + share.largest_parameter_bytes,  # a gradient before it is added to the others
+            copy * s + p + f,  # scattered
+            (1 + copy) * s + f - beside.saved,  # forward: gathered behind the buffer of the one in front
+        )
+    return max(
+        2 * s + b - p,
+        s + (1 + copy) * f + b - p,
+        2 * s + f + b - p,  # all gradients made
+        (1 + copy) * s + f - beside.saved,
+    )
+
+
+def gathered_once(share: Share, degree: int, beside: Beside) -> float:
+    """Weights kept from forward to backward, and counted as such. Bytes beside those, as in :func:`released`."""
+    s, f, b = share.parameter_bytes, beside.front, beside.behind
+    p, copy = s / degree, int(beside.copying)
+    if beside.num_microbatches > 1:
+        return max(share.largest_parameter_bytes, p)
+    return max(
+        s + b - p,  # all gradients made
+        copy * s - beside.saved,  # scattered, the weights gone
+        f + copy * s - beside.saved - beside.rest / degree,  # forward: gathered behind the buffer of the one in front
+    )
+
+
+def looped(share: Share, degree: int, optimizer: str) -> float:
+    """What an optimizer step allocates that goes tensor by tensor, as it does over sharded ones: a copy or two of the
+    part in hand. Over whole tensors it is one fused kernel, and allocates nothing."""
+    return OPTIMIZER_WORDS[optimizer] * share.largest_parameter_bytes / degree

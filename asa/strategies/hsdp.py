@@ -1,0 +1,83 @@
+"""Data strategy ``hsdp``: sharded inside a group of neighbours (a node), replicated across groups.
+
+As zero3 inside a group: weights are gathered over its fast links only. Gradients are scattered inside, and each part
+is averaged with the same part of the other groups. Zhang et al. 2022, "MiCS: Near-linear Scaling for Training Gigantic
+Model on Public Cloud"; Zhao et al. 2023, "PyTorch FSDP", 3.2.2. Stock ``fully_shard`` on a mesh of two dimensions.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asa.interfaces.strategy import OPTIMIZER_WORDS, DataStrategy
+from asa.interfaces.units import looped, released
+from asa.ir.graph import Component
+from asa.ir.plan import DataDegree
+from asa.ir.traffic import Beside, Collective, Memory, Share
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from asa.sharding.axis import Axis
+
+
+class HybridShard(DataStrategy):
+    """``fully_shard`` over ``shards`` neighbours of the data group, repeated from there on; over all of it where it is
+    not said."""
+
+    identifier = "hsdp"
+
+    def __init__(self, shards: int | None = None) -> None:
+        self.shards = shards
+
+    def of(self, choice: DataDegree) -> HybridShard:
+        """Cut as far as ``choice`` says."""
+        return HybridShard(choice.shards)
+
+    def _inside(self, degree: int) -> int:
+        return degree if self.shards is None else min(self.shards, degree)
+
+    def refusal(self, component: Component, degree: int) -> str:
+        """Anything with parameters can be sharded; uneven dimensions are padded."""
+        return ""
+
+    def memory(self, share: Share, degree: int, optimizer: str) -> Memory:
+        """That of zero3 at the degree of a group: what is repeated across groups saves nothing."""
+        size, inside = share.parameter_bytes, self._inside(degree)
+        part = size / inside
+        return Memory(
+            parameters=part,
+            gradients=part,
+            optimizer=OPTIMIZER_WORDS[optimizer] * part,
+            buffers=share.buffer_bytes,
+            accumulated=None if degree == 1 else size,
+            transient=0.0 if degree == 1 else 2 * size,
+            updating=0.0 if degree == 1 else looped(share, inside, optimizer),
+        )
+
+    def transient(self, share: Share, degree: int, beside: Beside) -> float:
+        """Weights and gradients whole, in buffers of the neighbours' too (:mod:`asa.interfaces.units`)."""
+        return 0.0 if degree == 1 else released(share, self._inside(degree), beside)
+
+    def traffic(self, share: Share, degree: int, stride: int) -> tuple[Collective, ...]:
+        """Inside a group two gathers of the weights per microbatch and one scatter of the gradients per step; across
+        groups one all_reduce of each rank's part of them."""
+        size, inside = share.parameter_bytes, self._inside(degree)
+        across = degree // inside
+        if degree == 1 or not size:
+            return ()
+        found = [
+            Collective(op="all_gather", phase="forward", bytes=size, ranks=inside, stride=stride),
+            Collective(op="all_gather", phase="backward", bytes=size, ranks=inside, stride=stride),
+            Collective(op="reduce_scatter", phase="gradient", bytes=size, ranks=inside, stride=stride),
+        ]
+        if across > 1:
+            part, far = size / inside, stride * inside
+            found.append(Collective(op="all_reduce", phase="gradient", bytes=part, ranks=across, stride=far))
+        return tuple(found)
+
+    def apply(self, module: nn.Module, axis: Axis) -> nn.Module:
+        """Shard every component of the segment as one unit over ``axis.parts``, the segment as their root."""
+        from asa.sharding.sharded import sharded
+
+        return sharded(module, axis, release=True)

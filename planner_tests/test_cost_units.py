@@ -1,0 +1,111 @@
+"""The peak of a rank whose largest component dominates, measured on two real ranks: never under, and not far over."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from asa.cost.planned import price_plan
+from asa.executor.benchmark import BenchOptions, Entrant, _memory
+from asa.executor.noise import noise
+from asa.executor.votes import Votes
+from asa.instruments.allocations import Event, completed, peak
+from asa.interfaces.units import gathered_once, released
+from asa.ir.plan import Plan
+from asa.ir.profile import Profile
+from asa.ir.traffic import Beside, Share
+from asa.launch import run_ranks
+from asa.profiler import profile_module
+from asa.strategies import offered
+from asa.zoo.data import GlobalOrder
+from planner_tests import nouns
+from planner_tests.hand_plans import hand_plan, uniform
+
+SHAPE, CLASSES, BATCH = (1, 16, 16), 32, 16
+
+
+def model() -> nn.Module:
+    """Layers of 0.5, 4 (or 2 and 2), 1 and 0.06 MiB."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 128), nn.ReLU(),
+        nn.Linear(128, CLASSES),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    return profile_module(
+        model(), torch.zeros((2, *SHAPE)), spec="model", num_classes=CLASSES, global_batch=BATCH,
+        device=torch.device("cpu"), time_limit_s=3.0, max_tensor_degree=1,
+    )  # fmt: skip
+
+
+def plan_of(strategy: str, optimizer: str, microbatches: int) -> Plan:
+    return hand_plan(
+        model(), 2, uniform(2, 1), input_shape=SHAPE, num_classes=CLASSES, data_strategy=lambda _i: strategy,
+        global_batch=BATCH, num_microbatches=microbatches, optimizer=optimizer,
+    )  # fmt: skip
+
+
+def _rank(rank: int, plans: list[Plan]) -> list[int]:
+    votes, found = Votes(30), []
+    for plan in plans:
+        images, device = noise(plan, torch.device("cpu")), torch.device("cpu")
+        order = GlobalOrder(len(images), plan.global_batch, 0, drop_last=True)
+        entrant = Entrant(plan, model, offered(), rank, votes, BenchOptions(), device)
+        entrant.turn(images, order, 2)
+        found.append(_memory(entrant, images, order))
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["replicate", "zero1", "zero2", "zero3"])
+def test_the_bound_covers_the_peak_of_two_ranks_closely(strategy: str, profile: Profile) -> None:
+    plans = [plan_of(strategy, o, m) for o, m in (("sgd", 1), ("adamw", 1), ("sgd", 4))]
+    measured = run_ranks(2, _rank, plans, threads=1, timeout_s=60)
+    for i, plan in enumerate(plans):
+        highest = max(found[i] for found in measured)
+        predicted = price_plan(plan, profile, nouns.cluster(2), offered()).peak.total
+        assert highest <= predicted <= 1.15 * highest, (plan.optimizer, plan.num_microbatches)
+
+
+def share(size: float) -> Share:
+    return Share(
+        parameter_bytes=size, largest_parameter_bytes=size / 2, num_parameter_tensors=2, buffer_bytes=0,
+        flops_per_sample=1, saved_bytes_per_sample=1,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("held", [released, gathered_once])
+@pytest.mark.parametrize("around", [{}, {"num_microbatches": 2}], ids=["once", "accumulated"])
+def test_more_around_is_never_less(held: Any, around: dict[str, Any]) -> None:
+    alone = Beside(rest=100.0, **around)
+    least = held(share(100.0), 4, alone)
+    for more in ({"front": 80.0}, {"behind": 80.0}, {"copying": True}):
+        assert held(share(100.0), 4, replace(alone, **more)) >= least
+    assert held(share(100.0), 4, replace(alone, saved=30.0)) <= least
+
+
+def test_a_unit_that_dominates_is_there_twice_with_its_part_counted_apart() -> None:
+    """Weights and gradients, or, with gloo, the buffer they are scattered from and gloo's copy of it."""
+    assert released(share(100.0), 2, Beside(rest=100.0)) == 150.0
+    assert released(share(100.0), 2, Beside(rest=100.0, copying=True)) == 200.0
+    assert released(share(27.0), 2, Beside(front=27.0, behind=27.0, rest=54.0, copying=True)) == 3.5 * 27
+
+
+def test_what_another_thread_lets_go_of_is_not_held_for_ever() -> None:
+    events = [
+        Event(at=1, pointer=1, size=10),  # a gradient, which outlives the record
+        Event(at=2, pointer=2, size=50),  # a copy whose release is not noted
+        Event(at=3, pointer=3, size=20),
+        Event(at=4, pointer=3, size=-20),
+        Event(at=5, pointer=2, size=30),  # its memory is used again
+        Event(at=6, pointer=2, size=-30),
+    ]
+    assert peak(completed(events, {1})) == 60
+    assert peak(completed(events, {1, 2})) == 60
+    assert peak(completed(events[:2], set())) == 50
