@@ -10,6 +10,7 @@ import joint_oracle
 import pytest
 from random_pipelines import RandomPipelines
 
+from asa.planner.floors import floors
 from asa.planner.joint import search
 from asa.planner.pipelines import Skeleton, stage_times, value_of
 from asa.planner.problem import Chain
@@ -240,3 +241,22 @@ def test_what_is_too_large_is_bounded_all_the_same():
     found = search(pipelines, incumbent_ms=1e6)
     assert found.skeleton is None
     assert 0 < found.bound < 1e6
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_quick_floors_are_below_every_plan(seed):
+    pipelines = small(seed, memory=50)
+    truth, found = joint_oracle.best(pipelines), floors(pipelines)
+    assert 0 < min(found.values()) <= truth * (1 + 1e-9)
+    assert floors(pipelines, 0.5 * min(found.values())) == dict.fromkeys(found, 0.5 * min(found.values()))
+
+
+def test_floors_know_that_a_stage_has_all_microbatches_to_do():
+    class Even(RandomPipelines):
+        def compute(self, width, m):
+            return [1.0] * len(self.names)
+
+    found = floors(Even(1, components=4, gpus=2, most=8, speed=1.0, memory=50))
+    # Two stages of one rank share four components, whatever the cut.
+    assert found[8] == pytest.approx(16.0, rel=1e-3)
+    assert found[1] == pytest.approx(4.0)

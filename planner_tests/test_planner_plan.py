@@ -120,6 +120,20 @@ def test_a_plan_survives_its_file():
     assert verify(again, profile, cluster, PLAIN) == found.prediction
 
 
+def test_the_certificate_says_how_the_search_came_to_it():
+    profile, cluster = varied(3)
+    found = plan(profile, cluster, FULL, Request(gpus=4, global_batch=8, prefer_simple=False))[0]
+    curve = found.certificate.curve
+    assert curve
+    assert [p.seconds for p in curve] == sorted(p.seconds for p in curve)
+    assert [p.lower_bound_s for p in curve] == sorted(p.lower_bound_s for p in curve)
+    best = [p.best_s for p in curve if p.best_s is not None]
+    assert best == sorted(best, reverse=True)
+    assert curve[-1].lower_bound_s <= best[-1] * (1 + 1e-9)
+    assert best[-1] == pytest.approx(found.prediction.step_time_s)
+    assert codec.loads(Plan, codec.dumps(found), source="a test").certificate.curve == curve
+
+
 def test_one_device_costs_no_communication():
     profile, cluster = tiny(2)
     found = plan(profile, cluster, FULL, Request(gpus=2, global_batch=8, strategies=("single",)))[0]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import random_problems
 
 from asa.errors import AsaError, UnavailableError, UsageError
 from asa.ir.plan import DataDegree, TensorDegree
-from asa.planner import dp, exhaustive, ilp, search
+from asa.planner import dp, dual, exhaustive, ilp, labels, search
 from asa.planner.problem import Config, Edge, Problem, Solution
 
 
@@ -238,3 +239,56 @@ def test_where_two_proofs_differ_the_definition_decides(caplog):
     liar = replace(best, value=best.value / 2, bound=best.value / 2, solver="liar")
     with pytest.raises(AsaError, match="liar prices its plan"):
         search._arbitrate(best, liar, float("inf"), problem)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_label_program_in_arrays_finds_what_brute_force_finds(seed):
+    rng, feasible = random.Random(100 + seed), 0
+    for _ in range(60):
+        problem = small(rng)
+        oracle, found = exhaustive.solve(problem), labels.solve(problem)
+        assert found.proved
+        assert same(oracle.value, found.value)
+        if found.choice is not None:
+            feasible += 1
+            assert same(exhaustive.value(problem, found.choice), found.value)
+            assert exhaustive.peak(problem, found.choice) <= problem.capacity + 1e-9
+        beaten = labels.solve(problem, cutoff=0.99 * oracle.value)
+        assert beaten.choice is None
+        assert oracle.choice is None or beaten.bound == pytest.approx(0.99 * oracle.value)
+    assert feasible > 30, "the draw must not be all infeasible"
+
+
+def test_prices_of_memory_bound_every_choice_that_fits():
+    rng = random.Random(19)
+    for _ in range(30):
+        problem = random_problems.draw(rng, components=5, configs=4, most=400, tight=True)
+        best = exhaustive.solve(problem).value
+        arrays = dual.Arrays(problem)
+        found = dual.Search(arrays)
+        found.run(40)
+        assert found.bound <= best * (1 + 1e-9)
+        for _ in range(5):
+            pivot = [rng.random() for _ in range(5)]
+            weights = dual.weigh(
+                arrays,
+                np.array([pivot]) / sum(pivot),
+                np.array([[rng.choice([0.0, 3 * rng.random()]) for _ in range(5)]]),
+            )
+            assert dual.Priced(arrays, weights).value[0] <= best * (1 + 1e-9)
+
+
+def test_a_hurried_label_program_states_a_true_bound():
+    rng = random.Random(41)
+    for _ in range(8):
+        problem = random_problems.draw(rng, components=12, configs=6)
+        lean = dp.least_memory(problem)
+        tight = replace(problem, capacity=1.15 * lean.value)
+        best = labels.solve(tight)
+        assert best.proved
+        assert best.choice is not None
+        for limit in (0.0, 0.005, 0.02):
+            found = labels.solve(tight, time_limit_s=limit)
+            assert found.bound <= best.value * (1 + 1e-9)
+            assert found.choice is None or found.value >= best.value * (1 - 1e-9)
+        assert labels.solve(tight, gap=0.05).value <= best.value * 1.06

@@ -16,7 +16,7 @@ from asa.errors import UsageError
 from asa.interfaces.strategy import Strategies
 from asa.ir.codec import noun
 from asa.ir.layout import Layout
-from asa.ir.plan import DataDegree, DataStrategyName, ScheduleName, TensorDegree
+from asa.ir.plan import DataStrategyName, ScheduleName, TensorDegree
 from asa.planner.candidate import Candidate, Prices
 from asa.planner.space import MOST_IN_A_PIPELINE, Space
 
@@ -162,10 +162,16 @@ def _way(index: int, degrees: Degrees, space: Space, num_microbatches: int) -> W
     data = degrees.data
     has_parameters = component.parameter_bytes > 0
     shards = data in space.strategies.data and not space.strategies.data[data].refusal(component, d)
+    shards = shards and not component.tied
+    choice = space.data_degree(data if d > 1 and has_parameters and shards else "replicate", layout)
+    if choice is None:
+        one = len(space.cluster.levels) == 1
+        raise Unavailable("one node; by name, over half of it" if one else "needs several nodes of several devices")
     return Way(
         layout=layout,
-        data=DataDegree(strategy=data if d > 1 and has_parameters and shards else "replicate", degree=d),
+        data=choice,
         tensor=TensorDegree(strategy="tensor" if splits else "none", degree=layout.tensor),
+        offload=space.request.offload == "always" and space.offloading and has_parameters,
     )
 
 
@@ -182,6 +188,9 @@ def _balanced(prices: Prices, ways: list[Way], degrees: Degrees, num_microbatche
     refusal = f"{p} stages of {n} components" if p > n else schedule.refusal(p, num_microbatches)
     if refusal:
         raise Unavailable(refusal)
+    graph = prices.space.profile.graph
+    if prices.space.cluster.unequal:
+        return _by_speed(prices, ways, degrees, num_microbatches)
     pricer = prices.pricer(degrees.d * degrees.t, num_microbatches, prices.space.request.gpus)
     before = [0.0, *accumulate(pricer.compute_alone(i, w.layout) for i, w in enumerate(ways))]
     # best[i]: the least maximum of the components from i on in the stages still to come, and where the first ends.
@@ -195,7 +204,50 @@ def _balanced(prices: Prices, ways: list[Way], degrees: Degrees, num_microbatche
     starts = [0]
     for left in range(p, 1, -1):
         starts.append(ends[left - 1][starts[-1]][1])
-    return tuple(starts)
+    if all(graph.cuttable(start) for start in starts):
+        return tuple(starts)
+    return _elsewhere(before, [i for i in range(n) if graph.cuttable(i)], p)
+
+
+def _by_speed(prices: Prices, ways: list[Way], degrees: Degrees, num_microbatches: int) -> tuple[int, ...]:
+    """The same where stages have unequal devices: each by what its own ranks take, so slow ones get less.
+
+    Raises:
+        Unavailable: fewer cuts than stages.
+    """
+    n, p, width, gpus = len(ways), degrees.p, degrees.d * degrees.t, prices.space.request.gpus
+    allowed = [i for i in range(n) if prices.space.profile.graph.cuttable(i)]
+    if len(allowed) < p:
+        raise Unavailable(f"may be cut into {len(allowed)} stages, not {p}")
+    best: dict[int, tuple[float, tuple[int, ...]]] = {n: (0.0, ())}
+    for stage in range(p - 1, -1, -1):
+        pricer = prices.pricer(width, num_microbatches, gpus, stage * width)
+        before = [0.0, *accumulate(pricer.compute_alone(i, w.layout) for i, w in enumerate(ways))]
+        best = {
+            i: min((max(before[j] - before[i], value), (i, *rest)) for j, (value, rest) in best.items() if j > i)
+            for i in allowed
+            if any(j > i for j in best)
+        }
+    return best[0][1]
+
+
+def _elsewhere(before: list[float], allowed: list[int], stages: int) -> tuple[int, ...]:
+    """Starts out of ``allowed`` such that the stage with the most computation has the least; ``before``: computation
+    in front of each component, and in all.
+
+    Raises:
+        Unavailable: fewer of them than stages.
+    """
+    if len(allowed) < stages:
+        raise Unavailable(f"may be cut into {len(allowed)} stages, not {stages}")
+    best: dict[int, tuple[float, tuple[int, ...]]] = {i: (before[-1] - before[i], (i,)) for i in allowed}
+    for _ in range(stages - 1):
+        best = {
+            i: min((max(before[j] - before[i], value), (i, *rest)) for j, (value, rest) in best.items() if j > i)
+            for i in allowed
+            if any(j > i for j in best)
+        }
+    return best[0][1]
 
 
 def _first_stage(before: list[float], behind: list[tuple[float, int]], start: int, last: int) -> tuple[float, int]:

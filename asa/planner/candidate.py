@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import replace
+from itertools import accumulate
 
 import numpy as np
 
 from asa.cost.compute import Times
 from asa.cost.planned import Price, price
 from asa.cost.pricing import Pricer, Way, times_of
-from asa.cost.spread import slowest_rank
+from asa.cost.shards import Shards
+from asa.cost.spread import slowest_rank, working
 from asa.ir.codec import noun
-from asa.ir.layout import largest_shard
-from asa.ir.plan import ScheduleName
+from asa.ir.layout import Layout, largest_shard
+from asa.ir.plan import DataDegree, ScheduleName, TensorDegree
 from asa.planner.space import Space
 
 
@@ -49,6 +51,12 @@ class Candidate:
         """Ranks of the stage of component ``index``."""
         return self.widths[self.stage(index)]
 
+    @property
+    def weights(self) -> dict[int, tuple[int, ...]]:
+        """By width, those by which a stage cuts its batch, where there are any."""
+        cut = {w: self.ways[start].layout.weights for w, start in zip(self.widths, self.starts, strict=True)}
+        return {w: x for w, x in cut.items() if x}
+
     def with_way(self, index: int, way: Way) -> Candidate:
         """The same, but for one component."""
         return replace(self, ways=(*self.ways[:index], way, *self.ways[index + 1 :]))
@@ -65,15 +73,41 @@ class Prices:
         self.space = space
         self._times: Times = times_of(space.profile, space.strategies) if known is None else known._times
         self._fewest = np.array([space.fewest_samples(i) for i in range(len(space.profile.graph))])
-        self._slow: dict[int, float] = {}
-        self._computes: dict[tuple[int, int], np.ndarray] = {}
-        self._pricers: dict[tuple[int, int, int], Pricer] = {} if known is None else known._pricers
+        self._slow: dict[float, float] = {}
+        self._computes: dict[tuple[int, int], np.ndarray] = {} if known is None else known._computes
+        self._pricers: dict[tuple[object, ...], Pricer] = {} if known is None else known._pricers
+        if space.may_offload and space.request.offload == "auto":
+            space.offloading = not self._plain_fits()
 
-    def pricer(self, width: int, num_microbatches: int, busy: int | None = None) -> Pricer:
-        """The pricer for stages of ``width`` ranks, ``busy`` of which work at once (``width`` for a single stage)."""
-        key = (width, num_microbatches, width if busy is None else busy)
+    def _plain_fits(self) -> bool:
+        """Whether plain data parallelism on all devices fits, in some number of microbatches."""
+        space, gpus, count = self.space, self.space.request.gpus, len(self.space.profile.graph)
+
+        def enough(degree: int, m: int) -> bool:
+            return all(space.enough_samples(i, degree, m) for i in range(count))
+
+        degree = next((d for d in range(gpus, 0, -1) if gpus % d == 0 and enough(d, 1)), 1)
+        way = Way(
+            layout=Layout(width=gpus, data=degree, tensor=1),
+            data=DataDegree(strategy="replicate", degree=degree),
+            tensor=TensorDegree(strategy="none", degree=1),
+        )
+        for m in (2**k for k in range(space.request.global_batch.bit_length())):
+            if not enough(degree, m):
+                break
+            plain = Candidate(origin="ddp", widths=(gpus,), num_microbatches=m, ways=(way,) * count)
+            if self.of(plain).peak.total <= space.capacity(gpus):
+                return True
+        return False
+
+    def pricer(self, width: int, num_microbatches: int, busy: int | None = None, first: int = 0) -> Pricer:
+        """The pricer for stages of ``width`` ranks from ``first`` on, ``busy`` of which work at once (``width`` for a
+        single stage)."""
+        working, s = width if busy is None else busy, self.space
+        speeds = s.cluster.speeds(range(first, first + width))
+        spare = self._spare(first, width)
+        key = (width, num_microbatches, working, speeds, spare)
         if key not in self._pricers:
-            s = self.space
             self._pricers[key] = Pricer(
                 s.profile,
                 self._times,
@@ -83,28 +117,53 @@ class Prices:
                 global_batch=s.request.global_batch,
                 num_microbatches=num_microbatches,
                 optimizer=s.request.optimizer,
-                busy=key[2],
+                busy=working,
+                compression=s.request.compression,
+                speeds=speeds,
+                spare=spare,
             )
         return self._pricers[key]
+
+    def _spare(self, first: int, width: int) -> tuple[float, ...]:
+        """Per rank of a stage, how many bytes more its device has than the smallest; none where all have the same."""
+        space = self.space
+        if space.request.memory_bytes is not None or len(set(space.cluster.memories()[first : first + width])) < 2:
+            return ()
+        least = space.room(first, width, width)
+        return tuple(space.room(r, 1, width) - least for r in range(first, first + width))
 
     def compute_alone(self, width: int, num_microbatches: int) -> float:
         """Lower bound in seconds on every plan of one stage of that width: :meth:`compute` of all components."""
         return num_microbatches * sum(self.compute(width, num_microbatches))
 
-    def compute(self, width: int, num_microbatches: int, busy: int | None = None) -> list[float]:
-        """Per component the least seconds of forward and backward of one microbatch in a stage of that width, nothing
-        communicated; infinite where it cannot run there at all."""
+    def compute(self, width: int, num_microbatches: int, busy: int | None = None, first: int = 0) -> list[float]:
+        """Per component the least seconds of forward and backward of one microbatch in a stage of that width which
+        begins with rank ``first``, nothing communicated; infinite where it cannot run there at all."""
         space, busy = self.space, width if busy is None else busy
         batch = space.request.global_batch
         microbatch, smallest = largest_shard(batch, num_microbatches), batch // num_microbatches
         least = np.full(len(space.profile.graph), np.inf)
+        speeds = space.cluster.speeds(range(first, first + width))
+        cut = Shards(width=width, global_batch=batch, num_microbatches=num_microbatches, speeds=speeds)
         for layout in space.layouts(width, num_microbatches):
+            if layout.weights or speeds:
+                least = np.minimum(least, self._unequal(layout, cut))
+                continue
             if smallest >= layout.data:
                 alone = self._alone(largest_shard(microbatch, layout.data), layout.tensor)
                 least = np.minimum(least, np.where(self._fewest <= smallest // layout.data, alone, np.inf))
-        if busy not in self._slow:
-            self._slow[busy] = slowest_rank(space.profile, space.cluster, busy)
-        return [float(x) for x in least * self._slow[busy]]
+        at_once = working(width, busy, num_microbatches)
+        if at_once not in self._slow:
+            self._slow[at_once] = slowest_rank(space.profile, space.cluster, at_once)
+        return [float(x) for x in least * self._slow[at_once]]
+
+    def _unequal(self, layout: Layout, cut: Shards) -> np.ndarray:
+        """Of a layout with uneven shards, or on unequal devices: the rank that takes longest."""
+        fewest = min(layout.fewest(size) for size in cut.sizes)
+        if fewest < 1:
+            return np.full(len(self._fewest), np.inf)
+        taken = [self._alone(n, layout.tensor) / speed for n, speed in cut.timed(layout)]
+        return np.where(self._fewest <= fewest, np.max(taken, axis=0), np.inf)
 
     def _alone(self, samples: int, tensor: int) -> np.ndarray:
         """Per component forward and backward on one rank of a device that does nothing else."""
@@ -130,5 +189,18 @@ class Prices:
         """All of a candidate."""
         m, busy = candidate.num_microbatches, self.busy(candidate)
         schedule = self.space.strategies.schedules[candidate.schedule] if len(candidate.widths) > 1 else None
-        pricers = [self.pricer(w, m, busy) for w in candidate.widths]
-        return price(pricers, candidate.starts, candidate.ways, self.space.cluster.overlap, schedule)
+        firsts = [0, *accumulate(candidate.widths[:-1])]
+        pricers = [self.pricer(w, m, busy, first) for w, first in zip(candidate.widths, firsts, strict=True)]
+        found = price(pricers, candidate.starts, candidate.ways, self.space.cluster.overlap, schedule)
+        return self._levelled(found, candidate, firsts) if schedule and self.space.cluster.devices else found
+
+    def _levelled(self, price: Price, candidate: Candidate, firsts: list[int]) -> Price:
+        """With the peak of the stage that comes closest to its devices' memory, less what they have more than
+        :meth:`capacity`."""
+        busy, free = self.busy(candidate), self.capacity(candidate)
+        places = zip(price.stages, firsts, candidate.widths, strict=True)
+        peaks = [
+            replace(s.peak, total=s.peak.total + free - self.space.room(first, width, busy))
+            for s, first, width in places
+        ]
+        return replace(price, peak=max(peaks, key=lambda p: p.total))

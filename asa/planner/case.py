@@ -32,6 +32,8 @@ _FAR = 0.99
 """Of the best plan: a bound below it calls for better plans, too."""
 _LEAST = 1e-4
 """Of a bound: the least step upwards."""
+_STRIDE = 0.02
+"""Of the way from the bound to the best plan, at least, at a time."""
 _TRIED = 12
 """Plans filled in at a time, where stages are known as bounds only."""
 
@@ -62,14 +64,16 @@ class Case:
     """Plans of ``stages`` stages (any of them), all else open. ``bound`` holds for all; ``found`` is called with plans:
     (ms, skeleton, choices)."""
 
+    value = INF
+
     def __init__(
         self, shop: Shop, m: int, name: str, schedule: Schedule, stages: Sequence[int],
-        found: Callable[[float, Skeleton, tuple[Choice, ...]], None],
+        found: Callable[[float, Skeleton, tuple[Choice, ...]], None], bound: float = 0.0,
     ) -> None:  # fmt: skip
         self.shop, self.m, self.name, self.schedule, self.stages = shop, m, name, schedule, tuple(stages)
         self.most = max(stages)
         self.found = found
-        self.bound, self.level = 0.0, 0
+        self.bound, self.level = bound, 0
         self.in_flight = {
             r: min(schedule.in_flight(p - r, p, m) for p in stages if p >= r) for r in range(1, self.most + 1)
         }  # fmt: skip
@@ -106,10 +110,11 @@ class Case:
         """Raise the bound. ``best``: what is known already, plans from there on are of no interest."""
         if self.level == 0:
             self._by_compute(best)
-        elif self.level == 1:
-            self._by_prices(best, limit=False)
-        elif self.level == 2:
-            self._by_prices(best, limit=True)
+        elif self.level in (1, 2):
+            try:
+                self._by_prices(best, ends, limit=self.level == 2)
+            except OutOfTimeError:
+                return
         elif self.level == 3:
             self._sketch(best)
         else:
@@ -148,13 +153,15 @@ class Case:
         self.stages = tuple(p for p in self.stages if p <= self.most)
         self._frame = frame
 
-    def _by_prices(self, best: float, *, limit: bool) -> None:
+    def _by_prices(self, best: float, ends: float, *, limit: bool) -> None:
         if not limit:
             self.keys = Keys(self.widths)
-            self._links = self.shop.links(self.m, self.keys)
+            self._links = self.shop.links(self.m, self.keys, ends=ends)
         assert self._links is not None
         changed = not limit
         for w in self.widths:
+            if time.monotonic() > ends:
+                raise OutOfTimeError
             for r in range(1, self.most + 1):
                 before = self._tables.get((w, r))
                 if before is None:
@@ -244,6 +251,8 @@ class Case:
 
     def _by_plans(self, best: float, ends: float) -> None:
         """All plans up to a limit, a little further each time."""
+        if self.bound > 0 and best < _FOREVER:  # far from the best plan, in longer strides
+            self.share = max(self.share, (best / self.bound - 1) * _STRIDE)
         limit = min(best, self.bound * (1 + self.share)) if self.share < 10 else best
         limit = min(limit, _FOREVER)
         self.share *= 4

@@ -48,8 +48,7 @@ def confidence(
     finalists: Sequence[tuple[Candidate, Price]], profile: Profile, strategies: Strategies, overlap: Overlap
 ) -> Confidence:
     """Of the first of ``finalists`` among all of them."""
-    errors = Errors(DRAWS)
-    times = np.array([_times(c, p, profile, strategies, overlap, errors) for c, p in finalists])
+    times = joint_times(finalists, profile, strategies, overlap)
     fastest = times.min(axis=0)
     # Plans that tie are all best: a whole strategy may be found under several names.
     best = times[0] <= fastest * (1 + 1e-9)
@@ -59,6 +58,14 @@ def confidence(
         finalists=len(finalists),
         draws=DRAWS,
     )
+
+
+def joint_times(
+    finalists: Sequence[tuple[Candidate, Price]], profile: Profile, strategies: Strategies, overlap: Overlap
+) -> np.ndarray:
+    """Seconds of a step, a row a plan and a column a draw: errors that plans share are the same in a column."""
+    errors = Errors(DRAWS)
+    return np.array([_times(c, p, profile, strategies, overlap, errors) for c, p in finalists])
 
 
 def _times(

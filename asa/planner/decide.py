@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 from asa.cost.estimate import on_device
 from asa.cost.planned import Price
@@ -14,19 +14,23 @@ from asa.interfaces.strategy import Strategies
 from asa.ir import codec
 from asa.ir.cluster import Cluster
 from asa.ir.codec import noun
-from asa.ir.plan import Assignment, Baseline, Certificate, Plan, Stage
+from asa.ir.plan import Assignment, Baseline, Certificate, CurvePoint, Plan, Stage
 from asa.ir.profile import Profile
 from asa.ir.units import GIB
 from asa.planner import baselines, infeasible, parameter_server
 from asa.planner.candidate import Candidate, Prices
 from asa.planner.confidence import confidence
 from asa.planner.prediction import noise, predict
+from asa.planner.problem import MS
 from asa.planner.request import Request
-from asa.planner.search import TOLERANCE_GIB, Outcome, next_best, search
+from asa.planner.search import Outcome, next_best, search
+from asa.planner.singles import TOLERANCE_GIB
 from asa.planner.space import Space, check
 
 _WORTH = 0.02
 """A gap from which on a longer search is worth mentioning."""
+_DRAWN = 8_000
+"""Components, over all finalists, whose errors are drawn: of a thousand components, not of every whole strategy."""
 _PAST = 1.1
 """Over the best: from there on more microbatches only make a pipeline slower."""
 
@@ -67,6 +71,11 @@ def plan(
             f"asked for {request.gpus} devices, cluster {cluster.name} has {cluster.num_devices}; lower --gpus, name "
             "a larger --cluster, or measure one"
         )
+    if request.offload == "always" and cluster.device.type == "cpu":
+        raise UsageError(
+            f"offload saves nothing on {cluster.name}: what a CPU rank holds is in host memory already; leave it out, "
+            "or name a cluster of CUDA devices (`asa verify PLAN --device cpu` runs such a plan here)"
+        )
     wanted = tuple(dict.fromkeys(request.strategies or ("asa",)))
     baselines.check(wanted, strategies, request.gpus)
     check(strategies, request.pins)
@@ -85,6 +94,7 @@ def plan(
         time_limit_s=request.time_limit_s,
         allowed=prices.space.pinned,
         incumbent_s=simplest.seconds if simplest else float("inf"),
+        baselines=[r.candidate for r in sorted(eligible, key=lambda r: r.seconds) if r.candidate],
     )
     chosen, notes = _choose(prices, outcome, simplest)
     if chosen is None:
@@ -247,11 +257,42 @@ def _circumstances(prices: Prices, candidate: Candidate) -> tuple[str, ...]:
             f"{candidate.num_microbatches} microbatches, because one does not fit"
             + ("; BatchNorm normalises each by itself" if _normalises(space) else "")
         )
+    if request.compression != "none":
+        notes.append(
+            f"gradients travel as {request.compression}: training is not that of one device, `asa verify` says by how "
+            "much"
+        )
+    notes += _unequal(space, candidate)
+    away = sum(w.offload for w in candidate.ways)
+    if away:
+        notes.append(f"the optimizer state of {away} components is on the host, and so is their update")
     if space.profile.provenance.origin == "estimated":
         notes.append("times are estimated from FLOPs and bytes, not measured: good to tens of per cent")
     if space.cluster.status != "measured":
         notes.append(f"the links of {space.cluster.name} are {space.cluster.status}, not measured here")
     return tuple(notes)
+
+
+def _unequal(space: Space, candidate: Candidate) -> list[str]:
+    """How a plan meets devices that are not alike."""
+    cluster, cut = space.cluster, candidate.ways[0].layout
+    if not cluster.unequal:
+        return []
+    every = [cluster.speed(r) for r in range(cluster.num_devices)]
+    late = next((r for r in range(candidate.ranks, len(every)) if every[r] > min(every[: candidate.ranks])), None)
+    notes = []
+    if late is not None:
+        notes.append(f"the first {candidate.ranks} devices are used, rank {late} is faster: list the fastest first")
+    if len(candidate.widths) > 1 or len(set(every[: candidate.ranks])) == 1:
+        return notes
+    if not cut.weights:
+        return [*notes, "unequal devices, all with as many samples"]
+    shares, first = [], 0
+    for weight, same in groupby(cut.weights):
+        count, share = len(list(same)), f"{100 * weight / sum(cut.weights):.3g} %"
+        shares.append(f"rank {first} {share}" if count == 1 else f"ranks {first} to {first + count - 1} {share} each")
+        first += count
+    return [*notes, f"unequal devices: of a batch {', '.join(shares)}"]
 
 
 def _normalises(space: Space) -> bool:
@@ -269,7 +310,23 @@ def _certificate(prices: Prices, candidate: Candidate, outcome: Outcome, seconds
         gap=0.0 if gap <= 1e-6 else gap,
         space=prices.space.describe(),
         solve_s=seconds,
+        curve=_curve(outcome),
     )
+
+
+def _curve(outcome: Outcome) -> tuple[CurvePoint, ...] | None:
+    """The curve of the search in a few points: those after which the gap was at most three quarters of before."""
+    found: list[CurvePoint] = []
+    last = float("inf")
+    for i, (seconds, best, bound) in enumerate(outcome.curve):
+        left = 1 - bound / best if 0 < best < float("inf") else 1.0
+        if left <= 0.75 * last or i + 1 == len(outcome.curve):
+            last = left
+            point = CurvePoint(
+                seconds=seconds, best_s=best / MS if best < float("inf") else None, lower_bound_s=max(0.0, bound) / MS
+            )
+            found.append(point)
+    return tuple(found) or None
 
 
 def _plan(
@@ -304,7 +361,14 @@ def _plan(
         optimizer=request.optimizer,
         device_type=space.cluster.device.type,
         components=tuple(
-            Assignment(name=c.name, stage=candidate.stage(i), data=w.data, tensor=w.tensor, checkpoint=w.checkpoint)
+            Assignment(
+                name=c.name,
+                stage=candidate.stage(i),
+                data=w.data,
+                tensor=w.tensor,
+                checkpoint=w.checkpoint,
+                offload=w.offload,
+            )
             for i, (c, w) in enumerate(zip(profile.graph.components, candidate.ways, strict=True))
         ),
         stages=_stages(candidate),
@@ -316,7 +380,7 @@ def _plan(
             Baseline(
                 name=r.name,
                 step_time_s=r.price.cost.total_s if r.price else None,
-                memory_bytes_max=math.ceil(r.price.peak.total) if r.price else None,
+                memory_bytes_max=math.ceil(max(s.most for s in r.price.stages)) if r.price else None,
                 fits=r.fits,
                 why_not=r.why_not,
             )
@@ -325,15 +389,20 @@ def _plan(
         origin="estimated" if assumed else "measured",
         notes=notes,
         confidence=confidence(
-            [(candidate, price), *((c, prices.of(c)) for c in rivals)],
+            [(candidate, price), *((c, prices.of(c)) for c in rivals[: max(3, _DRAWN // len(space.profile.graph))])],
             space.profile,
             space.strategies,
             space.cluster.overlap,
         ),
+        compression=request.compression,
     )
 
 
 def _stages(candidate: Candidate) -> tuple[Stage, ...]:
     """Ranks are handed out in the order of stages."""
     ends = list(accumulate(candidate.widths))
-    return tuple(Stage(ranks=tuple(range(end - w, end))) for end, w in zip(ends, candidate.widths, strict=True))
+    weights = [candidate.ways[start].layout.weights or None for start in candidate.starts]
+    return tuple(
+        Stage(ranks=tuple(range(end - w, end)), weights=cut)
+        for end, w, cut in zip(ends, candidate.widths, weights, strict=True)
+    )

@@ -27,10 +27,14 @@ import time
 from operator import itemgetter
 from typing import Any
 
+from asa.planner import labels
 from asa.planner.problem import Choice, Config, Problem, Solution
 
 _INF = float("inf")
 _SLACK = 1e-9
+_LARGE = 60
+"""Configurations of all components together from which on a problem with a memory limit is left to
+:mod:`asa.planner.labels`: the same labels, in arrays."""
 
 # v, c, p, u, w, configuration, label behind it. A tuple, because there are a hundred thousand of them.
 _Label = tuple[float, float, float, float, float, int, Any]
@@ -97,6 +101,8 @@ def solve(problem: Problem, *, time_limit_s: float = 60.0, beam: int | None = No
     ``cutoff`` a proved bound. When time is up, the best choice so far is returned with the bound that was proved.
     """
     ends = time.monotonic() + time_limit_s
+    if beam is None and problem.capacity < _INF and sum(len(row) for row in problem.configs) > _LARGE:
+        return labels.solve(problem, time_limit_s=time_limit_s, cutoff=cutoff)
     completions = _Completions(problem)
     floor = _root_bound(problem, completions)
     best, incumbent = cutoff, None

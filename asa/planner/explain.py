@@ -17,7 +17,8 @@ from asa.planner import baselines
 from asa.planner.candidate import Candidate, Prices
 from asa.planner.formulate import formulate
 from asa.planner.request import Request, parse_pin
-from asa.planner.search import TOLERANCE_GIB, search
+from asa.planner.search import search
+from asa.planner.singles import TOLERANCE_GIB
 from asa.planner.space import Space, pinned
 
 
@@ -30,6 +31,7 @@ class Alternative:
     extra_s: float
     fits: bool
     checkpoint: bool = False
+    offload: bool = False
 
 
 @noun
@@ -55,6 +57,7 @@ class ComponentExplanation:
     alternative: Alternative | None
     stage: int = 0
     checkpoint: bool = False
+    offload: bool = False
 
 
 @noun
@@ -96,7 +99,8 @@ def _prices(
     plan: Plan, profile: Profile, cluster: Cluster, strategies: Strategies, memory_bytes: int | None
 ) -> tuple[Candidate, Prices]:
     request = Request(
-        gpus=plan.gpus, global_batch=plan.global_batch, optimizer=plan.optimizer, memory_bytes=memory_bytes
+        gpus=plan.gpus, global_batch=plan.global_batch, optimizer=plan.optimizer, memory_bytes=memory_bytes,
+        compression=plan.compression,
     )  # fmt: skip
     candidate = Candidate(
         origin=plan.strategy,
@@ -106,7 +110,8 @@ def _prices(
         num_microbatches=plan.num_microbatches,
         ways=ways_of(plan, profile, strategies),
     )
-    return candidate, Prices(Space(on_device(profile, cluster), cluster, strategies, request))
+    space = Space(on_device(profile, cluster), cluster, strategies, request)
+    return candidate, Prices(space.weighted(candidate.weights))
 
 
 def explain(
@@ -140,6 +145,7 @@ def explain(
                 alternative=_alternative(prices, candidate, price, i, capacity),
                 stage=candidate.stage(i),
                 checkpoint=way.checkpoint,
+                offload=way.offload,
             )
         )
     tight = capacity - price.peak.total < 0.02 * capacity
@@ -165,7 +171,8 @@ def _alternative(prices: Prices, candidate: Candidate, price: Price, index: int,
         extra = other.cost.total_s - price.cost.total_s
         if found is None or (not fits, extra) < (not found.fits, found.extra_s):
             found = Alternative(
-                data=way.data, tensor=way.tensor, extra_s=extra, fits=fits, checkpoint=way.checkpoint
+                data=way.data, tensor=way.tensor, extra_s=extra, fits=fits, checkpoint=way.checkpoint,
+                offload=way.offload,
             )  # fmt: skip
     return found
 

@@ -41,15 +41,22 @@ class Formulation:
 
 
 def formulate(
-    prices: Prices, width: int, num_microbatches: int, allowed: Allowed = anything, *, busy: int | None = None
+    prices: Prices,
+    width: int,
+    num_microbatches: int,
+    allowed: Allowed = anything,
+    *,
+    busy: int | None = None,
+    first: int = 0,
 ) -> Formulation | None:
     """The numbers, or None where some component cannot run at all in a stage of that width.
 
-    ``busy``: ranks of the whole pipeline that such stages are part of; None for a single stage.
+    ``busy``: ranks of the whole pipeline that such stages are part of; None for a single stage. ``first``: its first
+    rank, where devices are unequal.
     """
     space = prices.space
     graph, overlap = space.profile.graph, space.cluster.overlap
-    pricer = prices.pricer(width, num_microbatches, busy)
+    pricer = prices.pricer(width, num_microbatches, busy, first)
     forced = max(0.0, -overlap.saving) * overlap.communication_slowdown
     hidden = max(0.0, overlap.saving) * overlap.communication_slowdown
     found: list[tuple[Layout, ...]] = []
@@ -80,7 +87,7 @@ def formulate(
         saving=max(0.0, overlap.saving),
         sp=overlap.compute_slowdown,
         sc=overlap.communication_slowdown,
-        capacity=space.capacity(width if busy is None else busy) / GIB,
+        capacity=space.room(first, width, width if busy is None else busy) / GIB,
     )
     return Formulation(chain, tuple(kept))
 
@@ -130,6 +137,7 @@ def _config(number: int, way: Way, cost: ComponentCost, forced: float) -> Config
         data=way.data,
         tensor=way.tensor,
         checkpoint=way.checkpoint,
+        offload=way.offload,
         work=(m * (forward + backward) + once + cost.sync_s) * MS,
         window=cost.window_s * MS,
         prompt=cost.prompt_sync_s * MS,

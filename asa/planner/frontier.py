@@ -188,7 +188,7 @@ def changes(before: Plan, after: Plan) -> str:
             said.append(f"{what} {old} -> {new}")
     moved: dict[str, int] = {}
     for a, b in zip(before.components, after.components, strict=True):
-        if (a.data, a.tensor, a.checkpoint) != (b.data, b.tensor, b.checkpoint):
+        if (a.data, a.tensor, a.checkpoint, a.offload) != (b.data, b.tensor, b.checkpoint, b.offload):
             way = _way(b)
             moved[way] = moved.get(way, 0) + 1
     said += [f"{count} to {way}" for way, count in sorted(moved.items(), key=lambda x: -x[1])]
@@ -198,9 +198,9 @@ def changes(before: Plan, after: Plan) -> str:
 
 
 def _way(a: Assignment) -> str:
-    words = [f"{a.data.strategy} x{a.data.degree}"] if a.data.degree > 1 else []
+    words = [a.data.text] if a.data.degree > 1 else []
     words += [f"tensor x{a.tensor.degree}"] if a.tensor.degree > 1 else []
-    return " and ".join(words or ["whole"]) + (" checkpointed" if a.checkpoint else "")
+    return " and ".join(words or ["whole"]) + " checkpointed" * a.checkpoint + " offloaded" * a.offload
 
 
 def _limit(found: Plan, cluster: Cluster) -> int:

@@ -49,7 +49,8 @@ def hopeless(prices: Prices, allowed: Allowed = anything) -> bool:
             return False
     if not space.schedules or space.request.gpus < 2:
         return True
-    free = space.capacity(space.request.gpus)
+    gpus = space.request.gpus
+    free = max(space.room(r, 1, gpus) for r in range(gpus))
     # fewest[i]: the fewest devices that could hold the components from i on.
     fewest = [float("inf")] * n + [0.0]
     for i in range(n - 1, -1, -1):
@@ -70,7 +71,7 @@ def _leanest_component(prices: Prices, index: int, width: int, allowed: Allowed)
     found = []
     for way in space.ways(index, width, 1, allowed):
         share = space.strategies.tensor[way.tensor.strategy].share(component, way.layout.tensor)
-        data = space.strategies.data[way.data.strategy]
+        data = space.strategies.data[way.data.strategy].of(way.data)
         gathered = data.memory(share, way.layout.data, space.request.optimizer).transient
         footprint = pricer.component(index, way).footprint
         found.append((footprint.state + footprint.gradients, gathered))
@@ -127,6 +128,8 @@ def _leanest_pipelines(prices: Prices, allowed: Allowed) -> Iterator[Candidate]:
         assert chain is not None
         flights = [schedule.in_flight(s, stages, counts[-1]) for s in range(stages)]
         starts = _even(chain, flights)
+        if not all(space.profile.graph.cuttable(start) for start in starts):
+            continue
         choices = []
         for s, (start, stop) in enumerate(pairwise((*starts, n))):
             choices.append(dp.least_memory(chain.stage(start, stop, flights[s])).choice)

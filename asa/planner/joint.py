@@ -8,34 +8,58 @@ from __future__ import annotations
 
 import heapq
 import time
-
-import numpy as np
+from collections.abc import Sequence
+from typing import Protocol
 
 from asa.interfaces.schedule import Schedule
 from asa.planner import exhaustive
 from asa.planner.case import Case
+from asa.planner.floors import floors
 from asa.planner.pipelines import Pipelined, Pipelines, Skeleton
 from asa.planner.problem import Choice
 from asa.planner.shop import Shop
 
 _CLOSE = 1e-9
 MOST_COMPONENTS, MOST_RANKS = 100, 128
-"""Beyond these, plans of several stages are bounded, but not searched."""
+"""Beyond these, plans of several stages are bounded by compute, but not searched in full."""
 SLACK_GIB = 1e-9
 """By how much a plan may overstep the memory limit (rounding)."""
 
 
-class _Best:
-    """The best plan so far, and the curve."""
+class Item(Protocol):
+    """A part of the space, with a bound on all plans in it that rises in steps: a case, or single stages.
 
-    def __init__(self, pipelines: Pipelines, incumbent_ms: float) -> None:
+    ``value``: ms of the best plan of its own, for those that keep it. ``stuck``: the bound rises no further.
+    """
+
+    bound: float
+    level: int
+    stuck: bool
+
+    @property
+    def value(self) -> float: ...
+
+    def step(self, best: float, ends: float) -> None:
+        """Raise the bound; plans from ``best`` ms on are of no interest, and time is up at ``ends``."""
+
+
+class Best:
+    """The best plan so far, and the curve. ``limit``: ms of the best of all, ``value``: of the best pipeline."""
+
+    def __init__(self, pipelines: Pipelines | None, incumbent_ms: float, started: float | None = None) -> None:
         self.pipelines = pipelines
         self.limit, self.value = incumbent_ms, float("inf")
         self.skeleton: Skeleton | None = None
         self.choices: tuple[Choice, ...] = ()
-        self.started = time.monotonic()
+        self.started = time.monotonic() if started is None else started
         self.curve: list[tuple[float, float, float]] = []
         self.bound = 0.0
+
+    def other(self, value: float) -> None:
+        """A plan of ``value`` ms that somebody else keeps."""
+        if value < self.limit:
+            self.limit, self.value, self.skeleton, self.choices = value, float("inf"), None, ()
+            self.note(self.bound)
 
     def found(self, value: float, skeleton: Skeleton, choices: tuple[Choice, ...]) -> None:
         """Take it if it is better and fits."""
@@ -53,8 +77,11 @@ class _Best:
 
     def _fits(self, skeleton: Skeleton, choices: tuple[Choice, ...]) -> bool:
         x, p = self.pipelines, len(skeleton.widths)
+        assert x is not None
         schedule = x.schedules[skeleton.schedule]
         stops = skeleton.stops(len(x.names))
+        if any(x.crossing(start) < 0 for start in skeleton.starts[1:]):
+            return False
         for s, (w, start, stop, choice) in enumerate(
             zip(skeleton.widths, skeleton.starts, stops, choices, strict=True)
         ):  # fmt: skip
@@ -74,71 +101,81 @@ def search(
     time_limit_s: float = 60.0,
     gap: float = 0.0,
     patience_s: float = 0.0,
+    others: Sequence[Item] = (),
+    started: float | None = None,
 ) -> Pipelined:
     """The fastest plan of two or more stages, if it beats ``incumbent_ms``, and a proof of how good it is.
 
-    The search ends when the bound has reached the best, or after ``patience_s`` ``(1 - gap)`` of it, or time is up.
+    ``others`` are searched along with it; what they find they keep, and the proof holds for them, too. The search ends
+    when the bound has reached the best, or after ``patience_s`` ``(1 - gap)`` of it, or time is up. ``started``: when
+    the clock of the curve did.
     """
-    best = _Best(pipelines, incumbent_ms)
-    floor = min(area(pipelines), incumbent_ms)
+    best = Best(pipelines, incumbent_ms, started)
+    ends = time.monotonic() + time_limit_s
+    queue: list[Item] = [*others]
+    floor = floors(pipelines, incumbent_ms, ends)
     if len(pipelines.names) > MOST_COMPONENTS or pipelines.gpus > MOST_RANKS:
-        best.note(floor)
-        return Pipelined(skeleton=None, choices=(), value=float("inf"), bound=floor, curve=tuple(best.curve))
-    ends = best.started + time_limit_s
-    shop = Shop(pipelines)
-    queue: list[tuple[float, int, Case]] = []
-    for m in pipelines.microbatches():
-        for name, schedule in pipelines.schedules.items():
-            for stages in _alike(schedule, min(shop.n, shop.gpus), m):
-                case = Case(shop, m, name, schedule, stages, best.found)
-                queue.append((floor, len(queue), case))
-    steps = cases = len(queue)
-    lowest = float("inf")
-    while queue:
-        bound, number, case = heapq.heappop(queue)
-        best.note(min(bound, lowest))
-        allowed = gap if time.monotonic() - best.started >= patience_s else 0.0
-        if bound >= best.limit * (1 - max(allowed, _CLOSE)):
-            heapq.heappush(queue, (bound, number, case))
-            break
-        if time.monotonic() > ends:
-            heapq.heappush(queue, (bound, number, case))
-            break
-        case.step(best.limit * (1 - _CLOSE), ends)
-        steps += 1
-        if case.level == 3 and best.skeleton is None and case.bound < best.limit:
-            case.step(best.limit * (1 - _CLOSE), ends)  # a first plan, early
-        if case.stuck:
-            lowest = min(lowest, case.bound)  # as far as it goes; the others may still hold better plans
-        else:
-            heapq.heappush(queue, (case.bound, number, case))
-    bound = min([best.limit, lowest, *(b for b, _, _ in queue)])
-    if bound >= best.limit * (1 - 2 * _CLOSE):
-        bound = best.limit
-    best.note(bound)
+        queue.append(Closed(min(floor.values(), default=incumbent_ms)))
+    else:
+        shop = Shop(pipelines)
+        for m in pipelines.microbatches():
+            for name, schedule in pipelines.schedules.items():
+                for stages in _alike(schedule, min(shop.n, shop.gpus), m):
+                    queue.append(Case(shop, m, name, schedule, stages, best.found, bound=floor[m]))
+    counts = best_first(queue, best, ends, gap=gap, patience=time.monotonic() + patience_s)
     return Pipelined(
         skeleton=best.skeleton,
         choices=best.choices,
         value=best.value,
-        bound=bound,
+        bound=best.bound,
         curve=tuple(best.curve),
-        counts={"cases": cases, "steps": steps},
+        counts=counts,
     )
 
 
-def area(pipelines: Pipelines) -> float:
-    """Ms of a step if nothing but computation took time, and every rank always had some: a bound on every plan."""
+class Closed:
+    """What is bounded, but not searched."""
+
+    level, stuck, value = 0, False, float("inf")
+
+    def __init__(self, bound: float) -> None:
+        self.bound = bound
+
+    def step(self, best: float, ends: float) -> None:
+        """There is nothing to do."""
+        self.stuck = True
+
+
+def best_first(items: Sequence[Item], best: Best, ends: float, *, gap: float = 0.0, patience: float) -> dict[str, int]:
+    """Always take the item with the lowest bound a step further, until that bound has reached the best plan.
+
+    From the time ``patience`` on, ``(1 - gap)`` of it is enough. ``best.bound`` is what is proved of all.
+    """
+    queue = [(item.bound, k, item) for k, item in enumerate(items)]
+    heapq.heapify(queue)
+    steps = len(queue)
     lowest = float("inf")
-    for m in pipelines.microbatches():
-        least: np.ndarray | None = None
-        for w in pipelines.widths():
-            row = pipelines.compute(w, m) if w < pipelines.gpus else None
-            if row is not None:
-                own = w * np.asarray(row, dtype=float)
-                least = own if least is None else np.minimum(least, own)
-        if least is not None:
-            lowest = min(lowest, m * float(least.sum()) / pipelines.gpus)
-    return lowest
+    while queue:
+        bound, number, item = heapq.heappop(queue)
+        best.note(min(bound, lowest))
+        allowed = gap if time.monotonic() >= patience else 0.0
+        if bound >= best.limit * (1 - max(allowed, _CLOSE)) or time.monotonic() > ends:
+            heapq.heappush(queue, (bound, number, item))
+            break
+        item.step(best.limit * (1 - _CLOSE), ends)
+        steps += 1
+        if isinstance(item, Case) and item.level == 3 and best.skeleton is None and item.bound < best.limit:
+            item.step(best.limit * (1 - _CLOSE), ends)  # a first plan, early
+        best.other(item.value)
+        if item.stuck:
+            lowest = min(lowest, item.bound)  # as far as it goes; the others may still hold better plans
+        else:
+            heapq.heappush(queue, (item.bound, number, item))
+    proved = min([best.limit, lowest, *(b for b, _, _ in queue)])
+    if proved >= best.limit * (1 - 2 * _CLOSE):
+        proved = best.limit
+    best.note(proved)
+    return {"cases": len(items), "steps": steps}
 
 
 def _alike(schedule: Schedule, most: int, m: int) -> list[list[int]]:

@@ -54,7 +54,7 @@ class Pipelines(Protocol):
 
     def crossing(self, cut: int) -> float:
         """What of the cut in front of component ``cut`` decides its transfers, such as bytes of a sample (equal: the
-        same transfers)."""
+        same transfers). Below zero: no stage may begin there."""
 
     def transfer(
         self, cut: int, num_microbatches: int, source: Layout, target: Layout, offset: int

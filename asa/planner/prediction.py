@@ -25,7 +25,8 @@ def deviation(price: Price, profile: Profile) -> float:
 
 
 def predict(price: Price, profile: Profile, *, widths: Sequence[int], global_batch: int) -> Prediction:
-    """The prediction of one step, of stages of ``widths`` ranks, which all hold what the busiest one does."""
+    """The prediction of one step, of stages of ``widths`` ranks. Ranks with equal shares of a batch all hold what the
+    busiest one does."""
     total, half = price.cost.total_s, Z90 * deviation(price, profile)
     return Prediction(
         step_time_s=total,
@@ -37,7 +38,9 @@ def predict(price: Price, profile: Profile, *, widths: Sequence[int], global_bat
         update_s=price.cost.update_s,
         bubble_s=price.cost.bubble_s,
         memory_bytes_per_rank=tuple(
-            math.ceil(stage.peak.total) for stage, width in zip(price.stages, widths, strict=True) for _ in range(width)
+            math.ceil(stage.held(place))
+            for stage, width in zip(price.stages, widths, strict=True)
+            for place in range(width)
         ),
         samples_per_s=global_batch / total if total > 0 else 0.0,
     )

@@ -47,6 +47,7 @@ class Config:
     gradients: float
     transient: float
     checkpoint: bool = False
+    offload: bool = False
     forward: float = 0.0
     backward: float = 0.0
     once: float = 0.0

@@ -8,9 +8,10 @@ from typing import Literal, get_args
 
 from asa.errors import UsageError
 from asa.ir.codec import noun
-from asa.ir.plan import DataStrategyName, OptimizerName, TensorStrategyName
+from asa.ir.plan import CompressionName, DataStrategyName, OptimizerName, TensorStrategyName
 
 SolverName = Literal["ilp", "dp", "exhaustive"]
+OffloadName = Literal["auto", "always", "never"]
 
 MOST_SAMPLES = 2**24
 """Of a global batch: more than any training has used by far."""
@@ -94,6 +95,8 @@ class Request:
 
     ``gpus`` is the most devices a plan may use; ``memory_bytes`` per rank, the device's own where None;
     ``strategies`` are whole-strategy identifiers the answer may come from, all of them where None.
+    ``offload``: whether optimizer state may be on the host; ``auto`` where plain data parallelism does not fit.
+    ``uneven``: whether ranks with unequal devices may have unequal shares of a batch.
     ``prefer_simple``: take the best whole strategy where a plan of its own would win less than the noise.
     """
 
@@ -107,6 +110,9 @@ class Request:
     time_limit_s: float = 10.0
     top_k: int = 1
     prefer_simple: bool = True
+    offload: OffloadName = "auto"
+    compression: CompressionName = "none"
+    uneven: bool = True
 
     def __post_init__(self) -> None:
         if self.gpus < 1:
@@ -123,3 +129,9 @@ class Request:
             raise UsageError(f"a time limit lies above 0 s, asked {self.time_limit_s}")
         if self.solver not in get_args(SolverName):
             raise UsageError(f"no solver {self.solver!r}; one of {', '.join(get_args(SolverName))}")
+        for what, value, known in (
+            ("offload", self.offload, get_args(OffloadName)),
+            ("compression", self.compression, get_args(CompressionName)),
+        ):
+            if value not in known:
+                raise UsageError(f"no {what} {value!r}; one of {', '.join(known)}")

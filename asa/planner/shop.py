@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from asa.ir.layout import Layout
 from asa.planner.bounds import Frame, Keys, Links
 from asa.planner.lattice import INF, Numbers, Table, limited, relaxed
 from asa.planner.pipelines import Pipelines
-from asa.planner.stages import Explorer, Points
+from asa.planner.stages import Explorer, OutOfTimeError, Points
 
 
 class Shop:
@@ -126,8 +127,12 @@ class Shop:
                 self._points[(*place, start, stop)] = (steady, whole, most, found.get(stop))
         return {stop: self._points[(*place, start, stop)][3] for stop in asked}
 
-    def links(self, m: int, keys: Keys, *, free: bool = False) -> Links:
-        """Transfers between stages of these keys; nothing where ``free``."""
+    def links(self, m: int, keys: Keys, *, free: bool = False, ends: float = INF) -> Links:
+        """Transfers between stages of these keys; nothing where ``free``.
+
+        Raises:
+            OutOfTimeError: the clock has passed ``ends``.
+        """
         key = (m, tuple(keys.pairs), free)
         if key in self._links:
             return self._links[key]
@@ -139,6 +144,8 @@ class Shop:
                 classes.setdefault(self.pipelines.crossing(cut), []).append(cut)
             for size, cuts in classes.items():
                 for a, (w, d) in enumerate(keys.pairs):
+                    if time.monotonic() > ends:
+                        raise OutOfTimeError
                     for b, (v, e) in enumerate(keys.pairs):
                         if w + v > self.gpus:
                             continue

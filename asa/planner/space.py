@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from dataclasses import replace
 from functools import cache
 
 from asa.cost.memory import usable
@@ -59,27 +61,53 @@ class Space:
         self._layouts: dict[tuple[int, int], tuple[Layout, ...]] = {}
         self._splits: dict[tuple[int, int], list[TensorStrategyName]] = {}
         self._measured_one = {t.component for t in profile.timings if t.microbatch == 1 and t.tensor_degree == 1}
+        self.may_offload = strategies.offload and cluster.device.type == "cuda"
+        self.offloading = self.may_offload and request.offload == "always"
+        """Whether components may keep their optimizer state on the host; where it is open, prices tell."""
         self.pinned: Allowed = pinned(profile, request.pins) if request.pins else anything
+        self.weights: dict[int, tuple[int, ...]] = {}
+        """By width, how stages that begin with rank 0 cut a batch; evenly where nothing is said."""
+
+    def weighted(self, weights: dict[int, tuple[int, ...]]) -> Space:
+        """The same space, but for how batches are cut."""
+        found = copy(self)
+        found.weights, found._layouts = weights, {}
+        return found
 
     def capacity(self, width: int) -> float:
-        """Bytes of active memory a rank may plan with."""
-        return usable(self.cluster.device, self.request.memory_bytes, width)
+        """Bytes of active memory a rank may plan with: of unequal devices, the least that the first ``width`` have."""
+        return self.room(0, width, width)
+
+    def room(self, first: int, width: int, busy: int) -> float:
+        """The same of a stage that begins with rank ``first``, where ``busy`` ranks take part."""
+        limit = self.request.memory_bytes
+        if limit is None and self.cluster.devices is not None:
+            limit = min(self.cluster.memories()[first : first + width])
+        return usable(self.cluster.device, limit, busy)
 
     def ways(self, index: int, width: int, num_microbatches: int, allowed: Allowed = anything) -> Iterator[Way]:
         """Every way component ``index`` may run, in a stage of ``width``, with that many microbatches."""
         component = self.profile.graph.components[index]
         for layout in self.layouts(width, num_microbatches):
-            if not self.enough_samples(index, layout.data, num_microbatches):
+            if not self.enough(index, layout, num_microbatches):
+                continue
+            if component.tied and layout.data != width:  # one way for all that share a parameter
                 continue
             for tensor in self._tensor(index, layout.tensor):
                 share = self.strategies.tensor[tensor].share(component, layout.tensor)
-                for data in self._data(index, layout.data, share.parameter_bytes > 0):
-                    for checkpoint in (False, True) if self._forgets(component) else (False,):
+                private = [
+                    (checkpoint, offload)
+                    for checkpoint in ((False, True) if self._forgets(component) else (False,))
+                    for offload in self._offloads(share.parameter_bytes > 0)
+                ]
+                for data in self._data(index, layout, share.parameter_bytes > 0):
+                    for checkpoint, offload in private:
                         way = Way(
                             layout=layout,
-                            data=DataDegree(strategy=data, degree=layout.data),
+                            data=data,
                             tensor=TensorDegree(strategy=tensor, degree=layout.tensor),
                             checkpoint=checkpoint,
+                            offload=offload,
                         )
                         if allowed(index, way):
                             yield way
@@ -90,9 +118,12 @@ class Space:
         In a wide one, where there would be thousands of pairs of them, a tensor degree comes with as many data shards
         as there are ranks, or if there are fewer samples than that, with as many as have one (or two).
         """
-        if width <= _NARROW or self.request.pins:
+        key, weights = (width, num_microbatches), self.weights.get(width, ())
+        if weights and key not in self._layouts:
+            even = Space.layouts(self.weighted({}), width, num_microbatches)
+            self._layouts[key] = tuple(replace(x, weights=weights) for x in even)
+        if not weights and (width <= _NARROW or self.request.pins):
             return layouts(width)
-        key = (width, num_microbatches)
         if key not in self._layouts:
             samples = self.request.global_batch // num_microbatches
             found = []
@@ -106,6 +137,32 @@ class Space:
     def _forgets(self, component: Component) -> bool:
         """Whether checkpointing it is offered, and saves anything: a checkpoint keeps the component's output."""
         return self.strategies.checkpoint and component.saved_bytes_per_sample > component.output_bytes_per_sample
+
+    def _offloads(self, has_parameters: bool) -> tuple[bool, ...]:
+        if not self.offloading or not has_parameters:
+            return (False,)
+        return (True,) if self.request.offload == "always" else (False, True)
+
+    def shards(self, layout: Layout) -> int | None:
+        """Over how many neighbours hsdp cuts the state of a data group: those inside a node. None where it has no more
+        than one node, or stands askew in them.
+
+        All devices of a cluster of one level are one node: there half of the group, if hsdp is asked for by name.
+        """
+        node, degree = self.cluster.node, layout.data
+        if len(self.cluster.levels) > 1:
+            inside = node // layout.inner if node % layout.inner == 0 else 1
+        else:
+            named = "hsdp" in (*(self.request.strategies or ()), *(p.strategy for p in self.request.pins))
+            inside = next((x for x in range(degree // 2, 1, -1) if degree % x == 0), 1) if named else 1
+        return inside if 1 < inside < degree and degree % inside == 0 else None
+
+    def data_degree(self, name: DataStrategyName, layout: Layout) -> DataDegree | None:
+        """The choice of a data strategy in a layout; None where there is none."""
+        if name != "hsdp":
+            return DataDegree(strategy=name, degree=layout.data)
+        shards = self.shards(layout)
+        return None if shards is None else DataDegree(strategy=name, degree=layout.data, shards=shards)
 
     def placed(self, offset: int, width: int) -> bool:
         """Whether a stage of that width may begin at that rank: inside a node, or in whole nodes."""
@@ -126,6 +183,14 @@ class Space:
         """
         return self.request.global_batch // num_microbatches // degree >= self.fewest_samples(index)
 
+    def enough(self, index: int, layout: Layout, num_microbatches: int) -> bool:
+        """The same of a layout, whose shards may be uneven."""
+        if not layout.weights:
+            return self.enough_samples(index, layout.data, num_microbatches)
+        batch = self.request.global_batch
+        sizes = {batch // num_microbatches, -(-batch // num_microbatches)}
+        return min(layout.fewest(size) for size in sizes) >= self.fewest_samples(index)
+
     def fewest_samples(self, index: int) -> int:
         """Of a microbatch, on a rank."""
         component = self.profile.graph.components[index]
@@ -140,11 +205,17 @@ class Space:
             self._splits[key] = [n for n in names if n in offered and not offered[n].refusal(component, degree)]
         return self._splits[key]
 
-    def _data(self, index: int, degree: int, has_parameters: bool) -> list[DataStrategyName]:
+    def _data(self, index: int, layout: Layout, has_parameters: bool) -> list[DataDegree]:
         component = self.profile.graph.components[index]
         offered = self.strategies.data
-        names = list(offered) if degree > 1 and has_parameters else [n for n in offered if n == "replicate"]
-        return [n for n in names if not offered[n].refusal(component, degree)]  # type: ignore[misc]
+        free = layout.data > 1 and has_parameters and not component.tied
+        names = list(offered) if free else [n for n in offered if n == "replicate"]
+        choices = [
+            self.data_degree(n, layout)  # type: ignore[arg-type]
+            for n in names
+            if not offered[n].refusal(component, layout.data)
+        ]
+        return [c for c in choices if c is not None]
 
     @property
     def schedules(self) -> dict[str, Schedule]:
@@ -156,6 +227,8 @@ class Space:
         piped = self.schedules and self.request.gpus > 1
         many = self.request.global_batch > MOST_IN_A_PIPELINE
         checkpoint = " x checkpoint" if self.strategies.checkpoint else ""
+        if self.offloading:
+            checkpoint += " x offload" if self.request.offload == "auto" else ", optimizer state on the host"
         parts = [
             f"one stage of 1 to {self.request.gpus} ranks"
             + (f", or several of any widths ({', '.join(self.schedules)})" if piped else ""),
@@ -167,6 +240,12 @@ class Space:
         ]
         if self.request.gpus > _NARROW and not self.request.pins:
             parts.append(f"in stages of more than {_NARROW} ranks none repeats work that has a sample of its own")
+        if self.cluster.unequal:
+            parts.append(
+                "of unequal devices the first ranks are used; a single stage cuts its batch evenly"
+                + (" or in proportion to weights, one for ranks of one speed" if self.request.uneven else "")
+                + "; stages of several have devices of one kind each"
+            )
         if self.request.pins:
             parts.append("pins " + " ".join(str(p) for p in self.request.pins))
         return "; ".join(parts)

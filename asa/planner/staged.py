@@ -13,6 +13,9 @@ from asa.planner.pipelines import Skeleton
 from asa.planner.problem import MS, Chain, Choice
 from asa.planner.space import MOST_IN_A_PIPELINE, Allowed, widths
 
+_NEVER_MS = 1e9
+"""A hand-over where no stage may begin: finite, so that bounds can be subtracted, and never worth it."""
+
 
 class StagedSpace:
     """Stages of every width and number of microbatches in one space. Prices take all devices to be at work."""
@@ -65,7 +68,9 @@ class StagedSpace:
         return self._prices.space.cluster.hop(offset)
 
     def crossing(self, cut: int) -> float:
-        """Bytes of a sample in front of component ``cut``."""
+        """Bytes of a sample in front of component ``cut``; -1 where no stage may begin."""
+        if not self._prices.space.profile.graph.cuttable(cut):
+            return -1.0
         return float(self._prices.space.profile.graph.components[cut - 1].output_bytes_per_sample)
 
     def transfer(
@@ -74,6 +79,8 @@ class StagedSpace:
         """ms to hand a microbatch over in front of component ``cut``, on and back; the later stage begins at rank
         ``offset``."""
         size, hop = self.crossing(cut), self.hop(offset)
+        if size < 0:
+            return _NEVER_MS, _NEVER_MS
         key = (size, num_microbatches, source.width, source.data, target.width, target.data, hop)
         if key not in self._transfers:
             pricer = self._prices.pricer(source.width, num_microbatches, self.gpus)

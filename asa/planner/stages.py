@@ -22,7 +22,7 @@ from asa.planner.pareto import efficient
 from asa.planner.problem import Choice
 
 _CLOSE = 1 + 1e-12
-MOST, UTMOST = 1500, 12_000
+MOST, UTMOST = 200, 12_000
 """Labels kept per component, beyond which similar ones are merged."""
 
 # Columns of a label.

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from asa.cost.planned import StagePrice
 from asa.interfaces.schedule import Action
 from asa.ir.cluster import Overlap
+from asa.ir.streams import Stream
 from asa.simulator.streams import Streams
-from asa.simulator.timeline import Stream
 
 
 class StageRun:

@@ -11,7 +11,8 @@ from collections import deque
 from dataclasses import dataclass
 
 from asa.ir.cluster import Overlap
-from asa.simulator.timeline import Event, EventKind, Stream
+from asa.ir.streams import Stream
+from asa.simulator.timeline import Event, EventKind
 
 _NOTHING = 1e-15
 

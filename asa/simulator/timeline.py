@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 from asa.ir.codec import noun
+from asa.ir.streams import Stream
 
-Stream = Literal["compute", "communication", "sending on", "sending back"]
 EventKind = Literal["forward", "backward", "boundary", "inside", "gradient", "update", "transfer"]
 
 

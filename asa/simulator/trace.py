@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from asa.errors import UsageError
+from asa.ir.streams import piece, process
 from asa.simulator.timeline import Timeline
 
-_THREADS = {"compute": 0, "communication": 1, "sending on": 2, "sending back": 3}
 _MOST_RANKS = 64
 
 
@@ -25,26 +25,12 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     used = {e.stream for e in timeline.events}
     for rank in _shown(timeline):
         stage = timeline.stage_of(rank)
-        title = f"rank {rank} (planned)" if len(timeline.stages) < 2 else f"rank {rank}, stage {stage} (planned)"
-        events.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": title}})
-        for stream, thread in _THREADS.items():
-            if stream in used or thread < 2:
-                events.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": thread, "args": {"name": stream}})
-        for e in timeline.events:
-            if e.stage != stage:
-                continue
-            events.append(
-                {
-                    "name": f"{e.name} {e.kind}",
-                    "cat": e.kind,
-                    "ph": "X",
-                    "ts": e.start_s * 1e6,
-                    "dur": (e.end_s - e.start_s) * 1e6,
-                    "pid": rank,
-                    "tid": _THREADS[e.stream],
-                    "args": {"microbatch": e.microbatch},
-                }
-            )
+        events += process(rank, stage, len(timeline.stages), "planned", used)
+        events += [
+            piece(e.name, e.kind, e.stream, rank, e.start_s, e.end_s, e.microbatch)
+            for e in timeline.events
+            if e.stage == stage
+        ]
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
