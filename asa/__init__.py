@@ -8,20 +8,24 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from asa.api import plan
+    from asa.api.job import Job
+    from asa.api.loop import parallelize
+    from asa.api.planning import plan
     from asa.errors import AsaError
     from asa.ir.cluster import Cluster
     from asa.ir.plan import Plan
     from asa.ir.profile import Profile
 
-__all__ = ["AsaError", "Cluster", "Plan", "Profile", "__version__", "plan"]
+__all__ = ["AsaError", "Cluster", "Job", "Plan", "Profile", "__version__", "parallelize", "plan"]
 
 _HOME = {
     "AsaError": "asa.errors",
     "Cluster": "asa.ir.cluster",
+    "Job": "asa.api.job",
     "Plan": "asa.ir.plan",
     "Profile": "asa.ir.profile",
-    "plan": "asa.api",
+    "parallelize": "asa.api.loop",
+    "plan": "asa.api.planning",
 }
 """Where each export lives. Imported when first asked for (PEP 562), so that ``import asa`` costs nothing."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tracing_checks import Net, X, names
+from tracing_checks import Net, X, assert_bitwise, names
 
 from asa.tracing import trace
 
@@ -86,9 +86,12 @@ def test_tied_parameters_stay_together() -> None:
             return self.c(F.relu(self.d(F.relu(self.b(F.relu(self.a(x)))))))
 
     model = Tied()
-    assert names(model, X, "share their parameters") == ["a", "c"]
-    facts = trace(model, X, name="tied").facts
-    assert facts[0].parameter_bytes == 4 * (64 + 8 + 64 + 8)
+    found = trace(model, X, name="tied")
+    assert [c.name for c in found.components] == ["a", "b", "d", "c"]
+    assert "a, d share parameters" in found.note
+    assert_bitwise(model, found, X)
+    assert [f.parameter_bytes for f in found.facts[:3]] == [4 * (64 + 8), 4 * (64 + 8), 0]
+    assert found.uncut == {1, 2}
 
 
 def test_a_module_that_the_model_keeps_frozen_stays_frozen() -> None:

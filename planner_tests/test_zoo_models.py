@@ -63,6 +63,18 @@ def test_a_named_model_takes_its_default_input_in_both_modes(name: str) -> None:
         assert output.aux_logits1.shape == output.aux_logits2.shape == (2, 7)
 
 
+@pytest.mark.parametrize("name", ["lstm", "gru", "bert", "unet"])
+def test_models_of_our_own_take_images_of_any_size(name: str) -> None:
+    for shape in ((3, 32, 32), (1, 28, 28), (3, 9, 7)):
+        model = models.build(name, num_classes=7, input_shape=shape)
+        output = model(torch.randn(2, *shape))
+        assert output.shape == ((2, 7, *shape[1:]) if name == "unet" else (2, 7))
+        output.sum().backward()
+        assert all(p.grad is not None for p in model.parameters())
+    if name == "bert":
+        assert model.decoder.weight is model.tokens.weight
+
+
 @pytest.mark.parametrize(
     "name", ["densenet121", "efficientnet_v2_s", "convnext_tiny", "swin_v2_t", "vgg16", "vit_b_16"]
 )

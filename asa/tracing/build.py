@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from asa.errors import InvalidInputError
+from asa.tracing import ties
 from asa.tracing.blocks import attends, describe, find_blocks, within
 from asa.tracing.chain import TracedModel, side_names, structure_of
 from asa.tracing.component import TracedComponent, cut_out
@@ -104,6 +105,13 @@ def _components(
     units = merge(model, summaries, blocks, ("embedding", "head") if attends(model) else ("stem", "classifier"))
     while True:
         graphs = [_pieces(p, c, units, constants(s)) for p, c, s in zip(programs, cuts, seen, strict=True)]
+        objects = [
+            {t: programs[1].attributes[t] for t in _targets(b)} | {t: programs[0].attributes[t] for t in _targets(a)}
+            for (a, _), (b, _) in zip(*graphs, strict=True)
+        ]
+        tied = ties.shared(objects)
+        if ties.loose(objects, tied):
+            break
         held = [_held(a, programs[0]) | _held(b, programs[1]) for (a, _), (b, _) in zip(*graphs, strict=True)]
         joined = join_shared(units, held)
         if joined == units:
@@ -112,22 +120,27 @@ def _components(
         units = joined
     volatile = _volatile(model)
     components = []
-    for unit, (train, train_sides), (evaluate, eval_sides) in zip(units, *graphs, strict=True):
+    own = ties.lent(objects, tied)
+    for unit, (train, train_sides), (evaluate, eval_sides), (mine, borrowed), whole_of in zip(
+        units, *graphs, own, objects, strict=True
+    ):
         if code(train) == code(evaluate):
             evaluate = train
-        objects: dict[str, Any] = {t: programs[1].attributes[t] for t in _targets(evaluate)}
-        objects.update({t: programs[0].attributes[t] for t in _targets(train)})
-        components.append(
-            TracedComponent(
-                unit.name,
-                train=train,
-                evaluate=evaluate,
-                objects=objects,
-                sides=(train_sides, eval_sides),
-                volatile=frozenset(t for t in objects if t in volatile or t.startswith(CONSTANT)),
-                contrary=(_inside(programs[0].contrary, objects), _inside(programs[1].contrary, objects)),
-            )
+        component = TracedComponent(
+            unit.name,
+            train=train,
+            evaluate=evaluate,
+            objects=mine,
+            sides=(train_sides, eval_sides),
+            volatile=frozenset(t for t in mine if t in volatile or t.startswith(CONSTANT)),
+            contrary=(_inside(programs[0].contrary, mine), _inside(programs[1].contrary, mine)),
+            borrowed=borrowed,
         )
+        component.ties = tied & ties.used(whole_of)
+        components.append(component)
+    if tied:
+        names = ", ".join(c.name for c in components if c.ties)
+        notes.append(f"{names} share parameters: they stay whole, in one stage")
     return components, notes
 
 

@@ -64,6 +64,22 @@ class TracedModel:
         """All notes in one line; empty when everything was traced."""
         return "; ".join(self.notes)
 
+    @property
+    def uncut(self) -> frozenset[int]:
+        """Components in front of which no pipeline stage may begin: what is handed from stage to stage is one tensor.
+
+        Side outputs leave from the last stage, and a tensor that several components hold has one home.
+        """
+        found: set[int] = set()
+        first: dict[int, int] = {}
+        for i, component in enumerate(self.components):
+            if component.has_sides():
+                found.update(range(i + 1, len(self.components)))
+            held = {id(tensor) for tensor in (*component.parameters(), *component.buffers())}
+            for tensor in held | component.ties:
+                found.update(range(first.setdefault(tensor, i) + 1, i + 1))
+        return frozenset(found)
+
     def assemble(self, main: Tensor, sides: dict[str, Tensor], *, training: bool | None = None) -> Any:
         """What the model itself would return.
 

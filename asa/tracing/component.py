@@ -58,6 +58,9 @@ class TracedComponent(nn.Module):
     input_shape: tuple[int, ...] = ()
     """Shape of one sample of what the component reads; set by :func:`asa.tracing.facts.measure`."""
     input_dtype: torch.dtype = torch.float32
+    ties: frozenset[int] = frozenset()
+    """Identities of parameters that other components use too. The first of them holds such a parameter, the others
+    refer to it: its gradient is one, however often it is used."""
 
     def __init__(
         self,
@@ -70,11 +73,13 @@ class TracedComponent(nn.Module):
         volatile: frozenset[str] = frozenset(),
         contrary: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset()),
         whole: nn.Module | None = None,
+        borrowed: frozenset[str] = frozenset(),
     ) -> None:
         """``objects``: module, parameter or buffer per target of the graphs; ``sides``: names of the side
         outputs in training and in evaluation; ``volatile``: targets of buffers that are not saved;
         ``contrary``: submodules that the model's own ``train`` leaves in the other mode, in training and in
-        evaluation; ``whole``: a module to stand in for, with all its registries."""
+        evaluation; ``whole``: a module to stand in for, with all its registries; ``borrowed``: targets of
+        parameters that another component holds."""
         super().__init__()
         self.name = name
         self._sides = sides
@@ -83,10 +88,10 @@ class TracedComponent(nn.Module):
         if whole is not None:
             self.__dict__.update({registry: whole.__dict__[registry] for registry in _REGISTRIES})
         for target in sorted(objects, key=lambda t: t.count(".")):
-            self._adopt(target, objects[target], persistent=target not in volatile)
+            self._adopt(target, objects[target], persistent=target not in volatile, borrowed=target in borrowed)
         self._bind(train, evaluate)
 
-    def _adopt(self, target: str, thing: Any, *, persistent: bool) -> None:
+    def _adopt(self, target: str, thing: Any, *, persistent: bool, borrowed: bool) -> None:
         *parents, leaf = target.split(".")
         home: nn.Module = self
         for atom in parents:
@@ -95,7 +100,9 @@ class TracedComponent(nn.Module):
             home = cast(nn.Module, home._modules[atom])
         if getattr(home, leaf, None) is thing:
             return
-        if isinstance(thing, nn.Parameter):
+        if borrowed:
+            home.__dict__[leaf] = thing
+        elif isinstance(thing, nn.Parameter):
             home.register_parameter(leaf, thing)
         elif isinstance(thing, Tensor):
             home.register_buffer(leaf, thing, persistent=persistent)

@@ -1,4 +1,4 @@
-"""Models by name: any torchvision classifier or segmentation model, ``cnn``, ``logistic``, or one from outside."""
+"""Models by name: any torchvision classifier or segmentation model, our own (``PLAIN``), or one from outside."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _torchvision_names() -> tuple[str, ...]:
 
 @cache
 def segmentation_names() -> tuple[str, ...]:
-    """Names of torchvision's segmentation models; labels for them are maps [N, H, W]."""
+    """Names of torchvision's segmentation models; labels for them are maps [N, H, W], as for ``unet``."""
     import torchvision
 
     return tuple(torchvision.models.list_models(module=torchvision.models.segmentation))
@@ -150,7 +150,8 @@ def _from_torchvision(name: str, num_classes: int, shape: Shape) -> nn.Module:
 def build(spec: str, *, num_classes: int, input_shape: Shape, seed: int = 0) -> nn.Module:
     """The model ``spec`` names, on the CPU, in training mode, its weights a function of ``seed`` alone.
 
-    ``spec``: a torchvision classification or segmentation name, ``cnn``, ``logistic``, ``package.module:factory``
+    ``spec``: a torchvision classification or segmentation name, ``cnn``, ``logistic``, ``lstm``, ``gru``, ``bert`` or
+    ``unet``, ``package.module:factory``
     (importable from the working directory too; called with ``num_classes`` and ``input_shape`` where it takes
     them), ``timm:NAME`` or ``hf:NAME``. Auxiliary heads stay on as torchvision trains them, except
     ``inception_v3``'s on inputs too small for it (below 299 pixels).

@@ -1,4 +1,4 @@
-"""The two smallest models of the zoo: a plain convolutional network and logistic regression."""
+"""Models of the zoo's own, by name; here the two smallest: a plain convolutional network and logistic regression."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from itertools import pairwise
 from math import prod
 
 from torch import nn
+
+from asa.zoo.bert import bert
+from asa.zoo.recurrent import gru, lstm
+from asa.zoo.unet import unet
 
 
 def _block(channels_in: int, channels_out: int) -> nn.Sequential:
@@ -41,4 +45,11 @@ def logistic(*, num_classes: int, input_shape: tuple[int, int, int]) -> nn.Modul
     return nn.Sequential(OrderedDict(flatten=nn.Flatten(), classifier=nn.Linear(prod(input_shape), num_classes)))
 
 
-PLAIN: dict[str, Callable[..., nn.Module]] = {"cnn": cnn, "logistic": logistic}
+PLAIN: dict[str, Callable[..., nn.Module]] = {
+    "bert": bert,
+    "cnn": cnn,
+    "gru": gru,
+    "logistic": logistic,
+    "lstm": lstm,
+    "unet": unet,
+}

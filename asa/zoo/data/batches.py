@@ -45,15 +45,18 @@ def fetch(
     epoch: int,
     device: torch.device | str,
     dtype: torch.dtype = torch.float32,
+    gathered: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Samples of ``images`` by global index: x ``dtype`` [B, *images.shape] normalised, y int64 [B], on ``device``.
 
     B may be 0: a rank without rows. Augmented with ``train`` (see :func:`augment`). A set resident on ``device``
     never leaves it; otherwise its bytes are gathered where they lie and everything else happens on ``device``.
+    ``gathered``: those bytes and labels, where somebody has gathered them already.
     """
-    here = indices.to(images.images.device)
-    pixels = images.images[here].to(device, non_blocking=True)
-    labels = images.labels[here].to(device, non_blocking=True)
+    if gathered is None:
+        here = indices.to(images.images.device)
+        gathered = images.images[here], images.labels[here]
+    pixels, labels = (t.to(device, non_blocking=True) for t in gathered)
     if train:
         pixels = augment(pixels, indices.to(pixels.device), seed=seed, epoch=epoch, flips=images.flips)
     # Half precision holds neither 1/255 nor the mean well: normalise first, round once.

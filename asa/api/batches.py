@@ -1,0 +1,194 @@
+"""The user's loader, on every rank: all ranks see one order of samples, and each loads its own rows of every batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from asa.errors import UsageError
+from asa.executor.votes import Votes
+
+Rows = Callable[[int], list[int]]
+"""Of a batch of so many samples, the rows that this rank is to load."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What a rank has of one global batch: ``rows`` of ``total``, and the batch that was made of them.
+
+    ``first``: samples of the epoch in front of this batch.
+    """
+
+    total: int
+    rows: list[int]
+    first: int
+    batch: Any
+
+
+def samples_in(batch: Any) -> int:
+    """Samples of a batch: the length of its first tensor, or of its first list.
+
+    Raises:
+        UsageError: it holds neither.
+    """
+    for leaf in pytree.tree_leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.dim():
+            return leaf.shape[0]
+    raise UsageError(f"a batch of type {type(batch).__name__} holds no tensor with a batch dimension")
+
+
+def rows_of(batch: Any, rows: Sequence[int]) -> Any:
+    """Those rows of every tensor in ``batch`` that has one per sample."""
+    total, wanted = samples_in(batch), list(rows)
+    consecutive = wanted == list(range(wanted[0], wanted[0] + len(wanted))) if wanted else False
+
+    def taken(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] != total:
+            return leaf
+        return leaf[wanted[0] : wanted[0] + len(wanted)] if consecutive else leaf[wanted]
+
+    return pytree.tree_map(taken, batch)
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    """Every tensor of ``batch`` on ``device``."""
+    return pytree.tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, batch)
+
+
+class _Picked:
+    """A batch sampler that is told what to yield before each epoch."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[Any]] = []
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+class GlobalBatches:
+    """A loader of global batches, as all ranks go through it together.
+
+    Of a ``DataLoader`` over a dataset with indices, rank 0 draws the order and the others hear it; each rank then loads
+    its own rows only, with the loader's workers and its ``collate_fn``. Anything else that yields batches is gone
+    through by every rank, which keeps its rows: it must yield the same on all of them.
+    """
+
+    def __init__(self, loader: Any, votes: Votes, rows: Rows) -> None:
+        self.loader, self._votes, self._rows = loader, votes, rows
+        self.indexed = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+        self.indexed = self.indexed and loader.batch_sampler is not None
+        if self.indexed:
+            sampler = getattr(loader, "sampler", None)
+            if isinstance(sampler, DistributedSampler):
+                raise UsageError(
+                    "the loader has a DistributedSampler: hand in the loader of one device, with the global batch; asa "
+                    "gives each rank its share"
+                )
+            self._picked = _Picked()
+            self._own = _with_sampler(loader, self._picked, votes.rank)
+
+    def example(self, samples: int = 2) -> Any:
+        """A batch of a few samples, taken without moving on any sampler or generator where that can be."""
+        if self.indexed:
+            dataset, collate = self.loader.dataset, self.loader.collate_fn
+            with torch.random.fork_rng(devices=[]):
+                keys: list[Any] = list(range(min(samples, len(dataset)))) if hasattr(dataset, "__len__") else []
+                if not keys:
+                    raise UsageError("the loader's dataset is empty")
+                return collate([dataset[k] for k in keys])
+        batch = next(iter(self.loader), None)
+        if batch is None:
+            raise UsageError("the loader yields no batch")
+        return rows_of(batch, range(min(samples, samples_in(batch))))
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a full global batch."""
+        size = getattr(self.loader, "batch_size", None)
+        if isinstance(size, int):
+            return size
+        if self.indexed:
+            size = getattr(self.loader.batch_sampler, "batch_size", None)
+            return size if isinstance(size, int) else max(map(len, self.loader.batch_sampler))
+        return samples_in(next(iter(self.loader)))
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def epoch(self, *, order_seed: int | None = None, skip: int = 0) -> Iterator[Share]:
+        """The batches of an epoch; collective at its start. ``order_seed`` makes the order a function of it, instead of
+        torch's generator as it stands; the first ``skip`` batches are left out."""
+        if not self.indexed:
+            first = 0
+            for i, batch in enumerate(self.loader):
+                total = samples_in(batch)
+                if i >= skip:
+                    rows = self._rows(total)
+                    yield Share(total=total, rows=rows, first=first, batch=rows_of(batch, rows))
+                first += total
+            return
+        batches = self._agreed(order_seed)
+        starts = [0]
+        for one in batches:
+            starts.append(starts[-1] + len(one))
+        wanted = [(one, self._rows(len(one)), start) for one, start in zip(batches, starts, strict=False)][skip:]
+        self._picked.batches = [[one[r] for r in rows] for one, rows, _ in wanted]
+        for (one, rows, first), batch in zip(wanted, self._own, strict=True):
+            yield Share(total=len(one), rows=rows, first=first, batch=batch)
+
+    def _agreed(self, seed: int | None) -> list[list[Any]]:
+        """Rank 0's batches of indices, on every rank."""
+        drawn = self._votes.once(lambda: self._draw(seed))
+        if self._votes.num_ranks == 1:
+            assert drawn is not None
+            return drawn
+        if not self._votes.tell(drawn is not None and all(type(k) is int for one in drawn for k in one)):
+            found: list[list[Any]] = self._votes.tell(drawn)  # keys of another kind, as far as JSON can carry them
+            return found
+        sizes = self._votes.tell(None if drawn is None else [len(one) for one in drawn])
+        flat = torch.tensor([k for one in drawn or [] for k in one], dtype=torch.int64)
+        if drawn is None:
+            flat = torch.empty(sum(sizes), dtype=torch.int64)
+        self._votes.broadcast(flat)
+        return [part.tolist() for part in flat.split(sizes)] if sizes else []
+
+    def _draw(self, seed: int | None) -> list[list[Any]]:
+        sampler = self.loader.batch_sampler
+        if seed is None:
+            # A DataLoader draws a seed for its workers first: on one device the order is the same, therefore.
+            torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator)
+            return [list(one) for one in sampler]
+        generators = {getattr(s, "generator", None) for s in (sampler, getattr(sampler, "sampler", None))} - {None}
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            for generator in generators:
+                assert isinstance(generator, torch.Generator)
+                generator.manual_seed(seed)
+            return [list(one) for one in sampler]
+
+
+def _with_sampler(loader: DataLoader[Any], sampler: Any, rank: int) -> DataLoader[Any]:
+    """The same loader, but for which samples it takes; its workers' random numbers are the rank's own."""
+    busy = loader.num_workers > 0
+    return DataLoader(
+        loader.dataset,
+        batch_sampler=sampler,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context if busy else None,
+        generator=torch.Generator().manual_seed(rank),
+        prefetch_factor=loader.prefetch_factor if busy else None,
+        persistent_workers=loader.persistent_workers,
+    )

@@ -1,0 +1,319 @@
+"""Epochs of training under a plan on a loader of the user's own: what the loop over epochs drives."""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from asa.api.batches import GlobalBatches, Share, moved, rows_of, samples_in
+from asa.api.optimizers import Rebinding
+from asa.api.place import Place
+from asa.api.validation import mean_loss
+from asa.errors import PreemptedError, UsageError, WorkersFailedError
+from asa.executor.checkpoint import Manifest
+from asa.executor.clock import StepClock
+from asa.executor.keeper import Keeper
+from asa.executor.logs import Announce
+from asa.executor.pace import Pace
+from asa.executor.parallel import ParallelModel
+from asa.executor.precision import LossScale, autocast
+from asa.executor.settings import TrainSettings
+from asa.executor.state import full_optimizer_state, load_full_optimizer_state
+from asa.executor.step import forward_backward, microbatch_rows, microbatches_of
+from asa.executor.stopping import StopRequest
+from asa.executor.worker import Tally, Worker
+from asa.interfaces.executor import EpochOutcome, Executor
+from asa.ir import codec
+from asa.ir.plan import Plan
+
+_UNCOUNTED = 1 << 40
+"""Samples of an epoch, for the place in a checkpoint, where the loader does not say."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserData:
+    """Batches to train on, how they split into input and labels, what is validated on (a loader, or None), the loss."""
+
+    batches: GlobalBatches
+    split: Callable[[Any], tuple[Tensor, Any]]
+    validation: Any
+    loss_fn: Callable[[Any, Any], Tensor]
+
+
+class UserExecutor(Executor):
+    """Trains under one plan at a time. Every rank holds one, and every call is collective."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        build: Callable[[Plan], ParallelModel],
+        settings: TrainSettings,
+        *,
+        rebinding: Rebinding,
+        data: UserData,
+        place: Place,
+        announce: Announce,
+        folder: Path | None,
+        run: str,
+    ) -> None:
+        self._build, self._settings, self._rebinding, self._data = build, settings, rebinding, data
+        self._place, self._votes, self.announce, self._folder = place, place.votes, announce, folder
+        self.stop = StopRequest()
+        dataset = getattr(data.batches.loader, "dataset", None)
+        self._samples = len(dataset) if data.batches.indexed and dataset is not None else _UNCOUNTED
+        self._epoch = self._done = self._step = self._warm = 0
+        self._saved: tuple[int, Path] | None = None
+        self._running: Iterator[Share] | None = None
+        self._keeper = Keeper(
+            folder=folder or Path(), run=run, settings=settings, num_samples=self._samples, votes=self._votes,
+            announce=announce,
+        )  # fmt: skip
+        self._worker = self._worker_of(build(plan), LossScale(plan.precision))
+        norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for c in self.model.components for m in c.modules())
+        self._fewest = 2 if self._votes.anyone(norms) else 1
+
+    def _worker_of(self, model: ParallelModel, scale: LossScale) -> Worker:
+        return Worker(
+            model=model, optimizer=self._rebinding.apply(model), scale=scale, votes=self._votes,
+            clock=StepClock(model.device), precision=model.plan.precision, seed=self._settings.seed,
+            label_smoothing=0.0,
+        )  # fmt: skip
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force."""
+        return self._worker.model.plan
+
+    @property
+    def leads(self) -> bool:
+        """Rank 0."""
+        return self._votes.rank == 0
+
+    @property
+    def model(self) -> ParallelModel:
+        """This rank's part of the model."""
+        return self._worker.model
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """Over what this rank updates."""
+        return self._rebinding.optimizer
+
+    @property
+    def next_epoch(self) -> int:
+        """The epoch that is to run next, or to go on."""
+        return self._epoch
+
+    @property
+    def step(self) -> int:
+        """Updates since the start of the run."""
+        return self._step
+
+    def rows(self, total: int) -> list[int]:
+        """Of a batch of ``total`` samples, those that this rank reads, or has labels for."""
+        found: set[int] = set()
+        for part in microbatch_rows(self.model, total):
+            for rows in (part.read, part.kept):
+                found.update(range(rows.start, rows.stop))
+        return sorted(found)
+
+    def trainable(self, total: int) -> bool:
+        """Whether a batch of ``total`` gives every rank a sample of every microbatch, or two for BatchNorm to train on
+        (fewer where the plan's own batch has no more)."""
+        plan = self.plan
+
+        def least(samples: int) -> int:
+            return plan.fewest(samples, microbatches_of(plan, samples))
+
+        return least(total) >= min(self._fewest, least(plan.global_batch)) > 0
+
+    def train_step(self, batch: Any = None) -> float:
+        """One update on ``batch`` (a global one, the same on every rank) or on the loader's next; the mean loss."""
+        self.model.train()
+        if batch is None:
+            share = self._next()
+        else:
+            rows = self.rows(samples_in(batch))
+            share = Share(total=samples_in(batch), rows=rows, first=0, batch=rows_of(batch, rows))
+        if not self.trainable(share.total):
+            raise UsageError(f"{share.total} samples are too few to give every rank something to compute on")
+        tally = Tally(self.model.device)
+        self._train(share, tally)
+        self._worker.clock.collect()
+        found = self._votes.gather(tally.take())
+        return math.fsum(rank[0] for rank in found) / max(1.0, math.fsum(rank[2] for rank in found))
+
+    def _next(self) -> Share:
+        """The loader's next batch that is large enough, in the next epoch where this one is through."""
+        while True:
+            if self._running is None:
+                self._running = self._batches()
+            share = next(self._running, None)
+            if share is None:
+                if not self._done:
+                    raise UsageError("the loader yields no batch that is large enough for all ranks")
+                self._running, self._epoch, self._done = None, self._epoch + 1, 0
+                continue
+            self._done += share.total
+            if self.trainable(share.total):
+                return share
+
+    def _batches(self) -> Iterator[Share]:
+        """What is left of the epoch."""
+        size = self._data.batches.batch_size
+        seed = self._settings.seed * 1_000_003 + self._epoch
+        return self._data.batches.epoch(order_seed=seed, skip=-(-self._done // size))
+
+    def _train(self, share: Share, tally: Tally) -> None:
+        # Masks that no module of ours draws come from torch's own generators: a function of the step, too.
+        torch.manual_seed(self._settings.seed * 1_000_003 + self._step)
+        worker, model, scale = self._worker, self.model, self._worker.scale
+        worker.clock.mark()
+        inputs, labels = self._data.split(moved(share.batch, model.device))
+        worker.clock.mark()
+
+        def here(rows: slice) -> range:
+            first = bisect_left(share.rows, rows.start)
+            return range(first, first + rows.stop - rows.start)
+
+        model.zero_grad()
+        loss = forward_backward(
+            model,
+            torch.arange(share.total),
+            self._step,
+            lambda rows: inputs[here(rows).start : here(rows).stop],
+            lambda rows: rows_of(labels, here(rows)),
+            loss_fn=lambda output, wanted: scale.scaled(self._data.loss_fn(output, wanted)),
+            precision=lambda: autocast(worker.precision, model.device),
+        )
+        tally.note(loss / scale.value * share.total * float(model.counts_rows()), share.total if self.leads else 0)
+        if scale.unscale(model.parameters(), self._votes):
+            worker.optimizer.step()
+        worker.clock.mark()
+        self._step += 1
+
+    def run_epoch(self, epoch: int) -> EpochOutcome:
+        """Train ``epoch`` (what is left of it) and validate.
+
+        Raises:
+            PreemptedError: a rank was asked to stop; all stopped after the same step and saved.
+            WorkersFailedError: the loss is no longer finite, or ranks are no longer in step.
+        """
+        if epoch != self.next_epoch:
+            raise UsageError(f"epoch {epoch} cannot run: training stands in epoch {self.next_epoch}")
+        began, first = time.perf_counter(), self._step
+        if self._votes.anyone(self.stop.asked):
+            self._preempt()
+        self.model.train()
+        tally = Tally(self.model.device)
+        pace = Pace(self.plan, self._votes, self._worker.clock, self._settings.log_every, self._warm)
+        for share in self._running or self._batches():
+            self._done += share.total
+            if not self.trainable(share.total):
+                continue
+            self._train(share, tally)
+            if pace.stepped(full=share.total == self.plan.global_batch):
+                self._exchange(pace, tally)
+        self._running = None
+        if pace.pending:
+            self._exchange(pace, tally)
+        if self._step == first:
+            raise UsageError("the loader yields no batch that is large enough for all ranks")
+        self._epoch, self._done, self._warm = epoch + 1, 0, pace.warm
+        self.model.average_buffers()
+        return EpochOutcome(
+            step=self._step,
+            seconds=time.perf_counter() - began,
+            train_loss=pace.train_loss,
+            validation_loss=self._validate(),
+            validation_accuracy=math.nan,
+            learning_rate=float(self.optimizer.param_groups[0]["lr"]),
+            measurements=pace.measurements(None),
+        )
+
+    def _exchange(self, pace: Pace, tally: Tally) -> None:
+        interval = pace.exchange(tally, step=self._step, stop=self.stop.asked)
+        self.announce({"event": "steps", "epoch": self._epoch, "step": self._step, "loss": interval.loss,
+                       "step_time_s": (interval.seconds - interval.data_wait_s) / interval.steps})  # fmt: skip
+        if interval.stopping:
+            self._preempt()
+
+    def _validate(self) -> float:
+        """Mean loss over the loader that was given for it; not a number without one."""
+        if self._data.validation is None:
+            return math.nan
+        return mean_loss(
+            self.model, self._data.validation, self._data.split, self._data.loss_fn, self._votes,
+            self._worker.precision,
+        )  # fmt: skip
+
+    def _preempt(self) -> None:
+        where = f", saved to {self.commit()}" if self._folder is not None else "; without a folder nothing is saved"
+        raise PreemptedError(f"stopped on request after step {self._step}{where}")
+
+    def save(self, epoch: int) -> None:
+        """Commit a checkpoint from which ``epoch + 1`` can start, where the job has a folder."""
+        if self._folder is not None:
+            self.commit()
+
+    def commit(self) -> Path:
+        """A checkpoint of here and now.
+
+        Raises:
+            UsageError: the job has no folder. UnavailableError: it cannot be written; earlier ones are intact.
+        """
+        if self._folder is None:
+            raise UsageError("nothing can be saved without out, the folder of the run")
+        if self._saved is None or self._saved[0] != self._step:
+            position = self._epoch * self._samples + min(self._done, self._samples - 1)
+            self._saved = (self._step, self._keeper.save(self._worker, step=self._step, position=position))
+        return self._saved[1]
+
+    def restore(self, path: Path, manifest: Manifest) -> None:
+        """Continue where a checkpoint (that was checked) left off.
+
+        Raises:
+            UsageError: it is of another loader or optimizer. InvalidInputError: of another model.
+        """
+        for name, mine in (("num_samples", self._samples), ("optimizer", self._settings.optimizer)):
+            if getattr(manifest, name) != mine:
+                raise UsageError(f"the checkpoint was made with {name} {getattr(manifest, name)}, this job has {mine}")
+        self._keeper.restore(self._worker, path, manifest)
+        self._epoch, self._done = divmod(manifest.position, self._samples)
+        self._step, self._saved, self._running = manifest.step, (manifest.step, path), None
+
+    def migrate(self, plan: Plan) -> None:
+        """Continue under ``plan``: same weights, optimizer state and sample order. All ranks move, or none does.
+
+        Raises:
+            UsageError: the plan is for another model, batch or number of ranks.
+            WorkersFailedError: a rank could not move; the plan in force stays.
+        """
+        for what in ("num_ranks", "global_batch", "model_fingerprint", "precision"):
+            new, old = getattr(plan, what), getattr(self.plan, what)
+            if new != old:
+                raise UsageError(f"cannot continue under a plan with {what} {new}: this run has {old}")
+        old_worker, scale = self._worker, self._worker.scale
+        moments = full_optimizer_state(old_worker.model, old_worker.optimizer)
+        try:
+            self._worker = self._keeper.move(old_worker, lambda: self._worker_of(self._build(plan), scale))
+        except WorkersFailedError:
+            self._rebinding.apply(old_worker.model)
+            load_full_optimizer_state(old_worker.model, self.optimizer, moments)
+            raise
+        self._warm = 0
+        old_worker.model.close()
+
+    def agree(self, plan: Plan | None) -> Plan | None:
+        """Rank 0's plan (or None) on every rank."""
+        text = self._votes.tell(None if plan is None else codec.dumps(plan))
+        return None if text is None else codec.loads(Plan, text, source="the plan from rank 0")

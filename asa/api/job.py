@@ -1,0 +1,256 @@
+"""``asa.Job``: training from end to end on a loader of the user's own, with everything a plan may ask for."""
+
+from __future__ import annotations
+
+import copy
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from asa.api.batches import GlobalBatches
+from asa.api.executor import UserData, UserExecutor
+from asa.api.loop import cache_folder, example_of
+from asa.api.names import StateNames
+from asa.api.optimizers import Rebinding, elementwise, planned_as
+from asa.api.place import find_place, same_weights
+from asa.api.planned import Wishes, agreed_plan, checked_plan, on_all_ranks
+from asa.api.planning import device_of
+from asa.cost.slower import slower_links, slower_profile
+from asa.errors import UsageError
+from asa.executor import checkpoint
+from asa.executor.checkpoint import Manifest
+from asa.executor.materialize import materialize
+from asa.executor.outdir import CHECKPOINTS, owned
+from asa.executor.parallel import ParallelModel
+from asa.executor.settings import TrainSettings
+from asa.ir import codec
+from asa.ir.cluster import Cluster
+from asa.ir.measurements import EpochRecord, Measurements
+from asa.ir.plan import Plan
+from asa.ir.profile import Precision
+from asa.scheduler.loop import adapt
+from asa.strategies import offered
+
+
+class Job:
+    """A model in training on the ranks that are there: pipelines, accumulation, checkpoints, re-planning, resume.
+
+    ::
+
+        job = asa.Job(model, optimizer, loader, loss_fn, out="runs/mine")
+        for record in job.run(epochs=10):
+            print(record.epoch, record.train_loss)
+
+    Every rank makes the job and calls the same of it: under ``torchrun``, in a process group formed before, or alone.
+    ``loss_fn(output, labels)`` is a mean over the batch; batches are ``(input, labels)``, or what ``split`` makes so.
+    A step is one batch of the loader, as on one device: its samples, its order, one update.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loader: Any,
+        loss_fn: Callable[[Any, Any], Tensor],
+        plan: Plan | Path | str = "auto",
+        *,
+        validation: Any = None,
+        out: Path | str | None = None,
+        resume: bool = False,
+        replan: bool = True,
+        split: Callable[[Any], tuple[Tensor, Any]] | None = None,
+        example_input: Tensor | None = None,
+        cluster: Cluster | Path | str | None = None,
+        strategies: tuple[str, ...] | None = None,
+        pins: tuple[str, ...] = (),
+        memory_bytes: int | None = None,
+        precision: Precision = "fp32",
+        batch_norm: Literal["local", "exact"] = "local",
+        device: str = "auto",
+        seed: int = 0,
+        log_every: int = 50,
+        keep: int = 2,
+        time_limit_s: float = 60.0,
+        cache: Path | str | None = "auto",
+        timeout_s: float = 1800.0,
+        on_event: Callable[[dict[str, Any]], None] | None = None,
+    ) -> None:
+        """Plan (unless one is handed in) and place.
+
+        Args:
+            validation: a loader; after every epoch its mean loss is taken too.
+            out: folder of the run, for checkpoints after every epoch and on SIGTERM; without one nothing is kept.
+            resume: go on from the newest checkpoint in ``out``, written under this plan or another.
+            replan: take another plan between epochs where steps take other than predicted, and that pays.
+            split: makes ``(input, labels)`` of a batch; by default its first and second item.
+            seed: of the order of samples (one order per epoch) and of dropout.
+            on_event: hears, on rank 0, what ``asa train`` writes to its log.
+            model, optimizer, loader, and the others: as for :func:`asa.parallelize`.
+
+        Raises:
+            UsageError, InfeasibleError: as :func:`asa.parallelize`; a folder that is another's.
+            NoCheckpointError: nothing to resume.
+        """
+        if resume and out is None:
+            raise UsageError("resume needs out, the folder of the run to go on with")
+        self._place = place = find_place(device, timeout_s)
+        self._stack = ExitStack()
+        self._replan = replan
+        votes = place.votes
+        batches = GlobalBatches(loader, votes, lambda total: self._executor.rows(total))
+        example = example_of(batches) if example_input is None else example_input
+        rebinding = Rebinding(optimizer, model)
+        same_weights(place, model)
+        wishes = Wishes(
+            global_batch=batches.batch_size, optimizer=planned_as(optimizer), pipelines=True, strategies=strategies,
+            pins=pins, memory_bytes=memory_bytes, cluster=cluster, precision=precision, time_limit_s=time_limit_s,
+            cache=cache_folder(cache), elementwise=elementwise(optimizer),
+        )  # fmt: skip
+        self._wishes, self._origins = wishes, None
+        if plan == "auto":
+            chosen, self._origins = agreed_plan(place, model, example, wishes)
+        else:
+            chosen = checked_plan(place, plan)
+
+        settings = TrainSettings(
+            out=str(out or ""), data="loader", seed=seed, batch_norm=batch_norm, log_every=log_every, keep=keep,  # type: ignore[arg-type]
+            timeout_s=timeout_s, optimizer=wishes.optimizer,
+        )  # fmt: skip
+
+        self._names = StateNames(model)
+        spare = Blank(model) if replan and place.ranks > 1 else None
+        plain = [model]
+
+        def build(wanted: Plan) -> ParallelModel:
+            """The first time the model itself; for another plan one like it, whose weights are filled in next."""
+            if not plain and spare is None:
+                raise UsageError("this job was made without re-planning")
+            fresh = plain.pop() if plain or spare is None else spare.copy()
+            return materialize(
+                wanted, fresh, example.to(device_of(fresh)), rank=place.rank, strategies=offered(),
+                device=place.device, seed=seed, batch_norm=batch_norm, timeout_s=timeout_s,
+            )  # fmt: skip
+
+        found: tuple[Path, Manifest] | None = None
+        if out is not None:
+            votes.once(lambda: self._stack.enter_context(owned(Path(out), resume=resume)))
+            if resume:
+                found = self._chosen_checkpoint(Path(out) / CHECKPOINTS)
+        self._executor = UserExecutor(
+            chosen,
+            build,
+            settings,
+            rebinding=rebinding,
+            data=UserData(batches=batches, split=split or _pair, validation=validation, loss_fn=loss_fn),
+            place=place,
+            announce=(on_event or (lambda _: None)) if place.rank == 0 else (lambda _: None),
+            folder=None if out is None else Path(out) / CHECKPOINTS,
+            run=str(votes.tell(secrets.token_hex(4))),
+        )
+        if found is not None:
+            self._executor.restore(*found)
+
+    def _chosen_checkpoint(self, folder: Path) -> tuple[Path, Manifest]:
+        votes = self._place.votes
+        found = votes.once(lambda: checkpoint.find(folder))
+        path = Path(votes.tell(None if found is None else str(found.path)))
+        return path, codec.load(Manifest, path / checkpoint.MANIFEST)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force."""
+        return self._executor.plan
+
+    @property
+    def model(self) -> ParallelModel:
+        """This rank's part of the model."""
+        return self._executor.model
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer that was handed in, over what this rank updates."""
+        return self._executor.optimizer
+
+    @property
+    def step(self) -> int:
+        """Updates since the start of the run."""
+        return self._executor.step
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is to run next, or to go on."""
+        return self._executor.next_epoch
+
+    def train_step(self, batch: Any = None) -> float:
+        """One update on a global batch, the same on every rank, or on the loader's next; its mean loss (collective)."""
+        return self._executor.train_step(batch)
+
+    def run(self, epochs: int) -> list[EpochRecord]:
+        """Train up to and with epoch ``epochs - 1``, counted from the start of the run; a record of each.
+
+        Raises:
+            PreemptedError: SIGTERM; everything is saved in ``out``.
+            WorkersFailedError: the loss is no longer finite, or ranks are no longer in step.
+        """
+        return list(self.epochs(epochs))
+
+    def epochs(self, epochs: int) -> Iterator[EpochRecord]:
+        """As :meth:`run`, one record at a time: a place for schedules of the learning rate."""
+        executor = self._executor
+        with executor.stop.listening():
+            able = self._replan and self._place.votes.tell(self._origins is not None)
+            again = self._solve_again if able else None
+            yield from adapt(executor, range(executor.next_epoch, epochs), executor.announce, replan=again)
+
+    def _solve_again(self, plan: Plan, _measured: Measurements, factor: float) -> Plan | None:
+        """On rank 0, which has what the plan was made from."""
+        assert self._origins is not None
+        profile = slower_profile(self._origins.profile, factor)
+        return on_all_ranks(profile, slower_links(self._origins.cluster, factor), plan.num_ranks, self._wishes)
+
+    def save(self) -> Path:
+        """Commit a checkpoint now (collective).
+
+        Raises:
+            UsageError: the job has no folder. UnavailableError: it cannot be written.
+        """
+        return self._executor.commit()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Full weights and buffers under the model's own names, on the CPU of every rank (collective)."""
+        self.model.average_buffers()
+        return self._names.full(self.model)
+
+    def close(self) -> None:
+        """Leave the plan's groups and the folder (collective)."""
+        self._executor.model.close()
+        self._stack.close()
+
+
+class Blank:
+    """A model without its weights, from which whole ones are made."""
+
+    def __init__(self, model: nn.Module) -> None:
+        empty = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
+        self._model = copy.deepcopy(model, dict(empty))
+
+    def copy(self) -> nn.Module:
+        """A model with small random weights (a trace compares outputs, which must not all be equal)."""
+        generator = torch.Generator().manual_seed(0)
+        made = {
+            id(p): nn.Parameter(torch.randn(p.shape, generator=generator).mul_(0.02).to(p.dtype), p.requires_grad)
+            for p in self._model.parameters()
+        }
+        return copy.deepcopy(self._model, dict(made))
+
+
+def _pair(batch: Any) -> tuple[Tensor, Any]:
+    if isinstance(batch, tuple | list) and len(batch) >= 2:
+        return batch[0], batch[1]
+    raise UsageError(f"a batch of type {type(batch).__name__} is not (input, labels); say what is what with split")

@@ -1,0 +1,33 @@
+"""A model's state under its own names, from what ranks hold: tied weights have several, unused ones no component."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from asa.executor.parallel import ParallelModel
+from asa.executor.state import full_state
+
+
+class StateNames:
+    """The names of a model's ``state_dict``, noted before the model is split."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._alike: dict[int, list[str]] = {}
+        self._values: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
+        for name, tensor in self._values.items():
+            self._alike.setdefault(id(tensor), []).append(name)
+        self._names = {name: names for names in self._alike.values() for name in names}
+        self._unused: dict[str, Tensor] | None = None
+
+    def full(self, model: ParallelModel) -> dict[str, Tensor]:
+        """Every tensor, full, on the CPU of every rank (collective)."""
+        found = full_state(model)
+        if self._unused is None:  # what no forward reads is as it was
+            idle = (n for n, names in self._names.items() if not any(a in found for a in names))
+            self._unused = {n: self._values[n].detach().cpu().clone() for n in idle}
+            self._values = {}
+        state = {}
+        for name, names in self._names.items():
+            held = next((a for a in names if a in found), None)
+            state[name] = self._unused[name] if held is None else found[held]
+        return state

@@ -1,0 +1,143 @@
+"""The user's optimizer over the parameters a rank holds: the same object, groups and hyperparameters as they were."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from asa.errors import UsageError
+from asa.executor.parallel import ParallelModel
+from asa.executor.state import held, load_full_optimizer_state
+from asa.ir.plan import OptimizerName
+
+_ELEMENTWISE = {
+    "SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "ASGD", "RMSprop", "Rprop",
+}  # fmt: skip
+"""Of ``torch.optim``: those that update element by element, so that shards add up to wholes."""
+
+
+def elementwise(optimizer: Optimizer) -> bool:
+    """Whether a shard of a parameter is updated as the same part of the whole would be."""
+    kind = type(optimizer)
+    return kind.__name__ in _ELEMENTWISE and kind.__module__.startswith("torch.optim")
+
+
+def planned_as(optimizer: Optimizer) -> OptimizerName:
+    """What the planner takes it for: its state is one word a parameter, or two."""
+    return "sgd" if type(optimizer).__name__ in ("SGD", "Adagrad", "RMSprop") else "adamw"
+
+
+class Rebinding:
+    """An optimizer between the model it was made for and the one that is placed.
+
+    Made before the model is split (its parameters are known by name then), applied after.
+    """
+
+    def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
+        named: dict[int, list[str]] = {}
+        for name, p in model.named_parameters(remove_duplicate=False):
+            named.setdefault(id(p), []).append(name)
+        self.optimizer = optimizer
+        self._undo: Callable[[], None] | None = None
+        self._group: dict[str, int] = {}
+        self._state: dict[str, Tensor] = {}
+        for index, group in enumerate(optimizer.param_groups):
+            for p in group["params"]:
+                if id(p) not in named:
+                    raise UsageError(
+                        "the optimizer holds a parameter that is not the model's; make it of model.parameters()"
+                    )
+                for name in named[id(p)]:
+                    self._group[name] = index
+                    for key, value in optimizer.state.get(p, {}).items():
+                        if isinstance(value, Tensor):
+                            self._state[f"{name}/{key}"] = value.detach().cpu().clone()
+
+    def apply(self, model: ParallelModel) -> Optimizer:
+        """Have the optimizer update what this rank is to update of ``model``; its state so far goes along."""
+        optimizer, updated = self.optimizer, {id(p) for p in model.updated}
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
+        found: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
+        for item in held(model):
+            if isinstance(item.tensor, nn.Parameter) and id(item.tensor) in updated and item.name in self._group:
+                found[self._group[item.name]].append(item.tensor)
+        sharded = any(isinstance(p, DTensor) for group in found for p in group)
+        for group, parameters in zip(optimizer.param_groups, found, strict=True):
+            group["params"] = parameters
+            if sharded and "foreach" in group:  # loops over many tensors refuse a mixture of plain and sharded ones
+                group["foreach"], group["fused"] = False, None
+        optimizer.state.clear()
+        if self._state:
+            known = {item.name for item in held(model)} | model.elsewhere
+            state = {key: value for key, value in self._state.items() if key.rsplit("/", 1)[0] in known}
+            load_full_optimizer_state(model, optimizer, state)
+            self._state = {}  # from now on whoever moves the optimizer on moves its state
+        if model.owner:
+            self._undo = _share_updates(optimizer, model)
+        return optimizer
+
+
+def _share_updates(optimizer: Optimizer, model: ParallelModel) -> Callable[[], None]:
+    """After a step what other ranks updated arrives here; gradients of those parameters are forgotten with the rest.
+    Returns what takes that back."""
+    mine = {id(p) for p in model.updated}
+    others = [p for p in model.parameters() if id(p) not in mine]
+    honest = optimizer.zero_grad
+
+    def forget() -> None:
+        for p in others:
+            p.grad = None
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        honest(set_to_none)
+        forget()
+
+    def stepped(_optimizer: Optimizer, _args: Any, _options: Any) -> None:
+        model.share_updates()
+
+    def undo() -> None:
+        optimizer.__dict__.pop("zero_grad", None)
+        handle.remove()
+
+    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+    handle = optimizer.register_step_post_hook(stepped)
+    return undo
+
+
+@torch.no_grad()
+def clip(model: ParallelModel, max_norm: float) -> Tensor:
+    """Scale all gradients so that their norm over ranks and shards is at most ``max_norm``; the norm (collective)."""
+    total = torch.zeros((), dtype=torch.float64)
+    place = {id(t): layout for c, layout in zip(model.components, model.layouts, strict=True) for t in c.parameters()}
+    for item in held(model):
+        gradient = item.tensor.grad if isinstance(item.tensor, nn.Parameter) else None
+        if gradient is None:
+            continue
+        layout = place[id(item.tensor)]
+        parts = item.axis.size if item.shard is not None else 1
+        local = gradient
+        if isinstance(gradient, DTensor):
+            mesh, placements = gradient.device_mesh, gradient.placements
+            local = gradient.to_local()
+            parts *= math.prod(mesh.size(i) for i, placement in enumerate(placements) if placement.is_shard())
+        # So many ranks hold the same part: each speaks for its share of it.
+        total += local.double().square().sum().cpu() * parts / layout.width
+    if model.plan.num_ranks > 1:
+        sums = total.view(1).to(model.device)
+        dist.all_reduce(sums)
+        total = sums.cpu().view(())
+    norm = total.sqrt()
+    factor = float((max_norm / (norm + 1e-6)).clamp(max=1.0))
+    for p in model.parameters():
+        if p.grad is not None and factor < 1:
+            p.grad.mul_(factor)
+    return norm

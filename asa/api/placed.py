@@ -1,0 +1,197 @@
+"""What ``asa.parallelize`` returns: a rank's part of a model and its share of a loader, used as the originals were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from asa.api.batches import GlobalBatches, Share, moved
+from asa.api.names import StateNames
+from asa.api.optimizers import clip
+from asa.api.place import Place
+from asa.errors import UsageError
+from asa.executor.parallel import ParallelModel
+from asa.executor.state import load_full_state
+from asa.ir.layout import bounds
+from asa.ir.plan import Plan
+
+
+def rows_here(total: int, ranks: int, rank: int) -> list[int]:
+    """Rows of a batch of ``total`` that a rank computes: its share, or where there are too few for all, one of them."""
+    if total < ranks:
+        return [rank % total] if total else []
+    return list(range(*bounds(total, ranks, rank)))
+
+
+class _Weighed(torch.autograd.Function):
+    """The value as it is; its gradient times a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient * ctx.factor, None
+
+
+class PlacedModel(nn.Module):
+    """One rank's part of a model, called as the model was: ``model(x)`` with this rank's samples gives their outputs.
+
+    Collective unless every rank computes for itself: what one rank calls, all must. ``plan``: what it runs under.
+    """
+
+    parallel: ParallelModel | None
+    place: Place
+    share: Share | None
+    """The batch the loader yielded last."""
+    calls: int
+    names: StateNames | None
+
+    def __init__(
+        self,
+        parallel: ParallelModel | None,
+        place: Place,
+        *,
+        plain: nn.Module | None = None,
+        names: StateNames | None = None,
+    ) -> None:
+        super().__init__()
+        self.__dict__.update(parallel=parallel, place=place, share=None, calls=0, names=names)
+        self.plan: Plan | None = None if parallel is None else parallel.plan
+        self.parts = nn.ModuleList(parallel.components if parallel is not None else [] if plain is None else [plain])
+        self._independent = True
+        if parallel is not None:
+            self._independent = all(layout.data == place.ranks for layout in parallel.layouts)
+
+    def forward(self, x: Tensor) -> Any:
+        """The model's own output for this rank's samples ``x`` [N, ...]."""
+        parallel = self.parallel
+        x = x.to(self.place.device)
+        if parallel is None:
+            return self.parts[0](x)
+        total, weight, first = self._total(len(x))
+        value, sides = parallel.compute(x, torch.arange(first, first + total), self.calls)
+        if self.training:
+            self.__dict__["calls"] += 1
+
+        def weighed(tensor: Tensor) -> Tensor:
+            return tensor if weight == 1 or not tensor.requires_grad else _Weighed.apply(tensor, weight)
+
+        return parallel.traced.assemble(weighed(value), {name: weighed(side) for name, side in sides.items()})
+
+    def _total(self, rows: int) -> tuple[int, float, int]:
+        """Rows that all ranks compute now, the weight of this rank's mean loss, and the number of the first row.
+
+        Known from the loader for what it yielded; of other samples, each rank says how many it has.
+        """
+        share = self.share
+        ranks, rank = self.place.ranks, self.place.rank
+        if share is not None and self.training and len(share.rows) == rows:
+            if share.total < ranks:  # some compute a sample that is another's, and does not count
+                return ranks, ranks / share.total if rank < share.total else 0.0, share.first
+            return share.total, rows * ranks / share.total, share.first
+        if self._independent and not self.training:
+            return rows * ranks, 1.0, 0
+        found = [int(each[0]) for each in self.place.votes.gather([float(rows)])]
+        total = sum(found)
+        wanted = [stop - start for start, stop in (bounds(total, ranks, r) for r in range(ranks))]
+        if found != wanted and not self._independent:
+            raise UsageError(
+                f"ranks compute on {found} samples at once, this plan shares {total} as {wanted}: use the loader that "
+                "asa.parallelize returned, or give every rank as many"
+            )
+        return total, rows * ranks / max(total, 1), 0
+
+    def train(self, mode: bool = True) -> PlacedModel:
+        """As of any module."""
+        parallel = self.parallel
+        if parallel is None:
+            super().train(mode)
+            return self
+        self.__dict__["training"] = mode
+        parallel.train(mode)
+        return self
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """What this rank holds, under the names of the model."""
+        seen: set[int] = set()
+        for part in self.parts:
+            for name, p in part.named_parameters(prefix, recurse, remove_duplicate):
+                if not remove_duplicate or id(p) not in seen:
+                    seen.add(id(p))
+                    yield name, p
+
+    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Full tensors under the model's own names, on the CPU: what the plain model loads. Collective where the plan
+        splits or shards anything, so call it on every rank."""
+        parallel = self.parallel
+        if parallel is None:
+            return self.parts[0].state_dict(*args, **options)
+        assert self.names is not None
+        return self.names.full(parallel)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Full tensors, as :meth:`state_dict` or the plain model gives them; every rank is given all.
+
+        Raises:
+            UsageError: a name is missing.
+        """
+        parallel = self.parallel
+        if parallel is None:
+            return self.parts[0].load_state_dict(state_dict, strict=strict, assign=assign)
+        try:
+            load_full_state(parallel, dict(state_dict))
+        except KeyError as error:
+            raise UsageError(f"the state lacks {error.args[0]}") from None
+        return None
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """As ``torch.nn.utils.clip_grad_norm_``, over all ranks and shards (collective)."""
+        parallel = self.parallel
+        if parallel is None:
+            return nn.utils.clip_grad_norm_(self.parts[0].parameters(), max_norm)
+        return clip(parallel, max_norm)
+
+    def epoch_ended(self) -> None:
+        """Running statistics become those of all ranks; the loader calls this when it is through (collective)."""
+        parallel = self.parallel
+        if parallel is not None and self.training:
+            parallel.average_buffers()
+
+    def close(self) -> None:
+        """Leave the plan's process groups (collective)."""
+        parallel = self.parallel
+        if parallel is not None:
+            parallel.close()
+
+
+class PlacedLoader:
+    """This rank's samples of every global batch, on its device. Attributes not found here are the loader's own."""
+
+    def __init__(self, batches: GlobalBatches, model: PlacedModel) -> None:
+        self._batches, self._model = batches, model
+
+    def __iter__(self) -> Iterator[Any]:
+        device = self._model.place.device
+        try:
+            for share in self._batches.epoch():
+                self._model.__dict__["share"] = share
+                yield moved(share.batch, device)
+            self._model.epoch_ended()
+        finally:
+            self._model.__dict__["share"] = None
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._batches.loader, name)

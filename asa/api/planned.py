@@ -1,0 +1,298 @@
+"""The plan that all ranks of a program of the user's own agree on: made once, kept for the next time."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import asa
+from asa.api.place import Place
+from asa.api.planning import cluster_of, device_of, known_clusters, measured, outputs_of, spec_of
+from asa.errors import AsaError, InvalidInputError, UsageError
+from asa.interfaces.strategy import Strategies
+from asa.ir import codec
+from asa.ir.cluster import Cluster
+from asa.ir.plan import Assignment, Certificate, DataDegree, OptimizerName, Plan, Prediction, Stage, TensorDegree
+from asa.ir.profile import Precision, Profile
+from asa.planner import Request, parse_pin, usual_limit
+from asa.planner import plan as solve
+from asa.strategies import offered
+from asa.tracing import trace
+
+_MEASURING_S = 20.0
+"""For the links between the ranks, where no measured cluster is known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """What a plan is asked for."""
+
+    global_batch: int
+    optimizer: OptimizerName
+    pipelines: bool
+    strategies: tuple[str, ...] | None = None
+    pins: tuple[str, ...] = ()
+    memory_bytes: int | None = None
+    cluster: Cluster | Path | str | None = None
+    precision: Precision = "fp32"
+    time_limit_s: float = 75.0
+    cache: Path | None = None
+    elementwise: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origins:
+    """What a plan was made from."""
+
+    profile: Profile
+    cluster: Cluster
+
+
+def agreed_plan(place: Place, model: nn.Module, example: Tensor, wishes: Wishes) -> tuple[Plan, Origins | None]:
+    """The plan for all ranks: rank 0 profiles and solves, or finds it in the cache; the others are told (collective).
+
+    Raises:
+        AsaError: whatever stood in the way on rank 0, on every rank.
+    """
+    votes = place.votes
+    if place.ranks == 1 and not wishes.pipelines:
+        return plan_of_one(model, example, wishes), None
+    kept = votes.once(lambda: Kept.of(place, model, example, wishes))
+    made = kept.read() if kept is not None else None
+    if not votes.tell(made is not None):
+        cluster = _cluster(place, wishes)
+        made = votes.once(lambda: _solved(place, model, example, wishes, cluster))
+        if made is not None and kept is not None:
+            kept.write(*made)
+    text = votes.tell(None if made is None else codec.dumps(made[0]))
+    return codec.loads(Plan, text, source="the plan from rank 0"), None if made is None else made[1]
+
+
+def _cluster(place: Place, wishes: Wishes) -> Cluster | None:
+    """The links, measured now between these ranks where nothing is known of them (collective)."""
+    if place.ranks == 1:
+        return None
+    known = place.rank != 0 or wishes.cluster is not None or _measured_here(place) is not None
+    if place.votes.everyone(known):
+        return None
+    from asa.profiler.interconnect import measure_group
+
+    threads = torch.get_num_threads()
+    if place.device.type == "cpu":
+        torch.set_num_threads(1)
+    try:
+        return measure_group(backend="nccl" if place.device.type == "cuda" else "gloo", time_limit_s=_MEASURING_S)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _measured_here(place: Place) -> Cluster | None:
+    """A cluster that was measured on such devices, with enough of them."""
+    from asa.profiler.machine import device_record
+
+    name = device_record(place.device).name
+    fits = [c for c in known_clusters() if c.device.name == name and c.num_devices >= place.ranks]
+    return min(fits, key=lambda c: c.num_devices, default=None)
+
+
+def _solved(
+    place: Place, model: nn.Module, example: Tensor, wishes: Wishes, cluster: Cluster | None
+) -> tuple[Plan, Origins]:
+    profile = measured(
+        model, example, num_classes=None, global_batch=wishes.global_batch, precision=wishes.precision,
+        limit_s=wishes.time_limit_s, max_degree=place.ranks, device=place.device,
+    )  # fmt: skip
+    if cluster is None and place.ranks == 1:
+        cluster = _alone(profile)
+    if cluster is None:
+        here = _measured_here(place) if wishes.cluster is None else None
+        cluster = here or cluster_of(wishes.cluster, profile, place.ranks)
+    return on_all_ranks(profile, cluster, place.ranks, wishes), Origins(profile=profile, cluster=cluster)
+
+
+def _alone(profile: Profile) -> Cluster:
+    from asa.ir.cluster import Contention, Device, Overlap
+
+    device = Device(name=profile.device.name, type=profile.device.type, memory_bytes=profile.device.memory_bytes)
+    return Cluster(
+        name="alone",
+        backend="nccl" if device.type == "cuda" else "gloo",
+        device=device,
+        num_devices=1,
+        levels=(),
+        contention=(Contention(ranks=1, slowdown=1.0),),
+        overlap=Overlap(),
+        status="derived",
+        source="one device, nothing to communicate with",
+    )
+
+
+def on_all_ranks(profile: Profile, cluster: Cluster, ranks: int, wishes: Wishes) -> Plan:
+    """The best plan in which every rank takes part: those that were started cannot be sent home.
+
+    Raises:
+        InfeasibleError: none fits.
+    """
+    # Where an optimizer's state lies is the optimizer's own affair.
+    strategies: Strategies = replace(offered(), offload=False)
+    if not wishes.pipelines:
+        strategies = replace(strategies, schedules={})
+    wanted = wishes.strategies if wishes.elementwise else ("single", "ddp")
+    request = Request(
+        gpus=ranks,
+        global_batch=wishes.global_batch,
+        memory_bytes=wishes.memory_bytes,
+        strategies=wanted,
+        pins=tuple(parse_pin(text) for text in wishes.pins),
+        optimizer=wishes.optimizer,
+        time_limit_s=usual_limit(ranks),
+        top_k=8,
+        uneven=wishes.pipelines,
+    )
+    plans = solve(profile, cluster, strategies, request)
+    usable = (_whole(plan, ranks) for plan in plans if wishes.pipelines or plan.num_microbatches == 1)
+    found = next((plan for plan in usable if plan is not None), None)
+    if found is not None:
+        return found
+    if wishes.pipelines:
+        return solve(profile, cluster, strategies, replace(request, strategies=("ddp",), top_k=1))[0]
+    # The best of them accumulates over microbatches, which a loop of the user's own does not.
+    first = next((p for p in (_whole(plan, ranks) for plan in plans) if p is not None), None)
+    if first is None:
+        first = solve(profile, cluster, strategies, replace(request, strategies=("ddp",), top_k=1))[0]
+    note = f"planned with {first.num_microbatches} microbatches for their memory; a loop of one's own runs them as one"
+    return replace(first, num_microbatches=1, notes=(*first.notes, note))
+
+
+def _whole(plan: Plan, ranks: int) -> Plan | None:
+    """``plan`` on all ranks: one stage may be widened, the ranks too many repeat its work. None where it cannot be."""
+    if plan.num_ranks == ranks:
+        return plan
+    if len(plan.stages) > 1 or any(ranks % (c.data.degree * c.tensor.degree) for c in plan.components):
+        return None
+    note = f"{plan.num_ranks} of {ranks} ranks are the fastest; the others repeat their work"
+    return replace(plan, stages=(Stage(ranks=tuple(range(ranks))),), gpus=ranks, notes=(*plan.notes, note))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """A plan on the disk, with what it was made from; nowhere without a ``path``."""
+
+    path: Path | None
+
+    @staticmethod
+    def of(place: Place, model: nn.Module, example: Tensor, wishes: Wishes) -> Kept:
+        """Where the answer to this question is kept."""
+        if wishes.cache is None:
+            return Kept(path=None)
+        from asa.profiler.machine import device_record
+
+        # Traced where it is: two samples, nothing timed.
+        traced = trace(model, example.to(device_of(model)), name=spec_of(model))
+        cluster = wishes.cluster
+        question = {
+            "model": traced.model_fingerprint,
+            "input": list(example.shape[1:]),
+            "ranks": place.ranks,
+            "batch": wishes.global_batch,
+            "optimizer": wishes.optimizer,
+            "elementwise": wishes.elementwise,
+            "pipelines": wishes.pipelines,
+            "strategies": wishes.strategies,
+            "pins": wishes.pins,
+            "memory": wishes.memory_bytes,
+            "precision": wishes.precision,
+            "cluster": codec.fingerprint(cluster) if isinstance(cluster, Cluster) else str(cluster),
+            "device": device_record(place.device).name,
+            "versions": [asa.__version__, torch.__version__],
+        }
+        key = hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()[:24]
+        return Kept(path=wishes.cache / key)
+
+    def read(self) -> tuple[Plan, Origins] | None:
+        """What was kept, if all of it can be used."""
+        if self.path is None:
+            return None
+        try:
+            profile, cluster = codec.load(Profile, self._file("profile")), codec.load(Cluster, self._file("cluster"))
+            return codec.load(Plan, self._file("plan")), Origins(profile=profile, cluster=cluster)
+        except InvalidInputError:
+            return None
+
+    def write(self, plan: Plan, origins: Origins) -> None:
+        """Keep it for the next time; where it cannot be kept it is made again then."""
+        if self.path is not None:
+            with contextlib.suppress(OSError):
+                codec.save(origins.profile, self._file("profile"))
+                codec.save(origins.cluster, self._file("cluster"))
+                codec.save(plan, self._file("plan"))
+
+    def _file(self, what: str) -> Path:
+        assert self.path is not None
+        return self.path.with_name(f"{self.path.name}.{what}.json")
+
+
+def usual_cache() -> Path:
+    """Where plans of one's own programs are kept."""
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("asa")) / "plans"
+
+
+def plan_of_one(model: nn.Module, example: Tensor, wishes: Wishes) -> Plan:
+    """The only plan of one rank that keeps a loop as it is: nothing to choose, so nothing is measured."""
+    traced = trace(model, example.to(device_of(model)), name=spec_of(model))
+    whole = tuple(
+        Assignment(
+            name=c.name,
+            stage=0,
+            data=DataDegree(strategy="replicate", degree=1),
+            tensor=TensorDegree(strategy="none", degree=1),
+        )
+        for c in traced.components
+    )
+    return Plan(
+        model_spec=spec_of(model), model_fingerprint=traced.model_fingerprint, profile_fingerprint="0" * 16,
+        cluster="alone", cluster_fingerprint="0" * 16, input_shape=tuple(example.shape[1:]),
+        num_classes=outputs_of(model, example), strategy="single", gpus=1, global_batch=wishes.global_batch,
+        precision=wishes.precision, optimizer=wishes.optimizer,
+        device_type="cuda" if device_of(model).type == "cuda" else "cpu", components=whole,
+        stages=(Stage(ranks=(0,)),), schedule="none", num_microbatches=1,
+        prediction=Prediction(
+            step_time_s=0.0, step_time_low_s=0.0, step_time_high_s=0.0, compute_s=0.0, exposed_communication_s=0.0,
+            hidden_communication_s=0.0, update_s=0.0, bubble_s=0.0, memory_bytes_per_rank=(0,), samples_per_s=0.0,
+        ),
+        certificate=Certificate(
+            solver="none", status="optimal", lower_bound_s=0.0, gap=0.0, space="one device, one stage", solve_s=0.0
+        ),
+        baselines=(), origin="estimated", notes=("one rank: nothing to plan, nothing was measured",),
+    )  # fmt: skip
+
+
+def checked_plan(place: Place, plan: Plan | Path | str) -> Plan:
+    """A plan that was handed in, as all ranks are to use it: rank 0's.
+
+    Raises:
+        UsageError: it is for another number of ranks. InvalidInputError: a file that cannot be used.
+    """
+    error: AsaError | None = None
+    found: Plan | None = None
+    try:
+        found = plan if isinstance(plan, Plan) else codec.load(Plan, Path(plan))
+    except AsaError as caught:
+        error = caught
+    if found is not None and found.num_ranks != place.ranks:
+        error = UsageError(
+            f"the plan is for {found.num_ranks} ranks, there are {place.ranks}; start {found.num_ranks} "
+            f"(torchrun --nproc-per-node {found.num_ranks}), or plan with gpus={place.ranks}"
+        )
+    place.votes.agree(error)
+    text: Any = place.votes.tell(None if found is None else codec.dumps(found))
+    return codec.loads(Plan, text, source="the plan from rank 0")

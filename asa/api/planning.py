@@ -1,0 +1,161 @@
+"""``asa.plan``: what ``asa plan`` does, for a module or a profile in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import asa
+from asa.errors import InvalidInputError, UsageError
+from asa.ir import codec
+from asa.ir.cluster import Cluster
+from asa.ir.plan import OptimizerName, Plan
+from asa.ir.profile import Precision, Profile
+from asa.planner import Request, parse_pin, usual_limit
+from asa.planner import plan as solve
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+
+def plan(
+    model: nn.Module | Profile,
+    example_input: Tensor | None = None,
+    *,
+    gpus: int,
+    cluster: Cluster | Path | str | None = None,
+    global_batch: int | None = None,
+    num_classes: int | None = None,
+    memory_bytes: int | None = None,
+    strategies: Sequence[str] | None = None,
+    pins: Sequence[str] = (),
+    optimizer: OptimizerName = "sgd",
+    precision: Precision = "fp32",
+    time_limit_s: float = 75.0,
+) -> Plan:
+    """The best plan for ``model`` on ``gpus`` devices of ``cluster``.
+
+    Args:
+        model: a module, measured now on the device its parameters are on and left as it was; or a profile of one.
+        example_input: a batch of at least one sample [N, ...]; needed with a module.
+        cluster: a cluster, its file, or a preset's name (``asa cluster list``). Left out, it is chosen as ``asa plan``
+            does: measured here before (``profiles/``), or the preset of the same GPU.
+        global_batch: samples per step over all devices; by default the profile's, or 64 with a module.
+        num_classes: outputs of the model, found by running it when left out.
+        memory_bytes: what one device may hold, if less than it has.
+        strategies, pins: as ``--strategies`` and ``--pin``.
+        time_limit_s: for measuring.
+
+    Raises:
+        UsageError: a module without an example, or a request that contradicts itself.
+        UnavailableError: no cluster is named, and none of so many such devices is known.
+        InfeasibleError: no plan fits; names what binds and the nearest remedy.
+    """
+    from asa.strategies import offered
+
+    if isinstance(model, Profile):
+        profile = model
+    elif example_input is None:
+        raise UsageError("planning for a module needs an example_input, a batch of at least one sample")
+    else:
+        profile = measured(
+            model, example_input, num_classes=num_classes, global_batch=global_batch or 64, precision=precision,
+            limit_s=time_limit_s,
+        )  # fmt: skip
+    request = Request(
+        gpus=gpus,
+        global_batch=global_batch or profile.global_batch,
+        memory_bytes=memory_bytes,
+        strategies=tuple(strategies) if strategies is not None else None,
+        pins=tuple(parse_pin(text) for text in pins),
+        optimizer=optimizer,
+        time_limit_s=usual_limit(gpus),
+    )
+    return solve(profile, cluster_of(cluster, profile, gpus), offered(), request)[0]
+
+
+def cluster_of(cluster: Cluster | Path | str | None, profile: Profile, gpus: int) -> Cluster:
+    """The cluster that was named, or the nearest one known.
+
+    Raises:
+        UsageError: no preset of that name. InvalidInputError: a file that cannot be used.
+        UnavailableError: none was named, and none is known.
+    """
+    from asa.cost import presets
+    from asa.cost.nearest import nearest
+
+    if isinstance(cluster, Cluster):
+        return cluster
+    if isinstance(cluster, Path) or (cluster is not None and cluster.endswith(".json")):
+        return codec.load(Cluster, Path(cluster))
+    if cluster is not None:
+        local = {c.name: c for c in known_clusters()}
+        return local[cluster] if cluster in local else presets.load(cluster)
+    return nearest(known_clusters(), profile.device.type, profile.device.name, gpus)
+
+
+def known_clusters() -> list[Cluster]:
+    """Clusters measured before: those in ``profiles/`` of the working directory, and those that come with the source.
+    Files that cannot be used are passed over."""
+    shipped = Path(asa.__file__).resolve().parent.parent / "profiles"
+    folders = dict.fromkeys((Path("profiles").resolve(), shipped))
+    found = []
+    for path in (p for folder in folders for p in sorted(folder.glob("cluster.*.json"))):
+        try:
+            found.append(codec.load(Cluster, path))
+        except InvalidInputError:
+            continue
+    return found
+
+
+def measured(
+    model: nn.Module, example: Tensor, *, num_classes: int | None, global_batch: int, precision: Precision,
+    limit_s: float, max_degree: int = 8, device: torch.device | None = None,
+) -> Profile:  # fmt: skip
+    """A profile of a copy of ``model``, taken now on ``device``, or where its parameters are."""
+    import copy
+
+    from asa.profiler.measure import profile_module
+
+    # Measuring feeds random samples through: the running statistics of a copy may see them.
+    return profile_module(
+        copy.deepcopy(model),
+        example,
+        spec=spec_of(model),
+        num_classes=num_classes or outputs_of(model, example),
+        global_batch=global_batch,
+        device=device or device_of(model),
+        precision=precision,
+        time_limit_s=limit_s,
+        max_tensor_degree=max_degree,
+    )
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where its parameters are."""
+    import torch
+
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def spec_of(model: nn.Module) -> str:
+    """What plans and profiles call a module of the user's own."""
+    return f"{type(model).__module__}:{type(model).__qualname__}"
+
+
+def outputs_of(model: nn.Module, example: Tensor) -> int:
+    """Classes a model tells apart: the second dimension of its main output, 1 where it has none."""
+    import torch
+
+    from asa.executor.loss import logits_of
+
+    modes = {m: m.training for m in model.modules()}
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            output = logits_of(model.eval()(example[:1].to(device_of(model))))
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    return int(output.shape[1]) if output.dim() > 1 else 1

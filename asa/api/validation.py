@@ -1,0 +1,61 @@
+"""The loss over a loader that is not trained on, every sample counted once over all ranks."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asa.api.batches import GlobalBatches, moved, rows_of
+from asa.executor.parallel import ParallelModel
+from asa.executor.precision import autocast
+from asa.executor.votes import Votes
+from asa.ir.profile import Precision
+
+
+def _wanted(model: ParallelModel, total: int) -> list[int]:
+    """Rows of a batch that this rank reads, or has outputs of."""
+    return sorted({*range(*model.input_rows(total)), *range(*model.output_rows(total))})
+
+
+@torch.no_grad()
+def mean_loss(
+    model: ParallelModel,
+    loader: Any,
+    split: Callable[[Any], tuple[Tensor, Any]],
+    loss_fn: Callable[[Any, Any], Tensor],
+    votes: Votes,
+    precision: Precision,
+) -> float:
+    """Mean of ``loss_fn`` over the samples of ``loader`` (collective). A batch too small for all ranks is filled up by
+    its last sample, which is not counted again."""
+    widest = max(layout.least for layout in model.plan.layouts())
+
+    def rows(total: int) -> list[int]:
+        return [min(row, total - 1) for row in _wanted(model, max(total, widest))]
+
+    model.eval()
+    sums = [0.0, 0.0]
+    for share in GlobalBatches(loader, votes, rows).epoch(order_seed=0):
+        total = max(share.total, widest)
+        inputs, labels = split(moved(share.batch, model.device))
+        wanted = _wanted(model, total)
+        read, kept = (slice(*r) for r in (model.input_rows(total), model.output_rows(total)))
+        at = bisect_left(wanted, read.start)
+        x = inputs[at : at + read.stop - read.start] if model.reads else None
+        with autocast(precision, model.device):
+            output = model(x, torch.arange(total), 0)
+        count = max(0, min(kept.stop, share.total) - kept.start)
+        if model.counts_rows() and count:
+            at = bisect_left(wanted, kept.start)
+            loss = loss_fn(rows_of(output, range(count)), rows_of(labels, range(at, at + count)))
+            sums[0] += float(loss) * count
+            sums[1] += count
+    model.links.settle()
+    model.train()
+    found = votes.gather(sums)
+    return math.fsum(rank[0] for rank in found) / max(1.0, math.fsum(rank[1] for rank in found))

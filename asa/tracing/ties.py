@@ -1,0 +1,73 @@
+"""Parameters that several components use: held by the first, referred to by the others."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+_LOOSE = (nn.Linear, nn.Embedding)
+_MOST = 4
+"""Parameters that may be tied across components; a model that shares more shares whole layers."""
+
+
+def _parameters(thing: Any) -> list[nn.Parameter]:
+    if isinstance(thing, nn.Module):
+        return list(thing.parameters())
+    return [thing] if isinstance(thing, nn.Parameter) else []
+
+
+def used(objects: Mapping[str, Any]) -> frozenset[int]:
+    """Identities of all parameters of a unit."""
+    return frozenset(id(p) for thing in objects.values() for p in _parameters(thing))
+
+
+def shared(units: Sequence[Mapping[str, Any]]) -> frozenset[int]:
+    """Identities of the parameters that more than one unit uses (``units``: objects by target, per unit)."""
+    first: dict[int, int] = {}
+    found: set[int] = set()
+    for index, objects in enumerate(units):
+        for p in (p for thing in objects.values() for p in _parameters(thing)):
+            if first.setdefault(id(p), index) != index:
+                found.add(id(p))
+    return frozenset(found)
+
+
+def loose(units: Sequence[Mapping[str, Any]], ties: frozenset[int]) -> bool:
+    """Whether what is shared is but a few weights of embeddings and linear layers (an encoder's decoder that is tied to
+    its embedding), which components can share without being one."""
+    if len(ties) > _MOST:
+        return False
+    users = [(n, t) for objects in units for n, t in objects.items() if ties & {id(p) for p in _parameters(t)}]
+    apart = len({n for n, _ in users}) == len(users)  # a layer that is called again is no tie but a loop
+    return apart and all(isinstance(thing, (*_LOOSE, nn.Parameter)) for _, thing in users)
+
+
+def lent(units: Sequence[Mapping[str, Any]], ties: frozenset[int]) -> list[tuple[dict[str, Any], frozenset[str]]]:
+    """Per unit its objects, and the targets among them that are parameters of another unit. A layer with such a
+    parameter gives way to a copy that refers to it, without holding it."""
+    taken: set[int] = set()
+    found = []
+    for objects in units:
+        others = frozenset(taken & ties)
+        mine, borrowed = {}, set()
+        for target, thing in objects.items():
+            mine[target] = thing
+            if others & {id(p) for p in _parameters(thing)}:
+                if isinstance(thing, nn.Module):
+                    mine[target] = _referring(thing, others)
+                else:
+                    borrowed.add(target)
+        taken |= used(objects)
+        found.append((mine, frozenset(borrowed)))
+    return found
+
+
+def _referring(module: nn.Module, others: frozenset[int]) -> nn.Module:
+    made = copy.copy(module)
+    kept = {n: p for n, p in module._parameters.items() if p is None or id(p) not in others}
+    made.__dict__["_parameters"] = kept
+    made.__dict__.update({n: p for n, p in module._parameters.items() if n not in kept})
+    return made

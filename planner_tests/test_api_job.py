@@ -1,0 +1,143 @@
+"""``asa.Job``: a user's model, optimizer and loader under any plan, with checkpoints and resume."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import asa
+from asa.errors import UsageError
+from asa.ir.plan import Plan
+from asa.launch import run_ranks
+from planner_tests import user_programs as user
+from planner_tests.hand_plans import alternating, uniform
+from planner_tests.nouns import cluster
+from planner_tests.stage_plans import staged
+from planner_tests.test_api_loop import in_float64, plan_of
+
+loss_fn = nn.functional.cross_entropy
+
+
+def reference(epochs: int = 2) -> dict[str, Tensor]:
+    net = user.model()
+    user.loop(net, user.optimizer(net), user.loader(shuffle=False), epochs)
+    return net.state_dict()
+
+
+def pipeline(**options: Any) -> Plan:
+    return in_float64(staged(plan_of(uniform(1, 2)), [1, 1], microbatches=2, **options))
+
+
+def run(rank: int, plans: list[Plan]) -> list[Any]:
+    found = []
+    for plan in plans:
+        net = user.model()
+        job = asa.Job(
+            net, user.optimizer(net), user.loader(shuffle=False), loss_fn, plan, validation=user.loader(shuffle=False)
+        )
+        losses = [job.train_step()]  # the first batch of epoch 0; run goes on from there
+        records = job.run(epochs=2)
+        found.append((job.state_dict(), losses, [r.train_loss for r in records], records[-1].validation_loss, job.step))
+        job.close()
+    return found
+
+
+def test_any_plan_trains_as_one_device_does() -> None:
+    plans = [
+        pipeline(), pipeline(schedule="gpipe"), in_float64(plan_of(alternating(2))),
+        in_float64(replace(plan_of(uniform(2, 1), "zero1"), num_microbatches=2)),
+    ]  # fmt: skip
+    weights = reference()
+    net = user.model()
+    first = next(iter(user.loader(shuffle=False)))
+    expected = float(loss_fn(net(first[0]), first[1]).detach())
+    net.load_state_dict(weights)
+    x, y, _ = (torch.cat(parts) for parts in zip(*user.loader(shuffle=False), strict=True))
+    for ranks in zip(*run_ranks(2, run, plans, threads=1, timeout_s=60), strict=True):
+        for state, losses, _, validation, steps in ranks:
+            assert user.distance(state, weights) < 1e-11
+            assert losses[0] == pytest.approx(expected, rel=1e-12)
+            assert validation == pytest.approx(float(loss_fn(net(x), y).detach()), rel=1e-10)
+            assert steps == 8
+
+
+def interrupted(rank: int, plans: list[Plan], out: Path) -> dict[str, Tensor]:
+    """An epoch and a half under one plan, the rest under another."""
+    net = user.model()
+    job = asa.Job(net, user.optimizer(net), user.loader(), loss_fn, plans[0], out=out)
+    job.run(epochs=1)
+    job.train_step()
+    job.save()
+    job.close()
+    net = user.model()
+    job = asa.Job(net, user.optimizer(net), user.loader(), loss_fn, plans[1], out=out, resume=True)
+    assert (job.epoch, job.step) == (1, 5)
+    job.run(epochs=2)
+    return job.state_dict()
+
+
+def straight(rank: int, plan: Plan) -> dict[str, Tensor]:
+    net = user.model()
+    job = asa.Job(net, user.optimizer(net), user.loader(), loss_fn, plan)
+    job.run(epochs=2)
+    return job.state_dict()
+
+
+def test_resume_under_another_plan(tmp_path: Path) -> None:
+    plans = [pipeline(), in_float64(plan_of(alternating(2)))]
+    resumed = run_ranks(2, interrupted, plans, tmp_path / "run", threads=1, timeout_s=60)[0]
+    whole = run_ranks(2, straight, plans[0], threads=1, timeout_s=60)[0]
+    assert user.distance(resumed, whole) < 1e-11
+    assert user.distance(whole, reference()) > 1e-6, "the order is shuffled, anew in every epoch"
+
+
+def moving(rank: int, plans: list[Plan]) -> Any:
+    net = user.model()
+    job = asa.Job(net, user.optimizer(net, "adamw"), user.loader(shuffle=False), loss_fn, plans[0])
+    job.run(epochs=1)
+    for plan in plans[1:]:
+        job._executor.migrate(plan)
+        job.run(epochs=job.epoch + 1)
+    return job.state_dict()
+
+
+def test_a_job_moves_to_another_plan() -> None:
+    plans = [in_float64(plan_of(uniform(2, 1), "zero1")), pipeline(), in_float64(plan_of(alternating(2)))]
+    net = user.model()
+    user.loop(net, user.optimizer(net, "adamw"), user.loader(shuffle=False), 3)
+    state = run_ranks(2, moving, plans, threads=1, timeout_s=60)[0]
+    assert user.distance(state, net.state_dict()) < 1e-11
+
+
+def automatic(rank: int, out: Path) -> Any:
+    net = user.model().float()
+    job = asa.Job(
+        net, user.optimizer(net), user.loader(), lambda o, y: loss_fn(o, y), cluster=cluster(), time_limit_s=2,
+        cache=None, split=lambda batch: (batch[0].float(), batch[1]), example_input=torch.zeros(2, *user.SHAPE),
+    )  # fmt: skip
+    first = sum(job.train_step() for _ in range(4))  # an epoch
+    for _ in range(16):
+        job.train_step()
+    last = sum(job.train_step() for _ in range(4))
+    return job.plan.num_ranks, first, last, job.epoch
+
+
+def test_an_automatic_plan(tmp_path: Path) -> None:
+    for ranks, first, last, epoch in run_ranks(2, automatic, tmp_path, threads=1, timeout_s=60):
+        assert ranks == 2
+        assert last < first
+        assert epoch == 5
+
+
+def test_what_a_job_refuses() -> None:
+    net = user.model()
+    with pytest.raises(UsageError, match="resume needs out"):
+        asa.Job(net, user.optimizer(net), user.loader(), loss_fn, resume=True)
+    job = asa.Job(net, user.optimizer(net), user.loader(), loss_fn, in_float64(plan_of(uniform(1, 1), width=1)))
+    with pytest.raises(UsageError, match="nothing can be saved"):
+        job.save()
