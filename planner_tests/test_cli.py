@@ -13,6 +13,7 @@ from asa import errors
 from asa.cli import choose, entry, options, places, settings
 from asa.cli.console import Console
 from asa.cli.verb import Arguments, Option, Verb
+from asa.cost import nearest
 from asa.ir import codec
 
 ALL = [verb for word in entry.VERBS for verb in entry.verbs(word)]
@@ -46,7 +47,7 @@ def one_line(text: str) -> str:
     return text
 
 
-@pytest.mark.parametrize("module", [options, places, choose])
+@pytest.mark.parametrize("module", [options, places, nearest])
 def test_examples_in_docstrings_hold(module):
     found = doctest.testmod(module)
     assert found.attempted > 0

@@ -123,3 +123,41 @@ def test_explain_and_simulate_read_the_newest_plan(place):
     assert "next best" in asa("explain", cwd=place).stdout
     assert "communication" in asa("simulate", "--trace", "t.json", cwd=place).stdout
     assert json.loads((place / "t.json").read_text())["traceEvents"]
+
+
+def test_finalists_are_measured_and_the_plan_says_what_that_changed(place):
+    done = asa("plan", "--gpus", "2", "--cluster", "box", "--verify", "3", "--budget", "5s", "--json", "-o", "v.json",
+               cwd=place)  # fmt: skip
+    data = json.loads(done.stdout)
+    measured = data["measured"]
+    assert measured["step_time_s"]["n"] >= 1
+    assert measured["steps"] > measured["step_time_s"]["n"]
+    assert 2 <= len(measured["trials"]) <= 3
+    assert measured["after"]["expected_regret"] >= 0
+    assert any("P(best)" in note for note in data["notes"])
+    chosen = [t for t in measured["trials"] if t["step_time_s"] == measured["step_time_s"]]
+    stock = [t for t in measured["trials"] if t["strategy"] == "ddp" and t["step_time_s"]]
+    assert all(chosen[0]["step_time_s"]["median"] <= t["step_time_s"]["median"] for t in stock)
+    said = asa("explain", "v.json", "--cluster", "box", cwd=place).stdout
+    assert "P(best)" in said
+    asa("train", "v.json", "--data", "digits", "--steps-per-epoch", "2", "--out", "verified", cwd=place)
+
+
+def test_sealed_predictions_are_checked_on_a_machine_they_speak_of(place):
+    from asa.ir.plan import Plan
+    from asa.ir.sealed import FIRST, Claim, sealed
+    from asa.profiler.machine import cpu_name
+
+    (path,) = (place / "runs" / "plans").glob("*.json")
+    plan = codec.load(Plan, path)
+    (place / "sealed").mkdir()
+    for name, file in ((cpu_name(), "here"), ("Another CPU", "there")):
+        claim = Claim(machine=file, device_name=name, num_devices=2, num_nodes=1, strategy="asa", plan=plan, place=1,
+                      among=1)  # fmt: skip
+        line = sealed(claim, revision=1, written="2025-01-02", asa_version="0", previous=FIRST)
+        (place / "sealed" / f"{file}.jsonl").write_text(line)
+    argv = ("bench", "--check-sealed", "--sealed", "sealed", "--gpus", "2", "--device", "cpu", "--budget", "2s")
+    data = json.loads(asa(*argv, "--json", cwd=place).stdout)
+    assert len(data["cells"]) == 1
+    assert data["cells"][0]["measured"]["median"] > 0
+    assert data["scores"]["measured"] == 1

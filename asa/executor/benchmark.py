@@ -17,16 +17,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from asa.executor.clock import StepClock
+from asa.executor.footprint import active_peak
 from asa.executor.groups import Groups, groups_of
 from asa.executor.materialize import materialize
 from asa.executor.optimizer import build_optimizer
 from asa.executor.precision import LossScale
 from asa.executor.votes import Votes
 from asa.executor.worker import Tally, Worker
-from asa.instruments.allocations import bytes_of, peak, record
 from asa.interfaces.strategy import Strategies
 from asa.ir.bench import AccuracyPoint, Comparison
 from asa.ir.plan import Plan
@@ -73,7 +72,7 @@ class Cell:
         return Stat.of(self.steps)
 
 
-class _Entrant:
+class Entrant:
     """One plan on one rank; on a rank outside the plan, a bystander that only joins group creation and barriers."""
 
     def __init__(self, plan: Plan, build: Callable[[], nn.Module], strategies: Strategies, rank: int, votes: Votes,
@@ -87,7 +86,7 @@ class _Entrant:
         example = torch.zeros((2, *plan.input_shape))
         model = materialize(plan, build(), example, rank=rank, strategies=strategies, device=device, seed=options.seed)
         model.train()
-        optimizer = build_optimizer(plan.optimizer, model.updated, lr=options.lr)
+        optimizer = build_optimizer(plan.optimizer, model.updated, lr=options.lr, offloaded=model.offloaded)
         self.worker = Worker(
             model=model, optimizer=optimizer, scale=LossScale(plan.precision), votes=votes, clock=StepClock(device),
             precision=plan.precision, seed=options.seed, label_smoothing=0.0,
@@ -105,39 +104,28 @@ class _Entrant:
         return [(0.0, 0.0)] * steps if self.worker is None else self.worker.clock.collect()
 
 
-def _slowest(votes: Votes, times: list[tuple[float, float]]) -> list[tuple[float, float]]:
+def slowest(votes: Votes, times: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """Element-wise maximum over ranks."""
     flat = votes.gather([v for pair in times for v in pair])
     worst = [max(column) for column in zip(*flat, strict=True)]
     return list(zip(worst[::2], worst[1::2], strict=True))
 
 
-def _barrier(votes: Votes) -> None:
+def barrier(votes: Votes) -> None:
+    """Until all ranks are here."""
     votes.gather([0.0])
 
 
-def _memory(entrant: _Entrant, images: ImageSet, order: GlobalOrder, device: torch.device) -> int:
+def _memory(entrant: Entrant, images: ImageSet, order: GlobalOrder) -> int:
     """Active peak of one step on this rank, in bytes; 0 for a bystander."""
     worker = entrant.worker
     if worker is None:
         entrant.turn(images, order, 1)
         return 0
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        entrant.turn(images, order, 1)
-        return int(torch.cuda.max_memory_allocated(device))
-    model = worker.model
-    kept = [*model.parameters(), *(b for c in model.components for b in c.buffers())]
-    kept += [v for s in worker.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
-    # Gradients of a wrapped segment are views of buckets that outlive the step; the others are released by it.
-    kept += model.bucket_gradients()
-    base = bytes_of([t.to_local() if isinstance(t, DTensor) else t for t in kept])
-    model.zero_grad()
-    events, _ = record(lambda: entrant.turn(images, order, 1), device)
-    return base + peak(events)
+    return active_peak(worker, lambda: entrant.turn(images, order, 1))
 
 
-def _communication(entrant: _Entrant, images: ImageSet, order: GlobalOrder, votes: Votes, steps: int) -> float:
+def _communication(entrant: Entrant, images: ImageSet, order: GlobalOrder, votes: Votes, steps: int) -> float:
     """Exposed communication per step: a step less the same step with every collective silenced (median, paired).
 
     Ends the training: silenced steps leave ranks with different weights.
@@ -147,19 +135,19 @@ def _communication(entrant: _Entrant, images: ImageSet, order: GlobalOrder, vote
         return 0.0
     differences = []
     for _ in range(steps):
-        _barrier(votes)
-        (whole,) = _slowest(votes, entrant.turn(images, order, 1))
-        _barrier(votes)
+        barrier(votes)
+        (whole,) = slowest(votes, entrant.turn(images, order, 1))
+        barrier(votes)
         with ExitStack() as stack:
             stack.enter_context(silenced())
             if entrant.worker is not None:
                 stack.enter_context(entrant.worker.model.no_sync())
-            (silent,) = _slowest(votes, entrant.turn(images, order, 1))
+            (silent,) = slowest(votes, entrant.turn(images, order, 1))
         differences.append(whole[1] - silent[1])
     return max(0.0, statistics.median(differences))
 
 
-def _evaluate(entrant: _Entrant, test: ImageSet, votes: Votes, seconds: float, epoch: float) -> AccuracyPoint:
+def _evaluate(entrant: Entrant, test: ImageSet, votes: Votes, seconds: float, epoch: float) -> AccuracyPoint:
     figures = [0.0] * 6
     if entrant.worker is not None:
         tally = entrant.worker.validate(test, min(len(test), entrant.plan.global_batch))
@@ -179,11 +167,11 @@ def _rank(rank: int, plans: Sequence[Plan], build: Callable[[], nn.Module], stra
     train, test = (images.to(device) for images in data())
     test = _some(test, options.evaluation_samples)
     order = GlobalOrder(len(train), plans[0].global_batch, options.seed, drop_last=True)
-    entrants = [_Entrant(p, build, strategies, rank, votes, options, device) for p in plans]
+    entrants = [Entrant(p, build, strategies, rank, votes, options, device) for p in plans]
     warm = []
     for entrant in entrants:
-        _barrier(votes)
-        warm.append(_slowest(votes, entrant.turn(train, order, _WARM_UP_STEPS))[-1][1])
+        barrier(votes)
+        warm.append(slowest(votes, entrant.turn(train, order, _WARM_UP_STEPS))[-1][1])
     turns = [entrants[0], *entrants]
     per_round = options.steps_per_turn * sum(warm[entrants.index(e)] for e in turns)
     fixed = (
@@ -198,8 +186,8 @@ def _rank(rank: int, plans: Sequence[Plan], build: Callable[[], nn.Module], stra
         sequence = turns[shift:] + turns[:shift]
         paired: dict[int, list[float]] = {}
         for entrant in sequence:
-            _barrier(votes)
-            times = _slowest(votes, entrant.turn(train, order, options.steps_per_turn))
+            barrier(votes)
+            times = slowest(votes, entrant.turn(train, order, options.steps_per_turn))
             entrant.cell.data_wait += [t[0] for t in times]
             entrant.cell.steps += [t[1] for t in times]
             index = entrants.index(entrant)
@@ -214,7 +202,7 @@ def _rank(rank: int, plans: Sequence[Plan], build: Callable[[], nn.Module], stra
                 point = _evaluate(entrant, test, votes, spent[index], entrant.step / order.steps(0))
                 entrant.cell.accuracy.append(point)
     for entrant in entrants:
-        peaks = votes.gather([float(_memory(entrant, train, order, device))])
+        peaks = votes.gather([float(_memory(entrant, train, order))])
         entrant.cell.peak_memory_bytes = tuple(int(p[0]) for p in peaks[: entrant.plan.num_ranks])
     for entrant in entrants:
         entrant.cell.communication_s = _communication(entrant, train, order, votes, _SILENT_STEPS)

@@ -24,6 +24,7 @@ from asa.executor.optimizer import build_optimizer
 from asa.executor.parallel import ParallelModel
 from asa.executor.state import full_gradients, full_state
 from asa.executor.step import forward_backward
+from asa.executor.tolerance import compressed, distance
 from asa.interfaces.strategy import Strategies
 from asa.ir.codec import fingerprint
 from asa.ir.equivalence import Equivalence, TensorError
@@ -60,10 +61,11 @@ def alone(plan: Plan) -> Plan:
             data=DataDegree(strategy="replicate", degree=1),
             tensor=TensorDegree(strategy="none", degree=1),
             checkpoint=False,
+            offload=False,
         )
         for c in plan.components
     )
-    return replace(plan, components=whole, stages=(Stage(ranks=(0,)),), schedule="none")
+    return replace(plan, components=whole, stages=(Stage(ranks=(0,)),), schedule="none", compression="none")
 
 
 def default_samples(plan: Plan) -> int:
@@ -93,7 +95,9 @@ def _run(
         plan, build(), example, rank=rank, strategies=strategies, device=device, batch_norm="exact",
         prepare=lambda traced: _convert(traced, dtype),
     )  # fmt: skip
-    optimizer = build_optimizer(plan.optimizer, model.updated, lr=LEARNING_RATE[plan.optimizer])
+    optimizer = build_optimizer(
+        plan.optimizer, model.updated, lr=LEARNING_RATE[plan.optimizer], offloaded=model.offloaded
+    )  # fmt: skip
     model.train()
     trace = Trace()
     for step in range(steps):
@@ -199,12 +203,18 @@ def judge(outcome: _Outcome, plan: Plan, samples: int) -> Equivalence:
         and all(e <= a for e, a in loss_excess)
         and all(e <= a for e, a, _ in gradients)
     )
-    return Equivalence(
+    verdict = Equivalence(
         equivalent=fine, max_rel_error=worst.error, noise_floor=max(t.floor for t in tensors),
         worst_tensor=worst.name, allowed=worst.allowed, loss_error=max(e for e, _ in loss_excess),
         gradient_error_fp32=gradient_error, worst_gradient=worst_gradient, gradient_allowed_fp32=gradient_allowed,
         dtype="float64", learning_rate=LEARNING_RATE[plan.optimizer], steps=STEPS, samples=samples,
         ranks=plan.num_ranks, batch_norm="exact", plan_fingerprint=fingerprint(plan), tensors=tuple(tensors),
+    )  # fmt: skip
+    if plan.compression == "none":
+        return verdict
+    return compressed(
+        verdict, plan.compression, weights=distance(outcome.plan64.weights, outcome.one64.weights),
+        gradients=distance(outcome.plan32.gradients, one),
     )  # fmt: skip
 
 
@@ -221,7 +231,7 @@ def verify(
         WorkersFailedError: a rank died. UsageError: the plan cannot be run here.
     """
     count = samples or default_samples(plan)
-    least = plan.num_microbatches * max(2, *(layout.data for layout in plan.layouts()))
+    least = plan.num_microbatches * max(2, *(layout.least for layout in plan.layouts()))
     if samples is not None and samples < least:
         raise UsageError(
             f"asked to compare on {samples} samples, {plan.num_microbatches} microbatches on {plan.num_ranks} ranks "

@@ -10,7 +10,7 @@ from typing import Literal
 import torch.distributed as dist
 
 from asa.executor.position import Position
-from asa.ir.layout import Boundary, gather_groups
+from asa.ir.layout import Boundary, Layout, gather_groups
 from asa.ir.plan import Plan
 from asa.ir.transfer import hops, whole
 from asa.sharding.axis import Axis
@@ -20,14 +20,20 @@ Purpose = Literal["gradient", "activation", "ahead", "back", "state"]
 and ``back`` are the two directions between neighbouring stages; ``state`` joins all ranks, on the host."""
 
 
+def rehearsed() -> bool:
+    """Whether the world is one of which this process is the only rank (:mod:`asa.executor.rehearsal`)."""
+    return dist.get_backend() == "fake"
+
+
 class Groups:
     """Axes of one rank by purpose and member ranks. Every rank of the world constructs them, member or not."""
 
     def __init__(self, rank: int, wanted: Sequence[tuple[Purpose, tuple[int, ...]]], timeout_s: float = 600.0) -> None:
         self.rank = rank
         self._axes: dict[tuple[Purpose, tuple[int, ...]], Axis] = {}
+        host = None if rehearsed() else "gloo"
         for purpose, ranks in wanted:
-            backend = "gloo" if purpose == "state" else None
+            backend = host if purpose == "state" else None
             group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), backend=backend)
             if isinstance(group, dist.ProcessGroup):
                 self._axes[purpose, ranks] = Axis(size=len(ranks), index=ranks.index(rank), group=group)
@@ -51,16 +57,22 @@ def all_ranks(plan: Plan) -> tuple[int, ...]:
     return tuple(range(plan.num_ranks))
 
 
-def groups_of(plan: Plan) -> list[tuple[Purpose, tuple[int, ...]]]:
-    """Every process group the plan needs, in the order in which all ranks create them."""
+def groups_of(plan: Plan, outer: Layout | None = None) -> list[tuple[Purpose, tuple[int, ...]]]:
+    """Every process group the plan needs, in the order in which all ranks create them. ``outer``: the layout in which
+    a plan of one stage is given its input and gives its output, where that is not its first and last components'."""
     found: list[tuple[Purpose, tuple[int, ...]]] = []
     for stage in plan.stages:
         position = Position.of(plan, stage.ranks[0])
         layouts = position.layouts
         pairs = [*pairwise(layouts), *((layout, whole(layouts[-1])) for layout in layouts)]
+        if outer is not None:
+            pairs += [(outer, layouts[0]), *((layout, outer) for layout in layouts)]
         for layout in dict.fromkeys(layouts):
             found += [("gradient", position.world(group)) for group in layout.data_groups()]
             found += [("activation", position.world(group)) for group in layout.tensor_groups()]
+        for layout, a in zip(layouts, position.assignments(plan), strict=True):
+            for cut in (layout.inside_group, layout.across_group) if a.data.shards else ():
+                found += [("gradient", position.world(cut(r, a.data.shards or 1))) for r in range(layout.width)]
         for source, target in dict.fromkeys(pairs):
             meeting = Boundary(source=source, target=target).meeting
             for end in (source, target):

@@ -120,6 +120,7 @@ class RunLog:
             "plan_fingerprint": self.fingerprint,
             "checkpoint": self.checkpoint,
             "epochs": self.epochs,
+            "summary": _summary(self.epochs[-1]["measurements"]) if self.epochs else None,
             "seconds": round(time.time() - self._began, 3),
         }
         temporary = self._folder / f".{RESULT}.tmp"
@@ -139,6 +140,20 @@ class RunLog:
 def _record(event: Event) -> Event:
     """The :class:`asa.ir.measurements.EpochRecord` in an ``epoch`` event."""
     return {k: v for k, v in event.items() if k not in ("time", "event", "line")}
+
+
+def _summary(measured: Event) -> Event:
+    """Predicted beside measured, over the last epoch; memory per rank, None where it was not tracked."""
+    time, wait = measured["step_time"], measured["data_wait_s"]
+    return {
+        "step_time_s": {"predicted": measured["predicted_step_time_s"], "measured": time["median"], "n": time["n"]},
+        "memory_bytes_per_rank": {
+            "predicted": measured["predicted_memory_bytes"],
+            "measured": measured["peak_memory_bytes"],
+        },
+        "data_wait_share": wait / (wait + time["median"]) if wait + time["median"] > 0 else 0.0,
+        "samples_per_s": measured["global_batch"] / (wait + time["median"]) if wait + time["median"] > 0 else None,
+    }
 
 
 def _summary_writer() -> Any:

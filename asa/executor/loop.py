@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from asa.errors import PreemptedError, UsageError, WorkersFailedError
+from asa.executor.ahead import Ahead
 from asa.executor.checkpoint import Manifest
 from asa.executor.clock import StepClock
+from asa.executor.exhausted import explained
 from asa.executor.keeper import Keeper
 from asa.executor.logs import Announce
+from asa.executor.observe import Observer
 from asa.executor.optimizer import build_optimizer, learning_rate, set_learning_rate
 from asa.executor.pace import Interval, Pace
 from asa.executor.parallel import ParallelModel
@@ -59,11 +63,13 @@ class TrainingExecutor(Executor):
         self._order = GlobalOrder(len(train), plan.global_batch, settings.seed)
         self._optimizer = settings.optimizer or plan.optimizer
         self._position = self._step = 0
+        self._steps: int | None = None
         self._saved: tuple[int, Path] | None = None
         self._keeper = Keeper(
             folder=folder, run=run, settings=settings, num_samples=len(train), votes=votes, announce=self._announce
         )
         self._warm = 0
+        self._observer = Observer(votes, Path(settings.out), settings.trace_steps)
         self._worker = self._worker_of(build(plan), LossScale(plan.precision))
 
     def _worker_of(self, model: ParallelModel, scale: LossScale) -> Worker:
@@ -74,6 +80,7 @@ class TrainingExecutor(Executor):
             lr=settings.peak_learning_rate(self._optimizer),
             momentum=settings.momentum,
             weight_decay=settings.decay(self._optimizer),
+            offloaded=model.offloaded,
         )
         return Worker(
             model=model,
@@ -84,6 +91,7 @@ class TrainingExecutor(Executor):
             precision=model.plan.precision,
             seed=settings.seed,
             label_smoothing=settings.label_smoothing,
+            ahead=Ahead.of(self._train, model.device),
         )
 
     @property
@@ -120,13 +128,16 @@ class TrainingExecutor(Executor):
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps of a whole epoch."""
+        if self._steps is not None:  # asked for in every step
+            return self._steps
         steps = self._order.steps(0) - (1 if self.left_out else 0)
         if steps == 0:
             raise UsageError(
                 f"a global batch of {self.plan.global_batch} is larger than the {len(self._train)} training images, "
                 f"and those are too few for {self.plan.num_ranks} ranks"
             )
-        return min(steps, self._settings.steps_per_epoch or steps)
+        self._steps = min(steps, self._settings.steps_per_epoch or steps)
+        return self._steps
 
     def run_epoch(self, epoch: int) -> EpochOutcome:
         """Train ``epoch`` (the rest of it, after a resume within one) and validate.
@@ -148,11 +159,16 @@ class TrainingExecutor(Executor):
         rate = 0.0
         for indices in self._batches(epoch):
             rate = self._set_rate(epoch, len(indices))
-            worker.train(self._train, indices, epoch=epoch, step=self._step, tally=tally)
+            if self._more(epoch, len(indices)):
+                worker.expect(partial(self._order.at, self._position + len(indices)))
+            step = partial(worker.train, self._train, indices, epoch=epoch, step=self._step, tally=tally)
+            with explained(self.plan, self._votes.rank, worker.model.device, self._step):
+                disturbed = self._observer.run(worker, pace.warm, step)
             self._step += 1
             self._position += len(indices)
-            if pace.stepped(full=len(indices) == self.plan.global_batch):
+            if pace.stepped(full=len(indices) == self.plan.global_batch, disturbed=disturbed):
                 self._exchange(epoch, pace, tally, rate)
+        self._observer.finish()
         if pace.pending:
             self._exchange(epoch, pace, tally, rate)
         self._position, self._warm = (epoch + 1) * self._order.samples_per_epoch, pace.warm
@@ -167,9 +183,9 @@ class TrainingExecutor(Executor):
             measurements=pace.measurements(self._peak_memory()),
         )
 
-    def _more(self, epoch: int) -> bool:
-        """Whether steps are left in ``epoch``; a whole epoch need not use all of its samples."""
-        done = self._position - epoch * self._order.samples_per_epoch
+    def _more(self, epoch: int, after: int = 0) -> bool:
+        """Whether steps are left in ``epoch`` ``after`` more samples; a whole epoch need not use all of its samples."""
+        done = self._position + after - epoch * self._order.samples_per_epoch
         return -(-done // self.plan.global_batch) < self.steps_per_epoch
 
     def _batches(self, epoch: int) -> Iterator[Tensor]:
@@ -227,10 +243,13 @@ class TrainingExecutor(Executor):
         return loss / rows, hits / rows
 
     def _peak_memory(self) -> tuple[int, ...] | None:
-        """Active peak per rank, where the device counts it."""
-        if self.model.device.type != "cuda":
+        """Active peak per rank: the allocator's own on CUDA, of one step that was looked at on a CPU."""
+        if self.model.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self.model.device)
+        elif self._observer.peak_bytes is not None:
+            peak = self._observer.peak_bytes
+        else:
             return None
-        peak = torch.cuda.max_memory_allocated(self.model.device)
         return tuple(int(rank[0]) for rank in self._votes.gather([float(peak)]))
 
     def _preempt(self) -> None:
@@ -277,7 +296,8 @@ class TrainingExecutor(Executor):
                 raise UsageError(f"cannot continue under a plan with {what} {new}: this run has {old}")
         old_worker, scale = self._worker, self._worker.scale
         self._worker = self._keeper.move(old_worker, lambda: self._worker_of(self._build(plan), scale))
-        self._warm = 0
+        self._warm, self._steps = 0, None
+        self._observer.forget()
         old_worker.model.close()
 
     def agree(self, plan: Plan | None) -> Plan | None:

@@ -1,4 +1,4 @@
-"""Cross-entropy on whatever a model returns: logits, or logits with auxiliary heads."""
+"""Cross-entropy on whatever a model returns: logits, of a sample or of each of its pixels, and auxiliary heads."""
 
 from __future__ import annotations
 
@@ -24,6 +24,21 @@ def logits_of(output: Any) -> Tensor:
     return logits
 
 
+def labels_for(logits: Tensor, labels: Tensor) -> Tensor:
+    """``labels`` as ``logits`` [N, classes, ...] need them: one for each position of a sample, or one for all of
+    them."""
+    if labels.dim() == logits.dim() - 1:
+        return labels
+    return labels.view(-1, *(1,) * (logits.dim() - 2)).expand(-1, *logits.shape[2:])
+
+
+def hits_of(output: Any, labels: Tensor) -> Tensor:
+    """Per sample, the share of its positions that are predicted right: 0 or 1 where there is one."""
+    logits = logits_of(output)
+    right = (logits.argmax(1) == labels_for(logits, labels)).float()
+    return right.flatten(1).mean(1) if right.dim() > 1 else right
+
+
 def loss_of(output: Any, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Mean cross-entropy over the rows of ``labels``, auxiliary heads at their published weights.
 
@@ -33,7 +48,7 @@ def loss_of(output: Any, labels: Tensor, label_smoothing: float = 0.0) -> Tensor
     def cross_entropy(logits: Tensor) -> Tensor:
         if labels.numel() == 0:
             return logits.sum() * 0
-        return F.cross_entropy(logits, labels, label_smoothing=label_smoothing)
+        return F.cross_entropy(logits, labels_for(logits, labels), label_smoothing=label_smoothing)
 
     loss = cross_entropy(logits_of(output))
     if isinstance(output, dict):

@@ -23,7 +23,7 @@ from asa.executor.position import Position
 from asa.interfaces.schedule import Action
 from asa.interfaces.strategy import Strategies
 from asa.ir.layout import Boundary, Layout
-from asa.ir.plan import Plan
+from asa.ir.plan import Assignment, CompressionName, DataDegree, Plan
 from asa.ir.transfer import Hop, whole
 from asa.schedules import schedules
 from asa.sharding.axis import SOLO, Axis
@@ -39,14 +39,18 @@ from asa.tracing.component import TracedComponent
 
 BatchNormMode = Literal["local", "exact"]
 
+StandIn = Callable[[TracedComponent, Assignment, Axis], None]
+"""Puts something else in the place of what a component computes, once it is split over its tensor axis."""
+
 
 class _Surroundings:
     """What a rank of a plan has around it while its part is built."""
 
-    def __init__(self, plan: Plan, rank: int, timeout_s: float) -> None:
+    def __init__(self, plan: Plan, rank: int, timeout_s: float, outer: Layout | None) -> None:
         self.position = Position.of(plan, rank)
         self.rank = rank
-        self.groups = Groups(rank, groups_of(plan), timeout_s) if plan.num_ranks > 1 else None
+        self.groups = Groups(rank, groups_of(plan, outer), timeout_s) if plan.num_ranks > 1 else None
+        self.outer = outer or whole(self.position.layouts[-1])
 
     def axis(self, places: tuple[int, ...], purpose: Purpose = "activation") -> Axis:
         return SOLO if self.groups is None else self.groups.axis(purpose, self.position.world(places))
@@ -58,6 +62,14 @@ class _Surroundings:
     def data_axis(self, layout: Layout) -> Axis:
         return self.axis(layout.data_group(self.position.place), "gradient")
 
+    def gradient_axis(self, layout: Layout, choice: DataDegree, compression: CompressionName) -> Axis:
+        """The data axis as a page of ``asa.strategies`` takes it."""
+        parts, place = None, self.position.place
+        if choice.shards is not None:
+            inside, across = layout.inside_group(place, choice.shards), layout.across_group(place, choice.shards)
+            parts = (self.axis(inside, "gradient"), self.axis(across, "gradient"))
+        return replace(self.data_axis(layout), parts=parts, compression=compression)
+
     def link(self, hop: Hop, purpose: Purpose) -> Link:
         assert self.groups is not None
         source, target = (hop.source, hop.source_ranks), (hop.target, hop.target_ranks)
@@ -67,8 +79,11 @@ class _Surroundings:
         return Link(*ends, rank=self.rank, group=group)
 
 
-def _boundaries(position: Position, components: list[TracedComponent]) -> list[Boundary | None]:
-    """One in front of every component of the stage (none before the model's first), and one behind the last."""
+def _boundaries(position: Position, components: list[TracedComponent], outer: Layout | None) -> list[Boundary | None]:
+    """One in front of every component of the stage (none before the model's first), and one behind the last.
+
+    ``outer``: the layout of the model's input and output, where that is not its first and last components'.
+    """
     layouts = position.layouts
     partial = []
     for component, layout in zip(components, layouts, strict=True):
@@ -79,8 +94,10 @@ def _boundaries(position: Position, components: list[TracedComponent]) -> list[B
         for i, (a, b) in enumerate(pairwise(layouts))
     ]
     first, last = layouts[0], layouts[-1]
-    entry = Boundary(source=whole(first), target=first, entry_partial=partial[0][0]) if position.arriving else None
-    return [entry, *inner, Boundary(source=last, target=whole(last), exit_partial=partial[-1][1])]
+    entry = None
+    if position.arriving or outer is not None:
+        entry = Boundary(source=outer or whole(first), target=first, entry_partial=partial[0][0])
+    return [entry, *inner, Boundary(source=last, target=outer or whole(last), exit_partial=partial[-1][1])]
 
 
 def _check(plan: Plan, traced: TracedModel, strategies: Strategies) -> None:
@@ -97,8 +114,25 @@ def _check(plan: Plan, traced: TracedModel, strategies: Strategies) -> None:
     for a in plan.components:
         if a.data.strategy not in strategies.data or a.tensor.strategy not in strategies.tensor:
             raise UsageError(f"{a.name}: this executor cannot run {a.data.strategy} + {a.tensor.strategy}")
+    _check_ties(plan, traced)
     if len(plan.stages) > 1:
         _check_stages(plan, traced)
+
+
+def _check_ties(plan: Plan, traced: TracedModel) -> None:
+    """Whether components that share a parameter run in one way: its gradient is one.
+
+    Raises:
+        UsageError: they do not.
+    """
+    first: dict[int, int] = {}
+    layouts = plan.layouts()
+    for i, component in enumerate(traced.components):
+        for tie in component.ties:
+            j = first.setdefault(tie, i)
+            a, b = plan.components[j], plan.components[i]
+            if (a.stage, layouts[j]) != (b.stage, layouts[i]) or {a.data.strategy, b.data.strategy} != {"replicate"}:
+                raise UsageError(f"{a.name} and {b.name} share a parameter: they must be replicated alike in one stage")
 
 
 def _check_stages(plan: Plan, traced: TracedModel) -> None:
@@ -153,7 +187,7 @@ def _back(microbatch: int) -> Action:
 
 def materialize(
     plan: Plan,
-    model: nn.Module,
+    model: nn.Module | TracedModel,
     example: Tensor,
     *,
     rank: int,
@@ -162,36 +196,47 @@ def materialize(
     seed: int = 0,
     batch_norm: BatchNormMode = "local",
     prepare: Callable[[TracedModel], None] | None = None,
+    stand_in: StandIn | None = None,
     timeout_s: float = 600.0,
+    outer: Layout | None = None,
 ) -> ParallelModel:
     """Build ``rank``'s part of ``model`` under ``plan``. Collective: all ranks call it with equal weights.
 
     ``example`` is any batch the model takes (two samples do); the model's own modules are taken over, and those of
-    other stages lose their weights. ``prepare`` is called once the model is traced and before anything is split.
-    ``timeout_s``: how long a rank waits for the others in any collective of the plan.
+    other stages lose their weights. A model that was traced already is not traced again. ``prepare`` is called once
+    the model is traced and before anything is split, ``stand_in`` for every component of the rank's stage.
+    ``timeout_s``: how long a rank waits for the others in any collective of the plan. ``outer``: the layout in which
+    ranks hand in their rows and get their outputs, in a plan of one stage; as the plan has it where None.
 
     Raises:
         InvalidInputError: the plan's components are not the model's.
         UsageError: the plan asks for something this executor does not run.
     """
-    traced = trace(model, example, name=plan.model_spec)
+    traced = model if isinstance(model, TracedModel) else trace(model, example, name=plan.model_spec)
     _check(plan, traced, strategies)
+    if outer is not None and outer.weights != (plan.stages[0].weights or ()):
+        raise UsageError(
+            f"the plan gives its ranks batches in proportion {list(plan.stages[0].weights or ())}, a loop of one's own "
+            "gives each as many; use asa.Job, or plan with equal batches"
+        )
     position = Position.of(plan, rank)
     order = _orders(plan, strategies, position.stage)
     if prepare is not None:
         prepare(traced)
-    around = _Surroundings(plan, rank, timeout_s)
+    around = _Surroundings(plan, rank, timeout_s, outer)
     links = _links(around, traced)
     traced, elsewhere = _own_part(traced, position)
     context = SampleContext(seed=seed)
     make_reproducible(traced.components, context)
-    crossings = [None if b is None else around.crossing(b) for b in _boundaries(position, traced.components)]
+    crossings = [None if b is None else around.crossing(b) for b in _boundaries(position, traced.components, outer)]
     assignments = position.assignments(plan)
     for component, assignment, layout in zip(traced.components, assignments, position.layouts, strict=True):
         tensor_axis = around.axis(layout.tensor_group(position.place))
         strategies.tensor[assignment.tensor.strategy].apply(component, tensor_axis)
         if batch_norm == "exact":
             synchronise(component, around.data_axis(layout))
+        if stand_in is not None:
+            stand_in(component, assignment, tensor_axis)
         if assignment.checkpoint:
             recompute(component, context, alone=tensor_axis.size == 1 and batch_norm == "local")
         component.to(device)
@@ -235,17 +280,18 @@ def _place(
 ) -> list[Placed]:  # fmt: skip
     layouts, assignments = around.position.layouts, around.position.assignments(plan)
 
-    def key(i: int) -> tuple[Layout, str]:
-        return layouts[i], assignments[i].data.strategy
+    def key(i: int) -> tuple[Layout, DataDegree]:
+        return layouts[i], assignments[i].data
 
     placed = []
-    for (layout, strategy), members in groupby(range(len(layouts)), key):
+    for (layout, choice), members in groupby(range(len(layouts)), key):
         indices = list(members)
         inner = [None, *(crossings[i] for i in indices[1:])]
         segment = Segment([traced.components[i] for i in indices], inner, context)
-        module = strategies.data[strategy].apply(segment, around.data_axis(layout))
+        page = strategies.data[choice.strategy].of(choice)
+        module = page.apply(segment, around.gradient_axis(layout, choice, plan.compression))
         side_exit = None
         if segment.side_names() or any(traced.components[i].has_sides() for i in indices):
-            side_exit = around.crossing(Boundary(source=layout, target=whole(layouts[-1])))
+            side_exit = around.crossing(Boundary(source=layout, target=around.outer))
         placed.append(Placed(module, segment, layout, crossings[indices[0]], side_exit))
     return placed

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from asa.errors import PreemptedError
+from asa.executor.emulated import EmulatedExecutor
+from asa.executor.emulation import EmulatedDevice, Emulation
 from asa.executor.logs import Announce
 from asa.executor.loop import TrainingExecutor
 from asa.executor.materialize import materialize
@@ -23,6 +26,7 @@ from asa.interfaces.strategy import OPTIMIZER_WORDS, Strategies
 from asa.ir import codec
 from asa.ir.measurements import EpochRecord
 from asa.ir.plan import Plan
+from asa.ir.units import GIB
 from asa.zoo.data import ImageSet
 from asa.zoo.models import build
 
@@ -36,13 +40,14 @@ _RESIDENT_BYTES = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A request to train, the same on every rank."""
+    """A request to train, the same on every rank. ``emulated``: the device to pretend to train on, if not on one."""
 
     plan: Plan
     settings: TrainSettings
     strategies: Strategies
     adapt: Adapt
     device_type: str
+    emulated: EmulatedDevice | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,12 +70,15 @@ def work(job: Job, material: Material, votes: Votes, local_rank: int, announce: 
     say: Announce = announce if votes.rank == 0 else lambda _: None
     device = torch.device("cuda", local_rank) if job.device_type == "cuda" else torch.device("cpu")
     sizes: list[int] = []
+    emulations: list[Emulation] = []
 
     def parallel(plan: Plan) -> ParallelModel:
         channels, height, width = plan.input_shape
         shape = (channels, height, width)
         model = build(plan.model_spec, num_classes=plan.num_classes, input_shape=shape, seed=settings.seed)
         sizes.append(sum(p.nbytes for p in model.parameters()))
+        if job.emulated is not None:
+            emulations.append(Emulation(job.emulated, job.strategies, plan))
         return materialize(
             plan,
             model,
@@ -81,6 +89,7 @@ def work(job: Job, material: Material, votes: Votes, local_rank: int, announce: 
             seed=settings.seed,
             batch_norm=settings.batch_norm,
             timeout_s=settings.timeout_s,
+            **(emulations[-1].hooks() if emulations else {}),
         )
 
     def resident(images: ImageSet) -> ImageSet:
@@ -88,7 +97,8 @@ def work(job: Job, material: Material, votes: Votes, local_rank: int, announce: 
 
     with StopRequest().listening() as stop:
         folder = Path(settings.out) / CHECKPOINTS
-        executor = TrainingExecutor(
+        kind = TrainingExecutor if job.emulated is None else partial(EmulatedExecutor, emulation=lambda: emulations[-1])
+        executor = kind(
             job.plan,
             parallel,
             settings,
@@ -104,6 +114,9 @@ def work(job: Job, material: Material, votes: Votes, local_rank: int, announce: 
         votes.once(lambda: check_space(folder.parent, words * sizes[0], settings.keep))
         if material.resume is not None:
             executor.restore(*material.resume)
+        if device.type == "cuda" and material.train.images.nbytes > _RESIDENT_BYTES:
+            size = material.train.images.nbytes / GIB
+            say({"event": "note", "message": f"the images ({size:.1f} GiB) stay on the host, gathered a batch ahead"})
         if executor.left_out:
             message = f"{executor.left_out} samples of every epoch are left out: too few for a batch on all ranks"
             say({"event": "note", "message": message})

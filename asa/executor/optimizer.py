@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 import torch._dynamo  # every optimizer imports it when it is made: here, once, and not in each forked rank
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from asa.executor.offload import HostCopies, attach
 from asa.executor.settings import LEARNING_RATE, WEIGHT_DECAY
 from asa.ir.plan import OptimizerName
 
@@ -21,22 +23,36 @@ def build_optimizer(
     lr: float | None = None,
     momentum: float = 0.9,
     weight_decay: float | None = None,
+    offloaded: Collection[nn.Parameter] = (),
 ) -> torch.optim.Optimizer:
     """SGD with momentum, or AdamW; both update element by element, so shards add up to wholes.
 
-    One group for all parameters. A rank may hold none: its optimizer then steps over an empty tensor.
+    One group for all parameters, and one for those that are ``offloaded``: their update is on the host. A rank may hold
+    none: its optimizer then steps over an empty tensor.
     """
     rate = LEARNING_RATE[name] if lr is None else lr
     decay = WEIGHT_DECAY[name] if weight_decay is None else weight_decay
-    held = [p for p in parameters if p.requires_grad] or [nn.Parameter(torch.empty(0))]
-    # Loops over many tensors at once refuse a mixture of plain and sharded ones. On CUDA one fused kernel does it all
+    trained = [p for p in parameters if p.requires_grad]
+    away = [p for p in trained if p in offloaded]
+    held = [p for p in trained if p not in offloaded] or [nn.Parameter(torch.empty(0))]
+    # Loops over many tensors at once refuse a mixture of plain and sharded ones. Elsewhere one fused kernel does it all
     # and allocates nothing.
-    sharded = any(isinstance(p, DTensor) for p in held)
-    fused = True if held[0].is_cuda and not sharded else None
+    sharded = any(isinstance(p, DTensor) for p in trained)
+    fused = None if sharded else True
     foreach = False if sharded else None
+    groups: list[dict[str, Any]] = [{"params": held, "foreach": foreach, "fused": fused}]
+    copies = HostCopies(away)
+    if away:
+        same = True if away[0].is_cuda else fused  # on a CPU to the bit what it would be without copies
+        groups.append({"params": list(copies.of.values()), "foreach": foreach, "fused": same})
+    made: torch.optim.Optimizer
     if name == "sgd":
-        return torch.optim.SGD(held, lr=rate, momentum=momentum, weight_decay=decay, foreach=foreach, fused=fused)
-    return torch.optim.AdamW(held, lr=rate, weight_decay=decay, foreach=foreach, fused=fused)
+        made = torch.optim.SGD(groups, lr=rate, momentum=momentum, weight_decay=decay)
+    else:
+        made = torch.optim.AdamW(groups, lr=rate, weight_decay=decay)
+    if away:
+        attach(made, copies)
+    return made
 
 
 def learning_rate(progress: float, peak: float, *, warmup: float, step: float) -> float:

@@ -48,10 +48,11 @@ class Pace:
     _cold: list[tuple[float, float]] = field(default_factory=list)
     _sums: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
-    def stepped(self, *, full: bool) -> bool:
-        """Note one more step (``full``: of the plan's whole batch); whether it is time to :meth:`exchange`."""
+    def stepped(self, *, full: bool, disturbed: bool = False) -> bool:
+        """Note one more step (``full``: of the plan's whole batch; ``disturbed``: slowed down by being looked at);
+        whether it is time to :meth:`exchange`."""
         self.warm += 1
-        self._measured.append(full and self.warm > WARM_UP_STEPS)
+        self._measured.append(full and not disturbed and self.warm > WARM_UP_STEPS)
         return len(self._measured) >= self.interval
 
     @property

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from asa.executor.groups import Groups, Purpose, all_ranks
 from asa.executor.position import Position
 from asa.executor.reduction import Reduction
 from asa.interfaces.schedule import Action
-from asa.ir.layout import Layout, bounds
+from asa.ir.layout import Layout
 from asa.ir.plan import Plan
 from asa.sharding.axis import SOLO, Axis
 from asa.sharding.boundary import Crossing
@@ -138,6 +139,12 @@ class ParallelModel:
         others = {p for u in self._updates for p in u.others}
         return [p for p in self.parameters() if p not in others]
 
+    @property
+    def offloaded(self) -> set[nn.Parameter]:
+        """Parameters whose optimizer state is on the host."""
+        parts = zip(self.components, self.position.assignments(self.plan), strict=True)
+        return {p for component, a in parts if a.offload for p in component.parameters()}
+
     def share_updates(self) -> None:
         """To be called after every optimizer step (collective): what other ranks updated arrives here."""
         for update in self._updates:
@@ -176,12 +183,12 @@ class ParallelModel:
     def input_rows(self, batch: int) -> tuple[int, int]:
         """Rows of a batch that this rank reads: none behind the first stage."""
         first = self.layouts[0]
-        return bounds(batch, first.data, first.data_index(self.position.place)) if self.reads else (0, 0)
+        return first.rows_of(batch, self.position.place) if self.reads else (0, 0)
 
     def output_rows(self, batch: int) -> tuple[int, int]:
         """Rows of a batch whose outputs this rank ends up with: none before the last stage."""
         last = self.layouts[-1]
-        return bounds(batch, last.data, last.data_index(self.position.place)) if self.concludes else (0, 0)
+        return last.rows_of(batch, self.position.place) if self.concludes else (0, 0)
 
     def counts_rows(self) -> bool:
         """Whether this rank, among those with the same output rows, is the one that counts them."""
@@ -203,7 +210,7 @@ class ParallelModel:
         for place in self._placed:
             if place.entry is not None:
                 value = place.entry(value, total)
-            start, stop = bounds(total, place.layout.data, place.layout.data_index(self.position.place))
+            start, stop = place.layout.rows_of(total, self.position.place)
             context.samples = samples[start:stop]
             value, *extra = place.module(value)
             for name, side in zip(place.segment.side_names(), extra, strict=True):
@@ -232,10 +239,19 @@ class ParallelModel:
 
     __call__ = forward
 
+    @property
+    def replicas(self) -> list[DistributedDataParallel]:
+        """The segments whose gradients are averaged in buckets."""
+        return [p.module for p in self._placed if isinstance(p.module, DistributedDataParallel)]
+
+    @property
+    def sharded(self) -> list[FSDPModule]:
+        """The units whose weights are gathered and whose gradients are scattered."""
+        return [m for p in self._placed for m in p.module.modules() if isinstance(m, FSDPModule)]
+
     def bucket_gradients(self) -> list[Tensor]:
         """Gradients that lie in communication buckets, which outlive the step (after the first backward)."""
-        wrapped = [p.module for p in self._placed if isinstance(p.module, DistributedDataParallel)]
-        return [p.grad for m in wrapped for p in m.parameters() if p.grad is not None]
+        return [p.grad for m in self.replicas for p in m.parameters() if p.grad is not None]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -247,13 +263,15 @@ class ParallelModel:
             self.reduction.quiet = False
 
     def average_buffers(self) -> None:
-        """Make running statistics one over each data group (collective)."""
+        """Make running statistics one over each data group, every rank's by what it saw (collective)."""
         for component, layout in zip(self.components, self.layouts, strict=True):
             floats = [b for b in component.buffers() if b.is_floating_point()]
             axis = self.axis("gradient", layout.data_group(self.position.place))
             if axis.group is None or not floats:
                 continue
             flat = torch.cat([b.reshape(-1) for b in floats])
+            if layout.weights:
+                flat *= layout.share(layout.data_index(self.position.place)) * axis.size
             dist.all_reduce(flat, group=axis.group)
             flat /= axis.size
             for buffer, part in zip(floats, flat.split([b.numel() for b in floats]), strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import shlex
 from collections.abc import Sequence
@@ -54,10 +55,11 @@ def prepare(
         AsaError: whatever stands in the way; ``result.json`` says so where the directory can be written.
     """
     notes = _check_devices(plan, device_type)
-    out = stack.enter_context(owned(Path(settings.out), resume=settings.resume))
+    resume = settings.resume or _restarted(Path(settings.out))
+    out = stack.enter_context(owned(Path(settings.out), resume=resume))
     log = RunLog(out, tensorboard=settings.tensorboard, listener=on_event)
     try:
-        found = checkpoint.find(out / CHECKPOINTS) if settings.resume else None
+        found = checkpoint.find(out / CHECKPOINTS) if resume else None
         train, test = open_images(plan, settings)
         if found is not None:
             _check_resumable(found.manifest, plan, settings, len(train))
@@ -86,8 +88,15 @@ def prepare(
     except AsaError as error:
         log.finish(exit_code=error.exit_code, message=str(error))
         raise
-    resume = None if found is None else (found.path, found.manifest)
-    return log, Material(train=train, test=test, run=secrets.token_hex(4), resume=resume)
+    left = None if found is None else (found.path, found.manifest)
+    return log, Material(train=train, test=test, run=secrets.token_hex(4), resume=left)
+
+
+def _restarted(out: Path) -> bool:
+    """Whether torchrun has started all ranks again, by the same command, after one of them failed: what they had saved
+    by then is theirs."""
+    again = launched() and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    return again and any((out / CHECKPOINTS).glob("step_*"))
 
 
 def open_images(plan: Plan, settings: TrainSettings) -> tuple[ImageSet, ImageSet]:

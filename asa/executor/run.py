@@ -11,6 +11,7 @@ import torch
 from asa.errors import AsaError, PreemptedError, UsageError, WorkersFailedError
 from asa.executor import checkpoint
 from asa.executor.checkpoint import Manifest
+from asa.executor.emulation import EmulatedDevice
 from asa.executor.logs import Announce, Event, RunLog
 from asa.executor.member import Adapt, Ending, Job, work
 from asa.executor.prepare import Material, open_images, prepare
@@ -33,6 +34,7 @@ def train(
     adapt: Adapt,
     on_event: Announce | None = None,
     command: Sequence[str] = (),
+    emulated: EmulatedDevice | None = None,
 ) -> Event:
     """Train under ``plan``, on ranks started here, or as one of those a launcher started.
 
@@ -41,6 +43,7 @@ def train(
 
     Args:
         command: the arguments of ``python -m asa`` that would do the same, for the equivalent torchrun line.
+        emulated: a device to be emulated on the cores of this machine: nothing is trained, and nothing saved.
 
     Returns:
         The document of ``result.json`` (under a launcher, on rank 0; elsewhere only its ``exit_code``).
@@ -51,7 +54,10 @@ def train(
         PreemptedError: stopped by SIGTERM, with everything saved.
     """
     device_type = plan.device_type if settings.device == "auto" else settings.device
-    job = Job(plan=plan, settings=settings, strategies=strategies, adapt=adapt, device_type=device_type)
+    device_type = device_type if emulated is None else "cpu"
+    job = Job(
+        plan=plan, settings=settings, strategies=strategies, adapt=adapt, device_type=device_type, emulated=emulated
+    )  # fmt: skip
     with ExitStack() as stack:
 
         def ready() -> tuple[RunLog, Material]:

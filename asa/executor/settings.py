@@ -21,6 +21,7 @@ class TrainSettings:
     ``steps_per_epoch`` ends epochs early. ``log_every`` bounds the steps between two lines of the log; ranks also
     agree there whether to stop. ``timeout_s``: how long a rank waits for the others in any collective.
     ``replan`` says whether another plan may be taken between epochs. ``keep``: checkpoints kept.
+    ``trace_steps``: steps that are recorded for a timeline, once the run is warm.
     """
 
     out: str
@@ -44,6 +45,7 @@ class TrainSettings:
     tensorboard: bool = False
     log_every: int = 50
     keep: int = 2
+    trace_steps: int = 0
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
@@ -54,6 +56,8 @@ class TrainSettings:
         for name, rate in {"lr": self.lr, "timeout_s": self.timeout_s}.items():
             if rate is not None and not 0 < rate < float("inf"):
                 raise UsageError(f"{name} is {rate}; it must be above 0")
+        if self.trace_steps < 0:
+            raise UsageError(f"trace_steps is {self.trace_steps}; it must be at least 0")
         if not 0 <= (self.warmup or 0) < 1 or not 0 <= self.label_smoothing < 1 or not 0 <= self.momentum < 1:
             raise UsageError("warmup, label_smoothing and momentum must be at least 0 and below 1")
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from asa.executor.exchange import united
+from asa.executor.offload import as_held, local, updated_in
 from asa.executor.parallel import ParallelModel
 from asa.sharding.axis import Axis
 from asa.sharding.modules import ParameterShard, shards_of
@@ -116,9 +117,12 @@ def full_optimizer_state(model: ParallelModel, optimizer: torch.optim.Optimizer)
     """Optimizer state as full tensors, keyed ``name/key``, on every rank (collective)."""
     found, spoken = {}, {}
     for item in held(model):
-        for key, value in sorted(optimizer.state.get(item.tensor, {}).items()):
+        known = updated_in(optimizer, item.tensor)
+        for key, value in sorted(optimizer.state.get(known, {}).items()):
             if isinstance(value, Tensor):
-                alike = value.shape == item.tensor.shape
+                alike = value.shape == known.shape
+                if alike and known is not item.tensor:
+                    value = as_held(item.tensor, value)
                 full = gather(item, value) if alike else value.detach().cpu().clone()
                 found[f"{item.name}/{key}"] = full
                 if item.speaker == model.position.place:
@@ -140,6 +144,9 @@ def load_full_optimizer_state(model: ParallelModel, optimizer: torch.optim.Optim
         if id(item.tensor) not in updated:
             continue
         # A full tensor of the parameter's own shape is cut like it; scalars (AdamW's step) are the same everywhere.
+        known = updated_in(optimizer, item.tensor)
         value = full if full.dim() == 0 and item.tensor.dim() else cut(item, full)
-        place = value.to(item.tensor.device) if value.dim() else value.clone()
-        optimizer.state[item.tensor][key] = place.clone()
+        if known is not item.tensor:
+            value = local(value)
+        place = value.to(known.device) if value.dim() else value.clone()
+        optimizer.state[known][key] = place.clone()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from asa.executor.loss import loss_of
 from asa.executor.parallel import ParallelModel
 from asa.interfaces.schedule import Action
 from asa.ir.layout import bounds
+from asa.ir.plan import Plan
 from asa.sharding.transfer import Arrival
 
 _GRADIENTS_UNDER_WAY = 2
@@ -29,11 +31,29 @@ class MicrobatchRows:
     kept: slice
 
 
+def microbatches_of(plan: Plan, batch: int) -> int:
+    """Into how many microbatches a batch is cut: the plan's number, fewer of a batch too small to give every rank a
+    sample of each."""
+    widest = max(layout.least for layout in plan.layouts())
+    return max(1, min(plan.num_microbatches, batch // widest))
+
+
+_known_rows: WeakKeyDictionary[ParallelModel, dict[int, list[MicrobatchRows]]] = WeakKeyDictionary()
+
+
 def microbatch_rows(model: ParallelModel, batch: int) -> list[MicrobatchRows]:
-    """This rank's rows of a global batch of ``batch`` samples, microbatch by microbatch."""
+    """This rank's rows of a global batch of ``batch`` samples, microbatch by microbatch. Not to be changed."""
+    known = _known_rows.setdefault(model, {})
+    if batch not in known:  # the same in every step
+        known[batch] = _microbatch_rows(model, batch)
+    return known[batch]
+
+
+def _microbatch_rows(model: ParallelModel, batch: int) -> list[MicrobatchRows]:
     found = []
-    for j in range(model.plan.num_microbatches):
-        start, stop = bounds(batch, model.plan.num_microbatches, j)
+    count = microbatches_of(model.plan, batch)
+    for j in range(count):
+        start, stop = bounds(batch, count, j)
         if stop > start:
             read, kept = (
                 slice(start + a, start + b)

@@ -61,6 +61,11 @@ class Votes:
         dist.broadcast(data, source, group=self._group)
         return json.loads(data.numpy().tobytes())
 
+    def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> None:
+        """``source``'s values (a host tensor of one shape everywhere) in ``tensor``."""
+        if self.num_ranks > 1:
+            dist.broadcast(tensor, source, group=self._group)
+
     def agree(self, error: BaseException | None) -> None:
         """All go on, or all raise the first failing rank's error.
 

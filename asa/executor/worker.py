@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from asa.executor.ahead import Ahead
 from asa.executor.clock import StepClock
-from asa.executor.loss import logits_of, loss_of
+from asa.executor.loss import hits_of, logits_of, loss_of
 from asa.executor.parallel import ParallelModel
 from asa.executor.precision import LossScale, autocast
 from asa.executor.step import forward_backward, microbatch_rows
@@ -31,9 +34,15 @@ class Tally:
     @torch.no_grad()
     def add(self, loss: Tensor, output: object, labels: Tensor) -> None:
         """``loss``: the mean over ``labels``."""
-        hits = (logits_of(output).argmax(1) == labels).sum()
-        self._sums += torch.stack((loss.detach().double() * labels.numel(), hits.double()))
-        self.rows += labels.numel()
+        hits = hits_of(output, labels).sum()
+        self._sums += torch.stack((loss.detach().double() * len(labels), hits.double()))
+        self.rows += len(labels)
+
+    @torch.no_grad()
+    def note(self, losses: Tensor, rows: int) -> None:
+        """``losses``: their sum over ``rows``."""
+        self._sums[0] += losses
+        self.rows += rows
 
     def take(self) -> tuple[float, float, float]:
         """(sum of losses, hits, rows) since the last call. Waits for the device."""
@@ -55,13 +64,14 @@ class Worker:
     precision: Precision
     seed: int
     label_smoothing: float
+    ahead: Ahead | None = None
+    _held: list[nn.Parameter] = field(default_factory=list)
 
     def trainable(self, rows: int) -> bool:
         """Whether the last, short batch of an epoch gives every rank enough to compute on: two rows at once, or as
         many as a full batch does. BatchNorm cannot train on a single value."""
         plan = self.model.plan
-        parts = plan.num_microbatches * max(layout.data for layout in plan.layouts())
-        return rows // parts >= min(2, plan.global_batch // parts) > 0
+        return plan.fewest(rows) >= min(2, plan.fewest(plan.global_batch)) > 0
 
     def train(self, images: ImageSet, indices: Tensor, *, epoch: int, step: int, tally: Tally) -> bool:
         """One step on the samples ``indices`` (int64 [rows], global, the same on all ranks); whether it updated.
@@ -69,8 +79,11 @@ class Worker:
         Gradients are those of the mean loss over all rows, whatever the shards and microbatches.
         """
         # Masks that no module of ours draws come from torch's own generators: a function of the step, too.
-        torch.manual_seed(self.seed * 1_000_003 + step)
+        # (torch.manual_seed itself would note down the Python stack for every device that is not there.)
+        torch.default_generator.manual_seed(self.seed * 1_000_003 + step)
         model = self.model
+        if model.device.type == "cuda":
+            torch.cuda.manual_seed(self.seed * 1_000_003 + step)
         self.clock.mark()
         inputs, labels = self._fetch(images, indices, epoch)
         self.clock.mark()
@@ -81,7 +94,10 @@ class Worker:
                 tally.add(loss, output, wanted)
             return self.scale.scaled(loss)
 
-        model.zero_grad()
+        if not self._held:  # walking over all modules takes as long as a small kernel, and finds the same every time
+            self._held = model.parameters()
+        for p in self._held:
+            p.grad = None
         forward_backward(
             model,
             indices,
@@ -91,12 +107,18 @@ class Worker:
             loss_fn=scaled_loss,
             precision=lambda: autocast(self.precision, model.device),
         )
-        updated = self.scale.unscale(model.parameters(), self.votes)
+        updated = self.scale.unscale(self._held, self.votes)
         if updated:
             self.optimizer.step()
             model.share_updates()
         self.clock.mark()
         return updated
+
+    def expect(self, following: Callable[[], Tensor]) -> None:
+        """``following`` gives the next step's samples: what this rank reads may be gathered meanwhile."""
+        if self.ahead is not None and self.model.reads:
+            indices = following()
+            self.ahead.expect([indices[part.read] for part in microbatch_rows(self.model, len(indices))])
 
     def _fetch(self, images: ImageSet, indices: Tensor, epoch: int) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         """This rank's inputs and labels of every microbatch, each by its first row in the batch."""
@@ -104,7 +126,10 @@ class Worker:
         inputs, labels = {}, {}
         for part in microbatch_rows(model, len(indices)):
             if model.reads:
-                x, _ = fetch(images, indices[part.read], train=True, seed=self.seed, epoch=epoch, device=model.device)
+                mine = indices[part.read]
+                gathered = None if self.ahead is None else self.ahead.take(mine)
+                more: dict[str, Any] = {} if gathered is None else {"gathered": gathered}
+                x, _ = fetch(images, mine, train=True, seed=self.seed, epoch=epoch, device=model.device, **more)
                 inputs[part.read.start] = x
             if model.concludes:
                 wanted = indices[part.kept].to(images.labels.device)

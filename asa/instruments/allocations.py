@@ -4,7 +4,7 @@ CUDA alike, also those inside operators, in backward and in communication bucket
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ class Event:
 
 
 @contextmanager
-def _unlogged() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Kineto greets on standard error at its first use unless told not to by then."""
     before = os.environ.get("KINETO_LOG_LEVEL")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -38,7 +38,7 @@ def _unlogged() -> Iterator[None]:
 def record(work: Callable[[], object], device: torch.device, marks: str = "") -> tuple[list[Event], dict[str, int]]:
     """Run ``work``; allocations on ``device`` in order of time, and when each ``record_function`` range whose name
     starts with ``marks`` began, in nanoseconds."""
-    with _unlogged(), profile(profile_memory=True) as recording:
+    with quiet(), profile(profile_memory=True) as recording:
         work()
     results = recording.kineto_results
     assert results is not None
@@ -60,6 +60,28 @@ def _walk(entries: Sequence[Any]) -> Iterator[Any]:
         entry = pending.pop()
         yield entry
         pending.extend(reversed(entry.children))
+
+
+def completed(events: Sequence[Event], surviving: Collection[int]) -> list[Event]:
+    """``events`` with the releases that they lack. The record is of the threads that do the work: what gloo's own
+    threads let go of, the copies its collectives work on, is not in it. A block that is neither released nor at one of
+    the addresses ``surviving`` was such a copy, and gone as soon as the collective was over: the next thing noted."""
+    last: dict[int, int] = {}
+    missing: set[int] = set()
+    for i, event in enumerate(events):
+        if event.size > 0:
+            if event.pointer in last:
+                missing.add(last[event.pointer])
+            last[event.pointer] = i
+        else:
+            last.pop(event.pointer, None)
+    missing.update(i for pointer, i in last.items() if pointer not in surviving)
+    found: list[Event] = []
+    for i, event in enumerate(events):
+        found.append(event)
+        if i in missing:
+            found.append(Event(at=event.at, pointer=event.pointer, size=-event.size))
+    return found
 
 
 def peak(events: Iterable[Event]) -> int:

@@ -1,0 +1,56 @@
+"""Images that do not fit the device: a thread gathers the next batch while this one computes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from asa.zoo.data import ImageSet
+
+Gathered = tuple[Tensor, Tensor]
+"""Pixels uint8 [B, C, H, W] and labels int64 [B], on the host."""
+
+
+class Ahead:
+    """Batches of ``images``, on the host, gathered before they are asked for.
+
+    ``pin``: into page-locked memory, from which a copy to the device waits for nothing.
+    """
+
+    def __init__(self, images: ImageSet, *, pin: bool) -> None:
+        self._images, self._pin = images, pin
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="asa-data")
+        self._coming: deque[dict[bytes, Future[Gathered]]] = deque(maxlen=2)
+
+    @staticmethod
+    def of(images: ImageSet, device: torch.device) -> Ahead | None:
+        """What ``images`` need to feed ``device``: nothing where they are there, or where there is no other place."""
+        away = device.type == "cuda" and images.images.device.type == "cpu"
+        return Ahead(images, pin=True) if away else None
+
+    def expect(self, parts: Sequence[Tensor]) -> None:
+        """``parts``: the sample indices that :meth:`take` will be called with in the step after this one. What was to
+        be taken before this one is forgotten."""
+        self._coming.append({_key(p): self._pool.submit(self._gather, p) for p in parts})
+
+    def take(self, indices: Tensor) -> Gathered | None:
+        """The samples, once they are there; None where nobody said that they would be wanted."""
+        key = _key(indices)
+        for batch in self._coming:
+            if key in batch:
+                return batch.pop(key).result()
+        return None
+
+    def _gather(self, indices: Tensor) -> Gathered:
+        images, labels = self._images.images, self._images.labels
+        pixels = torch.empty((len(indices), *images.shape[1:]), dtype=images.dtype, pin_memory=self._pin)
+        torch.index_select(images, 0, indices, out=pixels)
+        return pixels, labels[indices]
+
+
+def _key(indices: Tensor) -> bytes:
+    return indices.numpy().tobytes()

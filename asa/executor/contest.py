@@ -1,0 +1,107 @@
+"""Plans run against each other until it is clear enough which is the fastest: rounds of turns, as a policy asks.
+
+As in :mod:`asa.executor.benchmark` all plans live in the same ranks and every step is real training on the same
+samples; here a plan is built when it first has a turn, and who has the next turns depends on what was measured.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from asa.executor.benchmark import BenchOptions, Cell, Entrant, barrier, slowest
+from asa.executor.votes import Votes
+from asa.interfaces.strategy import Strategies
+from asa.ir.plan import Plan
+from asa.launch import run_ranks, tell
+from asa.zoo.data import GlobalOrder, ImageSet
+
+_WARM_UP_STEPS, _WARM_UP_S = 3, 2.0
+
+
+class Policy(Protocol):
+    """Who is next, asked on rank 0 before every round."""
+
+    def next(self, rounds: Sequence[Mapping[int, float]], left_s: float, build_s: float) -> Sequence[int]:
+        """Indices of the plans of the next round, none to end; ``rounds``: seconds per step of those that had turns.
+
+        ``left_s``: what may still be spent; ``build_s``: what a plan takes before its first turn (0: not known yet).
+        """
+        ...
+
+
+def _rank(rank: int, plans: Sequence[Plan], build: Callable[[], nn.Module], strategies: Strategies,
+          data: Callable[[], tuple[ImageSet, ImageSet]], options: BenchOptions, policy: Policy,
+          ends: float) -> tuple[list[Cell], list[dict[int, float]], list[int]]:  # fmt: skip
+    votes = Votes(options.timeout_s)
+    device = torch.device(options.device, rank) if options.device == "cuda" else torch.device(options.device)
+    train = data()[0].to(device)
+    order = GlobalOrder(len(train), plans[0].global_batch, options.seed, drop_last=True)
+    entrants: dict[int, Entrant] = {}
+    rounds: list[dict[int, float]] = []
+    longest = 0.0
+    while True:
+        wanted = votes.tell(list(policy.next(rounds, ends - time.monotonic(), longest)) if rank == 0 else None)
+        if not wanted:
+            break
+        for index in wanted:
+            if index not in entrants:
+                began = time.monotonic()
+                entrants[index] = Entrant(plans[index], build, strategies, rank, votes, options, device)
+                _warm_up(entrants[index], train, order, votes)
+                longest = max(longest, time.monotonic() - began)
+        shift = len(rounds) % len(wanted)
+        found: dict[int, float] = {}
+        for index in (*wanted[shift:], *wanted[:shift]):
+            barrier(votes)
+            entrant = entrants[index]
+            times = slowest(votes, entrant.turn(train, order, options.steps_per_turn))
+            entrant.cell.data_wait += [t[0] for t in times]
+            entrant.cell.steps += [t[1] for t in times]
+            found[index] = statistics.mean(t[1] for t in times)
+        rounds.append(found)
+        if rank == 0:
+            tell({"round": len(rounds), "left_s": ends - time.monotonic()})
+    cells = [entrants[i].cell if i in entrants else Cell(p.strategy) for i, p in enumerate(plans)]
+    return cells, rounds, [entrants[i].step if i in entrants else 0 for i in range(len(plans))]
+
+
+def _warm_up(entrant: Entrant, train: ImageSet, order: GlobalOrder, votes: Votes) -> None:
+    """Steps that do not count: three, or two where they are long."""
+    spent = 0.0
+    for number in range(_WARM_UP_STEPS):
+        barrier(votes)
+        spent += slowest(votes, entrant.turn(train, order, 1))[0][1]
+        if number and spent > _WARM_UP_S:
+            return
+
+
+def contest(
+    plans: Sequence[Plan],
+    build: Callable[[], nn.Module],
+    strategies: Strategies,
+    data: Callable[[], tuple[ImageSet, ImageSet]],
+    options: BenchOptions,
+    policy: Policy,
+    *,
+    on_message: Callable[[int, Any], None] | None = None,
+) -> tuple[list[Cell], list[dict[int, float]], list[int]]:
+    """Run ``plans`` (of one model and global batch) against each other for at most about ``options.budget_s``.
+
+    Returns a cell a plan, in order (without steps where it had no turn), the rounds, and the steps each plan took,
+    warm-up included. ``build`` and ``data`` as for :func:`asa.executor.benchmark.measure`.
+
+    Raises:
+        WorkersFailedError: a rank died.
+    """
+    ends = time.monotonic() + options.budget_s
+    return run_ranks(
+        max(p.num_ranks for p in plans), _rank, list(plans), build, strategies, data, options, policy, ends,
+        backend="nccl" if options.device == "cuda" else "gloo", threads=options.threads, timeout_s=options.timeout_s,
+        on_message=on_message,
+    )[0]  # fmt: skip

@@ -1,0 +1,293 @@
+"""An emulated device: everything of a step is real but the kernels, which are sleeps of the profiled length.
+
+Processes, process groups, tensors, parameters, gradients, buckets and messages are those of the plan, so many ranks of
+a fast device can be run on few cores, over whatever links join them. What a component computes is replaced by waiting
+as long as its profile says it takes, forward and back; its output is there, of the right form, and so are gradients of
+its parameters, all zero. So is the optimizer's step. A rank's processor has next to nothing to do but to send.
+
+A component's gradients are all made when its backward ends, as the cost model has it; real ones come one by one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import distributed
+
+from asa.cost.compute import Times
+from asa.cost.constants import constant
+from asa.cost.pricing import times_of
+from asa.executor.hooks import summed
+from asa.executor.parallel import ParallelModel
+from asa.interfaces.strategy import OPTIMIZER_WORDS, Strategies
+from asa.ir.graph import Component, InnerCollective
+from asa.ir.plan import Assignment, Plan
+from asa.ir.profile import Profile
+from asa.sharding.axis import Axis
+from asa.sharding.collectives import all_gather, all_reduce, reduce_scatter
+from asa.tracing import TracedModel
+from asa.tracing.component import TracedComponent
+
+
+class DeviceClock:
+    """When the device is busy. What a sleep overslept is taken off the next one; ``last``: of a step's backwards."""
+
+    def __init__(self) -> None:
+        self._late = 0.0
+        self.last = True
+
+    def busy(self, seconds: float) -> None:
+        """Return when the device has worked for ``seconds``."""
+        left = seconds - self._late
+        if left <= 0:
+            self._late = -left
+            return
+        start = time.perf_counter()
+        time.sleep(left)
+        self._late = time.perf_counter() - start - left
+
+
+class Zeros:
+    """Zeros of any form, out of one piece of memory that nobody writes to."""
+
+    def __init__(self) -> None:
+        self._pools: dict[torch.dtype, Tensor] = {}
+
+    def of(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+        """A tensor of ``shape``, to be read only."""
+        count = torch.Size(shape).numel()
+        pool = self._pools.get(dtype)
+        if pool is None or pool.numel() < count:
+            pool = self._pools[dtype] = torch.zeros(count, dtype=dtype)
+        return pool[:count].view(*shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Form:
+    """Of one sample of an output, the main one first."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+
+
+class _Sleeper:
+    """What a component does instead of computing. ``inner``: the collectives inside it."""
+
+    def __init__(
+        self, component: Component, traced: TracedComponent, form: _Form, assignment: Assignment, axis: Axis,
+        times: Times, clock: DeviceClock, zeros: Zeros, copying_s: float,
+    ) -> None:  # fmt: skip
+        self._component, self._traced, self._form = component, traced, form
+        self._degree, self._data, self._axis = assignment.tensor.degree, assignment.data.degree, axis
+        self._times, self._clock, self._zeros, self._copying_s = times, clock, zeros, copying_s
+        self.views: dict[nn.Parameter, Tensor] = {}
+        split = component.split
+        inner = split.collectives if split is not None and axis.size > 1 else ()
+        self._ahead = [c for c in inner if c.phase == "forward"]
+        self._back = [c for c in inner if c.phase == "backward"]
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = _Sleep.apply(x, self, *self._traced.parameters())
+        return found
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Outputs, after forward's time."""
+        rows = x.shape[0]
+        self._work("forward_s", rows, self._ahead)
+        return tuple(self._zeros.of((rows, *shape), self._form.dtype) for shape in self._form.shapes)
+
+    def backward(self, x: Tensor, parameters: Sequence[nn.Parameter]) -> tuple[Tensor | None, ...]:
+        """Gradients of the input and the parameters, after backward's time. Those that no rank waits for, or that
+        would only be added up, are left out."""
+        self._work("backward_s", x.shape[0], self._back)
+        last = self._clock.last and self._data > 1
+        if last:
+            self._clock.busy(self._copying_s)
+        gradients = (self._gradient(p) if last and p.requires_grad else None for p in parameters)
+        return (self._zeros.of(x.shape, x.dtype) if x.requires_grad else None, *gradients)
+
+    def _gradient(self, p: nn.Parameter) -> Tensor:
+        """Where the last step left it in a bucket, so that nothing need be copied there; else zeros."""
+        known = self.views.get(p)
+        return self._zeros.of(p.shape, p.dtype) if known is None else known.detach()
+
+    def remember(self) -> None:
+        """Take down where the step's gradients lie."""
+        replicated = [p for p in self._traced.parameters() if not isinstance(p, DTensor)]
+        self.views = {p: p.grad for p in replicated if p.grad is not None}
+
+    def _work(self, what: str, rows: int, inner: list[InnerCollective]) -> None:
+        work = self._times.work(self._component, rows, self._degree)
+        seconds = getattr(work, what) * self._times.whole_ratio(rows)
+        for c in inner:
+            self._clock.busy(seconds / (len(inner) + 1))
+            self._meet(c, rows)
+        self._clock.busy(seconds / (len(inner) + 1))
+
+    def _meet(self, c: InnerCollective, rows: int) -> None:
+        ranks = self._axis.size
+        part = max(1, round(c.bytes_per_sample * rows / 4 / ranks))
+        if c.op == "all_reduce":
+            all_reduce(self._zeros.of((part * ranks,)), self._axis)
+        elif c.op == "all_gather":
+            all_gather(self._zeros.of((part,)), 0, [part] * ranks, self._axis)
+        else:
+            reduce_scatter(self._zeros.of((part * ranks,)), 0, [part] * ranks, self._axis)
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sleeper: _Sleeper, *parameters: nn.Parameter) -> tuple[Tensor, ...]:
+        ctx.sleeper, ctx.parameters = sleeper, parameters
+        ctx.save_for_backward(x)  # what is recomputed is asked for here
+        return sleeper.forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        mine, *others = ctx.sleeper.backward(x, ctx.parameters)
+        return (mine if ctx.needs_input_grad[0] else None, None, *others)
+
+
+class _Stream:
+    """Scatters gradients beside backward, as the communication stream of a GPU does: on a CPU, whose streams are for
+    show, FSDP would wait for each. What is scattered is read too early for that, and not looked at."""
+
+    def __init__(self) -> None:
+        self._works: list[tuple[dist.Work, Tensor, Tensor]] = []
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for a message."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        work = dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=True)
+        assert work is not None
+        self._works.append((work, output_tensor, input_tensor))
+
+    def drain(self) -> None:
+        """Wait for all that is under way."""
+        for work, _, _ in self._works:
+            work.wait()
+        self._works.clear()
+
+
+class SleepingUpdate(torch.optim.SGD):
+    """An optimizer whose step takes ``seconds`` of the device, once gradients have come, and changes nothing."""
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], seconds: float, clock: DeviceClock, stream: _Stream
+    ) -> None:  # fmt: skip
+        super().__init__([*parameters] or [nn.Parameter(torch.empty(0))], lr=0.0)
+        self._seconds, self._clock, self._stream = seconds, clock, stream
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Wait."""
+        self._stream.drain()
+        self._clock.busy(self._seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmulatedDevice:
+    """``profile`` says what takes how long on it; ``memory_bandwidth``, in bytes/s, what of that was not measured."""
+
+    profile: Profile
+    memory_bandwidth: float = 0.0
+
+
+class Emulation:
+    """One rank's emulated device under one plan: :meth:`hooks` go to :func:`asa.executor.materialize.materialize`,
+    then :meth:`settle` is called with what that made."""
+
+    def __init__(self, device: EmulatedDevice, strategies: Strategies, plan: Plan) -> None:
+        profile = device.profile
+        self._streams = profile.device.type == "cuda"
+        self._strategies, self._plan, self._bandwidth = strategies, plan, device.memory_bandwidth
+        self._times = times_of(profile, strategies)
+        self._components = {c.name: c for c in profile.graph.components}
+        self._forms: dict[str, _Form] = {}
+        self._sleepers: list[_Sleeper] = []
+        self._update_s = 0.0
+        self.clock, self._zeros = DeviceClock(), Zeros()
+
+    def hooks(self) -> dict[str, Any]:
+        """What ``materialize`` is to call."""
+        return {"prepare": self.prepare, "stand_in": self.stand_in}
+
+    @torch.no_grad()
+    def prepare(self, traced: TracedModel) -> None:
+        """Learn the forms of all outputs, by computing two samples."""
+        for c in traced.components:
+            if c.name not in self._forms:
+                outputs = c(torch.zeros((2, *c.input_shape), dtype=c.input_dtype))
+                width = self._components[c.name].output_bytes_per_sample / max(1, outputs[0][0].numel())
+                dtype = torch.bfloat16 if width <= 2 else torch.float32
+                self._forms[c.name] = _Form(shapes=tuple(tuple(o.shape[1:]) for o in outputs), dtype=dtype)
+
+    def stand_in(self, traced: TracedComponent, assignment: Assignment, axis: Axis) -> None:
+        """Have ``traced`` sleep from now on."""
+        component = self._components[traced.name]
+        share = self._strategies.tensor[assignment.tensor.strategy].share(component, assignment.tensor.degree)
+        page = self._strategies.data[assignment.data.strategy].of(assignment.data)
+        memory = page.memory(share, assignment.data.degree, self._plan.optimizer)
+        full = OPTIMIZER_WORDS[self._plan.optimizer] * share.parameter_bytes
+        if full > 0:
+            part = memory.optimizer / full
+            self._update_s += part * self._times.update(
+                component, assignment.tensor.degree, self._plan.optimizer, share.parameter_bytes, self._bandwidth
+            )
+        copied = constant("ddp_bucket_passes") * memory.buckets
+        sleeper = _Sleeper(
+            component, traced, self._forms[traced.name], assignment, axis, self._times, self.clock, self._zeros,
+            copied / self._bandwidth if self._bandwidth > 0 else 0.0,
+        )  # fmt: skip
+        traced.__dict__["train_graph"] = traced.__dict__["eval_graph"] = sleeper
+        self._sleepers.append(sleeper)
+
+    def settle(self, model: ParallelModel) -> SleepingUpdate:
+        """Make the wrappers of ``model`` as idle as its components; the optimizer to train it with."""
+        for replica in model.replicas:
+            if not replica._comm_hooks:  # compression is one
+                replica.register_comm_hook(replica.process_group, summed)
+        stream = _Stream()
+        if self._streams:
+            for module in model.sharded:
+                module.set_custom_reduce_scatter(stream)  # type: ignore[arg-type]
+        usual = model.reduction.backward
+
+        @contextmanager
+        def backward(*, last: bool, in_flight: int) -> Iterator[None]:
+            self.clock.last = last
+            with usual(last=last, in_flight=in_flight):
+                yield
+
+        model.reduction.backward = backward  # type: ignore[method-assign]
+        update = SleepingUpdate(model.updated, self._update_s, self.clock, stream)
+        update.register_step_post_hook(lambda *_: self._remember())
+        return update
+
+    def _remember(self) -> None:
+        for sleeper in self._sleepers:
+            sleeper.remember()
+
+
+@contextmanager
+def unsent() -> Iterator[None]:
+    """Inside, wrappers do not send their first weights around: they are never looked at."""
+    name = "_sync_module_states"
+    usual = getattr(distributed, name)
+    setattr(distributed, name, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        setattr(distributed, name, usual)

@@ -1,0 +1,88 @@
+"""Parameters whose optimizer state and update are on the host (Ren et al. 2021, "ZeRO-Offload").
+
+The optimizer updates copies in host memory: in front of its step gradients go there, behind it new parameters come
+back. Forward and backward see the device's own parameters only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+_COPIES = "asa_host_copies"
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of ``tensor``."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class HostCopies:
+    """Of this rank's part of ``parameters``, each once; page-locked where the device copies faster from such."""
+
+    @torch.no_grad()
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.of: dict[nn.Parameter, nn.Parameter] = {}
+        self._seen: dict[nn.Parameter, tuple[int, int]] = {}
+        for p in parameters:
+            held = local(p.detach())
+            copy = torch.empty(held.shape, dtype=held.dtype, device="cpu", pin_memory=held.is_cuda)
+            self.of[p] = nn.Parameter(copy)
+
+    @torch.no_grad()
+    def take(self, *_: Any) -> None:
+        """Gradients to the host; parameters too where anything but :meth:`give` has written to them."""
+        for p, copy in self.of.items():
+            if self._seen.get(p) != _state(p):
+                copy.copy_(local(p.detach()), non_blocking=True)
+            if p.grad is None:
+                copy.grad = None
+                continue
+            if copy.grad is None:
+                copy.grad = torch.empty_like(copy, pin_memory=copy.is_pinned())
+            copy.grad.copy_(local(p.grad), non_blocking=True)
+        if any(local(p).is_cuda for p in self.of):
+            torch.cuda.current_stream().synchronize()
+
+    @torch.no_grad()
+    def give(self, *_: Any) -> None:
+        """Updated parameters to the device."""
+        for p, copy in self.of.items():
+            if copy.grad is not None:
+                local(p.detach()).copy_(copy, non_blocking=True)
+            self._seen[p] = _state(p)
+
+
+def _state(parameter: nn.Parameter) -> tuple[int, int]:
+    """Changes whenever the parameter is written to, or is put elsewhere."""
+    held = local(parameter.detach())
+    return held.data_ptr(), held._version
+
+
+def attach(optimizer: torch.optim.Optimizer, copies: HostCopies) -> None:
+    """Have every step of ``optimizer``, which updates ``copies``, move gradients and parameters."""
+    optimizer.register_step_pre_hook(copies.take)
+    optimizer.register_step_post_hook(copies.give)
+    optimizer.__dict__[_COPIES] = copies
+
+
+def updated_in(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor:
+    """The tensor by which ``optimizer`` knows ``parameter``: itself, or its copy on the host."""
+    copies: HostCopies | None = optimizer.__dict__.get(_COPIES)
+    found = None if copies is None or not isinstance(parameter, nn.Parameter) else copies.of.get(parameter)
+    return parameter if found is None else found
+
+
+def as_held(parameter: Tensor, value: Tensor) -> Tensor:
+    """``value``, state of this rank's part of ``parameter`` on the host, in the form in which ``parameter`` is held."""
+    value = value.to(local(parameter).device)
+    if not isinstance(parameter, DTensor):
+        return value
+    return DTensor.from_local(
+        value, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
+        stride=parameter.stride(),
+    )  # fmt: skip

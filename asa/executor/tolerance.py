@@ -1,0 +1,46 @@
+"""The verdict on a plan whose gradients are compressed: not one device's training by construction, and by how much.
+
+Rounding is held against whole gradients and weights, not tensor by tensor: what cancels between ranks (the gradient of
+a bias in front of BatchNorm) leaves the rounding of its addends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from asa.ir.equivalence import Equivalence
+from asa.ir.plan import CompressionName
+
+TOLERANCE: dict[CompressionName, float] = {"fp16": 2**-9, "bf16": 2**-6, "powersgd": 1e-4}
+"""Of first gradients, relative: four roundings of the type; factors of low rank are not sent in the first step."""
+
+DRIFT = 0.1
+"""Of losses and weights after all steps, relative: a network may part further from itself than what it was given."""
+
+
+def distance(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
+    """Of all tensors as one vector, over the norm of ``reference``."""
+    kept = [n for n, t in reference.items() if t.is_floating_point()]
+    delta = sum(float(torch.sum((found[n].double() - reference[n].double()) ** 2)) for n in kept)
+    return float((delta / max(sum(float(torch.sum(reference[n].double() ** 2)) for n in kept), 1e-300)) ** 0.5)
+
+
+def compressed(verdict: Equivalence, name: CompressionName, *, weights: float, gradients: float) -> Equivalence:
+    """``verdict`` as that of a plan with compression ``name``, from the :func:`distance` of weights and gradients."""
+    near = gradients <= TOLERANCE[name] and max(weights, verdict.loss_error) <= DRIFT
+    return replace(
+        verdict,
+        equivalent=False,
+        max_rel_error=weights,
+        worst_tensor="all weights",
+        allowed=DRIFT,
+        gradient_error_fp32=gradients,
+        worst_gradient="all gradients",
+        gradient_allowed_fp32=TOLERANCE[name],
+        compression=name,
+        within_tolerance=near,
+    )

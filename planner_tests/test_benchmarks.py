@@ -1,0 +1,76 @@
+"""The scripts in ``benchmarks`` that measure the executor do what they say, in small."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"{name}_script", ROOT / "benchmarks" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def tax() -> Any:
+    found = script("tax")
+    found.WARM_UP = 3
+    return found
+
+
+def test_planned_and_hand_written_steps_move_the_same(tax: Any) -> None:
+    found = tax.compare("tensor", 2, 2)
+    assert len(found["times"]["asa"]) == len(found["times"]["again"]) == 2
+    assert found["calls"] == {"all_reduce": 12}
+    assert found["low"] <= found["ratio"] <= found["high"]
+    assert found["python_calls"] > 50
+
+
+def test_a_collective_more_is_noticed(tax: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = tax.by_hand
+
+    def with_one_more(*args: Any) -> Any:
+        step = usual(*args)
+
+        def longer(indices: torch.Tensor, number: int) -> None:
+            step(indices, number)
+            dist.all_reduce(torch.ones(3))
+
+        return longer
+
+    monkeypatch.setattr(tax, "by_hand", with_one_more)
+    with pytest.raises(AssertionError, match="tensor, rank 0"):
+        tax.compare("tensor", 0, 2)
+
+
+def test_the_interval_is_that_of_the_median(tax: Any) -> None:
+    median, low, high = tax.interval([1.0 + 0.01 * (i % 7 - 3) for i in range(210)])
+    assert median == 1.0
+    assert 0.98 <= low <= 1.0 <= high <= 1.02
+
+
+def test_checkpoints_cross_plans_and_numbers_of_ranks(tmp_path: Path) -> None:
+    """Two cells of the matrix that ``benchmarks/checkpoints.py`` runs in full."""
+    matrix = script("checkpoints")
+    assert len(matrix.cells()) == len(set(matrix.cells())) == 160
+    assert {(c.source, c.target) for c in matrix.cells()} == {(a, b) for a in matrix.KINDS for b in matrix.KINDS}
+    chosen = [
+        matrix.Cell(3, 2, "adamw", "zero", "tensor", "zero3"),
+        matrix.Cell(1, 3, "sgd", "mixed", "pipeline", "zero1"),
+    ]
+    for i, cell in enumerate(chosen):
+        assert matrix.check(cell, tmp_path / str(i)) <= matrix.TOLERANCE

@@ -1,0 +1,231 @@
+"""What ``asa export`` writes is what other tools read: weights to the bit, snippets that run or parse."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import json
+import os
+import tomllib
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import nouns
+import pytest
+import torch
+import torch.distributed as dist
+import training
+
+from asa.cli import entry
+from asa.errors import UsageError
+from asa.executor import checkpoint, outdir
+from asa.executor.export import export_weights, plain_state
+from asa.executor.run import train
+from asa.ir import codec
+from asa.ir.plan import Baseline, DataDegree, Plan, Stage, TensorDegree
+from asa.launch import run_ranks
+from asa.report.snippets import TOOLS
+from asa.report.whole import choose, name_of
+from asa.scheduler import adapt
+from asa.strategies import offered
+from asa.zoo.models import build
+
+
+@pytest.mark.parametrize("split", [(), ("classifier", "features.1.conv")])
+def test_exported_weights_are_those_of_the_checkpoint_and_load_strictly(
+    tmp_path: Path, split: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = Path("runs/train/cnn")
+    train(training.plan(ranks=2, split=split), training.settings(run, epochs=1), strategies=offered(), adapt=adapt)
+    assert entry.run(["export", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["step"], document["to"]) == (6, "safetensors")
+    file = Path(document["file"])
+    assert file == run / "cnn.safetensors"
+    from safetensors.torch import load_file
+
+    model = build("cnn", num_classes=10, input_shape=(1, 8, 8), seed=99)
+    model.load_state_dict(load_file(file), strict=True)
+    stored = checkpoint.read(checkpoint.find(run / outdir.CHECKPOINTS).path, checkpoint.MODEL)
+    state = model.state_dict()
+    assert state.keys() == stored.keys()
+    assert all(torch.equal(state[n], stored[n]) for n in stored)
+    assert entry.run(["export", "--step", "5"]) == 7
+    assert "there is step_00000006" in capsys.readouterr().err
+    other = tmp_path / "other.json"
+    codec.save(training.plan(ranks=3), other)
+    assert entry.run(["export", str(other)]) == 7
+
+
+def test_a_torchvision_model_takes_every_name(tmp_path: Path) -> None:
+    """Tied or not, with buffers or without: names and shapes are torchvision's own."""
+    import torchvision
+
+    for name in ("resnet18", "mobilenet_v3_small"):
+        model = torchvision.models.get_model(name, weights=None, num_classes=7)
+        stored = {n: t.clone() for n, t in model.state_dict().items()}
+        again = torchvision.models.get_model(name, weights=None, num_classes=7)
+        again.load_state_dict(plain_state(model, stored), strict=True)
+        assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), stored.values(), strict=True))
+
+
+def test_tied_weights_come_under_both_names() -> None:
+    first = torch.nn.Linear(3, 3, bias=False)
+    model = torch.nn.Sequential(first, torch.nn.Linear(3, 3, bias=False))
+    model[1].weight = first.weight
+    found = plain_state(model, {"0.weight": torch.eye(3)})
+    assert found.keys() == {"0.weight", "1.weight"}
+    assert found["0.weight"].data_ptr() != found["1.weight"].data_ptr()
+
+
+def test_a_flipped_bit_is_not_exported(tmp_path: Path) -> None:
+    from asa.errors import InvalidInputError, NoCheckpointError
+
+    train(training.plan(), training.settings(tmp_path, epochs=1), strategies=offered(), adapt=adapt)
+    file = checkpoint.find(tmp_path / outdir.CHECKPOINTS).path / checkpoint.MODEL
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(NoCheckpointError, match="SHA-256"):
+        export_weights(tmp_path, tmp_path / "out.safetensors")
+    with pytest.raises(InvalidInputError, match="SHA-256"):
+        export_weights(tmp_path, tmp_path / "out.safetensors", step=6)
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+def resnet(strategy: str, ranks: int = 2, data: str = "replicate", tensor: int = 1, **changes: Any) -> Plan:
+    """ResNet-18 under a whole strategy, components named as its blocks."""
+    names = ["stem", *(f"layer{i}.{j}" for i in range(1, 5) for j in range(2)), "classifier"]
+    base = nouns.plan()
+    degree = 1 if tensor > 1 else ranks
+    components = tuple(
+        replace(
+            base.components[0], name=n, stage=0, checkpoint=False, data=DataDegree(strategy=data, degree=degree),  # type: ignore[arg-type]
+            tensor=TensorDegree(strategy="tensor" if tensor > 1 else "none", degree=tensor),
+        )
+        for n in names
+    )  # fmt: skip
+    plan = replace(
+        base, model_spec="resnet18", input_shape=(3, 32, 32), num_classes=10, strategy=strategy, gpus=ranks,
+        global_batch=8, precision="fp32", optimizer="sgd", device_type="cpu", components=components,
+        stages=(Stage(ranks=tuple(range(ranks))),), schedule="none", num_microbatches=2,
+        prediction=replace(base.prediction, memory_bytes_per_rank=(1,) * ranks), baselines=(),
+    )  # fmt: skip
+    return replace(plan, **changes)
+
+
+def staged() -> Plan:
+    """1F1B over two ranks, cut in front of layer3."""
+    plan = resnet("1f1b")
+    components = tuple(
+        replace(c, stage=int(i >= 5), data=DataDegree(strategy="replicate", degree=1))
+        for i, c in enumerate(plan.components)
+    )
+    return replace(plan, components=components, stages=(Stage(ranks=(0,)), Stage(ranks=(1,))), schedule="1f1b")
+
+
+WHOLE = {
+    "ddp": resnet("ddp"),
+    "zero1": resnet("zero1", data="zero1"),
+    "zero2": resnet("zero2", data="zero2"),
+    "fsdp": resnet("fsdp", data="zero3"),
+    "tensor": resnet("tensor", tensor=2),
+    "1f1b": staged(),
+}
+
+
+def snippet(tool: str, plan: Plan) -> str:
+    t = TOOLS[tool]
+    return t.write(plan, choose(plan, t.able, tool, recompute=t.recompute))
+
+
+def _execute(_rank: int, script: str) -> str:
+    """What the script prints, run as torchrun would in a process that has torch already."""
+    dist.destroy_process_group()
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "STEPS": "2"}
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exec(compile(script, "script.py", "exec"), {"__name__": "__main__"})
+    return said.getvalue()
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "1f1b"])
+def test_the_torch_script_runs_on_two_ranks(name: str) -> None:
+    plan = WHOLE[name]
+    if name == "ddp":  # recomputing too
+        components = tuple(replace(c, checkpoint=i == 1) for i, c in enumerate(plan.components))
+        plan = replace(plan, components=components)
+    said = "".join(run_ranks(2, _execute, snippet("torch", plan), threads=1, timeout_s=60))
+    losses = [float(x.split("loss ")[1]) for x in said.splitlines() if x.startswith("step")]
+    assert len(losses) == 2
+    assert all(0 < x < 10 for x in losses)
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("name", WHOLE)
+def test_every_tool_makes_something_readable_of_every_whole_strategy(tool: str, name: str) -> None:
+    plan = replace(WHOLE[name], baselines=(Baseline(name="ddp", step_time_s=2.0, memory_bytes_max=1, fits=True),))
+    assert name_of(plan) == name
+    t = TOOLS[tool]
+    text = snippet(tool, plan)
+    assert ("NOT EXPRESSED" in text) is (name not in t.able or name == "tensor")
+    if tool == "torchtitan":
+        found = tomllib.loads(text)["parallelism"]
+        degrees = [v for k, v in found.items() if k.endswith("_degree")]
+        assert max(degrees) == 2
+        assert sorted(degrees)[:-1] == [1, 1, 1]
+    elif tool == "accelerate":
+        yaml = pytest.importorskip("yaml")
+        found = yaml.safe_load(text)
+        assert found["num_processes"] == 2
+        assert found["distributed_type"] == {"fsdp": "FSDP", "zero2": "FSDP", "zero1": "DEEPSPEED"}.get(
+            name, "MULTI_CPU"
+        )
+    else:
+        tree = ast.parse(text)
+        if tool == "deepspeed":
+            config = {ast.unparse(n.targets[0]): n.value for n in tree.body if isinstance(n, ast.Assign)}["CONFIG"]
+            made = ast.literal_eval(config)
+            assert made["train_batch_size"] == 8
+            assert made["zero_optimization"]["stage"] == {"zero1": 1, "zero2": 2, "fsdp": 3}.get(name, 0)
+
+
+def test_a_mixture_is_not_passed_off_as_the_plan() -> None:
+    plan = resnet("asa")
+    last = replace(
+        plan.components[-1],
+        data=DataDegree(strategy="replicate", degree=1),
+        tensor=TensorDegree(strategy="tensor", degree=2),
+    )
+    mixed = replace(plan, components=(*plan.components[:-1], last))
+    assert name_of(mixed) is None
+    with pytest.raises(UsageError, match="cannot run this plan"):
+        choose(mixed, ("ddp",), "tool", recompute="none")
+    seconds = plan.prediction.step_time_s
+    baselines = tuple(
+        Baseline(name=n, step_time_s=s * seconds, memory_bytes_max=1, fits=f)
+        for n, s, f in (("ddp", 1.5, True), ("fsdp", 1.2, False), ("zero1", 1.7, True))
+    )
+    found = choose(replace(mixed, baselines=baselines), ("ddp", "fsdp", "zero1"), "tool", recompute="none")
+    assert found.name == "ddp"
+    assert "a layout per component (replicate x2, replicate x1 with tensors x2)" in found.notes[0]
+    assert "+50.0 %" in found.notes[0]
+
+
+def test_the_command_prints_the_snippet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    codec.save(WHOLE["ddp"], Path("plan.json"))
+    assert entry.run(["export", "plan.json", "--to", "fabric"]) == 0
+    said = capsys.readouterr()
+    assert "DDPStrategy" in said.out
+    ast.parse(said.out)
+    assert entry.run(["export", "plan.json", "--to", "deepspeed", "-o", "ds.py", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["exact"] is True
+    assert "deepspeed.initialize" in Path("ds.py").read_text()

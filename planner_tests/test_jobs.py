@@ -1,0 +1,168 @@
+"""Job scripts of ``asa launch``: what a shell, a YAML reader and Python make of them, and what they ask for."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import stat
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import nouns
+import pytest
+
+from asa.cli import entry
+from asa.errors import UsageError
+from asa.ir import codec
+from asa.ir.cluster import Level
+from asa.ir.plan import Plan, Stage
+from asa.report import jobs
+
+yaml = pytest.importorskip("yaml", reason="PyYAML reads the manifests")
+
+
+def plan_for(ranks: int, device: str = "cuda") -> Plan:
+    """Data parallel over many ranks: the shape is all that counts here."""
+    base = nouns.plan()
+    components = tuple(
+        replace(c, stage=0, data=replace(c.data, degree=ranks), tensor=replace(c.tensor, strategy="none", degree=1))
+        for c in base.components
+    )
+    stage = Stage(ranks=tuple(range(ranks)))
+    prediction = replace(base.prediction, memory_bytes_per_rank=(1,) * ranks)
+    return replace(
+        base, gpus=ranks, components=components, stages=(stage,), schedule="none", num_microbatches=1,
+        device_type=device, prediction=prediction,
+    )  # type: ignore[arg-type]  # fmt: skip
+
+
+def job(ranks: int = 16, per_node: int = 8, **changes: Any) -> jobs.Job:
+    usual: dict[str, Any] = {"plan_file": "runs/plans/a plan.json", "out": "runs/train/one"}
+    return jobs.Job(plan=plan_for(ranks), per_node=per_node, **(usual | changes))
+
+
+def test_machines_follow_the_innermost_links() -> None:
+    cluster = nouns.cluster()
+    level = cluster.levels[0]
+
+    def of(*levels: tuple[str, int]) -> Any:
+        made = tuple(Level(name=n, devices=d, tables=level.tables) for n, d in levels)
+        return replace(cluster, num_devices=levels[-1][1], levels=made)
+
+    assert jobs.per_node(plan_for(16), of(("NVSwitch", 8), ("InfiniBand", 16)), None) == 8
+    assert jobs.per_node(plan_for(4), of(("NVSwitch", 8)), None) == 4
+    assert jobs.per_node(plan_for(8), of(("Ethernet 25G", 8)), None) == 1
+    assert jobs.per_node(plan_for(16), None, None) == 8
+    assert jobs.per_node(plan_for(12), None, 4) == 4
+    with pytest.raises(UsageError, match=r"12 ranks do not fill machines of 8 evenly; --gpus-per-node 6 takes 2 mach"):
+        jobs.per_node(plan_for(12), None, None)
+
+
+def test_slurm_asks_for_what_the_plan_needs() -> None:
+    text = jobs.slurm(job(limit_s=5400.0, partition="gpu", arguments=("--epochs", "90"), image="ghcr.io/me/asa:1"))
+    asked = dict(re.findall(r"^#SBATCH --([a-z-]+)=(.*)$", text, re.MULTILINE))
+    assert (asked["nodes"], asked["gpus-per-node"], asked["ntasks-per-node"]) == ("2", "8", "1")
+    assert (asked["time"], asked["partition"], asked["signal"]) == ("01:30:00", "gpu", "TERM@120")
+    assert "#SBATCH --requeue" in text
+    assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in text
+    assert "--container-image=ghcr.io/me/asa:1" in text
+    assert "'runs/plans/a plan.json'" in text
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+def _program(folder: Path, name: str, body: str) -> None:
+    path = folder / name
+    path.write_text(f"#!/bin/bash\n{body}\n")
+    path.chmod(path.stat().st_mode | stat.S_IEXEC)
+
+
+@pytest.mark.parametrize(("code", "requeued"), [(0, False), (75, True), (None, False)])
+def test_the_slurm_script_ends_as_the_run_did(tmp_path: Path, code: int | None, requeued: bool) -> None:
+    """The real script in a real shell; srun, scontrol and torchrun are stand-ins."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    wrote = "" if code is None else f"echo '{{\"exit_code\": {code}}}' >runs/train/one/result.json"
+    _program(tools, "srun", f'echo "$@" >>calls\n{wrote}')
+    _program(tools, "scontrol", 'echo "scontrol $@" >>calls\necho node-a')
+    (tmp_path / "runs/train/one/checkpoints/step_00000007").mkdir(parents=True)
+    (tmp_path / "runs/train/one/result.json").write_text('{"exit_code": 0}')
+    environment = os.environ | {
+        "PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_ID": "41", "SLURM_JOB_NODELIST": "node-[a-b]"
+    }  # fmt: skip
+    done = subprocess.run(
+        ["bash", "-c", jobs.slurm(job())], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == (6 if code is None else code), done.stderr
+    calls = (tmp_path / "calls").read_text()
+    assert "--nnodes 2 --nproc-per-node 8 --max-restarts 3" in calls
+    assert "--rdzv-endpoint node-a:20041 --rdzv-id 41-0" in calls
+    assert calls.split("\n")[1].endswith("--out runs/train/one --resume")
+    assert ("requeue 41" in calls) is requeued
+
+
+def test_kubernetes_gets_a_config_map_a_service_and_an_indexed_job() -> None:
+    text = jobs.kubernetes(job(plan_file="/plan/plan.json", image="asa:1", limit_s=60.0), codec.dumps(plan_for(16)))
+    config, service, found = yaml.safe_load_all(text)
+    assert codec.loads(Plan, config["data"]["plan.json"], source="manifest") == plan_for(16)
+    assert service["spec"]["clusterIP"] == "None" or service["spec"]["clusterIP"] is None
+    spec = found["spec"]
+    assert (spec["completions"], spec["parallelism"], spec["completionMode"]) == (2, 2, "Indexed")
+    assert spec["activeDeadlineSeconds"] == 60
+    codes = [r["onExitCodes"]["values"] for r in spec["podFailurePolicy"]["rules"] if "onExitCodes" in r]
+    assert codes == [[75]]
+    pod = spec["template"]["spec"]
+    (container,) = pod["containers"]
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
+    assert {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
+    script = container["args"][0]
+    assert f"{service['metadata']['name']}-0.{service['metadata']['name']}:29400" in script
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    with pytest.raises(UsageError, match="--image"):
+        jobs.kubernetes(job(), "{}")
+
+
+def test_a_pod_forwards_the_request_to_stop_and_ends_with_75(tmp_path: Path) -> None:
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    body = "trap 'echo {\\\"exit_code\\\": 75} >runs/train/one/result.json; exit 1' TERM\n"
+    _program(tools, "torchrun", body + "kill -TERM $PPID\nfor i in $(seq 100); do sleep 0.05; done")
+    _, _, found = yaml.safe_load_all(jobs.kubernetes(job(image="asa:1"), "{}"))
+    script = found["spec"]["template"]["spec"]["containers"][0]["args"][0]
+    environment = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}", "JOB_COMPLETION_INDEX": "0"}
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, check=False, timeout=30)
+    assert done.returncode == 75
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_ray_gets_a_driver_that_python_reads(device: str) -> None:
+    text = jobs.ray(replace(job(arguments=("--data", "cifar100")), plan=plan_for(16, device)))
+    tree = ast.parse(text)
+    values = {ast.unparse(n.targets[0]): n.value for n in tree.body if isinstance(n, ast.Assign)}
+    words = ast.literal_eval(values["WORDS"])
+    assert words[2:] == ["train", "runs/plans/a plan.json", "--out", "runs/train/one", "--data", "cifar100"]
+    assert "NODES, PER_NODE, RESTARTS, LIMIT_S = 2, 8, 3, None" in text
+    assert ('"GPU": 8' in text) is (device == "cuda")
+
+
+def test_the_command_writes_and_says_how_to_start_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    codec.save(plan_for(16), Path("plan.json"))
+    words = ["launch", "slurm", "plan.json", "--train", "--epochs 90", "--time", "2h", "-o", "jobs/one.sh", "--json"]
+    assert entry.run(words) == 0
+    said = capsys.readouterr()
+    document = json.loads(said.out)
+    assert (document["kind"], document["nodes"], document["ranks_per_node"]) == ("job", 2, 8)
+    assert document["text"] == Path("jobs/one.sh").read_text()
+    assert "sbatch jobs/one.sh" in said.err
+    assert entry.run(["launch", "slurm", "plan.json", "--train", "--out elsewhere"]) == 2
+    assert "the job's own" in capsys.readouterr().err
+    assert entry.run(["launch", "lsf", "plan.json"]) == 2
+    assert entry.run(["launch", "k8s", "plan.json"]) == 2
+    assert "--image" in capsys.readouterr().err

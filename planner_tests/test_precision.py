@@ -1,0 +1,53 @@
+"""Mixed precision under every strategy: forward in bf16, weights and optimizer in fp32, the loss of one device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import training
+
+from asa.executor import checkpoint, outdir
+from asa.executor.run import train
+from asa.ir.plan import Plan
+from asa.scheduler import adapt
+from asa.strategies import offered
+
+
+def under(made: Plan, names: tuple[str, ...]) -> Plan:
+    return replace(
+        made,
+        components=tuple(
+            replace(c, data=replace(c.data, strategy=names[i % len(names)] if c.data.degree > 1 else "replicate"))
+            for i, c in enumerate(made.components)
+        ),
+    )
+
+
+def trained(made: Plan, out: Path) -> tuple[float, dict[str, torch.Tensor]]:
+    settings = training.settings(out, epochs=1, steps_per_epoch=3, lr=0.01, warmup=0.0, batch_norm="exact")
+    result = train(made, settings, strategies=offered(), adapt=adapt)
+    return result["epochs"][0]["train_loss"], checkpoint.read(
+        checkpoint.find(out / outdir.CHECKPOINTS).path, checkpoint.MODEL
+    )
+
+
+@pytest.mark.parametrize(
+    ("names", "split"),
+    [(("replicate", "zero1", "zero2", "zero3"), ()), (("zero3", "zero2"), ("classifier", "features.1.conv"))],
+    ids=["data", "sharded-tensor"],
+)
+def test_bf16_trains_as_on_one_device(names: Any, split: Any, tmp_path: Path) -> None:
+    loss, alone = trained(training.plan(precision="bf16"), tmp_path / "alone")
+    made = under(training.plan(ranks=2, split=split, precision="bf16"), names)
+    other, weights = trained(made, tmp_path / "spread")
+    assert other == pytest.approx(loss, rel=2e-2)
+    assert {t.dtype for n, t in weights.items() if t.is_floating_point()} == {torch.float32}
+    for name, value in alone.items():
+        if value.is_floating_point():
+            assert torch.linalg.vector_norm(weights[name] - value) <= 0.05 * torch.linalg.vector_norm(value) + 1e-2, (
+                name
+            )
