@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from asa.cli import emulated, places, truth
 from asa.cli import options as o
-from asa.cli import places, truth
 from asa.cli.console import Console
 from asa.cli.verb import Arguments, Option, Verb
 from asa.ir import codec
@@ -15,6 +15,11 @@ def run(args: Arguments, console: Console) -> None:
     """Plan everything, write it down, measure, show, draw."""
     from functools import partial
 
+    if args.check_sealed:
+        from asa.cli import sealed
+
+        sealed.run(args, console)
+        return
     from asa.cli import comparison as c
     from asa.cli import ground
     from asa.errors import InfeasibleError
@@ -73,7 +78,14 @@ VERBS = (
             o.option(o.GPUS, help="ranks (default: all CUDA devices, or the cores)"),
             o.option(o.GLOBAL_BATCH, help="samples per optimizer step, over all ranks (default: the profile's)"),
             Option(name="budget", help="time for measuring (default: 5m)", parse=o.budget, default=300.0, metavar="T"),
-            o.DEVICE,
+            o.option(
+                o.DEVICE,
+                help="where to run; auto takes CUDA if there is one; an emulated one sleeps as long as its profile "
+                "says (X times as long)",
+                choices=(),
+                parse=emulated.device,
+                metavar=emulated.METAVAR,
+            ),
             o.PRECISION,
             o.INPUT,
             o.CLASSES,
@@ -84,6 +96,13 @@ VERBS = (
             o.DATA,
             o.DATA_ROOT,
             o.SEED,
+            Option(
+                name="check-sealed",
+                help="instead: measure what was foretold of machines like this one before anybody measured it",
+                switch=True,
+                default=False,
+            ),
+            Option(name="sealed", help="folder of sealed predictions (default: benchmarks/sealed)", metavar="DIR"),
             Option(name="out", help="folder to write to (default: runs/bench/bench-TIME)", metavar="DIR"),
             o.JSON,
         ),

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from asa.cli import places
 from asa.cli.console import Console
 from asa.cli.verb import Arguments
-from asa.errors import InvalidInputError, UnavailableError, UsageError
+from asa.errors import InvalidInputError, UsageError
 from asa.ir import codec
 from asa.ir.cluster import Cluster
 from asa.ir.plan import Plan
@@ -35,39 +34,10 @@ def named_cluster(name: str) -> Cluster:
 
 
 def default_cluster(console: Console, device: str, device_name: str, gpus: int | None) -> Cluster:
-    """A measured cluster of that device with enough ranks, else a preset of the same GPU, else, of a CPU, the largest
-    measured one with more ranks on its cores.
+    """See :func:`asa.cost.nearest.nearest`."""
+    from asa.cost.nearest import nearest
 
-    Raises:
-        UsageError: there are some, but none of so many devices.
-        UnavailableError: there is none.
-    """
-    from asa.cost import widen
-
-    local = [c for _, c in places.clusters(console) if c.device.type == device]
-    measured = [c for c in local if c.num_devices >= (gpus or 1)]
-    if measured:
-        return min(measured, key=lambda c: (c.device.name != device_name, c.num_devices))
-    from asa.cost import presets
-
-    known = [presets.load(name) for name in presets.names()]
-    fits = [c for c in known if c.device.type == device and c.num_devices >= (gpus or 1)]
-    fits = [c for c in fits if device == "cpu" or same_gpu(c.device.name, device_name)]
-    if fits:
-        return min(fits, key=lambda c: c.num_devices)
-    if local and gpus is not None:
-        largest = max(local, key=lambda c: (c.num_devices, c.device.name == device_name))
-        if widen.possible(largest, gpus):
-            return widen.widened(largest, gpus)
-        raise UsageError(
-            f"asked for {gpus} devices, the largest {device} cluster known, {largest.name}, has {largest.num_devices}; "
-            "lower --gpus, or name a larger one with --cluster (`asa cluster list`)"
-        )
-    wanted, flag = (f"{gpus} {device} devices", f" --gpus {gpus}") if gpus else (f"{device} devices", "")
-    raise UnavailableError(
-        f"no cluster of {wanted} is known; run `asa cluster measure{flag}` on the machine, or name a preset with "
-        "--cluster (`asa cluster list`)"
-    )
+    return nearest([c for _, c in places.clusters(console)], device, device_name, gpus)
 
 
 def profile(args: Arguments, console: Console, model: str | None, cluster: Cluster | None) -> tuple[Profile, str]:
@@ -195,20 +165,6 @@ def origins(
         f"the cluster the plan was made for ({plan.cluster}, {plan.cluster_fingerprint}) is not known; name it with "
         "--cluster, or plan again"
     )
-
-
-def same_gpu(a: str, b: str) -> bool:
-    """Whether two GPU names mean the same chip: they share a word such as A100 or V100.
-
-    >>> same_gpu("A100-SXM4-80GB", "NVIDIA A100-SXM4-80GB"), same_gpu("Tesla V100", "NVIDIA H100")
-    (True, False)
-    """
-
-    def words(name: str) -> set[str]:
-        return {w for w in re.split(r"[^a-z0-9]+", name.lower()) if re.fullmatch(r"[a-z]+\d+[a-z]*", w)}
-
-    ignored = {w for w in words(a) | words(b) if w.startswith(("sxm", "hbm", "pcie"))}
-    return bool(words(a) & words(b) - ignored)
 
 
 def _fits(p: Profile, args: Arguments, model: str | None) -> bool:

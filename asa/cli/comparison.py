@@ -9,8 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asa.cli import choose, places
+from asa.cli import choose, emulated, places
 from asa.cli.console import Console
+from asa.cli.emulated import EmulatedName
 from asa.cli.ground import STRATEGIES, DeviceType
 from asa.cli.verb import Arguments
 from asa.errors import InfeasibleError
@@ -51,7 +52,7 @@ class Contest:
 
 def conduct(plan: Plan) -> object:
     """What a plan runs, apart from what it is called."""
-    return plan.components, plan.stages, plan.num_microbatches, plan.schedule
+    return plan.conduct
 
 
 def now() -> str:
@@ -61,7 +62,10 @@ def now() -> str:
 
 def prepare(args: Arguments, console: Console, model: str, cluster: Cluster, gpus: int, folder: Path) -> Contest:
     """Profile if need be, plan every strategy, and write the plans down."""
-    profile, said = choose.profile_here(args, console, model, cluster.device.type, gpus)
+    if isinstance(args.device, EmulatedName):
+        profile, cluster, said = emulated.stage(args.device, model, cluster)
+    else:
+        profile, said = choose.profile_here(args, console, model, cluster.device.type, gpus)
     console.say(f"asa: {model}: {said}")
     contest = Contest(model=model, profile=profile, cluster=cluster)
     for strategy in args.strategies or STRATEGIES:
@@ -104,6 +108,11 @@ def measure(
 
     plans = contest.distinct()
     if not plans:
+        return
+    if isinstance(args.device, EmulatedName):
+        cells = emulated.cells(contest.profile, contest.cluster, plans, console, budget_s)
+        contest.cells = {s: cells[plans.index(next(q for q in plans if conduct(q) == conduct(p)))]
+                         for s, p in contest.plans.items()}  # fmt: skip
         return
     graph = contest.profile.graph
     channels, height, width = graph.input_shape

@@ -22,6 +22,8 @@ VERBS: dict[str, tuple[str, str]] = {
     "verify": ("asa.cli.verify", "is training under a plan numerically the same as on one device?"),
     "explain": ("asa.cli.explain", "why this plan, and why not another strategy"),
     "simulate": ("asa.cli.simulate", "the timeline of a plan, without running it"),
+    "launch": ("asa.cli.launch", "a plan as a job for Slurm, Kubernetes or Ray"),
+    "export": ("asa.cli.export", "trained weights, or the plan, for other tools"),
     "cluster": ("asa.cli.cluster", "list, show or measure devices and their links"),
     "doctor": ("asa.cli.doctor", "what this machine can do, and how to repair what it cannot"),
     "config": ("asa.cli.config", "show every setting and where its value comes from"),

@@ -14,12 +14,14 @@ def run(args: Arguments, console: Console) -> None:
     from asa.cli.choose import origins
     from asa.planner.explain import explain, why_not
     from asa.report import explain as report
-    from asa.report.plan import headline
+    from asa.report.plan import headline, measured
     from asa.strategies import offered
 
     path, plan = places.newest_plan(args.plan)
     profile, cluster = origins(plan, console, args.profile, args.cluster)
     data = {"schema_version": codec.SCHEMA_VERSION, "plan": str(path), "plan_fingerprint": codec.fingerprint(plan)}
+    if plan.measured is not None:
+        data["measured"] = codec.to_data(plan.measured)
     if args.why_not:
         other = why_not(plan, profile, cluster, offered(), args.why_not, memory_bytes=args.memory)
         data |= {"kind": "difference", **codec.to_data(other)}
@@ -27,7 +29,7 @@ def run(args: Arguments, console: Console) -> None:
     else:
         found = explain(plan, profile, cluster, offered(), memory_bytes=args.memory)
         data |= {"kind": "explanation", **codec.to_data(found)}
-        console.result(data, lambda: [headline(plan), *report.render(found)])
+        console.result(data, lambda: [headline(plan), *report.render(found), *measured(plan)])
 
 
 VERBS = (

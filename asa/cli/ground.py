@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -35,7 +36,7 @@ def device_of(args: Arguments) -> tuple[DeviceType, int]:
     """
     from asa.launch import cuda_devices, usable_cores
 
-    cuda = cuda_devices() if args.device != "cpu" else 0
+    cuda = cuda_devices() if args.device in ("auto", "cuda") else 0
     if args.device == "cuda" and not cuda:
         raise UnavailableError("no CUDA device is usable here; choose --device cpu (`asa doctor` says more)")
     if cuda and (args.gpus or 1) > cuda:
@@ -131,8 +132,22 @@ def images(name: str, root: str | None, shape: tuple[int, int, int]) -> tuple[Im
     return train, open_split(name, split="test", root=where, input_shape=shape)
 
 
+def stand_in(shape: tuple[int, int, int], classes: int) -> tuple[ImageSet, ImageSet]:
+    """Made-up images for a model of any number of classes, where only the time of a step counts."""
+    found = [
+        replace(s, labels=s.labels % classes, num_classes=min(classes, s.num_classes))
+        for s in images("synthetic", None, shape)
+    ]
+    return found[0], found[1]
+
+
 def environment(device: DeviceType, cluster: Cluster, gpus: int) -> nouns.BenchEnvironment:
     """This machine."""
+    return machine(device, gpus, cluster.backend)
+
+
+def machine(device: DeviceType, gpus: int, backend: Literal["gloo", "nccl"]) -> nouns.BenchEnvironment:
+    """This machine, as ``gpus`` ranks on ``backend``."""
     import torch
 
     from asa.launch import usable_cores
@@ -143,7 +158,7 @@ def environment(device: DeviceType, cluster: Cluster, gpus: int) -> nouns.BenchE
         device_name=device_record(torch.device(device)).name,
         num_devices=gpus,
         cpu_cores=usable_cores(),
-        backend=cluster.backend,
+        backend=backend,
         python_version=platform.python_version(),
         torch_version=torch.__version__,
         asa_version=asa.__version__,

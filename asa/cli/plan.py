@@ -46,8 +46,16 @@ def run(args: Arguments, console: Console) -> None:
         optimizer=args.optimizer,
         time_limit_s=args.time_limit or usual_limit(gpus),
         top_k=args.top,
+        offload=args.offload,
+        compression=args.compress,
     )
-    plans = plan(profile, cluster, offered(), request)
+    if args.verify:
+        from asa.cli import contest
+
+        contest.check(args.verify, cluster, gpus, console)
+        plans = contest.verify(profile, cluster, request, args.verify, args.budget or contest.BUDGET_S, console)
+    else:
+        plans = plan(profile, cluster, offered(), request)
     path = Path(args.output) if args.output else places.plan_path(plans[0])
     codec.save(plans[0], path)
     data = codec.document(plans[0])
@@ -95,6 +103,21 @@ VERBS = (
             o.PIN,
             o.SOLVER,
             o.OPTIMIZER,
+            Option(
+                name="offload",
+                help="optimizer state on the host: auto where plain data parallelism does not fit, always or never",
+                choices=("auto", "always", "never"),
+                default="auto",
+            ),
+            o.option(o.COMPRESS, default="none"),
+            Option(
+                name="verify",
+                help="run the K likeliest plans, plain data parallelism among them, against each other on this machine "
+                "and take the fastest",
+                parse=o.count,
+                metavar="K",
+            ),
+            Option(name="budget", help="time for --verify (default: 60s)", parse=o.budget, metavar="T"),
             Option(name="top", help="show the K best plans", parse=o.count, default=1, metavar="K"),
             Option(name="frontier", help="also the curve of step time against memory per device", switch=True),
             Option(

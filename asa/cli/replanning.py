@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from asa.cli.choose import origins
 from asa.cli.console import Console
+from asa.cost.slower import slower_links, slower_profile
 from asa.errors import AsaError
-from asa.ir.cluster import Cluster, Level
+from asa.ir.cluster import Cluster
 from asa.ir.measurements import EpochRecord, Measurements
 from asa.ir.plan import Plan
-from asa.ir.profile import Profile, Stat
+from asa.ir.profile import Profile
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,32 +47,7 @@ def solve_again(profile: Profile, cluster: Cluster, plan: Plan, _: Measurements,
     from asa.planner import plan as solve
     from asa.strategies import offered
 
-    request = Request(gpus=plan.num_ranks, global_batch=plan.global_batch, optimizer=plan.optimizer)
+    request = Request(
+        gpus=plan.num_ranks, global_batch=plan.global_batch, optimizer=plan.optimizer, compression=plan.compression
+    )
     return solve(slower_profile(profile, factor), slower_links(cluster, factor), offered(), request)[0]
-
-
-def slower_profile(profile: Profile, factor: float) -> Profile:
-    """Every time ``factor`` times as long."""
-
-    def scaled(s: Stat) -> Stat:
-        return Stat(median=factor * s.median, p10=factor * s.p10, p90=factor * s.p90, n=s.n)
-
-    return replace(
-        profile,
-        timings=tuple(replace(t, forward=scaled(t.forward), backward=scaled(t.backward)) for t in profile.timings),
-        updates=tuple(replace(u, step=scaled(u.step)) for u in profile.updates),
-        dispatch_floor_s=factor * profile.dispatch_floor_s,
-    )
-
-
-def slower_links(cluster: Cluster, factor: float) -> Cluster:
-    """Every collective ``factor`` times as long."""
-    levels = tuple(
-        Level(
-            name=level.name,
-            devices=level.devices,
-            tables=tuple(replace(t, points=tuple((b, factor * s) for b, s in t.points)) for t in level.tables),
-        )
-        for level in cluster.levels
-    )
-    return replace(cluster, levels=levels)

@@ -3,28 +3,43 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from asa.cli import emulated, places
 from asa.cli import options as o
-from asa.cli import places
 from asa.cli.console import Console, Report
+from asa.cli.rehearse import OPTIONS as REHEARSAL
+from asa.cli.rehearse import rehearse
 from asa.cli.verb import Arguments, Option, Verb
-from asa.errors import NoCheckpointError
+from asa.errors import AsaError, NoCheckpointError
 from asa.ir import codec
 from asa.ir.measurements import EpochRecord
 from asa.ir.plan import Plan
+
+_NOTABLE = 0.05
+"""Share of a step spent waiting for data from which a run says so as it goes."""
 
 
 def run(args: Arguments, console: Console) -> None:
     """Find the plan, hand it to the executor with the loop over epochs, and say what happens."""
     path, plan, out = plan_and_folder(args)  # before torch is imported: what is wrong here is said at once
+    if args.rehearse is not None:
+        rehearse(args, console, plan)
+        return
+    pretended = None
+    if isinstance(args.device, emulated.EmulatedName):
+        pretended, plan = emulated.pretended(args.device, plan, console)
 
     from asa.cli.replanning import adapting
     from asa.executor.run import train
     from asa.executor.settings import TrainSettings
     from asa.strategies import offered
 
+    if args.compress is not None and args.compress != plan.compression:
+        console.say(f"asa: gradients travel as {args.compress}, predictions are for {plan.compression}")
+        plan = replace(plan, compression=args.compress)
     words = args.words if args.plan else (str(path), *args.words)
     settings = TrainSettings(
         out=str(out),
@@ -36,10 +51,11 @@ def run(args: Arguments, console: Console) -> None:
         lr=args.lr,
         optimizer=args.optimizer,
         seed=args.seed,
-        device=args.device,
+        device="cpu" if pretended else args.device,
         resume=args.resume,
-        replan=not args.no_replan,
+        replan=not (args.no_replan or pretended),
         tensorboard=args.tensorboard,
+        trace_steps=args.trace or 0,
     )
     with console.progress(f"training {plan.model_spec}") as progress:
         result = train(
@@ -49,9 +65,38 @@ def run(args: Arguments, console: Console) -> None:
             adapt=adapting(plan, console, replan=settings.replan),
             on_event=lambda event: tell(event, console, progress),
             command=("train", *words),
+            emulated=pretended,
         )
+    if result.get("summary"):
+        from asa.report.training import summary
+
+        for line in summary(result["summary"]):
+            console.line(line)
     console.document(result)
     console.say(f"asa: wrote {out}/result.json")
+    if args.trace and console.first_rank:
+        console.say(f"asa: {beside(plan, out, console)}")
+
+
+def beside(plan: Plan, out: Path, console: Console) -> str:
+    """Put what was planned and what was measured into one trace; says where it is."""
+    from asa.cli.choose import origins
+    from asa.report import trace
+
+    measured = sorted((out / "trace").glob("rank_*.json.gz"), key=lambda p: int(p.name[5:].split(".")[0]))
+    if not measured:
+        return "too few steps for a trace"
+    try:
+        from asa.simulator import simulate
+        from asa.strategies import offered
+
+        profile, cluster = origins(plan, console)
+        planned = simulate(plan, profile, cluster, offered())
+    except AsaError as error:
+        return f"wrote {out}/trace/rank_*.json.gz; nothing planned to put beside: {error}"
+    path = out / "trace" / "plan_and_run.json.gz"
+    trace.save_together(planned, measured, path)
+    return f"wrote {path}; open it in Perfetto: every rank as planned and as measured"
 
 
 def tell(event: dict[str, Any], console: Console, progress: Report) -> None:
@@ -64,7 +109,8 @@ def tell(event: dict[str, Any], console: Console, progress: Report) -> None:
             if "RANK" not in os.environ:
                 console.say(f"asa: the same under torchrun: {event['torchrun']}")
         case "steps":
-            progress(event["fraction"], f"loss {event['loss']:.3f}, {event['samples_per_s']:.0f} samples/s")
+            waiting = f", {100 * event['data_wait_share']:.0f} % data" if event["data_wait_share"] >= _NOTABLE else ""
+            progress(event["fraction"], f"loss {event['loss']:.3f}, {event['samples_per_s']:.0f} samples/s{waiting}")
         case "epoch":
             record = codec.build(
                 EpochRecord, {k: event[k] for k in event if k not in ("event", "line")}, source="epoch"
@@ -114,10 +160,25 @@ VERBS = (
             Option(name="steps-per-epoch", help="end epochs early", parse=o.count, metavar="N"),
             o.LEARNING_RATE,
             o.option(o.OPTIMIZER, default=None, help="sgd or adamw (default: the plan's)"),
+            o.option(o.COMPRESS, help=f"{o.COMPRESS.help} (default: the plan's)"),
             o.SEED,
-            o.option(o.DEVICE, help="auto takes the plan's kind of device"),
+            o.option(
+                o.DEVICE,
+                help="auto takes the plan's kind of device; an emulated one sleeps as long as its profile says "
+                "(X times as long), and nothing is trained",
+                choices=(),
+                parse=emulated.device,
+                metavar=emulated.METAVAR,
+            ),
+            *REHEARSAL,
             Option(name="resume", help="continue the run in --out, or the newest", switch=True, default=False),
             Option(name="no-replan", help="keep the plan whatever is measured", switch=True, default=False),
+            Option(
+                name="trace",
+                help="record N steps as a timeline beside the planned one, in the run's folder",
+                parse=o.count,
+                metavar="N",
+            ),
             Option(name="tensorboard", help="write TensorBoard logs too", switch=True, default=False),
             Option(name="out", help="folder of the run (default: runs/train/MODEL-TIME)", metavar="DIR"),
             o.JSON,

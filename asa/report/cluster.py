@@ -29,8 +29,9 @@ def overview(found: Sequence[tuple[str, Cluster]]) -> RenderableType:
     made = table("Clusters", ("name", "device", "status", "from", "devices", "memory", "backend"), left=4)
     for origin, c in found:
         made.add_row(
-            c.name, c.device.name, c.status, origin, str(c.num_devices), size(c.device.memory_bytes), c.backend
-        )
+            c.name, " + ".join(dict.fromkeys([c.device.name, *(d.name for d in c.devices or ())])), c.status, origin,
+            str(c.num_devices), size(c.device.memory_bytes), c.backend,
+        )  # fmt: skip
     return made
 
 
@@ -45,6 +46,11 @@ def render(cluster: Cluster) -> list[RenderableType]:
             f"{cluster.overlap.communication_slowdown:.2f}x"
         ),
     ]
+    if cluster.devices is not None:
+        made = table("Devices", ("device", "ranks", "speed", "memory"), left=2)
+        for (name, speed, memory), ranks in unequal(cluster).items():
+            made.add_row(name, ranks, f"{speed:.3g}", size(memory))
+        said += [made, line("")]
     if cluster.contention:
         many = ", ".join(f"{c.ranks} ranks {c.slowdown:.2f}x ({c.of_memory:.2f}x memory)" for c in cluster.contention)
         said.append(line(f"computing at once: {many}"))
@@ -59,6 +65,21 @@ def render(cluster: Cluster) -> list[RenderableType]:
                 made.add_row(*row)
         said += [line(""), made]
     return said
+
+
+def unequal(cluster: Cluster) -> dict[tuple[str, float, int], str]:
+    """The kinds of devices (name, speed, bytes of memory), and which ranks have them, in a few characters."""
+    found: dict[tuple[str, float, int], list[list[int]]] = {}
+    for rank, (d, memory) in enumerate(zip(cluster.devices or (), cluster.memories(), strict=False)):
+        runs = found.setdefault((d.name, d.speed, memory), [])
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return {
+        kind: ", ".join(f"{r[0]}" if len(r) == 1 else f"{r[0]} to {r[-1]}" for r in runs)
+        for kind, runs in found.items()
+    }
 
 
 def rows(t: CollectiveTable) -> list[tuple[str, ...]]:

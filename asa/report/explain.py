@@ -22,7 +22,7 @@ def render(found: Explanation) -> list[RenderableType]:
         other = c.alternative
         made.add_row(
             c.name,
-            way(c.data, c.tensor, c.checkpoint) + (f" (stage {c.stage})" if staged else ""),
+            way(c.data, c.tensor, c.checkpoint, c.offload) + (f" (stage {c.stage})" if staged else ""),
             *(seconds(t) for t in (c.forward_s, c.backward_s, c.inside_s, c.boundary_s, c.sync_s, c.update_s)),
             size(c.state_bytes),
             NOTHING if other is None else _next_best(other),
@@ -39,7 +39,7 @@ def render(found: Explanation) -> list[RenderableType]:
 
 
 def _next_best(other: Alternative) -> str:
-    runs = way(other.data, other.tensor, other.checkpoint)
+    runs = way(other.data, other.tensor, other.checkpoint, other.offload)
     sign = "+" if other.extra_s >= 0 else "-"
     return f"{runs}: {sign}{seconds(abs(other.extra_s))}" + ("" if other.fits else ", does not fit")
 
@@ -63,15 +63,16 @@ def versus(found: Difference) -> list[RenderableType]:
     return said
 
 
-def way(data: DataDegree, tensor: TensorDegree, checkpoint: bool = False) -> str:
+def way(data: DataDegree, tensor: TensorDegree, checkpoint: bool = False, offload: bool = False) -> str:
     """How a component runs, in a few characters.
 
     >>> way(DataDegree(strategy="replicate", degree=2), TensorDegree(strategy="none", degree=1))
     'replicate x2'
     """
-    words = [f"{data.strategy} x{data.degree}"] if data.degree > 1 else []
+    words = [data.text] if data.degree > 1 else []
     words += [f"{tensor.strategy} x{tensor.degree}"] if tensor.degree > 1 else []
     words += ["checkpoint"] if checkpoint else []
+    words += ["offload"] if offload else []
     return ", ".join(words) or "whole"
 
 

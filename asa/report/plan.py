@@ -6,9 +6,12 @@ from collections.abc import Sequence
 
 from rich.console import RenderableType
 
-from asa.ir.plan import Assignment, Baseline, Plan
+from asa.ir.plan import Assignment, Baseline, Plan, Trial
 from asa.report.tables import groups, line, runs, short, table
 from asa.report.units import NOTHING, error, percent, rate, seconds, size
+
+_POINTS = 5
+"""Of the curve of a search, at most."""
 
 
 def render(plan: Plan) -> list[RenderableType]:
@@ -22,7 +25,9 @@ def render(plan: Plan) -> list[RenderableType]:
         line(""),
         prediction(plan),
         certificate(plan),
+        *search(plan),
         *doubt(plan),
+        *measured(plan),
         *(line(f"note: {n}") for n in plan.notes),
     ]
 
@@ -32,21 +37,24 @@ def headline(plan: Plan) -> RenderableType:
     where = f"{plan.num_ranks} of {plan.gpus} devices" if plan.num_ranks < plan.gpus else f"{plan.gpus} devices"
     return line(
         f"{plan.model_spec} on {where} ({plan.device_type}, {plan.cluster}), global batch {plan.global_batch}, "
-        f"{plan.precision}, {plan.optimizer}, strategy {plan.strategy}",
+        f"{plan.precision}, {plan.optimizer}, strategy {plan.strategy}"
+        + (f", gradients as {plan.compression}" if plan.compression != "none" else ""),
         "bold",
     )
 
 
 def assignments(plan: Plan) -> RenderableType:
     """Components with the same assignment share a line."""
-    made = table("Assignment", ("components", "data", "tensor", "stage", "checkpoint"), left=3)
+    away = any(c.offload for c in plan.components)
+    made = table("Assignment", ("components", "data", "tensor", "stage", "checkpoint", *["offload"] * away), left=3)
     for first, names in groups(plan.components):
         made.add_row(
             runs(names),
-            _degree(first.data.strategy, first.data.degree, "whole batch"),
+            "whole batch" if first.data.degree == 1 else first.data.text,
             _degree(first.tensor.strategy, first.tensor.degree, "whole weights"),
             str(first.stage),
             "yes" if first.checkpoint else "no",
+            *["yes" if first.offload else "no"] * away,
         )
     return made
 
@@ -87,13 +95,52 @@ def prediction(plan: Plan) -> RenderableType:
 def doubt(plan: Plan) -> list[RenderableType]:
     """What uncertain costs leave of the certificate."""
     c = plan.confidence
-    if c is None or c.finalists < 2:
+    if c is None or c.finalists < 2 or plan.measured is not None:
         return []
     return [
         line(
             f"the best of {c.finalists} finalists with probability {percent(c.p_best)}, expected regret "
             f"{percent(c.expected_regret)} ({c.draws} joint draws of the errors of costs)"
         )
+    ]
+
+
+def measured(plan: Plan) -> list[RenderableType]:
+    """What the finalists took where they were run against each other, and what that changed."""
+    m = plan.measured
+    if m is None:
+        return []
+    columns = ("finalist", "predicted", "step", "10 to 90 %", "turns", "P(best) before", "and after")
+    made = table("Measured", columns, left=1)
+    names: dict[Trial, str] = {}
+    for t in m.trials:
+        same = sum(x.strategy == t.strategy for x in names)
+        names[t] = f"{t.strategy} ({same + 1})" if same else t.strategy
+    for t in sorted(m.trials, key=lambda t: t.step_time_s.median if t.step_time_s else float("inf")):
+        s = t.step_time_s
+        made.add_row(
+            names[t],
+            seconds(t.predicted_s),
+            seconds(s.median if s else None),
+            f"{seconds(s.p10)} to {seconds(s.p90)}" if s else NOTHING,
+            str(s.n if s else 0),
+            percent(t.p_best_before),
+            percent(t.p_best_after),
+            style="bold" if s == m.step_time_s else "",
+        )
+    where = f"{m.num_devices} x {m.device_name}" + (f" on {m.cpu_cores} cores" if m.device_type == "cpu" else "")
+    return [
+        line(""),
+        made,
+        line(
+            f"measured {seconds(m.step_time_s.median)} a step (prediction "
+            f"{error(plan.prediction.step_time_s, m.step_time_s.median)}) over {m.step_time_s.n} steps, {m.created}, "
+            f"{where}, torch {m.torch_version}; {seconds(m.seconds)} for all finalists"
+        ),
+        line(
+            f"P(best) {percent(m.before.p_best)} before and {percent(m.after.p_best)} after measuring; expected regret "
+            f"{percent(m.before.expected_regret)} before and {percent(m.after.expected_regret)} after"
+        ),
     ]
 
 
@@ -104,6 +151,22 @@ def certificate(plan: Plan) -> RenderableType:
         f"certificate: {c.status}, no plan in the space is faster than {seconds(c.lower_bound_s)} "
         f"(gap {percent(c.gap)}); {c.solver}, {seconds(c.solve_s)}; space: {c.space}"
     )
+
+
+def search(plan: Plan) -> list[RenderableType]:
+    """How the search came to its plan and to its bound, in at most five points."""
+    curve = plan.certificate.curve or ()
+    if len(curve) < 2:
+        return []
+    shown = (
+        [curve[round(k * (len(curve) - 1) / (_POINTS - 1))] for k in range(_POINTS)] if len(curve) > _POINTS else curve
+    )
+    points = (
+        f"{seconds(p.best_s) if p.best_s is not None else 'nothing'} against {seconds(p.lower_bound_s)} "
+        f"after {seconds(p.seconds)}"
+        for p in shown
+    )
+    return [line(f"search, best against bound: {'; '.join(points)}")]
 
 
 def several(plans: Sequence[Plan]) -> RenderableType:

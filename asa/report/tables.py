@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from rich.console import Console, RenderableType
 from rich.table import Table
@@ -57,13 +58,15 @@ def short(assignment: Assignment) -> str:
     """An assignment in a few characters: ``replicate x2``, ``replicate x2, tensor x4``, ``repeated``."""
     words = []
     if assignment.data.degree > 1 or assignment.data.strategy != "replicate":
-        words.append(f"{assignment.data.strategy} x{assignment.data.degree}")
+        words.append(assignment.data.text)
     if assignment.tensor.degree > 1:
         words.append(f"{assignment.tensor.strategy} x{assignment.tensor.degree}")
     if assignment.checkpoint:
         words.append("checkpointed")
+    if assignment.offload:
+        words.append("offloaded")
     return ", ".join(words) or "whole batch, whole weights"
 
 
 def _same(a: Assignment, b: Assignment) -> bool:
-    return (a.stage, a.data, a.tensor, a.checkpoint) == (b.stage, b.data, b.tensor, b.checkpoint)
+    return replace(a, name=b.name) == b

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from asa.ir.measurements import EpochRecord, Measurements
+from asa.ir.measurements import EpochRecord
 from asa.report.tables import table
 from asa.report.units import error, percent, rate, seconds, size
 
@@ -51,10 +51,21 @@ def epochs(records: Sequence[EpochRecord]) -> RenderableType:
     return made
 
 
-def memory_line(m: Measurements) -> str:
-    """Peak memory of the fullest rank, predicted beside measured."""
-    predicted = max(m.predicted_memory_bytes, default=None)
-    if not m.peak_memory_bytes:
-        return f"memory per rank: predicted {size(predicted)}, not tracked"
-    measured = max(m.peak_memory_bytes)
-    return f"memory per rank: predicted {size(predicted)}, measured {size(measured)} ({error(predicted, measured)})"
+def summary(found: Mapping[str, Any]) -> list[str]:
+    """What the run made of the plan's prediction (``summary`` of ``result.json``): step, memory per rank, waiting."""
+    step, memory = found["step_time_s"], found["memory_bytes_per_rank"]
+    lines = [
+        f"step: predicted {seconds(step['predicted'])}, measured {seconds(step['measured'])} "
+        f"({error(step['predicted'], step['measured'])}, {step['n']} steps); "
+        f"{percent(found['data_wait_share'])} of the time waiting for data"
+    ]
+    predicted, measured = memory["predicted"], memory["measured"]
+    if measured is None:
+        return [*lines, f"memory per rank: predicted {size(max(predicted, default=None))}, not tracked"]
+    pairs = [(p, m) for p, m in zip(predicted, measured, strict=True)]
+    ranks: dict[tuple[str, str, str], list[int]] = {}
+    for rank, (p, m) in enumerate(pairs):
+        ranks.setdefault((size(p), size(m), error(p, m)), []).append(rank)
+    for (p, m, off), who in ranks.items():
+        lines.append(f"memory of rank {', '.join(map(str, who))}: predicted {p}, measured {m} ({off})")
+    return lines

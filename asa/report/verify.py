@@ -14,7 +14,7 @@ def render(found: Equivalence, *, worst: int = 5) -> list[RenderableType]:
     for t in sorted(found.tensors, key=lambda t: t.error / t.allowed, reverse=True)[:worst]:
         made.add_row(t.name, f"{t.error:.2e}", f"{t.floor:.2e}", f"{t.allowed:.2e}")
     return [
-        line(verdict(found), "bold" if found.equivalent else "bold red"),
+        line(verdict(found), "bold" if found.equivalent or found.within_tolerance else "bold red"),
         line(
             f"{found.steps} steps of {found.samples} samples on {found.ranks} ranks in {found.dtype}, learning rate "
             f"{found.learning_rate:g}, {found.batch_norm} BatchNorm; noise floor (one device, samples permuted) "
@@ -34,4 +34,11 @@ def verdict(found: Equivalence) -> str:
     numbers = f"{found.worst_tensor} differs by {found.max_rel_error:.2e}, allowed {found.allowed:.2e}"
     if found.equivalent:
         return f"equivalent: training under this plan is training on one device ({numbers})"
+    if found.within_tolerance is not None:
+        said = "within" if found.within_tolerance else "BEYOND"
+        return (
+            f"not equivalent by construction, gradients travel as {found.compression}; {said} tolerance: first "
+            f"gradients differ by {found.gradient_error_fp32:.2e} (allowed {found.gradient_allowed_fp32:.2g}), weights "
+            f"by {found.max_rel_error:.2e} and losses by {found.loss_error:.2e} (allowed {found.allowed:.2g})"
+        )
     return f"NOT equivalent to one device: {numbers}; fp32 gradients {found.gradient_error_fp32:.2e}"

@@ -1,0 +1,157 @@
+"""``--device emulated:PROFILE[?dilation=X]``: the ranks of a fast device on the cores that are there."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from asa.cli.choose import origins
+from asa.cli.console import Console
+from asa.errors import AsaError, UsageError
+from asa.ir import codec
+from asa.ir.cluster import Cluster, Device, Overlap
+from asa.ir.plan import Plan
+from asa.ir.profile import Profile
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from asa.executor.benchmark import Cell
+    from asa.executor.emulation import EmulatedDevice
+
+_FORM = re.compile(r"emulated:(?P<path>[^?]+)(?:\?dilation=(?P<dilation>[0-9.]+))?")
+_REAL = ("auto", "cpu", "cuda")
+METAVAR = "auto|cpu|cuda|emulated:PROFILE[?dilation=X]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmulatedName:
+    """What was typed. ``dilation``: how many times as long the device takes for everything it computes."""
+
+    path: Path
+    dilation: float = 1.0
+
+    def profile(self) -> Profile:
+        """The profile, dilated.
+
+        Raises:
+            InvalidInputError: the file cannot be used.
+        """
+        from asa.cost.slower import slower_profile
+
+        found = codec.load(Profile, self.path)
+        return found if self.dilation == 1 else slower_profile(found, self.dilation)
+
+
+def device(text: str) -> str | EmulatedName:
+    """A kind of device, or an emulated one.
+
+    >>> device("cpu"), device("emulated:gpu.json?dilation=5").dilation
+    ('cpu', 5.0)
+    """
+    if text in _REAL:
+        return text
+    found = _FORM.fullmatch(text)
+    if found is None:
+        raise ValueError(f"{text!r} is none of {', '.join(_REAL)}, emulated:PROFILE, emulated:PROFILE?dilation=X")
+    try:
+        dilation = float(found["dilation"] or 1)
+    except ValueError:
+        raise ValueError(f"a dilation of {found['dilation']!r} is no number") from None
+    if not dilation > 0:
+        raise ValueError(f"a dilation of {dilation:g} is not above 0")
+    return EmulatedName(path=Path(found["path"]), dilation=dilation)
+
+
+def bandwidth(of: Device, dilation: float) -> float:
+    """Bytes/s of the memory of a device that takes ``dilation`` times as long."""
+    return of.memory_bandwidth / dilation
+
+
+def joined(profile: Profile, cluster: Cluster, of: Device | None = None, dilation: float = 1.0) -> Cluster:
+    """The links of ``cluster`` between emulated devices, which neither slow each other down nor are slowed by messages.
+
+    ``of``: what the device states of itself, where it is known.
+    """
+    record = profile.device
+    known = of if of is not None and of.type == record.type else None
+    emulated = Device(
+        name=f"emulated {record.name}",
+        type=record.type,
+        memory_bytes=record.memory_bytes,
+        memory_bandwidth=bandwidth(known, dilation) if known else 0.0,
+    )
+    return replace(cluster, device=emulated, contention=(), overlap=Overlap())
+
+
+def pretended(name: EmulatedName, plan: Plan, console: Console) -> tuple[EmulatedDevice, Plan]:
+    """The device for the executor, and ``plan`` with what is to be expected of it there.
+
+    Raises:
+        UsageError: the profile is of another model.
+    """
+    from asa.cost.planned import price_plan
+    from asa.executor.emulation import EmulatedDevice
+    from asa.planner.prediction import predict
+    from asa.strategies import offered
+
+    profile = name.profile()
+    if tuple(c.name for c in profile.graph.components) != tuple(c.name for c in plan.components):
+        raise UsageError(f"{name.path} is a profile of {profile.model_spec}, the plan is of another model")
+    try:
+        cluster = origins(plan, console)[1]
+    except AsaError as error:
+        console.say(f"asa: the prediction is the plan's own, not that of the emulated device: {error}")
+        return EmulatedDevice(profile=profile), plan
+    cluster = joined(profile, cluster, cluster.device, name.dilation)
+    price = price_plan(plan, profile, cluster, offered())
+    prediction = predict(price, profile, widths=[len(s.ranks) for s in plan.stages], global_batch=plan.global_batch)
+    console.say(
+        f"asa: emulated {profile.device.name}, {name.dilation:g} times slower: {prediction.step_time_s:.3g} s per "
+        "step expected; nothing is trained"
+    )
+    device = EmulatedDevice(profile=profile, memory_bandwidth=cluster.device.memory_bandwidth)
+    return device, replace(plan, prediction=prediction)
+
+
+def stage(name: EmulatedName, model: str, cluster: Cluster) -> tuple[Profile, Cluster, str]:
+    """What ``asa bench`` plans from: the profile, the measured links between emulated devices, and a sentence.
+
+    Raises:
+        UsageError: the profile is of another model.
+    """
+    profile = name.profile()
+    if profile.model_spec != model:
+        raise UsageError(f"{name.path} is a profile of {profile.model_spec}; name it with --models, asked for {model}")
+    said = f"emulated {profile.device.name} from {name.path}, {name.dilation:g} times slower; nothing is trained"
+    return profile, joined(profile, cluster, None, name.dilation), said
+
+
+def cells(profile: Profile, cluster: Cluster, plans: Sequence[Plan], console: Console, budget_s: float) -> list[Cell]:
+    """Every plan on emulated devices, one after the other; step times are all there is to measure."""
+    import torch
+
+    from asa.executor.benchmark import Cell
+    from asa.executor.emulated import EmulationOptions, measure_emulated
+    from asa.executor.emulation import EmulatedDevice
+    from asa.strategies import offered
+    from asa.tracing import trace
+    from asa.zoo.models import build
+
+    channels, height, width = profile.graph.input_shape
+    torch.set_num_threads(1)  # ranks are forked from here
+    model = build(profile.model_spec, num_classes=profile.graph.num_classes, input_shape=(channels, height, width))
+    traced = trace(model, torch.zeros((2, channels, height, width)), name=profile.model_spec)
+    device = EmulatedDevice(profile=profile, memory_bandwidth=cluster.device.memory_bandwidth)
+    options = EmulationOptions(budget_s=budget_s / len(plans), most_steps=200)
+    found: list[Cell] = []
+    with console.progress(f"emulating {profile.model_spec}") as report:
+
+        def heard(number: int, steps: list[float]) -> None:
+            found.append(Cell(plans[number].strategy, steps=steps))
+            report((number + 1) / len(plans), f"{number + 1} of {len(plans)} plans")
+
+        measure_emulated(plans, traced, device, offered(), options, on_plan=heard)
+    return found

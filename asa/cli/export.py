@@ -1,0 +1,113 @@
+"""``asa export``: what was trained, or what was planned, for other tools."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from asa.cli import options as o
+from asa.cli import places
+from asa.cli.console import Console
+from asa.cli.verb import Arguments, Option, Verb
+from asa.errors import NoCheckpointError
+from asa.ir import codec
+from asa.ir.plan import Plan
+
+TARGETS = ("safetensors", "torch", "accelerate", "fabric", "deepspeed", "torchtitan")
+
+
+def run(args: Arguments, console: Console) -> None:
+    """Weights of a run, or a snippet of the plan."""
+    data = _weights(args, console) if args.to == "safetensors" else _snippet(args, console)
+    console.document({"schema_version": codec.SCHEMA_VERSION, "kind": "export", "to": args.to, **data})
+
+
+def _weights(args: Arguments, console: Console) -> dict[str, Any]:
+    folder, plan = _run_of(args)
+    output = Path(args.output) if args.output else folder / f"{places.slug(plan.model_spec)}.safetensors"
+    places.check_writable(output, "-o")  # before torch is imported
+
+    from asa.executor.export import export_weights
+
+    found = export_weights(folder, output, step=args.step)
+    for note in found.notes:
+        console.say(f"asa: {note}")
+    console.say(f"asa: wrote {output}: {found.model_spec} after step {found.step}, {found.tensors} tensors")
+    return {"run": str(folder), "file": str(output), **codec.to_data(found)}
+
+
+def _run_of(args: Arguments) -> tuple[Path, Plan]:
+    """The run named, else the newest, of the plan named if one is.
+
+    Raises:
+        NoCheckpointError: there is none.
+    """
+    if args.run:
+        folder = Path(args.run)
+        if not (folder / "plan.json").is_file():
+            raise NoCheckpointError(f"no run in {folder}: it has no plan.json")
+        return folder, codec.load(Plan, folder / "plan.json")
+    wanted = None if args.plan is None else codec.fingerprint(places.newest_plan(args.plan)[1])
+    runs = sorted(places.TRAINING.glob("*/plan.json"), key=lambda p: p.stat().st_mtime, reverse=True)
+    for path in runs:
+        plan = codec.load(Plan, path)
+        if wanted in (None, codec.fingerprint(plan)):
+            return path.parent, plan
+    of = "" if wanted is None else f" of plan {args.plan}"
+    raise NoCheckpointError(f"no run{of} in {places.TRAINING}/ to export; `asa train` makes one, --run names one")
+
+
+def _snippet(args: Arguments, console: Console) -> dict[str, Any]:
+    from asa.report.snippets import TOOLS
+    from asa.report.whole import choose
+
+    path, plan = places.newest_plan(args.plan)
+    tool = TOOLS[args.to]
+    choice = choose(plan, tool.able, args.to, recompute=tool.recompute)
+    text = tool.write(plan, choice)
+    if args.output:
+        places.check_writable(Path(args.output), "-o")
+        Path(args.output).parent.mkdir(parents=True, exist_ok=True)
+        Path(args.output).write_text(text, encoding="utf-8")
+        console.say(f"asa: wrote {args.output}")
+    elif not console.as_json:
+        for line in text.rstrip("\n").split("\n"):
+            console.line(line)
+    for note in choice.notes:
+        console.say(f"asa: {note}")
+    return {
+        "plan": str(path),
+        "plan_fingerprint": codec.fingerprint(plan),
+        "strategy": choice.name,
+        "exact": choice.exact,
+        "not_expressed": list(choice.notes),
+        "text": text,
+    }
+
+
+VERBS = (
+    Verb(
+        name="export",
+        help="trained weights for plain PyTorch, or a plan in the words of another tool",
+        run=run,
+        options=(
+            o.PLAN,
+            Option(
+                name="to",
+                help="safetensors: weights of a run; the others: the plan",
+                choices=TARGETS,
+                default="safetensors",
+            ),
+            Option(
+                name="run", help="folder of the run (default: the newest, of the plan if one is named)", metavar="DIR"
+            ),
+            Option(
+                name="step", help="the checkpoint after that step (default: the newest)", parse=o.count, metavar="N"
+            ),
+            o.OUTPUT,
+            o.JSON,
+        ),
+        details="The weights load into the model built without asa with load_state_dict(strict=True). A snippet says "
+        "in lines that begin with NOT EXPRESSED what the other tool cannot do.",
+    ),
+)

@@ -1,0 +1,143 @@
+"""``asa launch``: a plan as a job for a cluster's scheduler."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from asa.cli import options as o
+from asa.cli import places
+from asa.cli.console import Console
+from asa.cli.verb import Arguments, Option, Verb
+from asa.errors import AsaError
+from asa.ir import codec
+from asa.ir.cluster import Cluster
+from asa.ir.plan import Plan
+
+SYSTEMS = ("slurm", "k8s", "ray")
+_SUBMIT = {"slurm": "sbatch {}", "k8s": "kubectl apply -f {}", "ray": "ray job submit --working-dir . -- python {}"}
+
+
+def run(args: Arguments, console: Console) -> None:
+    """Lay the plan out on machines, write the job, and say how to submit it."""
+    from asa.report import jobs
+
+    path, plan = places.newest_plan(args.plan)
+    out = args.out or str(places.TRAINING / f"{places.slug(plan.model_spec)}-{codec.fingerprint(plan)[:6]}")
+    job = jobs.Job(
+        plan=plan,
+        plan_file="/plan/plan.json" if args.system == "k8s" else str(path),
+        per_node=jobs.per_node(plan, _cluster(plan, args, console), args.gpus_per_node),
+        out=out,
+        arguments=args.train,
+        limit_s=args.time,
+        partition=args.partition,
+        image=args.image,
+        volume=args.volume,
+        restarts=args.restarts,
+    )
+    if args.system == "k8s":
+        text = jobs.kubernetes(job, codec.dumps(plan))
+    else:
+        text = jobs.slurm(job) if args.system == "slurm" else jobs.ray(job)
+    data = {
+        "schema_version": codec.SCHEMA_VERSION,
+        "kind": "job",
+        "system": args.system,
+        "plan": str(path),
+        "plan_fingerprint": codec.fingerprint(plan),
+        "nodes": job.nodes,
+        "ranks_per_node": job.per_node,
+        "out": out,
+        "text": text,
+    }
+    _deliver(text, args.output, data, console, _SUBMIT[args.system])
+
+
+def _cluster(plan: Plan, args: Arguments, console: Console) -> Cluster | None:
+    """The cluster named, or the one the plan was made for if it is still known."""
+    from asa.cli.choose import named_cluster, origins
+
+    if args.cluster:
+        return named_cluster(args.cluster)
+    try:
+        return origins(plan, console)[1]
+    except AsaError:
+        return None
+
+
+def _deliver(text: str, output: str | None, data: dict[str, object], console: Console, how: str) -> None:
+    if output:
+        places.check_writable(Path(output), "-o")
+        Path(output).parent.mkdir(parents=True, exist_ok=True)
+        Path(output).write_text(text, encoding="utf-8")
+        console.say(f"asa: wrote {output}; start it with `{how.format(output)}`")
+    elif not console.as_json:
+        for line in text.rstrip("\n").split("\n"):
+            console.line(line)
+    console.document(data)
+
+
+def words(text: str) -> tuple[str, ...]:
+    """Words as a shell would see them.
+
+    >>> words("--epochs 90 --data cifar100")
+    ('--epochs', '90', '--data', 'cifar100')
+    """
+    found = tuple(shlex.split(text))
+    for own in ("--out", "--resume", "--json"):
+        if any(w.split("=")[0] == own for w in found):
+            raise ValueError(f"{own} is the job's own; leave it out")
+    return found
+
+
+VERBS = (
+    Verb(
+        name="launch",
+        help="a job script, manifest or driver that trains a plan on a cluster: Slurm, Kubernetes or Ray",
+        run=run,
+        options=(
+            Option(
+                name="system",
+                help="slurm, k8s or ray",
+                positional=True,
+                required=True,
+                choices=SYSTEMS,
+                metavar="|".join(SYSTEMS),
+            ),
+            o.PLAN,
+            Option(
+                name="gpus-per-node",
+                help="ranks on a machine (default: by the plan's cluster)",
+                parse=o.count,
+                metavar="N",
+            ),
+            o.option(o.CLUSTER, help="whose innermost links make a machine (default: the plan's)"),
+            Option(name="time", help="the longest the job may take: 90m, 24h", parse=o.budget, metavar="T"),
+            Option(name="partition", help="Slurm partition", metavar="NAME"),
+            Option(name="image", help="container with asa in it (k8s: required; Slurm: through pyxis)"),
+            Option(
+                name="volume", help="k8s: claim of the volume that all pods mount (default: NAME-data)", metavar="C"
+            ),
+            Option(
+                name="restarts",
+                help="times that all ranks start again after one failed",
+                parse=o.natural,
+                default=3,
+                metavar="R",
+            ),
+            Option(
+                name="train",
+                help="further options of asa train, as in '--epochs 90 --data cifar100'",
+                parse=words,
+                default=(),
+                metavar="WORDS",
+            ),
+            Option(name="out", help="folder of the run, the same on all machines", metavar="DIR"),
+            o.OUTPUT,
+            o.JSON,
+        ),
+        details="The job saves when it is asked to stop, queues or starts again and resumes. Plan and run must lie on "
+        "a folder that all machines share.",
+    ),
+)

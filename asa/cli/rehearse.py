@@ -1,0 +1,158 @@
+"""``asa train --rehearse``: one rank of a plan for more devices than there are, on one, beside its prediction."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from asa.cli import options as o
+from asa.cli.choose import origins
+from asa.cli.console import Console
+from asa.cli.verb import Arguments, Option
+from asa.errors import UnavailableError, UsageError
+from asa.ir import codec
+from asa.ir.cluster import Cluster, Overlap
+from asa.ir.plan import Plan
+from asa.ir.profile import Profile, Stat
+from asa.ir.rehearsal import Rehearsal, RehearsedComponent, Spans
+
+if TYPE_CHECKING:
+    from asa.cost.planned import StagePrice
+
+OPTIONS = (
+    Option(
+        name="rehearse",
+        help="run only this rank of the plan, on one device, without the others: its compute time and memory",
+        parse=o.natural,
+        metavar="RANK",
+    ),
+    o.option(o.GPUS, help="with --rehearse: the devices the plan must be for"),
+    Option(name="rehearsal-steps", help="steps to rehearse (default: 10)", parse=o.count, default=10, metavar="N"),
+)
+
+
+def rehearse(args: Arguments, console: Console, plan: Plan) -> None:
+    """Run the rank, price it as one that works alone, and show both.
+
+    Raises:
+        UsageError: the plan is for another number of devices, or has no such rank.
+        InvalidInputError: the profile or the cluster the plan was made from is gone.
+    """
+    if args.gpus and args.gpus != plan.gpus:
+        raise UsageError(f"the plan is for {plan.gpus} devices, asked for {args.gpus}; plan again with --gpus")
+    if args.rehearse >= plan.num_ranks:
+        raise UsageError(f"the plan has ranks 0 to {plan.num_ranks - 1}, asked for rank {args.rehearse}")
+    profile, cluster = origins(plan, console)
+    spans, device = _run(args, console, plan)
+    found = compare(plan, profile, cluster, spans, device)
+    from asa.report import rehearsal as report
+
+    console.result(codec.document(found), lambda: report.render(found))
+
+
+def _run(args: Arguments, console: Console, plan: Plan) -> tuple[Spans, str]:
+    import torch
+
+    from asa.executor.rehearsal import rehearse as run
+    from asa.launch import cuda_devices
+    from asa.strategies import offered
+    from asa.zoo.models import build
+
+    device = torch.device(plan.device_type if args.device == "auto" else args.device)
+    if device.type == "cuda" and not cuda_devices():
+        raise UnavailableError("the plan is for CUDA devices and there is none here; choose --device cpu")
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # a rank is a core, which is how components were profiled
+    channels, height, width = plan.input_shape
+    model = build(
+        plan.model_spec, num_classes=plan.num_classes, input_shape=(channels, height, width), seed=args.seed
+    )  # fmt: skip
+    with console.progress(f"rehearsing rank {args.rehearse} of {plan.num_ranks}") as report:
+        found = run(
+            plan,
+            model,
+            rank=args.rehearse,
+            strategies=offered(),
+            device=device,
+            steps=args.rehearsal_steps,
+            seed=args.seed,
+            say=report,
+        )
+    return found, device.type
+
+
+def alone(profile: Profile, cluster: Cluster) -> tuple[Profile, Cluster]:
+    """Both for a rank that works alone and waits for nobody: no contention, no interference, no spread."""
+
+    def steady(s: Stat) -> Stat:
+        return Stat(median=s.median, p10=s.median, p90=s.median, n=s.n)
+
+    calm = dataclasses.replace(
+        profile,
+        timings=tuple(
+            dataclasses.replace(t, forward=steady(t.forward), backward=steady(t.backward)) for t in profile.timings
+        ),
+        whole=tuple(dataclasses.replace(w, whole=steady(w.whole)) for w in profile.whole),
+    )
+    return calm, dataclasses.replace(cluster, contention=(), overlap=Overlap())
+
+
+def compare(plan: Plan, profile: Profile, cluster: Cluster, spans: Spans, device: str) -> Rehearsal:
+    """What was measured beside the price of the rank's stage, taken for a rank alone."""
+    from asa.cost.planned import price_plan
+    from asa.report.tables import short
+    from asa.strategies import offered
+
+    stage_index = next(i for i, s in enumerate(plan.stages) if spans.rank in s.ranks)
+    stage = price_plan(plan, *alone(profile, cluster), offered()).stages[stage_index]
+    assignments = [c for c in plan.components if c.stage == stage_index]
+    m = plan.num_microbatches
+    rows = tuple(
+        RehearsedComponent(
+            name=measured.name,
+            assignment=short(assignment),
+            forward_s=measured.forward_s,
+            backward_s=measured.backward_s,
+            saved_bytes=measured.saved_bytes,
+            predicted_forward_s=m * cost.forward_s,
+            predicted_backward_s=m * cost.backward_s + cost.bucket_s,
+            predicted_saved_bytes=round(cost.footprint.activations),
+        )
+        for measured, assignment, cost in zip(spans.components, assignments, stage.components, strict=True)
+    )
+    return Rehearsal(
+        model=plan.model_spec,
+        plan_fingerprint=codec.fingerprint(plan),
+        rank=spans.rank,
+        num_ranks=plan.num_ranks,
+        stage=stage_index,
+        device=device,
+        steps=spans.steps,
+        samples=plan.global_batch,
+        num_microbatches=m,
+        step_s=spans.step_s,
+        compute_s=spans.compute_s,
+        update_s=spans.update_s,
+        predicted_compute_s=sum(c.compute_s for c in stage.components) + _updates(stage),
+        predicted_update_s=_updates(stage),
+        plan_compute_s=plan.prediction.compute_s,
+        plan_step_time_s=plan.prediction.step_time_s,
+        priced_communication_s=plan.prediction.exposed_communication_s,
+        peak_memory_bytes=spans.peak_memory_bytes,
+        predicted_memory_bytes=plan.prediction.memory_bytes_per_rank[spans.rank],
+        components=rows,
+        notes=_notes(profile, device),
+    )
+
+
+def _updates(stage: StagePrice) -> float:
+    return sum(c.update_s for c in stage.components)
+
+
+def _notes(profile: Profile, device: str) -> tuple[str, ...]:
+    notes: list[str] = []
+    if profile.device.type != device:
+        notes.append(f"the plan's times are of {profile.device.name}, rehearsed on {device}: they do not compare")
+    if profile.provenance.origin == "estimated":
+        notes.append("the plan's times are estimated, not measured")
+    return tuple(notes)

@@ -1,0 +1,145 @@
+"""``asa bench --check-sealed``: predictions that were written down before, against this very machine."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import asa
+from asa.cli import ground
+from asa.cli.comparison import now
+from asa.cli.console import Console
+from asa.cli.verb import Arguments
+from asa.cost.nearest import same_gpu
+from asa.errors import AsaError, InvalidInputError
+from asa.ir import codec
+from asa.ir.sealed import CheckedCell, Seal, SealedCheck, newest, read
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from asa.ir.bench import BenchEnvironment
+
+FOLDER = Path(asa.__file__).resolve().parent.parent / "benchmarks" / "sealed"
+"""Beside the source."""
+
+
+def run(args: Arguments, console: Console) -> None:
+    """Read, match, measure, score. A wrong prediction is in the score and no error; nor is a machine nobody sealed."""
+    from asa.report import sealed as report
+
+    seals = every(Path(args.sealed) if args.sealed else FOLDER)
+    device, here = ground.device_of(args)
+    machine = environment(device, here)
+    claimed = newest(seals)
+    matching = [s for s in claimed if matches(s, machine) and (not args.given("models") or _model(s) in args.models)]
+    contests = [list(g) for _, g in groupby(sorted(matching, key=_order), key=_order)]
+    cells: list[CheckedCell] = []
+    for number, group in enumerate(contests, 1):
+        claim = group[0].claim
+        console.say(f"asa: {number} of {len(contests)}: {claim.plan.model_spec}, batch {claim.plan.global_batch}")
+        cells += measured(args, group, args.budget / len(contests))
+    made = SealedCheck(
+        created=now(),
+        environment=machine,
+        sealed=len(claimed),
+        machines=tuple(dict.fromkeys(s.claim.machine for s in claimed)),
+        cells=tuple(cells),
+    )
+    data = {**codec.document(made), "scores": report.scores(made)}
+    console.result(data, lambda: report.render(made))
+
+
+def every(folder: Path) -> list[Seal]:
+    """All seals of a folder, every hash checked.
+
+    Raises:
+        InvalidInputError: there are none, or one was tampered with.
+    """
+    files = sorted(folder.glob("*.jsonl"))
+    if not files:
+        raise InvalidInputError(f"no sealed predictions in {folder}/; name their folder with --sealed")
+    return [seal for path in files for seal in read(path)]
+
+
+def environment(device: ground.DeviceType, count: int) -> BenchEnvironment:
+    """This machine, as bench documents name one."""
+    return ground.machine(device, count, backend="nccl" if device == "cuda" else "gloo")
+
+
+def matches(seal: Seal, machine: BenchEnvironment) -> bool:
+    """Whether a prediction speaks of such a machine: one node of as many of the same devices."""
+    claim = seal.claim
+    if claim.num_nodes != 1 or claim.num_devices != machine.num_devices:
+        return False
+    if claim.plan.device_type != machine.device_type:
+        return False
+    if machine.device_type == "cpu":
+        return claim.device_name == machine.device_name
+    return same_gpu(claim.device_name, machine.device_name)
+
+
+def measured(args: Arguments, group: Sequence[Seal], budget_s: float) -> list[CheckedCell]:
+    """The cells of one model and batch, run against each other; a failure is a cell without a time."""
+    from asa.executor.benchmark import BenchOptions, measure
+    from asa.strategies import offered
+    from asa.zoo.models import build
+
+    plan = group[0].claim.plan
+    channels, height, width = plan.input_shape
+    shape = (channels, height, width)
+    factory = partial(build, plan.model_spec, num_classes=plan.num_classes, input_shape=shape, seed=args.seed)
+    data = partial(ground.stand_in, shape, plan.num_classes)
+    options = BenchOptions(device=plan.device_type, budget_s=budget_s, seed=args.seed, threads=1)
+    plans = {s.claim.plan.conduct: s.claim.plan for s in group}
+    try:
+        found = measure(list(plans.values()), factory, offered(), data, options)
+    except AsaError as error:
+        if len(group) == 1:
+            return [_failed(group[0], str(error))]
+        # One that fails takes the others along: each by itself, then.
+        return [c for s in group for c in measured(args, [s], budget_s / len(group))]
+    by_conduct = dict(zip(plans, found, strict=True))
+    return [
+        CheckedCell(
+            machine=s.claim.machine,
+            model=plan.model_spec,
+            strategy=s.claim.strategy,
+            input_shape=plan.input_shape,
+            ranks=s.claim.plan.num_ranks,
+            global_batch=plan.global_batch,
+            origin=s.claim.plan.origin,
+            sealed=s.written,
+            sha256=s.sha256,
+            predicted_s=s.claim.plan.prediction.step_time_s,
+            low_s=s.claim.plan.prediction.step_time_low_s,
+            high_s=s.claim.plan.prediction.step_time_high_s,
+            predicted_memory_bytes=max(s.claim.plan.prediction.memory_bytes_per_rank),
+            predicted_place=s.claim.place,
+            measured=cell.step_time,
+            peak_memory_bytes=max(cell.peak_memory_bytes) if cell.peak_memory_bytes else None,
+        )
+        for s in group
+        for cell in (by_conduct[s.claim.plan.conduct],)
+    ]
+
+
+def _failed(seal: Seal, why: str) -> CheckedCell:
+    claim, p = seal.claim, seal.claim.plan
+    return CheckedCell(
+        machine=claim.machine, model=p.model_spec, strategy=claim.strategy, input_shape=p.input_shape,
+        ranks=p.num_ranks, global_batch=p.global_batch, origin=p.origin, sealed=seal.written, sha256=seal.sha256,
+        predicted_s=p.prediction.step_time_s, low_s=p.prediction.step_time_low_s,
+        high_s=p.prediction.step_time_high_s, predicted_memory_bytes=max(p.prediction.memory_bytes_per_rank),
+        predicted_place=claim.place, measured=None, peak_memory_bytes=None, why_not=why,
+    )  # fmt: skip
+
+
+def _model(seal: Seal) -> str:
+    return seal.claim.plan.model_spec
+
+
+def _order(seal: Seal) -> tuple[str, ...]:
+    return tuple(map(str, seal.claim.contest))

@@ -1,0 +1,154 @@
+"""Whether predictions know how sure they are: intervals against measurements, P(best) and regret against the truth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from math import comb
+from statistics import NormalDist, fmean
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from asa.ir.codec import noun
+from asa.report.charts import Chart, Row
+from asa.report.drawing import ASA, INK
+
+LEVELS = (0.1, 0.25, 0.5, 0.68, 0.8, 0.9, 0.95, 0.99)
+STATED = 0.9
+"""The level of the intervals that predictions state."""
+BINS = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
+_SURE = 0.95
+PANELS = ("intervals", "P(best)", "regret")
+
+
+@noun
+class Told:
+    """A 90 % interval and what was measured, in seconds."""
+
+    low_s: float
+    high_s: float
+    measured_s: float
+
+    def inside(self, level: float = STATED) -> bool:
+        """Whether the measurement lies in the interval of that level, for errors that are normal."""
+        half = (self.high_s - self.low_s) / 2
+        wider = NormalDist().inv_cdf((1 + level) / 2) / NormalDist().inv_cdf((1 + STATED) / 2)
+        return abs(self.measured_s - (self.low_s + self.high_s) / 2) <= wider * half
+
+
+@noun
+class Outcome:
+    """What was said of a choice, and whether it was the best of all that were run, and by what it missed it."""
+
+    p_best: float
+    expected_regret: float
+    best: bool
+    regret: float
+
+
+def binomial(hits: int, trials: int, level: float = _SURE) -> tuple[float, float]:
+    """Clopper and Pearson's exact interval of a probability (1934).
+
+    >>> [round(x, 3) for x in binomial(9, 10)]
+    [0.555, 0.997]
+    """
+    tail = (1 - level) / 2
+
+    def at_most(k: int, p: float) -> float:
+        return sum(comb(trials, i) * p**i * (1 - p) ** (trials - i) for i in range(k + 1))
+
+    low = 0.0 if hits == 0 else _where(lambda p: at_most(hits - 1, p) > 1 - tail)
+    high = 1.0 if hits == trials else _where(lambda p: at_most(hits, p) > tail)
+    return low, high
+
+
+def _where(holds: Callable[[float], bool]) -> float:
+    """The largest p of 0 to 1 for which it holds, of something that holds up to a point."""
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
+
+
+def scores(intervals: Sequence[Told], choices: Sequence[Outcome]) -> dict[str, Any]:
+    """Coverage with its exact interval; of choices, how often and by how much they missed, and were said to.
+
+    ``brier`` is the mean of (P(best) - outcome)^2; ``brier_constant`` that of always saying the overall share.
+    """
+    inside = sum(t.inside() for t in intervals)
+    low, high = binomial(inside, len(intervals)) if intervals else (0.0, 1.0)
+    share = fmean(c.best for c in choices) if choices else None
+    return {
+        "intervals": len(intervals),
+        "inside": inside,
+        "coverage": inside / len(intervals) if intervals else None,
+        "coverage_low": low,
+        "coverage_high": high,
+        "stated": STATED,
+        "honest": bool(intervals) and low <= STATED <= high,
+        "choices": len(choices),
+        "best": share,
+        "mean_p_best": fmean(c.p_best for c in choices) if choices else None,
+        "brier": fmean((c.p_best - c.best) ** 2 for c in choices) if choices else None,
+        "brier_constant": share * (1 - share) if share is not None else None,
+        "mean_regret": fmean(c.regret for c in choices) if choices else None,
+        "mean_expected_regret": fmean(c.expected_regret for c in choices) if choices else None,
+    }
+
+
+def chart(intervals: Sequence[Told], choices: Sequence[Outcome]) -> Chart:
+    """Stated against observed, in three panels; bars are exact 95 % intervals."""
+    rows: list[Row] = []
+    for level in LEVELS if intervals else ():
+        hits = sum(t.inside(level) for t in intervals)
+        rows.append((PANELS[0], level, hits / len(intervals), *binomial(hits, len(intervals)), len(intervals)))
+    for left, right in pairwise(BINS):
+        own = [c for c in choices if left <= c.p_best < right or (right == BINS[-1] == c.p_best)]
+        if own:
+            hits = sum(c.best for c in own)
+            mean = fmean(c.p_best for c in own)
+            rows.append((PANELS[1], mean, hits / len(own), *binomial(hits, len(own)), len(own)))
+    rows += [(PANELS[2], c.expected_regret, c.regret, c.regret, c.regret, 1) for c in choices]
+    return Chart(
+        name="calibration",
+        title="Do predictions know how sure they are?",
+        caption="Observed against stated, on the diagonal where predictions are calibrated: share of measurements in "
+        "intervals of a level; share of choices that were the best, by their P(best); regret of each choice against "
+        "the regret it expected. Bars: exact 95 % intervals.",
+        columns=("panel", "stated", "observed", "low", "high", "count"),
+        rows=tuple(rows),
+        draw=reliability,
+    )
+
+
+def reliability(rows: Sequence[Row]) -> Figure:
+    """Rows: panel, stated, observed, low, high, count."""
+    figure = Figure(figsize=(11.4, 3.9), layout="constrained")
+    words = {
+        PANELS[0]: ("level of the interval", "share of measurements inside"),
+        PANELS[1]: ("P(best) stated", "share that was the best"),
+        PANELS[2]: ("expected regret, %", "regret measured, %"),
+    }
+    for i, panel in enumerate(PANELS):
+        axes = figure.add_subplot(1, len(PANELS), i + 1)
+        scale = 100.0 if panel == PANELS[2] else 1.0
+        own = [tuple(scale * float(v or 0.0) for v in row[1:5]) for row in rows if row[0] == panel]
+        top = max([1.0, *(1.1 * max(x[0], x[1]) for x in own)]) if panel == PANELS[2] else 1.0
+        axes.plot((0, top), (0, top), color="#BBBBBB", linewidth=1, linestyle=":")
+        for stated, observed, low, high in own:
+            axes.errorbar(
+                stated, observed, yerr=[[max(0.0, observed - low)], [max(0.0, high - observed)]], color=INK, capsize=3,
+                linewidth=1, marker="o", markersize=6, markerfacecolor=ASA, markeredgecolor=ASA,
+            )  # fmt: skip
+        if not own:
+            axes.text(0.5 * top, 0.5 * top, "nothing was measured", ha="center", va="center", color=INK)
+        axes.set_title(panel, fontsize=10, loc="left", color=INK)
+        axes.set_xlabel(words[panel][0])
+        axes.set_ylabel(words[panel][1])
+        axes.set_xlim(0, top)
+        axes.set_ylim(0, 1.02 * top)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25, linewidth=0.6)
+    return figure

@@ -1,0 +1,118 @@
+"""A plan as a manifest for Kubernetes: https://kubernetes.io/docs/concepts/workloads/controllers/job/."""
+
+from __future__ import annotations
+
+from asa.errors import UsageError
+from asa.report.jobs.job import ENVIRONMENT, GRACE_S, PREEMPTED, Job, resume_lines, title, verdict_lines
+
+
+def _indented(text: str, spaces: int) -> str:
+    pad = " " * spaces
+    return "\n".join(pad + line if line else "" for line in text.rstrip("\n").split("\n"))
+
+
+def kubernetes(job: Job, plan_text: str) -> str:
+    """A manifest for ``kubectl apply``: the plan as a ConfigMap, a headless service, and an indexed Job (Kubernetes
+    1.31 or newer). A pod that was evicted is replaced and does not count as a failure.
+
+    Raises:
+        UsageError: no image was named.
+    """
+    if not job.image:
+        raise UsageError("a pod needs an image with asa in it; name one with --image")
+    name = job.name
+    rendezvous = (
+        f"--rdzv-backend c10d --rdzv-id {name} --rdzv-endpoint {name}-0.{name}:29400 "
+        '--rdzv-conf is_host=$([ "$JOB_COMPLETION_INDEX" = 0 ] && echo true || echo false)'
+    )
+    lines = job.torchrun(rendezvous)
+    lines[-1] += " $resume &"
+    script = "\n".join(
+        [
+            ENVIRONMENT,
+            *resume_lines(job),
+            *lines,
+            "child=$!",
+            "trap 'kill -TERM $child' TERM",
+            "wait $child || wait $child  # the first ends with the signal, the second with the ranks",
+            *verdict_lines(job),
+            'exit "$code"',
+        ]
+    )
+    claim = job.volume or f"{name}-data"
+    limits = f"nvidia.com/gpu: {job.per_node}" if job.gpu else f"cpu: {job.per_node}"
+    deadline = f"  activeDeadlineSeconds: {int(job.limit_s)}\n" if job.limit_s else ""
+    return f"""\
+# {title(job)}
+# The run's folder lies on the volume of the claim {claim}, which all pods mount.
+apiVersion: v1
+kind: ConfigMap
+metadata:
+  name: {name}-plan
+data:
+  plan.json: |
+{_indented(plan_text, 4)}
+---
+apiVersion: v1
+kind: Service
+metadata:
+  name: {name}
+spec:
+  clusterIP: None
+  publishNotReadyAddresses: true
+  selector:
+    job-name: {name}
+---
+apiVersion: batch/v1
+kind: Job
+metadata:
+  name: {name}
+spec:
+  completionMode: Indexed
+  completions: {job.nodes}
+  parallelism: {job.nodes}
+  backoffLimit: {job.restarts * job.nodes}
+{deadline}  podFailurePolicy:
+    rules:
+      - action: Ignore  # evicted: a new pod takes its place
+        onPodConditions:
+          - type: DisruptionTarget
+      - action: Ignore  # pre-empted, state saved
+        onExitCodes:
+          containerName: train
+          operator: In
+          values: [{PREEMPTED}]
+  template:
+    spec:
+      subdomain: {name}
+      restartPolicy: Never
+      terminationGracePeriodSeconds: {GRACE_S}
+      containers:
+        - name: train
+          image: {job.image}
+          workingDir: /work
+          command: ["/bin/bash", "-c"]
+          args:
+            - |
+{_indented(script, 14)}
+          resources:
+            limits:
+              {limits}
+          volumeMounts:
+            - name: plan
+              mountPath: /plan
+            - name: work
+              mountPath: /work
+            - name: memory
+              mountPath: /dev/shm
+      volumes:
+        - name: plan
+          configMap:
+            name: {name}-plan
+        - name: work
+          persistentVolumeClaim:
+            claimName: {claim}
+        - name: memory
+          emptyDir:
+            medium: Memory
+"""

@@ -1,0 +1,95 @@
+"""A plan as a driver for Ray: https://docs.ray.io/en/latest/ray-core/scheduling/placement-group.html."""
+
+from __future__ import annotations
+
+from asa.report.jobs.job import PREEMPTED, Job, title
+
+
+def ray(job: Job) -> str:
+    """A driver for ``ray job submit -- python FILE``: one actor a machine runs torchrun there. It starts a run that was
+    pre-empted again, and ends with the run's own exit code."""
+    resources = f'{{"CPU": {job.per_node}, "GPU": {job.per_node}}}' if job.gpu else f'{{"CPU": {job.per_node}}}'
+    words = ["-m", "asa", "train", job.plan_file, "--out", job.out, *job.arguments]
+    limit = "None" if job.limit_s is None else repr(float(job.limit_s))
+    return f'''\
+"""{title(job)}.
+
+ray job submit --working-dir . -- python FILE        # plan and run are on a folder that all machines share
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import ray
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+NODES, PER_NODE, RESTARTS, LIMIT_S = {job.nodes}, {job.per_node}, {job.restarts}, {limit}
+OUT = Path({job.out!r})
+WORDS = {words!r}
+PREEMPTED = {PREEMPTED}
+
+
+@ray.remote
+class Machine:
+    def address(self):
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+
+    def run(self, endpoint, attempt, resume):
+        command = ["torchrun", "--nnodes", str(NODES), "--nproc-per-node", str(PER_NODE)]
+        command += ["--max-restarts", str(RESTARTS), "--rdzv-backend", "c10d"]
+        command += ["--rdzv-id", f"{job.name}-{{attempt}}", "--rdzv-endpoint", endpoint, *WORDS]
+        environment = dict(os.environ, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+        child = subprocess.Popen(command + ["--resume"] * resume, env=environment)
+        try:
+            return child.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            child.send_signal(signal.SIGTERM)  # the ranks save and end
+            return child.wait()
+
+
+def exit_code():
+    try:
+        return json.loads((OUT / "result.json").read_text())["exit_code"]
+    except (OSError, ValueError, KeyError):
+        return 6
+
+
+def attempt(number):
+    resume = any(OUT.glob("checkpoints/step_*"))
+    (OUT / "result.json").unlink(missing_ok=True)
+    group = placement_group([{resources}] * NODES, strategy="STRICT_SPREAD")
+    ray.get(group.ready())
+    try:
+        machines = [
+            Machine.options(
+                num_cpus={job.per_node},{f" num_gpus={job.per_node}," if job.gpu else ""}
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i),
+            ).remote()
+            for i in range(NODES)
+        ]
+        host, port = ray.get(machines[0].address.remote())
+        ray.get([m.run.remote(f"{{host}}:{{port}}", number, resume) for m in machines])
+    except ray.exceptions.RayError as error:
+        print(f"a machine was lost: {{error}}", file=sys.stderr)
+    finally:
+        ray.util.remove_placement_group(group)
+    return exit_code()
+
+
+if __name__ == "__main__":
+    ray.init()
+    OUT.mkdir(parents=True, exist_ok=True)
+    for number in range(1 + RESTARTS):
+        code = attempt(number)
+        if code not in (6, PREEMPTED) or (LIMIT_S is not None and code == PREEMPTED):
+            break
+    sys.exit(code)
+'''

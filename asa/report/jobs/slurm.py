@@ -1,0 +1,53 @@
+"""A plan as a script for Slurm. Options: https://slurm.schedmd.com/sbatch.html."""
+
+from __future__ import annotations
+
+import shlex
+
+from asa.report.jobs.job import ENVIRONMENT, GRACE_S, PREEMPTED, Job, resume_lines, title, verdict_lines
+
+
+def _clock(seconds: float) -> str:
+    minutes = max(1, -(-int(seconds) // 60))
+    return f"{minutes // 60:02d}:{minutes % 60:02d}:00"
+
+
+def slurm(job: Job) -> str:
+    """A script for ``sbatch``. It asks for its signal in time, saves, and queues itself again."""
+    directives = [
+        f"--job-name={job.name}",
+        f"--nodes={job.nodes}",
+        "--ntasks-per-node=1",
+        *([f"--gpus-per-node={job.per_node}"] if job.gpu else [f"--cpus-per-task={job.per_node}"]),
+        *([f"--time={_clock(job.limit_s)}"] if job.limit_s else []),
+        *([f"--partition={job.partition}"] if job.partition else []),
+        "--requeue",
+        f"--signal=TERM@{GRACE_S}",
+        "--open-mode=append",
+        "--output=%x-%j.log",
+    ]
+    container = ""
+    if job.image:
+        image = shlex.quote(job.image)
+        container = f" --container-image={image} --container-mounts=$PWD --container-workdir=$PWD"
+    rendezvous = '--rdzv-backend c10d --rdzv-endpoint "$head:$port" --rdzv-id "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"'
+    first, *others = job.torchrun(rendezvous)
+    others[-1] += " $resume"
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *(f"#SBATCH {d}" for d in directives),
+            f"# {title(job)}",
+            f"# SIGTERM reaches the ranks {GRACE_S} s before the end: all stop at one step and save; it queues again.",
+            ENVIRONMENT,
+            'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+            "port=$((20000 + SLURM_JOB_ID % 20000))",
+            *resume_lines(job),
+            f"srun --kill-on-bad-exit=0{container} {first}",
+            *others,
+            *verdict_lines(job),
+            f'if [ "$code" = {PREEMPTED} ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
+            'exit "$code"',
+            "",
+        ]
+    )

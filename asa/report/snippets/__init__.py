@@ -1,0 +1,40 @@
+"""A plan in the words of other tools: what each can express of it, and in so many words what it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from asa.ir.plan import Plan
+from asa.report.snippets.accelerate import accelerate
+from asa.report.snippets.deepspeed import deepspeed
+from asa.report.snippets.fabric import fabric
+from asa.report.snippets.script import torch_script
+from asa.report.snippets.titan import torchtitan
+from asa.report.whole import Choice
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tool:
+    """``able``: the whole strategies it runs. ``write`` makes the text of a plan as the strategy chosen."""
+
+    able: tuple[str, ...]
+    recompute: Literal["each", "all", "none"]
+    write: Callable[[Plan, Choice], str]
+
+
+TOOLS: dict[str, Tool] = {
+    "torch": Tool(
+        able=("single", "ddp", "zero1", "zero2", "fsdp", "tensor", "layers", "gpipe", "1f1b"),
+        recompute="each",
+        write=torch_script,
+    ),
+    "accelerate": Tool(able=("single", "ddp", "zero1", "zero2", "fsdp"), recompute="all", write=accelerate),
+    "fabric": Tool(able=("single", "ddp", "zero2", "fsdp", "tensor"), recompute="none", write=fabric),
+    "deepspeed": Tool(able=("single", "ddp", "zero1", "zero2", "fsdp"), recompute="none", write=deepspeed),
+    "torchtitan": Tool(
+        able=("single", "ddp", "zero2", "fsdp", "tensor", "gpipe", "1f1b"), recompute="each", write=torchtitan
+    ),
+}
+"""By name."""

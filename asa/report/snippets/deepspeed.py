@@ -1,0 +1,60 @@
+"""A plan as a configuration of DeepSpeed. Keys: https://www.deepspeed.ai/docs/config-json/."""
+
+from __future__ import annotations
+
+import json
+
+from asa.ir.plan import Plan
+from asa.report.snippets.pieces import header, model_lines
+from asa.report.whole import Choice
+
+_STAGE = {"single": 0, "ddp": 0, "zero1": 1, "zero2": 2, "fsdp": 3}
+_OPTIMIZER = {
+    "sgd": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4}},
+    "adamw": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.05}},
+}
+
+
+def deepspeed(plan: Plan, choice: Choice) -> str:
+    """A script with the configuration in it, for ``deepspeed --num_gpus N FILE``."""
+    ranks, parts = plan.num_ranks, plan.num_microbatches
+    rows, rest = divmod(plan.global_batch, ranks * parts)
+    rows = max(1, rows)
+    config = {
+        "train_batch_size": rows * ranks * parts,
+        "train_micro_batch_size_per_gpu": rows,
+        "gradient_accumulation_steps": parts,
+        "optimizer": _OPTIMIZER[plan.optimizer],
+        "zero_optimization": {"stage": _STAGE[choice.name], "overlap_comm": True, "contiguous_gradients": True},
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": plan.precision == "bf16"},
+        "fp16": {"enabled": plan.precision == "fp16"},
+    }
+    more, build = model_lines(plan)
+    uneven = (
+        f"# NOT EXPRESSED: a global batch of {plan.global_batch}: DeepSpeed wants a multiple of {ranks * parts}.\n"
+        if rest
+        else ""
+    )
+    shape = ", ".join(map(str, plan.input_shape))
+    literal = json.dumps(config, indent=4).replace("true", "True").replace("false", "False")
+    return f"""\
+{header(plan, choice)}{uneven}#
+# deepspeed --num_gpus {ranks} FILE
+import deepspeed
+import torch
+import torch.nn.functional as F
+{more}
+
+CONFIG = {literal}
+
+model = {build}
+engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=CONFIG)
+for step in range(10 * engine.gradient_accumulation_steps()):
+    # Your data here: this rank's rows of a microbatch.
+    x = torch.randn({rows}, {shape}, device=engine.device)
+    y = torch.randint({plan.num_classes}, ({rows},), device=engine.device)
+    loss = F.cross_entropy(engine(x), y)
+    engine.backward(loss)
+    engine.step()
+"""

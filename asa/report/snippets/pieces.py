@@ -1,0 +1,54 @@
+"""Pieces of Python that several snippets share."""
+
+from __future__ import annotations
+
+from asa.ir.plan import Plan
+from asa.report.whole import Choice
+
+_OWN = ("bert", "cnn", "gru", "logistic", "lstm", "unet")
+RATES = {"sgd": "lr=0.1, momentum=0.9, weight_decay=5e-4", "adamw": "lr=1e-3, weight_decay=0.05"}
+CLASSES = {"sgd": "SGD", "adamw": "AdamW"}
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def header(plan: Plan, choice: Choice, *, comment: str = "# ") -> str:
+    """What this is, and what it is not, as comment lines."""
+    lines = [
+        f"{plan.model_spec} as {choice.name} on {plan.num_ranks} ranks, global batch {plan.global_batch}, "
+        f"{plan.precision}: a plan of asa.",
+        *(f"NOT EXPRESSED: {note}." for note in choice.notes),
+    ]
+    return "".join(f"{comment}{line}\n" for line in lines)
+
+
+def model_lines(plan: Plan) -> tuple[str, str]:
+    """The import a model needs, and the expression that builds it."""
+    spec, classes, shape = plan.model_spec, plan.num_classes, tuple(plan.input_shape)
+    if spec.startswith("timm:"):
+        return "import timm", f"timm.create_model({spec[5:]!r}, num_classes={classes})"
+    if ":" in spec or spec in _OWN or shape[0] != 3:
+        return (
+            "from asa.zoo.models import build",
+            f"build({spec!r}, num_classes={classes}, input_shape={shape})",
+        )
+    more = f", image_size={shape[-1]}" if spec.startswith("vit_") else ""
+    more += ", init_weights=False" if spec in ("googlenet", "inception_v3") else ""
+    more += ", aux_logits=False" if spec == "inception_v3" else ""
+    return "import torchvision", f"torchvision.models.get_model({spec!r}, weights=None, num_classes={classes}{more})"
+
+
+def names(plan: Plan, *, tensor: bool = False, checkpoint: bool = False) -> list[str]:
+    """Components, or those that are split by tensors, or recomputed."""
+    return [c.name for c in plan.components if (not tensor or c.tensor.degree > 1) and (not checkpoint or c.checkpoint)]
+
+
+def listed(found: list[str], indent: str = "    ") -> str:
+    """A list of names over as many lines as it takes."""
+    lines, line = [], indent
+    for name in found:
+        piece = f'"{name}", '
+        if len(line) + len(piece) > 110:
+            lines.append(line.rstrip())
+            line = indent
+        line += piece
+    return "[\n" + "\n".join([*lines, line.rstrip()]) + "\n]" if found else "[]"

@@ -1,0 +1,225 @@
+"""A plan as a script of plain PyTorch, for torchrun."""
+
+from __future__ import annotations
+
+from asa.ir.plan import Plan
+from asa.report.snippets.pieces import CLASSES, DTYPES, RATES, header, listed, model_lines, names
+from asa.report.whole import Choice
+
+_IMPORTS = {
+    "ddp": ("from torch.nn.parallel import DistributedDataParallel",),
+    "zero1": (
+        "from torch.distributed.optim import ZeroRedundancyOptimizer",
+        "from torch.nn.parallel import DistributedDataParallel",
+    ),
+    "zero2": ("from torch.distributed.fsdp import fully_shard",),
+    "fsdp": ("from torch.distributed.fsdp import fully_shard",),
+    "tensor": (
+        "from torch.distributed.device_mesh import init_device_mesh",
+        "from torch.distributed.tensor import Replicate",
+        "from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module",
+    ),
+}
+_STAGED = {"layers": "ScheduleGPipe", "gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
+
+_DDP = """\
+    devices = [device] if device.type == "cuda" else None
+    net = DistributedDataParallel(net, device_ids=devices, gradient_as_bucket_view=True)
+"""
+_FSDP = """\
+    modules = dict(net.named_modules())
+    for name in UNITS:
+        if name in modules and any(True for _ in modules[name].parameters()):
+            fully_shard(modules[name], reshard_after_forward={reshard})
+    fully_shard(net, reshard_after_forward={reshard})
+"""
+_TENSOR = '''\
+def split(net, mesh):
+    """Linear layers of the components in SPLIT, pair by pair: the first by columns, the second by rows.
+
+    Convolutions and attention stay whole: DTensor does not split them. Whoever needs that keeps asa.
+    """
+    modules = dict(net.named_modules())
+    for name in SPLIT:
+        if name not in modules:
+            continue
+        for module in modules[name].modules():
+            if getattr(module, "inplace", False):
+                module.inplace = False  # what arrives there may be a view
+        inside = {n for n, m in modules[name].named_modules() if isinstance(m, nn.MultiheadAttention)}
+        linear = [
+            n
+            for n, m in modules[name].named_modules()
+            if isinstance(m, nn.Linear) and n.rpartition(".")[0] not in inside
+        ]
+        how = {}
+        for first, second in zip(linear[::2], linear[1::2]):
+            how |= {first: ColwiseParallel(), second: RowwiseParallel()}
+        if len(linear) % 2:
+            how[linear[-1]] = ColwiseParallel(output_layouts=Replicate())
+        if how:
+            parallelize_module(modules[name], mesh, how.get("", how))
+
+
+'''
+_RECOMPUTE = """\
+    for name in RECOMPUTED:
+        parent, _, leaf = name.rpartition(".")
+        if name in dict(net.named_modules()):
+            setattr(net.get_submodule(parent), leaf, checkpoint_wrapper(net.get_submodule(name)))
+"""
+
+
+def torch_script(plan: Plan, choice: Choice) -> str:
+    """The script; synthetic batches stand where the user's data go."""
+    return _pipeline(plan, choice) if choice.name in _STAGED else _one_stage(plan, choice)
+
+
+def _top(plan: Plan, choice: Choice, imports: tuple[str, ...], constants: list[str]) -> str:
+    more, build = model_lines(plan)
+    shape = tuple(plan.input_shape)
+    start = f"torchrun --standalone --nproc-per-node {plan.num_ranks} FILE"
+    plain = ["import torch", "import torch.distributed as dist", "import torch.nn.functional as F"]
+    third = sorted([more] if more.startswith("import") else [])
+    lines = [
+        f"{header(plan, choice)}#\n# {start}",
+        "import os",
+        *(["from contextlib import nullcontext"] if choice.name in ("ddp", "zero1") else []),
+        "",
+        *plain,
+        *third,
+        *(["from torch import nn"] if choice.name == "tensor" else []),
+        *imports,
+        *([] if more.startswith("import") else [more]),
+        "",
+        f"RANKS, GLOBAL_BATCH, MICROBATCHES, STEPS = {plan.num_ranks}, {plan.global_batch}, "
+        f'{plan.num_microbatches}, int(os.environ.get("STEPS", "10"))',
+        *constants,
+        "",
+        "",
+        "def build_model():",
+        "    torch.manual_seed(0)",
+        f"    return {build}.train()" if more.startswith("import") else f"    return {build}",
+        "",
+        "",
+        "def batch(step):",
+        '    """Your data here: the whole batch, the same on every rank."""',
+        "    generator = torch.Generator().manual_seed(step)",
+        f"    x = torch.randn(GLOBAL_BATCH, {', '.join(map(str, shape))}, generator=generator)",
+        f"    return x, torch.randint({plan.num_classes}, (GLOBAL_BATCH,), generator=generator)",
+        "",
+        "",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+_PLACE = """\
+    cuda = {cuda}
+    dist.init_process_group("nccl" if cuda else "gloo")
+    rank = dist.get_rank()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    assert dist.get_world_size() == RANKS, f"start {{RANKS}} ranks"
+"""
+
+
+def _one_stage(plan: Plan, choice: Choice) -> str:
+    name = choice.name
+    constants, imports = [], _IMPORTS.get(name, ())
+    recomputed = names(plan, checkpoint=True)
+    if name in ("fsdp", "zero2"):
+        constants.append(f"UNITS = {listed(names(plan))}  # gathered one at a time")
+    if name == "tensor":
+        split = names(plan, tensor=True) or names(plan)
+        constants.append(f"SPLIT = {listed(split)}")
+    if recomputed:
+        constants.append(f"RECOMPUTED = {listed(recomputed)}")
+        imports = (
+            "from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper",
+            *imports,
+        )
+    text = _top(plan, choice, imports, constants)
+    if name == "tensor":
+        text += _TENSOR
+    text += "def main():\n" + _PLACE.format(cuda=plan.device_type == "cuda")
+    text += "    net = build_model().to(device)\n"
+    text += _RECOMPUTE if recomputed else ""
+    if name in ("ddp", "zero1"):
+        text += _DDP
+    elif name in ("fsdp", "zero2"):
+        text += _FSDP.format(reshard=name == "fsdp")
+    elif name == "tensor":
+        text += f"    split(net, init_device_mesh({plan.device_type!r}, (RANKS,)))\n"
+    optimizer, rates = f"torch.optim.{CLASSES[plan.optimizer]}", RATES[plan.optimizer]
+    if name == "zero1":
+        text += f"    optimizer = ZeroRedundancyOptimizer(net.parameters(), {optimizer}, {rates})\n"
+    else:
+        more = ", foreach=False" if name in ("tensor", "fsdp", "zero2") else ""
+        text += f"    optimizer = {optimizer}(net.parameters(), {rates}{more})\n"
+    alone = name in ("single", "tensor")
+    text += "    for step in range(STEPS):\n        x, y = batch(step)\n"
+    text += (
+        "" if alone else "        x, y = x.tensor_split(RANKS)[rank], y.tensor_split(RANKS)[rank]  # this rank's rows\n"
+    )
+    text += (
+        "        parts = list(zip(x.to(device).tensor_split(MICROBATCHES), y.to(device).tensor_split(MICROBATCHES)))\n"
+    )
+    text += "        total = 0.0\n        for i, (inputs, labels) in enumerate(parts):\n"
+    body = _autocast(plan) + "                loss = F.cross_entropy(net(inputs), labels) / len(parts)\n"
+    if name in ("fsdp", "zero2"):
+        text += "            net.set_requires_gradient_sync(i + 1 == len(parts))\n"
+    if name in ("ddp", "zero1"):
+        inner = "".join("    " + line + "\n" for line in body.rstrip("\n").split("\n"))
+        text += "            with nullcontext() if i + 1 == len(parts) else net.no_sync():\n" + inner
+        text += "                loss.backward()\n"
+    else:
+        text += body + "            loss.backward()\n"
+    text += "            total += loss.item()\n        optimizer.step()\n        optimizer.zero_grad()\n"
+    text += '        if rank == 0:\n            print(f"step {step}: loss {total:.4f}", flush=True)\n'
+    return text + "    dist.destroy_process_group()\n\n\n" + 'if __name__ == "__main__":\n    main()\n'
+
+
+def _autocast(plan: Plan) -> str:
+    on = plan.precision != "fp32"
+    dtype = f", dtype=torch.{DTYPES[plan.precision]}" if on else ", enabled=False"
+    scaler = "  # add torch.amp.GradScaler" if plan.precision == "fp16" else ""
+    return f"            with torch.autocast(device.type{dtype}):{scaler}\n"
+
+
+def _pipeline(plan: Plan, choice: Choice) -> str:
+    schedule = _STAGED[choice.name]
+    cuts = [plan.components[i].name for i in plan.starts()[1:]]
+    imports = (f"from torch.distributed.pipelining import {schedule}, SplitPoint, pipeline",)
+    constants = [f"CUTS = {listed(cuts)}  # the first module of every stage but the first"]
+    text = _top(plan, choice, imports, constants) + "def main():\n"
+    text += _PLACE.format(cuda=plan.device_type == "cuda")
+    optimizer, rates = f"torch.optim.{CLASSES[plan.optimizer]}", RATES[plan.optimizer]
+    return (
+        text
+        + f"""\
+    x, _ = batch(0)
+    cuts = {{name: SplitPoint.BEGINNING for name in CUTS}}
+    pipe = pipeline(build_model(), mb_args=(x[: GLOBAL_BATCH // MICROBATCHES],), split_spec=cuts)
+    stage = pipe.build_stage(rank, device)
+    schedule = {schedule}(stage, n_microbatches=MICROBATCHES, loss_fn=F.cross_entropy)
+    optimizer = {optimizer}(stage.submod.parameters(), {rates})
+    for step in range(STEPS):
+        x, y = batch(step)
+        if rank == 0:
+            schedule.step(x.to(device))
+        elif rank + 1 == RANKS:
+            losses = []
+            schedule.step(target=y.to(device), losses=losses)
+            print(f"step {{step}}: loss {{sum(losses).item() / len(losses):.4f}}", flush=True)
+        else:
+            schedule.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
+"""
+    )

@@ -1,0 +1,34 @@
+"""The timeline of a plan and that of its run in one file: Perfetto shows every rank twice, planned above measured."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from asa.simulator import Timeline, chrome_trace
+
+
+def together(planned: Timeline, measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One document in Chrome's trace format; processes keep their names, and are numbered and sorted by rank."""
+    plan = chrome_trace(planned)
+    events: list[dict[str, Any]] = []
+    for side, documents in enumerate(([plan], measured)):
+        for event in (e for d in documents for e in d["traceEvents"]):
+            place = 2 * event["pid"] + side
+            events.append({**event, "pid": place})
+            if event.get("name") == "process_name":
+                events.append({"name": "process_sort_index", "ph": "M", "pid": place, "args": {"sort_index": place}})
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": plan["otherData"]}
+
+
+def save_together(planned: Timeline, measured: Sequence[Path], path: Path) -> None:
+    """Write :func:`together` of the ranks' own traces to ``path``, compressed."""
+    documents = [json.loads(gzip.decompress(p.read_bytes())) for p in measured]
+    text = json.dumps(together(planned, documents), allow_nan=False).encode()
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_bytes(gzip.compress(text, mtime=0))
+    os.replace(temporary, path)

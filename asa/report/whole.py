@@ -1,0 +1,104 @@
+"""What a plan is when a tool knows one strategy for the whole network: itself, or the nearest that runs there."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+from asa.errors import UsageError
+from asa.ir.plan import Plan
+from asa.report.units import percent, seconds
+
+_DATA = {"replicate": "ddp", "zero1": "zero1", "zero2": "zero2", "zero3": "fsdp", "hsdp": "hsdp"}
+_STAGED = ("layers", "gpipe", "1f1b")
+_WHOLE = (*_DATA.values(), "tensor", *_STAGED)
+
+
+def name_of(plan: Plan) -> str | None:
+    """The whole strategy the plan amounts to; None where components or stages differ."""
+    ranks = plan.num_ranks
+    if ranks == 1:
+        return "single"
+    if any(s.weights for s in plan.stages):
+        return None
+    if plan.strategy in _WHOLE and (plan.strategy not in _STAGED or all(len(s.ranks) == 1 for s in plan.stages)):
+        return plan.strategy  # components that refuse their part of it are run whole there, too
+    data = {c.data.strategy for c in plan.components}
+    degrees = {c.data.degree for c in plan.components}
+    tensor = {c.tensor.degree for c in plan.components}
+    if len(plan.stages) > 1:
+        one_each = all(len(s.ranks) == 1 for s in plan.stages)
+        return plan.schedule if one_each else None
+    if tensor == {1} and degrees == {ranks} and len(data) == 1:
+        return _DATA[data.pop()]
+    if degrees == {1} and tensor <= {1, ranks} and ranks in tensor:
+        return "tensor"
+    return None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The strategy a tool is to run in a plan's stead. ``notes`` say what of the plan is lost, in sentences."""
+
+    name: str
+    notes: tuple[str, ...]
+
+    @property
+    def exact(self) -> bool:
+        """Whether it is the plan itself."""
+        return not self.notes
+
+
+def choose(plan: Plan, able: Collection[str], tool: str, *, recompute: Literal["each", "all", "none"]) -> Choice:
+    """What ``tool``, which runs the whole strategies ``able``, makes of ``plan``: itself where it is one of them, else
+    the fastest of its baselines of one stage that fit (where others are cut, no plan says). ``recompute``: what the
+    tool can recompute, ``each`` component by itself, or only ``all`` of them.
+
+    Raises:
+        UsageError: none of them fits.
+    """
+    own = name_of(plan)
+    recomputed = [c.name for c in plan.components if c.checkpoint]
+    notes = []
+    if recomputed and recompute == "none":
+        notes.append(f"{tool} recomputes nothing by itself, the plan {len(recomputed)} components: expect more memory")
+    elif len(recomputed) not in (0, len(plan.components)) and recompute == "all":
+        notes.append(f"{tool} recomputes all blocks or none: the plan recomputes {len(recomputed)} of them")
+    if own in able:
+        assert own is not None
+        if own == "tensor":
+            split = sum(c.tensor.degree > 1 for c in plan.components)
+            notes.append(
+                f"{tool} splits linear layers only: convolutions and attention in the {split} components that "
+                "the plan splits stay whole"
+            )
+        return Choice(own, tuple(notes))
+    usable = [name for name in able if name not in (*_STAGED, "tensor")]
+    fitting = [b for b in plan.baselines if b.name in usable and b.fits and b.step_time_s is not None]
+    best = min(fitting, key=lambda b: b.step_time_s or 0.0, default=None)
+    if best is None or best.step_time_s is None:
+        raise UsageError(
+            f"{tool} cannot run this plan ({_why(plan, own)}), and none of the baselines it could run fits: "
+            f"{', '.join(sorted(usable))}"
+        )
+    promised = plan.prediction.step_time_s
+    loss = f"{seconds(best.step_time_s)} a step predicted, {seconds(promised)} under the plan"
+    notes.insert(
+        0,
+        f"{tool} cannot express {_why(plan, own)}: this is {best.name}, {loss} "
+        f"({percent(best.step_time_s / promised - 1, signed=True)})",
+    )
+    return Choice(best.name, tuple(notes))
+
+
+def _why(plan: Plan, own: str | None) -> str:
+    """What stands in the way, in the plan's terms."""
+    if own is not None:
+        return f"the whole strategy {own}"
+    layouts = dict.fromkeys(
+        (c.data.strategy, c.data.degree, c.tensor.degree, len(plan.stages[c.stage].ranks)) for c in plan.components
+    )
+    stages = f"{len(plan.stages)} stages of {'/'.join(str(len(s.ranks)) for s in plan.stages)} ranks, "
+    kinds = ", ".join(f"{s} x{d}" + (f" with tensors x{t}" if t > 1 else "") for s, d, t, _ in layouts)
+    return f"{stages if len(plan.stages) > 1 else ''}a layout per component ({kinds})"
