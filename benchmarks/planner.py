@@ -1,12 +1,16 @@
 """How fast the planner is, as a user meets it: whole processes of ``asa plan`` from a profile file.
 
     python benchmarks/planner.py [--quick] [-o FILE]
+    python benchmarks/planner.py --moves 100000
 
 Every row is one process: wall time from its start to its end, its peak resident memory, the step time it found and
 the gap it proved. Cases: the shipped profiles on 8 devices, over fast and slow links, slack and at 1.2 times the least
 memory that fits; a ViT-L-like chain and random chains of 30 components, with what a longer search still gains; 64
 devices in 8 nodes, 1,024 devices, 1,000 components; growth over components and devices; and each solver on instances
 small enough for all of them. Models that are not shipped are chains drawn here, written to a temporary folder.
+
+With ``--moves``, something else: so many plans beside some proved ones (another way for a component, another cut,
+width, number of microbatches) are priced one by one; none may be faster than a plan called optimal, or than a bound.
 
 The record of a full run is ``benchmarks/records/planner.json``. ``--quick`` runs a part, in about a minute.
 """
@@ -43,8 +47,9 @@ from asa.ir.cluster import Cluster  # noqa: E402
 from asa.ir.graph import Component, LayerGraph, TensorSplit  # noqa: E402
 from asa.ir.profile import Profile  # noqa: E402
 from asa.ir.units import GIB  # noqa: E402
-from asa.planner import Request  # noqa: E402
+from asa.planner import Request, plan  # noqa: E402
 from asa.planner.candidate import Prices  # noqa: E402
+from asa.planner.certificate import check  # noqa: E402
 from asa.planner.infeasible import leanest  # noqa: E402
 from asa.planner.space import Space  # noqa: E402
 from asa.strategies import offered  # noqa: E402
@@ -274,6 +279,34 @@ def aligned(cells: Sequence[str]) -> str:
     return "  ".join(f"{c:<{w}}" for c, w in zip(cells, WIDTHS, strict=True)).rstrip()
 
 
+def beside(count: int) -> bool:
+    """Whether none of so many plans beside proved ones was faster than they or their bounds."""
+    problems = [
+        (model, cluster, gpus, share)
+        for model in SHIPPED
+        for cluster, gpus, share in ((FAST, 8, None), (SLOW, 4, None), (FAST, 4, TIGHT))
+    ]
+    fine = True
+    print("plan            cluster          devices  status    plans  step ms    fastest ms  bound ms   floor ms   s")
+    for k, (model, cluster, gpus, share) in enumerate(problems):
+        began = time.perf_counter()
+        profile = codec.load(Profile, ROOT / "profiles" / f"{model}.cpu.fp32.json")
+        links, batch = presets.load(cluster), 64
+        limit = None if share is None else int(tight(ROOT / "profiles" / f"{model}.cpu.fp32.json", cluster, gpus) * GIB)
+        request = Request(gpus=gpus, global_batch=batch, memory_bytes=limit, prefer_simple=False, time_limit_s=20.0)
+        found = plan(profile, links, offered(), request)[0]
+        trial = check(found, profile, links, offered(), request, tries=count // len(problems), seed=k)
+        fine = fine and not trial.refuted
+        figures = (trial.answer_s, trial.fastest_s, trial.lower_bound_s, trial.floor_s)
+        print(
+            f"{model:<15} {cluster:<16} {gpus:<8} {found.certificate.status:<9} {trial.tried:<6} "
+            + " ".join(f"{1e3 * x:<10.4f}" for x in figures)
+            + f" {time.perf_counter() - began:.0f}" + (" REFUTED" if trial.refuted else ""),
+            flush=True,
+        )  # fmt: skip
+    return fine
+
+
 def provenance(*, quick: bool) -> dict[str, Any]:
     """What was run where."""
     revision = subprocess.run(
@@ -296,7 +329,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a part, in about a minute; keeps no record unless -o")
     parser.add_argument("-o", "--output", type=Path, help=f"file to write (default: {RECORD.relative_to(ROOT)})")
+    parser.add_argument("--moves", type=int, metavar="N", help="price N plans beside proved ones instead")
     args = parser.parse_args()
+    if args.moves:
+        sys.exit(not beside(args.moves))
     origin = provenance(quick=args.quick)
     if origin["load_before"] > origin["usable_cores"]:
         print(f"other work runs on this machine (load {origin['load_before']}): wall times are too long")

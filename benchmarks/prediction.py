@@ -3,8 +3,8 @@
     python benchmarks/prediction.py [--models resnet18,vgg11] [--batches 16,32,64] [--budget 40s] [--folder DIR]
     python benchmarks/prediction.py --again --folder DIR      # price the very plans of an earlier run anew
 
-Per model a profile, then per batch one ``asa bench``: every plan is written and hashed before the first step is
-measured, and strategies take turns. A finished cell is kept in the folder, so that a run that was stopped goes on.
+Per model a profile, then per batch one comparison as in ``asa bench``: every plan is written down before the first step
+is measured, and strategies take turns. A finished cell is kept in the folder, so that a run that was stopped goes on.
 ``--again`` measures nothing: it prices the stored plans with today's cost model, from the stored profiles, which shows
 what a change of the model does. Such a table says so, and is no evidence: those measurements were known.
 
@@ -20,18 +20,25 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from asa.cli import ground
 from asa.cost.planned import price_plan
+from asa.errors import InfeasibleError
+from asa.executor.benchmark import BenchOptions
+from asa.executor.benchmark import measure as compete
 from asa.ir import codec
 from asa.ir.cluster import Cluster
 from asa.ir.plan import Plan
 from asa.ir.profile import Profile
+from asa.planner import Request, plan
 from asa.planner.prediction import predict
 from asa.strategies import offered
+from asa.zoo.models import build
 
 SIZES = {"alexnet": "3x64x64", "resnet18": "3x32x32", "resnet50": "3x32x32", "vgg11": "3x32x32",
          "mobilenet_v2": "3x32x32", "vit_b_16": "3x32x32"}  # fmt: skip
@@ -52,7 +59,9 @@ def asa(folder: Path, *words: str) -> str:
     return done.stdout
 
 
-def measure(folder: Path, models: list[str], batches: list[int], gpus: int, budget: str, strategies: str) -> None:
+def measure(
+    folder: Path, models: list[str], batches: list[int], gpus: int, budget_s: float, strategies: list[str]
+) -> None:
     """Profiles, plans and measurements of the whole grid, into ``folder``; what is there already is kept."""
     folder.mkdir(parents=True, exist_ok=True)
     cluster = f"profiles/cluster.local-gloo-{gpus}.json"
@@ -67,47 +76,72 @@ def measure(folder: Path, models: list[str], batches: list[int], gpus: int, budg
             asa(folder, "profile", model, *shape, "--global-batch", str(max(batches)), "-o", profile)
     for batch in batches:
         for model in models:
-            out = f"cells/{model}.{batch}"
-            if (folder / out / "bench.json").is_file():
-                continue
-            print(f"measuring {model}, global batch {batch}", file=sys.stderr, flush=True)
-            words = ("--models", model, "--gpus", str(gpus), "--global-batch", str(batch), "--strategies", strategies)
-            shape = ("--input", SIZES.get(model, "3x32x32"), "--classes", "100", "--cluster", cluster)
-            asa(folder, "bench", *words, *shape, "--data", "synthetic", "--budget", budget, "--out", out, "--json")
+            if not (folder / "cells" / f"{model}.{batch}.json").is_file():
+                print(f"measuring {model}, global batch {batch}", file=sys.stderr, flush=True)
+                run(folder, model, batch, codec.load(Cluster, folder / cluster), gpus, budget_s, strategies)
+
+
+def run(
+    folder: Path, model: str, batch: int, cluster: Cluster, gpus: int, budget_s: float, strategies: list[str]
+) -> None:
+    """One model at one batch: plans into ``folder/plans``, then what they took into ``folder/cells``."""
+    profile = codec.load(Profile, folder / "profiles" / f"{model}.cpu.fp32.json")
+    plans: list[Plan] = []
+    for strategy in strategies:
+        request = Request(gpus=gpus, global_batch=batch, strategies=(strategy,))
+        try:
+            found = plan(profile, cluster, offered(), request)[0]
+        except InfeasibleError as error:
+            print(f"{model} {strategy}: {error}", file=sys.stderr)
+            continue
+        if _conduct(found) not in map(_conduct, plans):
+            plans.append(found)
+            codec.save(found, folder / "plans" / f"{model}.{batch}.{strategy}.json")
+    shape = profile.graph.input_shape
+    factory = partial(build, model, num_classes=profile.graph.num_classes, input_shape=shape, seed=0)
+    data = partial(ground.images, "synthetic", None, shape)
+    options = BenchOptions(budget_s=budget_s, evaluations=0, threads=1)
+    taken = compete(plans, factory, offered(), data, options)
+    rows = [
+        {
+            "strategy": p.strategy,
+            "measured": codec.to_data(cell.step_time),
+            "communication_s": cell.communication_s,
+            "peak_memory": max(cell.peak_memory_bytes or (0,)),
+        }
+        for p, cell in zip(plans, taken, strict=True)
+    ]
+    (folder / "cells").mkdir(exist_ok=True)
+    (folder / "cells" / f"{model}.{batch}.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
 
 
 def cells(folder: Path, *, again: bool) -> list[Cell]:
     """Every cell measured, predicted as it was then, or ``again`` by today's model from the profiles of then."""
     found = []
-    for path in sorted(folder.glob("cells/*/bench.json")):
-        document = json.loads(path.read_text(encoding="utf-8"))
-        cluster = codec.load(Cluster, next(folder.glob("profiles/cluster.*.json")))
-        for row in document["results"]:
-            if row["step_time_s"] is None:
-                continue
-            plan = codec.load(Plan, path.parent / "plans" / f"{row['model']}.{row['strategy']}.json")
-            profile = codec.load(Profile, folder / "profiles" / f"{row['model']}.cpu.fp32.json")
-            prediction = plan.prediction
+    cluster = codec.load(Cluster, next(folder.glob("profiles/cluster.*.json")))
+    for path in sorted(folder.glob("cells/*.json")):
+        model, batch, _ = path.name.split(".")
+        profile = codec.load(Profile, folder / "profiles" / f"{model}.cpu.fp32.json")
+        for row in json.loads(path.read_text(encoding="utf-8")):
+            used = codec.load(Plan, folder / "plans" / f"{model}.{batch}.{row['strategy']}.json")
+            prediction = used.prediction
             if again:
-                widths = [len(s.ranks) for s in plan.stages]
-                price = price_plan(plan, profile, cluster, offered())
-                prediction = predict(price, profile, widths=widths, global_batch=plan.global_batch)
+                price = price_plan(used, profile, cluster, offered())
+                widths = [len(s.ranks) for s in used.stages]
+                prediction = predict(price, profile, widths=widths, global_batch=used.global_batch)
             found.append(
                 {
-                    "model": row["model"],
-                    "strategy": row["strategy"],
-                    "ranks": row["ranks"],
-                    "global_batch": row["global_batch"],
+                    "model": model,
+                    "ranks": used.num_ranks,
+                    "global_batch": int(batch),
                     "predicted_s": prediction.step_time_s,
                     "low_s": prediction.step_time_low_s,
                     "high_s": prediction.step_time_high_s,
                     "predicted_memory": max(prediction.memory_bytes_per_rank),
                     "predicted_communication_s": prediction.exposed_communication_s,
-                    "naive_s": naive(plan, profile, cluster),
-                    "measured": row["step_time_s"],
-                    "communication_s": row["communication_s"],
-                    "peak_memory": row["peak_memory_bytes"],
-                    "conduct": _conduct(plan),
+                    "naive_s": naive(used, profile, cluster),
+                    "plan": codec.fingerprint(used),
+                    **row,
                 }
             )
     return found
@@ -126,18 +160,6 @@ def naive(plan: Plan, profile: Profile, cluster: Cluster) -> float:
     table = next(t for t in cluster.levels[-1].tables if t.op == "all_reduce" and t.ranks == plan.num_ranks)
     latency, (size, seconds) = table.points[0][1], table.points[-1]
     return compute + latency + profile.graph.parameter_bytes * seconds / size
-
-
-def distinct(found: list[Cell]) -> list[Cell]:
-    """Cells without those that ran the very plan of another."""
-    seen: set[tuple[object, ...]] = set()
-    kept = []
-    for c in found:
-        key = (c["model"], c["global_batch"], c["conduct"])
-        if key not in seen:
-            seen.add(key)
-            kept.append(c)
-    return kept
 
 
 def error(cell: Cell, key: str = "predicted_s") -> float:
@@ -187,7 +209,10 @@ def show(found: list[Cell], again: bool) -> None:
     """Both tables, on standard output."""
     if again:
         print("priced anew after the measurement: what a change of the model does, and no evidence")
-    print(f"{'model':14}{'batch':>6} {'strategy':10}{'measured':>10}{'predicted':>10}{'error':>8}{'in 90 %':>8}{'memory':>8}")
+    print(
+        f"{'model':14}{'batch':>6} {'strategy':10}{'measured':>10}{'predicted':>10}{'error':>8}{'in 90 %':>8}"
+        f"{'memory':>8}"
+    )
     for c in found:
         inside = c["low_s"] <= c["measured"]["median"] <= c["high_s"]
         memory = f"{c['predicted_memory'] / c['peak_memory'] - 1:+.1%}" if c["peak_memory"] else "-"
@@ -208,15 +233,15 @@ def main() -> None:
     parser.add_argument("--batches", default="16,32,64")
     parser.add_argument("--strategies", default=STRATEGIES)
     parser.add_argument("--gpus", type=int, default=2)
-    parser.add_argument("--budget", default="40s", help="for measuring one model at one batch")
+    parser.add_argument("--budget", type=float, default=40.0, help="seconds for one model at one batch")
     parser.add_argument("--folder", type=Path, default=Path("runs/prediction"))
     parser.add_argument("--again", action="store_true", help="measure nothing; price the stored plans anew")
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
     batches = [int(b) for b in args.batches.split(",")]
     if not args.again:
-        measure(args.folder, args.models.split(","), batches, args.gpus, args.budget, args.strategies)
-    found = distinct(cells(args.folder, again=args.again))
+        measure(args.folder, args.models.split(","), batches, args.gpus, args.budget, args.strategies.split(","))
+    found = cells(args.folder, again=args.again)
     show(found, args.again)
     if args.output is not None:
         document = {"schema_version": 1, "priced_again": args.again, "scores": scores(found), "cells": found}

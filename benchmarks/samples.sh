@@ -20,6 +20,8 @@ sample explain explain
 sample simulate simulate
 sample verify verify
 sample train train --data synthetic --epochs 1 --steps-per-epoch 10 --out runs/train/cnn
+sample export export
+sample launch launch slurm --train '--epochs 90 --data cifar100' --time 12h
 sample bench bench --models cnn --global-batch 16 --data synthetic --budget 20s --out runs/bench/cnn
 sample bench-truth bench truth
 sample doctor doctor

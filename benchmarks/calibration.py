@@ -1,0 +1,84 @@
+"""Whether predictions know how sure they are: coverage of their intervals, and P(best) and regret against the truth.
+
+    python benchmarks/calibration.py [RECORD ...] [--folder DIR] [-o FILE]
+
+Records are the JSON documents of ``asa bench``, ``asa bench --check-sealed``, ``benchmarks/prediction.py`` and
+``benchmarks/regret.py`` (default: all of them in ``benchmarks/records``). Every cell that was predicted with an
+interval and measured counts for coverage; cells of regret records also for P(best) and expected regret.
+The figure goes to the folder as SVG, PDF, PNG and CSV.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from asa.report.calibration import Outcome, Told, chart, scores
+from asa.report.page import draw
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORDS = ROOT / "benchmarks" / "records"
+BEST = 0.01
+"""A choice within it of the best measured counts as the best: closer than two runs of one plan come."""
+
+
+def told(document: dict[str, Any]) -> Iterator[Told]:
+    """Every cell with an interval and a measurement, whatever kind of record it is in."""
+    for row in document.get("results", ()):
+        if row["step_time_s"] is not None and row.get("predicted_low_s") is not None:
+            yield Told(
+                low_s=row["predicted_low_s"], high_s=row["predicted_high_s"], measured_s=row["step_time_s"]["median"]
+            )  # fmt: skip
+    for cell in document.get("cells", ()):
+        if cell.get("measured") and "low_s" in cell:
+            yield Told(low_s=cell["low_s"], high_s=cell["high_s"], measured_s=cell["measured"]["median"])
+        for plan in cell.get("screened", ()):
+            yield Told(low_s=plan["low_s"], high_s=plan["high_s"], measured_s=plan["step_s"])
+
+
+def outcomes(document: dict[str, Any]) -> Iterator[Outcome]:
+    """What was said of choices, before and after verification, and how they turned out."""
+    for cell in document.get("cells", ()):
+        if "regret" not in cell or not cell.get("confidence"):
+            continue
+        said = cell["confidence"]
+        yield Outcome(
+            p_best=said["p_best"], expected_regret=said["expected_regret"], best=cell["regret"] <= BEST,
+            regret=cell["regret"],
+        )  # fmt: skip
+        if cell.get("verified") and cell.get("verified_regret") is not None:
+            said, regret = cell["verified"]["after"], cell["verified_regret"]
+            yield Outcome(
+                p_best=said["p_best"], expected_regret=said["expected_regret"], best=regret <= BEST, regret=regret
+            )  # fmt: skip
+
+
+def main() -> None:
+    """Read, score, draw."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("records", nargs="*", type=Path)
+    parser.add_argument("--folder", type=Path, default=RECORDS / "figures")
+    parser.add_argument("-o", "--output", type=Path)
+    args = parser.parse_args()
+    paths = args.records or sorted(RECORDS.glob("*.json"))
+    documents = [json.loads(p.read_text(encoding="utf-8")) for p in paths]
+    intervals = [t for d in documents for t in told(d)]
+    choices = [x for d in documents for x in outcomes(d)]
+    found = scores(intervals, choices)
+    for path, document in zip(paths, documents, strict=True):
+        own = list(told(document))
+        if own:
+            print(f"{path.name}: {sum(t.inside() for t in own)} of {len(own)} cells in their 90 % intervals")
+    print(json.dumps(found, indent=1))
+    written, _ = draw(chart(intervals, choices), args.folder)
+    print(f"wrote {written[0]}")
+    if args.output is not None:
+        document = {"schema_version": 1, "records": [p.name for p in paths], "scores": found}
+        args.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""Randomly drawn plans, verified: whatever stages, widths, layouts, strategies and schedules, the numbers are the same.
+
+    python benchmarks/verify_random.py [--count 200] [--seed 0] [--models cnn,unet] [-o records/verify_random.json]
+
+A draw: a model, 2 to 4 ranks, stages of any widths cut anywhere the model may be cut, a schedule, 1 to 4 microbatches
+of uneven sizes, and per component a layout, a data strategy, recomputation; SGD or AdamW. Each is checked as ``asa
+verify`` does (:mod:`asa.executor.equivalence`); one device's answers are kept for the plans that share them. Draw i is
+a function of the seed and i, so ``--only 17`` repeats one. The record is written after every draw.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from asa.cost import presets
+from asa.cost.estimate import estimate
+from asa.errors import AsaError
+from asa.executor.equivalence import STEPS, Trace, _Outcome, _run, alone, judge
+from asa.ir.codec import to_data
+from asa.ir.graph import Component, LayerGraph
+from asa.ir.plan import Assignment, DataDegree, Plan, Stage, TensorDegree
+from asa.launch import run_ranks
+from asa.planner import Request, plan
+from asa.sharding.describe import layer_graph
+from asa.strategies import offered
+from asa.tracing import trace
+from asa.zoo.models import build, default_input
+
+CLASSES = 10
+MODELS = {
+    "cnn": 6, "lstm": 5, "gru": 2, "bert": 5, "unet": 5, "resnet18": 6, "googlenet": 2, "densenet121": 2, "resnet50": 2,
+    "vgg16": 1, "vit_b_16": 1,
+}  # fmt: skip
+"""How often each is drawn: those that take seconds more often than those that take minutes."""
+SMALLEST = ("cnn", "lstm", "bert", "unet")
+RECORD = Path(__file__).parent / "records" / "verify_random.json"
+
+
+@cache
+def subject(model: str) -> tuple[LayerGraph, Plan]:
+    """The model's graph, and any plan of it."""
+    shape, _ = default_input(model)
+    traced = trace(build(model, num_classes=CLASSES, input_shape=shape), torch.zeros(2, *shape), name=model)
+    graph = layer_graph(traced, model=model, input_shape=shape, num_classes=CLASSES)
+    cluster = presets.load("a100-nvlink-8")
+    profile = estimate(
+        graph, cluster.device, model_spec=model, model_fingerprint=traced.model_fingerprint, global_batch=64
+    )
+    request = Request(gpus=2, global_batch=64, strategies=("ddp",))
+    return graph, plan(profile, cluster, offered(), request)[0]
+
+
+def _widths(draw: random.Random, ranks: int, most: int) -> list[int]:
+    stages = draw.randint(1, min(ranks, most))
+    cuts = sorted(draw.sample(range(1, ranks), stages - 1))
+    return [b - a for a, b in zip([0, *cuts], [*cuts, ranks], strict=True)]
+
+
+def _assigned(draw: random.Random, c: Component, width: int, stage: int, before: Assignment | None) -> Assignment:
+    """A component's way; as its neighbour's layout half of the time, so that segments of several come about."""
+    choices = [
+        (d, t)
+        for d in range(1, width + 1)
+        for t in range(1, width + 1)
+        if width % (d * t) == 0 and (t == 1 or (c.split is not None and t <= c.split.max_degree))
+    ]
+    d, t = draw.choice(choices)
+    if c.tied:
+        d, t = width, 1
+    strategies = list(offered().data)
+    if before is not None and before.stage == stage and not c.tied and draw.random() < 0.5:
+        same = (before.data.degree, before.tensor.degree)
+        d, t = same if same in choices else (d, t)
+        strategies = [before.data.strategy]
+    if d == 1 or not c.parameter_bytes or c.tied:
+        strategies = ["replicate"]
+    strategy = draw.choice(strategies)
+    shards = None
+    if strategy == "hsdp":
+        parts = [s for s in range(2, d) if d % s == 0]
+        strategy, shards = ("hsdp", draw.choice(parts)) if parts else ("zero3", None)
+    if offered().data[strategy].refusal(c, d):
+        strategy, shards = "replicate", None
+    data = DataDegree(strategy=strategy, degree=d, shards=shards)  # type: ignore[arg-type]
+    return Assignment(
+        name=c.name, stage=stage, data=data,
+        tensor=TensorDegree(strategy="tensor" if t > 1 else "none", degree=t), checkpoint=draw.random() < 0.2,
+    )  # fmt: skip
+
+
+def drawn(model: str, draw: random.Random, most_ranks: int) -> tuple[Plan, int]:
+    """A plan, and the samples to verify it on."""
+    graph, base = subject(model)
+    starts = [i for i in range(1, len(graph)) if graph.cuttable(i)]
+    ranks = draw.randint(2, most_ranks)
+    widths = _widths(draw, ranks, 1 + len(starts))
+    begins = [0, *sorted(draw.sample(starts, len(widths) - 1))]
+    microbatches = draw.randint(1, 4)
+    schedule = "none"
+    if len(widths) > 1:
+        known = offered().schedules
+        able = [n for n, s in known.items() if not s.refusal(len(widths), microbatches)]
+        schedule = draw.choice(able)
+    components: list[Assignment] = []
+    for i, c in enumerate(graph.components):
+        stage = max(s for s, first in enumerate(begins) if first <= i)
+        before = components[-1] if components else None
+        components.append(_assigned(draw, c, widths[stage], stage, before))
+    stages, first = [], 0
+    for width in widths:
+        stages.append(Stage(ranks=tuple(range(first, first + width))))
+        first += width
+    made = replace(
+        base, components=tuple(components), stages=tuple(stages), gpus=ranks, strategy="asa",
+        schedule=schedule,  # type: ignore[arg-type]
+        num_microbatches=microbatches, optimizer=draw.choice(("sgd", "adamw")),
+    )  # fmt: skip
+    # Two of every shard at least, an odd number on top: uneven microbatches and shards.
+    samples = microbatches * 4 * max(2, ranks // 2) + draw.choice((0, 0, 1, 3))
+    return made, samples
+
+
+def _reference(path: Path, made: Plan, factory: Any, samples: int) -> None:
+    """One device's answers, on the disk."""
+    one, cpu = alone(made), torch.device("cpu")
+    run = partial(_run, one, factory, offered(), 0, cpu, samples=samples)
+    found = {
+        "one64": run(dtype=torch.float64, steps=STEPS),
+        "one32": run(dtype=torch.float32, steps=1),
+        "permuted64": run(dtype=torch.float64, steps=STEPS, permute=True),
+        "permuted32": run(dtype=torch.float32, steps=1, permute=True),
+    }
+    torch.save({k: vars(t) for k, t in found.items()}, path)
+
+
+def _on_rank(rank: int, made: Plan, factory: Any, samples: int, path: Path) -> dict[str, Any]:
+    cpu = torch.device("cpu")
+    spread64 = _run(made, factory, offered(), rank, cpu, samples=samples, dtype=torch.float64, steps=STEPS)
+    spread32 = _run(made, factory, offered(), rank, cpu, samples=samples, dtype=torch.float32, steps=1)
+    if rank:
+        return {}
+    if not path.is_file():
+        _reference(path, made, factory, samples)
+    kept = {k: Trace(**v) for k, v in torch.load(path, weights_only=True).items()}
+    found = judge(_Outcome(spread64, spread32, **kept), made, samples)
+    document = to_data(found)
+    del document["tensors"]
+    return dict(document)
+
+
+def in_words(made: Plan) -> str:
+    """A plan in a line."""
+    parts = []
+    for s, stage in enumerate(made.stages):
+        ways = [
+            f"{c.data.strategy[0]}{c.data.strategy[-1]}{c.data.degree}t{c.tensor.degree}"
+            + ("c" if c.checkpoint else "")
+            for c in made.components
+            if c.stage == s
+        ]
+        parts.append(f"{len(stage.ranks)}[" + " ".join(ways[:8]) + (" ..." if len(ways) > 8 else "") + "]")
+    return f"{made.schedule} m{made.num_microbatches} {made.optimizer} " + " ".join(parts)
+
+
+def check(index: int, seed: int, models: Sequence[str], most_ranks: int, folder: Path) -> dict[str, Any]:
+    """Draw number ``index``, verified."""
+    draw = random.Random(f"{seed}/{index}")
+    model = draw.choices(models, [MODELS.get(m, 1) for m in models])[0]
+    made, samples = drawn(model, draw, most_ranks)
+    shape, _ = default_input(model)
+    factory = partial(build, model, num_classes=CLASSES, input_shape=shape)
+    row: dict[str, Any] = {"draw": index, "model": model, "samples": samples, "plan": in_words(made)}
+    path = folder / f"{model}.{made.num_microbatches}.{samples}.{made.optimizer}.pt"
+    began = time.monotonic()
+    try:
+        found = run_ranks(made.num_ranks, _on_rank, made, factory, samples, path, threads=1, timeout_s=900)[0]
+    except AsaError as error:
+        found = {"equivalent": False, "reason": f"{type(error).__name__}: {error}"[:400]}
+    gc.collect()
+    return row | found | {"seconds": round(time.monotonic() - began, 1)}
+
+
+def main() -> None:
+    """Draw, verify, print, and keep the record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--first", type=int, default=0, help="number of the first draw")
+    parser.add_argument("--only", type=int, default=None, help="this draw alone")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--ranks", type=int, default=4, help="the most")
+    parser.add_argument("-o", "--output", type=Path, default=None)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    indices = [args.only] if args.only is not None else range(args.first, args.first + args.count)
+    rows: list[dict[str, Any]] = []
+    if args.output is not None and args.output.is_file():
+        rows = json.loads(args.output.read_text())["draws"]
+    done = {row["draw"] for row in rows}
+    print(f"{'draw':>4} {'model':12} same {'error':>8} {'floor':>8} seconds  plan", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for index in indices:
+            if index in done:
+                continue
+            row = check(index, args.seed, args.models.split(","), args.ranks, Path(folder))
+            rows.append(row)
+            figures = f"{row.get('max_rel_error', float('nan')):8.0e} {row.get('noise_floor', float('nan')):8.0e}"
+            same = "yes" if row["equivalent"] else "NO"
+            told = f"{row['plan']} {row.get('reason', '')}"
+            print(f"{index:4} {row['model']:12} {same:4} {figures} {row['seconds']:7.1f}  {told}", flush=True)
+            if args.output is not None:
+                header = {"torch": torch.__version__, "seed": args.seed, "models": args.models, "classes": CLASSES}
+                args.output.parent.mkdir(parents=True, exist_ok=True)
+                args.output.write_text(json.dumps({**header, "draws": rows}, indent=1) + "\n")
+    good = sum(row["equivalent"] for row in rows)
+    print(f"{good} of {len(rows)} draws train as one device does")
+    raise SystemExit(0 if good == len(rows) else 1)
+
+
+if __name__ == "__main__":
+    main()
