@@ -233,13 +233,15 @@ class Pricer:
         added = memory.gradients if memory.accumulated is None else memory.accumulated
         full = OPTIMIZER_WORDS[self._optimizer] * share.parameter_bytes
         part = memory.optimizer / full if full > 0 else 0.0
+        # From the second microbatch on a fresh gradient lies beside the one that it is added to.
+        fresh = share.largest_parameter_bytes if several and way.layout.data == 1 else 0.0
         # Around the update activations are gone, and all gradients there. Taken as a transient of the component's
         # backward, that differs by the activations up to it and the gradients in front of it.
         footprint = Footprint(
             state=memory.state + (added + memory.kept if several else 0.0) - (memory.optimizer if way.offload else 0.0),
             activations=saved * margin() + (0.0 if several else memory.kept),
             gradients=0.0 if several else memory.gradients,
-            transient=max(transient, memory.updating),
+            transient=max(transient + fresh, memory.updating),
         )
         if way.offload:
             return footprint, host_update(self._cluster, self._optimizer, part * share.parameter_bytes, self._busy)

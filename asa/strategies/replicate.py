@@ -37,7 +37,7 @@ class Replicate(DataStrategy):
             optimizer=OPTIMIZER_WORDS[optimizer] * size,
             buffers=share.buffer_bytes,
             buckets=0.0 if degree == 1 else size,
-            accumulated=size,
+            accumulated=None if degree == 1 else size,
             transient=0.0 if degree == 1 else share.largest_parameter_bytes,
         )
 

@@ -38,7 +38,7 @@ class SharedOptimizer(DataStrategy):
             optimizer=OPTIMIZER_WORDS[optimizer] * part,
             buffers=share.buffer_bytes,
             buckets=0.0 if degree == 1 else size,
-            accumulated=size,
+            accumulated=None if degree == 1 else size,
             transient=0.0 if degree == 1 else share.largest_parameter_bytes,
             updating=0.0 if degree == 1 else min(size, degree * SENT_BYTES),
         )
