@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby
 
-from asa.cost.pricing import Way
 from asa.ir.cluster import Cluster
 from asa.ir.layout import Layout, lowest_terms
 from asa.planner.candidate import Candidate, Prices
@@ -21,7 +20,7 @@ from asa.planner.formulate import Formulation, formulate
 from asa.planner.pipelines import Skeleton
 from asa.planner.problem import MS, Choice
 from asa.planner.space import Allowed, widths
-from asa.planner.staged import StagedSpace
+from asa.planner.staged import StagedSpace, ways_of
 
 _STEPS = 24
 """Weights that are tried of a stage with devices of two speeds, beside equal ones and those in proportion to speed."""
@@ -176,18 +175,13 @@ class KindSpace(StagedSpace):
 
     def candidate(self, skeleton: Skeleton, choices: Sequence[Choice]) -> Candidate:
         """The candidate that choices of a pipeline stand for."""
-        ways: list[Way] = []
-        for start, width, choice in zip(skeleton.starts, skeleton.widths, choices, strict=True):
-            found = self.formulation(width, skeleton.num_microbatches)
-            assert found is not None
-            ways += found.picked(start, choice)
         return Candidate(
             origin="asa",
             widths=tuple(self.width(w) for w in skeleton.widths),
             starts=skeleton.starts,
             schedule=skeleton.schedule,  # type: ignore[arg-type]
             num_microbatches=skeleton.num_microbatches,
-            ways=tuple(ways),
+            ways=ways_of(skeleton, choices, self.formulation),
         )
 
 

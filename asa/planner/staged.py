@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from asa.cost.pricing import Way
 from asa.interfaces.schedule import Schedule
@@ -15,6 +15,18 @@ from asa.planner.space import MOST_IN_A_PIPELINE, Allowed, widths
 
 _NEVER_MS = 1e9
 """A hand-over where no stage may begin: finite, so that bounds can be subtracted, and never worth it."""
+
+
+def ways_of(
+    skeleton: Skeleton, choices: Sequence[Choice], formulated: Callable[[int, int], Formulation | None]
+) -> tuple[Way, ...]:
+    """How each component runs, of a pipeline whose stages chose from ``formulated(width, microbatches)``."""
+    ways: list[Way] = []
+    for start, width, choice in zip(skeleton.starts, skeleton.widths, choices, strict=True):
+        found = formulated(width, skeleton.num_microbatches)
+        assert found is not None
+        ways += found.picked(start, choice)
+    return tuple(ways)
 
 
 class StagedSpace:
@@ -90,16 +102,11 @@ class StagedSpace:
 
     def candidate(self, skeleton: Skeleton, choices: Sequence[Choice]) -> Candidate:
         """The candidate that choices of a pipeline stand for."""
-        ways: list[Way] = []
-        for start, width, choice in zip(skeleton.starts, skeleton.widths, choices, strict=True):
-            found = self.formulation(width, skeleton.num_microbatches)
-            assert found is not None
-            ways += found.picked(start, choice)
         return Candidate(
             origin="asa",
             widths=skeleton.widths,
             starts=skeleton.starts,
             schedule=skeleton.schedule,  # type: ignore[arg-type]
             num_microbatches=skeleton.num_microbatches,
-            ways=tuple(ways),
+            ways=ways_of(skeleton, choices, self.formulation),
         )
