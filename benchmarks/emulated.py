@@ -43,7 +43,7 @@ from asa.errors import InfeasibleError
 from asa.executor.emulated import EmulationOptions, measure_emulated
 from asa.executor.emulation import EmulatedDevice
 from asa.ir import codec
-from asa.ir.cluster import Cluster, CollectiveTable, Level
+from asa.ir.cluster import Cluster, CollectiveTable, Level, Sharding
 from asa.ir.plan import Plan
 from asa.ir.profile import Profile
 from asa.ir.units import KIB
@@ -53,6 +53,7 @@ from asa.planner import plan as solve
 from asa.profiler.clock import clock_of
 from asa.profiler.collectives import measure_tables
 from asa.profiler.rounds import agree
+from asa.profiler.waiting import measure_sharding
 from asa.strategies import offered
 from asa.tracing import TracedModel, trace
 from asa.zoo.models import build
@@ -118,9 +119,11 @@ def traced_of(profile: Profile) -> TracedModel:
     return trace(model, torch.zeros((2, channels, height, width)), name=profile.model_spec)
 
 
-def _tables_on(rank: int, sizes: Sequence[int], limit_s: float, source: str) -> tuple[CollectiveTable, ...]:
+def _links_on(
+    rank: int, sizes: Sequence[int], limit_s: float, source: str
+) -> tuple[tuple[CollectiveTable, ...], Sharding]:
     world = dist.get_world_size()
-    counts = [n for n in (2, 4, 8, 16) if n <= world]
+    counts = sorted({n for n in (2, 4, 8, 16) if n <= world} | {world})
     groups = {n: dist.new_group(list(range(n))) for n in counts}
     found: list[CollectiveTable] = []
     device = torch.device("cpu")
@@ -132,13 +135,16 @@ def _tables_on(rank: int, sizes: Sequence[int], limit_s: float, source: str) -> 
                 say=lambda *_: None,
             )  # fmt: skip
         agree()
-    return tuple(found)
+    everybody = groups[world]
+    assert isinstance(everybody, dist.ProcessGroup)
+    sharding = measure_sharding(device, clock_of(device), everybody, slice_s=limit_s / 2)
+    return tuple(found), sharding
 
 
 def links(num_ranks: int, megabits: float, limit_s: float) -> Cluster:
     """The links as ranks find them, between devices that do not matter yet."""
     source = f"measured in place over {megabits:g} Mbit/s links, torch {torch.__version__}, gloo"
-    tables = run_ranks(num_ranks, _tables_on, SIZES, limit_s, source, threads=1, limit_s=300 + 5 * limit_s)[0]
+    tables, sharding = run_ranks(num_ranks, _links_on, SIZES, limit_s, source, threads=1, limit_s=300 + 5 * limit_s)[0]
     preset = presets.load(GPU)
     return replace(
         preset,
@@ -146,6 +152,7 @@ def links(num_ranks: int, megabits: float, limit_s: float) -> Cluster:
         backend="gloo",
         num_devices=num_ranks,
         levels=(Level(name="shaped links", devices=num_ranks, tables=tables),),
+        sharding=sharding,
         status="measured",
         source=source,
     )

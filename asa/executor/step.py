@@ -149,13 +149,28 @@ class _Step:
         if links.leaving is not None:
             # It has arrived by now, or is about to: what was sent need not be kept.
             links.leaving.settle(keep=len(self.flights))
+        sent = self._send_when_known(flight.entry, self._size(action))
         with model.reduction.backward(last=last, in_flight=len(self.flights)):
             if flight.exit.requires_grad:
                 flight.exit.backward(gradient)
         if links.gradient_out is not None:
-            found = flight.entry.grad
-            links.gradient_out.send(torch.zeros_like(flight.entry) if found is None else found, self._size(action))
+            if not sent:
+                links.gradient_out.send(torch.zeros_like(flight.entry), self._size(action))
             links.gradient_out.settle(keep=_GRADIENTS_UNDER_WAY)
+
+    def _send_when_known(self, entry: Tensor, size: int) -> list[Tensor]:
+        """Have the gradient of what entered the stage sent as soon as it is there: a backward that reduces gradients
+        ends when all of them are reduced, which no other stage need wait for. The list fills as it is sent."""
+        sent: list[Tensor] = []
+        out = self.model.links.gradient_out
+        if out is not None:
+
+            def send(gradient: Tensor) -> None:
+                sent.append(gradient)
+                out.send(gradient, size)
+
+            entry.register_hook(send)
+        return sent
 
 
 def forward_backward(

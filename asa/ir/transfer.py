@@ -11,6 +11,7 @@ fewest rows so far. Gradients go back by the same law with the two sides exchang
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 from asa.ir.codec import noun
 from asa.ir.layout import Boundary, Layout
@@ -32,6 +33,7 @@ class Message:
         return self.stop - self.start
 
 
+@lru_cache(maxsize=1024)
 def transfers(
     source: Layout, source_ranks: tuple[int, ...], target: Layout, target_ranks: tuple[int, ...], rows: int
 ) -> tuple[Message, ...]:
