@@ -244,8 +244,9 @@ class Emulation:
         if full > 0:
             part = memory.optimizer / full
             self._update_s += part * self._times.update(
-                component, assignment.tensor.degree, self._plan.optimizer, share.parameter_bytes, self._bandwidth
-            )
+                component, assignment.tensor.degree, self._plan.optimizer, share.parameter_bytes, self._bandwidth,
+                looped=memory.parameters < share.parameter_bytes,
+            )  # fmt: skip
         copied = constant("ddp_bucket_passes") * memory.buckets
         sleeper = _Sleeper(
             component, traced, self._forms[traced.name], assignment, axis, self._times, self.clock, self._zeros,

@@ -16,8 +16,8 @@ from asa.profiler.effort import line_through
 from asa.profiler.rounds import LEAST_SAMPLES, agree, time_together
 from asa.sharding import direct
 
-SIZES: tuple[int, ...] = (*(KIB << (2 * k) for k in range(9)),)
-"""1 KiB to 64 MiB; a bucket of gradients has 25 MiB."""
+SIZES: tuple[int, ...] = (*(KIB << (2 * k) for k in range(10)),)
+"""1 KiB to 256 MiB; a bucket of gradients has 25 MiB, unless one parameter has more."""
 
 _WORD = 4
 
