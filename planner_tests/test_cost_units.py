@@ -91,7 +91,7 @@ def test_more_around_is_never_less(held: Any, around: dict[str, Any]) -> None:
 
 
 def test_a_unit_that_dominates_is_there_twice_with_its_part_counted_apart() -> None:
-    """Weights and gradients, or, with gloo, the buffer they are scattered from and gloo's copy of it."""
+    """Weights and gradients, or, on CPUs, the buffer they are scattered from and what is received."""
     assert released(share(100.0), 2, Beside(rest=100.0)) == 150.0
     assert released(share(100.0), 2, Beside(rest=100.0, copying=True)) == 200.0
     assert released(share(27.0), 2, Beside(front=27.0, behind=27.0, rest=54.0, copying=True)) == 3.5 * 27

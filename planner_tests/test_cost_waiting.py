@@ -7,12 +7,15 @@ from dataclasses import replace
 import pytest
 
 from asa.cost import presets
+from asa.cost.compute import LOOPED, PASSES
 from asa.cost.pricing import Pricer, Way, times_of
 from asa.cost.spread import waiting
 from asa.errors import InvalidInputError
 from asa.ir.cluster import Sharding, Waiting
+from asa.ir.codec import build
 from asa.ir.layout import Layout
 from asa.ir.plan import DataDegree, TensorDegree
+from asa.profiler.waiting import _falling
 from asa.strategies import offered
 from planner_tests.nouns import profile as chain_profile
 
@@ -80,3 +83,47 @@ def test_sharded_units_cost_their_handling(cluster):
     assert b.bucket_s - a.bucket_s == pytest.approx(1e-3 + 1e-9 * size)
     replicas = DataDegree(strategy="replicate", degree=2)
     assert _component(quiet, replicas, whole) == _component(costly, replicas, whole)
+
+
+def test_where_ranks_are_cpus_they_also_meet_at_scattered_gradients_and_weights_gathered_once(cluster):
+    sharded = DataDegree(strategy="zero2", degree=2)
+    whole = TensorDegree(strategy="none", degree=1)
+    quiet = replace(cluster, waiting=None)
+    a, b = _component(quiet, sharded, whole), _component(cluster, sharded, whole)
+    assert a == b, "scatters of a GPU run beside backward"
+    on_cpu = replace(cluster, device=replace(cluster.device, type="cpu"))
+    a, b = _component(replace(on_cpu, waiting=None), sharded, whole), _component(on_cpu, sharded, whole)
+    assert b.forward_communication_s > a.forward_communication_s == 0
+    assert b.backward_communication_s > a.backward_communication_s == 0
+    assert b.update_communication_s == a.update_communication_s
+
+
+def test_sharded_tensors_are_updated_one_after_the_other(cluster):
+    quiet = replace(cluster, waiting=None, sharding=Sharding(unit_s=0.0, byte_s=0.0))
+    costly = replace(quiet, sharding=Sharding(unit_s=0.0, byte_s=0.0, tensor_s=1e-4))
+    whole = TensorDegree(strategy="none", degree=1)
+    tensors = chain_profile().graph.components[1].num_parameter_tensors
+    assert tensors > 0
+    for name, slower in (("zero3", tensors * 1e-4), ("zero2", tensors * 1e-4), ("zero1", 0.0), ("replicate", 0.0)):
+        data = DataDegree(strategy=name, degree=2)  # type: ignore[arg-type]
+        found = [_component(c, data, whole).update_s for c in (quiet, costly)]
+        assert found[1] - found[0] == pytest.approx(slower), name
+    halves = [
+        _component(quiet, DataDegree(strategy=name, degree=2), whole).update_s  # type: ignore[arg-type]
+        for name in ("replicate", "zero3")
+    ]
+    assert halves[1] == pytest.approx(halves[0] / 2 * LOOPED["sgd"] / PASSES["sgd"])
+
+
+def test_clusters_measured_before_there_was_a_time_per_tensor_have_none():
+    assert build(Sharding, {"unit_s": 1e-3, "byte_s": 1e-9}, source="test").tensor_s == 0.0
+    with pytest.raises(InvalidInputError, match="sharding"):
+        Sharding(unit_s=1e-3, byte_s=1e-9, tensor_s=-1.0)
+
+
+def test_longer_stretches_grow_no_more_than_shorter_ones():
+    """Pooled where they are the wrong way round, whatever the noise."""
+    assert _falling([(1.0, 1.5), (2.0, 1.2), (4.0, 1.1)]) == ((1.0, 1.5), (2.0, 1.2), (4.0, 1.1))
+    found = _falling([(1.0, 1.2), (2.0, 1.4), (4.0, 1.0)])
+    assert [s for s, _ in found] == [1.0, 2.0, 4.0]
+    assert [f for _, f in found] == pytest.approx([1.3, 1.3, 1.0])

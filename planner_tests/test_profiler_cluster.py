@@ -47,6 +47,15 @@ def test_contention_covers_all_counts_and_speeds_nothing_up(cluster):
     assert cluster.overlap.saving <= 1
 
 
+def test_meeting_and_sharding_cost_something(cluster):
+    assert [w.ranks for w in cluster.waiting] == [2, 3]
+    for found in cluster.waiting:
+        factors = [f for _, f in found.points]
+        assert factors == sorted(factors, reverse=True)
+        assert factors[-1] >= 1
+    assert cluster.sharding.tensor_s > 0
+
+
 def test_the_device_is_this_machine(cluster):
     assert cluster.device.type == "cpu"
     assert cluster.device.memory_bytes > 0

@@ -21,6 +21,7 @@ from asa.ir.plan import Plan
 from asa.ir.rehearsal import Spans
 from asa.planner import Request
 from asa.planner import plan as solve
+from asa.sharding import direct
 from asa.strategies import offered
 from planner_tests import nouns
 from planner_tests.hand_plans import alternating, hand_plan, uniform
@@ -111,9 +112,7 @@ def test_garbage_from_absent_ranks_reaches_no_weight(monkeypatch: pytest.MonkeyP
 
         return scatter
 
-    for name in ("reduce_scatter_tensor", "reduce_scatter_single"):  # what FSDP calls, in older and newer torch
-        if hasattr(dist, name):
-            monkeypatch.setattr(dist, name, poison(getattr(dist, name)))
+    monkeypatch.setattr(direct, "reduce_scatter_tensor", poison(direct.reduce_scatter_tensor))
     model = build("plain")
     kept: list[torch.nn.Parameter] = []
     monkeypatch.setattr(rehearsal, "active_peak", lambda worker, _step: kept.extend(worker.model.parameters()) or 1)

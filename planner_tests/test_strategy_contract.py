@@ -18,6 +18,7 @@ from asa.ir.layout import Boundary, Layout
 from asa.ir.plan import Plan
 from asa.ir.traffic import Collective
 from asa.launch import run_ranks
+from asa.sharding import direct
 from asa.sharding.describe import layer_graph
 from asa.strategies import offered
 from planner_tests.hand_plans import alternating, hand_plan, traced, uniform
@@ -26,17 +27,43 @@ from planner_tests.small_models import INPUT, MODELS, build
 BATCH = 24
 CLASSES = {"blocks": 12, "plain": 100, "perceptron": 12, "vision_transformer": 12}
 OPS = {"allreduce_": "all_reduce", "_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter"}
+DIRECT = {"all_gather_into_tensor": ("all_gather", 0), "reduce_scatter_tensor": ("reduce_scatter", 1)}
 
 
 class Recorder(TorchDispatchMode):
-    """Bytes of every c10d collective, by kind, as the real tensors have them."""
+    """Bytes of every c10d collective, by kind, as the real tensors have them. One of :mod:`asa.sharding.direct` counts
+    as what it is, and what it is made of as nothing."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: Counter[str] = Counter()
+        self._inside = False
+        self._patched: pytest.MonkeyPatch | None = None
+
+    def __enter__(self) -> Any:
+        self._patched = pytest.MonkeyPatch()
+        for name, (kind, whole) in DIRECT.items():
+            self._patched.setattr(direct, name, self._counted(getattr(direct, name), kind, whole))
+        return super().__enter__()
+
+    def __exit__(self, *problem: Any) -> None:
+        assert self._patched is not None
+        self._patched.undo()
+        super().__exit__(*problem)
+
+    def _counted(self, call: Any, kind: str, whole: int) -> Any:
+        def counting(*tensors: Any, **options: Any) -> Any:
+            self.seen[kind] += tensors[whole].numel() * tensors[whole].element_size()
+            self._inside = True
+            try:
+                return call(*tensors, **options)
+            finally:
+                self._inside = False
+
+        return counting
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
+        if func.namespace == "c10d" and not self._inside:
             name = func._schema.name.split("::")[1]
             tensors = args[0] if isinstance(args[0], list | tuple) else [args[0]]
             if name == "_reduce_scatter_base_":

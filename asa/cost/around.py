@@ -9,7 +9,8 @@ from asa.ir.traffic import Beside
 
 
 class Around:
-    """The parameter bytes of a graph's components on one rank. ``copying``: collectives work on copies."""
+    """The parameter bytes of a graph's components on one rank. ``copying``: what is scattered arrives in memory of its
+    own."""
 
     def __init__(self, graph: LayerGraph, strategies: Strategies, num_microbatches: int, *, copying: bool) -> None:
         self._graph, self._strategies = graph, strategies

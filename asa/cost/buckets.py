@@ -11,9 +11,11 @@ Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel 
 
 from __future__ import annotations
 
+from asa.cost.collectives import Links
 from asa.cost.constants import constant
 from asa.ir.codec import noun
 from asa.ir.graph import LayerGraph
+from asa.ir.traffic import Collective
 
 
 @noun
@@ -64,3 +66,17 @@ def bucket_bytes(graph: LayerGraph, parameter_bytes: float, num_tensors: int) ->
     """Size of the messages in which a component's gradients travel: a bucket, or its own tensors if larger."""
     bucket = min(constant("ddp_bucket_bytes"), max(1.0, float(graph.parameter_bytes)))
     return max(bucket, parameter_bytes / max(1, num_tensors))
+
+
+def wrapper_seconds(graph: LayerGraph, links: Links, ranks: int, stride: int) -> float:
+    """Seconds by which a DDP wrapper's small first bucket and half-full last one exceed their share of bytes."""
+    if ranks == 1:
+        return 0.0
+    total = max(1.0, float(graph.parameter_bytes))
+
+    def seconds(size: float) -> float:
+        return links.seconds(Collective(op="all_reduce", phase="gradient", bytes=size, ranks=ranks, stride=stride))
+
+    first = min(constant("ddp_first_bucket_bytes"), total)
+    bucket = bucket_bytes(graph, 0.0, 1)
+    return 1.5 * max(0.0, seconds(first) - seconds(bucket) * first / bucket)

@@ -5,13 +5,13 @@ A :class:`Pricer` is made for one width, global batch and number of microbatches
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import replace
 from math import gcd
 
 from asa.cost.around import Around
-from asa.cost.buckets import Release, bucket_bytes, releases
+from asa.cost.buckets import Release, bucket_bytes, releases, wrapper_seconds
 from asa.cost.collectives import Links
 from asa.cost.compression import remaining
 from asa.cost.compute import Times, Work
@@ -149,15 +149,17 @@ class Pricer:
         work, slow = self._longest(component, layout)
         inner = splitting.traffic(component, layout.tensor, samples)
         moved = strategy.traffic(share, layout.data, layout.inner)
-        ahead = self._met((*inner, *moved), "forward", way, work.forward_s * slow)
-        back = self._met((*inner, *moved), "backward", way, work.backward_s * slow)
-        update_moved = self._seconds(moved, "update") + self._handled(moved, "update")
         held = strategy.memory(share, layout.data, self._optimizer)
+        # Stock sharding has no stream to scatter on where ranks are CPUs: backward waits for it. Weights that are
+        # gathered once a step are awaited in forward.
+        blocking = self._cluster.device.type == "cpu" and not held.buckets
+        ahead = self._met((*inner, *moved), "forward", way, work.forward_s * slow, "update" if blocking else None)
+        back = self._met((*inner, *moved), "backward", way, work.backward_s * slow, "gradient" if blocking else None)
+        update_moved = self._seconds(moved, "update") + self._handled(moved, "update")
         gradients = [c for c in moved if c.phase == "gradient"]
         prompt, late, copying = self._sync(index, share, gradients, bucketed=held.buckets > 0)
         copying += self._handled(moved, "gradient")
-        if self._cluster.device.type == "cpu" and not held.buckets:
-            # Stock sharding has no stream to scatter on there: backward waits for it.
+        if blocking:
             update_moved, prompt = update_moved + prompt, 0.0
         saved, transient = self._keeping.component(component, layout, checkpoint=way.checkpoint)
         again = 0.0
@@ -184,12 +186,17 @@ class Pricer:
             footprint=footprint,
         )
 
-    def _met(self, traffic: Iterable[Collective], phase: Phase, way: Way, compute_s: float) -> float:
+    def _met(
+        self, traffic: Sequence[Collective], phase: Phase, way: Way, compute_s: float, once: Phase | None
+    ) -> float:
         """Seconds that block in one pass of a component, whose own work is ``compute_s``: its collectives, what
         handling them costs, and waiting at each of them for the slowest rank. A tensor-parallel component meets at
-        least once, if not inside, then at its boundary."""
-        moved = [c for c in traffic if c.phase == phase and c.ranks > 1 and c.bytes > 0]
-        meetings = max(len(moved), 1 if way.layout.tensor > 1 else 0)
+        least once, if not inside, then at its boundary. ``once``: of which phase there are collectives that ranks meet
+        at as well, in one of a step's microbatches, and that are priced apart."""
+        present = [c for c in traffic if c.ranks > 1 and c.bytes > 0]
+        moved = [c for c in present if c.phase == phase]
+        apart = sum(c.phase == once for c in present) / self.num_microbatches
+        meetings = max(len(moved) + apart, 1 if way.layout.tensor > 1 else 0)
         if not meetings:
             return 0.0
         waited = compute_s * (waiting(self._cluster, self.width, compute_s / meetings) - 1)
@@ -246,8 +253,14 @@ class Pricer:
         if way.offload:
             return footprint, host_update(self._cluster, self._optimizer, part * share.parameter_bytes, self._busy)
         bandwidth = self._cluster.device.memory_bandwidth
-        update = self._times.update(component, way.layout.tensor, self._optimizer, share.parameter_bytes, bandwidth)
-        return footprint, part * update * self._slow_memory / self.shards.slowest
+        sharded = memory.parameters < share.parameter_bytes
+        update = self._times.update(
+            component, way.layout.tensor, self._optimizer, share.parameter_bytes, bandwidth, looped=sharded
+        )
+        update *= part * self._slow_memory
+        if sharded and self._cluster.sharding is not None:
+            update += self._cluster.sharding.tensor_s * share.num_parameter_tensors
+        return footprint, update / self.shards.slowest
 
     def alike(self, index: int) -> tuple[float, bool, bool]:
         """What a boundary in front of component ``index`` depends on, beside the layouts."""
@@ -347,23 +360,8 @@ class Pricer:
 
     def _wrapper(self, layout: Layout) -> float:
         if layout not in self._wrappers:
-            self._wrappers[layout] = self._new_wrapper(layout)
+            self._wrappers[layout] = wrapper_seconds(self._graph, self._links, layout.data, layout.inner)
         return self._wrappers[layout]
-
-    def _new_wrapper(self, layout: Layout) -> float:
-        """Seconds by which a DDP wrapper's small first bucket and half-full last one exceed their share of bytes."""
-        if layout.data == 1:
-            return 0.0
-        total = max(1.0, float(self._graph.parameter_bytes))
-
-        def seconds(size: float) -> float:
-            return self._links.seconds(
-                Collective(op="all_reduce", phase="gradient", bytes=size, ranks=layout.data, stride=layout.inner)
-            )
-
-        first = min(constant("ddp_first_bucket_bytes"), total)
-        bucket = bucket_bytes(self._graph, 0.0, 1)
-        return 1.5 * max(0.0, seconds(first) - seconds(bucket) * first / bucket)
 
     def _link_error(self, layout: Layout) -> float:
         if layout not in self._errors:

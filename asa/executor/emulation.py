@@ -33,6 +33,7 @@ from asa.ir.plan import Assignment, Plan
 from asa.ir.profile import Profile
 from asa.sharding.axis import Axis
 from asa.sharding.collectives import all_gather, all_reduce, reduce_scatter
+from asa.sharding.direct import Pending, reduce_scatter_tensor
 from asa.tracing import TracedModel
 from asa.tracing.component import TracedComponent
 
@@ -162,7 +163,7 @@ class _Stream:
     show, FSDP would wait for each. What is scattered is read too early for that, and not looked at."""
 
     def __init__(self) -> None:
-        self._works: list[tuple[dist.Work, Tensor, Tensor]] = []
+        self._works: list[tuple[dist.Work | Pending, Tensor, Tensor]] = []
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for a message."""
@@ -171,8 +172,7 @@ class _Stream:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        work = dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=True)
-        assert work is not None
+        work = reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=True)
         self._works.append((work, output_tensor, input_tensor))
 
     def drain(self) -> None:
@@ -244,8 +244,9 @@ class Emulation:
         if full > 0:
             part = memory.optimizer / full
             self._update_s += part * self._times.update(
-                component, assignment.tensor.degree, self._plan.optimizer, share.parameter_bytes, self._bandwidth
-            )
+                component, assignment.tensor.degree, self._plan.optimizer, share.parameter_bytes, self._bandwidth,
+                looped=memory.parameters < share.parameter_bytes,
+            )  # fmt: skip
         copied = constant("ddp_bucket_passes") * memory.buckets
         sleeper = _Sleeper(
             component, traced, self._forms[traced.name], assignment, axis, self._times, self.clock, self._zeros,

@@ -24,11 +24,13 @@ from asa.executor.spans import Watch
 from asa.executor.worker import Worker
 from asa.instruments.allocations import quiet
 from asa.ir.streams import Stream, piece, process
+from asa.sharding import direct
 from asa.sharding.transfer import Link
 
 _BEGIN = "asa.timeline.begin"
 _COLLECTIVES = (
-    "all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "all_to_all_single",
+    (dist, "all_reduce"), (dist, "all_gather"), (dist, "broadcast"), (dist, "all_to_all_single"),
+    (direct, "all_gather_into_tensor"), (direct, "reduce_scatter_tensor"),
 )  # fmt: skip
 _SENDS: tuple[Stream, Stream] = ("sending on", "sending back")
 
@@ -95,7 +97,7 @@ class Recorder(Watch):
     @contextmanager
     def _collectives(self) -> Iterator[None]:
         """Inside, calls that return when a collective is over are timed."""
-        usual = {name: getattr(dist, name) for name in _COLLECTIVES}
+        usual = [(room, name, getattr(room, name)) for room, name in _COLLECTIVES]
 
         def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
             def timing(*args: Any, **kwargs: Any) -> Any:
@@ -108,13 +110,13 @@ class Recorder(Watch):
 
             return timing
 
-        for name, call in usual.items():
-            setattr(dist, name, timed(name, call))
+        for room, name, call in usual:
+            setattr(room, name, timed(name, call))
         try:
             yield
         finally:
-            for name, call in usual.items():
-                setattr(dist, name, call)
+            for room, name, call in usual:
+                setattr(room, name, call)
 
     @contextmanager
     def _sends(self, link: Link, stream: Stream) -> Iterator[None]:

@@ -3,8 +3,9 @@
 Of a unit of ``s`` bytes, between neighbours of ``f`` in front and ``b`` behind, each rank keeps a part ``p``. Backward
 gathers the weights into a flat buffer and copies them out, gathers the unit in front ahead of time into such a buffer,
 makes the gradients, lets the weights go, copies the gradients into a buffer to be scattered from, and lets that go only
-when the next unit is through. Gloo works on copies: a gather and a scatter each take their buffer once more. Forward is
-the same with gathers only, and remembers the last buffer until the next gather is done.
+when the next unit is through. On a CPU a scatter takes its buffer once more, for what it receives
+(:mod:`asa.sharding.direct`). Forward is the same with gathers only, and remembers the last buffer until the next gather
+is done.
 
 torch.distributed.fsdp._fully_shard: ``FSDPParamGroup.pre_backward``, ``post_backward``; Zhao et al. 2023, "PyTorch
 FSDP", 3.3 and 3.4.
@@ -26,16 +27,14 @@ def released(share: Share, degree: int, beside: Beside) -> float:
         left = b / degree
         return max(
             2 * s + left,  # copied out
-            s + (1 + copy) * f + left,  # the unit in front is gathered
+            s + f + left,  # the unit in front is gathered
             s + f + left + share.largest_parameter_bytes,  # a gradient before it is added to the others
             copy * s + p + f,  # scattered
-            (1 + copy) * s + f - beside.saved,  # forward: gathered behind the buffer of the one in front
+            s + f - beside.saved,  # forward: gathered behind the buffer of the one in front
         )
     return max(
-        2 * s + b - p,
-        s + (1 + copy) * f + b - p,
         2 * s + f + b - p,  # all gradients made
-        (1 + copy) * s + f - beside.saved,
+        (1 + copy) * s + f - beside.saved,  # scattered, the weights gone
     )
 
 
@@ -48,7 +47,7 @@ def gathered_once(share: Share, degree: int, beside: Beside) -> float:
     return max(
         s + b - p,  # all gradients made
         copy * s - beside.saved,  # scattered, the weights gone
-        f + copy * s - beside.saved - beside.rest / degree,  # forward: gathered behind the buffer of the one in front
+        f - beside.saved - beside.rest / degree,  # forward: gathered behind the buffer of the one in front
     )
 
 

@@ -116,10 +116,19 @@ class Waiting:
 @noun
 class Sharding:
     """What stock ``fully_shard`` costs a rank beside its collectives: seconds per unit that is gathered or scattered,
-    and per byte of the whole message (copies in and out of it)."""
+    and per byte of the whole message (copies in and out of it); ``tensor_s`` per tensor in an optimizer step, which
+    goes one sharded tensor after the other."""
 
     unit_s: float
     byte_s: float
+    tensor_s: float = later(0.0)
+
+    def __post_init__(self) -> None:
+        seconds = (self.unit_s, self.byte_s, self.tensor_s)
+        if not min(seconds) >= 0:
+            raise InvalidInputError("seconds of sharding are at least 0", where="$.sharding")
+        if max(seconds) > MOST_SECONDS:
+            raise InvalidInputError(f"seconds of sharding above {MOST_SECONDS:g}", where="$.sharding")
 
 
 @noun
@@ -221,10 +230,6 @@ class Cluster:
                 raise InvalidInputError("waiting needs ranks >= 2 and rising seconds", where=f"$.waiting[{i}]")
             if not all(1 <= factor <= MOST_SLOWDOWN for _, factor in w.points):
                 raise InvalidInputError(f"a factor is 1 to {MOST_SLOWDOWN:g}", where=f"$.waiting[{i}].points")
-        if self.sharding is not None and not min(self.sharding.unit_s, self.sharding.byte_s) >= 0:
-            raise InvalidInputError("seconds of sharding are at least 0", where="$.sharding")
-        if self.sharding is not None and max(self.sharding.unit_s, self.sharding.byte_s) > MOST_SECONDS:
-            raise InvalidInputError(f"seconds of sharding above {MOST_SECONDS:g}", where="$.sharding")
         if min(self.overlap.compute_slowdown, self.overlap.communication_slowdown) < 1:
             raise InvalidInputError("overlap cannot speed anything up", where="$.overlap")
         if max(self.overlap.compute_slowdown, self.overlap.communication_slowdown) > MOST_SLOWDOWN:

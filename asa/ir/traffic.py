@@ -51,8 +51,8 @@ class Beside:
     """What is around a component in a rank's backward, for strategies whose buffers meet those of the neighbours.
 
     ``front`` and ``behind`` are the parameter bytes of the nearest component on either side that has any, ``rest``
-    those of the component and all behind it; ``saved`` are the activations it lets go of. ``copying``: collectives work
-    on copies of what they send (gloo does).
+    those of the component and all behind it; ``saved`` are the activations it lets go of. ``copying``: what a
+    scatter receives takes memory of its own, before it is added up (between CPU ranks).
     """
 
     front: float = 0.0

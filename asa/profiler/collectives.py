@@ -14,9 +14,10 @@ from asa.ir.units import KIB
 from asa.profiler.clock import Clock
 from asa.profiler.effort import line_through
 from asa.profiler.rounds import LEAST_SAMPLES, agree, time_together
+from asa.sharding import direct
 
-SIZES: tuple[int, ...] = (*(KIB << (2 * k) for k in range(9)),)
-"""1 KiB to 64 MiB; a bucket of gradients has 25 MiB."""
+SIZES: tuple[int, ...] = (*(KIB << (2 * k) for k in range(10)),)
+"""1 KiB to 256 MiB; a bucket of gradients has 25 MiB, unless one parameter has more."""
 
 _WORD = 4
 
@@ -69,9 +70,9 @@ def operation(op: CollectiveOp, words: int, group: dist.ProcessGroup, device: to
     if op == "all_reduce":
         return lambda: dist.all_reduce(whole, group=group)
     if op == "all_gather":
-        return lambda: dist.all_gather_into_tensor(whole, part, group=group)
+        return lambda: direct.all_gather_into_tensor(whole, part, group=group)
     if op == "reduce_scatter":
-        return lambda: dist.reduce_scatter_tensor(part, whole, group=group)
+        return lambda: direct.reduce_scatter_tensor(part, whole, group=group)
     if op == "all_to_all":
         received = torch.zeros_like(whole)
         return lambda: dist.all_to_all_single(received, whole, group=group)

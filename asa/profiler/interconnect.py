@@ -64,7 +64,7 @@ def measure_cluster(
 
     Args:
         backend: ``gloo`` (a rank is one core, one thread) or ``nccl`` (a rank is one CUDA device).
-        sizes: bytes of whole messages; 1 KiB to 64 MiB where None.
+        sizes: bytes of whole messages; 1 KiB to 256 MiB where None.
         time_limit_s: about how long to take; each figure is still taken three times.
         name: of the cluster; ``local-<backend>-<ranks>`` where None.
         progress: called as ``progress(fraction done, what is being done)``.
@@ -166,7 +166,7 @@ def _on_rank(rank: int, task: _Task) -> _Found:
         say(_CONTENTION_SHARE + _TABLES_SHARE, "computing while messages travel")
         overlap = _worst_overlap(device, groups, slice_s=_OVERLAP_SHARE * task.time_limit_s)
         say(1 - _WAITING_SHARE - _SHARDING_SHARE, "waiting for each other")
-        waiting = measure_waiting(device, clock, slice_s=_WAITING_SHARE * task.time_limit_s)
+        waiting = measure_waiting(device, clock, groups, slice_s=_WAITING_SHARE * task.time_limit_s)
         say(1 - _SHARDING_SHARE, "sharded units")
         everybody = groups[ranks]
         assert everybody is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from statistics import median
 
 import torch
@@ -16,55 +16,85 @@ from asa.ir.cluster import Sharding, Waiting
 from asa.profiler.clock import Clock
 from asa.profiler.collectives import operation
 from asa.profiler.interference import training_kernels
-from asa.profiler.rounds import agree, time_together
+from asa.profiler.rounds import agree, slowest, time_together
+from asa.sharding.direct import directly
 
-_STRETCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+_STRETCHES = (1, 2, 4, 8, 16, 32, 64)
 """Kernels between one meeting of the ranks and the next."""
-_LEAST_KERNELS = 512
-_MOST_KERNELS = 8192
+_MESSAGE_WORDS = 1 << 18
+"""Of what ranks exchange where they meet: 1 MiB, about an activation."""
+_LEAST_ROUNDS, _MOST_ROUNDS = 5, 40
+_MEETINGS = 6
 _UNITS = 6
 _SMALL, _LARGE = 64, 2048
 """Sides of the weights of a unit: next to nothing, and 16 MiB."""
 
 
-def measure_waiting(device: torch.device, clock: Clock, *, slice_s: float) -> tuple[Waiting, ...]:
-    """How much a stretch of work grows when ranks meet at its end; called by all ranks.
+def measure_waiting(
+    device: torch.device, clock: Clock, groups: Mapping[int, dist.ProcessGroup | None], *, slice_s: float
+) -> tuple[Waiting, ...]:
+    """How much a stretch of work grows when ranks meet at its end; called by all ranks, ``groups`` by their size.
 
-    All ranks run a short kernel again and again and note when each ended. What would have been waited for is then
-    counted: over the median kernel, the mean of the slowest rank's time in stretches of 1, 2, 4 ... kernels.
+    Ranks run 1, 2, 4 ... kernels and an all_reduce, again and again; then as many kernels, and as many all_reduces, by
+    themselves. What the first takes longer than the others together is lost by meeting: waiting for the slowest,
+    caches that hold the message and not the work, a core that is not free at once.
     """
-    kernels = training_kernels(device, small=True)
-    run = kernels.work["convolution"]
-    for _ in range(20):
-        run()
-    agree()
-    guess = agree(_noted(run, clock, 32)[1])[0]
-    count = int(max(_LEAST_KERNELS, min(_MOST_KERNELS, slice_s / max(guess, 1e-7))))
-    agree()
-    own = torch.tensor(_noted(run, clock, count)[0], dtype=torch.float64)
-    everybody = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(everybody, own)
-    taken = torch.stack(everybody)
     found = []
-    for ranks in range(2, len(everybody) + 1):
-        unit = float(taken[:ranks].median())
-        points = []
-        for k in _STRETCHES:
-            whole = taken[:ranks, : count // k * k].reshape(ranks, -1, k).sum(2)
-            points.append((k * unit, max(1.0, float(whole.amax(0).mean()) / (k * unit))))
-        found.append(Waiting(ranks=ranks, points=tuple(points)))
+    for ranks, group in sorted(groups.items()):
+        if group is not None:
+            found.append(_grown(device, clock, group, ranks, slice_s=slice_s / len(groups)))
+        agree()
     return tuple(found)
 
 
-def _noted(run: Callable[[], object], clock: Clock, count: int) -> tuple[list[float], float]:
-    """Seconds of each of ``count`` runs, and their median."""
-    clock.settle()
-    marks = [clock.mark()]
-    for _ in range(count):
+def _grown(device: torch.device, clock: Clock, group: dist.ProcessGroup, ranks: int, *, slice_s: float) -> Waiting:
+    kernels = training_kernels(device, small=True)
+    run = kernels.work["convolution"]
+    message = torch.zeros(_MESSAGE_WORDS, device=device)
+
+    def meet() -> None:
+        dist.all_reduce(message, group=group)
+
+    def seconds(stretch: int, meeting: bool) -> float:
+        agree(group=group)
+        clock.settle()
+        start = clock.mark()
+        for _ in range(_MEETINGS):
+            for _ in range(stretch):
+                run()
+            if meeting:
+                meet()
+        return clock.seconds([start, clock.mark()])[0] / _MEETINGS
+
+    for _ in range(5):
         run()
-        marks.append(clock.mark())
-    seconds = clock.seconds(marks)
-    return seconds, median(seconds)
+        meet()
+    taken: dict[int, list[tuple[float, float, float]]] = {k: [] for k in _STRETCHES}
+    started, rounds = time.perf_counter(), 0
+    while rounds < _LEAST_ROUNDS or (
+        rounds < _MOST_ROUNDS and agree(time.perf_counter() - started, group=group)[0] < slice_s
+    ):
+        rounds += 1
+        for k, times in taken.items():
+            times.append((seconds(k, True), seconds(k, False), seconds(0, True)))
+    medians = {k: [slowest([t[i] for t in times], group) for i in range(3)] for k, times in taken.items()}
+    unit = medians[_STRETCHES[-1]][1] / _STRETCHES[-1]
+    points = [(k * unit, max(1.0, (both - alone) / work)) for k, (both, work, alone) in medians.items()]
+    return Waiting(ranks=ranks, points=_falling(points))
+
+
+def _falling(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """By rising seconds, no longer stretch growing by more than a shorter one: the closest such curve, by pooling
+    neighbours that are the wrong way round (Barlow et al. 1972)."""
+    pooled: list[tuple[list[float], float]] = []
+    for seconds, factor in sorted(points):
+        held = [seconds]
+        while pooled and pooled[-1][1] < factor:
+            earlier, mean = pooled.pop()
+            factor = (mean * len(earlier) + factor * len(held)) / (len(earlier) + len(held))
+            held = earlier + held
+        pooled.append((held, factor))
+    return tuple((s, f) for held, f in pooled for s in held)
 
 
 def measure_sharding(device: torch.device, clock: Clock, group: dist.ProcessGroup, *, slice_s: float) -> Sharding:
@@ -74,10 +104,31 @@ def measure_sharding(device: torch.device, clock: Clock, group: dist.ProcessGrou
     by themselves, is what gathering and scattering cost the ranks: per unit (seen on tiny weights) and per byte moved
     (on large ones). Two gathers and one scatter of each unit a step, as ZeRO-3 does it.
     """
-    small = _beside(_SMALL, device, clock, group, slice_s=slice_s / 2)
-    large = _beside(_LARGE, device, clock, group, slice_s=slice_s / 2)
+    small = _beside(_SMALL, device, clock, group, slice_s=0.45 * slice_s)
+    large = _beside(_LARGE, device, clock, group, slice_s=0.45 * slice_s)
     moved = 3 * 4 * (_LARGE**2 - _SMALL**2)
-    return Sharding(unit_s=max(0.0, small / 3), byte_s=max(0.0, (large - small) / moved))
+    return Sharding(
+        unit_s=max(0.0, small / 3),
+        byte_s=max(0.0, (large - small) / moved),
+        tensor_s=_update(device, clock, group, slice_s=0.1 * slice_s),
+    )
+
+
+def _update(device: torch.device, clock: Clock, group: dist.ProcessGroup, *, slice_s: float) -> float:
+    """Seconds per tensor of an optimizer step over small sharded ones."""
+    shards = _chain(_SMALL, device)
+    _shard(shards, DeviceMesh.from_group(group, device.type))
+    shards(torch.randn(4, _SMALL, device=device)).sum().backward()
+    # As the executor has it for sharded tensors; a learning rate of zero keeps them what they are.
+    optimizer = torch.optim.SGD(shards.parameters(), lr=0.0, momentum=0.9, weight_decay=5e-4, foreach=False)
+    return time_together(optimizer.step, clock, slice_s=slice_s, group=group) / _UNITS
+
+
+def _shard(chain: nn.Sequential, mesh: DeviceMesh) -> None:
+    for unit in chain:
+        fully_shard(unit, mesh=mesh)
+        directly(unit)
+    fully_shard(chain, mesh=mesh)
 
 
 def _beside(side: int, device: torch.device, clock: Clock, group: dist.ProcessGroup, *, slice_s: float) -> float:
@@ -85,10 +136,7 @@ def _beside(side: int, device: torch.device, clock: Clock, group: dist.ProcessGr
     torch.manual_seed(0)
     plain = _chain(side, device)
     shards = _chain(side, device)
-    mesh = DeviceMesh.from_group(group, device.type)
-    for unit in shards:
-        fully_shard(unit, mesh=mesh)
-    fully_shard(shards, mesh=mesh)
+    _shard(shards, DeviceMesh.from_group(group, device.type))
     x = torch.randn(4, side, device=device)
 
     def step(model: nn.Sequential) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from asa.sharding import direct
 from asa.sharding.axis import Axis
 
 
@@ -69,7 +70,7 @@ def all_gather(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Tensor:
     if not _live(axis):
         whole.view(axis.size, *part.shape).copy_(part.expand(axis.size, *part.shape))
     else:
-        dist.all_gather_into_tensor(whole, part, group=axis.group)
+        direct.all_gather_into_tensor(whole, part, group=axis.group)
     if min(sizes) != longest:
         whole = torch.cat([whole[i * longest : i * longest + size] for i, size in enumerate(sizes)])
     return whole.movedim(0, dim) if dim else whole
@@ -90,7 +91,7 @@ def reduce_scatter(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Ten
         part = whole[axis.index * longest : (axis.index + 1) * longest].clone()
     else:
         part = whole.new_empty((longest, *whole.shape[1:]))
-        dist.reduce_scatter_tensor(part, whole, group=axis.group)
+        direct.reduce_scatter_tensor(part, whole, group=axis.group)
     part = part[:mine]
     return part.movedim(0, dim).contiguous() if dim else part
 

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from asa.sharding.axis import Axis
 from asa.sharding.compression import REDUCED
+from asa.sharding.direct import directly
 
 GATHERED_ONCE = "asa_gathered_once"
 """Attribute of a module whose weights stay gathered until a step's last backward."""
@@ -33,6 +34,7 @@ def sharded(module: nn.Module, axis: Axis, *, release: bool) -> nn.Module:
     for component in module.get_submodule("components").children():
         if any(True for _ in component.parameters()):
             fully_shard(component, mesh=mesh, reshard_after_forward=release, mp_policy=policy)
+            directly(component)
     fully_shard(module, mesh=mesh, reshard_after_forward=release, mp_policy=policy)
     module.__dict__[GATHERED_ONCE] = not release
     return module

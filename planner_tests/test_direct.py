@@ -1,0 +1,94 @@
+"""Gathering and scattering without gloo's own copies: the same results as the stock operations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from asa.launch import run_ranks
+from asa.sharding.axis import Axis
+from asa.sharding.direct import Pending, all_gather_into_tensor, directly, reduce_scatter_tensor
+from asa.sharding.sharded import sharded
+
+
+def _compare(rank: int, ranks: int) -> list[str]:
+    wrong = []
+    for words in (1, 7, 4096):
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            torch.manual_seed(rank)
+            part, whole = torch.randn(words).to(dtype), torch.randn(words * ranks).to(dtype)
+            expected, found = whole.new_empty(words * ranks), whole.new_empty(words * ranks)
+            dist.all_gather_into_tensor(expected, part)
+            all_gather_into_tensor(found, part)
+            wrong += [] if torch.equal(found, expected) else [f"gather {words} {dtype}"]
+            inside = whole.new_empty(words * ranks)
+            inside[rank * words : (rank + 1) * words] = part
+            pending = all_gather_into_tensor(inside, inside[rank * words : (rank + 1) * words], async_op=True)
+            assert isinstance(pending, Pending)
+            pending.wait()
+            wrong += [] if torch.equal(inside, expected) else [f"gather in place {words} {dtype}"]
+            for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX):
+                before = whole.clone()
+                a, b = whole.new_empty(words), whole.new_empty(words)
+                dist.reduce_scatter_tensor(a, whole.clone(), op=dist.ReduceOp.SUM if op == dist.ReduceOp.AVG else op)
+                reduce_scatter_tensor(b, whole, op=op)
+                a = a / ranks if op == dist.ReduceOp.AVG else a
+                near = torch.allclose(a.double(), b.double(), rtol=0.05 if dtype == torch.bfloat16 else 1e-5, atol=0.05)
+                wrong += [] if near and torch.equal(whole, before) else [f"scatter {words} {dtype} {op}"]
+    return wrong
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_results_are_those_of_the_stock_operations(ranks: int) -> None:
+    assert run_ranks(ranks, _compare, ranks, threads=1, timeout_s=60) == [[]] * ranks
+
+
+class _Segment(nn.Module):
+    """One unit, in the form that strategies shard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.components = nn.ModuleList([nn.Linear(6, 5)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.components[0](x)
+        return y
+
+
+def _units(rank: int) -> tuple[bool, list[str]]:
+    """Whether gradients of a sharded unit are those of the stock one, and which collectives made them."""
+    torch.manual_seed(0)
+    ours, stock = _Segment(), nn.Linear(6, 5)
+    stock.load_state_dict(ours.components[0].state_dict())
+    group = dist.group.WORLD
+    assert group is not None
+    sharded(ours, Axis(size=2, index=rank, group=group), release=True)
+    fully_shard(stock, mesh=DeviceMesh.from_group(group, "cpu"))
+    x = torch.randn(4, 6)
+    stock(x).square().mean().backward()
+    called = []
+    usual = dist.all_to_all_single
+
+    def noted(*args: object, **options: object) -> object:
+        called.append("all_to_all_single")
+        return usual(*args, **options)  # type: ignore[arg-type]
+
+    dist.all_to_all_single = noted
+    try:
+        ours(x).square().mean().backward()
+    finally:
+        dist.all_to_all_single = usual
+    pairs = zip(ours.parameters(), stock.parameters(), strict=True)
+    return all(torch.allclose(a.grad.to_local(), b.grad.to_local()) for a, b in pairs), called  # type: ignore[union-attr]
+
+
+def test_sharded_units_gather_and_scatter_this_way() -> None:
+    assert run_ranks(2, _units, threads=1, timeout_s=60) == [(True, ["all_to_all_single"])] * 2
+
+
+def test_a_module_that_is_no_unit_is_left_alone() -> None:
+    directly(nn.Linear(2, 2))
