@@ -13,7 +13,7 @@ from asa.cost.compute import Times
 from asa.cost.memory import margin
 from asa.ir.graph import Component, LayerGraph
 from asa.ir.layout import Layout, largest_shard
-from asa.ir.transfer import transfers
+from asa.ir.transfer import messages
 
 
 class Shards:
@@ -147,11 +147,11 @@ class Keeping:
 def sending(source: Layout, target: Layout, rows: int) -> tuple[int, frozenset[tuple[int, ...]]]:
     """Of a transfer of ``rows`` rows between stages: how many flows there are, and the messages (in rows) that a rank
     sends or receives, for every rank that differs in them."""
-    theirs = tuple(range(source.width, source.width + target.width))
-    messages = transfers(source, tuple(range(source.width)), target, theirs, rows)
     busy: dict[int, list[int]] = {}
-    for m in messages:
-        for rank in (m.source, m.target):
-            busy.setdefault(rank, []).append(m.rows)
-    flows = min(len({m.source for m in messages}), len({m.target for m in messages}))
-    return flows, frozenset(tuple(sorted(found)) for found in busy.values())
+    senders, receivers = set(), set()
+    for sender, place, low, high in messages(source, target, rows):
+        senders.add(sender)
+        receivers.add(place)
+        for rank in (sender, source.width + place):
+            busy.setdefault(rank, []).append(high - low)
+    return min(len(senders), len(receivers)), frozenset(tuple(sorted(found)) for found in busy.values())

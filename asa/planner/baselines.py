@@ -7,9 +7,11 @@ would have split it: what the stock implementations do.
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import accumulate
+from typing import Any
+
+import numpy as np
 
 from asa.cost.pricing import Way
 from asa.errors import UsageError
@@ -191,22 +193,19 @@ def _balanced(prices: Prices, ways: list[Way], degrees: Degrees, num_microbatche
     graph = prices.space.profile.graph
     if prices.space.cluster.unequal:
         return _by_speed(prices, ways, degrees, num_microbatches)
-    pricer = prices.pricer(degrees.d * degrees.t, num_microbatches, prices.space.request.gpus)
-    before = [0.0, *accumulate(pricer.compute_alone(i, w.layout) for i, w in enumerate(ways))]
-    # best[i]: the least maximum of the components from i on in the stages still to come, and where the first ends.
-    best = [(before[n] - before[i], n) for i in range(n)]
-    ends = [best]
+    alone = prices.alone([w.layout for w in ways], num_microbatches, prices.space.request.gpus)
+    before = np.concatenate([[0.0], np.cumsum(alone)])
+    # best[i]: the least maximum of the components from i on in the stages still to come; ends: where the first ends.
+    best, ends = before[n] - before[:n], [np.full(n, n)]
     for left in range(2, p + 1):
-        behind = ends[-1]
-        ends.append(
-            [_first_stage(before, behind, i, n - left + 1) if i <= n - left else (float("inf"), n) for i in range(n)]
-        )
+        best, stop = _first_stages(before, best, n - left)
+        ends.append(stop)
     starts = [0]
     for left in range(p, 1, -1):
-        starts.append(ends[left - 1][starts[-1]][1])
+        starts.append(int(ends[left - 1][starts[-1]]))
     if all(graph.cuttable(start) for start in starts):
         return tuple(starts)
-    return _elsewhere(before, [i for i in range(n) if graph.cuttable(i)], p)
+    return _elsewhere(before.tolist(), [i for i in range(n) if graph.cuttable(i)], p)
 
 
 def _by_speed(prices: Prices, ways: list[Way], degrees: Degrees, num_microbatches: int) -> tuple[int, ...]:
@@ -250,15 +249,20 @@ def _elsewhere(before: list[float], allowed: list[int], stages: int) -> tuple[in
     return best[0][1]
 
 
-def _first_stage(before: list[float], behind: list[tuple[float, int]], start: int, last: int) -> tuple[float, int]:
-    """The least maximum of a stage from ``start`` on and of what is ``behind`` it, and its earliest end up to ``last``.
+def _first_stages(before: Any, behind: Any, last: int) -> tuple[Any, Any]:
+    """For every start up to ``last`` the least maximum of a stage from there on and of what is ``behind`` it, and its
+    earliest end; infinite further on.
 
     With a later end the stage takes longer and what is behind it less, so the least maximum is where they cross.
     """
-    ends = range(start + 1, last + 1)
-    at = bisect_left(ends, True, key=lambda j: before[j] - before[start] >= behind[j][0])
-    least = min(max(before[j] - before[start], behind[j][0]) for j in ends[max(0, at - 1) : at + 1])
-    return least, ends[bisect_left(ends, True, key=lambda j: behind[j][0] <= least)]
+    start = np.arange(last + 1)
+    cross = np.searchsorted((before[: last + 2] - behind[: last + 2])[1:], before[start]) + 1
+    near = np.clip(cross[:, None] + np.arange(-2, 2), start[:, None] + 1, last + 1)
+    least = np.maximum(before[near] - before[start, None], behind[near]).min(axis=1)
+    first = np.searchsorted(-behind[: last + 2], -least)
+    found, stop = np.full(len(behind), np.inf), np.full(len(behind), len(behind))
+    found[start], stop[start] = least, np.maximum(first, start + 1)
+    return found, stop
 
 
 def _degrees(name: str, gpus: int) -> Degrees:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
 
+from asa.cost.chain_times import ChainTimes
 from asa.cost.compute import Times
 from asa.cost.planned import Price, price
 from asa.cost.pricing import Pricer, Way, times_of
@@ -72,10 +74,14 @@ class Prices:
     def __init__(self, space: Space, known: Prices | None = None) -> None:
         self.space = space
         self._times: Times = times_of(space.profile, space.strategies) if known is None else known._times
+        self._chain_times = (
+            ChainTimes(self._times, space.profile.graph.components) if known is None else known._chain_times
+        )
         self._fewest = np.array([space.fewest_samples(i) for i in range(len(space.profile.graph))])
         self._slow: dict[float, float] = {}
         self._computes: dict[tuple[int, int], np.ndarray] = {} if known is None else known._computes
         self._pricers: dict[tuple[object, ...], Pricer] = {} if known is None else known._pricers
+        self._splits: dict[int, np.ndarray] = {}
         if space.may_offload and space.request.offload == "auto":
             space.offloading = not self._plain_fits()
 
@@ -165,16 +171,26 @@ class Prices:
         taken = [self._alone(n, layout.tensor) / speed for n, speed in cut.timed(layout)]
         return np.where(self._fewest <= fewest, np.max(taken, axis=0), np.inf)
 
+    def alone(self, layouts: Sequence[Layout], num_microbatches: int, busy: int) -> np.ndarray:
+        """Per component the seconds of forward and backward of one microbatch in a layout of its own, nothing
+        communicated: :meth:`asa.cost.pricing.Pricer.compute_alone` of all components, on equal devices."""
+        found = np.zeros(len(layouts))
+        for layout in dict.fromkeys(layouts):
+            pricer = self.pricer(layout.width, num_microbatches, busy)
+            samples = pricer.local(layout)
+            taken = self._chain_times.both(samples, layout.tensor) * pricer.slowed(samples)
+            found = np.where([x is layout or x == layout for x in layouts], taken, found)
+        return found
+
     def _alone(self, samples: int, tensor: int) -> np.ndarray:
         """Per component forward and backward on one rank of a device that does nothing else."""
         key = (samples, tensor)
         if key not in self._computes:
-            ratio, components = self._times.whole_ratio(samples), self.space.profile.graph.components
-            found = []
-            for i, c in enumerate(components):
-                work = self._times.work(c, samples, tensor) if self.space.splits(i, tensor) else None
-                found.append(float("inf") if work is None else (work.forward_s + work.backward_s) * ratio)
-            self._computes[key] = np.array(found)
+            if tensor not in self._splits:
+                count = len(self.space.profile.graph)
+                self._splits[tensor] = np.array([self.space.splits(i, tensor) for i in range(count)])
+            found = self._chain_times.both(samples, tensor) * self._times.whole_ratio(samples)
+            self._computes[key] = np.where(self._splits[tensor], found, np.inf)
         return self._computes[key]
 
     def capacity(self, candidate: Candidate) -> float:
