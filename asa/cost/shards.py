@@ -144,9 +144,9 @@ class Keeping:
 
 
 @lru_cache(maxsize=65536)
-def sending(source: Layout, target: Layout, rows: int) -> tuple[int, frozenset[tuple[int, ...]]]:
+def sending(source: Layout, target: Layout, rows: int) -> tuple[int, tuple[tuple[int, ...], ...]]:
     """Of a transfer of ``rows`` rows between stages: how many flows there are, and the messages (in rows) that a rank
-    sends or receives, for every rank that differs in them."""
+    sends or receives, for every rank that may be the busiest: none has as many that are all as large."""
     busy: dict[int, list[int]] = {}
     senders, receivers = set(), set()
     for sender, place, low, high in messages(source, target, rows):
@@ -154,4 +154,13 @@ def sending(source: Layout, target: Layout, rows: int) -> tuple[int, frozenset[t
         receivers.add(place)
         for rank in (sender, source.width + place):
             busy.setdefault(rank, []).append(high - low)
-    return min(len(senders), len(receivers)), frozenset(tuple(sorted(found)) for found in busy.values())
+    return min(len(senders), len(receivers)), _busiest({tuple(sorted(found)) for found in busy.values()})
+
+
+def _busiest(ranks: set[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """Without those that have no more messages than another rank, and none that is larger than that one's."""
+    found: list[tuple[int, ...]] = []
+    for mine in sorted(ranks, key=lambda x: (len(x), x[::-1]), reverse=True):
+        if not any(all(a <= b for a, b in zip(mine[::-1], other[::-1], strict=False)) for other in found):
+            found.append(mine)
+    return tuple(found)

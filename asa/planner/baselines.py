@@ -139,7 +139,10 @@ def uniform(name: str, prices: Prices, num_microbatches: int) -> Candidate:
         raise Unavailable("needs at least 2 devices")
     if degrees.t > 1 and "tensor" not in space.strategies.tensor:
         raise Unavailable("strategy tensor is not offered")
-    ways = [_way(i, degrees, space, num_microbatches) for i in range(len(space.profile.graph))]
+    _check_samples(space, degrees, num_microbatches)
+    if degrees not in prices.uniform:
+        prices.uniform[degrees] = [_way(i, degrees, space) for i in range(len(space.profile.graph))]
+    ways = prices.uniform[degrees]
     if degrees.t > 1 and all(w.layout.tensor == 1 for w in ways):
         raise Unavailable(f"no component can be split {degrees.t} ways")
     starts = (0,) if degrees.p == 1 else _balanced(prices, ways, degrees, num_microbatches)
@@ -153,12 +156,21 @@ def uniform(name: str, prices: Prices, num_microbatches: int) -> Candidate:
     )
 
 
-def _way(index: int, degrees: Degrees, space: Space, num_microbatches: int) -> Way:
+def _check_samples(space: Space, degrees: Degrees, num_microbatches: int) -> None:
+    """Whether every component has samples on every rank.
+
+    Raises:
+        Unavailable: the first that has too few.
+    """
+    for i, component in enumerate(space.profile.graph.components):
+        if not space.enough_samples(i, degrees.d, num_microbatches):
+            per_rank = space.request.global_batch / num_microbatches / degrees.d
+            least = "1 sample" if per_rank < 1 else "2 samples for BatchNorm"
+            raise Unavailable(f"{component.name} needs {least} per rank, gets {per_rank:.3g}")
+
+
+def _way(index: int, degrees: Degrees, space: Space) -> Way:
     component, d, t = space.profile.graph.components[index], degrees.d, degrees.t
-    if not space.enough_samples(index, d, num_microbatches):
-        per_rank = space.request.global_batch / num_microbatches / d
-        least = "1 sample" if per_rank < 1 else "2 samples for BatchNorm"
-        raise Unavailable(f"{component.name} needs {least} per rank, gets {per_rank:.3g}")
     splits = t > 1 and not space.strategies.tensor["tensor"].refusal(component, t)
     layout = Layout(width=d * t, data=d, tensor=t if splits else 1)
     data = degrees.data

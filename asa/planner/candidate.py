@@ -82,6 +82,9 @@ class Prices:
         self._computes: dict[tuple[int, int], np.ndarray] = {} if known is None else known._computes
         self._pricers: dict[tuple[object, ...], Pricer] = {} if known is None else known._pricers
         self._splits: dict[int, np.ndarray] = {}
+        self.uniform: dict[object, list[Way]] = {}
+        """Ways of the whole strategies: they are the same for any number of microbatches."""
+        self._leasts: dict[tuple[object, ...], np.ndarray] = {}
         if space.may_offload and space.request.offload == "auto":
             space.offloading = not self._plain_fits()
 
@@ -133,6 +136,8 @@ class Prices:
     def _spare(self, first: int, width: int) -> tuple[float, ...]:
         """Per rank of a stage, how many bytes more its device has than the smallest; none where all have the same."""
         space = self.space
+        if space.cluster.devices is None:
+            return ()
         if space.request.memory_bytes is not None or len(set(space.cluster.memories()[first : first + width])) < 2:
             return ()
         least = space.room(first, width, width)
@@ -145,23 +150,34 @@ class Prices:
     def compute(self, width: int, num_microbatches: int, busy: int | None = None, first: int = 0) -> list[float]:
         """Per component the least seconds of forward and backward of one microbatch in a stage of that width which
         begins with rank ``first``, nothing communicated; infinite where it cannot run there at all."""
-        space, busy = self.space, width if busy is None else busy
-        batch = space.request.global_batch
+        busy = width if busy is None else busy
+        at_once = working(width, busy, num_microbatches)
+        if at_once not in self._slow:
+            self._slow[at_once] = slowest_rank(self.space.profile, self.space.cluster, at_once)
+        found: list[float] = (self._least(width, num_microbatches, first) * self._slow[at_once]).tolist()
+        return found
+
+    def _least(self, width: int, num_microbatches: int, first: int) -> np.ndarray:
+        """The same with nobody else at work."""
+        space, batch = self.space, self.space.request.global_batch
+        speeds = space.cluster.speeds(range(first, first + width))
+        key = (width, num_microbatches, speeds)
+        if key in self._leasts:
+            return self._leasts[key]
         microbatch, smallest = largest_shard(batch, num_microbatches), batch // num_microbatches
         least = np.full(len(space.profile.graph), np.inf)
-        speeds = space.cluster.speeds(range(first, first + width))
         cut = Shards(width=width, global_batch=batch, num_microbatches=num_microbatches, speeds=speeds)
+        seen = set()
         for layout in space.layouts(width, num_microbatches):
             if layout.weights or speeds:
                 least = np.minimum(least, self._unequal(layout, cut))
                 continue
-            if smallest >= layout.data:
-                alone = self._alone(largest_shard(microbatch, layout.data), layout.tensor)
-                least = np.minimum(least, np.where(self._fewest <= smallest // layout.data, alone, np.inf))
-        at_once = working(width, busy, num_microbatches)
-        if at_once not in self._slow:
-            self._slow[at_once] = slowest_rank(space.profile, space.cluster, at_once)
-        return [float(x) for x in least * self._slow[at_once]]
+            shard = (largest_shard(microbatch, layout.data), layout.tensor, smallest // layout.data)
+            if shard[2] and shard not in seen:
+                seen.add(shard)
+                least = np.minimum(least, np.where(self._fewest <= shard[2], self._alone(*shard[:2]), np.inf))
+        self._leasts[key] = least
+        return least
 
     def _unequal(self, layout: Layout, cut: Shards) -> np.ndarray:
         """Of a layout with uneven shards, or on unequal devices: the rank that takes longest."""
@@ -181,6 +197,17 @@ class Prices:
             taken = self._chain_times.both(samples, layout.tensor) * pricer.slowed(samples)
             found = np.where([x is layout or x == layout for x in layouts], taken, found)
         return found
+
+    def at_least(self, candidate: Candidate) -> float:
+        """Seconds that a pipeline takes if nothing is communicated: a microbatch through all stages in front of one,
+        and all of them through that."""
+        if self.space.cluster.unequal or len(candidate.widths) == 1:
+            return 0.0
+        m = candidate.num_microbatches
+        taken = self.alone([w.layout for w in candidate.ways], m, self.busy(candidate))
+        stages = np.add.reduceat(taken, candidate.starts)
+        front = np.cumsum(stages) - stages
+        return float((front + m * stages).max())
 
     def _alone(self, samples: int, tensor: int) -> np.ndarray:
         """Per component forward and backward on one rank of a device that does nothing else."""

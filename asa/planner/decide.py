@@ -198,6 +198,8 @@ def _row(name: str, prices: Prices) -> Row:
     best: Row | None = None
     try:
         for candidate in baselines.candidates(name, prices):
+            if best is not None and prices.at_least(candidate) > _PAST * best.seconds:
+                break
             price, free = prices.of(candidate), prices.capacity(candidate)
             fits = price.peak.total <= free + TOLERANCE_GIB * GIB
             why = "" if fits else f"{price.peak.total / GIB:.3g} GiB of {max(0.0, free) / GIB:.3g} GiB"
