@@ -29,7 +29,7 @@ from asa.planner.space import Space, check
 
 _WORTH = 0.02
 """A gap from which on a longer search is worth mentioning."""
-_DRAWN = 8_000
+_DRAWN = 3_000
 """Components, over all finalists, whose errors are drawn: of a thousand components, not of every whole strategy."""
 _PAST = 1.1
 """Over the best: from there on more microbatches only make a pipeline slower."""
