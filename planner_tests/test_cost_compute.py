@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asa.cost.chain_times import ChainTimes
 from asa.cost.compute import deviation, standard_error
 from asa.cost.pricing import times_of
 from asa.cost.spread import contention, expected_maximum, relative_deviation, slowest_rank
@@ -99,3 +100,17 @@ def test_a_step_waits_for_the_slowest_of_more_ranks():
     assert slowest_rank(PROFILE, c, 1) == 1
     assert slowest_rank(PROFILE, c, 2) < slowest_rank(PROFILE, c, 8)
     assert relative_deviation(PROFILE) > 0
+
+
+@pytest.mark.parametrize("kept", [(1, 2, 4, 8), (8,)])
+def test_all_components_at_once_take_what_each_of_them_does(kept):
+    profile = replace(PROFILE, timings=tuple(t for t in PROFILE.timings if t.microbatch in kept) or PROFILE.timings)
+    times, components = times_of(profile, fake_strategies.PLAIN), profile.graph.components
+    together = ChainTimes(times, components)
+    for samples in (1, 3, 8, 100):
+        for degree in (1, 2, 3, 4, 7):
+            found = together.both(samples, degree)
+            for c, seconds in zip(components, found, strict=True):
+                if degree == 1 or c.split is not None:
+                    work = times.work(c, samples, degree)
+                    assert seconds == work.forward_s + work.backward_s, (c.name, samples, degree)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asa.cost import around
 from asa.cost.memory import Footprint, peak, usable
 from asa.ir.cluster import Device
 from asa.ir.units import GIB, MIB
@@ -65,3 +66,12 @@ def test_context_and_allocator_are_set_apart_on_cuda_only():
     assert usable(cpu, None, 4) == 16 * GIB
     assert usable(cpu, GIB, 1) == GIB
     assert usable(cuda, None, 2) < usable(cuda, None, 1) < 15.01 * GIB
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=9))
+def test_what_lies_around_a_component(sizes):
+    front, behind, rest = around._summed([float(s) for s in sizes])
+    for i in range(len(sizes)):
+        assert front[i] == next((s for s in reversed(sizes[:i]) if s > 0), 0)
+        assert behind[i] == next((s for s in sizes[i + 1 :] if s > 0), 0)
+        assert rest[i] == sum(sizes[i:])

@@ -249,6 +249,9 @@ def test_quick_floors_are_below_every_plan(seed):
     truth, found = joint_oracle.best(pipelines), floors(pipelines)
     assert 0 < min(found.values()) <= truth * (1 + 1e-9)
     assert floors(pipelines, 0.5 * min(found.values())) == dict.fromkeys(found, 0.5 * min(found.values()))
+    closer = floors(pipelines, 1.3 * truth)  # halved towards a plan that is known
+    assert min(closer.values()) <= truth * (1 + 1e-9)
+    assert all(closer[m] >= min(found[m], 1.3 * truth) * (1 - 1e-9) for m in found)
 
 
 def test_floors_know_that_a_stage_has_all_microbatches_to_do():
@@ -260,3 +263,7 @@ def test_floors_know_that_a_stage_has_all_microbatches_to_do():
     # Two stages of one rank share four components, whatever the cut.
     assert found[8] == pytest.approx(16.0, rel=1e-3)
     assert found[1] == pytest.approx(4.0)
+    # And before the second begins, or behind its end, a microbatch passes the first.
+    closer = floors(Even(1, components=4, gpus=2, most=8, speed=1.0, memory=50), 20.0)
+    assert closer[8] == pytest.approx(18.0, abs=4 / 2**5)
+    assert closer[8] <= 18.0

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tracing_checks import Net, X, names
 
 from asa.errors import InvalidInputError
+from asa.tracing import build as tracing
 from asa.tracing import trace
 
 
@@ -139,3 +140,28 @@ def test_a_model_that_does_not_run_is_invalid_input() -> None:
         trace(nn.Linear(8, 3), torch.randn(1, 9), name="m")
     with pytest.raises(InvalidInputError, match="batch of at least 1"):
         trace(nn.Linear(8, 3), torch.randn(0, 8), name="m")
+
+
+def test_what_was_compared_before_is_not_compared_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Plain(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.c(self.b(self.a(x)))
+
+    asked: list[int] = []
+
+    def compare(*_: Any) -> str:
+        asked.append(1)
+        return ""
+
+    monkeypatch.setattr(tracing, "disagreement", compare)
+    model = Plain()
+    first = trace(model, X, name="net")
+    again = trace(model, X, name="net", known=first.model_fingerprint)
+    other = trace(model, X, name="net", known="0" * 16)
+    assert len(asked) == 2
+    assert again.facts == []
+    assert again.model_fingerprint == other.model_fingerprint == first.model_fingerprint
+    for found in (again, other):
+        pairs = zip(found.components, first.components, strict=True)
+        assert all((a.name, a.input_shape, a.input_dtype) == (b.name, b.input_shape, b.input_dtype) for a, b in pairs)
+    assert torch.equal(again.run(X), model(X))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asa.cost.shards import sending
 from asa.ir.layout import Layout, bounds
 from asa.ir.transfer import Hop, transfers, whole
 
@@ -77,3 +79,21 @@ def test_partial_results_stay_inside_their_stages() -> None:
     assert [c.op for c in hop.exit(exit_partial=True).traffic(8)] == ["all_reduce"]
     assert [(c.op, c.phase) for c in hop.entry(entry_partial=True).traffic(8)] == [("all_reduce", "backward")]
     assert hop.exit().traffic(8) == hop.entry().traffic(8) == ()
+
+
+@given(ends=sides(), rows=st.integers(0, 60), sizes=st.tuples(st.floats(0, 3), st.floats(0, 3)))
+def test_the_busiest_rank_is_among_those_that_are_priced(
+    ends: tuple[Layout, tuple[int, ...], Layout, tuple[int, ...]], rows: int, sizes: tuple[float, float]
+) -> None:
+    every: dict[int, list[int]] = {}
+    for m in transfers(*ends, rows):
+        for rank in (m.source, m.target):
+            every.setdefault(rank, []).append(m.rows)
+    latency, each = sizes
+
+    def taken(messages: Iterable[int]) -> float:
+        return sum(latency + each * r for r in sorted(messages))
+
+    flows, busiest = sending(whole(ends[0]), whole(ends[2]), rows)
+    assert max(map(taken, busiest), default=0.0) == max(map(taken, every.values()), default=0.0)
+    assert (flows == 0) == (not every)

@@ -15,17 +15,17 @@ class Around:
     def __init__(self, graph: LayerGraph, strategies: Strategies, num_microbatches: int, *, copying: bool) -> None:
         self._graph, self._strategies = graph, strategies
         self._several, self._copying = num_microbatches, copying
-        self._sizes: dict[TensorDegree, list[float]] = {}
+        self._sizes: dict[TensorDegree, tuple[list[float], list[float], list[float]]] = {}
 
     def of(self, index: int, tensor: TensorDegree, saved: float) -> Beside:
         """Beside component ``index``, which saves ``saved`` bytes; neighbours split as far as it is, if they can be."""
         if tensor not in self._sizes:
-            self._sizes[tensor] = self._held(tensor)
-        sizes = self._sizes[tensor]
+            self._sizes[tensor] = _summed(self._held(tensor))
+        front, behind, rest = self._sizes[tensor]
         return Beside(
-            front=next((s for s in reversed(sizes[:index]) if s > 0), 0.0),
-            behind=next((s for s in sizes[index + 1 :] if s > 0), 0.0),
-            rest=sum(sizes[index:]),
+            front=front[index],
+            behind=behind[index],
+            rest=rest[index],
             saved=saved,
             num_microbatches=self._several,
             copying=self._copying,
@@ -37,3 +37,15 @@ class Around:
             float(c.parameter_bytes) if page.refusal(c, tensor.degree) else page.share(c, tensor.degree).parameter_bytes
             for c in self._graph.components
         ]
+
+
+def _summed(sizes: list[float]) -> tuple[list[float], list[float], list[float]]:
+    """Per component the nearest size above 0 in front of it and behind it, and the sum from it to the last."""
+    front, behind, rest = [0.0], [0.0], [0.0]
+    for size in sizes[:-1]:
+        front.append(size if size > 0 else front[-1])
+    for size in reversed(sizes):
+        rest.append(rest[-1] + size)
+    for size in reversed(sizes[1:]):
+        behind.append(size if size > 0 else behind[-1])
+    return front, behind[::-1], rest[:0:-1]

@@ -86,13 +86,21 @@ class Links:
             InvalidInputError: the cluster has no table from which this group could be priced.
         """
         c = collective
-        if c.ranks <= 1 or c.bytes <= 0:
+        return self.taken(c.op, c.bytes, c.ranks, c.stride)
+
+    def taken(self, op: CollectiveOp, size: float, ranks: int, stride: int) -> float:
+        """The same of ``size`` bytes among ``ranks`` ranks ``stride`` apart.
+
+        Raises:
+            InvalidInputError: as for :meth:`seconds`.
+        """
+        if ranks <= 1 or size <= 0:
             return 0.0
-        key = (c.op, c.bytes, c.ranks, c.stride)
+        key = (op, size, ranks, stride)
         if key not in self._seconds:
-            level = self._level(c.ranks, c.stride)
-            size = c.bytes * self._sharing(level, c.stride) * self._crowding(level, c.op, c.ranks)
-            self._seconds[key] = self._read(level, c.op, c.ranks, size)
+            level = self._level(ranks, stride)
+            size = size * self._sharing(level, stride) * self._crowding(level, op, ranks)
+            self._seconds[key] = self._read(level, op, ranks, size)
         return self._seconds[key]
 
     def handover(self, size: float, offset: int, flows: int) -> float:

@@ -63,26 +63,69 @@ class Work:
     transient_bytes: float
 
 
+class Grid:
+    """What was measured of one component at one tensor degree, by microbatch: medians in seconds, bytes."""
+
+    def __init__(self, timings: list[Timing]) -> None:
+        self.timings = timings
+        self.xs = [float(t.microbatch) for t in timings]
+        self.forward = [t.forward.median for t in timings]
+        self.backward = [t.backward.median for t in timings]
+        self.saved = [float(t.saved_bytes) for t in timings]
+        self.transient = [float(t.transient_bytes) for t in timings]
+        self._errors: dict[int, tuple[float, float]] = {}
+
+    def nearest(self, samples: int) -> int:
+        """The entry whose microbatch is closest in proportion, the smaller one of two."""
+        at = bisect_left(self.xs, samples)
+        among = range(max(0, at - 1), min(at + 1, len(self.xs)))
+        return min(among, key=lambda k: abs(math.log(self.timings[k].microbatch / samples)))
+
+    def errors(self, k: int) -> tuple[float, float]:
+        """Standard error and deviation of forward and backward of entry ``k``. Seconds."""
+        if k not in self._errors:
+            t = self.timings[k]
+            self._errors[k] = (
+                math.hypot(standard_error(t.forward), standard_error(t.backward)),
+                math.hypot(deviation(t.forward), deviation(t.backward)),
+            )
+        return self._errors[k]
+
+
 class Times:
     """A profile's timings, indexed. ``flops_share(component, degree)`` is what the busiest tensor rank computes."""
 
     def __init__(self, profile: Profile, flops_share: Callable[[Component, int], float]) -> None:
-        self._floor = profile.dispatch_floor_s
-        self._share = flops_share
+        self.floor = profile.dispatch_floor_s
+        self.share = flops_share
         self._timings: dict[tuple[str, int], list[Timing]] = defaultdict(list)
         for timing in profile.timings:
             self._timings[timing.component, timing.tensor_degree].append(timing)
         for found in self._timings.values():
             found.sort(key=lambda t: t.microbatch)
+        self._grids: dict[tuple[str, int], Grid] = {}
         self._known: dict[tuple[str, int, int], Work] = {}
         self._degrees: dict[str, list[int]] = defaultdict(list)
         for name, degree in sorted(self._timings):
             self._degrees[name].append(degree)
         self._ratios: dict[int, float] = {}
         self._updates = {(u.component, u.tensor_degree, u.optimizer): u.step for u in profile.updates}
+        self._update_degrees: dict[tuple[str, str], list[int]] = defaultdict(list)
+        for name, degree, optimizer in self._updates:
+            self._update_degrees[name, optimizer].append(degree)
         whole = sorted(profile.whole, key=lambda w: w.microbatch)
         self._whole_at = [math.log(w.microbatch) for w in whole]
         self._whole_ratio = [w.whole.median / w.components_s for w in whole if w.components_s > 0]
+
+    def degrees(self, name: str) -> list[int]:
+        """Tensor degrees at which a component was measured, rising."""
+        return self._degrees[name]
+
+    def grid(self, name: str, degree: int) -> Grid:
+        """What was measured of a component at a tensor degree."""
+        if (name, degree) not in self._grids:
+            self._grids[name, degree] = Grid(self._timings[name, degree])
+        return self._grids[name, degree]
 
     def work(self, component: Component, samples: int, degree: int) -> Work:
         """Forward and backward of ``samples`` samples at a tensor degree, alone on the device."""
@@ -97,15 +140,15 @@ class Times:
             return self._measured(component.name, samples, degree)
         at = bisect_left(degrees, degree)
         low = self._measured(component.name, samples, degrees[max(0, at - 1)])
-        share = self._share(component, degree)
-        first = self._share(component, degrees[max(0, at - 1)])
+        share = self.share(component, degree)
+        first = self.share(component, degrees[max(0, at - 1)])
         if at < len(degrees):
             high = self._measured(component.name, samples, degrees[at])
-            last = self._share(component, degrees[at])
+            last = self.share(component, degrees[at])
             mix = (first - share) / (first - last) if first > last else 0.0
         else:
             # Beyond the highest degree measured, what exceeds the floor shrinks with the share.
-            floor = self._floor
+            floor = self.floor
             high = Work(
                 forward_s=floor, backward_s=floor, error_s=low.error_s, deviation_s=low.deviation_s, saved_bytes=0.0,
                 transient_bytes=0.0,
@@ -118,8 +161,8 @@ class Times:
             return float(max(0.0, a + mix * (b - a)))
 
         return Work(
-            forward_s=max(self._floor, between("forward_s")),
-            backward_s=max(self._floor, between("backward_s")),
+            forward_s=max(self.floor, between("forward_s")),
+            backward_s=max(self.floor, between("backward_s")),
             error_s=between("error_s"),
             deviation_s=between("deviation_s"),
             saved_bytes=between("saved_bytes"),
@@ -127,27 +170,28 @@ class Times:
         )
 
     def _measured(self, name: str, samples: int, degree: int) -> Work:
-        found = self._timings[name, degree]
-        xs = [float(t.microbatch) for t in found]
+        found = self.grid(name, degree)
+        xs, floor = found.xs, self.floor
 
         def time(ys: list[float]) -> float:
             if len(xs) == 1:  # One point fixes only what lies above the floor.
-                floor = min(self._floor, ys[0])
-                return floor + (ys[0] - floor) * samples / xs[0]
-            return max(self._floor, _line(xs, ys, samples))
+                least = min(floor, ys[0])
+                return least + (ys[0] - least) * samples / xs[0]
+            return max(floor, _line(xs, ys, samples))
 
         def size(ys: list[float]) -> float:
             return ys[0] * samples / xs[0] if len(xs) == 1 else max(0.0, _line(xs, ys, samples))
 
-        nearest = min(found, key=lambda t: abs(math.log(t.microbatch / samples)))
-        scale = max(0.0, samples / nearest.microbatch) if len(xs) == 1 or samples > xs[-1] else 1.0
+        nearest = found.nearest(samples)
+        error, spread = found.errors(nearest)
+        scale = max(0.0, samples / xs[nearest]) if len(xs) == 1 or samples > xs[-1] else 1.0
         return Work(
-            forward_s=time([t.forward.median for t in found]),
-            backward_s=time([t.backward.median for t in found]),
-            error_s=scale * math.hypot(standard_error(nearest.forward), standard_error(nearest.backward)),
-            deviation_s=scale * math.hypot(deviation(nearest.forward), deviation(nearest.backward)),
-            saved_bytes=size([float(t.saved_bytes) for t in found]),
-            transient_bytes=size([float(t.transient_bytes) for t in found]),
+            forward_s=time(found.forward),
+            backward_s=time(found.backward),
+            error_s=scale * error,
+            deviation_s=scale * spread,
+            saved_bytes=size(found.saved),
+            transient_bytes=size(found.transient),
         )
 
     def whole_ratio(self, samples: int) -> float:
@@ -182,8 +226,8 @@ class Times:
         for other in (optimizer, *sorted(PASSES)):
             known = [
                 (abs(math.log(t / degree)), t, s)
-                for (n, t, o), s in self._updates.items()
-                if n == component.name and o == other
+                for t in self._update_degrees.get((component.name, other), ())
+                for s in (self._updates[component.name, t, other],)
             ]
             if known:
                 _, at, step = min(known, key=lambda k: k[:2])

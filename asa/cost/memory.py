@@ -51,23 +51,19 @@ def peak(components: Sequence[Footprint], boundaries: Sequence[Footprint], in_fl
     others = (in_flight - 1) * sum(x.activations for x in (*components, *boundaries))
     behind = sum(c.gradients for c in components)
     activations = 0.0
-    best: Peak | None = None
+    best: tuple[float, int, float, float, float] | None = None
     for k, (own, entry) in enumerate(zip(components, boundaries, strict=True)):
         activations += own.activations + entry.activations
         transient = own.transient + entry.transient
         total = state + others + activations + behind + transient
-        if best is None or total > best.total:
-            best = Peak(
-                total=total,
-                index=k,
-                state=state,
-                activations=others + activations,
-                gradients=behind,
-                transient=transient,
-            )
+        if best is None or total > best[0]:
+            best = (total, k, others + activations, behind, transient)
         behind -= own.gradients
     assert best is not None, "a step has at least one component"
-    return best
+    total, k, activations, behind, transient = best
+    return Peak(
+        total=total, index=k, state=state, activations=activations, gradients=behind, transient=transient
+    )  # fmt: skip
 
 
 def margin() -> float:

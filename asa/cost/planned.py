@@ -11,7 +11,7 @@ from asa.cost.estimate import on_device
 from asa.cost.memory import Peak, peak
 from asa.cost.pipeline import StageTimes, makespan
 from asa.cost.pricing import Pricer, Way, times_of
-from asa.cost.step import BoundaryCost, ComponentCost, StepCost, overlapped, step
+from asa.cost.step import BoundaryCost, ComponentCost, StepCost, step
 from asa.errors import InvalidInputError
 from asa.interfaces.schedule import Schedule
 from asa.interfaces.strategy import Strategies
@@ -112,7 +112,7 @@ def price_stage(pricer: Pricer, start: int, ways: Sequence[Way], overlap: Overla
 
 def _moved(cost: ComponentCost, start: int) -> ComponentCost:
     """Counted from the first component of its stage, where the last bucket leaves."""
-    return cost if start == 0 else replace(cost, release=max(0, cost.release - start))
+    return cost if start == 0 else cost.released_at(max(0, cost.release - start))
 
 
 def _times(
@@ -124,7 +124,7 @@ def _times(
     backward = sum(c.backward_s + c.backward_communication_s for c in components)
     backward += sum(b.backward_s for b in boundaries)
     if overlap.saving >= 0:
-        longer = overlapped(components, overlap) * (1 - 1 / overlap.compute_slowdown)
+        longer = cost.overlap_s * (1 - 1 / overlap.compute_slowdown)
     else:
         longer = 0.0
     longer += sum(c.bucket_s for c in components)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import replace
-from math import gcd
+from functools import partial
 
 from asa.cost.around import Around
 from asa.cost.buckets import Release, bucket_bytes, releases, wrapper_seconds
@@ -16,31 +16,20 @@ from asa.cost.collectives import Links
 from asa.cost.compression import remaining
 from asa.cost.compute import Times, Work
 from asa.cost.constants import constant
+from asa.cost.handovers import Handovers
 from asa.cost.memory import Footprint, margin
 from asa.cost.offload import host_update
-from asa.cost.shards import Keeping, Shards, sending
+from asa.cost.shards import Keeping, Shards
 from asa.cost.spread import slowest_rank, waiting, working
 from asa.cost.step import BoundaryCost, ComponentCost
+from asa.cost.way import Alone, Spread, Way
 from asa.interfaces.strategy import OPTIMIZER_WORDS, Strategies
 from asa.ir.cluster import Cluster
-from asa.ir.codec import noun
 from asa.ir.graph import Component
-from asa.ir.layout import Boundary, Layout, largest_shard
-from asa.ir.plan import CompressionName, DataDegree, OptimizerName, TensorDegree
+from asa.ir.layout import Boundary, Layout
+from asa.ir.plan import CompressionName, OptimizerName
 from asa.ir.profile import Profile
 from asa.ir.traffic import Collective, Memory, Phase, Share
-
-
-@noun
-class Way:
-    """One way to run one component. ``checkpoint``: activations are forgotten, and made again in backward;
-    ``offload``: optimizer state and update are on the host."""
-
-    layout: Layout
-    data: DataDegree
-    tensor: TensorDegree
-    checkpoint: bool = False
-    offload: bool = False
 
 
 class Pricer:
@@ -89,13 +78,17 @@ class Pricer:
         self._slow = slowest_rank(profile, cluster, at_once)
         self._slow_memory = slowest_rank(profile, cluster, at_once, memory=True)
         self._components: dict[tuple[int, Way], ComponentCost] = {}
+        self._alones: dict[tuple[object, ...], Alone] = {}
+        self._spreads: dict[tuple[object, ...], Spread] = {}
+        self._inlets: dict[tuple[int, Layout], BoundaryCost] = {}
+        self._outlets: dict[tuple[int, Layout], BoundaryCost] = {}
         self._errors: dict[Layout, float] = {}
         self._wrappers: dict[Layout, float] = {}
         self._boundaries: dict[tuple[object, ...], BoundaryCost] = {}
-        self._handovers: dict[tuple[object, ...], float] = {}
         self.width = width
         self.microbatch = self.shards.microbatch
         """Samples of the largest microbatch, over all ranks."""
+        self._handovers = Handovers(self._links, self.microbatch)
 
     @property
     def releases(self) -> tuple[int, ...]:
@@ -111,10 +104,10 @@ class Pricer:
         found = copy(self)
         found.shards = self.shards.at(place)
         found._keeping = Keeping(self._graph, self._times, found.shards)
-        found._components, found._boundaries = {}, {}
+        found._components, found._boundaries, found._inlets, found._outlets = {}, {}, {}, {}
         return found
 
-    def _slowed(self, samples: int, speed: float) -> float:
+    def slowed(self, samples: int, speed: float = 1.0) -> float:
         """By what a rank of that speed exceeds the times of the profile, with so many samples."""
         return self._slow * self._times.whole_ratio(samples) / speed
 
@@ -123,9 +116,9 @@ class Pricer:
         found = self.shards.timed(layout)
         if len(found) == 1:
             samples, speed = found[0]
-            return self._times.work(component, samples, layout.tensor), self._slowed(samples, speed)
+            return self._times.work(component, samples, layout.tensor), self.slowed(samples, speed)
         return max(
-            ((self._times.work(component, n, layout.tensor), self._slowed(n, speed)) for n, speed in found),
+            ((self._times.work(component, n, layout.tensor), self.slowed(n, speed)) for n, speed in found),
             key=lambda x: (x[0].forward_s + x[0].backward_s) * x[1],
         )
 
@@ -141,53 +134,84 @@ class Pricer:
         return self._components[index, way]
 
     def _component(self, index: int, way: Way) -> ComponentCost:
-        component, layout = self._graph.components[index], way.layout
-        m, samples = self.num_microbatches, self.local(layout)
-        splitting = self._strategies.tensor[way.tensor.strategy]
-        share = splitting.share(component, layout.tensor)
-        strategy = self._strategies.data[way.data.strategy].of(way.data)
-        work, slow = self._longest(component, layout)
-        inner = splitting.traffic(component, layout.tensor, samples)
-        moved = strategy.traffic(share, layout.data, layout.inner)
-        held = strategy.memory(share, layout.data, self._optimizer)
-        # Stock sharding has no stream to scatter on where ranks are CPUs: backward waits for it. Weights that are
-        # gathered once a step are awaited in forward.
-        blocking = self._cluster.device.type == "cpu" and not held.buckets
-        ahead = self._met((*inner, *moved), "forward", way, work.forward_s * slow, "update" if blocking else None)
-        back = self._met((*inner, *moved), "backward", way, work.backward_s * slow, "gradient" if blocking else None)
-        update_moved = self._seconds(moved, "update") + self._handled(moved, "update")
-        gradients = [c for c in moved if c.phase == "gradient"]
-        prompt, late, copying = self._sync(index, share, gradients, bucketed=held.buckets > 0)
-        copying += self._handled(moved, "gradient")
-        if blocking:
-            update_moved, prompt = update_moved + prompt, 0.0
-        saved, transient = self._keeping.component(component, layout, checkpoint=way.checkpoint)
+        alone, spread = self._alone(index, way), self._spread(index, way)
+        m, work, slow, held = self.num_microbatches, alone.work, alone.slow, spread.held
+        back = spread.back
+        saved, transient = self._keeping.component(self._graph.components[index], way.layout, checkpoint=way.checkpoint)
         again = 0.0
         if way.checkpoint:
             again = work.forward_s
-            back += self._seconds(inner, "forward")
+            back += self._seconds(alone.inner, "forward")
         beside = self._around.of(index, way.tensor, saved)
-        transient = transient * margin() + strategy.transient(share, layout.data, beside)
-        footprint, update = self._held(index, way, share, held, saved, transient)
+        transient = transient * margin() + spread.page.transient(alone.share, way.layout.data, beside)
+        footprint, update = self._held(alone, way, held, saved, transient)
+        blocking = m * (spread.ahead + back) + spread.update_moved + spread.prompt + spread.late
         return ComponentCost(
             num_microbatches=m,
             forward_s=work.forward_s * slow,
             backward_s=(work.backward_s + again) * slow,
-            forward_communication_s=ahead,
+            forward_communication_s=spread.ahead,
             backward_communication_s=back,
-            bucket_s=copying,
-            prompt_sync_s=prompt,
-            late_sync_s=late,
+            bucket_s=spread.copying,
+            prompt_sync_s=spread.prompt,
+            late_sync_s=spread.late,
             release=self._releases[index].index,
             update_s=update,
-            update_communication_s=update_moved,
+            update_communication_s=spread.update_moved,
             error_s=m * slow * work.error_s,
-            link_error_s=(m * (ahead + back) + update_moved + prompt + late) * self._link_error(layout),
+            link_error_s=blocking * self._link_error(way.layout),
             footprint=footprint,
         )
 
+    def _alone(self, index: int, way: Way) -> Alone:
+        """What component ``index`` does in a layout, whoever keeps its state."""
+        key = (index, way.layout, way.tensor)
+        if key not in self._alones:
+            component, splitting = self._graph.components[index], self._strategies.tensor[way.tensor.strategy]
+            degree = way.layout.tensor
+            share = splitting.share(component, degree)
+            work, slow = self._longest(component, way.layout)
+            inner = splitting.traffic(component, degree, self.local(way.layout))
+            update = partial(
+                self._times.update, component, degree, self._optimizer, share.parameter_bytes,
+                self._cluster.device.memory_bandwidth,
+            )  # fmt: skip
+            self._alones[key] = Alone(
+                share, work, slow, inner,
+                ahead=self._met(inner, "forward", way, work.forward_s * slow),
+                back=self._met(inner, "backward", way, work.backward_s * slow),
+                update=update(looped=False),
+                looped=update(looped=True),
+            )  # fmt: skip
+        return self._alones[key]
+
+    def _spread(self, index: int, way: Way) -> Spread:
+        """What keeping its state one way or another adds, but for what is forgotten or put on the host."""
+        key = (index, way.layout, way.tensor, way.data)
+        if key not in self._spreads:
+            alone, layout = self._alone(index, way), way.layout
+            page = self._strategies.data[way.data.strategy].of(way.data)
+            moved = page.traffic(alone.share, layout.data, layout.inner)
+            held = page.memory(alone.share, layout.data, self._optimizer)
+            # Stock sharding has no stream to scatter on where ranks are CPUs: backward waits for it. Weights that are
+            # gathered once a step are awaited in forward.
+            blocking = self._cluster.device.type == "cpu" and not held.buckets
+            ahead, back = alone.ahead, alone.back
+            if blocking or any(c.phase in ("forward", "backward") for c in moved):
+                traffic, work, slow = (*alone.inner, *moved), alone.work, alone.slow
+                ahead = self._met(traffic, "forward", way, work.forward_s * slow, "update" if blocking else None)
+                back = self._met(traffic, "backward", way, work.backward_s * slow, "gradient" if blocking else None)
+            update_moved = self._seconds(moved, "update") + self._handled(moved, "update")
+            gradients = [c for c in moved if c.phase == "gradient"]
+            prompt, late, copying = self._sync(index, alone.share, gradients, bucketed=held.buckets > 0)
+            copying += self._handled(moved, "gradient")
+            if blocking:
+                update_moved, prompt = update_moved + prompt, 0.0
+            self._spreads[key] = Spread(page, held, ahead, back, update_moved, prompt, late, copying)
+        return self._spreads[key]
+
     def _met(
-        self, traffic: Sequence[Collective], phase: Phase, way: Way, compute_s: float, once: Phase | None
+        self, traffic: Sequence[Collective], phase: Phase, way: Way, compute_s: float, once: Phase | None = None
     ) -> float:
         """Seconds that block in one pass of a component, whose own work is ``compute_s``: its collectives, what
         handling them costs, and waiting at each of them for the slowest rank. A tensor-parallel component meets at
@@ -220,10 +244,10 @@ class Pricer:
         for c in moved:
             left = remaining(self._compression, c, share.num_parameter_tensors, whole=bucketed)
             if c.op != "all_reduce" or not bucketed:
-                prompt += self._links.seconds(replace(c, bytes=left * c.bytes))
+                prompt += self._links.taken(c.op, left * c.bytes, c.ranks, c.stride)
                 continue
             message = bucket_bytes(self._graph, c.bytes, share.num_parameter_tensors)
-            seconds = self._links.seconds(replace(c, bytes=left * message)) * c.bytes / message
+            seconds = self._links.taken(c.op, left * message, c.ranks, c.stride) * c.bytes / message
             prompt += seconds * self._releases[index].prompt
             late += seconds * (1 - self._releases[index].prompt)
             if self._cluster.device.memory_bandwidth > 0:
@@ -231,12 +255,9 @@ class Pricer:
                 copying += passes * c.bytes / self._cluster.device.memory_bandwidth * self._slow / self.shards.slowest
         return prompt, late, copying
 
-    def _held(
-        self, index: int, way: Way, share: Share, memory: Memory, saved: float, transient: float
-    ) -> tuple[Footprint, float]:
+    def _held(self, alone: Alone, way: Way, memory: Memory, saved: float, transient: float) -> tuple[Footprint, float]:
         """Memory of the component, and seconds of its optimizer step, on the device or on its host."""
-        component = self._graph.components[index]
-        several = self.num_microbatches > 1
+        share, several = alone.share, self.num_microbatches > 1
         added = memory.gradients if memory.accumulated is None else memory.accumulated
         full = OPTIMIZER_WORDS[self._optimizer] * share.parameter_bytes
         part = memory.optimizer / full if full > 0 else 0.0
@@ -252,12 +273,8 @@ class Pricer:
         )
         if way.offload:
             return footprint, host_update(self._cluster, self._optimizer, part * share.parameter_bytes, self._busy)
-        bandwidth = self._cluster.device.memory_bandwidth
         sharded = memory.parameters < share.parameter_bytes
-        update = self._times.update(
-            component, way.layout.tensor, self._optimizer, share.parameter_bytes, bandwidth, looped=sharded
-        )
-        update *= part * self._slow_memory
+        update = part * (alone.looped if sharded else alone.update) * self._slow_memory
         if sharded and self._cluster.sharding is not None:
             update += self._cluster.sharding.tensor_s * share.num_parameter_tensors
         return footprint, update / self.shards.slowest
@@ -284,24 +301,27 @@ class Pricer:
         traffic = boundary.traffic(size)
         wrapper = self._wrapper(target) if source != target else 0.0
         gathered = sum(c.bytes for c in traffic if c.op == "all_gather" and c.phase == "backward")
-        found = BoundaryCost(
+        forward, backward = self._seconds(traffic, "forward"), self._seconds(traffic, "backward")
+        blocking = self.num_microbatches * (forward + backward) + wrapper
+        return BoundaryCost(
             num_microbatches=self.num_microbatches,
-            forward_s=self._seconds(traffic, "forward"),
-            backward_s=self._seconds(traffic, "backward"),
+            forward_s=forward,
+            backward_s=backward,
             wrapper_s=wrapper,
-            link_error_s=0.0,
+            link_error_s=blocking * max(self._link_error(source), self._link_error(target)),
             footprint=Footprint(
                 activations=self._keeping.part(size, target) * margin() if source.data != target.data else 0.0,
                 transient=gathered * margin(),
             ),
         )
-        error = max(self._link_error(source), self._link_error(target))
-        return replace(found, link_error_s=found.blocking_s * error)
 
     def inlet(self, index: int, layout: Layout) -> BoundaryCost:
         """Where component ``index`` begins a stage: it holds what it was sent, and its gradient leaves whole."""
-        if index == 0:
-            return self.entry(layout)
+        if (index, layout) not in self._inlets:
+            self._inlets[index, layout] = self._inlet(index, layout) if index else self.entry(layout)
+        return self._inlets[index, layout]
+
+    def _inlet(self, index: int, layout: Layout) -> BoundaryCost:
         before, after = self._graph.components[index - 1], self._graph.components[index]
         size = self.microbatch * before.output_bytes_per_sample
         found = self._crossing(Boundary(source=layout, target=layout, entry_partial=_entry(after)), size)
@@ -313,33 +333,19 @@ class Pricer:
 
     def outlet(self, index: int, layout: Layout) -> BoundaryCost:
         """Where component ``index`` ends a stage: its output is made whole; the loss, or a transfer, comes next."""
-        component = self._graph.components[index]
-        boundary = Boundary(source=layout, target=layout, exit_partial=_exit(component))
-        return self._crossing(boundary, self.microbatch * component.output_bytes_per_sample)
+        if (index, layout) not in self._outlets:
+            component = self._graph.components[index]
+            boundary = Boundary(source=layout, target=layout, exit_partial=_exit(component))
+            size = self.microbatch * component.output_bytes_per_sample
+            self._outlets[index, layout] = self._crossing(boundary, size)
+        return self._outlets[index, layout]
 
     def handover(self, index: int, source: Layout, target: Layout, offset: int) -> tuple[float, float]:
         """Seconds of one microbatch from a stage to the next, which begins with component ``index`` on rank ``offset``:
-        of the activations, and of their gradients on the way back. The busiest rank decides (:mod:`asa.ir.transfer`).
-        """
+        of the activations, and of their gradients on the way back."""
         size = self._graph.components[index - 1].output_bytes_per_sample
-        return self._sent(size, source, target, offset), self._sent(size, target, source, offset)
-
-    def _sent(self, size: float, source: Layout, target: Layout, offset: int) -> float:
-        weights = (source.weights, target.weights)
-        key = (size, source.width, source.data, target.width, target.data, offset, *weights)
-        if key not in self._handovers:
-            # Even cuts are nested, so what happens is the same thing as often as both sides have shards.
-            alike = 1 if any(weights) else gcd(source.data, target.data)
-            ends = (
-                Layout(width=x.width // alike, data=x.data // alike, tensor=1, weights=x.weights)
-                for x in (source, target)
-            )
-            flows, ranks = sending(*ends, largest_shard(self.microbatch, alike))
-            flows *= alike
-            self._handovers[key] = max(
-                (sum(self._links.handover(r * size, offset, flows) for r in rows) for rows in ranks), default=0.0
-            )
-        return self._handovers[key]
+        sent = self._handovers.seconds
+        return sent(size, source, target, offset), sent(size, target, source, offset)
 
     def entry(self, layout: Layout) -> BoundaryCost:
         """The model's input: every rank reads its own samples of all microbatches, nothing moves and no gradient is
@@ -388,3 +394,6 @@ def _entry(component: Component) -> bool:
 
 def _exit(component: Component) -> bool:
     return component.split is not None and component.split.exit_partial
+
+
+__all__ = ["Pricer", "Way", "times_of"]

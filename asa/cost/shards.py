@@ -13,7 +13,7 @@ from asa.cost.compute import Times
 from asa.cost.memory import margin
 from asa.ir.graph import Component, LayerGraph
 from asa.ir.layout import Layout, largest_shard
-from asa.ir.transfer import transfers
+from asa.ir.transfer import messages
 
 
 class Shards:
@@ -144,14 +144,23 @@ class Keeping:
 
 
 @lru_cache(maxsize=65536)
-def sending(source: Layout, target: Layout, rows: int) -> tuple[int, frozenset[tuple[int, ...]]]:
+def sending(source: Layout, target: Layout, rows: int) -> tuple[int, tuple[tuple[int, ...], ...]]:
     """Of a transfer of ``rows`` rows between stages: how many flows there are, and the messages (in rows) that a rank
-    sends or receives, for every rank that differs in them."""
-    theirs = tuple(range(source.width, source.width + target.width))
-    messages = transfers(source, tuple(range(source.width)), target, theirs, rows)
+    sends or receives, for every rank that may be the busiest: none has as many that are all as large."""
     busy: dict[int, list[int]] = {}
-    for m in messages:
-        for rank in (m.source, m.target):
-            busy.setdefault(rank, []).append(m.rows)
-    flows = min(len({m.source for m in messages}), len({m.target for m in messages}))
-    return flows, frozenset(tuple(sorted(found)) for found in busy.values())
+    senders, receivers = set(), set()
+    for sender, place, low, high in messages(source, target, rows):
+        senders.add(sender)
+        receivers.add(place)
+        for rank in (sender, source.width + place):
+            busy.setdefault(rank, []).append(high - low)
+    return min(len(senders), len(receivers)), _busiest({tuple(sorted(found)) for found in busy.values()})
+
+
+def _busiest(ranks: set[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """Without those that have no more messages than another rank, and none that is larger than that one's."""
+    found: list[tuple[int, ...]] = []
+    for mine in sorted(ranks, key=lambda x: (len(x), x[::-1]), reverse=True):
+        if not any(all(a <= b for a, b in zip(mine[::-1], other[::-1], strict=False)) for other in found):
+            found.append(mine)
+    return tuple(found)

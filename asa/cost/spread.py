@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from bisect import bisect_left
 from functools import cache
 from statistics import NormalDist
@@ -27,8 +28,19 @@ def expected_maximum(ranks: float) -> float:
     return 0.0 if ranks <= 1 else NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
 
 
+_DEVIATIONS: dict[int, tuple[weakref.ref[Profile], float]] = {}
+"""By the identity of a profile: a long one has tens of thousands of timings, and is asked about for every width."""
+
+
 def relative_deviation(profile: Profile) -> float:
     """Standard deviation of one rank's step over its median: of whole steps, else of components in quadrature."""
+    known = _DEVIATIONS.get(id(profile))
+    if known is None or known[0]() is not profile:
+        known = _DEVIATIONS[id(profile)] = (weakref.ref(profile), _relative_deviation(profile))
+    return known[1]
+
+
+def _relative_deviation(profile: Profile) -> float:
     whole = [deviation(w.whole) / w.whole.median for w in profile.whole if w.whole.median > 0 and w.whole.n >= 3]
     if whole:
         return sorted(whole)[len(whole) // 2]

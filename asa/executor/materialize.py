@@ -46,7 +46,8 @@ StandIn = Callable[[TracedComponent, Assignment, Axis], None]
 class _Surroundings:
     """What a rank of a plan has around it while its part is built."""
 
-    def __init__(self, plan: Plan, rank: int, timeout_s: float, outer: Layout | None) -> None:
+    def __init__(self, plan: Plan, rank: int, timeout_s: float, outer: Layout | None, alike: bool) -> None:
+        self.alike = alike
         self.position = Position.of(plan, rank)
         self.rank = rank
         self.groups = Groups(rank, groups_of(plan, outer), timeout_s) if plan.num_ranks > 1 else None
@@ -68,7 +69,7 @@ class _Surroundings:
         if choice.shards is not None:
             inside, across = layout.inside_group(place, choice.shards), layout.across_group(place, choice.shards)
             parts = (self.axis(inside, "gradient"), self.axis(across, "gradient"))
-        return replace(self.data_axis(layout), parts=parts, compression=compression)
+        return replace(self.data_axis(layout), parts=parts, compression=compression, alike=self.alike)
 
     def link(self, hop: Hop, purpose: Purpose) -> Link:
         assert self.groups is not None
@@ -199,6 +200,7 @@ def materialize(
     stand_in: StandIn | None = None,
     timeout_s: float = 600.0,
     outer: Layout | None = None,
+    alike: bool = False,
 ) -> ParallelModel:
     """Build ``rank``'s part of ``model`` under ``plan``. Collective: all ranks call it with equal weights.
 
@@ -206,13 +208,17 @@ def materialize(
     other stages lose their weights. A model that was traced already is not traced again. ``prepare`` is called once
     the model is traced and before anything is split, ``stand_in`` for every component of the rank's stage.
     ``timeout_s``: how long a rank waits for the others in any collective of the plan. ``outer``: the layout in which
-    ranks hand in their rows and get their outputs, in a plan of one stage; as the plan has it where None.
+    ranks hand in their rows and get their outputs, in a plan of one stage; as the plan has it where None. ``alike``:
+    the ranks' weights are known to be equal, so that none are sent before the first step.
 
     Raises:
         InvalidInputError: the plan's components are not the model's.
         UsageError: the plan asks for something this executor does not run.
     """
-    traced = model if isinstance(model, TracedModel) else trace(model, example, name=plan.model_spec)
+    if isinstance(model, TracedModel):
+        traced = model
+    else:
+        traced = trace(model, example, name=plan.model_spec, known=plan.model_fingerprint)
     _check(plan, traced, strategies)
     if outer is not None and outer.weights != (plan.stages[0].weights or ()):
         raise UsageError(
@@ -223,7 +229,7 @@ def materialize(
     order = _orders(plan, strategies, position.stage)
     if prepare is not None:
         prepare(traced)
-    around = _Surroundings(plan, rank, timeout_s, outer)
+    around = _Surroundings(plan, rank, timeout_s, outer, alike)
     links = _links(around, traced)
     traced, elsewhere = _own_part(traced, position)
     context = SampleContext(seed=seed)

@@ -89,6 +89,7 @@ def work(job: Job, material: Material, votes: Votes, local_rank: int, announce: 
             seed=settings.seed,
             batch_norm=settings.batch_norm,
             timeout_s=settings.timeout_s,
+            alike=":" not in plan.model_spec,  # a factory from outside need not heed the seed
             **(emulations[-1].hooks() if emulations else {}),
         )
 

@@ -171,6 +171,8 @@ class Cluster:
     @property
     def unequal(self) -> bool:
         """Whether ranks differ in speed or memory."""
+        if self.devices is None:
+            return False
         return len({self.speed(r) for r in range(self.num_devices)}) > 1 or len(set(self.memories())) > 1
 
     def speed(self, rank: int) -> float:
@@ -183,7 +185,9 @@ class Cluster:
         Raises:
             InvalidInputError: there are fewer ranks.
         """
-        if self.devices is not None and max(ranks) >= self.num_devices:
+        if self.devices is None:
+            return ()
+        if max(ranks) >= self.num_devices:
             raise InvalidInputError(
                 f"cluster {self.name} has {self.num_devices} unequal devices and says nothing of rank {max(ranks)}",
                 where="$.devices",

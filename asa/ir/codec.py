@@ -13,6 +13,7 @@ import json
 import math
 import os
 import tempfile
+import weakref
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, dataclass_transform
@@ -37,6 +38,26 @@ def noun(cls: type[T]) -> type[T]:
     return dataclasses.dataclass(frozen=True, kw_only=True)(cls)
 
 
+def hashed(cls: type[T]) -> type[T]:
+    """Have a noun that is looked up far more often than made remember its hash."""
+    plain: Any = cls.__hash__
+
+    def remembered(self: Any) -> int:
+        found: int | None = self.__dict__.get("_hash")
+        if found is None:
+            found = plain(self)
+            object.__setattr__(self, "_hash", found)
+        return found
+
+    def state(self: Any) -> dict[str, Any]:
+        # Another process hashes words differently.
+        return {k: v for k, v in self.__dict__.items() if k != "_hash"}
+
+    cls.__hash__ = remembered  # type: ignore[assignment]
+    cls.__getstate__ = state  # type: ignore[assignment]
+    return cls
+
+
 def later(default: Any = None) -> Any:
     """The default of a field that files written before it do not have: with it the field is in no file either, so
     that documents kept from then are still what would be written now."""
@@ -50,11 +71,22 @@ def _adapter(cls: type[Any]) -> Any:
     return TypeAdapter(cls)
 
 
+@cache
+def _fields(cls: type[Any]) -> tuple[tuple[str, Any, bool], ...]:
+    """(name, default, whether files written before it lack it) of every field."""
+    return tuple((f.name, f.default, "later" in f.metadata) for f in dataclasses.fields(cls))
+
+
+_SCALARS: frozenset[type] = frozenset((str, int, float, bool, type(None)))
+
+
 def to_data(value: Any) -> Any:
     """``value`` (a noun, or a container of nouns) as plain dicts, lists and scalars."""
+    if type(value) in _SCALARS:
+        return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        kept = ((f, getattr(value, f.name)) for f in dataclasses.fields(value))
-        return {f.name: to_data(v) for f, v in kept if v != f.default or "later" not in f.metadata}
+        kept = ((name, getattr(value, name), default, late) for name, default, late in _fields(type(value)))
+        return {name: to_data(v) for name, v, default, late in kept if not late or v != default}
     if isinstance(value, list | tuple):
         return [to_data(v) for v in value]
     if isinstance(value, dict):
@@ -67,15 +99,33 @@ def fingerprint(value: Any) -> str:
 
     Fields at their default do not count, so that a noun may gain one and the files written before keep theirs.
     """
+    key = id(value)
+    known = _FINGERPRINTS.get(key)
+    if known is None or known[0]() is not value:
+        known = _FINGERPRINTS[key] = (weakref.ref(value, lambda _: _FINGERPRINTS.pop(key, None)), _fingerprint(value))
+    return known[1]
+
+
+_FINGERPRINTS: dict[int, tuple[weakref.ref[Any], str]] = {}
+"""Of the nouns there are, by their identity: nouns do not change, and a profile of a thousand components is asked for
+its own several times in a command."""
+
+
+def _fingerprint(value: Any) -> str:
     canonical = json.dumps(_canonical(value), sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 
 def _canonical(value: Any) -> Any:
     """As :func:`to_data`, without fields at their default, and 1.0 as 1: JSON does not keep them apart."""
+    kind = type(value)
+    if kind is float:
+        return int(value) if value.is_integer() else value
+    if kind in _SCALARS:
+        return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        stated = ((f, getattr(value, f.name)) for f in dataclasses.fields(value))
-        return {f.name: _canonical(v) for f, v in stated if f.default is dataclasses.MISSING or v != f.default}
+        stated = ((name, getattr(value, name), default) for name, default, _ in _fields(kind))
+        return {name: _canonical(v) for name, v, default in stated if default is dataclasses.MISSING or v != default}
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list | tuple):

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from math import gcd
 
-from asa.ir.codec import noun
+from asa.ir.codec import hashed, noun
 from asa.ir.traffic import Collective
 
 MOST_WEIGHT = 2**24
@@ -42,6 +42,7 @@ def largest_shard(total: int, parts: int) -> int:
     return -(-total // parts)
 
 
+@hashed
 @noun
 class Layout:
     """One component's layout in a stage: see the module. ``data * tensor`` divides ``width``; ``weights`` is one per

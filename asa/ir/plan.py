@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from asa.errors import InvalidInputError
-from asa.ir.codec import later, noun
+from asa.ir.codec import hashed, later, noun
 from asa.ir.layout import Layout, check_weights
 from asa.ir.profile import Origin, Precision, Stat
 
@@ -20,6 +20,7 @@ POWERSGD_RANK = 2
 """Columns of the factors that ``powersgd`` sends in place of a gradient."""
 
 
+@hashed
 @noun
 class DataDegree:
     """Data strategy of a component: into how many shards its batch is cut, and what is kept where.
@@ -49,6 +50,7 @@ class DataDegree:
         return f"{self.strategy} x{self.degree}{inside}"
 
 
+@hashed
 @noun
 class TensorDegree:
     """Tensor strategy of a component."""

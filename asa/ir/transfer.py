@@ -10,8 +10,11 @@ fewest rows so far. Gradients go back by the same law with the two sides exchang
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
+from heapq import heapreplace
 
 from asa.ir.codec import noun
 from asa.ir.layout import Boundary, Layout
@@ -45,20 +48,31 @@ def transfers(
     >>> [(m.source, m.target, m.start, m.stop) for m in transfers(two, (0, 1), one, (2,), 8)]
     [(0, 2, 0, 4), (1, 2, 4, 8)]
     """
-    sent = dict.fromkeys(source_ranks, 0)
+    return tuple(
+        Message(source=source_ranks[sender], target=target_ranks[place], start=low, stop=high)
+        for sender, place, low, high in messages(source, target, rows)
+    )
+
+
+def messages(source: Layout, target: Layout, rows: int) -> Iterator[tuple[int, int, int, int]]:
+    """The same as (sender's place in its stage, receiver's place in its own, first row, one past the last)."""
     shards = [source.rows(rows, i) for i in range(source.data)]
-    found = []
-    for place, receiver in enumerate(target_ranks):
-        first, last = target.rows_of(rows, place)
-        for i, (start, stop) in enumerate(shards):
-            low, high = max(first, start), min(last, stop)
-            if low >= high:
-                continue
-            holders = source_ranks[i * source.inner : (i + 1) * source.inner]
-            sender = min(holders, key=lambda rank: sent[rank])
-            sent[sender] += high - low
-            found.append(Message(source=sender, target=receiver, start=low, stop=high))
-    return tuple(found)
+    ends = [stop for _, stop in shards]
+    # Every rank holds one shard, so of each shard it is enough to know who of its holders has sent fewest rows.
+    holders = [[(0, place) for place in range(i * source.inner, (i + 1) * source.inner)] for i in range(source.data)]
+    for shard in range(target.data):
+        first, last = target.rows(rows, shard)
+        for place in range(shard * target.inner, (shard + 1) * target.inner):
+            for i in range(bisect_right(ends, first), source.data):
+                start, stop = shards[i]
+                low, high = max(first, start), min(last, stop)
+                if start >= last:
+                    break
+                if low >= high:
+                    continue
+                sent, sender = holders[i][0]
+                heapreplace(holders[i], (sent + high - low, sender))
+                yield sender, place, low, high
 
 
 @noun

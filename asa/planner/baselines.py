@@ -7,9 +7,11 @@ would have split it: what the stock implementations do.
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import accumulate
+from typing import Any
+
+import numpy as np
 
 from asa.cost.pricing import Way
 from asa.errors import UsageError
@@ -137,7 +139,10 @@ def uniform(name: str, prices: Prices, num_microbatches: int) -> Candidate:
         raise Unavailable("needs at least 2 devices")
     if degrees.t > 1 and "tensor" not in space.strategies.tensor:
         raise Unavailable("strategy tensor is not offered")
-    ways = [_way(i, degrees, space, num_microbatches) for i in range(len(space.profile.graph))]
+    _check_samples(space, degrees, num_microbatches)
+    if degrees not in prices.uniform:
+        prices.uniform[degrees] = [_way(i, degrees, space) for i in range(len(space.profile.graph))]
+    ways = prices.uniform[degrees]
     if degrees.t > 1 and all(w.layout.tensor == 1 for w in ways):
         raise Unavailable(f"no component can be split {degrees.t} ways")
     starts = (0,) if degrees.p == 1 else _balanced(prices, ways, degrees, num_microbatches)
@@ -151,12 +156,21 @@ def uniform(name: str, prices: Prices, num_microbatches: int) -> Candidate:
     )
 
 
-def _way(index: int, degrees: Degrees, space: Space, num_microbatches: int) -> Way:
+def _check_samples(space: Space, degrees: Degrees, num_microbatches: int) -> None:
+    """Whether every component has samples on every rank.
+
+    Raises:
+        Unavailable: the first that has too few.
+    """
+    for i, component in enumerate(space.profile.graph.components):
+        if not space.enough_samples(i, degrees.d, num_microbatches):
+            per_rank = space.request.global_batch / num_microbatches / degrees.d
+            least = "1 sample" if per_rank < 1 else "2 samples for BatchNorm"
+            raise Unavailable(f"{component.name} needs {least} per rank, gets {per_rank:.3g}")
+
+
+def _way(index: int, degrees: Degrees, space: Space) -> Way:
     component, d, t = space.profile.graph.components[index], degrees.d, degrees.t
-    if not space.enough_samples(index, d, num_microbatches):
-        per_rank = space.request.global_batch / num_microbatches / d
-        least = "1 sample" if per_rank < 1 else "2 samples for BatchNorm"
-        raise Unavailable(f"{component.name} needs {least} per rank, gets {per_rank:.3g}")
     splits = t > 1 and not space.strategies.tensor["tensor"].refusal(component, t)
     layout = Layout(width=d * t, data=d, tensor=t if splits else 1)
     data = degrees.data
@@ -191,22 +205,19 @@ def _balanced(prices: Prices, ways: list[Way], degrees: Degrees, num_microbatche
     graph = prices.space.profile.graph
     if prices.space.cluster.unequal:
         return _by_speed(prices, ways, degrees, num_microbatches)
-    pricer = prices.pricer(degrees.d * degrees.t, num_microbatches, prices.space.request.gpus)
-    before = [0.0, *accumulate(pricer.compute_alone(i, w.layout) for i, w in enumerate(ways))]
-    # best[i]: the least maximum of the components from i on in the stages still to come, and where the first ends.
-    best = [(before[n] - before[i], n) for i in range(n)]
-    ends = [best]
+    alone = prices.alone([w.layout for w in ways], num_microbatches, prices.space.request.gpus)
+    before = np.concatenate([[0.0], np.cumsum(alone)])
+    # best[i]: the least maximum of the components from i on in the stages still to come; ends: where the first ends.
+    best, ends = before[n] - before[:n], [np.full(n, n)]
     for left in range(2, p + 1):
-        behind = ends[-1]
-        ends.append(
-            [_first_stage(before, behind, i, n - left + 1) if i <= n - left else (float("inf"), n) for i in range(n)]
-        )
+        best, stop = _first_stages(before, best, n - left)
+        ends.append(stop)
     starts = [0]
     for left in range(p, 1, -1):
-        starts.append(ends[left - 1][starts[-1]][1])
+        starts.append(int(ends[left - 1][starts[-1]]))
     if all(graph.cuttable(start) for start in starts):
         return tuple(starts)
-    return _elsewhere(before, [i for i in range(n) if graph.cuttable(i)], p)
+    return _elsewhere(before.tolist(), [i for i in range(n) if graph.cuttable(i)], p)
 
 
 def _by_speed(prices: Prices, ways: list[Way], degrees: Degrees, num_microbatches: int) -> tuple[int, ...]:
@@ -250,15 +261,20 @@ def _elsewhere(before: list[float], allowed: list[int], stages: int) -> tuple[in
     return best[0][1]
 
 
-def _first_stage(before: list[float], behind: list[tuple[float, int]], start: int, last: int) -> tuple[float, int]:
-    """The least maximum of a stage from ``start`` on and of what is ``behind`` it, and its earliest end up to ``last``.
+def _first_stages(before: Any, behind: Any, last: int) -> tuple[Any, Any]:
+    """For every start up to ``last`` the least maximum of a stage from there on and of what is ``behind`` it, and its
+    earliest end; infinite further on.
 
     With a later end the stage takes longer and what is behind it less, so the least maximum is where they cross.
     """
-    ends = range(start + 1, last + 1)
-    at = bisect_left(ends, True, key=lambda j: before[j] - before[start] >= behind[j][0])
-    least = min(max(before[j] - before[start], behind[j][0]) for j in ends[max(0, at - 1) : at + 1])
-    return least, ends[bisect_left(ends, True, key=lambda j: behind[j][0] <= least)]
+    start = np.arange(last + 1)
+    cross = np.searchsorted((before[: last + 2] - behind[: last + 2])[1:], before[start]) + 1
+    near = np.clip(cross[:, None] + np.arange(-2, 2), start[:, None] + 1, last + 1)
+    least = np.maximum(before[near] - before[start, None], behind[near]).min(axis=1)
+    first = np.searchsorted(-behind[: last + 2], -least)
+    found, stop = np.full(len(behind), np.inf), np.full(len(behind), len(behind))
+    found[start], stop[start] = least, np.maximum(first, start + 1)
+    return found, stop
 
 
 def _degrees(name: str, gpus: int) -> Degrees:

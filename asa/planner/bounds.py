@@ -167,8 +167,8 @@ class Frame:
     def _over_links(self, r: int) -> None:
         """What is behind a cut, the link included, by the key in front of it."""
         links = self.links
-        cuts, used = (np.unique(v) for v in np.nonzero(np.isfinite(self.trip[r]).any(axis=-1)))
-        for hop in np.unique(links.hops[used]):
+        cuts, used = _used(self.trip[r])
+        for hop in sorted(set(links.hops[used].tolist())):
             o = used[links.hops[used] == hop]
             where = np.ix_(cuts, o)
             both, ahead, crowd = (v[hop][cuts][:, None] for v in (links.both, links.ahead, links.crowd))
@@ -189,8 +189,8 @@ class Frame:
         late, ahead, over = (np.full(shape[1:], INF) for _ in range(3))
         for r in range(self.stages, 0, -1):
             front_late, front_ahead, front_over = self.front_late[r], self.front_ahead[r], self.front_over[r]
-            cuts, used = (np.unique(v) for v in np.nonzero(np.isfinite(ahead).any(axis=-1)))
-            for hop in np.unique(links.hops[used]):
+            cuts, used = _used(ahead)
+            for hop in sorted(set(links.hops[used].tolist())):
                 o = used[links.hops[used] == hop]
                 where = np.ix_(cuts, o)
                 both, one = links.both[hop][cuts][:, None], links.ahead[hop][cuts][:, None]
@@ -261,3 +261,9 @@ class Frame:
             most = np.minimum(most, cut - late - x.back.min(axis=(1, 2)))
         steady[x.start, x.stop], whole[x.start, x.stop] = most, cut - ahead
         return steady, whole
+
+
+def _used(values: Any) -> tuple[Any, Any]:
+    """Of an array cut x offset x key, the cuts and the offsets with anything finite."""
+    some = np.isfinite(values).any(axis=-1)
+    return np.flatnonzero(some.any(axis=1)), np.flatnonzero(some.any(axis=0))

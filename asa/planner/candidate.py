@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
 
+from asa.cost.chain_times import ChainTimes
 from asa.cost.compute import Times
 from asa.cost.planned import Price, price
 from asa.cost.pricing import Pricer, Way, times_of
@@ -72,10 +74,17 @@ class Prices:
     def __init__(self, space: Space, known: Prices | None = None) -> None:
         self.space = space
         self._times: Times = times_of(space.profile, space.strategies) if known is None else known._times
+        self._chain_times = (
+            ChainTimes(self._times, space.profile.graph.components) if known is None else known._chain_times
+        )
         self._fewest = np.array([space.fewest_samples(i) for i in range(len(space.profile.graph))])
         self._slow: dict[float, float] = {}
         self._computes: dict[tuple[int, int], np.ndarray] = {} if known is None else known._computes
         self._pricers: dict[tuple[object, ...], Pricer] = {} if known is None else known._pricers
+        self._splits: dict[int, np.ndarray] = {}
+        self.uniform: dict[object, list[Way]] = {}
+        """Ways of the whole strategies: they are the same for any number of microbatches."""
+        self._leasts: dict[tuple[object, ...], np.ndarray] = {}
         if space.may_offload and space.request.offload == "auto":
             space.offloading = not self._plain_fits()
 
@@ -127,6 +136,8 @@ class Prices:
     def _spare(self, first: int, width: int) -> tuple[float, ...]:
         """Per rank of a stage, how many bytes more its device has than the smallest; none where all have the same."""
         space = self.space
+        if space.cluster.devices is None:
+            return ()
         if space.request.memory_bytes is not None or len(set(space.cluster.memories()[first : first + width])) < 2:
             return ()
         least = space.room(first, width, width)
@@ -139,23 +150,34 @@ class Prices:
     def compute(self, width: int, num_microbatches: int, busy: int | None = None, first: int = 0) -> list[float]:
         """Per component the least seconds of forward and backward of one microbatch in a stage of that width which
         begins with rank ``first``, nothing communicated; infinite where it cannot run there at all."""
-        space, busy = self.space, width if busy is None else busy
-        batch = space.request.global_batch
+        busy = width if busy is None else busy
+        at_once = working(width, busy, num_microbatches)
+        if at_once not in self._slow:
+            self._slow[at_once] = slowest_rank(self.space.profile, self.space.cluster, at_once)
+        found: list[float] = (self._least(width, num_microbatches, first) * self._slow[at_once]).tolist()
+        return found
+
+    def _least(self, width: int, num_microbatches: int, first: int) -> np.ndarray:
+        """The same with nobody else at work."""
+        space, batch = self.space, self.space.request.global_batch
+        speeds = space.cluster.speeds(range(first, first + width))
+        key = (width, num_microbatches, speeds)
+        if key in self._leasts:
+            return self._leasts[key]
         microbatch, smallest = largest_shard(batch, num_microbatches), batch // num_microbatches
         least = np.full(len(space.profile.graph), np.inf)
-        speeds = space.cluster.speeds(range(first, first + width))
         cut = Shards(width=width, global_batch=batch, num_microbatches=num_microbatches, speeds=speeds)
+        seen = set()
         for layout in space.layouts(width, num_microbatches):
             if layout.weights or speeds:
                 least = np.minimum(least, self._unequal(layout, cut))
                 continue
-            if smallest >= layout.data:
-                alone = self._alone(largest_shard(microbatch, layout.data), layout.tensor)
-                least = np.minimum(least, np.where(self._fewest <= smallest // layout.data, alone, np.inf))
-        at_once = working(width, busy, num_microbatches)
-        if at_once not in self._slow:
-            self._slow[at_once] = slowest_rank(space.profile, space.cluster, at_once)
-        return [float(x) for x in least * self._slow[at_once]]
+            shard = (largest_shard(microbatch, layout.data), layout.tensor, smallest // layout.data)
+            if shard[2] and shard not in seen:
+                seen.add(shard)
+                least = np.minimum(least, np.where(self._fewest <= shard[2], self._alone(*shard[:2]), np.inf))
+        self._leasts[key] = least
+        return least
 
     def _unequal(self, layout: Layout, cut: Shards) -> np.ndarray:
         """Of a layout with uneven shards, or on unequal devices: the rank that takes longest."""
@@ -165,16 +187,37 @@ class Prices:
         taken = [self._alone(n, layout.tensor) / speed for n, speed in cut.timed(layout)]
         return np.where(self._fewest <= fewest, np.max(taken, axis=0), np.inf)
 
+    def alone(self, layouts: Sequence[Layout], num_microbatches: int, busy: int) -> np.ndarray:
+        """Per component the seconds of forward and backward of one microbatch in a layout of its own, nothing
+        communicated: :meth:`asa.cost.pricing.Pricer.compute_alone` of all components, on equal devices."""
+        found = np.zeros(len(layouts))
+        for layout in dict.fromkeys(layouts):
+            pricer = self.pricer(layout.width, num_microbatches, busy)
+            samples = pricer.local(layout)
+            taken = self._chain_times.both(samples, layout.tensor) * pricer.slowed(samples)
+            found = np.where([x is layout or x == layout for x in layouts], taken, found)
+        return found
+
+    def at_least(self, candidate: Candidate) -> float:
+        """Seconds that a pipeline takes if nothing is communicated: a microbatch through all stages in front of one,
+        and all of them through that."""
+        if self.space.cluster.unequal or len(candidate.widths) == 1:
+            return 0.0
+        m = candidate.num_microbatches
+        taken = self.alone([w.layout for w in candidate.ways], m, self.busy(candidate))
+        stages = np.add.reduceat(taken, candidate.starts)
+        front = np.cumsum(stages) - stages
+        return float((front + m * stages).max())
+
     def _alone(self, samples: int, tensor: int) -> np.ndarray:
         """Per component forward and backward on one rank of a device that does nothing else."""
         key = (samples, tensor)
         if key not in self._computes:
-            ratio, components = self._times.whole_ratio(samples), self.space.profile.graph.components
-            found = []
-            for i, c in enumerate(components):
-                work = self._times.work(c, samples, tensor) if self.space.splits(i, tensor) else None
-                found.append(float("inf") if work is None else (work.forward_s + work.backward_s) * ratio)
-            self._computes[key] = np.array(found)
+            if tensor not in self._splits:
+                count = len(self.space.profile.graph)
+                self._splits[tensor] = np.array([self.space.splits(i, tensor) for i in range(count)])
+            found = self._chain_times.both(samples, tensor) * self._times.whole_ratio(samples)
+            self._computes[key] = np.where(self._splits[tensor], found, np.inf)
         return self._computes[key]
 
     def capacity(self, candidate: Candidate) -> float:

@@ -34,9 +34,12 @@ class Errors:
     def __init__(self, draws: int) -> None:
         self._draws = draws
         self._known: dict[tuple[object, ...], np.ndarray] = {}
+        self._none = np.ones(draws)
 
     def of(self, deviation: float, *name: object) -> np.ndarray:
         """Factors around 1 with that relative deviation."""
+        if deviation == 0:
+            return self._none
         key = (deviation, *name)
         if key not in self._known:
             seed = np.random.SeedSequence([_SEED, *"/".join(map(str, name)).encode()])

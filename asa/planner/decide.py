@@ -29,7 +29,7 @@ from asa.planner.space import Space, check
 
 _WORTH = 0.02
 """A gap from which on a longer search is worth mentioning."""
-_DRAWN = 8_000
+_DRAWN = 3_000
 """Components, over all finalists, whose errors are drawn: of a thousand components, not of every whole strategy."""
 _PAST = 1.1
 """Over the best: from there on more microbatches only make a pipeline slower."""
@@ -198,6 +198,8 @@ def _row(name: str, prices: Prices) -> Row:
     best: Row | None = None
     try:
         for candidate in baselines.candidates(name, prices):
+            if best is not None and prices.at_least(candidate) > _PAST * best.seconds:
+                break
             price, free = prices.of(candidate), prices.capacity(candidate)
             fits = price.peak.total <= free + TOLERANCE_GIB * GIB
             why = "" if fits else f"{price.peak.total / GIB:.3g} GiB of {max(0.0, free) / GIB:.3g} GiB"

@@ -20,6 +20,8 @@ from asa.planner.problem import Choice
 from asa.planner.shop import Shop
 
 _CLOSE = 1e-9
+_FLOORS_S = 1.0
+"""For the quick bounds, whatever time is left: without them nothing is proved at all."""
 MOST_COMPONENTS, MOST_RANKS = 100, 128
 """Beyond these, plans of several stages are bounded by compute, but not searched in full."""
 SLACK_GIB = 1e-9
@@ -113,7 +115,7 @@ def search(
     best = Best(pipelines, incumbent_ms, started)
     ends = time.monotonic() + time_limit_s
     queue: list[Item] = [*others]
-    floor = floors(pipelines, incumbent_ms, ends)
+    floor = floors(pipelines, incumbent_ms, max(ends, time.monotonic() + _FLOORS_S))
     if len(pipelines.names) > MOST_COMPONENTS or pipelines.gpus > MOST_RANKS:
         queue.append(Closed(min(floor.values(), default=incumbent_ms)))
     else:

@@ -84,9 +84,9 @@ def usual_limit(gpus: int) -> float:
     """Seconds of search that somebody who waits for the answer is ready to spend.
 
     >>> usual_limit(8), usual_limit(1024)
-    (4.0, 8.0)
+    (2.0, 6.0)
     """
-    return 4.0 if gpus <= 64 else 8.0
+    return 2.0 if gpus <= 64 else 6.0
 
 
 @noun

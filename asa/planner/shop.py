@@ -142,7 +142,9 @@ class Shop:
             classes: dict[float, list[int]] = {}
             for cut in range(1, self.n):
                 classes.setdefault(self.pipelines.crossing(cut), []).append(cut)
+            layouts = [Layout(width=w, data=d, tensor=1) for w, d in keys.pairs]
             for size, cuts in classes.items():
+                on, home = (np.zeros((kinds, count, count)) for _ in range(2))
                 for a, (w, d) in enumerate(keys.pairs):
                     if time.monotonic() > ends:
                         raise OutOfTimeError
@@ -152,8 +154,8 @@ class Shop:
                         for kind, offset in enumerate(self.example):
                             sent = (size, m, w, d, v, e, kind)
                             if sent not in self._sent:
-                                source, target = Layout(width=w, data=d, tensor=1), Layout(width=v, data=e, tensor=1)
-                                self._sent[sent] = self.pipelines.transfer(cuts[0], m, source, target, offset)
-                            ahead[kind, cuts, a, b], back[kind, cuts, a, b] = self._sent[sent]
+                                self._sent[sent] = self.pipelines.transfer(cuts[0], m, layouts[a], layouts[b], offset)
+                            on[kind, a, b], home[kind, a, b] = self._sent[sent]
+                ahead[:, cuts], back[:, cuts] = on[:, None], home[:, None]
         self._links = {key: Links(self.gpus, self.hops, ahead, back, m, self.offsets)}
         return self._links[key]

@@ -267,6 +267,8 @@ class Sketch:
         once, manner = np.zeros_like(steady), np.full(steady.shape, -1)
         forward = np.arange(count)[None, :] > np.arange(count)[:, None]
         for number, x in enumerate(manners):
+            if number and time.monotonic() > self.ends:
+                break
             rows, cannot = np.zeros((self.n, 7)), np.zeros(self.n)
             for i in range(self.n):
                 way = self.way(i, w, x)

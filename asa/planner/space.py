@@ -59,6 +59,8 @@ class Space:
         self.strategies = strategies
         self.request = request
         self._layouts: dict[tuple[int, int], tuple[Layout, ...]] = {}
+        self._tensor_degrees: dict[tuple[TensorStrategyName, int], TensorDegree] = {}
+        self._data_degrees: dict[tuple[DataStrategyName, Layout], DataDegree | None] = {}
         self._splits: dict[tuple[int, int], list[TensorStrategyName]] = {}
         self._measured_one = {t.component for t in profile.timings if t.microbatch == 1 and t.tensor_degree == 1}
         self.may_offload = strategies.offload and cluster.device.type == "cuda"
@@ -94,6 +96,8 @@ class Space:
             if component.tied and layout.data != width:  # one way for all that share a parameter
                 continue
             for tensor in self._tensor(index, layout.tensor):
+                named = (tensor, layout.tensor)
+                split = self._tensor_degrees.setdefault(named, TensorDegree(strategy=tensor, degree=layout.tensor))
                 share = self.strategies.tensor[tensor].share(component, layout.tensor)
                 private = [
                     (checkpoint, offload)
@@ -105,7 +109,7 @@ class Space:
                         way = Way(
                             layout=layout,
                             data=data,
-                            tensor=TensorDegree(strategy=tensor, degree=layout.tensor),
+                            tensor=split,
                             checkpoint=checkpoint,
                             offload=offload,
                         )
@@ -159,6 +163,11 @@ class Space:
 
     def data_degree(self, name: DataStrategyName, layout: Layout) -> DataDegree | None:
         """The choice of a data strategy in a layout; None where there is none."""
+        if (name, layout) not in self._data_degrees:
+            self._data_degrees[name, layout] = self._new_data_degree(name, layout)
+        return self._data_degrees[name, layout]
+
+    def _new_data_degree(self, name: DataStrategyName, layout: Layout) -> DataDegree | None:
         if name != "hsdp":
             return DataDegree(strategy=name, degree=layout.data)
         shards = self.shards(layout)

@@ -98,6 +98,8 @@ class StagedSpace:
             pricer = self._prices.pricer(source.width, num_microbatches, self.gpus)
             on, back = pricer.handover(cut, source, target, offset)
             self._transfers[key] = (on * MS, back * MS)
+            # The other way round the same happens in the other order.
+            self._transfers[key[0], key[1], *key[4:6], *key[2:4], hop] = (back * MS, on * MS)
         return self._transfers[key]
 
     def candidate(self, skeleton: Skeleton, choices: Sequence[Choice]) -> Candidate:

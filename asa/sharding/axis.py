@@ -18,6 +18,7 @@ class Axis:
 
     ``parts``: the same ranks in two dimensions where state is cut among some of them only: (inside, across), the
     neighbours that cut it and the ranks that repeat this one's part. ``compression``: of gradients on this axis.
+    ``alike``: all its ranks are known to begin with the same weights, so that none need be sent.
     """
 
     size: int
@@ -25,6 +26,7 @@ class Axis:
     group: dist.ProcessGroup | None = None
     parts: tuple[Axis, Axis] | None = None
     compression: CompressionName = "none"
+    alike: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.index < self.size:

@@ -22,8 +22,11 @@ def replicated(module: nn.Module, axis: Axis) -> nn.Module:
     # The option has a new name since torch 2.15; the old one warns there.
     names = signature(DistributedDataParallel.__init__).parameters
     buffers = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
+    options = {buffers: False}
+    if axis.alike and "init_sync" in names:
+        options["init_sync"] = False
     wrapped = DistributedDataParallel(
-        module, process_group=axis.group, gradient_as_bucket_view=True, **cast(Any, {buffers: False})
+        module, process_group=axis.group, gradient_as_bucket_view=True, **cast(Any, options)
     )
     compress(wrapped, axis)
     return wrapped

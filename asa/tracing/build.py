@@ -13,7 +13,7 @@ from asa.tracing.blocks import attends, describe, find_blocks, within
 from asa.tracing.chain import TracedModel, side_names, structure_of
 from asa.tracing.component import TracedComponent, cut_out
 from asa.tracing.cuts import Cut, constants, find_cuts, in_both, observe, segments
-from asa.tracing.facts import measure
+from asa.tracing.facts import ComponentFacts, measure
 from asa.tracing.fingerprint import code, model_fingerprint
 from asa.tracing.merge import Unit, join_shared, merge
 from asa.tracing.preserve import mode, preserved
@@ -137,6 +137,8 @@ def _components(
             borrowed=borrowed,
         )
         component.ties = tied & ties.used(whole_of)
+        entry = cuts[0][unit.start - 1].node if unit.start else programs[0].placeholder
+        component.input_shape, component.input_dtype = seen[0][0].shapes[entry][1:], seen[0][0].types[entry]
         components.append(component)
     if tied:
         names = ", ".join(c.name for c in components if c.ties)
@@ -149,13 +151,16 @@ def _set_mode(components: list[TracedComponent], training: bool) -> None:
         component.train(training)
 
 
-def trace(model: nn.Module, example: Tensor, *, name: str) -> TracedModel:
+def trace(model: nn.Module, example: Tensor, *, name: str, known: str = "") -> TracedModel:
     """Trace ``model`` into a chain of components.
 
     ``example``: an input [batch >= 1, ...] on the model's device; batches of two and three of its samples are
     run, and the model is left as it was. Figures and graphs hold for inputs of its shape, any batch size.
     Modules that cannot be traced become one call; a model that cannot be traced, or whose components do not
     compute exactly what it computes, becomes one component, and ``notes`` say why.
+
+    ``known``: the fingerprint of a trace that was compared with the model before. One that comes out the same is not
+    compared again, and weighs nothing: its ``facts`` are empty.
 
     Raises:
         InvalidInputError: the model does not run on ``example``, or returns no tensor.
@@ -168,21 +173,32 @@ def trace(model: nn.Module, example: Tensor, *, name: str) -> TracedModel:
             _rename_constants(*programs)
             components, notes = _components(model, programs, small, large)
             structures = (structure_of(programs[0]), structure_of(programs[1]))
-            traced = _chain(name, model, components, structures, notes, small, large)
-            reason = disagreement(model, traced.run, lambda t: _set_mode(components, t), small)
+            if known and known == model_fingerprint(model, components):
+                traced, reason = _chain(name, model, components, structures, notes, small, []), ""
+            else:
+                facts = _weighed(model, components, small, large)
+                traced = _chain(name, model, components, structures, notes, small, facts)
+                reason = disagreement(model, traced.run, lambda t: _set_mode(components, t), small)
         except Exception as error:  # whatever a model's code may raise when it is run on symbols, or in pieces
             reason = reason_of(error)
         if traced is None or reason:
             only, structures = whole(model, small)
             components = [only]
+            facts = _weighed(model, components, small, large)
             traced = _chain(
-                name, model, components, structures, [f"the model is one component: {reason}"], small, large
+                name, model, components, structures, [f"the model is one component: {reason}"], small, facts
             )
     own = set(model.modules())
     for component in traced.components:
         for module in set(component.modules()) - own:
             module.training = model.training
     return traced
+
+
+def _weighed(model: nn.Module, components: list[TracedComponent], small: Tensor, large: Tensor) -> list[ComponentFacts]:
+    with preserved(model):
+        _set_mode(components, True)
+        return measure(components, small, large)
 
 
 def _chain(
@@ -192,11 +208,8 @@ def _chain(
     structures: tuple[Any, Any],
     notes: list[str],
     small: Tensor,
-    large: Tensor,
+    facts: list[ComponentFacts],
 ) -> TracedModel:
-    with preserved(model):
-        _set_mode(components, True)
-        facts = measure(components, small, large)
     held = {n for c in components for n, _ in (*c.named_parameters(), *c.named_buffers())}
     return TracedModel(
         name=name,

@@ -56,7 +56,7 @@ class TracedComponent(nn.Module):
     train_graph: fx.GraphModule
     eval_graph: fx.GraphModule
     input_shape: tuple[int, ...] = ()
-    """Shape of one sample of what the component reads; set by :func:`asa.tracing.facts.measure`."""
+    """Shape of one sample of what the component reads; set by :func:`asa.tracing.build.trace`."""
     input_dtype: torch.dtype = torch.float32
     ties: frozenset[int] = frozenset()
     """Identities of parameters that other components use too. The first of them holds such a parameter, the others

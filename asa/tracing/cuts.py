@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-import networkx as nx
 import torch
 from torch import fx
 
@@ -23,11 +22,12 @@ from asa.tracing.shapes import shape_only
 
 @dataclass
 class Observation:
-    """What one run of a program showed, by node: shapes of tensors, storages, who wrote into which storage, and
-    ``plain`` values that are no tensors."""
+    """What one run of a program showed, by node: shapes and types of tensors, storages, who wrote into which storage,
+    and ``plain`` values that are no tensors."""
 
     batch: int
     shapes: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
+    types: dict[fx.Node, torch.dtype] = field(default_factory=dict)
     bytes: dict[fx.Node, int] = field(default_factory=dict)
     floating: set[fx.Node] = field(default_factory=set)
     storage: dict[fx.Node, int] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class _Observer(fx.Interpreter):
         value = super().run_node(n)
         self.seen.writes += [(n, _storage(t)) for t, v in zip(read, versions, strict=True) if t._version != v]
         if isinstance(value, torch.Tensor):
-            self.seen.shapes[n] = tuple(value.shape)
+            self.seen.shapes[n], self.seen.types[n] = tuple(value.shape), value.dtype
             self.seen.bytes[n] = value.numel() * value.element_size()
             self.seen.storage[n] = _storage(value)
             if value.is_floating_point():
@@ -111,22 +111,36 @@ def constants(seen: tuple[Observation, Observation]) -> dict[fx.Node, Any]:
     return {n: v for n, v in small.items() if n in large and large[n] == v and shape_only(n)}
 
 
-def dataflow(program: Program, fixed: Collection[fx.Node]) -> nx.DiGraph:
-    """Who feeds whom; parameters, buffers and ``fixed`` nodes feed nobody."""
-    graph = nx.DiGraph()
-    nodes = order(program)
-    graph.add_nodes_from(nodes)
-    graph.add_edges_from((n, user) for n in nodes if n not in fixed for user in n.users if user.op != "output")
-    return graph
-
-
 def _dominators(program: Program, fixed: Collection[fx.Node]) -> list[fx.Node]:
-    """What every path from input to main output passes through, in order, both ends left out."""
-    parents = nx.immediate_dominators(dataflow(program, fixed), program.placeholder)
+    """What every path from input to main output passes through, in order, both ends left out. Parameters, buffers and
+    ``fixed`` nodes are on no path.
+
+    Cooper, Harvey and Kennedy 2001, "A Simple, Fast Dominance Algorithm"; in an order of execution one pass is enough.
+    """
+    nodes, first = order(program), program.placeholder
+    place = {n: i for i, n in enumerate(nodes)}
+    feeding: dict[fx.Node, list[fx.Node]] = {}
+    for n in nodes:
+        if n not in fixed:
+            for user in n.users:
+                feeding.setdefault(user, []).append(n)
+    nearest = {first: first}
+    for n in nodes:
+        known = [p for p in feeding.get(n, ()) if p in nearest]
+        if n is first or not known:
+            continue
+        found = known[0]
+        for other in known[1:]:
+            while found is not other:
+                if place[found] > place[other]:
+                    found = nearest[found]
+                else:
+                    other = nearest[other]
+        nearest[n] = found
     chain, node = [], program.outputs[-1]
-    while node is not program.placeholder and node in parents:
+    while node is not first and node in nearest:
         chain.append(node)
-        node = parents[node]
+        node = nearest[node]
     return chain[:0:-1]
 
 

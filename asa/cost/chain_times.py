@@ -1,0 +1,108 @@
+"""Compute times of all components of a graph at once: what :class:`asa.cost.compute.Times` says of each, as arrays.
+
+Components that were measured at the same tensor degrees and microbatches are looked up together. The formulas are
+those of :mod:`asa.cost.compute`, in the same order, so that the figures are the same to the last bit.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from asa.cost.compute import Times
+from asa.ir.graph import Component
+
+
+@dataclass
+class _Alike:
+    """Components (by index) measured alike. By tensor degree ``xs``: microbatches, ``forward`` and ``backward``:
+    medians, a row a component."""
+
+    index: Any
+    degrees: list[int]
+    xs: dict[int, list[float]]
+    forward: dict[int, Any]
+    backward: dict[int, Any]
+
+
+class ChainTimes:
+    """Forward and backward of every component of a chain."""
+
+    def __init__(self, times: Times, components: Sequence[Component]) -> None:
+        self._times, self._components = times, components
+        self._shares: dict[int, Any] = {}
+        groups: dict[tuple[object, ...], list[int]] = {}
+        for i, c in enumerate(components):
+            degrees = tuple(times.degrees(c.name))
+            key = (degrees, *(tuple(times.grid(c.name, d).xs) for d in degrees))
+            groups.setdefault(key, []).append(i)
+        self._groups = [self._alike(index) for index in groups.values()]
+
+    def _alike(self, index: list[int]) -> _Alike:
+        names = [self._components[i].name for i in index]
+        degrees = self._times.degrees(names[0])
+        grids = {d: [self._times.grid(n, d) for n in names] for d in degrees}
+        return _Alike(
+            index=np.array(index),
+            degrees=degrees,
+            xs={d: grids[d][0].xs for d in degrees},
+            forward={d: np.array([g.forward for g in grids[d]]) for d in degrees},
+            backward={d: np.array([g.backward for g in grids[d]]) for d in degrees},
+        )
+
+    def both(self, samples: int, degree: int) -> Any:
+        """Seconds of forward and backward of ``samples`` samples at a tensor degree, per component; what cannot be
+        split counts as if it were whole."""
+        found = np.zeros(len(self._components))
+        for group in self._groups:
+            forward, backward = self._passes(group, samples, degree)
+            found[group.index] = forward + backward
+        return found
+
+    def _passes(self, x: _Alike, samples: int, degree: int) -> tuple[Any, Any]:
+        if degree in x.degrees:
+            return self._at(x, samples, degree)
+        at, floor = bisect_left(x.degrees, degree), self._times.floor
+        below = x.degrees[max(0, at - 1)]
+        low, share, first = self._at(x, samples, below), self._share(x, degree), self._share(x, below)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            if at < len(x.degrees):
+                high = self._at(x, samples, x.degrees[at])
+                last = self._share(x, x.degrees[at])
+                mix = np.where(first > last, (first - share) / (first - last), 0.0)
+            else:
+                high = (np.full(len(share), floor), np.full(len(share), floor))
+                mix = np.where(first > 0, 1 - share / first, 0.0)
+        mix = np.minimum(1.0, np.maximum(0.0, mix))
+        forward, backward = (
+            np.maximum(floor, np.maximum(0.0, a + mix * (b - a))) for a, b in zip(low, high, strict=True)
+        )
+        return forward, backward
+
+    def _at(self, x: _Alike, samples: int, degree: int) -> tuple[Any, Any]:
+        xs = x.xs[degree]
+        return self._line(xs, x.forward[degree], samples), self._line(xs, x.backward[degree], samples)
+
+    def _line(self, xs: list[float], ys: Any, samples: int) -> Any:
+        if len(xs) == 1:
+            floor = np.minimum(self._times.floor, ys[:, 0])
+            return floor + (ys[:, 0] - floor) * samples / xs[0]
+        at = min(max(bisect_left(xs, samples), 1), len(xs) - 1)
+        slope = (ys[:, at] - ys[:, at - 1]) / (xs[at] - xs[at - 1])
+        if samples > xs[-1]:
+            found = ys[:, -1] + np.maximum(0.0, slope) * (samples - xs[-1])
+        else:
+            found = ys[:, at - 1] + slope * (samples - xs[at - 1])
+        return np.maximum(self._times.floor, found)
+
+    def _share(self, x: _Alike, degree: int) -> Any:
+        if degree not in self._shares:
+            whole = [c.split is None for c in self._components]
+            self._shares[degree] = np.array(
+                [1.0 if w else self._times.share(c, degree) for c, w in zip(self._components, whole, strict=True)]
+            )
+        return self._shares[degree][x.index]

@@ -1,0 +1,45 @@
+"""What it takes to hand a microbatch from one stage of a pipeline to the next."""
+
+from __future__ import annotations
+
+from math import gcd
+
+from asa.cost.collectives import Links
+from asa.cost.shards import sending
+from asa.ir.layout import Layout, largest_shard
+
+
+class Handovers:
+    """Of microbatches of ``microbatch`` samples over ``links``; each is priced once."""
+
+    def __init__(self, links: Links, microbatch: int) -> None:
+        self._links, self._microbatch = links, microbatch
+        self._known: dict[tuple[object, ...], float] = {}
+        self._sent: dict[tuple[object, ...], tuple[int, tuple[tuple[int, ...], ...]]] = {}
+
+    def seconds(self, size: float, source: Layout, target: Layout, offset: int) -> float:
+        """Of ``size`` bytes of a sample, to a stage that begins on rank ``offset`` (or back from it). The busiest rank
+        decides (:mod:`asa.ir.transfer`)."""
+        key = (size, source.width, source.data, target.width, target.data, offset, source.weights, target.weights)
+        found = self._known.get(key)
+        if found is None:
+            flows, ranks = self._messages(source, target)
+            found = self._known[key] = max(
+                (sum(self._links.handover(r * size, offset, flows) for r in rows) for rows in ranks), default=0.0
+            )
+        return found
+
+    def _messages(self, source: Layout, target: Layout) -> tuple[int, tuple[tuple[int, ...], ...]]:
+        """See :func:`asa.cost.shards.sending`."""
+        key = (source.width, source.data, source.weights, target.width, target.data, target.weights)
+        found = self._sent.get(key)
+        if found is None:
+            # Even cuts are nested, so what happens is the same thing as often as both sides have shards.
+            alike = 1 if source.weights or target.weights else gcd(source.data, target.data)
+            ends = (
+                Layout(width=x.width // alike, data=x.data // alike, tensor=1, weights=x.weights)
+                for x in (source, target)
+            )
+            flows, ranks = sending(*ends, largest_shard(self._microbatch, alike))
+            found = self._sent[key] = (flows * alike, ranks)
+        return found
