@@ -171,12 +171,12 @@ class Priced:
 
 class Search:
     """Good prices. ``bound``: the best value of :class:`Priced`; ``value`` and ``picked``: the best choice that fits
-    among those that came up."""
+    among those that came up; ``loose``: the value of the best one that came up, whether or not it fits."""
 
     def __init__(self, x: Arrays) -> None:
         self.x = x
         n = x.n
-        self.value = INF
+        self.value = self.loose = INF
         self.picked: list[int] = []
         sides = Priced(x, weigh(x, np.eye(n), np.zeros((n, n)))).value
         at = int(sides.argmax())
@@ -196,6 +196,7 @@ class Search:
                 self.bound = INF
                 return
             peaks, hidden, exact = self._looked_at(path)
+            self.loose = min(self.loose, exact)
             if exact < self.value and (not tight or peaks.max() <= x.capacity * (1 + 1e-12)):
                 self.value, self.picked = exact, path
             since += 1

@@ -28,8 +28,9 @@ from asa.planner.singles import TOLERANCE_GIB, Places, Single, singles
 from asa.planner.space import Allowed, anything
 
 _LOG = logging.getLogger("asa")
-_SHARE = 0.35
-"""Of the time, at most, that single stages are searched for alone where there are pipelines too."""
+_FIRST, _SHARE = 0.15, 0.35
+"""Of the time, at most, that single stages are searched for alone where there are pipelines too: before the first of
+these, and before what is left is searched for all together."""
 _SKETCH = 0.4
 """Of the time, at most, that first plans of pipelines are looked for; half of it where one stage of all ranks leads."""
 _PATIENCE_S = 0.5
@@ -83,15 +84,16 @@ def search(
     piping = bool(space.schedules) and gpus > 1 and len(space.profile.graph) > 1 and room > 0
     alone = [s for view, among in views(prices) for s in singles(Places(view, allowed, ends, among), solver)]
     found: Candidate | None = None
-    limit_ms = incumbent_s * MS
+    best = joint.Best(None, incumbent_s * MS, started)
     if piping:
+        joint.best_first(alone, best, started + _FIRST * time_limit_s, patience=ends)
         likely = bool(baselines) and (len(baselines[0].widths) > 1 or baselines[0].ranks < gpus)
         share = _SKETCH if likely else _SKETCH / 2
         near = baselines[0].num_microbatches if baselines else 1
-        found = first_plans(prices, allowed, limit_ms / MS, started + share * time_limit_s, near if near > 1 else None)
+        until = time.monotonic() + share * time_limit_s
+        found = first_plans(prices, allowed, best.limit / MS, until, near if near > 1 else None)
         if found is not None:
-            limit_ms = prices.of(found).cost.total_s * MS
-    best = joint.Best(None, limit_ms, started)
+            best.other(prices.of(found).cost.total_s * MS)
     until = time.monotonic() + (_SHARE * (ends - time.monotonic()) if piping else time_limit_s)
     patience = until if piping else started + _PATIENCE_S
     joint.best_first(alone, best, until, patience=patience, gap=_ENOUGH)
