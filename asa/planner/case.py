@@ -32,8 +32,10 @@ _FAR = 0.99
 """Of the best plan: a bound below it calls for better plans, too."""
 _LEAST = 1e-4
 """Of a bound: the least step upwards."""
-_STRIDE = 0.02
+_STRIDE = 0.3
 """Of the way from the bound to the best plan, at least, at a time."""
+_NEAR = 0.002
+"""By how much a plan may exceed what its stages were taken for, and not be looked at more closely."""
 _TRIED = 12
 """Plans filled in at a time, where stages are known as bounds only."""
 
@@ -62,13 +64,13 @@ class _Wanted:
 
 class Case:
     """Plans of ``stages`` stages (any of them), all else open. ``bound`` holds for all; ``found`` is called with plans:
-    (ms, skeleton, choices)."""
+    (ms, skeleton, choices), and says whether it takes them."""
 
     value = INF
 
     def __init__(
         self, shop: Shop, m: int, name: str, schedule: Schedule, stages: Sequence[int],
-        found: Callable[[float, Skeleton, tuple[Choice, ...]], None], bound: float = 0.0,
+        found: Callable[[float, Skeleton, tuple[Choice, ...]], bool], bound: float = 0.0,
     ) -> None:  # fmt: skip
         self.shop, self.m, self.name, self.schedule, self.stages = shop, m, name, schedule, tuple(stages)
         self.most = max(stages)
@@ -243,11 +245,12 @@ class Case:
             widths.append(w)
         self._tell(tuple(int(a) for a in leaf.starts[i]), tuple(widths), tuple(choices))
 
-    def _tell(self, starts: tuple[int, ...], widths: tuple[int, ...], choices: tuple[Choice, ...]) -> float:
+    def _tell(
+        self, starts: tuple[int, ...], widths: tuple[int, ...], choices: tuple[Choice, ...]
+    ) -> tuple[float, bool]:
         skeleton = Skeleton(starts=starts, widths=widths, num_microbatches=self.m, schedule=self.name)
         value = value_of(self.shop.pipelines, skeleton, choices)
-        self.found(value, skeleton, choices)
-        return value
+        return value, self.found(value, skeleton, choices)
 
     def _by_plans(self, best: float, ends: float) -> None:
         """All plans up to a limit, a little further each time."""
@@ -282,9 +285,10 @@ class Case:
                 if x.values[i] >= min(best, limit):
                     break
                 proved = min(proved, float(x.values[i]))
-                value, vague = self._fill(x, int(i), options)
+                value, vague, taken = self._fill(x, int(i), options)
+                near = value <= float(x.values[i]) * (1 + _NEAR) and (taken or value >= best)
                 best = min(best, value)
-                if not vague:
+                if near or not vague:
                     break
                 blurred.update(vague)
         for key in blurred:  # the next time in more detail
@@ -297,8 +301,9 @@ class Case:
 
     def _fill(
         self, leaf: Leaves, i: int, options: dict[tuple[int, int], Options]
-    ) -> tuple[float, list[tuple[int, int, int, int]]]:
-        """The time of the plan behind a leaf, and which of its stages may not be what they were taken for."""
+    ) -> tuple[float, list[tuple[int, int, int, int]], bool]:
+        """The time of the plan behind a leaf, which of its stages may not be what they were taken for, and whether it
+        was taken."""
         p, choices, widths = leaf.starts.shape[1], [], []
         vague: list[tuple[int, int, int, int]] = []
         for s in range(p):
@@ -311,7 +316,8 @@ class Case:
             widths.append(w)
             if not points.exact:
                 vague.append((w, r, start, stop))
-        return self._tell(tuple(int(a) for a in leaf.starts[i]), tuple(widths), tuple(choices)), vague
+        value, taken = self._tell(tuple(int(a) for a in leaf.starts[i]), tuple(widths), tuple(choices))
+        return value, vague, taken
 
     def _explored(self, frame: Frame, limit: float, ends: float) -> bool:
         """Explore the stages that a plan below ``limit`` could have; whether there were new ones."""

@@ -1,9 +1,9 @@
 """Plans of a single stage: widths and microbatches one by one, each with a bound that rises in steps.
 
 First compute alone bounds a (width, microbatches), then synchronisation of every component by itself, then prices of
-memory and overlap (:mod:`asa.planner.dual`), which give a first plan, too. Where these do not say that memory binds, the
-label program looks for the optimum *without* the limit; where that does not fit, for the one with it, for as long as it
-takes. Microbatches double only while memory binds, that is while the fastest plan without a limit does not fit.
+memory and overlap (:mod:`asa.planner.dual`), which give a first plan, too. Where these do not say that memory binds,
+the label program looks for the optimum *without* the limit; where that does not fit, for the one with it, for as long
+as it takes. Microbatches double only while memory binds, that is while the fastest plan without a limit does not fit.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Places:
         self._prices, self._allowed, self._ends = prices, allowed, ends
         self._among = widths(prices.space.request.gpus) if among is None else among
         self._known: dict[tuple[int, int], Place | None] = {}
-        self._apart: dict[int, tuple[float, float]] = {}
+        self._apart: dict[tuple[int, int], tuple[float, float]] = {}
 
     def bounds(self) -> Iterator[tuple[float, int, int]]:
         """(ms of compute alone, width, microbatches) of each that could run."""
@@ -106,25 +106,30 @@ class Places:
                     yield alone, w, m
 
     def apart(self, width: int, num_microbatches: int, alone_ms: float) -> float:
-        """A bound in ms that also counts gradient synchronisation, every component by itself.
+        """A bound in ms that also counts gradient synchronisation, every component by itself, as with one microbatch.
 
         Synchronisation hides behind backward at most, which is a part of one microbatch's computation.
         """
         if width == 1:
             return alone_ms
-        if width not in self._apart:
-            self._apart[width] = self._synchronised(width)
-        whole, once = self._apart[width]
+        whole, once = self._synchronised(width, 1)
         m = num_microbatches
         return whole if m == 1 else max(alone_ms, alone_ms * (1 - 1 / m) + once)
 
-    def _synchronised(self, width: int) -> tuple[float, float]:
-        """In ms: a bound on a step of one microbatch, and on what comes once per step."""
-        space, pricer = self._prices.space, self._prices.pricer(width, 1)
+    def priced(self, width: int, num_microbatches: int) -> float:
+        """The same by all that so many microbatches cost."""
+        return self._synchronised(width, num_microbatches)[0]
+
+    def _synchronised(self, width: int, num_microbatches: int) -> tuple[float, float]:
+        """In ms: a bound on a step, and on what comes once per step. A checkpoint saves no time."""
+        key = (width, num_microbatches)
+        if key in self._apart:
+            return self._apart[key]
+        space, pricer = self._prices.space, self._prices.pricer(*key)
         hidden = max(0.0, space.cluster.overlap.saving) * space.cluster.overlap.compute_slowdown
         whole = once = 0.0
         for i in range(len(space.profile.graph)):
-            ways = (w for w in space.ways(i, width, 1, self._allowed) if not w.checkpoint)
+            ways = (w for w in space.ways(i, *key, self._allowed) if not w.checkpoint)
             costs = [pricer.component(i, way) for way in ways]
             late = [c.sync_s + c.update_s + c.update_communication_s for c in costs]
             whole += min(
@@ -132,7 +137,8 @@ class Places:
                 default=float("inf"),
             )
             once += min(late, default=float("inf"))
-        return whole * MS, once * MS
+        self._apart[key] = whole * MS, once * MS
+        return self._apart[key]
 
     def get(self, width: int, num_microbatches: int) -> Place | None:
         """The place, or None where it cannot run."""
@@ -191,6 +197,7 @@ class Single:
         self._places, self.width, self.num_microbatches, self._solver = places, width, num_microbatches, solver
         self.bound, self.level, self.stuck = alone_ms, 0, False
         self.place: Place | None = None
+        self._settled: bool | None = None
         self.solution = _NOTHING
         self._took = 0.0
 
@@ -209,9 +216,11 @@ class Single:
             self._took = time.monotonic() - began
         elif self.level == 2 and self._took > _LONG_S and began + _FORMULATED * self._took > ends:
             self.level, self.stuck = 1, True  # would not be done in time, in this search
-        elif self.level == 2:
+        elif self.level == 2 and self.num_microbatches > 1:
+            self._raise(self._places.priced(self.width, self.num_microbatches))
+        elif self.place is None:
             self._look(best)
-        elif self.level == 3:
+        elif self._settled is None:
             self._settle(best, ends)
         else:
             self._solve(best, ends)
@@ -234,13 +243,15 @@ class Single:
         """Whether it is in the space, and what would be fastest without the memory limit."""
         place, until = self.place, min(ends, time.monotonic() + _FIRST_S * 4 ** max(0, self.level - 4))
         assert place is not None
-        if self._places.enough(self.width, self.num_microbatches, best, until):
+        enough = self._places.enough(self.width, self.num_microbatches, best, until)
+        if enough:
             self.bound = float("inf")
             return
         place.settle(best, until)
-        self._raise(place.free.bound)
+        self._settled = place.settled and enough is not None
         if place.fits and self._solver != "exhaustive":
-            self.solution = place.free
+            self._take(place.free)
+        self._raise(place.free.bound)
 
     def _solve(self, best: float, ends: float) -> None:
         """With it, as far as it gets. A plan found is put back as the limit of what is looked for."""
@@ -248,8 +259,8 @@ class Single:
         if self._solver == "exhaustive":
             self._take(exhaustive.solve(self.place.asked))
             return
-        slice_s = min(max(0.05, ends - time.monotonic()), _FIRST_S * 4 ** (self.level - 4))
-        if not self.place.settled:
+        slice_s = min(max(0.05, ends - time.monotonic()), _FIRST_S * 4 ** max(0, self.level - 4))
+        if not self._settled:
             self._settle(best, time.monotonic() + slice_s)
         if self.place.fits or self.bound >= best:  # solved as far as it can be
             return

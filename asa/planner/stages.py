@@ -3,8 +3,9 @@
 A label is a partial choice, reduced to what the rest can see: forward and backward of a microbatch, the clocks of
 gradient synchronisation (:mod:`asa.planner.dp` derives them; here without the work that is done per microbatch), the
 memory held and its peak. One that is no better in anything than another with the same entry degree and layout is
-dropped, and so is one whose best completion is beyond what a stage may take there. Where labels get too many, similar
-ones are merged: the least of each number stands for all of them, so that what comes out is still a bound.
+dropped, and so is one whose best completion is beyond what a stage may take there. Where labels get too many, their
+numbers are rounded down a little, so that more of them beat each other; where that is not enough, similar ones are
+merged, the least of each number standing for all of them. What comes out is still a bound.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from asa.planner.problem import Choice
 
 _CLOSE = 1 + 1e-12
 MOST, UTMOST = 200, 12_000
-"""Labels kept per component, beyond which similar ones are merged."""
+"""Labels kept per component, beyond which they are rounded, and similar ones merged."""
+_ROUNDED, _ROUNDED_MEMORY = 5e-4, 2e-4
+"""By what part of a stage's time, and of the memory, all its components together are rounded down at most."""
 
 # Columns of a label.
 FWD, BWD, BKT, V, C, P, PEAK, LAST, HELD, SUM = range(10)
@@ -168,6 +171,7 @@ class Explorer:
         """
         stops = sorted(caps)
         limits = np.stack([self.bounds.limits(*caps[b]) for b in stops], axis=1)
+        grain = self._grain(start, caps)
         exact = True
         history: list[tuple[Any, Any]] = []
         found: dict[int, Points] = {}
@@ -184,7 +188,7 @@ class Explorer:
                 front = self._through(front, i, start, room)
             if front is None or not len(front.labels):
                 break
-            front, merged = self._thinned(front, i + 1 in caps, most, hurry)
+            front, merged = self._thinned(front, i + 1 in caps, most, None if hurry else grain)
             exact = exact and not merged
             history.append((front.parent, front.config))
             if i + 1 in caps:
@@ -304,20 +308,37 @@ class Explorer:
                 columns += [np.maximum(labels[:, PEAK], labels[:, LAST]), labels[:, HELD]]
         return efficient(np.stack(columns, axis=1), group)
 
-    def _thinned(self, front: _Front, ending: bool, most: int, hurry: bool) -> tuple[_Front, bool]:
+    def _grain(self, start: int, caps: Mapping[int, tuple[float, float]]) -> Any:
+        """What each number of a label may be rounded by behind each component, in stages from ``start``."""
+        found = np.full(10, _ROUNDED * max(1e-9, min(whole / (b - start) for b, (_, whole) in caps.items())))
+        found[[FWD, BWD]] = _ROUNDED * max(1e-9, min(steady / (b - start) for b, (steady, _) in caps.items())) / 2
+        found[[PEAK, LAST, HELD]] = _ROUNDED_MEMORY * self.numbers.capacity / self.numbers.n if self.tight else 1.0
+        return found
+
+    def _thinned(self, front: _Front, ending: bool, most: int, grain: Any) -> tuple[_Front, bool]:
+        """At most so many labels, and whether they are less than the truth; without a ``grain`` some are forgotten."""
         group = front.entry * self.numbers.count + front.layout
         if len(front.labels) > 1:
             front = front.taken(self._best(front.labels, group, arriving=False, ending=ending))
         if len(front.labels) <= most:
             return front, False
-        return self._merged(front, most, hurry), not hurry
+        if grain is not None:
+            total = front.labels[:, SUM].copy()
+            front.labels = (np.floor(front.labels / grain) - 1e-9) * grain
+            front.labels[:, SUM] = total
+            group = front.entry * self.numbers.count + front.layout
+            front = front.taken(self._best(front.labels, group, arriving=False, ending=ending))
+            if len(front.labels) <= most:
+                return front, True
+        return self._merged(front, most, grain is None), grain is not None
 
     def _merged(self, front: _Front, most: int, hurry: bool) -> _Front:
         """Similar labels become one: the least of each number, and one of their choices."""
         group = front.entry * self.numbers.count + front.layout
         labels = front.labels
-        keys = np.stack([self.numbers.m * (labels[:, FWD] + labels[:, BWD]) + np.maximum(labels[:, V], labels[:, C]),
-                         labels[:, HELD]], axis=1)  # fmt: skip
+        steady = labels[:, FWD] + labels[:, BWD]
+        keys = np.stack([self.numbers.m * steady + np.maximum(labels[:, V], labels[:, C]),
+                         labels[:, HELD] if self.tight else steady], axis=1)  # fmt: skip
         low, span = keys.min(axis=0), np.maximum(np.ptp(keys, axis=0), 1e-12)
         cells = 64
         while True:
