@@ -14,6 +14,7 @@ import select
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Generic, NoReturn, TypeVar
 
@@ -36,7 +37,9 @@ class Beside(Generic[T]):
         self._pid = self._source = -1
         if apart:
             self._source, sink = os.pipe()
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError), warnings.catch_warnings():
+                # Of threads that are not Python's: those of numpy, which looks after its own.
+                warnings.filterwarnings("ignore", message=".*use of fork.*", category=DeprecationWarning)
                 self._pid = os.fork()
                 if self._pid == 0:
                     os.close(self._source)

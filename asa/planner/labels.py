@@ -208,7 +208,9 @@ class Solver:
         """Pass by pass, until nothing below ``cutoff`` and the best choice is left, or time is up."""
         while not self.done:
             best = min(cutoff, self.value)
-            if self.bound >= best * (1 - max(gap, _CLOSE)) and not best == INF > self.bound:
+            if self.bound >= best * (1 - 2 * _CLOSE) and not best == INF > self.bound:
+                self._raise(best)  # but for rounding
+            if self.bound >= best * (1 - gap) and not best == INF > self.bound:
                 return
             if self._passes is None:
                 self._passes = _Pass(self.x, self.prices)

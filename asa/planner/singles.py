@@ -217,7 +217,7 @@ class Single:
         elif self.level == 2 and self._took > _LONG_S and began + _FORMULATED * self._took > ends:
             self.level, self.stuck = 1, True  # would not be done in time, in this search
         elif self.level == 2 and self.num_microbatches > 1:
-            self._raise(self._places.priced(self.width, self.num_microbatches))
+            self._several(min(ends, began + _FIRST_S))
         elif self.place is None:
             self._look(best)
         elif self._settled is None:
@@ -227,6 +227,16 @@ class Single:
 
     def _raise(self, bound: float) -> None:
         self.bound = max(self.bound, bound)
+
+    def _several(self, until: float) -> None:
+        """Not in the space at all where one microbatch is enough; by their prices elsewhere."""
+        one = self._places.get(self.width, 1)
+        if one is not None:
+            one.settle(float("inf"), until)
+        if one is None or one.fits:
+            self.bound = float("inf")
+        else:
+            self._raise(self._places.priced(self.width, self.num_microbatches))
 
     def _look(self, best: float) -> None:
         """By prices of memory and overlap."""
@@ -241,7 +251,7 @@ class Single:
 
     def _settle(self, best: float, ends: float) -> None:
         """Whether it is in the space, and what would be fastest without the memory limit."""
-        place, until = self.place, min(ends, time.monotonic() + _FIRST_S * 4 ** max(0, self.level - 4))
+        place, until = self.place, min(ends, time.monotonic() + _FIRST_S * 4 ** min(8, max(0, self.level - 4)))
         assert place is not None
         enough = self._places.enough(self.width, self.num_microbatches, best, until)
         if enough:
@@ -259,10 +269,11 @@ class Single:
         if self._solver == "exhaustive":
             self._take(exhaustive.solve(self.place.asked))
             return
-        slice_s = min(max(0.05, ends - time.monotonic()), _FIRST_S * 4 ** max(0, self.level - 4))
+        slice_s = min(max(0.05, ends - time.monotonic()), _FIRST_S * 4 ** min(8, max(0, self.level - 4)))
         if not self._settled:
             self._settle(best, time.monotonic() + slice_s)
         if self.place.fits or self.bound >= best:  # solved as far as it can be
+            self.stuck = self.bound < min(best, self.value) * (1 - 1e-9)
             return
         assert self.place.solver is not None
         cutoff, solver = min(best, self.value), self.place.solver
