@@ -13,15 +13,18 @@ import random_problems
 from random_pipelines import RandomPipelines
 
 from asa.cost import presets
+from asa.cost.pipeline import StageTimes, makespan
 from asa.ir.units import GIB
 from asa.planner import Request, exhaustive, joint, labels
 from asa.planner.beside import Beside, possible
 from asa.planner.candidate import Prices
 from asa.planner.formulate import formulate
 from asa.planner.lattice import Numbers, divisors, relaxed
+from asa.planner.skeletons import filled_up
 from asa.planner.space import Space, anything
 from asa.planner.staged import StagedSpace
 from asa.planner.stages import Explorer
+from asa.schedules import schedules
 from asa.strategies import offered
 
 INF = float("inf")
@@ -98,7 +101,7 @@ def test_rounded_and_merged_labels_stand_for_every_way_of_running_a_stage():
 
 
 def test_rounding_up_would_be_noticed(monkeypatch):
-    monkeypatch.setattr("asa.planner.stages._ROUNDED", -0.2)
+    monkeypatch.setattr("asa.planner.thinning._ROUNDED", -0.2)
     with pytest.raises(AssertionError):
         shares(12)
 
@@ -117,6 +120,26 @@ def test_what_only_saves_memory_is_left_out_at_no_loss(cluster, gib):
     found = [joint.search(StagedSpace(prices, anything, every=every)) for every in (False, True)]
     assert found[0].value == pytest.approx(found[1].value, rel=1e-9)
     assert found[0].bound == pytest.approx(found[1].bound, rel=1e-9)
+
+
+def clocks(schedule: str, seed: int) -> tuple[float, float]:
+    """The clock of a pipeline at random, and what is said of one that is filled up first."""
+    rng = random.Random(seed)
+    p, m = rng.randint(2, 5), rng.randint(1, 8)
+    names = ("forward", "backward", "last_backward_extra", "after")
+    times = [StageTimes(**{name: rng.choice([0.1, 1.0]) * rng.random() for name in names}) for _ in range(p)]
+    moves = [(0.5 * rng.random(), 0.5 * rng.random()) for _ in range(p - 1)]
+    trip = sum(t.forward + t.backward for t in times) + sum(map(sum, moves))
+    ahead = max(*(t.forward for t in times), *(a for a, _ in moves))
+    back = max(*(t.backward for t in times), *(b for _, b in moves))
+    return makespan(times, moves, schedules()[schedule], m), filled_up(trip, ahead, back, m)
+
+
+def test_a_pipeline_that_is_filled_up_first_takes_as_long_as_is_said():
+    found = [clocks("gpipe", seed) for seed in range(300)]
+    assert all(bound <= clock * (1 + 1e-9) for clock, bound in found)
+    assert sum(bound >= 0.9 * clock for clock, bound in found) > 50
+    assert any(bound > clock * 1.01 for clock, bound in (clocks("1f1b", seed) for seed in range(300)))
 
 
 def test_two_halves_of_a_search_are_the_whole():

@@ -191,9 +191,9 @@ class Solver:
         """Whether the fastest choice is known not to fit: something that does not fit is below the bound."""
         return self.prices.loose < self.bound * (1 - _CLOSE)
 
-    def price(self, cutoff: float = INF, gap: float = 0.0, steps: int = _STEPS) -> None:
-        """Look for good prices, of memory and of overlap."""
-        self.prices.run(steps, cutoff=cutoff, gap=gap)
+    def price(self, cutoff: float = INF, gap: float = 0.0) -> None:
+        """Look for good prices, of memory and of overlap; of a thousand components, not for long."""
+        self.prices.run(max(_STEPS // 6, min(_STEPS, 100 * _STEPS // self.x.n)), cutoff=cutoff, gap=gap)
         if self.prices.value < self.value:
             self.value, self.picked = self.prices.value, self.prices.picked
         self._raise(self.prices.bound)
