@@ -24,8 +24,8 @@ from asa.planner.problem import Problem, Solution
 _CLOSE = 1e-9
 _FEW, _MANY, _MOST = 250, 2_000, 20_000
 """Labels behind a component, in a pass that looks for a choice, and in passes that prove."""
-_STEPS = 60
-"""Subgradient steps before the first pass."""
+_STEPS, _ROUNDS, _GAINED = 60, 4, 1e-3
+"""Subgradient steps before the first pass; how often they begin again with long ones, while that gains so much."""
 V, C, P, U, W, MOVING = range(6)
 
 
@@ -193,7 +193,12 @@ class Solver:
 
     def price(self, cutoff: float = INF, gap: float = 0.0) -> None:
         """Look for good prices, of memory and of overlap; of a thousand components, not for long."""
-        self.prices.run(max(_STEPS // 6, min(_STEPS, 100 * _STEPS // self.x.n)), cutoff=cutoff, gap=gap)
+        steps = max(_STEPS // 6, min(_STEPS, 100 * _STEPS // self.x.n))
+        for _ in range(_ROUNDS):
+            before = self.prices.bound
+            self.prices.run(steps, cutoff=cutoff, gap=gap)
+            if self.prices.bound <= before + _GAINED * abs(before):
+                break
         if self.prices.value < self.value:
             self.value, self.picked = self.prices.value, self.prices.picked
         self._raise(self.prices.bound)
