@@ -89,7 +89,7 @@ def formulate(
     plain = offered if every else [_without_saving(i, ways, allowed) for i, ways in enumerate(offered)]
     options = priced(plain)
     most = _most(options, (*edges, *ends[0], *ends[1]), 1 if busy is None else num_microbatches)
-    roomy = not every and most <= capacity
+    roomy = not every and most <= capacity and overlap.communication_slowdown >= 1
     if not roomy and plain != offered:
         options = priced(offered)
     options = [_undominated(row, hidden, piped=busy is not None, roomy=roomy) for row in options]
