@@ -15,7 +15,7 @@ from random_pipelines import RandomPipelines
 from asa.cost import presets
 from asa.cost.pipeline import StageTimes, makespan
 from asa.ir.units import GIB
-from asa.planner import Request, exhaustive, joint, labels
+from asa.planner import Request, exhaustive, joint, labels, plan
 from asa.planner.beside import Beside, possible
 from asa.planner.candidate import Prices
 from asa.planner.formulate import formulate
@@ -155,6 +155,21 @@ def test_two_halves_of_a_search_are_the_whole():
         values, bounds = [v for _, v, _ in found.curve], [b for _, _, b in found.curve]
         assert values == sorted(values, reverse=True)
         assert bounds == sorted(bounds)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_second_core_changes_no_answer(monkeypatch):
+    profile, links = known_models.profile(known_models.transformer(3), 500.0, 64), presets.load("t4-8x1-25g-tcp")
+    request, found = Request(gpus=3, global_batch=32, time_limit_s=10.0, prefer_simple=False), []
+    for apart in (False, True):
+        monkeypatch.setattr("asa.planner.search.possible", lambda apart=apart: apart)
+        found.append(plan(profile, links, offered(), request)[0])
+    one, two = found
+    assert len(one.stages) > 1
+    assert one.prediction.step_time_s == pytest.approx(two.prediction.step_time_s, rel=0.005)
+    for a, b in ((one, two), (two, one)):
+        assert a.certificate.gap <= 0.005
+        assert a.certificate.lower_bound_s <= b.prediction.step_time_s * (1 + 1e-9)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")

@@ -119,7 +119,7 @@ class Case:
                 self._by_prices(best, ends, limit=self.level == 2)
             except OutOfTimeError:
                 return
-        elif self.level == 3:
+        elif self.level == 3 and best >= _FOREVER:
             guess.likely(self, self._frame, best)
         else:
             with suppress(OutOfTimeError):

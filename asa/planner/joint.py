@@ -194,8 +194,8 @@ def best_first(
             break
         item.step(best.limit * (1 - _CLOSE), ends)
         steps += 1
-        if isinstance(item, Case) and item.level == 3 and best.skeleton is None and item.bound < best.limit:
-            item.step(best.limit * (1 - _CLOSE), ends)  # a first plan, early
+        if isinstance(item, Case) and item.level == 3 and item.bound < best.limit == INF:
+            item.step(best.limit, ends)  # a first plan, early
         best.other(item.value)
         if item.stuck:
             lowest = min(lowest, item.bound)  # as far as it goes; the others may still hold better plans
