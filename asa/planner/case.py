@@ -17,13 +17,15 @@ import numpy as np
 
 from asa.cost.pipeline import shape
 from asa.interfaces.schedule import Schedule
+from asa.planner import guess
 from asa.planner.bounds import Frame, Keys, Links
 from asa.planner.lattice import INF, Table
 from asa.planner.pipelines import Skeleton, value_of
+from asa.planner.points import OutOfTimeError, Points
 from asa.planner.problem import Choice
 from asa.planner.shop import Shop
 from asa.planner.skeletons import Leaves, Options, plans
-from asa.planner.stages import MOST, UTMOST, OutOfTimeError, Points
+from asa.planner.stages import MOST, UTMOST
 
 _CLOSE = 1e-9
 _FOREVER = 1e15
@@ -32,8 +34,10 @@ _FAR = 0.99
 """Of the best plan: a bound below it calls for better plans, too."""
 _LEAST = 1e-4
 """Of a bound: the least step upwards."""
-_STRIDE = 0.02
+_STRIDE = 0.3
 """Of the way from the bound to the best plan, at least, at a time."""
+_NEAR = 0.002
+"""By how much a plan may exceed what its stages were taken for, and not be looked at more closely."""
 _TRIED = 12
 """Plans filled in at a time, where stages are known as bounds only."""
 
@@ -62,13 +66,13 @@ class _Wanted:
 
 class Case:
     """Plans of ``stages`` stages (any of them), all else open. ``bound`` holds for all; ``found`` is called with plans:
-    (ms, skeleton, choices)."""
+    (ms, skeleton, choices), and says whether it takes them."""
 
     value = INF
 
     def __init__(
         self, shop: Shop, m: int, name: str, schedule: Schedule, stages: Sequence[int],
-        found: Callable[[float, Skeleton, tuple[Choice, ...]], None], bound: float = 0.0,
+        found: Callable[[float, Skeleton, tuple[Choice, ...]], bool], bound: float = 0.0,
     ) -> None:  # fmt: skip
         self.shop, self.m, self.name, self.schedule, self.stages = shop, m, name, schedule, tuple(stages)
         self.most = max(stages)
@@ -80,14 +84,14 @@ class Case:
         self._leads = {r: self._lead(r) for r in range(1, self.most + 1)}
         self.widths = tuple(w for w in shop.offsets if w < shop.gpus)
         self.keys = Keys(self.widths)
-        self._tables: dict[tuple[int, int], Table | None] = {}
+        self.tables: dict[tuple[int, int], Table | None] = {}
         self._links: Links | None = None
         every = np.arange(shop.n + 1)[None, :] > np.arange(shop.n)[:, None]
         self._near = {(w, r): every for w in self.widths for r in range(1, self.most + 1)}
         self._stages: dict[tuple[int, int, int, int], _Known] = {}
         self.stuck = False
         self._detail: dict[tuple[int, int, int, int], int] = {}
-        self.share = 0.003
+        self.share, self._short = 0.003, False
 
     def _lead(self, r: int) -> int | None:
         """Microbatches in flight with r stages to the last, where the schedule waits for each to come back."""
@@ -99,7 +103,7 @@ class Case:
         """Bounds by the tables of now."""
 
         def tables(w: int, r: int) -> Table | None:
-            return self._tables.get((w, r))
+            return self.tables.get((w, r))
 
         def near(w: int, r: int) -> Any:
             return self._near[w, r]
@@ -115,19 +119,19 @@ class Case:
                 self._by_prices(best, ends, limit=self.level == 2)
             except OutOfTimeError:
                 return
-        elif self.level == 3:
-            self._sketch(best)
+        elif self.level == 3 and best >= _FOREVER:
+            guess.likely(self, self._frame, best)
         else:
             with suppress(OutOfTimeError):
                 self._by_plans(best, ends)
             if not self.stuck and self.bound < best * _FAR and time.monotonic() < ends:
-                self._sketch(best)
+                guess.likely(self, self._frame, best)
         self.level += 1
 
     def _by_compute(self, best: float) -> None:
         frame = self.shop.by_compute(self.m)
         for w, r in frame.parts:
-            self._tables[w, r] = _NOTHING
+            self.tables[w, r] = _NOTHING
         self._alive(frame, best)
 
     def _alive(self, frame: Frame, best: float) -> None:
@@ -145,7 +149,7 @@ class Case:
                 if near.any():
                     some = True
                 else:
-                    self._tables[w, r] = None
+                    self.tables[w, r] = None
             if some:
                 alive.append(w)
         self.widths = tuple(alive)
@@ -163,95 +167,24 @@ class Case:
             if time.monotonic() > ends:
                 raise OutOfTimeError
             for r in range(1, self.most + 1):
-                before = self._tables.get((w, r))
+                before = self.tables.get((w, r))
                 if before is None:
                     continue
                 table = self.shop.limited(w, self.m, self.in_flight[r]) if limit else self.shop.relaxed(w, self.m)
                 changed = changed or table is not before
-                self._tables[w, r] = table
+                self.tables[w, r] = table
         if changed:
             self._alive(self.frame(self._links, self.keys), best)
-        self._base = dict(self._tables)
+        self._base = dict(self.tables)
 
-    def _sketch(self, best: float) -> None:
-        """A few likely plans, chosen in a hurry."""
-        frame = self._frame
-        base = frame.value(self.stages)
-        for share in (0.0005, 0.01, 0.05, 0.2, 1.0):
-            options: dict[tuple[int, int], Any] = {}
-            limit = min(best, base * (1 + share) + 1e-9)
-            for r in range(1, self.most + 1):
-                self._likely(frame, r, limit, options)
-            leaves, _ = plans(frame, {k: v for k, (v, _) in options.items()}, self.stages, self.schedule, limit)
-            ranked = sorted(
-                ((float(x.values[i]), x, i) for x in leaves for i in np.argsort(x.values)[:6]), key=lambda t: t[0]
-            )[:6]  # fmt: skip
-            for _, leaf, i in ranked:
-                self._hurry(leaf, int(i), options)
-            if ranked:
-                break
-
-    def _likely(self, frame: Frame, r: int, limit: float, into: dict[tuple[int, int], Any]) -> None:
-        """Intervals as if their least values came together."""
-        parts: dict[int, list[Any]] = {}
-        for w in self.widths:
-            table = self._tables.get((w, r))
-            if table is None:
-                continue
-            k = self.keys.of[w].start
-            near = frame.through(w, r) < limit
-            for a, b in np.argwhere(near):
-                entry, leaving = np.nonzero(np.isfinite(table.steady[a, b]))
-                if not len(entry):
-                    continue
-                steady = table.steady[a, b, entry, leaving]
-                forward = np.minimum(table.forward[a, b, entry, leaving], steady)
-                once = np.maximum(0.0, table.whole[a, b, entry, leaving] - self.m * steady)
-                times = np.stack([forward, steady - forward, 0 * once, once])
-                size = np.full(len(entry), 1)
-                parts.setdefault(int(a), []).append((size * w, size * b, entry + k, leaving + k, times))
-        for a, found in parts.items():
-            width, stop, entry, leaving, times = (np.concatenate(x, axis=-1) for x in zip(*found, strict=True))
-            into[r, a] = (Options(width, stop, entry, leaving, times, stop, stop), None)
-
-    def _hurry(self, leaf: Leaves, i: int, options: dict[tuple[int, int], Any]) -> None:
-        """Fill in one skeleton."""
-        p, choices, widths = leaf.starts.shape[1], [], []
-        for s in range(p):
-            r, start = p - s, int(leaf.starts[i, s])
-            x, k = options[r, start][0], int(leaf.options[i, s])
-            w, stop = int(x.width[k]), int(x.stop[k])
-            steady, whole = (
-                float(x.times[0, k] + x.times[1, k]),
-                float(self.m * (x.times[0, k] + x.times[1, k]) + x.times[3, k]),
-            )
-            place = self.shop.place(w, self.m, self.in_flight[r])
-            key = (*place, start, stop)
-            points = self.shop.hurried.get(key)
-            for more in (1.02, 1.2, 2.0) if points is None else ():
-                explorer = self.shop.explorer(place)
-                points = explorer.explore(start, {stop: (steady * more, whole * more)}, 60, hurry=True).get(stop)
-                if points is not None:
-                    self.shop.hurried[key] = points
-                    break
-            if points is None:
-                return
-            value = self.m * (points.least[0] + points.least[1]) + points.least[3]
-            first = self.keys.of[w].start
-            off = (points.entry + first != x.entry[k]).astype(float) + (points.exit + first != x.exit[k])
-            choices.append(points.choice(int(np.lexsort((value, off))[0])))
-            widths.append(w)
-        self._tell(tuple(int(a) for a in leaf.starts[i]), tuple(widths), tuple(choices))
-
-    def _tell(self, starts: tuple[int, ...], widths: tuple[int, ...], choices: tuple[Choice, ...]) -> float:
+    def tell(self, starts: tuple[int, ...], widths: tuple[int, ...], choices: tuple[Choice, ...]) -> tuple[float, bool]:
         skeleton = Skeleton(starts=starts, widths=widths, num_microbatches=self.m, schedule=self.name)
         value = value_of(self.shop.pipelines, skeleton, choices)
-        self.found(value, skeleton, choices)
-        return value
+        return value, self.found(value, skeleton, choices)
 
     def _by_plans(self, best: float, ends: float) -> None:
         """All plans up to a limit, a little further each time."""
-        if self.bound > 0 and best < _FOREVER:  # far from the best plan, in longer strides
+        if self.bound > 0 and best < _FOREVER and not self._short:  # far from the best plan, in longer strides
             self.share = max(self.share, (best / self.bound - 1) * _STRIDE)
         limit = min(best, self.bound * (1 + self.share)) if self.share < 10 else best
         limit = min(limit, _FOREVER)
@@ -275,16 +208,17 @@ class Case:
         leaves, limit = plans(frame, options, self.stages, self.schedule, limit)
         proved, again, blurred = limit, False, set[tuple[int, int, int, int]]()
         if limit < wanted and self.bound > 0:  # too many: not as far, the next time
-            self.share = min(self.share, wanted / self.bound - 1) / 8
+            self.share, self._short = min(self.share, wanted / self.bound - 1) / 8, True
             again = self.share > _LEAST
         for x in leaves:
             for i in np.argsort(x.values, kind="stable")[:_TRIED]:
                 if x.values[i] >= min(best, limit):
                     break
                 proved = min(proved, float(x.values[i]))
-                value, vague = self._fill(x, int(i), options)
+                value, vague, taken = self._fill(x, int(i), options)
+                near = value <= float(x.values[i]) * (1 + _NEAR) and (taken or value >= best)
                 best = min(best, value)
-                if not vague:
+                if near or not vague:
                     break
                 blurred.update(vague)
         for key in blurred:  # the next time in more detail
@@ -297,8 +231,9 @@ class Case:
 
     def _fill(
         self, leaf: Leaves, i: int, options: dict[tuple[int, int], Options]
-    ) -> tuple[float, list[tuple[int, int, int, int]]]:
-        """The time of the plan behind a leaf, and which of its stages may not be what they were taken for."""
+    ) -> tuple[float, list[tuple[int, int, int, int]], bool]:
+        """The time of the plan behind a leaf, which of its stages may not be what they were taken for, and whether it
+        was taken."""
         p, choices, widths = leaf.starts.shape[1], [], []
         vague: list[tuple[int, int, int, int]] = []
         for s in range(p):
@@ -311,7 +246,8 @@ class Case:
             widths.append(w)
             if not points.exact:
                 vague.append((w, r, start, stop))
-        return self._tell(tuple(int(a) for a in leaf.starts[i]), tuple(widths), tuple(choices)), vague
+        value, taken = self.tell(tuple(int(a) for a in leaf.starts[i]), tuple(widths), tuple(choices))
+        return value, vague, taken
 
     def _explored(self, frame: Frame, limit: float, ends: float) -> bool:
         """Explore the stages that a plan below ``limit`` could have; whether there were new ones."""
@@ -349,16 +285,16 @@ class Case:
 
     def _tighten(self, limit: float) -> None:
         """Tables that know what was explored up to ``limit``, as far as plans below it are concerned."""
-        self._tables = dict(self._base)
+        self.tables = dict(self._base)
         copied: set[tuple[int, int]] = set()
         for (w, r, a, b), known in self._stages.items():
             if known.limit < limit * (1 - _CLOSE):
                 continue
-            table = self._tables[w, r]
+            table = self.tables[w, r]
             assert table is not None
             if (w, r) not in copied:
                 copied.add((w, r))
-                table = self._tables[w, r] = Table(
+                table = self.tables[w, r] = Table(
                     steady=table.steady.copy(),
                     forward=table.forward.copy(),
                     whole=table.whole.copy(),

@@ -22,6 +22,8 @@ import numpy as np
 from asa.planner.problem import Choice, Problem
 
 INF = float("inf")
+_SIDES = 64
+"""Components from which the overlap is looked at alone, to begin with."""
 WORK, WINDOW, PROMPT, LATE, STATE, ACT, GRAD, TRANS = range(8)
 _FIELDS = ("work", "window", "prompt", "late", "state", "activations", "gradients", "transient")
 COST, ESTATE, EACT, ETRANS = range(4)
@@ -171,17 +173,18 @@ class Priced:
 
 class Search:
     """Good prices. ``bound``: the best value of :class:`Priced`; ``value`` and ``picked``: the best choice that fits
-    among those that came up."""
+    among those that came up; ``loose``: the value of the best one that came up, whether or not it fits."""
 
     def __init__(self, x: Arrays) -> None:
         self.x = x
         n = x.n
-        self.value = INF
+        self.value = self.loose = INF
         self.picked: list[int] = []
-        sides = Priced(x, weigh(x, np.eye(n), np.zeros((n, n)))).value
+        single = np.eye(n)[np.unique(np.linspace(0, n - 1, min(n, _SIDES)).astype(np.int64))]
+        sides = Priced(x, weigh(x, single, np.zeros_like(single))).value
         at = int(sides.argmax())
         self.bound = float(sides[at])
-        self.best = (np.eye(n)[at], np.zeros(n))
+        self.best = (single[at], np.zeros(n))
 
     def run(self, steps: int, *, cutoff: float = INF, gap: float = 0.0) -> None:
         """So many subgradient steps, or until the bound has reached the cutoff or the best choice."""
@@ -196,6 +199,7 @@ class Search:
                 self.bound = INF
                 return
             peaks, hidden, exact = self._looked_at(path)
+            self.loose = min(self.loose, exact)
             if exact < self.value and (not tight or peaks.max() <= x.capacity * (1 + 1e-12)):
                 self.value, self.picked = exact, path
             since += 1

@@ -17,6 +17,7 @@ from asa.planner.lattice import INF
 from asa.planner.pipelines import Pipelines
 
 _NEVER = 1e18
+_LEAST_S = 1.0
 _STEPS = 12
 _PACED = 6
 """Halvings of what is left between a bound and the best plan."""
@@ -29,8 +30,10 @@ _MOST_ENTRIES = 4e8
 def floors(pipelines: Pipelines, best: float = INF, ends: float = INF) -> dict[int, float]:
     """Ms per number of microbatches, a bound on every plan of several stages; ``best`` where it is no less.
 
-    What is not reached until ``ends`` has a bound of 0.
+    What is not reached until ``ends`` has a bound of 0; some time there is always, for without these bounds nothing is
+    proved at all.
     """
+    ends = max(ends, time.monotonic() + _LEAST_S)
     found = dict.fromkeys(pipelines.microbatches(), 0.0)
     gpus = pipelines.gpus
     for m in found:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
 from asa.cost.pricing import Pricer, Way
 from asa.cost.step import BoundaryCost, ComponentCost
 from asa.ir.layout import Layout
@@ -9,6 +13,8 @@ from asa.ir.units import GIB
 from asa.planner.candidate import Candidate, Prices
 from asa.planner.problem import MS, Chain, Choice, Config, Edge, Problem
 from asa.planner.space import Allowed, anything
+
+Option = tuple[Config, Way]
 
 
 class Formulation:
@@ -48,48 +54,80 @@ def formulate(
     *,
     busy: int | None = None,
     first: int = 0,
+    every: bool = False,
 ) -> Formulation | None:
     """The numbers, or None where some component cannot run at all in a stage of that width.
 
     ``busy``: ranks of the whole pipeline that such stages are part of; None for a single stage. ``first``: its first
-    rank, where devices are unequal.
+    rank, where devices are unequal. Where memory cannot bind, whatever is chosen, ways that only save memory are left
+    out (a checkpoint takes as long again in backward as forward, of which less can hide synchronisation), but with
+    ``every``.
     """
     space = prices.space
     graph, overlap = space.profile.graph, space.cluster.overlap
     pricer = prices.pricer(width, num_microbatches, busy, first)
     forced = max(0.0, -overlap.saving) * overlap.communication_slowdown
     hidden = max(0.0, overlap.saving) * overlap.communication_slowdown
-    found: list[tuple[Layout, ...]] = []
-    rows: list[tuple[Config, ...]] = []
-    kept: list[tuple[Way, ...]] = []
-    numbers: dict[Layout, int] = {}
-    for i in range(len(graph)):
-        options = []
-        for way in space.ways(i, width, num_microbatches, allowed):
-            number = numbers.setdefault(way.layout, len(numbers))
-            options.append((_config(number, way, pricer.component(i, way), forced), way))
-        if not options:
-            return None
-        options = _undominated(options, hidden, piped=busy is not None)
-        rows.append(tuple(c for c, _ in options))
-        kept.append(tuple(w for _, w in options))
-        found.append(tuple(dict.fromkeys(w.layout for _, w in options)))
+    offered = [list(space.ways(i, width, num_microbatches, allowed)) for i in range(len(graph))]
+    if not all(offered):
+        return None
+    numbers = {layout: k for k, layout in enumerate(dict.fromkeys(w.layout for ways in offered for w in ways))}
+    found = [tuple(dict.fromkeys(w.layout for w in ways)) for ways in offered]
+    ends = (
+        _ends(pricer, found, numbers, inlet=True, whole=busy is None),
+        _ends(pricer, found, numbers, inlet=False, whole=busy is None),
+    )
+    edges = _edges(pricer, found, numbers)
+    capacity = space.room(first, width, width if busy is None else busy) / GIB
+
+    def priced(ways: list[list[Way]]) -> list[list[Option]]:
+        return [
+            [(_config(numbers[w.layout], w, pricer.component(i, w), forced), w) for w in row]
+            for i, row in enumerate(ways)
+        ]
+
+    plain = offered if every else [_without_saving(i, ways, allowed) for i, ways in enumerate(offered)]
+    options = priced(plain)
+    most = _most(options, (*edges, *ends[0], *ends[1]), 1 if busy is None else num_microbatches)
+    roomy = not every and most <= capacity and overlap.communication_slowdown >= 1
+    if not roomy and plain != offered:
+        options = priced(offered)
+    options = [_undominated(row, hidden, piped=busy is not None, roomy=roomy) for row in options]
     chain = Chain(
         width=width,
         num_microbatches=num_microbatches,
         names=tuple(c.name for c in graph.components),
         layouts=tuple(numbers),
-        configs=tuple(rows),
-        edges=_edges(pricer, found, numbers),
-        inlets=_ends(pricer, found, numbers, inlet=True, whole=busy is None),
-        outlets=_ends(pricer, found, numbers, inlet=False, whole=busy is None),
+        configs=tuple(tuple(c for c, _ in row) for row in options),
+        edges=edges,
+        inlets=ends[0],
+        outlets=ends[1],
         release=pricer.releases,
         saving=max(0.0, overlap.saving),
         sp=overlap.compute_slowdown,
         sc=overlap.communication_slowdown,
-        capacity=space.room(first, width, width if busy is None else busy) / GIB,
+        capacity=capacity,
     )
-    return Formulation(chain, tuple(kept))
+    return Formulation(chain, tuple(tuple(w for _, w in row) for row in options))
+
+
+def _without_saving(index: int, ways: list[Way], allowed: Allowed) -> list[Way]:
+    """Without those that are another one with a checkpoint."""
+    return [w for w in ways if not w.checkpoint or not allowed(index, replace(w, checkpoint=False))]
+
+
+def _most(options: list[list[Option]], between: Iterable[dict[Any, Edge]], in_flight: int) -> float:
+    """GiB that no choice for any of the components, however they are cut into stages, has at its peak."""
+    found, moving = 0.0, 0.0
+    for row in options:
+        found += max(c.state + c.gradients for c, _ in row) + in_flight * max(c.activations for c, _ in row)
+        moving = max(moving, max(c.transient for c, _ in row))
+    passing = 0.0
+    for edges in between:
+        if edges:
+            found += max(e.state + in_flight * e.activations for e in edges.values())
+            passing = max(passing, max(e.transient for e in edges.values()))
+    return found + moving + 3 * passing
 
 
 def _edges(
@@ -164,8 +202,9 @@ def _edge(cost: BoundaryCost) -> Edge:
     )
 
 
-def _undominated(options: list[tuple[Config, Way]], hidden: float, *, piped: bool) -> list[tuple[Config, Way]]:
-    """Without configurations that another one of the same layout replaces in every plan at no loss.
+def _undominated(options: list[Option], hidden: float, *, piped: bool, roomy: bool) -> list[Option]:
+    """Without configurations that another one of the same layout replaces in every plan at no loss; of time alone where
+    memory is ``roomy``.
 
     ``hidden`` is what a ms of synchronisation saves at most: a configuration with more of it may gain that much.
     ``piped``: a microbatch's time may hide behind other stages where work once per step does not, so both count.
@@ -179,16 +218,21 @@ def _undominated(options: list[tuple[Config, Way]], hidden: float, *, piped: boo
             and a.backward <= b.backward
             and a.work <= b.work - gain
             and (not piped or a.once + a.prompt + a.late <= b.once + b.prompt + b.late - gain)
-            and a.state <= b.state
-            and a.activations <= b.activations
-            and a.gradients <= b.gradients
-            and a.transient <= b.transient
+            and (
+                roomy
+                or (
+                    a.state <= b.state
+                    and a.activations <= b.activations
+                    and a.gradients <= b.gradients
+                    and a.transient <= b.transient
+                )
+            )
         )
 
-    alike: dict[int, list[tuple[Config, Way]]] = {}
+    alike: dict[int, list[Option]] = {}
     for option in options:
         alike.setdefault(option[0].layout, []).append(option)
-    left: list[tuple[Config, Way]] = []
+    left: list[Option] = []
     for group in alike.values():
         for j, (config, way) in enumerate(group):
             others = [c for k, (c, _) in enumerate(group) if k < j and better(c, config)]

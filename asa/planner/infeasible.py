@@ -104,7 +104,7 @@ def _leanest_stages(prices: Prices, allowed: Allowed) -> Iterator[Candidate]:
         most = {max((m for m in counts if prices.space.enough_samples(0, d, m)), default=1) for d in divisors}
         fewer = {m // 2 for m in most}  # where a later component needs two samples
         for m in sorted({1, *most, *fewer} - {0}):
-            formulation = formulate(prices, width, m, allowed)
+            formulation = formulate(prices, width, m, allowed, every=True)
             if formulation is None:
                 continue
             found = dp.least_memory(formulation.problem)
@@ -118,7 +118,7 @@ def _leanest_pipelines(prices: Prices, allowed: Allowed) -> Iterator[Candidate]:
     schedule = space.schedules.get("1f1b")
     if schedule is None:
         return
-    staged = StagedSpace(prices, allowed)
+    staged = StagedSpace(prices, allowed, every=True)
     for stages in range(2, min(space.request.gpus, n) + 1):
         width = space.request.gpus // stages
         counts = [m for m in _microbatches(space) if staged.chain(width, m) is not None]

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from asa.interfaces.schedule import Schedule
 from asa.planner import exhaustive
 from asa.planner.case import Case
 from asa.planner.floors import floors
+from asa.planner.lattice import INF
 from asa.planner.pipelines import Pipelined, Pipelines, Skeleton
 from asa.planner.problem import Choice
 from asa.planner.shop import Shop
 
 _CLOSE = 1e-9
-_FLOORS_S = 1.0
-"""For the quick bounds, whatever time is left: without them nothing is proved at all."""
 MOST_COMPONENTS, MOST_RANKS = 100, 128
 """Beyond these, plans of several stages are bounded by compute, but not searched in full."""
 SLACK_GIB = 1e-9
@@ -63,12 +63,14 @@ class Best:
             self.limit, self.value, self.skeleton, self.choices = value, float("inf"), None, ()
             self.note(self.bound)
 
-    def found(self, value: float, skeleton: Skeleton, choices: tuple[Choice, ...]) -> None:
-        """Take it if it is better and fits."""
-        if value < self.limit and self._fits(skeleton, choices):
-            self.limit = self.value = value
-            self.skeleton, self.choices = skeleton, choices
-            self.note(self.bound)
+    def found(self, value: float, skeleton: Skeleton, choices: tuple[Choice, ...]) -> bool:
+        """Take it if it is better and fits; whether it was taken."""
+        if value >= self.limit or not self._fits(skeleton, choices):
+            return False
+        self.limit = self.value = value
+        self.skeleton, self.choices = skeleton, choices
+        self.note(self.bound)
+        return True
 
     def note(self, bound: float) -> None:
         """A point of the curve."""
@@ -96,6 +98,11 @@ class Best:
         return True
 
 
+def searched(pipelines: Pipelines) -> bool:
+    """Whether plans of several stages are searched for in full, and not only bounded."""
+    return len(pipelines.names) <= MOST_COMPONENTS and pipelines.gpus <= MOST_RANKS
+
+
 def search(
     pipelines: Pipelines,
     *,
@@ -105,22 +112,24 @@ def search(
     patience_s: float = 0.0,
     others: Sequence[Item] = (),
     started: float | None = None,
+    floor: dict[int, float] | None = None,
 ) -> Pipelined:
     """The fastest plan of two or more stages, if it beats ``incumbent_ms``, and a proof of how good it is.
 
     ``others`` are searched along with it; what they find they keep, and the proof holds for them, too. The search ends
     when the bound has reached the best, or after ``patience_s`` ``(1 - gap)`` of it, or time is up. ``started``: when
-    the clock of the curve did.
+    the clock of the curve did. ``floor``: the numbers of microbatches to search, with a bound on each
+    (:mod:`asa.planner.floors`); all where None.
     """
     best = Best(pipelines, incumbent_ms, started)
     ends = time.monotonic() + time_limit_s
     queue: list[Item] = [*others]
-    floor = floors(pipelines, incumbent_ms, max(ends, time.monotonic() + _FLOORS_S))
-    if len(pipelines.names) > MOST_COMPONENTS or pipelines.gpus > MOST_RANKS:
+    floor = floors(pipelines, incumbent_ms, ends) if floor is None else floor
+    if not searched(pipelines):
         queue.append(Closed(min(floor.values(), default=incumbent_ms)))
     else:
         shop = Shop(pipelines)
-        for m in pipelines.microbatches():
+        for m in floor:
             for name, schedule in pipelines.schedules.items():
                 for stages in _alike(schedule, min(shop.n, shop.gpus), m):
                     queue.append(Case(shop, m, name, schedule, stages, best.found, bound=floor[m]))
@@ -148,10 +157,27 @@ class Closed:
         self.stuck = True
 
 
-def best_first(items: Sequence[Item], best: Best, ends: float, *, gap: float = 0.0, patience: float) -> dict[str, int]:
+def joined(a: Pipelined, b: Pipelined) -> Pipelined:
+    """Of two searches through two parts of a space."""
+    better = min(a, b, key=lambda x: x.value)
+    curve, now = [], [(INF, 0.0), (INF, 0.0)]
+    for at, value, bound, k in sorted((t, v, low, k) for k, x in enumerate((a, b)) for t, v, low in x.curve):
+        now[k] = (value, bound)
+        curve.append((at, min(v for v, _ in now), min(low for _, low in now)))
+    return replace(
+        better, bound=min(a.bound, b.bound), curve=tuple(curve),
+        counts={name: a.counts[name] + b.counts[name] for name in a.counts},
+    )  # fmt: skip
+
+
+def best_first(
+    items: Sequence[Item], best: Best, ends: float, *, gap: float = 0.0, patience: float,
+    news: Callable[[], float] | None = None,
+) -> dict[str, int]:  # fmt: skip
     """Always take the item with the lowest bound a step further, until that bound has reached the best plan.
 
-    From the time ``patience`` on, ``(1 - gap)`` of it is enough. ``best.bound`` is what is proved of all.
+    From the time ``patience`` on, ``(1 - gap)`` of it is enough. ``best.bound`` is what is proved of all. ``news``: ms
+    of a plan that somebody else may have found by now.
     """
     queue = [(item.bound, k, item) for k, item in enumerate(items)]
     heapq.heapify(queue)
@@ -159,6 +185,8 @@ def best_first(items: Sequence[Item], best: Best, ends: float, *, gap: float = 0
     lowest = float("inf")
     while queue:
         bound, number, item = heapq.heappop(queue)
+        if news is not None:
+            best.other(news())
         best.note(min(bound, lowest))
         allowed = gap if time.monotonic() >= patience else 0.0
         if bound >= best.limit * (1 - max(allowed, _CLOSE)) or time.monotonic() > ends:
@@ -166,8 +194,8 @@ def best_first(items: Sequence[Item], best: Best, ends: float, *, gap: float = 0
             break
         item.step(best.limit * (1 - _CLOSE), ends)
         steps += 1
-        if isinstance(item, Case) and item.level == 3 and best.skeleton is None and item.bound < best.limit:
-            item.step(best.limit * (1 - _CLOSE), ends)  # a first plan, early
+        if isinstance(item, Case) and item.level == 3 and item.bound < best.limit == INF:
+            item.step(best.limit, ends)  # a first plan, early
         best.other(item.value)
         if item.stuck:
             lowest = min(lowest, item.bound)  # as far as it goes; the others may still hold better plans

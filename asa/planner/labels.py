@@ -24,8 +24,8 @@ from asa.planner.problem import Problem, Solution
 _CLOSE = 1e-9
 _FEW, _MANY, _MOST = 250, 2_000, 20_000
 """Labels behind a component, in a pass that looks for a choice, and in passes that prove."""
-_STEPS = 60
-"""Subgradient steps before the first pass."""
+_STEPS, _ROUNDS, _GAINED = 60, 4, 1e-3
+"""Subgradient steps before the first pass; how often they begin again with long ones, while that gains so much."""
 V, C, P, U, W, MOVING = range(6)
 
 
@@ -170,52 +170,93 @@ def _efficient(own: Any, layout: Any) -> Any:
     return efficient(np.where(np.isfinite(own), own, 0.0), layout)
 
 
+class Solver:
+    """One problem, solved as far as the time given to it so far has sufficed.
+
+    ``bound`` holds for every choice that fits; ``value`` and ``picked`` are the best one so far. ``done``: there is
+    nothing more that this solver could do.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.x = dual.Arrays(problem)
+        self.prices = dual.Search(self.x)
+        self.bound = self.prices.bound
+        self.value, self.picked = INF, list[int]()
+        self.done = self.bound == INF
+        self._passes: _Pass | None = None
+        self._share, self._most, self._sought = 0.002, _FEW, False
+
+    @property
+    def binds(self) -> bool:
+        """Whether the fastest choice is known not to fit: something that does not fit is below the bound."""
+        return self.prices.loose < self.bound * (1 - _CLOSE)
+
+    def price(self, cutoff: float = INF, gap: float = 0.0) -> None:
+        """Look for good prices, of memory and of overlap; of a thousand components, not for long."""
+        steps = max(_STEPS // 6, min(_STEPS, 100 * _STEPS // self.x.n))
+        for _ in range(_ROUNDS):
+            before = self.prices.bound
+            self.prices.run(steps, cutoff=cutoff, gap=gap)
+            if self.prices.bound <= before + _GAINED * abs(before):
+                break
+        if self.prices.value < self.value:
+            self.value, self.picked = self.prices.value, self.prices.picked
+        self._raise(self.prices.bound)
+
+    def hurry(self, cutoff: float, ends: float) -> None:
+        """One short pass, for a first choice."""
+        seen = _Pass(self.x, self.prices).run(cutoff, _FEW, ends)
+        if seen is not None and seen[0] < min(cutoff, self.value):
+            self.value, self.picked = seen[0], seen[1]
+
+    def run(self, cutoff: float, ends: float, gap: float = 0.0) -> None:
+        """Pass by pass, until nothing below ``cutoff`` and the best choice is left, or time is up."""
+        while not self.done:
+            best = min(cutoff, self.value)
+            if self.bound >= best * (1 - 2 * _CLOSE) and not best == INF > self.bound:
+                self._raise(best)  # but for rounding
+            if self.bound >= best * (1 - gap) and not best == INF > self.bound:
+                return
+            if self._passes is None:
+                self._passes = _Pass(self.x, self.prices)
+            limit = best * (1 - _CLOSE)
+            if self._sought:
+                limit = min(limit, self.bound + self._share * max(abs(self.bound), 1e-9))
+            seen = self._passes.run(limit, self._most, ends)
+            if seen is None:
+                return
+            value, choice, proved = seen
+            if value < self.value:
+                self.value, self.picked = value, choice
+            self._raise(proved)
+            if not self._sought:
+                self._sought, self._most = True, _MANY
+            elif proved < limit and proved < value:  # labels were dropped
+                self.done = self._most >= _MOST
+                self._most = min(_MOST, 3 * self._most)
+            else:
+                self._share *= 4
+
+    def _raise(self, bound: float) -> None:
+        self.bound = max(self.bound, bound)
+        self.done = self.done or self.bound == INF
+
+    def answer(self, cutoff: float = INF, solver: str = "dp") -> Solution:
+        """What is known by now. Choices from ``cutoff`` on are of no interest."""
+        if not self.picked or self.value >= cutoff:
+            return Solution(choice=None, value=INF, bound=min(self.bound, cutoff), solver=solver)
+        choice = self.x.choice(self.picked)
+        return Solution(choice=choice, value=self.value, bound=min(self.bound, self.value), solver=solver)
+
+
 def solve(
     problem: Problem, *, time_limit_s: float = 60.0, cutoff: float = INF, gap: float = 0.0, solver: str = "dp"
 ) -> Solution:
     """As :func:`asa.planner.dp.solve`; a choice within ``gap`` of the bound is good enough."""
     ends = time.monotonic() + time_limit_s
-    x = dual.Arrays(problem)
-    found = dual.Search(x)
-    best = cutoff
-    picked: list[int] = []
+    found = Solver(problem)
     if found.bound < cutoff:
-        first = _Pass(x, found).run(cutoff, _FEW, ends)
-        if first is not None and first[0] < cutoff:
-            best, picked, _ = first
-        found.run(_STEPS, cutoff=best, gap=gap)
-        if found.value < best:
-            best, picked = found.value, found.picked
-    bound = found.bound
-
-    def answer() -> Solution:
-        if not picked:
-            return Solution(choice=None, value=INF, bound=min(bound, cutoff), solver=solver)
-        return Solution(choice=x.choice(picked), value=best, bound=min(bound, best), solver=solver)
-
-    if bound == INF:
-        return answer()
-    passes = _Pass(x, found)
-    share, most, sought = 0.002, _FEW, False
-    while bound < best * (1 - max(gap, _CLOSE)) or best == INF > bound:
-        limit = min(best * (1 - _CLOSE), bound + share * max(abs(bound), 1e-9)) if sought else best * (1 - _CLOSE)
-        seen = passes.run(limit, most, ends)
-        if seen is None:
-            break
-        value, choice, proved = seen
-        if value < best:
-            best, picked = value, choice
-        if proved > bound:
-            bound = proved
-        if not sought:
-            sought, most = True, _MANY
-            continue
-        if proved < limit and proved < value:  # labels were dropped
-            if most >= _MOST:
-                break
-            most = min(_MOST, 3 * most)
-        else:
-            share *= 4
-        if best == INF and bound == INF:
-            break
-    return answer()
+        found.hurry(cutoff, ends)
+        found.price(min(cutoff, found.value), gap)
+    found.run(cutoff, ends, gap)
+    return found.answer(cutoff, solver)

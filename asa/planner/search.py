@@ -13,23 +13,28 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from asa.errors import AsaError
 from asa.planner import exhaustive, ilp, joint
+from asa.planner.beside import Beside, possible
 from asa.planner.candidate import Candidate, Prices
 from asa.planner.climb import first_plans
+from asa.planner.floors import floors
 from asa.planner.formulate import Formulation
 from asa.planner.kinds import pipelines, views
+from asa.planner.pipelines import Pipelined
 from asa.planner.problem import MS, Choice, Problem, Solution
 from asa.planner.request import SolverName
 from asa.planner.singles import TOLERANCE_GIB, Places, Single, singles
 from asa.planner.space import Allowed, anything
+from asa.planner.staged import StagedSpace
 
 _LOG = logging.getLogger("asa")
-_SHARE = 0.35
-"""Of the time, at most, that single stages are searched for alone where there are pipelines too."""
+_FIRST, _SHARE = 0.15, 0.35
+"""Of the time, at most, that single stages are searched for alone where there are pipelines too: before the first of
+these (if there is no other core for them), and before what is left is searched for all together."""
 _SKETCH = 0.4
 """Of the time, at most, that first plans of pipelines are looked for; half of it where one stage of all ranks leads."""
 _PATIENCE_S = 0.5
@@ -82,31 +87,20 @@ def search(
     room = max(space.room(rank, 1, gpus) for rank in range(gpus))
     piping = bool(space.schedules) and gpus > 1 and len(space.profile.graph) > 1 and room > 0
     alone = [s for view, among in views(prices) for s in singles(Places(view, allowed, ends, among), solver)]
+    best = joint.Best(None, incumbent_s * MS, started)
     found: Candidate | None = None
-    limit_ms = incumbent_s * MS
-    if piping:
-        likely = bool(baselines) and (len(baselines[0].widths) > 1 or baselines[0].ranks < gpus)
-        share = _SKETCH if likely else _SKETCH / 2
-        near = baselines[0].num_microbatches if baselines else 1
-        found = first_plans(prices, allowed, limit_ms / MS, started + share * time_limit_s, near if near > 1 else None)
-        if found is not None:
-            limit_ms = prices.of(found).cost.total_s * MS
-    best = joint.Best(None, limit_ms, started)
-    until = time.monotonic() + (_SHARE * (ends - time.monotonic()) if piping else time_limit_s)
-    patience = until if piping else started + _PATIENCE_S
-    joint.best_first(alone, best, until, patience=patience, gap=_ENOUGH)
-    bound_ms, curve, limit_ms = best.bound, best.curve, best.limit
-    if piping:
+    if not piping:
+        joint.best_first(alone, best, ends, patience=started + _PATIENCE_S, gap=_ENOUGH)
+        bound_ms, limit_ms, curve = best.bound, best.limit, best.curve
+    else:
         staged = pipelines(prices, allowed)
-        piped = joint.search(
-            staged, incumbent_ms=limit_ms, time_limit_s=max(0.1, ends - time.monotonic()), gap=_ENOUGH,
-            patience_s=max(0.0, started + _PATIENCE_S - time.monotonic()), others=alone, started=started,
-        )  # fmt: skip
-        bound_ms = piped.bound
+        found = _first(prices, staged, allowed, baselines, best, alone, ends)
+        piped = _piped(staged, best, alone, ends, started)
         least = min((b for _, _, b in piped.curve), default=0.0)
-        curve = [(t, v, min(b, least)) for t, v, b in curve] + list(piped.curve)
-        if piped.skeleton is not None:
-            found, limit_ms = staged.candidate(piped.skeleton, piped.choices), piped.value
+        curve = [(t, v, min(b, least)) for t, v, b in best.curve] + list(piped.curve)
+        bound_ms, limit_ms = piped.bound, min(best.limit, piped.value, *(x.value for x in alone))
+        if piped.skeleton is not None and piped.value <= limit_ms:
+            found = staged.candidate(piped.skeleton, piped.choices)
     single = min(alone, key=lambda x: x.value)
     if single.value > limit_ms * (1 + 1e-9) or single.value >= incumbent_s * MS:
         return Outcome(
@@ -126,6 +120,75 @@ def search(
         seconds=time.monotonic() - started,
         curve=tuple(curve),
     )
+
+
+def _first(
+    prices: Prices, staged: StagedSpace, allowed: Allowed, baselines: Sequence[Candidate], best: joint.Best,
+    alone: Sequence[Single], ends: float,
+) -> Candidate | None:  # fmt: skip
+    """Single stages for a part of the time, and a first plan of several: beside them, where that is possible."""
+    likely = bool(baselines) and (len(baselines[0].widths) > 1 or baselines[0].ranks < prices.space.request.gpus)
+    near = baselines[0].num_microbatches if baselines else 1
+    apart, began, limit_s = possible(), time.monotonic(), ends - best.started
+    if not apart:
+        joint.best_first(alone, best, began + _FIRST * limit_s, patience=ends)
+        began = time.monotonic()
+
+    def sketched() -> tuple[Candidate | None, float]:
+        until = began + (_SKETCH if likely else _SKETCH / 2) * limit_s
+        found = first_plans(prices, allowed, best.limit / MS, until, near if near > 1 else None)
+        return found, float("inf") if found is None else prices.of(found).cost.total_s * MS
+
+    def news() -> float:
+        return sketch.result()[1] if sketch.ready else float("inf")
+
+    sketch = Beside(sketched, apart=apart)
+    try:
+        if not apart:
+            best.other(sketch.result()[1])
+        until = time.monotonic() + _SHARE * (ends - time.monotonic())
+        joint.best_first(alone, best, until, patience=until, gap=_ENOUGH, news=news)
+        if apart:
+            _prepare(staged, best, ends, lambda: sketch.ready)
+        best.other(sketch.result()[1])
+        return sketch.result()[0]
+    finally:
+        sketch.stop()
+
+
+def _prepare(staged: StagedSpace, best: joint.Best, ends: float, enough: Callable[[], bool]) -> None:
+    """Formulate stages that will be asked for, while there is nothing better to do."""
+    floor = floors(staged, best.limit, ends)
+    for m in sorted(floor, key=floor.__getitem__):
+        for w in staged.widths():
+            if enough() or floor[m] >= best.limit or not joint.searched(staged):
+                return
+            if max(staged.compute(w, m)) < float("inf"):
+                staged.formulation(w, m)
+
+
+def _piped(staged: StagedSpace, best: joint.Best, alone: Sequence[Single], ends: float, started: float) -> Pipelined:
+    """All that is left, single stages and several, in two halves where that helps: every other number of microbatches,
+    in the order of what they take at least."""
+    floor = floors(staged, best.limit, ends)
+    order = sorted((m for m in floor if floor[m] < best.limit), key=floor.__getitem__)
+    rest = {m: floor[m] for m in floor if m not in order}
+    apart = len(order) > 1 and possible()
+
+    def part(some: Sequence[int], others: Sequence[Single]) -> Pipelined:
+        return joint.search(
+            staged, incumbent_ms=best.limit, time_limit_s=max(0.1, ends - time.monotonic()), gap=_ENOUGH,
+            patience_s=max(0.0, started + _PATIENCE_S - time.monotonic()), others=others, started=started,
+            floor={m: floor[m] for m in some} | rest,
+        )  # fmt: skip
+
+    if not apart:
+        return part(order, alone)
+    other = Beside(lambda: part(order[1::2], ()), apart=True)
+    try:
+        return joint.joined(part(order[::2], alone), other.result())
+    finally:
+        other.stop()
 
 
 def _again(single: Single, solver: SolverName, ends: float) -> tuple[Solution, str]:

@@ -11,7 +11,8 @@ from asa.ir.layout import Layout
 from asa.planner.bounds import Frame, Keys, Links
 from asa.planner.lattice import INF, Numbers, Table, limited, relaxed
 from asa.planner.pipelines import Pipelines
-from asa.planner.stages import Explorer, OutOfTimeError, Points
+from asa.planner.points import OutOfTimeError, Points
+from asa.planner.stages import Explorer
 
 
 class Shop:

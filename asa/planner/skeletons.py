@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from asa.cost.pipeline import makespans
+from asa.cost.pipeline import makespans, shape
 from asa.interfaces.schedule import Schedule
 from asa.planner.bounds import NEVER, Frame
 from asa.planner.lattice import INF
@@ -40,7 +40,10 @@ class Options:
 
 @dataclass
 class _Rows:
-    """Partial plans: what is behind them begins at ``cut`` on rank ``offset``; bounds as in :class:`Frame`."""
+    """Partial plans: what is behind them begins at ``cut`` on rank ``offset``; bounds as in :class:`Frame`.
+
+    ``trip``: of a microbatch through all of it and back; ``most_ahead`` and ``most_back``: of a stage or link, on
+    either way."""
 
     cut: Any
     offset: Any
@@ -48,6 +51,9 @@ class _Rows:
     late: Any
     ahead: Any
     over: Any
+    trip: Any
+    most_ahead: Any
+    most_back: Any
     bound: Any
     parent: Any
     start: Any
@@ -70,8 +76,8 @@ class Leaves:
 def _row_of_start() -> _Rows:
     zero, whole = np.zeros(1), np.zeros(1, dtype=np.int64)
     return _Rows(
-        cut=whole, offset=whole, key=whole - 1, late=zero + NEVER, ahead=zero, over=zero + NEVER, bound=zero,
-        parent=whole - 1, start=whole, option=whole,
+        cut=whole, offset=whole, key=whole - 1, late=zero + NEVER, ahead=zero, over=zero + NEVER, trip=zero,
+        most_ahead=zero, most_back=zero, bound=zero, parent=whole - 1, start=whole, option=whole,
     )  # fmt: skip
 
 
@@ -88,11 +94,13 @@ def plans(
     """
     levels: dict[int, _Rows] = {}
     wanted = set(stages)
+    m = frame.m
+    filled = all(lead == m for p in wanted for lead, _, _ in shape(schedule, p, m))
     for r in range(frame.stages, 0, -1):
         levels[r] = _joined(
             ([levels[r]] if r in levels else []) + ([_row_of_start()] if r in wanted else [])
         ) if r in levels or r in wanted else _row_of_start().taken(np.zeros(0, dtype=np.int64))  # fmt: skip
-        grown = _grown(frame, options, r, levels[r], limit)
+        grown = _grown(frame, options, r, levels[r], limit, filled=filled)
         most = MOST_ROWS if r > 1 else MOST_LEAVES
         if len(grown.cut) > most:
             order = np.argpartition(grown.bound, most)
@@ -102,8 +110,16 @@ def plans(
     return _leaves(frame, options, levels, schedule, limit), limit
 
 
-def _grown(frame: Frame, options: dict[tuple[int, int], Options], r: int, rows: _Rows, limit: float) -> _Rows:
-    """One more stage, r - 1 to come."""
+def filled_up(trip: Any, ahead: Any, back: Any, m: int) -> Any:
+    """A bound where every stage goes forward with all microbatches before it goes back with one: a ``trip`` through all
+    stages and back, and m - 1 more microbatches in the stage or link that takes longest forward, and back."""
+    return trip + (m - 1) * (ahead + back)
+
+
+def _grown(
+    frame: Frame, options: dict[tuple[int, int], Options], r: int, rows: _Rows, limit: float, *, filled: bool
+) -> _Rows:  # fmt: skip
+    """One more stage, r - 1 to come. ``filled``: see :func:`filled_up`."""
     m, links, found = frame.m, frame.links, []
     code = (rows.cut * (links.gpus + 1) + rows.offset) * (len(frame.keys) + 1) + rows.key + 1
     order = np.argsort(code, kind="stable")
@@ -124,14 +140,14 @@ def _grown(frame: Frame, options: dict[tuple[int, int], Options], r: int, rows: 
                 fits[w] = room and offset in links.offsets[int(w)]
             which = np.flatnonzero(fits[x.width])
             steady, once = x.times[0, which] + x.times[1, which], x.times[3, which]
-            after = NEVER
+            after, trip = NEVER, 0.0
             done = np.full(len(which), NEVER)
             if r > 1:
                 at = (x.stop[which], offset + x.width[which], x.exit[which])
                 after = np.maximum(frame.behind_back[r - 1][at], frame.behind_crowd[r - 1][at])
-                done = frame.behind_done[r - 1][at]
-            places[cut, offset] = (which, steady, once, x.times[0, which], after, done)
-        which, steady, once, forward, after, done = places[cut, offset]
+                done, trip = frame.behind_done[r - 1][at], frame.behind_trip[r - 1][at]
+            places[cut, offset] = (which, steady, once, x.times[0, which], after, done, trip)
+        which, steady, once, forward, after, done, behind = places[cut, offset]
         if not len(which):
             continue
         both = ahead_over = 0.0
@@ -144,6 +160,11 @@ def _grown(frame: Frame, options: dict[tuple[int, int], Options], r: int, rows: 
         late = np.maximum(late + steady, ahead + steady + once)
         ahead = ahead + forward
         bound = np.maximum(over, np.maximum(late + after, ahead + done)) if r > 1 else over
+        trip = rows.trip[index][:, None] + both + steady
+        most_ahead = np.maximum(np.maximum(rows.most_ahead[index][:, None], ahead_over), forward)
+        most_back = np.maximum(np.maximum(rows.most_back[index][:, None], both - ahead_over), steady - forward)
+        if filled:
+            bound = np.maximum(bound, filled_up(trip + behind, most_ahead, most_back, m))
         i, j = np.nonzero(bound < limit)
         if not len(i):
             continue
@@ -151,7 +172,8 @@ def _grown(frame: Frame, options: dict[tuple[int, int], Options], r: int, rows: 
         found.append(
             _Rows(
                 cut=x.stop[k], offset=offset + x.width[k], key=x.exit[k], late=late[i, j], ahead=ahead[i, j],
-                over=over[i, j], bound=bound[i, j], parent=index[i], start=np.full(len(i), cut), option=k,
+                over=over[i, j], trip=trip[i, j], most_ahead=most_ahead[i, j], most_back=most_back[i, j],
+                bound=bound[i, j], parent=index[i], start=np.full(len(i), cut), option=k,
             )
         )  # fmt: skip
     return _joined(found) if found else _row_of_start().taken(np.zeros(0, dtype=np.int64))

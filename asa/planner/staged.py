@@ -30,12 +30,14 @@ def ways_of(
 
 
 class StagedSpace:
-    """Stages of every width and number of microbatches in one space. Prices take all devices to be at work."""
+    """Stages of every width and number of microbatches in one space. Prices take all devices to be at work.
 
-    def __init__(self, prices: Prices, allowed: Allowed) -> None:
+    ``every``: with the ways that only save memory also where it cannot bind."""
+
+    def __init__(self, prices: Prices, allowed: Allowed, *, every: bool = False) -> None:
         space = prices.space
         self._prices = prices
-        self._allowed = allowed
+        self._allowed, self._every = allowed, every
         self._formulations: dict[tuple[int, int], Formulation | None] = {}
         self._computes: dict[tuple[int, int], list[float]] = {}
         self._transfers: dict[tuple[float, int, int, int, int, int, int], tuple[float, float]] = {}
@@ -63,7 +65,9 @@ class StagedSpace:
         """Stages of that width, in full; None where some component cannot run in one."""
         key = (width, num_microbatches)
         if key not in self._formulations:
-            self._formulations[key] = formulate(self._prices, *key, self._allowed, busy=self.gpus)
+            self._formulations[key] = formulate(
+                self._prices, *key, self._allowed, busy=self.gpus, every=self._every
+            )  # fmt: skip
         return self._formulations[key]
 
     def chain(self, width: int, num_microbatches: int) -> Chain | None:

@@ -3,15 +3,14 @@
 A label is a partial choice, reduced to what the rest can see: forward and backward of a microbatch, the clocks of
 gradient synchronisation (:mod:`asa.planner.dp` derives them; here without the work that is done per microbatch), the
 memory held and its peak. One that is no better in anything than another with the same entry degree and layout is
-dropped, and so is one whose best completion is beyond what a stage may take there. Where labels get too many, similar
-ones are merged: the least of each number stands for all of them, so that what comes out is still a bound.
+dropped, and so is one whose best completion is beyond what a stage may take there. Where labels get too many
+(:mod:`asa.planner.thinning`), what comes out is still a bound.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,64 +18,12 @@ import numpy as np
 from asa.planner import lattice as at
 from asa.planner.lattice import INF, Numbers, Priced, Table, priced_memory, rows_of, unit, weights_of
 from asa.planner.pareto import efficient
-from asa.planner.problem import Choice
+from asa.planner.points import OutOfTimeError, Points
+from asa.planner.thinning import BKT, BWD, FWD, HELD, LAST, PEAK, SUM, C, Front, P, Thinning, V
 
 _CLOSE = 1 + 1e-12
 MOST, UTMOST = 200, 12_000
-"""Labels kept per component, beyond which similar ones are merged."""
-
-# Columns of a label.
-FWD, BWD, BKT, V, C, P, PEAK, LAST, HELD, SUM = range(10)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Points:
-    """Ways to run one stage, none better in everything: one entry of each array per way, ms.
-
-    ``least`` holds forward, backward, what lengthens the last backward, and all that comes once per step (that length
-    included), never more than in truth; ``exact`` says whether they are the truth. ``entry`` and ``exit`` are data
-    degrees by number. ``picks`` leads back to the choices.
-    """
-
-    least: Any
-    entry: Any
-    exit: Any
-    exact: bool
-    extra: Any
-    origin: Any
-    stop: int
-    history: list[tuple[Any, Any]]
-
-    def __len__(self) -> int:
-        return len(self.entry)
-
-    def within(self, m: int, steady: float, whole: float) -> Points | None:
-        """Those that take no longer."""
-        forward, backward, _, once = self.least
-        good = forward + backward <= steady * (1 + 1e-9)
-        good &= m * (forward + backward) + once <= whole * (1 + 1e-9)
-        if good.all():
-            return self
-        if not good.any():
-            return None
-        kept = np.flatnonzero(good)
-        return replace(
-            self, least=self.least[:, kept], entry=self.entry[kept], exit=self.exit[kept], extra=self.extra[kept],
-            origin=self.origin[kept],
-        )  # fmt: skip
-
-    def choice(self, index: int) -> Choice:
-        """The choice behind a point."""
-        found: list[int] = []
-        label = int(self.origin[index])
-        for parents, configs in reversed(self.history):
-            found.append(int(configs[label]))
-            label = int(parents[label])
-        return tuple(reversed(found))
-
-
-class OutOfTimeError(Exception):
-    """Nothing can be said in time."""
+"""Labels kept per component, beyond which they are rounded, and similar ones merged."""
 
 
 class Completions:
@@ -107,18 +54,6 @@ class Completions:
         return steady[:, None] * self.rows[:, 0] + once * self.rows[:, 2] + labels[:, HELD][:, None] * self.rows[:, 3]
 
 
-class _Front:
-    """Labels behind one component."""
-
-    def __init__(self, labels: Any, entry: Any, layout: Any, parent: Any, config: Any) -> None:
-        self.labels, self.entry, self.layout, self.parent, self.config = labels, entry, layout, parent, config
-
-    def taken(self, index: Any) -> _Front:
-        return _Front(
-            self.labels[index], self.entry[index], self.layout[index], self.parent[index], self.config[index]
-        )  # fmt: skip
-
-
 class Explorer:
     """Stages of one chain with one number of microbatches in flight."""
 
@@ -127,8 +62,7 @@ class Explorer:
         self.tight = not numbers.roomy(in_flight)
         self.bounds = Completions(numbers, table, in_flight, self.tight)
         x = numbers
-        self.slowed = x.saving > 0 and x.sp > 1
-        self.bucket = any(r[:, at.BUCKET].any() for r in x.rows)
+        self.thin = Thinning(x, tight=self.tight)
         self.by_layout: list[list[tuple[int, Any, Any]]] = []
         known: dict[int, list[tuple[int, Any, Any]]] = {}
         for i in range(x.n):
@@ -136,8 +70,6 @@ class Explorer:
             if key not in known:
                 known[key] = self._undominated(i)
             self.by_layout.append(known[key])
-        ends = np.where(np.isfinite(x.outlets), x.outlets, 0.0)
-        self.outlets_hold = bool(ends[:, at.ESTATE :].any())
 
     def _undominated(self, i: int) -> list[tuple[int, Any, Any]]:
         """Per layout, the configurations that no other one beats in everything."""
@@ -146,7 +78,7 @@ class Explorer:
         values = [row[:, columns], -row[:, [at.WINDOW]]]
         if self.tight:
             values.append(row[:, [at.STATE, at.ACT, at.GRAD, at.TRANS]])
-        if self.slowed:
+        if self.thin.slowed:
             values.append(row[:, [at.WINDOW]])
         kept = np.sort(efficient(np.concatenate(values, axis=1), x.layout[i]))
         return [
@@ -168,10 +100,11 @@ class Explorer:
         """
         stops = sorted(caps)
         limits = np.stack([self.bounds.limits(*caps[b]) for b in stops], axis=1)
+        grain = self.thin.grain(start, caps)
         exact = True
         history: list[tuple[Any, Any]] = []
         found: dict[int, Points] = {}
-        front: _Front | None = None
+        front: Front | None = None
         for i in range(start, stops[-1]):
             if time.monotonic() > ends:
                 raise OutOfTimeError
@@ -184,7 +117,7 @@ class Explorer:
                 front = self._through(front, i, start, room)
             if front is None or not len(front.labels):
                 break
-            front, merged = self._thinned(front, i + 1 in caps, most, hurry)
+            front, merged = self.thin.thinned(front, i + 1 in caps, most, None if hurry else grain)
             exact = exact and not merged
             history.append((front.parent, front.config))
             if i + 1 in caps:
@@ -193,7 +126,7 @@ class Explorer:
                     found[i + 1] = points
         return found
 
-    def _begin(self, i: int) -> _Front | None:
+    def _begin(self, i: int) -> Front | None:
         """Layouts in which component i can begin a stage; the configuration comes next."""
         x, more = self.numbers, self.in_flight - 1
         inlet = x.inlets[i]
@@ -208,9 +141,9 @@ class Explorer:
         labels[:, HELD] = held + inlet[at.EACT]
         labels[:, 10] = labels[:, HELD] + inlet[at.ETRANS]
         none = np.zeros(len(layouts), dtype=np.int64)
-        return _Front(labels, x.degree[layouts], layouts, none, none)
+        return Front(labels, x.degree[layouts], layouts, none, none)
 
-    def _over(self, front: _Front, i: int, room: Any) -> _Front | None:
+    def _over(self, front: Front, i: int, room: Any) -> Front | None:
         """What arrives in each layout of component i, before its configuration."""
         x, more = self.numbers, self.in_flight - 1
         edges = x.edges[i - 1][:, front.layout, :]
@@ -240,13 +173,13 @@ class Explorer:
         labels[:, PEAK] = np.maximum(labels[:, PEAK], labels[:, LAST]) + held
         labels[:, HELD] += held + e[at.EACT]
         labels[:, 10] = labels[:, HELD] + e[at.ETRANS]
-        arrived = _Front(labels, front.entry[source], layout, source, np.zeros(len(source), dtype=np.int64))
+        arrived = Front(labels, front.entry[source], layout, source, np.zeros(len(source), dtype=np.int64))
         if len(source) > 40:
-            kept = self._best(labels, arrived.entry * x.count + layout, arriving=True)
+            kept = self.thin.best(labels, arrived.entry * x.count + layout, arriving=True)
             arrived = arrived.taken(kept)
         return arrived
 
-    def _through(self, front: _Front, i: int, start: int, room: Any) -> _Front | None:
+    def _through(self, front: Front, i: int, start: int, room: Any) -> Front | None:
         """With every configuration of component i."""
         x, more = self.numbers, self.in_flight - 1
         picked, config, rows = [], [], []
@@ -286,57 +219,10 @@ class Explorer:
         good = (self.bounds.values(labels, i) <= room[:, layout].T).all(axis=1)
         if self.tight:
             good &= np.maximum(labels[:, PEAK], labels[:, LAST]) <= x.capacity * _CLOSE
-        return _Front(labels[good], front.entry[index][good], layout[good], front.parent[index][good], chosen[good])
-
-    def _best(self, labels: Any, group: Any, *, arriving: bool, ending: bool = False) -> Any:
-        columns = [labels[:, FWD], labels[:, BWD], labels[:, V], labels[:, C], labels[:, P]]
-        columns = [np.where(np.isfinite(c), c, 0.0) for c in columns]
-        if self.bucket:
-            columns.append(labels[:, BKT])
-        if self.slowed:
-            columns += [np.where(np.isfinite(labels[:, k]), labels[:, SUM] - labels[:, k], 0.0) for k in (V, C, P)]
-        if self.tight:
-            if arriving:
-                columns += [labels[:, PEAK], labels[:, HELD], labels[:, 10]]
-            elif ending and self.outlets_hold:
-                columns += [labels[:, PEAK], labels[:, LAST], labels[:, HELD]]
-            else:
-                columns += [np.maximum(labels[:, PEAK], labels[:, LAST]), labels[:, HELD]]
-        return efficient(np.stack(columns, axis=1), group)
-
-    def _thinned(self, front: _Front, ending: bool, most: int, hurry: bool) -> tuple[_Front, bool]:
-        group = front.entry * self.numbers.count + front.layout
-        if len(front.labels) > 1:
-            front = front.taken(self._best(front.labels, group, arriving=False, ending=ending))
-        if len(front.labels) <= most:
-            return front, False
-        return self._merged(front, most, hurry), not hurry
-
-    def _merged(self, front: _Front, most: int, hurry: bool) -> _Front:
-        """Similar labels become one: the least of each number, and one of their choices."""
-        group = front.entry * self.numbers.count + front.layout
-        labels = front.labels
-        keys = np.stack([self.numbers.m * (labels[:, FWD] + labels[:, BWD]) + np.maximum(labels[:, V], labels[:, C]),
-                         labels[:, HELD]], axis=1)  # fmt: skip
-        low, span = keys.min(axis=0), np.maximum(np.ptp(keys, axis=0), 1e-12)
-        cells = 64
-        while True:
-            cell = ((keys - low) / span * (cells - 1e-6)).astype(np.int64)
-            code = (group * cells + cell[:, 0]) * cells + cell[:, 1]
-            order = np.lexsort((keys[:, 1 if self.tight and not hurry else 0], code))
-            begins = np.flatnonzero(np.r_[True, np.diff(code[order]) != 0])
-            if len(begins) <= most or cells == 1:
-                break
-            cells = max(1, cells * 2 // 3)
-        merged = front.taken(order[begins])
-        if hurry:
-            return merged
-        merged.labels = np.minimum.reduceat(labels[order], begins, axis=0)
-        merged.labels[:, SUM] = labels[order[begins], SUM]
-        return merged
+        return Front(labels[good], front.entry[index][good], layout[good], front.parent[index][good], chosen[good])
 
     def _ended(
-        self, front: _Front, i: int, caps: tuple[float, float], exact: bool, history: list[tuple[Any, Any]]
+        self, front: Front, i: int, caps: tuple[float, float], exact: bool, history: list[tuple[Any, Any]]
     ) -> Points | None:
         """The stage stops behind component i."""
         x, more = self.numbers, self.in_flight - 1
@@ -353,7 +239,7 @@ class Explorer:
         if not good.any():
             return None
         extra = labels[:, BKT].copy()
-        if self.slowed:
+        if self.thin.slowed:
             both = (labels[:, SUM] + e[at.EONCE] - once) / x.saving
             extra += np.maximum(0.0, both) * (1 - 1 / x.sp)
         least = np.stack([forward, backward, labels[:, BKT] if not exact else extra, once])

@@ -1,0 +1,90 @@
+"""Work on another core: a forked copy of this process does it and sends back what it found.
+
+Only where a copy is safe and helps: a process of one thread, without torch (whose threads and devices do not survive a
+fork), on two cores or more. Elsewhere the work is done here, when its result is asked for. It must end by itself: what
+the search does beside it has the same time limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import select
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Generic, NoReturn, TypeVar
+
+T = TypeVar("T")
+_PIECE = 1 << 16
+
+
+def possible() -> bool:
+    """Whether work can be done by a copy of this process, at the same time."""
+    if not hasattr(os, "fork") or not hasattr(os, "sched_getaffinity") or "torch" in sys.modules:
+        return False
+    return threading.active_count() == 1 and len(os.sched_getaffinity(0)) > 1
+
+
+class Beside(Generic[T]):
+    """``work`` done by a copy of this process; here, if ``apart`` is false, or the copy comes to grief."""
+
+    def __init__(self, work: Callable[[], T], *, apart: bool) -> None:
+        self._work, self._found = work, list[T]()
+        self._pid = self._source = -1
+        if apart:
+            self._source, sink = os.pipe()
+            with contextlib.suppress(OSError), warnings.catch_warnings():
+                # Of threads that are not Python's: those of numpy, which looks after its own.
+                warnings.filterwarnings("ignore", message=".*use of fork.*", category=DeprecationWarning)
+                self._pid = os.fork()
+                if self._pid == 0:
+                    os.close(self._source)
+                    _answer(work, sink)
+            os.close(sink)
+
+    @property
+    def ready(self) -> bool:
+        """Whether the result is there, or begins to be."""
+        return bool(self._found) or (self._pid > 0 and bool(select.select([self._source], [], [], 0)[0]))
+
+    def result(self) -> T:
+        """What ``work`` returned; waits for it."""
+        if not self._found:
+            data = self._received() if self._pid > 0 else b""
+            self._found.append(pickle.loads(data) if data else self._work())
+        return self._found[0]
+
+    def _received(self) -> bytes:
+        pieces = []
+        with open(self._source, "rb", buffering=0) as source:
+            while piece := source.read(_PIECE):
+                pieces.append(piece)
+        pid, self._pid = self._pid, -1
+        _, status = os.waitpid(pid, 0)
+        return b"".join(pieces) if status == 0 else b""
+
+    def stop(self) -> None:
+        """No result is wanted any more."""
+        if self._pid > 0:
+            with contextlib.suppress(OSError):
+                os.kill(self._pid, signal.SIGKILL)
+            os.close(self._source)
+            os.waitpid(self._pid, 0)
+            self._pid = -1
+
+
+def _answer(work: Callable[[], T], sink: int) -> NoReturn:
+    """In the copy: never returns, and leaves alone what the original has open."""
+    status = 1
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        data = pickle.dumps(work())
+        with open(sink, "wb") as out:
+            out.write(data)
+        status = 0
+    finally:
+        os._exit(status)
