@@ -49,6 +49,20 @@ def positive(text: str) -> float:
     return value
 
 
+def price(text: str) -> float:
+    """Of a device for an hour: a number, with or without what it is per.
+
+    >>> price("2.49"), price("2.49/gpu-h"), price("$2.49/h")
+    (2.49, 2.49, 2.49)
+    """
+    found = re.fullmatch(
+        r"\s*[^\w\s.+-]?\s*([^/\s]+)\s*(?:/\s*(?:(?:gpu|device)[-\s]?)?(?:h|hr|hour))?\s*", text.lower()
+    )
+    if not found:
+        raise ValueError(f"{text!r} is no price of a device for an hour; write 2.49 or 2.49/gpu-h")
+    return positive(found[1])
+
+
 def gibibytes(text: str) -> int:
     """GiB, as bytes.
 

@@ -115,10 +115,15 @@ def plan(
     return made
 
 
+def _below(bound_s: float, seconds: float) -> float:
+    """By what part ``bound_s`` lies below ``seconds``: 0 where it does not, or where nothing takes any time."""
+    return max(0.0, 1 - bound_s / seconds) if seconds > 0 else 0.0
+
+
 def _unfinished(prices: Prices, candidate: Candidate, outcome: Outcome) -> tuple[str, ...]:
     """That a longer search may find more, where it was not finished."""
     best = min(prices.of(c).cost.total_s for c in (candidate, outcome.best) if c is not None)
-    left = 1 - outcome.lower_bound_s / best
+    left = _below(outcome.lower_bound_s, best)
     if left <= _WORTH:
         return ()
     return (
@@ -140,12 +145,12 @@ def _whole(
     made = []
     for row in among[: prices.space.request.top_k]:
         assert row.candidate is not None
-        gap = 1 - among[0].seconds / row.seconds
+        gap = _below(among[0].seconds, row.seconds)
         certificate = Certificate(
             solver="enumeration",
             status="optimal" if gap <= 0 else "feasible",
             lower_bound_s=among[0].seconds,
-            gap=max(0.0, gap),
+            gap=gap,
             space=f"the whole strategies {', '.join(sorted(meant))}",
             solve_s=time.monotonic() - started,
         )
@@ -225,7 +230,7 @@ def _choose(
     found = outcome.best
     if simplest is None or simplest.price is None or simplest.candidate is None:
         return found, () if found is None else _circumstances(prices, found)
-    possible = max(0.0, 1 - outcome.lower_bound_s / simplest.seconds)
+    possible = _below(outcome.lower_bound_s, simplest.seconds)
     stay = f"stay with {simplest.name}: the best possible gain is {100 * possible:.2g} %"
     if found is None:
         return simplest.candidate, (stay, *_circumstances(prices, simplest.candidate))
@@ -302,7 +307,7 @@ def _normalises(space: Space) -> bool:
 def _certificate(prices: Prices, candidate: Candidate, outcome: Outcome, seconds: float) -> Certificate:
     answer = prices.of(candidate).cost.total_s
     bound = min(outcome.lower_bound_s, answer)
-    gap = (answer - bound) / answer if answer > 0 else 0.0
+    gap = _below(bound, answer)
     return Certificate(
         solver=outcome.solver,
         status="optimal" if gap <= 1e-6 else "feasible",
