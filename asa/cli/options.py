@@ -12,6 +12,7 @@ from asa.ir.units import GIB
 
 _MOST_SEED = 2**32 - 1
 _MOST_GIB = 2**20
+_UNITS = {"tib": 2**40, "gib": 2**30, "mib": 2**20, "tb": 10**12, "gb": 10**9, "mb": 10**6}
 
 
 def count(text: str) -> int:
@@ -64,12 +65,14 @@ def price(text: str) -> float:
 
 
 def gibibytes(text: str) -> int:
-    """GiB, as bytes.
+    """GiB, as bytes; another unit where one is named.
 
-    >>> gibibytes("1.5")
-    1610612736
+    >>> gibibytes("1.5"), gibibytes("1.5GiB"), gibibytes("512 MiB"), gibibytes("80GB")
+    (1610612736, 1610612736, 536870912, 80000000000)
     """
-    value = positive(text)
+    found = re.fullmatch(r"\s*(.*?)\s*(TiB|GiB|MiB|TB|GB|MB)?\s*", text, re.IGNORECASE | re.DOTALL)
+    assert found is not None, "every text is a number and a unit, or no unit"
+    value = positive(found[1]) * _UNITS[(found[2] or "GiB").lower()] / GIB
     if value > _MOST_GIB:
         raise ValueError(f"{text} GiB is above {_MOST_GIB}, more than any device has")
     return int(value * GIB)
@@ -133,7 +136,12 @@ CLUSTER = Option(
     help="preset name or file (default: the newest measured one for the device; `asa cluster list`)",
     metavar="NAME|FILE",
 )
-MEMORY = Option(name="memory", help="memory per device, GiB (default: the device's)", parse=gibibytes, metavar="GiB")
+MEMORY = Option(
+    name="memory",
+    help="memory per device, in GiB, or with a unit: 80GB, 512MiB (default: the device's)",
+    parse=gibibytes,
+    metavar="GiB",
+)
 STRATEGIES = Option(
     name="strategies", help="only these whole strategies, as in ddp,tensor,asa", parse=names, metavar="A,B"
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from itertools import accumulate, groupby
+from itertools import accumulate
 
 from asa.cost.estimate import on_device
 from asa.cost.planned import Price
@@ -19,6 +19,7 @@ from asa.ir.profile import Profile
 from asa.ir.units import GIB
 from asa.planner import baselines, infeasible, parameter_server
 from asa.planner.candidate import Candidate, Prices
+from asa.planner.circumstances import circumstances
 from asa.planner.confidence import confidence
 from asa.planner.prediction import noise, predict
 from asa.planner.problem import MS
@@ -31,6 +32,8 @@ _WORTH = 0.02
 """A gap from which on a longer search is worth mentioning."""
 _DRAWN = 8_000
 """Components, over all finalists, whose errors are drawn: of a thousand components, not of every whole strategy."""
+_TIE = 1 + 1e-9
+"""Over the fastest: as good as equal, since times are sums of many floating-point numbers."""
 _PAST = 1.1
 """Over the best: from there on more microbatches only make a pipeline slower."""
 
@@ -87,7 +90,7 @@ def plan(
         return _whole(profile, prices, wanted, rows, eligible, started)
     if not eligible and infeasible.hopeless(prices, prices.space.pinned):
         raise infeasible.explain(prices, prices.space.pinned)
-    simplest = min(eligible, key=lambda r: r.seconds, default=None)
+    simplest = _simplest(eligible)
     outcome = search(
         prices,
         solver=request.solver,
@@ -98,8 +101,7 @@ def plan(
     )
     chosen, notes = _choose(prices, outcome, simplest)
     if chosen is None:
-        proved = outcome.lower_bound_s == float("inf")
-        raise infeasible.explain(prices, prices.space.pinned, proved=proved)
+        chosen, notes = _least(prices, proved=outcome.lower_bound_s == float("inf"))
     candidates = [chosen, *([outcome.best] if outcome.best else []), *(r.candidate for r in eligible if r.candidate)]
     if request.top_k > 1:
         candidates += next_best(outcome, request.top_k - 1, request.time_limit_s)
@@ -163,7 +165,7 @@ def _whole(
                 name,
                 certificate,
                 rows,
-                _circumstances(prices, row.candidate),
+                circumstances(prices, row.candidate),
                 [r.candidate for r in among if r.candidate is not None and r.candidate.key != row.candidate.key],
             )
         )
@@ -219,6 +221,12 @@ def _row(name: str, prices: Prices) -> Row:
     return found
 
 
+def _simplest(rows: Sequence[Row]) -> Row | None:
+    """The fastest of ``rows``; of those that tie the first, which does least beyond training on one device."""
+    fastest = min((r.seconds for r in rows), default=0.0)
+    return next((r for r in rows if r.seconds <= fastest * _TIE), None)
+
+
 def _pins_allow(space: Space, candidate: Candidate) -> bool:
     return all(space.pinned(i, way) for i, way in enumerate(candidate.ways))
 
@@ -229,79 +237,36 @@ def _choose(
     """The answer, and what is to be said about it."""
     found = outcome.best
     if simplest is None or simplest.price is None or simplest.candidate is None:
-        return found, () if found is None else _circumstances(prices, found)
+        return found, () if found is None else circumstances(prices, found)
     possible = _below(outcome.lower_bound_s, simplest.seconds)
     stay = f"stay with {simplest.name}: the best possible gain is {100 * possible:.2g} %"
     if found is None:
-        return simplest.candidate, (stay, *_circumstances(prices, simplest.candidate))
+        return simplest.candidate, (stay, *circumstances(prices, simplest.candidate))
     price = prices.of(found)
     gain = simplest.seconds - price.cost.total_s
     if found.key == simplest.candidate.key or gain <= 0:
-        return simplest.candidate, (stay, *_circumstances(prices, simplest.candidate))
+        return simplest.candidate, (stay, *circumstances(prices, simplest.candidate))
     unclear = noise(price, simplest.price)
     if prices.space.request.prefer_simple and gain < unclear:
         said = f"{stay}, below the noise of {100 * unclear / simplest.seconds:.2g} %"
-        return simplest.candidate, (said, *_circumstances(prices, simplest.candidate))
+        return simplest.candidate, (said, *circumstances(prices, simplest.candidate))
     said = f"{100 * gain / simplest.seconds:.3g} % faster than the best whole strategy, {simplest.name}"
-    return found, (said, *_circumstances(prices, found))
+    return found, (said, *circumstances(prices, found))
 
 
-def _circumstances(prices: Prices, candidate: Candidate) -> tuple[str, ...]:
-    """What a reader of the plan should know besides its numbers."""
-    space, request = prices.space, prices.space.request
-    notes = []
-    if candidate.ranks == 1 < request.gpus:
-        notes.append(f"one device is faster than {request.gpus} here: use one")
-    elif candidate.ranks < request.gpus:
-        notes.append(f"{candidate.ranks} of {request.gpus} devices are faster than all of them")
-    if candidate.num_microbatches > 1 and len(candidate.widths) > 1:
-        if _normalises(space):
-            notes.append(f"BatchNorm normalises each of the {candidate.num_microbatches} microbatches by itself")
-    elif candidate.num_microbatches > 1:
-        notes.append(
-            f"{candidate.num_microbatches} microbatches, because one does not fit"
-            + ("; BatchNorm normalises each by itself" if _normalises(space) else "")
-        )
-    if request.compression != "none":
-        notes.append(
-            f"gradients travel as {request.compression}: training is not that of one device, `asa verify` says by how "
-            "much"
-        )
-    notes += _unequal(space, candidate)
-    away = sum(w.offload for w in candidate.ways)
-    if away:
-        notes.append(f"the optimizer state of {away} components is on the host, and so is their update")
-    if space.profile.provenance.origin == "estimated":
-        notes.append("times are estimated from FLOPs and bytes, not measured: good to tens of per cent")
-    if space.cluster.status != "measured":
-        notes.append(f"the links of {space.cluster.name} are {space.cluster.status}, not measured here")
-    return tuple(notes)
+def _least(prices: Prices, *, proved: bool) -> tuple[Candidate, tuple[str, ...]]:
+    """The plan that needs least memory, where the search found none in its time, and what is to be said about it.
 
-
-def _unequal(space: Space, candidate: Candidate) -> list[str]:
-    """How a plan meets devices that are not alike."""
-    cluster, cut = space.cluster, candidate.ways[0].layout
-    if not cluster.unequal:
-        return []
-    every = [cluster.speed(r) for r in range(cluster.num_devices)]
-    late = next((r for r in range(candidate.ranks, len(every)) if every[r] > min(every[: candidate.ranks])), None)
-    notes = []
-    if late is not None:
-        notes.append(f"the first {candidate.ranks} devices are used, rank {late} is faster: list the fastest first")
-    if len(candidate.widths) > 1 or len(set(every[: candidate.ranks])) == 1:
-        return notes
-    if not cut.weights:
-        return [*notes, "unequal devices, all with as many samples"]
-    shares, first = [], 0
-    for weight, same in groupby(cut.weights):
-        count, share = len(list(same)), f"{100 * weight / sum(cut.weights):.3g} %"
-        shares.append(f"rank {first} {share}" if count == 1 else f"ranks {first} to {first + count - 1} {share} each")
-        first += count
-    return [*notes, f"unequal devices: of a batch {', '.join(shares)}"]
-
-
-def _normalises(space: Space) -> bool:
-    return any(c.batch_norm for c in space.profile.graph.components)
+    Raises:
+        InfeasibleError: it does not fit either.
+    """
+    least = None if proved else infeasible.leanest(prices, prices.space.pinned)
+    if least is None or least.excess > 0:
+        raise infeasible.explain(prices, prices.space.pinned, proved=proved)
+    return least.candidate, (
+        "the plan that needs least memory, not the fastest",
+        *circumstances(prices, least.candidate),
+    )
 
 
 def _certificate(prices: Prices, candidate: Candidate, outcome: Outcome, seconds: float) -> Certificate:
