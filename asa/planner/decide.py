@@ -263,10 +263,8 @@ def _least(prices: Prices, *, proved: bool) -> tuple[Candidate, tuple[str, ...]]
     least = None if proved else infeasible.leanest(prices, prices.space.pinned)
     if least is None or least.excess > 0:
         raise infeasible.explain(prices, prices.space.pinned, proved=proved)
-    return least.candidate, (
-        "the plan that needs least memory, not the fastest",
-        *circumstances(prices, least.candidate),
-    )
+    said = "the plan that needs least memory: the search found none in its time"
+    return least.candidate, (said, *circumstances(prices, least.candidate))
 
 
 def _certificate(prices: Prices, candidate: Candidate, outcome: Outcome, seconds: float) -> Certificate:
