@@ -328,7 +328,7 @@ def test_a_search_that_found_nothing_in_time_leaves_the_plan_that_needs_least(mo
     assert (found.components[0].data.degree, found.components[2].tensor.degree) == (2, 2)
     assert found.certificate.status == "feasible"
     assert any("found none in its time" in n for n in found.notes), found.notes
-    with pytest.raises(InfeasibleError, match="no plan was found in time"):
+    with pytest.raises(InfeasibleError, match="no plan"):
         plan(profile, cluster, FULL, Request(gpus=2, global_batch=8, pins=pins, memory_bytes=MIB))
 
 
