@@ -180,7 +180,7 @@ def table(prices: Prices, wanted: Sequence[str] = ()) -> list[Row]:
     """Every whole strategy, priced, and those of ``wanted`` that are no usual ones (``hybrid:d3t2`` of 8)."""
     space = prices.space
     names = dict.fromkeys((*baselines.names(space.strategies, space.request.gpus), *wanted))
-    rows = [_row(name, prices) for name in names if name not in ("asa", "hybrid")]
+    rows = [row(name, prices) for name in names if name not in ("asa", "hybrid")]
     if "hybrid" in names:
         members = set(_members(prices, "hybrid"))
         best = min((r for r in rows if r.name in members), key=lambda r: (not r.fits, r.seconds))
@@ -198,7 +198,7 @@ def _served(prices: Prices, ddp: Row | None) -> list[Row]:
     return [Row(name=n, candidate=None, price=p, fits=False, why_not=why[n]) for n, p in found.items()]
 
 
-def _row(name: str, prices: Prices) -> Row:
+def row(name: str, prices: Prices) -> Row:
     """One whole strategy: a single stage in as few microbatches as fit (one where none do), a pipeline in as many as
     make it fastest."""
     first: Row | None = None
@@ -208,11 +208,11 @@ def _row(name: str, prices: Prices) -> Row:
             price, free = prices.of(candidate), prices.capacity(candidate)
             fits = price.peak.total <= free + TOLERANCE_GIB * GIB
             why = "" if fits else f"{price.peak.total / GIB:.3g} GiB of {max(0.0, free) / GIB:.3g} GiB"
-            row = Row(name=name, candidate=candidate, price=price, fits=fits, why_not=why)
-            first = first or row
-            if fits and (best is None or row.seconds < best.seconds):
-                best = row
-            if best is not None and (len(candidate.widths) == 1 or row.seconds > _PAST * best.seconds):
+            made = Row(name=name, candidate=candidate, price=price, fits=fits, why_not=why)
+            first = first or made
+            if fits and (best is None or made.seconds < best.seconds):
+                best = made
+            if best is not None and (len(candidate.widths) == 1 or made.seconds > _PAST * best.seconds):
                 break
     except baselines.Unavailable as reason:
         return Row(name=name, candidate=None, price=None, fits=False, why_not=str(reason))
