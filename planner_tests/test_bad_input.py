@@ -131,6 +131,24 @@ def test_files_that_cannot_be_used_are_named_with_the_place(which, damage, words
     assert "bad.json" in said
 
 
+def test_files_written_by_hand_need_no_fingerprint_and_an_edited_one_is_told_so(place, capsys):
+    for name in ("tiny.json", "cluster.box.json"):
+        data = json.loads((place / "profiles" / name).read_text())
+        del data["fingerprint"]
+        if "levels" in data:
+            data["device"]["memory_bytes"] = 2**34
+        (place / name).write_text(json.dumps(data))
+    assert entry.run(["plan", "tiny.json", "--cluster", "cluster.box.json", "--strategies", "ddp"]) == 0
+    again = ["--profile", "tiny.json", "--cluster", "cluster.box.json"]
+    assert entry.run(["explain", *again]) == 0
+    data["fingerprint"] = None
+    (place / "cluster.box.json").write_text(json.dumps(data))
+    capsys.readouterr()
+    assert refused(capsys, 3, "plan", "--cluster", "cluster.box.json").endswith(
+        "if the change is meant, leave the fingerprint out (at $.fingerprint)"
+    )
+
+
 def test_what_a_noun_refuses_is_told_with_its_file(place, capsys):
     data = codec.document(nouns.plan())
     data["stages"] = [{"ranks": [0, 2]}]
@@ -191,6 +209,81 @@ def test_a_plan_for_devices_that_are_not_there_is_5_and_leaves_nothing(place, ca
     assert f"the plan needs {ranks} CUDA devices, this machine has {ranks - 1}" in said
     assert not (place / "run").exists()
     assert f"{ranks} CUDA devices" in refused(capsys, 5, "verify", "plan.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("tiny.json", lambda d: d["updates"].append(d["updates"][0]), "appears twice (at $.updates[5])"),
+        ("tiny.json", lambda d: d.update(global_batch=2**25), "is not 1 to 16777216 (at $.global_batch)"),
+        ("tiny.json", lambda d: d.update(schema_version=1.0), "schema version 1.0"),
+        (
+            "cluster.box.json",
+            lambda d: d["levels"][0]["tables"].append(d["levels"][0]["tables"][0]),
+            "two tables of all_reduce among 2 ranks (at $.levels[0].tables[6])",
+        ),
+    ],
+)
+def test_a_profile_or_cluster_that_says_a_thing_twice_or_too_large(name, change, words, place, capsys):
+    data = json.loads((place / "profiles" / name).read_text())
+    del data["fingerprint"]
+    change(data)
+    (place / "bad.json").write_text(json.dumps(data))
+    said = refused(capsys, 3, "plan", *(("bad.json",) if name == "tiny.json" else ("--cluster", "bad.json")))
+    assert words in said
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda d: d.update(num_microbatches=10**6), "1000000 microbatches of 8 samples (at $.num_microbatches)"),
+        (
+            lambda d: d.update(num_microbatches=2**24, global_batch=2**24),
+            "a timeline of 16777216 microbatches of 3 components, more than 500000 passes",
+        ),
+        (lambda d: d["components"].append(d["components"][0]), "component 'stem' appears twice"),
+        (lambda d: d["components"][1].update(name="other"), "component 1 is 'other' and 'body.0'"),
+    ],
+)
+def test_a_plan_by_hand_that_cannot_be_one(change, words, place, capsys):
+    assert entry.run(["plan", "-o", "plan.json"]) == 0
+    data = json.loads((place / "plan.json").read_text())
+    del data["fingerprint"]
+    change(data)
+    (place / "plan.json").write_text(json.dumps(data))
+    capsys.readouterr()
+    assert words in refused(capsys, 3, "simulate", "plan.json")
+
+
+def test_a_memory_that_no_option_takes_is_no_remedy(place, capsys):
+    data = json.loads((place / "profiles" / "tiny.json").read_text())
+    del data["fingerprint"]
+    data["graph"]["components"][0]["parameter_bytes"] = 10**17
+    (place / "vast.json").write_text(json.dumps(data))
+    assert refused(capsys, 4, "plan", "vast.json").endswith("the model is too large for any device")
+
+
+def test_components_that_take_no_time_are_planned(place, capsys):
+    data = json.loads((place / "profiles" / "tiny.json").read_text())
+    del data["fingerprint"]
+    for t in [*data["timings"], *data["updates"]]:
+        for what in ("forward", "backward", "step"):
+            if what in t:
+                t[what].update(median=0.0, p10=0.0, p90=0.0)
+    (place / "still.json").write_text(json.dumps(data))
+    for more in ((), ("--strategies", "single,ddp"), ("--top", "3"), ("--solver", "exhaustive")):
+        assert entry.run(["plan", "still.json", "--json", *more]) == 0
+        made = json.loads(capsys.readouterr().out)
+        assert made["prediction"]["step_time_s"] >= made["certificate"]["lower_bound_s"] >= 0
+    assert entry.run(["simulate", "--profile", "still.json"]) == 0
+
+
+def test_the_best_plans_are_told_in_order(place, capsys):
+    assert entry.run(["plan", "--top", "6", "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    times = [p["prediction"]["step_time_s"] for p in (made, *made["alternatives"])]
+    assert times == sorted(times)
+    assert times[0] <= min(b["step_time_s"] for b in made["baselines"] if b["fits"])
 
 
 def test_too_few_samples_to_verify_on(place, capsys):

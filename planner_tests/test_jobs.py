@@ -164,5 +164,7 @@ def test_the_command_writes_and_says_how_to_start_it(
     assert entry.run(["launch", "slurm", "plan.json", "--train", "--out elsewhere"]) == 2
     assert "the job's own" in capsys.readouterr().err
     assert entry.run(["launch", "lsf", "plan.json"]) == 2
-    assert entry.run(["launch", "k8s", "plan.json"]) == 2
-    assert "--image" in capsys.readouterr().err
+    assert entry.run(["launch", "k8s", "plan.json"]) == 0
+    said = capsys.readouterr()
+    assert "image: asa:latest" in said.out
+    assert "name yours with --image" in said.err

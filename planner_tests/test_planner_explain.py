@@ -68,6 +68,16 @@ def test_what_cannot_be_run_says_why():
     assert "GiB" in lean.why_not
 
 
+def test_every_strategy_of_the_table_costs_there_what_it_costs_here():
+    request = Request(gpus=8, global_batch=256, memory_bytes=4000 * MIB, strategies=("tensor",))
+    found = plan(PROFILE, CLUSTER, FULL, request)[0]
+    for b in found.baselines:
+        other = why_not(found, PROFILE, CLUSTER, FULL, b.name, memory_bytes=4000 * MIB)
+        assert (other.other_s, other.fits) == (b.step_time_s, b.fits), b.name
+        assert sum(t.other_s for t in other.terms) == pytest.approx(other.other_s or 0.0)
+        assert b.fits or other.why_not
+
+
 def test_unknown_rivals_and_foreign_profiles_are_refused():
     with pytest.raises(UsageError, match="no strategy"):
         why_not(PLAN, PROFILE, CLUSTER, FULL, "magic")

@@ -20,9 +20,10 @@ from asa.ir.cluster import Cluster
 from asa.ir.plan import Plan
 from asa.ir.profile import Profile
 from asa.ir.units import GIB, MIB
-from asa.planner import Request, parse_pin, plan, verify
+from asa.planner import Request, decide, parse_pin, plan, verify
 from asa.planner.candidate import Prices
 from asa.planner.decide import table
+from asa.planner.search import Outcome
 from asa.planner.space import Space, layouts, widths
 
 FULL, PLAIN = fake_strategies.FULL, fake_strategies.PLAIN
@@ -316,6 +317,34 @@ def test_batch_norm_gets_two_samples_and_a_rank_at_least_one():
     assert "BatchNorm" in ddp.why_not
     alone = plan(profile, cluster, PLAIN, Request(gpus=8, global_batch=2))[0]
     assert all(c.data.degree <= 2 for c in alone.components)
+
+
+def test_a_search_that_found_nothing_in_time_leaves_the_plan_that_needs_least(monkeypatch):
+    profile, cluster = tiny(2)
+    nothing = Outcome(best=None, choice=(), formulation=None, lower_bound_s=1e-9, solver="dp", seconds=1.0)
+    monkeypatch.setattr(decide, "search", lambda *_, **__: nothing)
+    pins = (parse_pin("stem=replicate@2"), parse_pin("head=tensor@2"))  # no whole strategy has both
+    found = plan(profile, cluster, FULL, Request(gpus=2, global_batch=8, pins=pins))[0]
+    assert (found.components[0].data.degree, found.components[2].tensor.degree) == (2, 2)
+    assert found.certificate.status == "feasible"
+    assert any("found none in its time" in n for n in found.notes), found.notes
+    with pytest.raises(InfeasibleError, match="no plan"):
+        plan(profile, cluster, FULL, Request(gpus=2, global_batch=8, pins=pins, memory_bytes=MIB))
+
+
+def test_of_whole_strategies_that_tie_the_simplest_is_named():
+    profile, cluster = tiny(2)
+    level = cluster.levels[0]
+    free = tuple(replace(t, points=((1, 1e-15), (2**30, 1e-15))) for t in level.tables)
+    still = tuple(replace(u, step=replace(u.step, median=0.0, p10=0.0, p90=0.0)) for u in profile.updates)
+    quick = replace(cluster, levels=(replace(level, tables=free),), contention=())
+    split = tuple(replace(c, split=None) for c in profile.graph.components)
+    profile = replace(
+        profile, updates=still, graph=replace(profile.graph, components=split),
+        timings=tuple(t for t in profile.timings if t.tensor_degree == 1),
+    )  # fmt: skip
+    found = plan(profile, quick, FULL, Request(gpus=2, global_batch=8))[0]
+    assert any("stay with ddp" in n for n in found.notes), found.notes
 
 
 def test_top_k_are_distinct_and_in_order():

@@ -17,6 +17,9 @@ from asa.ir.plan import Plan
 SYSTEMS = ("slurm", "k8s", "ray")
 _SUBMIT = {"slurm": "sbatch {}", "k8s": "kubectl apply -f {}", "ray": "ray job submit --working-dir . -- python {}"}
 
+_IMAGE = "asa:latest"
+"""Where none is named: a pod cannot go without."""
+
 
 def run(args: Arguments, console: Console) -> None:
     """Lay the plan out on machines, write the job, and say how to submit it."""
@@ -32,11 +35,13 @@ def run(args: Arguments, console: Console) -> None:
         arguments=args.train,
         limit_s=args.time,
         partition=args.partition,
-        image=args.image,
+        image=args.image or (_IMAGE if args.system == "k8s" else None),
         volume=args.volume,
         restarts=args.restarts,
     )
     if args.system == "k8s":
+        if not args.image:
+            console.say(f"asa: pods run the image {_IMAGE}, which must have asa in it; name yours with --image")
         text = jobs.kubernetes(job, codec.dumps(plan))
     else:
         text = jobs.slurm(job) if args.system == "slurm" else jobs.ray(job)
@@ -115,7 +120,7 @@ VERBS = (
             o.option(o.CLUSTER, help="whose innermost links make a machine (default: the plan's)"),
             Option(name="time", help="the longest the job may take: 90m, 24h", parse=o.budget, metavar="T"),
             Option(name="partition", help="Slurm partition", metavar="NAME"),
-            Option(name="image", help="container with asa in it (k8s: required; Slurm: through pyxis)"),
+            Option(name="image", help="container with asa in it (default for k8s: asa:latest; Slurm: through pyxis)"),
             Option(
                 name="volume", help="k8s: claim of the volume that all pods mount (default: NAME-data)", metavar="C"
             ),

@@ -12,6 +12,7 @@ from asa.ir.units import GIB
 
 _MOST_SEED = 2**32 - 1
 _MOST_GIB = 2**20
+_UNITS = {"tib": 2**40, "gib": 2**30, "mib": 2**20, "tb": 10**12, "gb": 10**9, "mb": 10**6}
 
 
 def count(text: str) -> int:
@@ -49,13 +50,29 @@ def positive(text: str) -> float:
     return value
 
 
-def gibibytes(text: str) -> int:
-    """GiB, as bytes.
+def price(text: str) -> float:
+    """Of a device for an hour: a number, with or without what it is per.
 
-    >>> gibibytes("1.5")
-    1610612736
+    >>> price("2.49"), price("2.49/gpu-h"), price("$2.49/h")
+    (2.49, 2.49, 2.49)
     """
-    value = positive(text)
+    found = re.fullmatch(
+        r"\s*[^\w\s.+-]?\s*([^/\s]+)\s*(?:/\s*(?:(?:gpu|device)[-\s]?)?(?:h|hr|hour))?\s*", text.lower()
+    )
+    if not found:
+        raise ValueError(f"{text!r} is no price of a device for an hour; write 2.49 or 2.49/gpu-h")
+    return positive(found[1])
+
+
+def gibibytes(text: str) -> int:
+    """GiB, as bytes; another unit where one is named.
+
+    >>> gibibytes("1.5"), gibibytes("1.5GiB"), gibibytes("512 MiB"), gibibytes("80GB")
+    (1610612736, 1610612736, 536870912, 80000000000)
+    """
+    found = re.fullmatch(r"\s*(.*?)\s*(TiB|GiB|MiB|TB|GB|MB)?\s*", text, re.IGNORECASE | re.DOTALL)
+    assert found is not None, "every text is a number and a unit, or no unit"
+    value = positive(found[1]) * _UNITS[(found[2] or "GiB").lower()] / GIB
     if value > _MOST_GIB:
         raise ValueError(f"{text} GiB is above {_MOST_GIB}, more than any device has")
     return int(value * GIB)
@@ -119,7 +136,12 @@ CLUSTER = Option(
     help="preset name or file (default: the newest measured one for the device; `asa cluster list`)",
     metavar="NAME|FILE",
 )
-MEMORY = Option(name="memory", help="memory per device, GiB (default: the device's)", parse=gibibytes, metavar="GiB")
+MEMORY = Option(
+    name="memory",
+    help="memory per device, in GiB, or with a unit: 80GB, 512MiB (default: the device's)",
+    parse=gibibytes,
+    metavar="GiB",
+)
 STRATEGIES = Option(
     name="strategies", help="only these whole strategies, as in ddp,tensor,asa", parse=names, metavar="A,B"
 )

@@ -53,6 +53,7 @@ def run(args: Arguments, console: Console) -> None:
         optimizer=args.optimizer,
         time_limit_s=args.time_limit or usual_limit(gpus),
         top_k=args.top,
+        prefer_simple=args.top == 1,
         offload=args.offload,
         compression=args.compress,
     )
@@ -138,12 +139,15 @@ VERBS = (
                 metavar="K",
             ),
             Option(name="budget", help="time for --verify (default: 60s)", parse=o.budget, metavar="T"),
-            Option(name="top", help="show the K best plans", parse=o.count, default=1, metavar="K"),
+            Option(
+                name="top", help="show the K best plans, by predicted time alone", parse=o.count, default=1, metavar="K"
+            ),
             Option(name="frontier", help="also the curve of step time against memory per device", switch=True),
             Option(
                 name="price",
-                help="of one device for an hour, in any currency: also time and cost of an epoch on fewer devices",
-                parse=o.positive,
+                help="of one device for an hour, in any currency (2.49, 2.49/gpu-h): also time and cost of an epoch on "
+                "fewer devices",
+                parse=o.price,
                 metavar="P",
             ),
             Option(

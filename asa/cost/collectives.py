@@ -174,7 +174,9 @@ class Links:
             found = self._at_level(self._tables[i], op, ranks, size)
             if found is not None:
                 return found
-        raise InvalidInputError(f"cluster {self._cluster.name} has no table for {op} among {ranks} ranks")
+        raise InvalidInputError(
+            f"cluster {self._cluster.name} has no table for {op} among {ranks} ranks", where="$.levels"
+        )
 
     @staticmethod
     def _at_level(

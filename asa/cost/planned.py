@@ -182,10 +182,15 @@ def ways_of(plan: Plan, profile: Profile, strategies: Strategies) -> tuple[Way, 
     """
     names = tuple(c.name for c in profile.graph.components)
     if tuple(a.name for a in plan.components) != names:
+        theirs = [a.name for a in plan.components]
+        at = next(
+            (i for i, (a, b) in enumerate(zip(theirs, names, strict=False)) if a != b), min(len(theirs), len(names))
+        )
+        differs = f"; component {at} is {theirs[at]!r} and {names[at]!r}" if at < min(len(theirs), len(names)) else ""
         raise InvalidInputError(
-            f"the plan is of {len(plan.components)} components of {plan.model_spec}, the profile of {len(names)} of "
-            f"{profile.model_spec}",
-            where="$.components",
+            f"the plan is of {len(theirs)} components of {plan.model_spec}, the profile of {len(names)} of "
+            f"{profile.model_spec}{differs}",
+            where="$.components" + (f"[{at}].name" if differs else ""),
         )
     ways = []
     for i, (assignment, layout) in enumerate(zip(plan.components, plan.layouts(), strict=True)):

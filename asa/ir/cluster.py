@@ -222,6 +222,15 @@ class Cluster:
             raise InvalidInputError(f"no level of cluster {self.name} joins all its devices", where="$.levels")
         if widths != sorted(set(widths)):
             raise InvalidInputError(f"levels of cluster {self.name} must widen", where="$.levels")
+        for i, level in enumerate(self.levels):
+            known: set[tuple[str, int]] = set()
+            for j, t in enumerate(level.tables):
+                if (t.op, t.ranks) in known:
+                    raise InvalidInputError(
+                        f"level {level.name} has two tables of {t.op} among {t.ranks} ranks",
+                        where=f"$.levels[{i}].tables[{j}]",
+                    )
+                known.add((t.op, t.ranks))
         for i, c in enumerate(self.contention):
             if min(c.slowdown, c.of_memory) < 1 or c.ranks < 1:
                 raise InvalidInputError("contention needs ranks >= 1 and slowdown >= 1", where=f"$.contention[{i}]")

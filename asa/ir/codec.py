@@ -2,7 +2,7 @@
 
 A *noun* is a frozen, keyword-only dataclass. A *document* is a noun that is a file: it carries ``kind``,
 ``schema_version`` and ``fingerprint``, the SHA-256 of everything else in it, so that a file edited or
-truncated after it was written is refused.
+truncated after it was written is refused. A file without a fingerprint was written by hand, and is taken at its word.
 """
 
 from __future__ import annotations
@@ -241,18 +241,19 @@ def loads(cls: type[T], text: str, *, source: str) -> T:
         found = data.get("kind", "file of unknown kind")
         raise InvalidInputError(f"{source} is a {found}, not a {kind}", where="$.kind")
     version = data.pop("schema_version", None)
-    if version != SCHEMA_VERSION or isinstance(version, bool):
+    if type(version) is not int or version != SCHEMA_VERSION:
         raise InvalidInputError(
-            f"{source} has schema version {version}, this asa reads {SCHEMA_VERSION}; make it anew",
+            f"{source} has schema version {version!r}, this asa reads {SCHEMA_VERSION}; make it anew",
             where="$.schema_version",
         )
     del data["kind"]
+    sealed = "fingerprint" in data
     stated = data.pop("fingerprint", None)
     value = build(cls, data, source=source)
-    if stated != fingerprint(value):
+    if sealed and stated != fingerprint(value):
         raise InvalidInputError(
             f"{source} was changed after it was written: it states fingerprint {stated}, its content has "
-            f"{fingerprint(value)}",
+            f"{fingerprint(value)}; if the change is meant, leave the fingerprint out",
             where="$.fingerprint",
         )
     return value

@@ -255,8 +255,16 @@ class Plan:
             raise InvalidInputError(f"stages use {len(ranks)} ranks of {self.gpus}", where="$.stages")
         if self.num_microbatches < 1 or self.global_batch < 1:
             raise InvalidInputError("num_microbatches and global_batch are at least 1", where="$.num_microbatches")
+        if self.num_microbatches > self.global_batch:
+            raise InvalidInputError(
+                f"{self.num_microbatches} microbatches of {self.global_batch} samples", where="$.num_microbatches"
+            )
+        seen: set[str] = set()
         for i, c in enumerate(self.components):
             where = f"$.components[{i}]"
+            if c.name in seen:
+                raise InvalidInputError(f"component {c.name!r} appears twice", where=f"{where}.name")
+            seen.add(c.name)
             if not 0 <= c.stage < len(self.stages):
                 raise InvalidInputError(
                     f"component {c.name!r} sits in stage {c.stage} of {len(self.stages)}", where=where

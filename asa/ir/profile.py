@@ -8,7 +8,7 @@ from typing import Literal
 from asa.errors import InvalidInputError
 from asa.ir.codec import noun
 from asa.ir.graph import LayerGraph
-from asa.ir.units import MOST_SECONDS
+from asa.ir.units import MOST_SAMPLES, MOST_SECONDS
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Origin = Literal["measured", "estimated"]
@@ -139,7 +139,12 @@ class Profile:
                 timed.add(t.component)
         for missing in sorted(names - timed):
             raise InvalidInputError(f"component {missing!r} has no timing at tensor degree 1", where="$.timings")
+        updated: set[tuple[str, int, str]] = set()
         for i, u in enumerate(self.updates):
+            what = (u.component, u.tensor_degree, u.optimizer)
+            if what in updated:
+                raise InvalidInputError(f"update {what} appears twice", where=f"$.updates[{i}]")
+            updated.add(what)
             if u.component not in names:
                 raise InvalidInputError(
                     f"an update names {u.component!r}, which is no component", where=f"$.updates[{i}].component"
@@ -162,5 +167,7 @@ class Profile:
             raise InvalidInputError(
                 f"{self.dispatch_floor_s} s is not between 0 and {MOST_SECONDS:g}", where="$.dispatch_floor_s"
             )
-        if self.global_batch < 1:
-            raise InvalidInputError(f"global batch {self.global_batch} is below 1", where="$.global_batch")
+        if not 1 <= self.global_batch <= MOST_SAMPLES:
+            raise InvalidInputError(
+                f"a global batch of {self.global_batch} samples is not 1 to {MOST_SAMPLES}", where="$.global_batch"
+            )

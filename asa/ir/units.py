@@ -7,5 +7,8 @@ GIB = 1024**3
 MOST_SECONDS = 1e9
 """Of one time in a file, 30 years: sums and products of times then stay far from infinity."""
 
+MOST_SAMPLES = 2**24
+"""Of a global batch: more than any training has used by far."""
+
 MOST_AMOUNT = 1e30
 """Of one number of bytes, FLOPs or per second in a file, for the same reason."""

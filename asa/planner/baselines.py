@@ -30,7 +30,8 @@ _DATA: dict[str, DataStrategyName] = {
     "hsdp": "hsdp",
 }
 _PIPELINES: tuple[ScheduleName, ...] = ("layers", "gpipe", "1f1b")
-_LATER = ("interleaved", "zero_bubble", "ps_sync", "ps_async", "ps_bounded")
+_LATER = ("interleaved", "zero_bubble")
+_SERVERS = ("ps_sync", "ps_async", "ps_bounded")
 _HYBRID = re.compile(r"hybrid:(?:d(\d{1,5}))?(?:t(\d{1,5}))?(?:p(\d{1,5}))?")
 
 
@@ -90,6 +91,8 @@ def check(asked: tuple[str, ...], strategies: Strategies, gpus: int) -> None:
         hybrid = _HYBRID.fullmatch(name) if name != "hybrid:" else None
         if name in known or (hybrid is not None and (hybrid.group(3) is None or "1f1b" in strategies.schedules)):
             continue
+        if name in _SERVERS:
+            raise UsageError(f"strategy {name} is priced beside every plan, and not run; one of {', '.join(known)}")
         if hybrid is not None or name in (*_LATER, *_DATA, *_PIPELINES):
             raise UsageError(f"strategy {name} is not built yet; one of {', '.join(known)}")
         raise UsageError(f"no strategy {name!r}; one of {', '.join(known)}")

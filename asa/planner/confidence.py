@@ -53,11 +53,12 @@ def confidence(
     """Of the first of ``finalists`` among all of them."""
     times = joint_times(finalists, profile, strategies, overlap)
     fastest = times.min(axis=0)
+    slower = np.divide(times[0], fastest, out=np.ones_like(fastest), where=fastest > 0)
     # Plans that tie are all best: a whole strategy may be found under several names.
     best = times[0] <= fastest * (1 + 1e-9)
     return Confidence(
         p_best=float(best.mean()),
-        expected_regret=float((times[0] / fastest - 1).mean()),
+        expected_regret=float((slower - 1).mean()),
         finalists=len(finalists),
         draws=DRAWS,
     )

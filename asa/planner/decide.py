@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from itertools import accumulate, groupby
+from itertools import accumulate
 
 from asa.cost.estimate import on_device
 from asa.cost.planned import Price
@@ -19,6 +19,7 @@ from asa.ir.profile import Profile
 from asa.ir.units import GIB
 from asa.planner import baselines, infeasible, parameter_server
 from asa.planner.candidate import Candidate, Prices
+from asa.planner.circumstances import circumstances
 from asa.planner.confidence import confidence
 from asa.planner.prediction import noise, predict
 from asa.planner.problem import MS
@@ -31,6 +32,8 @@ _WORTH = 0.02
 """A gap from which on a longer search is worth mentioning."""
 _DRAWN = 3_000
 """Components, over all finalists, whose errors are drawn: of a thousand components, not of every whole strategy."""
+_TIE = 1 + 1e-9
+"""Over the fastest: as good as equal, since times are sums of many floating-point numbers."""
 _PAST = 1.1
 """Over the best: from there on more microbatches only make a pipeline slower."""
 
@@ -87,7 +90,7 @@ def plan(
         return _whole(profile, prices, wanted, rows, eligible, started)
     if not eligible and infeasible.hopeless(prices, prices.space.pinned):
         raise infeasible.explain(prices, prices.space.pinned)
-    simplest = min(eligible, key=lambda r: r.seconds, default=None)
+    simplest = _simplest(eligible)
     outcome = search(
         prices,
         solver=request.solver,
@@ -98,8 +101,7 @@ def plan(
     )
     chosen, notes = _choose(prices, outcome, simplest)
     if chosen is None:
-        proved = outcome.lower_bound_s == float("inf")
-        raise infeasible.explain(prices, prices.space.pinned, proved=proved)
+        chosen, notes = _least(prices, proved=outcome.lower_bound_s == float("inf"))
     candidates = [chosen, *([outcome.best] if outcome.best else []), *(r.candidate for r in eligible if r.candidate)]
     if request.top_k > 1:
         candidates += next_best(outcome, request.top_k - 1, request.time_limit_s)
@@ -115,10 +117,15 @@ def plan(
     return made
 
 
+def _below(bound_s: float, seconds: float) -> float:
+    """By what part ``bound_s`` lies below ``seconds``: 0 where it does not, or where nothing takes any time."""
+    return max(0.0, 1 - bound_s / seconds) if seconds > 0 else 0.0
+
+
 def _unfinished(prices: Prices, candidate: Candidate, outcome: Outcome) -> tuple[str, ...]:
     """That a longer search may find more, where it was not finished."""
     best = min(prices.of(c).cost.total_s for c in (candidate, outcome.best) if c is not None)
-    left = 1 - outcome.lower_bound_s / best
+    left = _below(outcome.lower_bound_s, best)
     if left <= _WORTH:
         return ()
     return (
@@ -140,12 +147,12 @@ def _whole(
     made = []
     for row in among[: prices.space.request.top_k]:
         assert row.candidate is not None
-        gap = 1 - among[0].seconds / row.seconds
+        gap = _below(among[0].seconds, row.seconds)
         certificate = Certificate(
             solver="enumeration",
             status="optimal" if gap <= 0 else "feasible",
             lower_bound_s=among[0].seconds,
-            gap=max(0.0, gap),
+            gap=gap,
             space=f"the whole strategies {', '.join(sorted(meant))}",
             solve_s=time.monotonic() - started,
         )
@@ -158,7 +165,7 @@ def _whole(
                 name,
                 certificate,
                 rows,
-                _circumstances(prices, row.candidate),
+                circumstances(prices, row.candidate),
                 [r.candidate for r in among if r.candidate is not None and r.candidate.key != row.candidate.key],
             )
         )
@@ -173,7 +180,7 @@ def table(prices: Prices, wanted: Sequence[str] = ()) -> list[Row]:
     """Every whole strategy, priced, and those of ``wanted`` that are no usual ones (``hybrid:d3t2`` of 8)."""
     space = prices.space
     names = dict.fromkeys((*baselines.names(space.strategies, space.request.gpus), *wanted))
-    rows = [_row(name, prices) for name in names if name not in ("asa", "hybrid")]
+    rows = [row(name, prices) for name in names if name not in ("asa", "hybrid")]
     if "hybrid" in names:
         members = set(_members(prices, "hybrid"))
         best = min((r for r in rows if r.name in members), key=lambda r: (not r.fits, r.seconds))
@@ -191,7 +198,7 @@ def _served(prices: Prices, ddp: Row | None) -> list[Row]:
     return [Row(name=n, candidate=None, price=p, fits=False, why_not=why[n]) for n, p in found.items()]
 
 
-def _row(name: str, prices: Prices) -> Row:
+def row(name: str, prices: Prices) -> Row:
     """One whole strategy: a single stage in as few microbatches as fit (one where none do), a pipeline in as many as
     make it fastest."""
     first: Row | None = None
@@ -203,17 +210,23 @@ def _row(name: str, prices: Prices) -> Row:
             price, free = prices.of(candidate), prices.capacity(candidate)
             fits = price.peak.total <= free + TOLERANCE_GIB * GIB
             why = "" if fits else f"{price.peak.total / GIB:.3g} GiB of {max(0.0, free) / GIB:.3g} GiB"
-            row = Row(name=name, candidate=candidate, price=price, fits=fits, why_not=why)
-            first = first or row
-            if fits and (best is None or row.seconds < best.seconds):
-                best = row
-            if best is not None and (len(candidate.widths) == 1 or row.seconds > _PAST * best.seconds):
+            made = Row(name=name, candidate=candidate, price=price, fits=fits, why_not=why)
+            first = first or made
+            if fits and (best is None or made.seconds < best.seconds):
+                best = made
+            if best is not None and (len(candidate.widths) == 1 or made.seconds > _PAST * best.seconds):
                 break
     except baselines.Unavailable as reason:
         return Row(name=name, candidate=None, price=None, fits=False, why_not=str(reason))
     found = best or first
     assert found is not None
     return found
+
+
+def _simplest(rows: Sequence[Row]) -> Row | None:
+    """The fastest of ``rows``; of those that tie the first, which does least beyond training on one device."""
+    fastest = min((r.seconds for r in rows), default=0.0)
+    return next((r for r in rows if r.seconds <= fastest * _TIE), None)
 
 
 def _pins_allow(space: Space, candidate: Candidate) -> bool:
@@ -226,85 +239,40 @@ def _choose(
     """The answer, and what is to be said about it."""
     found = outcome.best
     if simplest is None or simplest.price is None or simplest.candidate is None:
-        return found, () if found is None else _circumstances(prices, found)
-    possible = max(0.0, 1 - outcome.lower_bound_s / simplest.seconds)
+        return found, () if found is None else circumstances(prices, found)
+    possible = _below(outcome.lower_bound_s, simplest.seconds)
     stay = f"stay with {simplest.name}: the best possible gain is {100 * possible:.2g} %"
     if found is None:
-        return simplest.candidate, (stay, *_circumstances(prices, simplest.candidate))
+        return simplest.candidate, (stay, *circumstances(prices, simplest.candidate))
     price = prices.of(found)
     gain = simplest.seconds - price.cost.total_s
     if found.key == simplest.candidate.key or gain <= 0:
-        return simplest.candidate, (stay, *_circumstances(prices, simplest.candidate))
+        return simplest.candidate, (stay, *circumstances(prices, simplest.candidate))
     unclear = noise(price, simplest.price)
     if prices.space.request.prefer_simple and gain < unclear:
         said = f"{stay}, below the noise of {100 * unclear / simplest.seconds:.2g} %"
-        return simplest.candidate, (said, *_circumstances(prices, simplest.candidate))
+        return simplest.candidate, (said, *circumstances(prices, simplest.candidate))
     said = f"{100 * gain / simplest.seconds:.3g} % faster than the best whole strategy, {simplest.name}"
-    return found, (said, *_circumstances(prices, found))
+    return found, (said, *circumstances(prices, found))
 
 
-def _circumstances(prices: Prices, candidate: Candidate) -> tuple[str, ...]:
-    """What a reader of the plan should know besides its numbers."""
-    space, request = prices.space, prices.space.request
-    notes = []
-    if candidate.ranks == 1 < request.gpus:
-        notes.append(f"one device is faster than {request.gpus} here: use one")
-    elif candidate.ranks < request.gpus:
-        notes.append(f"{candidate.ranks} of {request.gpus} devices are faster than all of them")
-    if candidate.num_microbatches > 1 and len(candidate.widths) > 1:
-        if _normalises(space):
-            notes.append(f"BatchNorm normalises each of the {candidate.num_microbatches} microbatches by itself")
-    elif candidate.num_microbatches > 1:
-        notes.append(
-            f"{candidate.num_microbatches} microbatches, because one does not fit"
-            + ("; BatchNorm normalises each by itself" if _normalises(space) else "")
-        )
-    if request.compression != "none":
-        notes.append(
-            f"gradients travel as {request.compression}: training is not that of one device, `asa verify` says by how "
-            "much"
-        )
-    notes += _unequal(space, candidate)
-    away = sum(w.offload for w in candidate.ways)
-    if away:
-        notes.append(f"the optimizer state of {away} components is on the host, and so is their update")
-    if space.profile.provenance.origin == "estimated":
-        notes.append("times are estimated from FLOPs and bytes, not measured: good to tens of per cent")
-    if space.cluster.status != "measured":
-        notes.append(f"the links of {space.cluster.name} are {space.cluster.status}, not measured here")
-    return tuple(notes)
+def _least(prices: Prices, *, proved: bool) -> tuple[Candidate, tuple[str, ...]]:
+    """The plan that needs least memory, where the search found none in its time, and what is to be said about it.
 
-
-def _unequal(space: Space, candidate: Candidate) -> list[str]:
-    """How a plan meets devices that are not alike."""
-    cluster, cut = space.cluster, candidate.ways[0].layout
-    if not cluster.unequal:
-        return []
-    every = [cluster.speed(r) for r in range(cluster.num_devices)]
-    late = next((r for r in range(candidate.ranks, len(every)) if every[r] > min(every[: candidate.ranks])), None)
-    notes = []
-    if late is not None:
-        notes.append(f"the first {candidate.ranks} devices are used, rank {late} is faster: list the fastest first")
-    if len(candidate.widths) > 1 or len(set(every[: candidate.ranks])) == 1:
-        return notes
-    if not cut.weights:
-        return [*notes, "unequal devices, all with as many samples"]
-    shares, first = [], 0
-    for weight, same in groupby(cut.weights):
-        count, share = len(list(same)), f"{100 * weight / sum(cut.weights):.3g} %"
-        shares.append(f"rank {first} {share}" if count == 1 else f"ranks {first} to {first + count - 1} {share} each")
-        first += count
-    return [*notes, f"unequal devices: of a batch {', '.join(shares)}"]
-
-
-def _normalises(space: Space) -> bool:
-    return any(c.batch_norm for c in space.profile.graph.components)
+    Raises:
+        InfeasibleError: it does not fit either.
+    """
+    least = None if proved else infeasible.leanest(prices, prices.space.pinned)
+    if least is None or least.excess > 0:
+        raise infeasible.explain(prices, prices.space.pinned, proved=proved)
+    said = "the plan that needs least memory: the search found none in its time"
+    return least.candidate, (said, *circumstances(prices, least.candidate))
 
 
 def _certificate(prices: Prices, candidate: Candidate, outcome: Outcome, seconds: float) -> Certificate:
     answer = prices.of(candidate).cost.total_s
     bound = min(outcome.lower_bound_s, answer)
-    gap = (answer - bound) / answer if answer > 0 else 0.0
+    gap = _below(bound, answer)
     return Certificate(
         solver=outcome.solver,
         status="optimal" if gap <= 1e-6 else "feasible",

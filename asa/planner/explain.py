@@ -13,8 +13,9 @@ from asa.ir.codec import noun
 from asa.ir.plan import DataDegree, Plan, TensorDegree
 from asa.ir.profile import Profile
 from asa.ir.units import GIB
-from asa.planner import baselines
+from asa.planner import baselines, parameter_server
 from asa.planner.candidate import Candidate, Prices
+from asa.planner.decide import row
 from asa.planner.formulate import formulate
 from asa.planner.request import Request, parse_pin
 from asa.planner.search import search
@@ -194,6 +195,8 @@ def why_not(
     """
     candidate, prices = _prices(plan, profile, cluster, strategies, memory_bytes)
     price = prices.of(candidate)
+    if other in parameter_server.WHY_NOT:
+        return _served(plan, candidate, prices, other)
     rival, reason = _forced(prices, other) if "=" in other else _whole(prices, other)
     if rival is None:
         return Difference(
@@ -210,12 +213,32 @@ def why_not(
         fits=fits,
         why_not="" if fits else lacking,
         terms=_terms(price, theirs),
-        changed=tuple(
-            a.name
-            for a, mine, other_way in zip(plan.components, candidate.ways, rival.ways, strict=True)
-            if mine != other_way
-        ),
+        changed=_changed(plan, candidate, rival),
     )
+
+
+def _served(plan: Plan, candidate: Candidate, prices: Prices, other: str) -> Difference:
+    """``plan`` beside a parameter server on the workers of data parallelism, which is priced and not run."""
+    price, workers = prices.of(candidate), row("ddp", prices)
+    if workers.candidate is None:
+        return Difference(
+            other=other, plan_s=price.cost.total_s, other_s=None, fits=False, why_not=workers.why_not, terms=(),
+            changed=(),
+        )  # fmt: skip
+    theirs = parameter_server.priced(prices, workers.candidate)[other]
+    return Difference(
+        other=other,
+        plan_s=price.cost.total_s,
+        other_s=theirs.cost.total_s,
+        fits=False,
+        why_not=parameter_server.WHY_NOT[other],
+        terms=_terms(price, theirs),
+        changed=_changed(plan, candidate, workers.candidate),
+    )
+
+
+def _changed(plan: Plan, mine: Candidate, theirs: Candidate) -> tuple[str, ...]:
+    return tuple(c.name for c, a, b in zip(plan.components, mine.ways, theirs.ways, strict=True) if a != b)
 
 
 def _terms(mine: Price, theirs: Price) -> tuple[Term, ...]:
@@ -245,14 +268,9 @@ def _whole(prices: Prices, name: str) -> tuple[Candidate | None, str]:
     baselines.check((name,), space.strategies, space.request.gpus)
     if name == "asa":
         raise UsageError("asa is the search's own answer; name another strategy, or COMPONENT=STRATEGY[@DEGREE]")
-    reason, found = "", []
-    for member in baselines.members(name, space.strategies, space.request.gpus):
-        try:
-            options = list(baselines.candidates(member, prices))
-            found += options if len(options[0].widths) > 1 else options[:1]
-        except baselines.Unavailable as error:
-            reason = f"{member}: {error}"
-    return min(found, key=lambda c: prices.of(c).cost.total_s, default=None), reason
+    rows = [row(member, prices) for member in baselines.members(name, space.strategies, space.request.gpus)]
+    best = min(rows, key=lambda r: (not r.fits, r.seconds))
+    return best.candidate, f"{best.name}: {best.why_not}"
 
 
 def _forced(prices: Prices, text: str) -> tuple[Candidate | None, str]:

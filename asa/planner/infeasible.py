@@ -24,6 +24,9 @@ from asa.planner.staged import StagedSpace
 _MOST_DEVICES = 64
 _LOOK_S = 1.0
 
+MOST_MEMORY = 2**20 * GIB
+"""Of one device, by far."""
+
 
 @noun
 class Leanest:
@@ -178,7 +181,7 @@ def explain(prices: Prices, allowed: Allowed = anything, *, proved: bool = True)
     name = space.profile.graph.components[peak.index].name
     total = space.cluster.device.memory_bytes if request.memory_bytes is None else request.memory_bytes
     needed = _memory_for(space, peak.total, ranks)
-    tries = [f"--memory {needed / GIB:.3g}"]
+    tries = _told(needed)
     fewer = _smaller_batch(space)
     if fewer is not None:
         tries.append(f"--global-batch {fewer}")
@@ -187,10 +190,11 @@ def explain(prices: Prices, allowed: Allowed = anything, *, proved: bool = True)
         tries.append(f"--gpus {more}")
     aside = total - usable(space.cluster.device, total, ranks)
     kept = f" ({aside / GIB:.2f} GiB of them for the context and the allocator)" if aside > 0 else ""
+    tried = f"; try {' or '.join(tries)}" if tries else "; the model is too large for any device"
     return InfeasibleError(
         f"{'no plan fits' if proved else 'no plan was found in time'}: {name} needs {peak.total / GIB:.3g} GiB in its "
         f"backward ({peak.state / GIB:.3g} GiB state, {peak.activations / GIB:.3g} GiB activations) under every "
-        f"strategy up to {request.gpus} devices, devices have {total / GIB:.3g} GiB{kept}; try {' or '.join(tries)}"
+        f"strategy up to {request.gpus} devices, devices have {total / GIB:.3g} GiB{kept}{tried}"
     )
 
 
@@ -198,11 +202,16 @@ def remedy(prices: Prices, names: Sequence[str]) -> str:
     """What to try where only the whole strategies ``names`` were asked for, and none of them can be had."""
     space = prices.space
     needed = [_memory_for(space, prices.of(c).peak.total, prices.busy(c)) for n in names for c in _uniform(n, prices)]
-    said = [f"--memory {min(needed) / GIB:.3g}"] if needed else []
+    said = _told(min(needed)) if needed else []
     found = leanest(prices, space.pinned)
     if found is not None and found.excess <= 0:
         said.append("--strategies asa")
     return f"try {' or '.join(said)}" if said else "change --gpus, --global-batch, --memory or the pins"
+
+
+def _told(memory: float) -> list[str]:
+    """So much memory as an option, where devices could have it."""
+    return [f"--memory {memory / GIB:.3g}"] if memory <= MOST_MEMORY else []
 
 
 def _uniform(name: str, prices: Prices) -> Iterator[Candidate]:

@@ -9,12 +9,10 @@ from typing import Literal, get_args
 from asa.errors import UsageError
 from asa.ir.codec import noun
 from asa.ir.plan import CompressionName, DataStrategyName, OptimizerName, TensorStrategyName
+from asa.ir.units import MOST_SAMPLES
 
 SolverName = Literal["ilp", "dp", "exhaustive"]
 OffloadName = Literal["auto", "always", "never"]
-
-MOST_SAMPLES = 2**24
-"""Of a global batch: more than any training has used by far."""
 
 DATA_NAMES: tuple[str, ...] = get_args(DataStrategyName)
 TENSOR_NAMES: tuple[str, ...] = get_args(TensorStrategyName)

@@ -17,11 +17,15 @@ from asa.ir.graph import Component
 from asa.ir.layout import Layout
 from asa.ir.plan import DataDegree, DataStrategyName, TensorDegree, TensorStrategyName
 from asa.ir.profile import Profile
+from asa.ir.units import GIB
 from asa.planner.request import TENSOR_NAMES, Pin, Request
 
 _NARROW = 16
 """Ranks up to which a stage may use every layout."""
 _WIDEST_SPLIT = 64
+
+_SPARED = 1e-5 * GIB - 1e-3
+"""Bytes: by so much a solver may overstep a limit in GiB, so that what is promised stays within what was asked."""
 
 MOST_IN_A_PIPELINE = 1024
 """Microbatches of a pipeline: the bubble is gone long before."""
@@ -85,7 +89,7 @@ class Space:
         limit = self.request.memory_bytes
         if limit is None and self.cluster.devices is not None:
             limit = min(self.cluster.memories()[first : first + width])
-        return usable(self.cluster.device, limit, busy)
+        return usable(self.cluster.device, limit, busy) - _SPARED
 
     def ways(self, index: int, width: int, num_microbatches: int, allowed: Allowed = anything) -> Iterator[Way]:
         """Every way component ``index`` may run, in a stage of ``width``, with that many microbatches."""

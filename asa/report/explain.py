@@ -57,7 +57,8 @@ def versus(found: Difference) -> list[RenderableType]:
     made.add_row("step", seconds(found.plan_s), seconds(found.other_s), error(found.other_s, found.plan_s))
     said: list[RenderableType] = [made, line("")]
     if not found.fits:
-        said.append(line(f"{found.other} does not fit: {found.why_not}"))
+        how = "is" if found.why_not.startswith("priced only") else "does not fit:"
+        said.append(line(f"{found.other} {how} {found.why_not}"))
     if found.changed:
         said.append(line(f"{len(found.changed)} components would run otherwise: {', '.join(found.changed)}"))
     return said

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asa.cost.planned import Price, price_plan, schedule_of
+from asa.errors import InvalidInputError
 from asa.interfaces.schedule import Schedule
 from asa.interfaces.strategy import Strategies
 from asa.ir.cluster import Cluster, Overlap
@@ -13,13 +14,24 @@ from asa.ir.profile import Profile
 from asa.simulator.stage import StageRun
 from asa.simulator.timeline import Event, Timeline
 
+MOST_PASSES = 500_000
+"""Of microbatches through components: what a timeline can show, and a machine's memory hold, by far."""
+
 
 def simulate(plan: Plan, profile: Profile, cluster: Cluster, strategies: Strategies) -> Timeline:
     """One step of ``plan``, with the prices that the planner works with.
 
     Raises:
-        InvalidInputError: the plan is of another model, or asks of a component what it refuses.
+        InvalidInputError: the plan is of another model, or asks of a component what it refuses; or it has too many
+            microbatches to draw.
     """
+    size = plan.num_microbatches * len(plan.components)
+    if size > MOST_PASSES:
+        raise InvalidInputError(
+            f"a timeline of {plan.num_microbatches} microbatches of {len(plan.components)} components, more than "
+            f"{MOST_PASSES} passes, is too long to draw",
+            where="$.num_microbatches",
+        )
     price = price_plan(plan, profile, cluster, strategies)
     names = [c.name for c in plan.components]
     events, seconds = play(
