@@ -103,7 +103,9 @@ def _run(
     executor: Executor, epochs: int, replan: Replan | None, policy: Policy | None = None
 ) -> tuple[list[EpochRecord], list[dict[str, Any]]]:
     events: list[dict[str, Any]] = []
-    return list(adapt(executor, range(epochs), events.append, replan=replan, policy=policy)), events
+    records = list(adapt(executor, range(epochs), events.append, replan=replan, policy=policy))
+    assert [e["epoch"] for e in events if e["event"] == "epoch"] == list(range(epochs))
+    return records, [e for e in events if e["event"] != "epoch"]
 
 
 def _always(plan: Plan) -> Callable[[Plan, Measurements, float], Plan]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from asa.errors import AsaError, PreemptedError
 from asa.interfaces.executor import EpochOutcome, Executor
+from asa.ir import codec
 from asa.ir.codec import fingerprint, noun
 from asa.ir.measurements import EpochRecord, Measurements, Verdict
 from asa.ir.plan import Plan
@@ -191,8 +192,7 @@ def adapt(
         target = executor.agree(decision.target)
         if target is not None:
             verdict = judgement.change(executor, target, decision, epoch=epoch)
-        executor.save(epoch)
-        yield EpochRecord(
+        record = EpochRecord(
             epoch=epoch,
             step=outcome.step,
             seconds=outcome.seconds,
@@ -203,6 +203,10 @@ def adapt(
             measurements=outcome.measurements,
             verdict=verdict,
         )
+        # Before the checkpoint that makes a run go on behind this epoch: its record is never missing then.
+        announce({"event": "epoch", **codec.to_data(record), "line": verdict.reason})
+        executor.save(epoch)
+        yield record
 
 
 __all__ = ["Announce", "Calibration", "Replan", "adapt", "describe"]
