@@ -36,7 +36,7 @@ class Strange(nn.Module):
         """Residual."""
         x = self.drop(self.p(x.flatten(1)))
         x = x + self.drop(self.first(x))
-        x = x + self.drop(self.second(x)) * self.gain
+        x = x + nn.functional.dropout(self.drop(self.second(x)), self.drop.p, self.training) * self.gain
         return self.head(self.norm(x))
 
 
