@@ -5,7 +5,7 @@
 A draw: a model, 2 to 4 ranks, stages of any widths cut anywhere the model may be cut, a schedule, 1 to 4 microbatches
 of uneven sizes, and per component a layout, a data strategy, recomputation; SGD or AdamW. Each is checked as ``asa
 verify`` does (:mod:`asa.executor.equivalence`); one device's answers are kept for the plans that share them. Draw i is
-a function of the seed and i, so ``--only 17`` repeats one. The record is written after every draw.
+a function of the seed, i and the models, so ``--only 17`` repeats one. The record is written after every draw.
 """
 
 from __future__ import annotations
@@ -215,13 +215,15 @@ def main() -> None:
             if index in done:
                 continue
             row = check(index, args.seed, args.models.split(","), args.ranks, Path(folder))
+            row |= {} if args.models == parser.get_default("models") else {"models": args.models}
             rows.append(row)
             figures = f"{row.get('max_rel_error', float('nan')):8.0e} {row.get('noise_floor', float('nan')):8.0e}"
             same = "yes" if row["equivalent"] else "NO"
             told = f"{row['plan']} {row.get('reason', '')}"
             print(f"{index:4} {row['model']:12} {same:4} {figures} {row['seconds']:7.1f}  {told}", flush=True)
             if args.output is not None:
-                header = {"torch": torch.__version__, "seed": args.seed, "models": args.models, "classes": CLASSES}
+                models = parser.get_default("models")
+                header = {"torch": torch.__version__, "seed": args.seed, "models": models, "classes": CLASSES}
                 args.output.parent.mkdir(parents=True, exist_ok=True)
                 args.output.write_text(json.dumps({**header, "draws": rows}, indent=1) + "\n")
     good = sum(row["equivalent"] for row in rows)

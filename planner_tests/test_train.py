@@ -99,7 +99,7 @@ def test_a_run_learns_and_leaves_what_it_promises(tmp_path: Path, ranks: int) ->
     logged = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [{k: v for k, v in e.items() if k != "time"} for e in logged] == events
     assert [e["event"] for e in events if e["event"] not in ("steps", "note")] == [
-        "start", "checkpoint", "epoch", "checkpoint", "epoch", "end",
+        "start", "epoch", "checkpoint", "epoch", "checkpoint", "end",
     ]  # fmt: skip
     assert events[0]["torchrun"] == (f"torchrun --standalone --nproc-per-node {ranks} -m asa train 'a plan.json'")
     steps = _of(events, "steps")

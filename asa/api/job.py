@@ -34,6 +34,7 @@ from asa.ir.cluster import Cluster
 from asa.ir.measurements import EpochRecord, Measurements
 from asa.ir.plan import Plan
 from asa.ir.profile import Precision
+from asa.launch import faults
 from asa.scheduler.loop import adapt
 from asa.strategies import offered
 
@@ -97,6 +98,7 @@ class Job:
             UsageError, InfeasibleError: as :func:`asa.parallelize`; a folder that is another's.
             NoCheckpointError: nothing to resume.
         """
+        faults.arm()
         if resume and out is None:
             raise UsageError("resume needs out, the folder of the run to go on with")
         self._place = place = find_place(device, timeout_s)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from asa.api.optimizer_states import plain_states
 from asa.errors import UsageError
 from asa.executor.parallel import ParallelModel
 from asa.executor.state import held, load_full_optimizer_state
@@ -45,10 +43,12 @@ class Rebinding:
         for name, p in model.named_parameters(remove_duplicate=False):
             named.setdefault(id(p), []).append(name)
         self.optimizer = optimizer
-        self._undo: Callable[[], None] | None = None
+        self._undo: list[Callable[[], None]] = []
+        self._names: list[list[tuple[str, ...]]] = []
         self._group: dict[str, int] = {}
         self._state: dict[str, Tensor] = {}
         for index, group in enumerate(optimizer.param_groups):
+            self._names.append([tuple(named.get(id(p), ())) for p in group["params"]])
             for p in group["params"]:
                 if id(p) not in named:
                     raise UsageError(
@@ -63,9 +63,8 @@ class Rebinding:
     def apply(self, model: ParallelModel) -> Optimizer:
         """Have the optimizer update what this rank is to update of ``model``; its state so far goes along."""
         optimizer, updated = self.optimizer, {id(p) for p in model.updated}
-        if self._undo is not None:
-            self._undo()
-            self._undo = None
+        while self._undo:
+            self._undo.pop()()
         found: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
         for item in held(model):
             if isinstance(item.tensor, nn.Parameter) and id(item.tensor) in updated and item.name in self._group:
@@ -81,16 +80,17 @@ class Rebinding:
             state = {key: value for key, value in self._state.items() if key.rsplit("/", 1)[0] in known}
             load_full_optimizer_state(model, optimizer, state)
             self._state = {}  # from now on whoever moves the optimizer on moves its state
+        self._undo.append(plain_states(optimizer, model, self._names))
         if model.owner:
-            self._undo = _share_updates(optimizer, model)
+            self._undo.append(_share_updates(optimizer, model, set(self._group)))
         return optimizer
 
 
-def _share_updates(optimizer: Optimizer, model: ParallelModel) -> Callable[[], None]:
+def _share_updates(optimizer: Optimizer, model: ParallelModel, names: set[str]) -> Callable[[], None]:
     """After a step what other ranks updated arrives here; gradients of those parameters are forgotten with the rest.
     Returns what takes that back."""
     mine = {id(p) for p in model.updated}
-    others = [p for p in model.parameters() if id(p) not in mine]
+    others = [item.tensor for item in held(model) if item.name in names and id(item.tensor) not in mine]
     honest = optimizer.zero_grad
 
     def forget() -> None:
@@ -111,33 +111,3 @@ def _share_updates(optimizer: Optimizer, model: ParallelModel) -> Callable[[], N
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
     handle = optimizer.register_step_post_hook(stepped)
     return undo
-
-
-@torch.no_grad()
-def clip(model: ParallelModel, max_norm: float) -> Tensor:
-    """Scale all gradients so that their norm over ranks and shards is at most ``max_norm``; the norm (collective)."""
-    total = torch.zeros((), dtype=torch.float64)
-    place = {id(t): layout for c, layout in zip(model.components, model.layouts, strict=True) for t in c.parameters()}
-    for item in held(model):
-        gradient = item.tensor.grad if isinstance(item.tensor, nn.Parameter) else None
-        if gradient is None:
-            continue
-        layout = place[id(item.tensor)]
-        parts = item.axis.size if item.shard is not None else 1
-        local = gradient
-        if isinstance(gradient, DTensor):
-            mesh, placements = gradient.device_mesh, gradient.placements
-            local = gradient.to_local()
-            parts *= math.prod(mesh.size(i) for i, placement in enumerate(placements) if placement.is_shard())
-        # So many ranks hold the same part: each speaks for its share of it.
-        total += local.double().square().sum().cpu() * parts / layout.width
-    if model.plan.num_ranks > 1:
-        sums = total.view(1).to(model.device)
-        dist.all_reduce(sums)
-        total = sums.cpu().view(())
-    norm = total.sqrt()
-    factor = float((max_norm / (norm + 1e-6)).clamp(max=1.0))
-    for p in model.parameters():
-        if p.grad is not None and factor < 1:
-            p.grad.mul_(factor)
-    return norm

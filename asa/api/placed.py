@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from asa.api.batches import GlobalBatches, Share, moved
+from asa.api.clipping import clip, understood_by_torch
 from asa.api.names import StateNames
-from asa.api.optimizers import clip
 from asa.api.place import Place
 from asa.errors import UsageError
 from asa.executor.parallel import ParallelModel
@@ -66,6 +66,7 @@ class PlacedModel(nn.Module):
         self.parts = nn.ModuleList(parallel.components if parallel is not None else [] if plain is None else [plain])
         self._independent = True
         if parallel is not None:
+            understood_by_torch(parallel)
             self._independent = all(layout.data == place.ranks for layout in parallel.layouts)
 
     def forward(self, x: Tensor) -> Any:

@@ -43,10 +43,12 @@ def solve_again(profile: Profile, cluster: Cluster, plan: Plan, _: Measurements,
 
     One number for a whole step cannot tell slow links from slow cores, so both are scaled.
     """
+    from asa.launch import faults
     from asa.planner import Request
     from asa.planner import plan as solve
     from asa.strategies import offered
 
+    faults.reached("replan.solve")
     request = Request(
         gpus=plan.num_ranks, global_batch=plan.global_batch, optimizer=plan.optimizer, compression=plan.compression
     )

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,21 @@ def run(args: Arguments, console: Console) -> None:
     if args.rehearse is not None:
         rehearse(args, console, plan)
         return
+    with _held_sigterm():
+        _train(args, console, path, plan, out)
+
+
+@contextmanager
+def _held_sigterm() -> Iterator[None]:
+    """SIGTERM waits for the ranks, who save first: they take it as soon as they run."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+def _train(args: Arguments, console: Console, path: Path, plan: Plan, out: Path) -> None:
     pretended = None
     if isinstance(args.device, emulated.EmulatedName):
         pretended, plan = emulated.pretended(args.device, plan, console)
@@ -56,6 +74,7 @@ def run(args: Arguments, console: Console) -> None:
         replan=not (args.no_replan or pretended),
         tensorboard=args.tensorboard,
         trace_steps=args.trace or 0,
+        timeout_s=args.timeout,
     )
     with console.progress(f"training {plan.model_spec}") as progress:
         result = train(
@@ -178,6 +197,13 @@ VERBS = (
                 help="record N steps as a timeline beside the planned one, in the run's folder",
                 parse=o.count,
                 metavar="N",
+            ),
+            Option(
+                name="timeout",
+                help="how long a rank waits for the others before the run is given up (default: 5m)",
+                parse=o.budget,
+                default=300.0,
+                metavar="T",
             ),
             Option(name="tensorboard", help="write TensorBoard logs too", switch=True, default=False),
             Option(name="out", help="folder of the run (default: runs/train/MODEL-TIME)", metavar="DIR"),

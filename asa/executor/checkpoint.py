@@ -28,6 +28,7 @@ from asa.errors import InvalidInputError, NoCheckpointError, UnavailableError
 from asa.ir import codec
 from asa.ir.codec import noun
 from asa.ir.plan import Plan
+from asa.launch import faults
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
@@ -105,14 +106,18 @@ def write(
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
         files = tuple(_store(temporary / name, named) for name, named in tensors.items())
+        faults.reached("checkpoint.files")
         whole = codec.to_data(manifest) | {"files": codec.to_data(files)}
         text = codec.dumps(codec.build(Manifest, whole, source=MANIFEST))
         _put(temporary / MANIFEST, text)
         _flush(temporary)
+        faults.reached("checkpoint.manifest")
         commit()
+        faults.reached("checkpoint.commit")
         if final.exists():  # a directory cannot replace another in one step: the older one steps aside
             os.rename(final, folder / f"{final.name}.old-{manifest.run}")
         os.rename(temporary, final)
+        faults.reached("checkpoint.renamed")
         _flush(folder)
         _put(folder / f".{LATEST}.tmp", final.name + "\n")
         os.replace(folder / f".{LATEST}.tmp", folder / LATEST)
@@ -129,6 +134,7 @@ def write(
     for old in _steps(folder)[keep:]:
         _remove(old)
     sweep(folder)
+    faults.reached("checkpoint.done")
     return final
 
 

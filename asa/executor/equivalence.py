@@ -110,6 +110,7 @@ def _run(
         optimizer.step()
         model.share_updates()
     if dtype == torch.float64:
+        model.average_buffers()  # as a checkpoint has them
         trace.weights = full_state(model)
     model.close()
     del model, optimizer

@@ -20,6 +20,7 @@ from asa.executor.state import full_optimizer_state, full_state, load_full_optim
 from asa.executor.votes import Votes
 from asa.executor.worker import Worker
 from asa.ir.codec import fingerprint
+from asa.launch import faults
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,7 @@ class Keeper:
         Raises:
             UnavailableError: it cannot be written; on every rank, and earlier ones are intact.
         """
+        faults.reached("checkpoint.begin")
         worker.model.average_buffers()
         tensors = {
             checkpoint.MODEL: full_state(worker.model),
@@ -92,6 +94,7 @@ class Keeper:
         Raises:
             InvalidInputError: its tensors are not those of this model.
         """
+        faults.reached("restore")
         error: Exception | None = None
         try:
             load_full_state(worker.model, checkpoint.read(path, checkpoint.MODEL))
@@ -112,7 +115,9 @@ class Keeper:
         weights, moments = full_state(old.model), full_optimizer_state(old.model, old.optimizer)
         error: Exception | None = None
         try:
+            faults.reached("replan.build")
             new = build()
+            faults.reached("replan.move")
             load_full_state(new.model, weights)
             load_full_optimizer_state(new.model, new.optimizer, moments)
         except Exception as caught:
@@ -122,6 +127,7 @@ class Keeper:
         if not self.votes.everyone(_equal(arrived[0], weights) and _equal(arrived[1], moments)):
             new.model.close()
             raise WorkersFailedError("weights changed on the way to the new plan; the old one stays")
+        faults.reached("replan.swap")
         return new
 
 

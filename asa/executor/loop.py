@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -24,12 +25,13 @@ from asa.executor.pace import Interval, Pace
 from asa.executor.parallel import ParallelModel
 from asa.executor.precision import LossScale
 from asa.executor.settings import TrainSettings
-from asa.executor.stopping import StopRequest
+from asa.executor.stopping import Patience, StopRequest
 from asa.executor.votes import Votes
 from asa.executor.worker import Tally, Worker
 from asa.interfaces.executor import EpochOutcome, Executor
 from asa.ir import codec
 from asa.ir.plan import Plan
+from asa.launch import faults
 from asa.zoo.data import GlobalOrder, ImageSet
 
 Build = Callable[[Plan], ParallelModel]
@@ -231,7 +233,10 @@ class TrainingExecutor(Executor):
 
     def _validate(self) -> tuple[float, float]:
         """Mean loss and accuracy over the test images; running statistics are averaged over ranks first."""
-        tally = self._worker.validate(self._test, self.plan.global_batch)
+        patience = Patience(self._votes, lambda: self._stop.asked, self._save)
+        tally = self._worker.validate(self._test, self.plan.global_batch, patience.exhausted)
+        if tally is None:
+            self._preempt()
         found = self._votes.gather(tally.take())
         loss, hits, rows = (math.fsum(rank[i] for rank in found) for i in range(3))
         if rows != len(self._test):
@@ -252,7 +257,7 @@ class TrainingExecutor(Executor):
             return None
         return tuple(int(rank[0]) for rank in self._votes.gather([float(peak)]))
 
-    def _preempt(self) -> None:
+    def _preempt(self) -> NoReturn:
         path = self._save()
         raise PreemptedError(f"stopped on request after step {self._step}, saved to {path}; --resume continues")
 
@@ -302,5 +307,6 @@ class TrainingExecutor(Executor):
 
     def agree(self, plan: Plan | None) -> Plan | None:
         """Rank 0's plan (or None) on every rank."""
+        faults.reached("replan.agree")
         text = self._votes.tell(None if plan is None else codec.dumps(plan))
         return None if text is None else codec.loads(Plan, text, source="the plan from rank 0")

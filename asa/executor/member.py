@@ -23,7 +23,6 @@ from asa.executor.stopping import StopRequest
 from asa.executor.votes import Votes
 from asa.interfaces.executor import Executor
 from asa.interfaces.strategy import OPTIMIZER_WORDS, Strategies
-from asa.ir import codec
 from asa.ir.measurements import EpochRecord
 from asa.ir.plan import Plan
 from asa.ir.units import GIB
@@ -122,8 +121,8 @@ def work(job: Job, material: Material, votes: Votes, local_rank: int, announce: 
             message = f"{executor.left_out} samples of every epoch are left out: too few for a batch on all ranks"
             say({"event": "note", "message": message})
         try:
-            for record in job.adapt(executor, range(executor.next_epoch, settings.epochs), say):
-                say({"event": "epoch", **codec.to_data(record), "line": record.verdict.reason})
+            for _ in job.adapt(executor, range(executor.next_epoch, settings.epochs), say):
+                pass
         except PreemptedError as error:
             return Ending(preempted=str(error))
         executor.model.close()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from asa.errors import WorkersFailedError
 from asa.executor.clock import StepClock
+from asa.executor.stopping import VOTE_EVERY_S
 from asa.executor.votes import Votes
 from asa.executor.worker import Tally
 from asa.ir.codec import fingerprint
@@ -16,9 +17,6 @@ from asa.ir.profile import Stat
 
 WARM_UP_STEPS = 3
 """Steps after a plan took effect that are not measured: allocation, autotuning, DDP's rebuilding of its buckets."""
-
-VOTE_EVERY_S = 1.0
-"""About how long a request to stop may go unheard."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ import torch
 from asa.errors import AsaError, InvalidInputError, UnavailableError, UsageError
 from asa.executor import checkpoint
 from asa.executor.checkpoint import Manifest
-from asa.executor.logs import Announce, RunLog
+from asa.executor.logs import RESULT, Announce, RunLog
 from asa.executor.outdir import CHECKPOINTS, owned
 from asa.executor.settings import TrainSettings
 from asa.ir import codec
@@ -58,6 +58,7 @@ def prepare(
     resume = settings.resume or _restarted(Path(settings.out))
     out = stack.enter_context(owned(Path(settings.out), resume=resume))
     log = RunLog(out, tensorboard=settings.tensorboard, listener=on_event)
+    (out / RESULT).unlink(missing_ok=True)  # how an earlier run here ended says nothing of this one
     try:
         found = checkpoint.find(out / CHECKPOINTS) if resume else None
         train, test = open_images(plan, settings)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from asa.sharding.sharded import GATHERED_ONCE
+from asa.sharding.sharded import GATHERED_ONCE, SCALARS
 
 
 class Reduction:
@@ -57,6 +57,7 @@ class Reduction:
         self._expecting = False
         for sharded in self._sharded:
             sharded.set_requires_gradient_sync(reduce)
+            getattr(sharded, SCALARS).reduce = reduce
             # Weights are prefetched in the order of the forwards since; with none in flight there are none.
             sharded.set_is_last_backward(in_flight == 0)
             sharded.set_reshard_after_backward(last or not getattr(sharded, GATHERED_ONCE))
@@ -65,4 +66,5 @@ class Reduction:
         finally:
             for sharded in self._sharded:
                 sharded.set_requires_gradient_sync(True)
+                getattr(sharded, SCALARS).reduce = True
                 sharded.set_is_last_backward(True)

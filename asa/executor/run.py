@@ -20,7 +20,7 @@ from asa.executor.votes import Votes
 from asa.interfaces.strategy import Strategies
 from asa.ir import codec
 from asa.ir.plan import Plan
-from asa.launch import join, launched, run_ranks, tell
+from asa.launch import faults, join, launched, run_ranks, tell
 from asa.launch.worker import failure
 
 Prepare = Callable[[], tuple[RunLog, Material]]
@@ -53,6 +53,7 @@ def train(
         WorkersFailedError: a rank died, hung or disagreed, or training diverged.
         PreemptedError: stopped by SIGTERM, with everything saved.
     """
+    faults.arm()
     device_type = plan.device_type if settings.device == "auto" else settings.device
     device_type = device_type if emulated is None else "cpu"
     job = Job(

@@ -15,6 +15,7 @@ from asa.executor.parallel import ParallelModel
 from asa.interfaces.schedule import Action
 from asa.ir.layout import bounds
 from asa.ir.plan import Plan
+from asa.launch import faults
 from asa.sharding.transfer import Arrival
 
 _GRADIENTS_UNDER_WAY = 2
@@ -95,6 +96,7 @@ class _Step:
             self._expect(action)
             if behind:
                 self._expect(behind[0])
+            faults.reached(action.direction)
             if action.direction == "forward":
                 self._forward(action, straight_to_last=behind == (replace(action, direction="backward"),))
             else:

@@ -17,6 +17,7 @@ from asa.executor.precision import LossScale, autocast
 from asa.executor.step import forward_backward, microbatch_rows
 from asa.executor.votes import Votes
 from asa.ir.profile import Precision
+from asa.launch import faults
 from asa.zoo.data import ImageSet, fetch
 
 
@@ -85,6 +86,8 @@ class Worker:
         if model.device.type == "cuda":
             torch.cuda.manual_seed(self.seed * 1_000_003 + step)
         self.clock.mark()
+        faults.at_step(step)
+        faults.reached("data")
         inputs, labels = self._fetch(images, indices, epoch)
         self.clock.mark()
 
@@ -107,8 +110,10 @@ class Worker:
             loss_fn=scaled_loss,
             precision=lambda: autocast(self.precision, model.device),
         )
+        faults.reached("all_reduce")
         updated = self.scale.unscale(self._held, self.votes)
         if updated:
+            faults.reached("optimizer")
             self.optimizer.step()
             model.share_updates()
         self.clock.mark()
@@ -137,14 +142,16 @@ class Worker:
         return inputs, labels
 
     @torch.no_grad()
-    def validate(self, images: ImageSet, batch: int) -> Tally:
+    def validate(self, images: ImageSet, batch: int, given_up: Callable[[], bool] = lambda: False) -> Tally | None:
         """Loss and hits over every image, each counted once over all ranks. Batches are all of one size: the last is
-        filled up with images that are not counted."""
+        filled up with images that are not counted. ``given_up`` is asked after every batch, on all ranks, which must
+        get one answer; None where it was yes."""
         model, total = self.model, len(images)
         tally = Tally(model.device)
         model.average_buffers()
         model.eval()
         for start in range(0, total, batch):
+            faults.reached("validation")
             rows = torch.arange(start, start + batch).clamp_(max=total - 1)
             read, kept = (slice(*r) for r in (model.input_rows(batch), model.output_rows(batch)))
             x = None
@@ -157,6 +164,9 @@ class Worker:
                 labels = images.labels[start + kept.start : start + kept.start + count].to(model.device)
                 logits = logits_of(output)[:count].float()
                 tally.add(loss_of(logits, labels), logits, labels)
+            if given_up():
+                model.links.settle()
+                return None
         model.links.settle()
         model.train()
         return tally

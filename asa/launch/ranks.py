@@ -26,6 +26,7 @@ from asa.launch.apart import surroundings
 from asa.launch.blame import Outcome, culprit
 from asa.launch.devices import cuda_devices
 from asa.launch.forking import fork_beside_threads, safe_threads
+from asa.launch.signals import held_while_starting
 from asa.launch.worker import Setting, work
 
 T = TypeVar("T")
@@ -86,7 +87,8 @@ def run_ranks(
     crew = _Crew(num_ranks, backend, safe_threads(threads, num_ranks), timeout_s)
     with _sigterm(crew, forward_sigterm):
         try:
-            crew.start(function, args)
+            with held_while_starting(forward_sigterm):  # by ranks that do not listen yet; they take it when they do
+                crew.start(function, args)
             return crew.listen(on_message, None if limit_s is None else time.monotonic() + limit_s)
         finally:
             crew.end()

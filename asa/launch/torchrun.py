@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from asa.errors import UnavailableError, UsageError
+from asa.launch import faults
 from asa.launch.devices import cuda_devices
 from asa.launch.heap import keep_freed_memory
 from asa.launch.worker import form_group
@@ -57,6 +58,7 @@ def join(*, backend: str = "gloo", timeout_s: float = 600) -> Iterator[Place]:
             f"local rank {place.local_rank} needs a CUDA device of its own, this machine has {cuda_devices()}; "
             "start fewer ranks per machine"
         )
+    faults.reached("rendezvous")
     timeout = timedelta(seconds=timeout_s)
     try:
         store, rank, num_ranks = next(rendezvous("env://", timeout=timeout))

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed exports no types
 
 from asa.errors import AsaError
+from asa.launch import faults
 from asa.launch.apart import Surroundings
 from asa.launch.heap import keep_freed_memory
 
@@ -173,6 +174,7 @@ def _enter(setting: Setting) -> None:
     elif sys.platform == "linux":
         # All ranks are here; the host's own name may resolve to an interface that is not.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    faults.reached("rendezvous")
     timeout = timedelta(seconds=setting.timeout_s)
     store = TCPStore(setting.where.host, setting.port, None, False, timeout=timeout)
     form_group(setting.backend, PrefixStore("asa", store), setting.rank, setting.num_ranks, setting.rank, timeout)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from asa.errors import AsaError, PreemptedError
 from asa.interfaces.executor import EpochOutcome, Executor
+from asa.ir import codec
 from asa.ir.codec import fingerprint, noun
 from asa.ir.measurements import EpochRecord, Measurements, Verdict
 from asa.ir.plan import Plan
@@ -187,12 +188,8 @@ def adapt(
         # Steps count from the start of the run, also after a resume.
         steps_left = outcome.step * (epochs.stop - epoch - 1) // (epoch + 1)
         decision = judgement.decide(executor, outcome, epoch=epoch, steps_left=steps_left)
-        verdict = decision.verdict
         target = executor.agree(decision.target)
-        if target is not None:
-            verdict = judgement.change(executor, target, decision, epoch=epoch)
-        executor.save(epoch)
-        yield EpochRecord(
+        record = EpochRecord(
             epoch=epoch,
             step=outcome.step,
             seconds=outcome.seconds,
@@ -201,8 +198,18 @@ def adapt(
             validation_accuracy=outcome.validation_accuracy,
             learning_rate=outcome.learning_rate,
             measurements=outcome.measurements,
-            verdict=verdict,
+            verdict=decision.verdict,
         )
+        # The record before the checkpoint that makes a run go on behind this epoch, the checkpoint before a change of
+        # plan: whatever ends the run in between, nothing is lost.
+        announce({"event": "epoch", **codec.to_data(record), "line": record.verdict.reason})
+        executor.save(epoch)
+        if target is not None:
+            verdict = judgement.change(executor, target, decision, epoch=epoch)
+            if verdict != record.verdict:
+                announce({"event": "note", "message": verdict.reason})
+                record = replace(record, verdict=verdict)
+        yield record
 
 
 __all__ = ["Announce", "Calibration", "Replan", "adapt", "describe"]

@@ -70,7 +70,7 @@ _ELEMENTWISE_MODULES = (
 _SPATIAL_MODULES = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d)
 _ELEMENTWISE = {
     F.relu, torch.relu, F.gelu, F.silu, F.hardswish, F.hardsigmoid, torch.sigmoid, F.sigmoid, torch.tanh, F.relu6,
-    F.dropout, F.leaky_relu, "relu", "relu_", "sigmoid", "tanh", "contiguous",
+    F.dropout, F.dropout2d, F.leaky_relu, "relu", "relu_", "sigmoid", "tanh", "contiguous",
 }  # fmt: skip
 _BINARY = {operator.add, operator.mul, operator.sub, operator.iadd, operator.imul, torch.add, torch.mul, torch.sub}
 _SPATIAL = {F.adaptive_avg_pool2d, F.max_pool2d, F.avg_pool2d}

@@ -100,11 +100,10 @@ class SampleDropout(nn.Module):
 
 def replacement(module: nn.Module, site: str, context: SampleContext) -> SampleDropout | None:
     """The strategy-independent form of a stock dropout module; None for every other module."""
-    p = float(getattr(module, "p", 0.0))
     if isinstance(module, nn.Dropout):
-        return SampleDropout(p, site=site, context=context)
+        return SampleDropout(module.p, site=site, context=context)
     if isinstance(module, nn.Dropout1d | nn.Dropout2d | nn.Dropout3d):
-        return SampleDropout(p, site=site, context=context, whole_from=2)
+        return SampleDropout(module.p, site=site, context=context, whole_from=2)
     if type(module).__name__ == "StochasticDepth" and getattr(module, "mode", "") == "row":
-        return SampleDropout(p, site=site, context=context, whole_from=1)
+        return SampleDropout(float(module.p), site=site, context=context, whole_from=1)  # type: ignore[arg-type]
     return None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from contextlib import redirect_stderr
+from io import StringIO
 
 import torch
 from torch import Tensor, fx, nn
@@ -50,13 +52,18 @@ def plan_split(component: TracedComponent) -> list[SplitPlan]:
     auxiliary head is in training's alone); a layer that is in two splits alike in both.
 
     Raises:
-        UsageError: the two modes would split different layers.
+        UsageError: the two modes would split different layers, or shapes depend on values.
     """
     if component.ties:  # what another component uses too stays as it is
         return [SplitPlan() for _ in component.graphs()]
     plans = []
     for graph in component.graphs():
-        _propagate_shapes(graph, component)
+        try:
+            with redirect_stderr(StringIO()):  # where fx prints a traceback of what it raises
+                _propagate_shapes(graph, component)
+        except Exception as error:
+            reason = type(error.__cause__ or error).__name__
+            raise UsageError(f"{component.name} does something that depends on values ({reason})") from error
         plans.append(propagate(graph))
     first, *rest = plans
     for other in rest:

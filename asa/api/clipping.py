@@ -1,0 +1,106 @@
+"""Clipping the gradients of a model that ranks hold in parts: one norm over all of them, torch's own call included."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad
+
+from asa.executor.parallel import ParallelModel
+from asa.executor.state import held
+
+_split: WeakSet[ParallelModel] = WeakSet()
+"""Models whose gradients no rank has in full."""
+
+
+@torch.no_grad()
+def total_norm(model: ParallelModel, norm_type: float = 2.0, only: set[int] | None = None) -> Tensor:
+    """The norm of all gradients, or of those of the parameters with identities ``only``, over ranks and shards
+    (collective; float64, on the host)."""
+    total, most = torch.zeros((), dtype=torch.float64), norm_type == math.inf
+    place = {id(t): layout for c, layout in zip(model.components, model.layouts, strict=True) for t in c.parameters()}
+    for item in held(model):
+        gradient = item.tensor.grad if isinstance(item.tensor, nn.Parameter) else None
+        if gradient is None or (only is not None and id(item.tensor) not in only):
+            continue
+        layout = place[id(item.tensor)]
+        parts = item.axis.size if item.shard is not None else 1
+        local = gradient
+        if isinstance(gradient, DTensor):
+            mesh, placements = gradient.device_mesh, gradient.placements
+            local = gradient.to_local()
+            parts *= math.prod(mesh.size(i) for i, placement in enumerate(placements) if placement.is_shard())
+        if most:
+            total = torch.maximum(total, local.double().abs().max().cpu()) if local.numel() else total
+        else:  # so many ranks hold the same part: each speaks for its share of it
+            total += local.double().abs().pow(norm_type).sum().cpu() * parts / layout.width
+    if model.plan.num_ranks > 1:
+        sums = total.view(1).to(model.device)
+        dist.all_reduce(sums, op=dist.ReduceOp.MAX if most else dist.ReduceOp.SUM)
+        total = sums.cpu().view(())
+    return total if most else total.pow(1 / norm_type)
+
+
+@torch.no_grad()
+def scale(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
+    """Scale gradients whose norm is ``norm`` so that it is at most ``max_norm``."""
+    factor = float((max_norm / (norm + 1e-6)).clamp(max=1.0))
+    for p in parameters:
+        if p.grad is not None and factor < 1:
+            p.grad.mul_(factor)
+
+
+def clip(model: ParallelModel, max_norm: float) -> Tensor:
+    """Scale all gradients so that their norm over ranks and shards is at most ``max_norm``; the norm (collective)."""
+    norm = total_norm(model)
+    scale(model.parameters(), max_norm, norm)
+    return norm
+
+
+def understood_by_torch(model: ParallelModel) -> None:
+    """Have ``torch.nn.utils.clip_grad_norm_`` on parameters of ``model`` take the norm over all ranks, too: its own
+    would be of what this rank holds, another on every rank. Calls on anything else are torch's as before."""
+    if all(a.data.strategy == "replicate" and a.tensor.degree == 1 for a in model.plan.components):
+        return
+    _split.add(model)
+    for name, ours in (("_get_total_norm", _norm), ("_clip_grads_with_norm_", _scaled)):
+        theirs = getattr(clip_grad, name, None)
+        if theirs is not None and not hasattr(theirs, "asa"):
+            setattr(clip_grad, name, ours(theirs))
+
+
+def _norm(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def norm(tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: Any = None) -> Tensor:
+        listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        wanted = {id(t) for t in listed}
+        for model in _split if wanted else ():
+            only = {id(p) for p in model.parameters() if p.grad is not None and id(p.grad) in wanted}
+            if only:
+                found = total_norm(model, float(norm_type), only)
+                if error_if_nonfinite and not found.isfinite():
+                    raise RuntimeError(f"the total norm of the gradients is {float(found)}, so they cannot be clipped")
+                return found.to(device=model.device, dtype=listed[0].dtype)
+        return theirs(listed, norm_type, error_if_nonfinite, foreach)
+
+    norm.asa = True  # type: ignore[attr-defined]
+    return norm
+
+
+def _scaled(theirs: Callable[..., None]) -> Callable[..., None]:
+    def scaled(parameters: Any, max_norm: float, norm: Tensor, foreach: Any = None) -> None:
+        listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        known = {id(p) for model in _split for p in model.parameters()}
+        if any(id(p) in known for p in listed):
+            scale(listed, float(max_norm), norm)
+        else:
+            theirs(listed, max_norm, norm, foreach)
+
+    scaled.asa = True  # type: ignore[attr-defined]
+    return scaled

@@ -1,0 +1,34 @@
+"""SIGTERM that comes too early: held back until somebody is there who saves the state, never lost and never fatal."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+
+_TERM = {signal.SIGTERM}
+
+
+def hold_sigterm() -> None:
+    """From here on SIGTERM waits, for this thread and what it starts, until :func:`take_sigterm`."""
+    if threading.current_thread() is threading.main_thread():
+        signal.pthread_sigmask(signal.SIG_BLOCK, _TERM)
+
+
+def take_sigterm() -> None:
+    """Deliver a SIGTERM that was held back, and hold back no more. Called with a handler in place."""
+    if threading.current_thread() is threading.main_thread():
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _TERM)
+
+
+@contextlib.contextmanager
+def held_while_starting(held: bool) -> Iterator[None]:
+    """With ``held``, processes started within hold SIGTERM back; afterwards this one takes it."""
+    if held:
+        hold_sigterm()
+    try:
+        yield
+    finally:
+        if held:
+            take_sigterm()

@@ -1,0 +1,156 @@
+"""``ASA_FAULT``: what it understands, and that runs survive what it does; requests to stop that come early or late."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asa.errors import PreemptedError, UnavailableError, UsageError, WorkersFailedError
+from asa.executor import checkpoint, outdir
+from asa.executor.run import train
+from asa.executor.stopping import PATIENCE_S, Patience
+from asa.executor.votes import Votes
+from asa.launch import faults
+from asa.launch.forking import fork_beside_threads
+from asa.scheduler import adapt
+from asa.strategies import offered
+from planner_tests import training
+
+
+@pytest.fixture(autouse=True)
+def disarmed() -> Any:
+    """Nothing is left armed in this process."""
+    yield
+    faults.arm("")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("explode@rank=0", "'explode' is no kind of fault; there is exception"),
+        ("kill@rank=x", "invalid literal"),
+        ("kill@color=red", "'color=red' is none of rank="),
+        ("kill@point=nowhere", "'nowhere' is no point; there is rendezvous"),
+        ("signal:TERM", "'TERM' is no signal"),
+        ("hang:long", "could not convert"),
+    ],
+)
+def test_what_cannot_be_understood_is_said(text: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        faults.arm(text)
+
+
+def test_conditions_hold_together_and_once_is_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    faults.arm(f"exception:boom@rank=1,step=1,point=data,once={tmp_path / 'once'};memory@step=9;disk@rank=0")
+    for step in (0, 1, 2):
+        faults.at_step(step)
+        faults.reached("forward")
+        if step == 1:
+            with pytest.raises(RuntimeError, match="boom"):
+                faults.reached("data")
+        faults.reached("data")  # the second time at step 1
+    assert (tmp_path / "once").read_text() == "exception on rank 1 at data, step 1\n"
+    assert capsys.readouterr().err == "asa: ASA_FAULT: exception on rank 1 at data, step 1\n"
+    faults.at_step(9)
+    with pytest.raises(MemoryError):
+        faults.reached("validation")
+
+
+def _train(out: Path, **changes: Any) -> Any:
+    """The result."""
+    return train(
+        training.plan(ranks=2), training.settings(out, **changes), strategies=offered(), adapt=adapt
+    )  # fmt: skip
+
+
+def _state(out: Path) -> dict[str, torch.Tensor]:
+    return checkpoint.read(checkpoint.find(out / outdir.CHECKPOINTS).path, checkpoint.MODEL)
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "words", "saved"),
+    [
+        ("kill@rank=1,point=validation,step=11", WorkersFailedError, "rank 1 of 2 was killed", 6),
+        ("exit:3@rank=0,point=checkpoint.commit,step=11", WorkersFailedError, "rank 0 of 2 exited with code 3", 6),
+        ("kill@rank=0,point=checkpoint.renamed,step=11", WorkersFailedError, "rank 0 of 2 was killed", 12),
+        ("disk@point=checkpoint.files,step=11", UnavailableError, "cannot save step 12", 6),
+        ("exception@rank=1,point=rendezvous", WorkersFailedError, "rank 1 of 2 failed with RuntimeError", None),
+    ],
+    ids=["validation", "commit", "renamed", "disk", "rendezvous"],
+)
+def test_whatever_happens_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, error: type[Exception], words: str, saved: int | None
+) -> None:
+    monkeypatch.setenv(faults.VARIABLE, fault)
+    (tmp_path / "result.json").write_text("of an earlier run")
+    with pytest.raises(error, match=words):
+        _train(tmp_path, epochs=3)
+    assert json.loads((tmp_path / "result.json").read_text())["exit_code"] in (5, 6)
+    folder = tmp_path / outdir.CHECKPOINTS
+    if saved is None:
+        assert not folder.exists()
+        return
+    assert checkpoint.find(folder).manifest.step == saved
+    assert not [p for p in folder.iterdir() if ".tmp" in p.name or ".old" in p.name]
+    monkeypatch.delenv(faults.VARIABLE)
+    result = _train(tmp_path, epochs=3, resume=True)
+    assert [e["epoch"] for e in result["epochs"]] == [0, 1, 2], "also that of an epoch whose checkpoint came last"
+
+
+def test_a_request_to_stop_that_comes_while_starting_saves_and_resumes(tmp_path: Path) -> None:
+    with fork_beside_threads():
+        pid = os.fork()
+    if not pid:  # a process with one thread, like a command that has just begun
+        code = 1
+        try:
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+            os.kill(os.getpid(), signal.SIGTERM)
+            _train(tmp_path)
+        except PreemptedError as error:
+            code = error.exit_code if str(error).startswith("stopped on request after step 0, saved to") else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 75
+    assert [e["epoch"] for e in _train(tmp_path, resume=True)["epochs"]] == [0, 1]
+    _train(tmp_path / "whole")
+    assert all(torch.equal(v, _state(tmp_path / "whole")[n]) for n, v in _state(tmp_path).items())
+
+
+def test_a_request_to_stop_in_a_validation_is_answered_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(faults.VARIABLE, "term@rank=1,point=validation,step=5")
+    with pytest.raises(PreemptedError, match="after step 6"):
+        _train(tmp_path)
+    log = [json.loads(line)["event"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert log.index("checkpoint") < log.index("epoch"), "saved before the validation was through"
+    monkeypatch.delenv(faults.VARIABLE)
+    assert [e["epoch"] for e in _train(tmp_path, resume=True)["epochs"]] == [0, 1]
+
+
+def test_patience_in_a_validation_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, saved = [0.0], []
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    patience = Patience(Votes(), lambda: now[0] > 3, lambda: saved.append(now[0]))
+    answers = []
+    for _ in range(20):
+        now[0] += 1.0
+        answers.append(patience.exhausted())
+    assert saved == [4.0]
+    assert answers.index(True) == 4 + int(PATIENCE_S), "the first over the limit"
+
+
+def test_a_settings_timeout_reaches_the_command() -> None:
+    from asa.cli.train import VERBS
+
+    (option,) = [o for o in VERBS[0].options if o.name == "timeout"]
+    assert option.default == dataclasses.fields(training.settings(Path()))[-1].default == 300.0
