@@ -4,7 +4,7 @@
 
 A plan of plain data parallel, fully sharded, tensor parallel or 1F1B runs beside what one would write by hand with
 ``DistributedDataParallel``, ``fully_shard``, ``parallelize_module`` and ``torch.distributed.pipelining``: same weights,
-same samples, same optimizer, the same collectives to the byte (checked before anything is timed). A pair is a step of
+same samples, same optimizer, the same traffic to the byte (checked before anything is timed). A pair is a step of
 each in changing order, and the hand-written one once more: its ratio to itself (A/A) is what noise alone makes. A step
 takes as long as its slowest rank. Printed: the median of paired ratios with its 95 % interval (bootstrap; the tax is
 what its upper end says), and the Python that asa adds to a step.
@@ -23,13 +23,15 @@ import random
 import statistics
 import time
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import torchvision
 from torch import Tensor, nn
@@ -205,11 +207,15 @@ def _pipeline(net: Any, rank: int, images: ImageSet) -> Step:
 
 
 class Collectives(TorchDispatchMode):
-    """How often and with how many bytes each collective and message is called."""
+    """How often and with how many bytes each collective and message is called.
+
+    Between CPUs, what is scattered may go by one exchange, and what is gathered by a broadcast of every part
+    (:mod:`asa.sharding.direct`): they count as what they stand for.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: Counter[str] = Counter()
+        self.calls: dict[str, int | Fraction] = defaultdict(int)
         self.bytes: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -220,10 +226,14 @@ class Collectives(TorchDispatchMode):
         ):
             name = kind.split("::")[1].strip("_")
             name = {"allgather_base": "all_gather", "reduce_scatter_base": "reduce_scatter", "allreduce": "all_reduce",
-                    "recv_any_source": "recv"}.get(name, name)  # fmt: skip
+                    "recv_any_source": "recv", "alltoall_base": "reduce_scatter"}.get(name, name)  # fmt: skip
             first = args[1] if name == "reduce_scatter" and func.namespace == "c10d" else args[0]
             tensors = first if isinstance(first, list | tuple) else [first]
-            self.calls[name] += 1
+            if name == "broadcast":  # of one rank's part
+                self.calls["all_gather"] += Fraction(1, dist.get_world_size())
+                name = "all_gather"
+            else:
+                self.calls[name] += 1
             self.bytes[name] += sum(t.numel() * t.element_size() for t in tensors)
         return func(*args, **(kwargs or {}))
 
@@ -233,7 +243,7 @@ def traffic(step: Step, indices: Tensor, number: int) -> tuple[dict[str, int], d
     seen = Collectives()
     with seen:
         step(indices, number)
-    return dict(sorted(seen.calls.items())), dict(sorted(seen.bytes.items()))
+    return {k: int(n) for k, n in sorted(seen.calls.items())}, dict(sorted(seen.bytes.items()))
 
 
 def own_python(step: Step, indices: Tensor, number: int) -> tuple[int, float]:
