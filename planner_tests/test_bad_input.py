@@ -233,6 +233,13 @@ def test_a_profile_or_cluster_that_says_a_thing_twice_or_too_large(name, change,
     assert words in said
 
 
+def test_too_many_components_are_refused_before_any_of_them_is_looked_at(place, capsys):
+    data = json.loads((place / "profiles" / "tiny.json").read_text())
+    data["graph"]["components"] = [{}] * 100_000
+    (place / "bad.json").write_text(json.dumps(data))
+    assert "has 100000 components, the most is 2000 (at $.graph.components)" in refused(capsys, 3, "plan", "bad.json")
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

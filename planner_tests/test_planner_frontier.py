@@ -128,6 +128,16 @@ def test_every_point_is_the_plan_of_its_limit_and_below_the_last_nothing_fits():
         plan(nouns.profile(), nouns.cluster(4), FULL, below)
 
 
+def test_the_curves_are_not_above_the_answer_that_a_longer_search_found():
+    request, profile, cluster = Request(gpus=2, global_batch=8), nouns.profile(), nouns.cluster(2)
+    found = plan(profile, cluster, FULL, request)[0]
+    better = replace(found, prediction=replace(found.prediction, step_time_s=0.9 * found.prediction.step_time_s))
+    points = frontier.against_memory(profile, cluster, FULL, request, points=2, answer=better)
+    assert points[0].step_time_s == better.prediction.step_time_s
+    cost = frontier.against_cost(profile, cluster, FULL, request, price=1.0, answer=better)
+    assert cost[-1].step_time_s == better.prediction.step_time_s
+
+
 def test_points_beyond_the_memory_there_is_say_so():
     have = curve()[0].limit_bytes - 1
     request = Request(gpus=4, global_batch=8, memory_bytes=have)

@@ -16,6 +16,7 @@ from asa.ir import codec
 
 if TYPE_CHECKING:
     from asa.ir.cluster import Cluster
+    from asa.ir.plan import Plan
     from asa.ir.profile import Profile
     from asa.planner import Request
     from asa.planner.frontier import Frontier
@@ -72,7 +73,7 @@ def run(args: Arguments, console: Console) -> None:
         data["alternatives"] = [codec.document(p) for p in plans[1:]]
     more = [Text(), report.several(plans)] if len(plans) > 1 else []
     if args.frontier or args.price:
-        found = _frontier(args, profile, cluster, request)
+        found = _frontier(args, profile, cluster, request, plans[0])
         data["frontier"] = codec.to_data(found)
         more += curves.render(found)
     console.result(data, lambda: [*report.render(plans[0]), *more])
@@ -91,16 +92,18 @@ def _few_collections() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-def _frontier(args: Arguments, profile: Profile, cluster: Cluster, request: Request) -> Frontier:
+def _frontier(args: Arguments, profile: Profile, cluster: Cluster, request: Request, answer: Plan) -> Frontier:
     """The curves asked for."""
     from asa.planner import frontier as f
     from asa.strategies import offered
 
-    memory = f.against_memory(profile, cluster, offered(), request) if args.frontier else ()
+    memory = f.against_memory(profile, cluster, offered(), request, answer=answer) if args.frontier else ()
     cost: tuple[f.CostPoint, ...] = ()
     if args.price:
         samples = args.epoch_samples or f.CIFAR_SAMPLES
-        cost = f.against_cost(profile, cluster, offered(), request, price=args.price, epoch_samples=samples)
+        cost = f.against_cost(
+            profile, cluster, offered(), request, price=args.price, epoch_samples=samples, answer=answer
+        )
     return f.Frontier(memory=memory, cost=cost)
 
 

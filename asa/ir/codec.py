@@ -249,6 +249,12 @@ def loads(cls: type[T], text: str, *, source: str) -> T:
     del data["kind"]
     sealed = "fingerprint" in data
     stated = data.pop("fingerprint", None)
+    foresee = getattr(cls, "foresee", None)
+    if foresee is not None:
+        try:
+            foresee(data)
+        except InvalidInputError as error:
+            raise InvalidInputError(f"{source}: {error}") from None
     value = build(cls, data, source=source)
     if sealed and stated != fingerprint(value):
         raise InvalidInputError(

@@ -14,6 +14,18 @@ _MOST_COMPONENTS = 2_000
 _MOST_TENSORS = 100_000
 
 
+def check_count(model: object, count: int) -> None:
+    """Refuse a graph of too many components.
+
+    Raises:
+        InvalidInputError: naming their number.
+    """
+    if count > _MOST_COMPONENTS:
+        raise InvalidInputError(
+            f"graph of {model} has {count} components, the most is {_MOST_COMPONENTS}", where="$.graph.components"
+        )
+
+
 @noun
 class InnerCollective:
     """One collective *inside* a tensor-parallel component, on its tensor group.
@@ -102,11 +114,7 @@ class LayerGraph:
     def __post_init__(self) -> None:
         if not self.components:
             raise InvalidInputError(f"graph of {self.model} has no component", where="$.graph.components")
-        if len(self.components) > _MOST_COMPONENTS:
-            raise InvalidInputError(
-                f"graph of {self.model} has {len(self.components)} components, the most is {_MOST_COMPONENTS}",
-                where="$.graph.components",
-            )
+        check_count(self.model, len(self.components))
         seen: set[str] = set()
         for i, c in enumerate(self.components):
             if c.name in seen:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 from asa.errors import InvalidInputError
 from asa.ir.codec import noun
-from asa.ir.graph import LayerGraph
+from asa.ir.graph import LayerGraph, check_count
 from asa.ir.units import MOST_SAMPLES, MOST_SECONDS
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -117,6 +117,18 @@ class Profile:
     whole: tuple[WholeStep, ...]
     skipped: tuple[str, ...]
     provenance: Provenance
+
+    @staticmethod
+    def foresee(data: dict[str, Any]) -> None:
+        """Refuse a document of too many components before each of them is looked at.
+
+        Raises:
+            InvalidInputError: naming their number.
+        """
+        graph = data.get("graph")
+        parts = graph.get("components") if isinstance(graph, dict) else None
+        if isinstance(graph, dict) and isinstance(parts, list):
+            check_count(graph.get("model"), len(parts))
 
     def __post_init__(self) -> None:
         names = {c.name for c in self.graph.components}
