@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ from asa.executor.votes import Votes
 from asa.launch import faults
 from asa.launch.forking import fork_beside_threads
 from asa.scheduler import adapt
+from asa.scheduler.judge import Policy
 from asa.strategies import offered
 from planner_tests import training
 
@@ -135,6 +137,24 @@ def test_a_request_to_stop_in_a_validation_is_answered_in_it(tmp_path: Path, mon
     assert log.index("checkpoint") < log.index("epoch"), "saved before the validation was through"
     monkeypatch.delenv(faults.VARIABLE)
     assert [e["epoch"] for e in _train(tmp_path, resume=True)["epochs"]] == [0, 1]
+
+
+@pytest.mark.parametrize("point", ["replan.agree", "replan.build", "replan.move", "replan.swap"])
+def test_a_change_of_plan_that_ends_the_run_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    small, better = training.plan(ranks=2, step_s=1e-6), training.plan(ranks=2, split=("classifier",), step_s=1e-7)
+    small = dataclasses.replace(small, certificate=dataclasses.replace(small.certificate, lower_bound_s=1e-8))
+    changing = functools.partial(adapt, replan=lambda *_: better, policy=Policy(migration_s=0.0))
+    longer = {"epochs": 3, "steps_per_epoch": 10}
+    monkeypatch.setenv(faults.VARIABLE, f"kill@rank=1,point={point}")
+    with pytest.raises(WorkersFailedError, match="rank 1 of 2 was killed"):
+        train(small, training.settings(tmp_path, **longer), strategies=offered(), adapt=changing)
+    saved = point != "replan.agree"
+    assert (tmp_path / outdir.CHECKPOINTS / "step_00000010").is_dir() == saved
+    if saved:
+        monkeypatch.delenv(faults.VARIABLE)
+        assert [e["epoch"] for e in _train(tmp_path, resume=True, **longer)["epochs"]] == [0, 1, 2]
 
 
 def test_patience_in_a_validation_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -305,7 +305,7 @@ def test_a_disk_that_fills_up_ends_all_ranks_with_5_and_keeps_what_is_there(
     assert checkpoint.find(tmp_path / outdir.CHECKPOINTS).manifest.step == 6
     assert _tidy(tmp_path)
     monkeypatch.setattr(outdir.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000})())
-    with pytest.raises(UnavailableError, match="GiB free, 3 checkpoints need"):
+    with pytest.raises(UnavailableError, match="MiB free, 3 checkpoints need"):
         _train(training.plan("logistic", ranks=2), training.settings(tmp_path / "small"))
 
 

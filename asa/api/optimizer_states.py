@@ -26,7 +26,8 @@ def plain_states(optimizer: Optimizer, model: ParallelModel, names: Names) -> Ca
         for key, value in full_optimizer_state(model, optimizer).items():
             name, _, what = key.rpartition("/")
             full.setdefault(name, {})[what] = value
-        state, groups = {}, []
+        state: dict[int, Any] = {}
+        groups: list[dict[str, Any]] = []
         for start, group, parameters in zip(first, found["param_groups"], names, strict=True):
             groups.append({**group, "params": list(range(start, start + len(parameters)))})
             for i, alike in enumerate(parameters):
@@ -41,7 +42,7 @@ def plain_states(optimizer: Optimizer, model: ParallelModel, names: Names) -> Ca
                 f"optimizer was made with {[len(g) for g in names]}"
             )
         here = {name for component in model.components for name, _ in component.named_parameters()}
-        full = {}
+        full: dict[str, Tensor] = {}
         for group, parameters in zip(given["param_groups"], names, strict=True):
             for number, alike in zip(group["params"], parameters, strict=True):
                 name = next((n for n in alike if n in here), None)
@@ -49,7 +50,9 @@ def plain_states(optimizer: Optimizer, model: ParallelModel, names: Names) -> Ca
                     if name is not None and isinstance(value, Tensor):
                         full[f"{name}/{what}"] = value
         load_full_optimizer_state(model, optimizer, full)
-        state, groups, count = {}, [], 0
+        state: dict[int, Any] = {}
+        groups: list[dict[str, Any]] = []
+        count = 0
         for mine, group in zip(optimizer.param_groups, given["param_groups"], strict=True):
             groups.append({**group, "params": list(range(count, count + len(mine["params"])))})
             groups[-1] |= {key: mine[key] for key in ("foreach", "fused") if key in mine}

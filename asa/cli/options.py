@@ -28,7 +28,9 @@ def count(text: str) -> int:
 
 def natural(text: str) -> int:
     """A whole number from 0."""
-    return 0 if text.strip() == "0" else count(text)
+    if text.strip().startswith("-") and text.strip()[1:].isdecimal() and int(text):
+        raise ValueError(f"{text.strip()} is below 0")
+    return 0 if text.strip() in ("0", "-0") else count(text)
 
 
 def seed(text: str) -> int:

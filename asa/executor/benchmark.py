@@ -151,7 +151,7 @@ def _evaluate(entrant: Entrant, test: ImageSet, votes: Votes, seconds: float, ep
     figures = [0.0] * 6
     if entrant.worker is not None:
         tally = entrant.worker.validate(test, min(len(test), entrant.plan.global_batch))
-        assert tally is not None
+        assert tally is not None  # nobody was asked to give up
         figures = [*tally.take(), *entrant.tally.take()]
     loss, hits, rows, train_loss, _, train_rows = (sum(c) for c in zip(*votes.gather(figures), strict=True))
     return AccuracyPoint(

@@ -13,7 +13,7 @@ from typing import IO
 
 from asa.errors import UnavailableError, UsageError
 from asa.executor import checkpoint
-from asa.ir.units import GIB
+from asa.ir.units import GIB, MIB
 
 LOCK = "lock"
 CHECKPOINTS = "checkpoints"
@@ -73,7 +73,8 @@ def check_space(folder: Path, checkpoint_bytes: int, keep: int) -> None:
     """
     needed, free = (keep + 1) * checkpoint_bytes, shutil.disk_usage(folder).free
     if free < needed:
+        unit, name = (GIB, "GiB") if needed >= GIB else (MIB, "MiB")
         raise UnavailableError(
-            f"{folder} has {free / GIB:.2f} GiB free, {keep + 1} checkpoints need {needed / GIB:.2f} GiB; "
+            f"{folder} has {free / unit:.2f} {name} free, {keep + 1} checkpoints need {needed / unit:.2f} {name}; "
             "make room or choose another --out"
         )

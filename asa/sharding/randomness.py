@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 import torch.nn.functional as F
 from torch import fx, nn
@@ -35,7 +36,7 @@ def make_reproducible(components: Iterable[TracedComponent], context: SampleCont
                 component.set_submodule(path, fresh.train(child.training))
 
 
-_FUNCTIONS = {F.dropout: None, F.dropout2d: 2}
+_FUNCTIONS: dict[Any, int | None] = {F.dropout: None, F.dropout2d: 2}
 """The first dimension that shares one decision, of functions (input, p, training)."""
 
 
