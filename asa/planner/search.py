@@ -86,7 +86,7 @@ def search(
     gpus = space.request.gpus
     room = max(space.room(rank, 1, gpus) for rank in range(gpus))
     piping = bool(space.schedules) and gpus > 1 and len(space.profile.graph) > 1 and room > 0
-    alone = [s for view, among in views(prices) for s in singles(Places(view, allowed, ends, among), solver)]
+    alone = [s for view, among in views(prices) for s in singles(Places(view, allowed, among), solver)]
     best = joint.Best(None, incumbent_s * MS, started)
     found: Candidate | None = None
     if not piping:
@@ -149,16 +149,20 @@ def _first(
         until = time.monotonic() + _SHARE * (ends - time.monotonic())
         joint.best_first(alone, best, until, patience=until, gap=_ENOUGH, news=news)
         if apart:
-            _prepare(staged, best, ends, lambda: sketch.ready)
+            floor = floors(staged, best.limit, ends)
+            if min(floor.values()) >= best.limit:  # no plan of several stages is better
+                return None
+            _prepare(staged, floor, best, lambda: sketch.ready)
         best.other(sketch.result()[1])
         return sketch.result()[0]
     finally:
         sketch.stop()
 
 
-def _prepare(staged: StagedSpace, best: joint.Best, ends: float, enough: Callable[[], bool]) -> None:
+def _prepare(
+    staged: StagedSpace, floor: dict[int, float], best: joint.Best, enough: Callable[[], bool]
+) -> None:  # fmt: skip
     """Formulate stages that will be asked for, while there is nothing better to do."""
-    floor = floors(staged, best.limit, ends)
     for m in sorted(floor, key=floor.__getitem__):
         for w in staged.widths():
             if enough() or floor[m] >= best.limit or not joint.searched(staged):
