@@ -37,6 +37,8 @@ _FIRST, _SHARE = 0.15, 0.35
 these (if there is no other core for them), and before what is left is searched for all together."""
 _SKETCH = 0.4
 """Of the time, at most, that first plans of pipelines are looked for; half of it where one stage of all ranks leads."""
+_FLOORS_S = 1.0
+"""For the quick bounds on pipelines, whatever time is left: without them nothing is proved at all."""
 _PATIENCE_S = 0.5
 _ENOUGH = 0.005
 """A gap that is not worth searching on for, once patience is over: a tenth of the usual error of a step time."""
@@ -148,7 +150,7 @@ def _first(
             best.other(sketch.result()[1])
         until = time.monotonic() + _SHARE * (ends - time.monotonic())
         joint.best_first(alone, best, until, patience=until, gap=_ENOUGH, news=news)
-        if apart:
+        if apart and joint.searched(staged):
             floor = floors(staged, best.limit, ends)
             if min(floor.values()) >= best.limit:  # no plan of several stages is better
                 return None
@@ -165,7 +167,7 @@ def _prepare(
     """Formulate stages that will be asked for, while there is nothing better to do."""
     for m in sorted(floor, key=floor.__getitem__):
         for w in staged.widths():
-            if enough() or floor[m] >= best.limit or not joint.searched(staged):
+            if enough() or floor[m] >= best.limit:
                 return
             if max(staged.compute(w, m)) < float("inf"):
                 staged.formulation(w, m)
@@ -174,10 +176,10 @@ def _prepare(
 def _piped(staged: StagedSpace, best: joint.Best, alone: Sequence[Single], ends: float, started: float) -> Pipelined:
     """All that is left, single stages and several, in two halves where that helps: every other number of microbatches,
     in the order of what they take at least."""
-    floor = floors(staged, best.limit, ends)
+    floor = floors(staged, best.limit, max(ends, time.monotonic() + _FLOORS_S))
     order = sorted((m for m in floor if floor[m] < best.limit), key=floor.__getitem__)
     rest = {m: floor[m] for m in floor if m not in order}
-    apart = len(order) > 1 and possible()
+    apart = len(order) > 1 and joint.searched(staged) and possible()
 
     def part(some: Sequence[int], others: Sequence[Single]) -> Pipelined:
         return joint.search(
