@@ -37,6 +37,8 @@ _FIRST, _SHARE = 0.15, 0.35
 these (if there is no other core for them), and before what is left is searched for all together."""
 _SKETCH = 0.4
 """Of the time, at most, that first plans of pipelines are looked for; half of it where one stage of all ranks leads."""
+_FLOORS_S = 1.0
+"""For the quick bounds on pipelines, whatever time is left: without them nothing is proved at all."""
 _PATIENCE_S = 0.5
 _ENOUGH = 0.005
 """A gap that is not worth searching on for, once patience is over: a tenth of the usual error of a step time."""
@@ -86,7 +88,7 @@ def search(
     gpus = space.request.gpus
     room = max(space.room(rank, 1, gpus) for rank in range(gpus))
     piping = bool(space.schedules) and gpus > 1 and len(space.profile.graph) > 1 and room > 0
-    alone = [s for view, among in views(prices) for s in singles(Places(view, allowed, ends, among), solver)]
+    alone = [s for view, among in views(prices) for s in singles(Places(view, allowed, among), solver)]
     best = joint.Best(None, incumbent_s * MS, started)
     found: Candidate | None = None
     if not piping:
@@ -148,20 +150,24 @@ def _first(
             best.other(sketch.result()[1])
         until = time.monotonic() + _SHARE * (ends - time.monotonic())
         joint.best_first(alone, best, until, patience=until, gap=_ENOUGH, news=news)
-        if apart:
-            _prepare(staged, best, ends, lambda: sketch.ready)
+        if apart and joint.searched(staged):
+            floor = floors(staged, best.limit, ends)
+            if min(floor.values()) >= best.limit:  # no plan of several stages is better
+                return None
+            _prepare(staged, floor, best, lambda: sketch.ready)
         best.other(sketch.result()[1])
         return sketch.result()[0]
     finally:
         sketch.stop()
 
 
-def _prepare(staged: StagedSpace, best: joint.Best, ends: float, enough: Callable[[], bool]) -> None:
+def _prepare(
+    staged: StagedSpace, floor: dict[int, float], best: joint.Best, enough: Callable[[], bool]
+) -> None:  # fmt: skip
     """Formulate stages that will be asked for, while there is nothing better to do."""
-    floor = floors(staged, best.limit, ends)
     for m in sorted(floor, key=floor.__getitem__):
         for w in staged.widths():
-            if enough() or floor[m] >= best.limit or not joint.searched(staged):
+            if enough() or floor[m] >= best.limit:
                 return
             if max(staged.compute(w, m)) < float("inf"):
                 staged.formulation(w, m)
@@ -170,10 +176,10 @@ def _prepare(staged: StagedSpace, best: joint.Best, ends: float, enough: Callabl
 def _piped(staged: StagedSpace, best: joint.Best, alone: Sequence[Single], ends: float, started: float) -> Pipelined:
     """All that is left, single stages and several, in two halves where that helps: every other number of microbatches,
     in the order of what they take at least."""
-    floor = floors(staged, best.limit, ends)
+    floor = floors(staged, best.limit, max(ends, time.monotonic() + _FLOORS_S))
     order = sorted((m for m in floor if floor[m] < best.limit), key=floor.__getitem__)
     rest = {m: floor[m] for m in floor if m not in order}
-    apart = len(order) > 1 and possible()
+    apart = len(order) > 1 and joint.searched(staged) and possible()
 
     def part(some: Sequence[int], others: Sequence[Single]) -> Pipelined:
         return joint.search(

@@ -88,10 +88,8 @@ class Place:
 class Places:
     """All (width, microbatches) of a space, formulated when first asked for."""
 
-    def __init__(
-        self, prices: Prices, allowed: Allowed, ends: float, among: tuple[int, ...] | None = None
-    ) -> None:  # fmt: skip
-        self._prices, self._allowed, self._ends = prices, allowed, ends
+    def __init__(self, prices: Prices, allowed: Allowed, among: tuple[int, ...] | None = None) -> None:
+        self._prices, self._allowed = prices, allowed
         self._among = widths(prices.space.request.gpus) if among is None else among
         self._known: dict[tuple[int, int], Place | None] = {}
         self._apart: dict[tuple[int, int], tuple[float, float]] = {}
