@@ -104,7 +104,9 @@ class Times:
         for name, degree in sorted(self._timings):
             self._degrees[name].append(degree)
         self._ratios: dict[int, float] = {}
-        self._updates = {(u.component, u.tensor_degree, u.optimizer): u.step for u in profile.updates}
+        self._updates: dict[tuple[str, int, str], Stat] = {
+            (u.component, u.tensor_degree, u.optimizer): u.step for u in profile.updates
+        }
         self._update_degrees: dict[tuple[str, str], list[int]] = defaultdict(list)
         for name, degree, optimizer in self._updates:
             self._update_degrees[name, optimizer].append(degree)

@@ -53,8 +53,8 @@ def hashed(cls: type[T]) -> type[T]:
         # Another process hashes words differently.
         return {k: v for k, v in self.__dict__.items() if k != "_hash"}
 
-    cls.__hash__ = remembered  # type: ignore[assignment]
-    cls.__getstate__ = state  # type: ignore[assignment]
+    cls.__hash__ = remembered  # type: ignore[method-assign]
+    cls.__getstate__ = state  # type: ignore[method-assign]
     return cls
 
 
@@ -118,7 +118,7 @@ def _fingerprint(value: Any) -> str:
 
 def _canonical(value: Any) -> Any:
     """As :func:`to_data`, without fields at their default, and 1.0 as 1: JSON does not keep them apart."""
-    kind = type(value)
+    kind: Any = type(value)
     if kind is float:
         return int(value) if value.is_integer() else value
     if kind in _SCALARS:

@@ -74,7 +74,7 @@ class Prices:
     def __init__(self, space: Space, known: Prices | None = None) -> None:
         self.space = space
         self._times: Times = times_of(space.profile, space.strategies) if known is None else known._times
-        self._chain_times = (
+        self._chain_times: ChainTimes = (
             ChainTimes(self._times, space.profile.graph.components) if known is None else known._chain_times
         )
         self._fewest = np.array([space.fewest_samples(i) for i in range(len(space.profile.graph))])
