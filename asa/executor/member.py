@@ -39,7 +39,8 @@ _RESIDENT_BYTES = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A request to train, the same on every rank. ``emulated``: the device to pretend to train on, if not on one."""
+    """A request to train, the same on every rank. ``emulated``: the device to pretend to train on, if not on one.
+    ``alike``: all ranks make the same initial weights of the same seed, to the bit."""
 
     plan: Plan
     settings: TrainSettings
@@ -47,6 +48,7 @@ class Job:
     adapt: Adapt
     device_type: str
     emulated: EmulatedDevice | None = None
+    alike: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +90,7 @@ def work(job: Job, material: Material, votes: Votes, local_rank: int, announce: 
             seed=settings.seed,
             batch_norm=settings.batch_norm,
             timeout_s=settings.timeout_s,
-            alike=":" not in plan.model_spec,  # a factory from outside need not heed the seed
+            alike=job.alike,
             **(emulations[-1].hooks() if emulations else {}),
         )
 

@@ -56,8 +56,11 @@ def train(
     faults.arm()
     device_type = plan.device_type if settings.device == "auto" else settings.device
     device_type = device_type if emulated is None else "cpu"
+    # Processors of several kinds may round differently, and a factory from outside need not heed the seed.
+    alike = not launched() and ":" not in plan.model_spec
     job = Job(
-        plan=plan, settings=settings, strategies=strategies, adapt=adapt, device_type=device_type, emulated=emulated
+        plan=plan, settings=settings, strategies=strategies, adapt=adapt, device_type=device_type, emulated=emulated,
+        alike=alike,
     )  # fmt: skip
     with ExitStack() as stack:
 
