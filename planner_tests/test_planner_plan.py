@@ -109,6 +109,7 @@ def test_prediction_adds_up_and_its_interval_holds_it():
     p = found.prediction
     assert p.compute_s + p.exposed_communication_s + p.bubble_s == pytest.approx(p.step_time_s)
     assert p.step_time_low_s < p.step_time_s < p.step_time_high_s
+    assert p.step_time_low_s * p.step_time_high_s == pytest.approx(p.step_time_s**2), "so many times slower or faster"
     assert p.samples_per_s == pytest.approx(8 / p.step_time_s)
     assert len(p.memory_bytes_per_rank) == found.num_ranks
 

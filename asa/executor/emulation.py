@@ -31,9 +31,9 @@ from asa.interfaces.strategy import OPTIMIZER_WORDS, Strategies
 from asa.ir.graph import Component, InnerCollective
 from asa.ir.plan import Assignment, Plan
 from asa.ir.profile import Profile
+from asa.sharding import direct
 from asa.sharding.axis import Axis
 from asa.sharding.collectives import all_gather, all_reduce, reduce_scatter
-from asa.sharding.direct import Pending, reduce_scatter_tensor
 from asa.tracing import TracedModel
 from asa.tracing.component import TracedComponent
 
@@ -163,7 +163,7 @@ class _Stream:
     show, FSDP would wait for each. What is scattered is read too early for that, and not looked at."""
 
     def __init__(self) -> None:
-        self._works: list[tuple[dist.Work | Pending, Tensor, Tensor]] = []
+        self._works: list[tuple[dist.Work | direct.Pending, Tensor, Tensor]] = []
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for a message."""
@@ -172,7 +172,7 @@ class _Stream:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        work = reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=True)
+        work = direct.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=True)
         self._works.append((work, output_tensor, input_tensor))
 
     def drain(self) -> None:

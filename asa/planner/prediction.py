@@ -26,12 +26,17 @@ def deviation(price: Price, profile: Profile) -> float:
 
 def predict(price: Price, profile: Profile, *, widths: Sequence[int], global_batch: int) -> Prediction:
     """The prediction of one step, of stages of ``widths`` ranks. Ranks with equal shares of a batch all hold what the
-    busiest one does."""
-    total, half = price.cost.total_s, Z90 * deviation(price, profile)
+    busiest one does.
+
+    The interval is that of a factor (log-normal, as in :mod:`asa.planner.confidence`): a machine in another state than
+    when it was profiled is so many times slower or faster, and more often slower.
+    """
+    total = price.cost.total_s
+    factor = math.exp(Z90 * deviation(price, profile) / total) if total > 0 else 1.0
     return Prediction(
         step_time_s=total,
-        step_time_low_s=max(0.0, total - half),
-        step_time_high_s=total + half,
+        step_time_low_s=total / factor,
+        step_time_high_s=total * factor,
         compute_s=price.cost.compute_s,
         exposed_communication_s=price.cost.exposed_s,
         hidden_communication_s=price.cost.hidden_s,
