@@ -40,9 +40,11 @@ class Keeper:
             UnavailableError: it cannot be written; on every rank, and earlier ones are intact.
         """
         worker.model.average_buffers()
+        # Written before training goes on, by one rank: nobody else needs copies, and their memory is the model's.
+        writes = self.votes.rank == 0
         tensors = {
-            checkpoint.MODEL: full_state(worker.model),
-            checkpoint.OPTIMIZER: full_optimizer_state(worker.model, worker.optimizer),
+            checkpoint.MODEL: full_state(worker.model, kept=writes, lent=True),
+            checkpoint.OPTIMIZER: full_optimizer_state(worker.model, worker.optimizer, kept=writes, lent=True),
         }
         path = self.folder
         error: Exception | None = None
