@@ -57,12 +57,14 @@ def run(args: Arguments, console: Console) -> None:
         tensorboard=args.tensorboard,
         trace_steps=args.trace or 0,
     )
+    adapt, relieve = adapting(plan, console, replan=settings.replan)
     with console.progress(f"training {plan.model_spec}") as progress:
         result = train(
             plan,
             settings,
             strategies=offered(),
-            adapt=adapting(plan, console, replan=settings.replan),
+            adapt=adapt,
+            relieve=relieve,
             on_event=lambda event: tell(event, console, progress),
             command=("train", *words),
             emulated=pretended,

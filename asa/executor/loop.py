@@ -15,7 +15,7 @@ from asa.errors import PreemptedError, UsageError, WorkersFailedError
 from asa.executor.ahead import Ahead
 from asa.executor.checkpoint import Manifest
 from asa.executor.clock import StepClock
-from asa.executor.exhausted import explained
+from asa.executor.exhausted import NEARLY, NearlyExhausted, Watch
 from asa.executor.keeper import Keeper
 from asa.executor.logs import Announce
 from asa.executor.observe import Observer
@@ -40,7 +40,7 @@ class TrainingExecutor(Executor):
     """Trains under one plan at a time. Every rank holds one, and every call is collective.
 
     ``folder`` receives the checkpoints; ``run`` names this process's run in them. ``announce``
-    takes events; ranks but the first hand in one that does nothing.
+    takes events; ranks but the first hand in one that does nothing. ``watch``: of this rank's memory.
     """
 
     def __init__(
@@ -56,8 +56,10 @@ class TrainingExecutor(Executor):
         announce: Announce,
         folder: Path,
         run: str,
+        watch: Watch | None = None,
     ) -> None:
         self._build, self._settings, self._votes, self._stop = build, settings, votes, stop
+        self._watch = watch
         self._announce = announce
         self._train, self._test = train, test
         self._order = GlobalOrder(len(train), plan.global_batch, settings.seed)
@@ -144,6 +146,7 @@ class TrainingExecutor(Executor):
 
         Raises:
             PreemptedError: a rank was asked to stop; all stopped after the same step and saved.
+            NearlyExhausted: a rank has no memory left; all stopped after the same step and saved.
             WorkersFailedError: the loss is no longer finite, or ranks are no longer in step.
         """
         if epoch != self.next_epoch:
@@ -162,8 +165,7 @@ class TrainingExecutor(Executor):
             if self._more(epoch, len(indices)):
                 worker.expect(partial(self._order.at, self._position + len(indices)))
             step = partial(worker.train, self._train, indices, epoch=epoch, step=self._step, tally=tally)
-            with explained(self.plan, self._votes.rank, worker.model.device, self._step):
-                disturbed = self._observer.run(worker, pace.warm, step)
+            disturbed = self._observer.run(worker, pace.warm, step)
             self._step += 1
             self._position += len(indices)
             if pace.stepped(full=len(indices) == self.plan.global_batch, disturbed=disturbed):
@@ -205,10 +207,14 @@ class TrainingExecutor(Executor):
         return rate
 
     def _exchange(self, epoch: int, pace: Pace, tally: Tally, rate: float) -> None:
-        interval = pace.exchange(tally, step=self._step, stop=self._stop.asked)
+        full = 0.0 if self._watch is None else self._watch.full()
+        interval = pace.exchange(tally, step=self._step, stop=self._stop.asked, full=full)
         self._report(interval, rate)
         if interval.stopping and self._more(epoch):
             self._preempt()
+        if interval.full > NEARLY and self._more(epoch):
+            self._save()
+            raise NearlyExhausted
 
     def _report(self, interval: Interval, rate: float) -> None:
         total = self.steps_per_epoch * self._settings.epochs

@@ -395,6 +395,7 @@ def _plan(
             space.cluster.overlap,
         ),
         compression=request.compression,
+        memory_bytes=request.memory_bytes,
     )
 
 
