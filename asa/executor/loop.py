@@ -22,13 +22,13 @@ from asa.executor.observe import Observer
 from asa.executor.optimizer import build_optimizer, learning_rate, set_learning_rate
 from asa.executor.pace import Interval, Pace
 from asa.executor.parallel import ParallelModel
+from asa.executor.planned import PlannedExecutor
 from asa.executor.precision import LossScale
 from asa.executor.settings import TrainSettings
 from asa.executor.stopping import StopRequest
 from asa.executor.votes import Votes
 from asa.executor.worker import Tally, Worker
-from asa.interfaces.executor import EpochOutcome, Executor
-from asa.ir import codec
+from asa.interfaces.executor import EpochOutcome
 from asa.ir.plan import Plan
 from asa.zoo.data import GlobalOrder, ImageSet
 
@@ -36,7 +36,7 @@ Build = Callable[[Plan], ParallelModel]
 """A plan's part of the model on this rank, with the run's initial weights. Collective."""
 
 
-class TrainingExecutor(Executor):
+class TrainingExecutor(PlannedExecutor):
     """Trains under one plan at a time. Every rank holds one, and every call is collective.
 
     ``folder`` receives the checkpoints; ``run`` names this process's run in them. ``announce``
@@ -95,21 +95,6 @@ class TrainingExecutor(Executor):
             label_smoothing=settings.label_smoothing,
             ahead=Ahead.of(self._train, model.device),
         )
-
-    @property
-    def plan(self) -> Plan:
-        """The plan in force."""
-        return self._worker.model.plan
-
-    @property
-    def leads(self) -> bool:
-        """Rank 0."""
-        return self._votes.rank == 0
-
-    @property
-    def model(self) -> ParallelModel:
-        """This rank's part of the model."""
-        return self._worker.model
 
     @property
     def next_epoch(self) -> int:
@@ -296,17 +281,9 @@ class TrainingExecutor(Executor):
             UsageError: the plan is for another model, batch or number of ranks.
             WorkersFailedError: a rank could not move; the plan in force stays, and training can go on.
         """
-        for what in ("num_ranks", "global_batch", "model_fingerprint", "precision"):
-            new, old = getattr(plan, what), getattr(self.plan, what)
-            if new != old:
-                raise UsageError(f"cannot continue under a plan with {what} {new}: this run has {old}")
+        self._continues(plan)
         old_worker, scale = self._worker, self._worker.scale
         self._worker = self._keeper.move(old_worker, lambda: self._worker_of(self._build(plan), scale))
         self._warm, self._steps = 0, None
         self._observer.forget()
         old_worker.model.close()
-
-    def agree(self, plan: Plan | None) -> Plan | None:
-        """Rank 0's plan (or None) on every rank."""
-        text = self._votes.tell(None if plan is None else codec.dumps(plan))
-        return None if text is None else codec.loads(Plan, text, source="the plan from rank 0")
