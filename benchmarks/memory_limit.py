@@ -45,6 +45,7 @@ from asa.ir import codec
 from asa.ir.cluster import Cluster
 from asa.ir.plan import Plan
 from asa.ir.profile import Profile
+from asa.launch import worker as launch
 from asa.planner import Request, plan
 from asa.profiler.measure import profile_model
 from asa.scheduler import adapt
@@ -196,12 +197,15 @@ def main() -> None:
     parser.add_argument("--models", default="resnet18,alexnet,mobilenet_v2,vgg11,cnn")
     parser.add_argument("--strategies", default=STRATEGIES)
     parser.add_argument("--phase", choices=("steps", "run"), default="steps", help="what is limited")
+    parser.add_argument("--stock-heap", action="store_true", help="ranks give freed memory back, as glibc does unasked")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=1, help="limited runs of every cell")
     parser.add_argument("--seconds", type=float, default=15.0, help="of profiling a model")
     parser.add_argument("-o", "--output", type=Path, default=RECORD)
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if args.stock_heap:
+        launch.keep_freed_memory = lambda: False
     groups, cluster = Groups(), codec.load(Cluster, CLUSTER)
     how = f"a control group per rank, {groups.top}" if groups.usable else "RLIMIT_DATA"
     cells: list[Cell] = []
