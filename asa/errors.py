@@ -6,6 +6,7 @@
     ├── InfeasibleError      4   no plan fits; names the binding constraint and the nearest remedy
     ├── UnavailableError     5   the machine lacks what was asked for
     ├── WorkersFailedError   6   a worker died or hung; names the rank
+    │   └── ExhaustedError   6   a worker ran out of memory
     ├── NoCheckpointError    7   nothing valid to resume from
     └── PreemptedError      75   asked to stop; the state is saved
 
@@ -52,13 +53,22 @@ class UnavailableError(AsaError):
 
 
 class WorkersFailedError(AsaError):
-    """A worker process died, hung or disagreed. ``rank`` is the first one known to be at fault."""
+    """A worker process died, hung or disagreed. ``rank`` is the first one known to be at fault, ``signal`` what killed
+    it, where something did."""
 
     exit_code: ClassVar[int] = 6
 
-    def __init__(self, message: str, *, rank: int | None = None) -> None:
-        self.rank = rank
+    def __init__(self, message: str, *, rank: int | None = None, signal: int | None = None) -> None:
+        self.rank, self.signal = rank, signal
         super().__init__(message)
+
+
+class ExhaustedError(WorkersFailedError):
+    """A worker ran out of memory. ``shortage`` is an :class:`asa.ir.shortage.Shortage`."""
+
+    def __init__(self, message: str, *, rank: int | None = None, shortage: object = None) -> None:
+        self.shortage = shortage
+        super().__init__(message, rank=rank)
 
 
 class NoCheckpointError(AsaError):

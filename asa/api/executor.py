@@ -25,14 +25,14 @@ from asa.executor.keeper import Keeper
 from asa.executor.logs import Announce
 from asa.executor.pace import Pace
 from asa.executor.parallel import ParallelModel
+from asa.executor.planned import PlannedExecutor
 from asa.executor.precision import LossScale, autocast
 from asa.executor.settings import TrainSettings
 from asa.executor.state import full_optimizer_state, load_full_optimizer_state
 from asa.executor.step import forward_backward, microbatch_rows, microbatches_of
 from asa.executor.stopping import StopRequest
 from asa.executor.worker import Tally, Worker
-from asa.interfaces.executor import EpochOutcome, Executor
-from asa.ir import codec
+from asa.interfaces.executor import EpochOutcome
 from asa.ir.plan import Plan
 
 _UNCOUNTED = 1 << 40
@@ -49,7 +49,7 @@ class UserData:
     loss_fn: Callable[[Any, Any], Tensor]
 
 
-class UserExecutor(Executor):
+class UserExecutor(PlannedExecutor):
     """Trains under one plan at a time. Every rank holds one, and every call is collective."""
 
     def __init__(
@@ -87,21 +87,6 @@ class UserExecutor(Executor):
             clock=StepClock(model.device), precision=model.plan.precision, seed=self._settings.seed,
             label_smoothing=0.0,
         )  # fmt: skip
-
-    @property
-    def plan(self) -> Plan:
-        """The plan in force."""
-        return self._worker.model.plan
-
-    @property
-    def leads(self) -> bool:
-        """Rank 0."""
-        return self._votes.rank == 0
-
-    @property
-    def model(self) -> ParallelModel:
-        """This rank's part of the model."""
-        return self._worker.model
 
     @property
     def optimizer(self) -> Optimizer:
@@ -298,10 +283,7 @@ class UserExecutor(Executor):
             UsageError: the plan is for another model, batch or number of ranks.
             WorkersFailedError: a rank could not move; the plan in force stays.
         """
-        for what in ("num_ranks", "global_batch", "model_fingerprint", "precision"):
-            new, old = getattr(plan, what), getattr(self.plan, what)
-            if new != old:
-                raise UsageError(f"cannot continue under a plan with {what} {new}: this run has {old}")
+        self._continues(plan)
         old_worker, scale = self._worker, self._worker.scale
         moments = full_optimizer_state(old_worker.model, old_worker.optimizer)
         try:
@@ -312,8 +294,3 @@ class UserExecutor(Executor):
             raise
         self._warm = 0
         old_worker.model.close()
-
-    def agree(self, plan: Plan | None) -> Plan | None:
-        """Rank 0's plan (or None) on every rank."""
-        text = self._votes.tell(None if plan is None else codec.dumps(plan))
-        return None if text is None else codec.loads(Plan, text, source="the plan from rank 0")

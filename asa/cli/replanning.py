@@ -14,42 +14,57 @@ from asa.ir.cluster import Cluster
 from asa.ir.measurements import EpochRecord, Measurements
 from asa.ir.plan import Plan
 from asa.ir.profile import Profile
+from asa.ir.shortage import Shortage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from asa.executor.recovery import Relieve
     from asa.interfaces.executor import Executor
 
     Announce = Callable[[dict[str, Any]], None]
     Adapt = Callable[[Executor, range, Announce], Iterator[EpochRecord]]
 
 
-def adapting(plan: Plan, console: Console, *, replan: bool) -> Adapt:
-    """The loop over epochs. Without the profile and cluster the plan was made from it never re-plans, and says so."""
+def adapting(plan: Plan, console: Console, *, replan: bool) -> tuple[Adapt, Relieve | None]:
+    """The loop over epochs, and what makes another plan when memory runs out. Without the profile and cluster the plan
+    was made from nothing is ever planned again, and it is said."""
     from asa.scheduler.loop import adapt
 
     if not replan:
-        return adapt
+        return adapt, None
     try:
         profile, cluster = origins(plan, console)
     except AsaError as error:
         console.say(f"asa: no re-planning: {error}")
-        return adapt
-    return partial(adapt, replan=partial(solve_again, profile, cluster))
+        return adapt, None
+    return partial(adapt, replan=partial(solve_again, profile, cluster)), partial(relieve, profile, cluster)
 
 
-def solve_again(profile: Profile, cluster: Cluster, plan: Plan, _: Measurements, factor: float) -> Plan | None:
-    """The best plan for the same ranks if everything takes ``factor`` times as long as it was measured to.
+def solve_again(profile: Profile, cluster: Cluster, plan: Plan, measured: Measurements, factor: float) -> Plan | None:
+    """The best plan for the same ranks if everything takes ``factor`` times as long as it was measured to, and as much
+    memory as it was seen to take.
 
     One number for a whole step cannot tell slow links from slow cores, so both are scaled.
     """
     from asa.launch import faults
-    from asa.planner import Request
-    from asa.planner import plan as solve
+    from asa.scheduler.memory import observed, plan_again
     from asa.strategies import offered
 
     faults.reached("replan.solve")
-    request = Request(
-        gpus=plan.num_ranks, global_batch=plan.global_batch, optimizer=plan.optimizer, compression=plan.compression
-    )
-    return solve(slower_profile(profile, factor), slower_links(cluster, factor), offered(), request)[0]
+    correction = observed(plan, measured, profile, cluster, offered())
+    slow, links = slower_profile(profile, factor), slower_links(cluster, factor)
+    return plan_again(plan, correction, plan.num_ranks, slow, links, offered())
+
+
+def relieve(profile: Profile, cluster: Cluster, shortage: Shortage, attempt: int, gpus: int) -> Plan:
+    """The best plan for at most ``gpus`` ranks that a memory model corrected by ``shortage`` allows.
+
+    Raises:
+        InfeasibleError: none; names the number that binds.
+    """
+    from asa.scheduler.memory import corrected, plan_again
+    from asa.strategies import offered
+
+    correction = corrected(shortage, attempt, profile, cluster, offered())
+    return plan_again(shortage.plan, correction, gpus, profile, cluster, offered())

@@ -76,12 +76,14 @@ def _train(args: Arguments, console: Console, path: Path, plan: Plan, out: Path)
         trace_steps=args.trace or 0,
         timeout_s=args.timeout,
     )
+    adapt, relieve = adapting(plan, console, replan=settings.replan)
     with console.progress(f"training {plan.model_spec}") as progress:
         result = train(
             plan,
             settings,
             strategies=offered(),
-            adapt=adapting(plan, console, replan=settings.replan),
+            adapt=adapt,
+            relieve=relieve,
             on_event=lambda event: tell(event, console, progress),
             command=("train", *words),
             emulated=pretended,

@@ -83,6 +83,21 @@ def usable(device: Device, memory_bytes: int | None, ranks: int) -> float:
     return (total - held) / (1 + constant("cuda_allocator_slack"))
 
 
+def reserved(device: Device, active: float) -> int:
+    """Bytes that a process takes for ``active`` bytes of training, rounded up: with what the allocator holds beyond
+    them, and on a CPU with what its libraries allocate themselves. What it had without a model is not in it."""
+    if device.type == "cpu":
+        return math.ceil(active * (1 + constant("cpu_allocator_slack")) + constant("cpu_library_bytes"))
+    return math.ceil(active * (1 + constant("cuda_allocator_slack")))
+
+
+def within(device: Device, held: float) -> float:
+    """Bytes of active memory that ``held`` bytes take in: the inverse of :func:`reserved`."""
+    if device.type == "cpu":
+        return max(0.0, held - constant("cpu_library_bytes")) / (1 + constant("cpu_allocator_slack"))
+    return held / (1 + constant("cuda_allocator_slack"))
+
+
 def needed(device: Device, active: float, ranks: int) -> int:
     """Memory of a device, in bytes, of which :func:`usable` leaves ``active``: its inverse, rounded up."""
     if device.type == "cpu":

@@ -42,9 +42,11 @@ class Keeper:
         """
         faults.reached("checkpoint.begin")
         worker.model.average_buffers()
+        # Written before training goes on, by one rank: nobody else needs copies, and their memory is the model's.
+        writes = self.votes.rank == 0
         tensors = {
-            checkpoint.MODEL: full_state(worker.model),
-            checkpoint.OPTIMIZER: full_optimizer_state(worker.model, worker.optimizer),
+            checkpoint.MODEL: full_state(worker.model, kept=writes, lent=True),
+            checkpoint.OPTIMIZER: full_optimizer_state(worker.model, worker.optimizer, kept=writes, lent=True),
         }
         path = self.folder
         error: Exception | None = None

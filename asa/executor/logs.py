@@ -8,7 +8,8 @@ Events are dicts with a key ``event``:
 ``steps``      since the last such event: epoch, step, loss, accuracy, learning_rate, step_time_s, samples_per_s,
                data_wait_share, fraction of the run done, eta_s
 ``epoch``      an :class:`asa.ir.measurements.EpochRecord`, and ``line``: predicted against measured, in words
-``replan``     a change of plan: why, predicted gain, and later the measured one
+``replan``     a change of plan: why, predicted gain, and later the measured one; of ``kind`` ``memory`` where a rank
+               ran out of it, or was about to: the shortage, and what was made of it
 ``checkpoint`` step, path
 ``end``        exit_code, status, message
 =============  =====================================================================================================
@@ -43,6 +44,8 @@ class RunLog:
             UnavailableError: TensorBoard was asked for and is not installed.
         """
         self.epochs: list[Event] = []
+        self.shortages: list[Event] = []
+        self.changed = False
         self.checkpoint: str | None = None
         self.fingerprint: str | None = None
         self._folder, self._listener = folder, listener
@@ -71,22 +74,31 @@ class RunLog:
                 self.checkpoint = event["path"]
             case "start":
                 self.fingerprint = event["plan_fingerprint"]
+            case "replan" if event["kind"] == "memory":
+                self.shortages.append(_without(event, "event", "kind", "predicted_gain"))
+                self.fingerprint, self.changed = event["new"], False
+            case "replan" if event["kind"] in ("switch", "rollback"):
+                self.changed = True
         if self._tensorboard:
             self._draw(event)
         if self._listener is not None:
             self._listener(event)
 
     def recall(self, before: int) -> None:
-        """Take over the epochs up to ``before`` from the log of the run that is continued; lines torn by the end of
-        it are passed over."""
+        """Take over the epochs up to ``before``, and all shortages of memory, from the log of the run that is
+        continued; lines torn by the end of it are passed over."""
         known: dict[int, Event] = {}
+        shortages: list[Event] = []
         with contextlib.suppress(OSError), (self._folder / LOG).open(encoding="utf-8", errors="replace") as stream:
             for line in stream:
                 with contextlib.suppress(ValueError, KeyError, TypeError):
                     event = json.loads(line)
                     if event["event"] == "epoch" and event["epoch"] < before:
                         known[event["epoch"]] = _record(event)
+                    elif event["event"] == "replan" and event["kind"] == "memory":
+                        shortages.append(_without(event, "time", "event", "kind", "predicted_gain"))
         self.epochs = [known[epoch] for epoch in sorted(known)]
+        self.shortages = shortages
 
     def _draw(self, event: Event) -> None:
         curves = {
@@ -120,6 +132,7 @@ class RunLog:
             "plan_fingerprint": self.fingerprint,
             "checkpoint": self.checkpoint,
             "epochs": self.epochs,
+            "shortages": self.shortages,
             "summary": _summary(self.epochs[-1]["measurements"]) if self.epochs else None,
             "seconds": round(time.time() - self._began, 3),
         }
@@ -139,7 +152,11 @@ class RunLog:
 
 def _record(event: Event) -> Event:
     """The :class:`asa.ir.measurements.EpochRecord` in an ``epoch`` event."""
-    return {k: v for k, v in event.items() if k not in ("time", "event", "line")}
+    return _without(event, "time", "event", "line")
+
+
+def _without(event: Event, *names: str) -> Event:
+    return {k: v for k, v in event.items() if k not in names}
 
 
 def _summary(measured: Event) -> Event:

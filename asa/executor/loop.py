@@ -16,33 +16,32 @@ from asa.errors import PreemptedError, UsageError, WorkersFailedError
 from asa.executor.ahead import Ahead
 from asa.executor.checkpoint import Manifest
 from asa.executor.clock import StepClock
-from asa.executor.exhausted import explained
+from asa.executor.exhausted import NEARLY, NearlyExhausted, Watch
 from asa.executor.keeper import Keeper
 from asa.executor.logs import Announce
 from asa.executor.observe import Observer
 from asa.executor.optimizer import build_optimizer, learning_rate, set_learning_rate
 from asa.executor.pace import Interval, Pace
 from asa.executor.parallel import ParallelModel
+from asa.executor.planned import PlannedExecutor
 from asa.executor.precision import LossScale
 from asa.executor.settings import TrainSettings
 from asa.executor.stopping import Patience, StopRequest
 from asa.executor.votes import Votes
 from asa.executor.worker import Tally, Worker
-from asa.interfaces.executor import EpochOutcome, Executor
-from asa.ir import codec
+from asa.interfaces.executor import EpochOutcome
 from asa.ir.plan import Plan
-from asa.launch import faults
 from asa.zoo.data import GlobalOrder, ImageSet
 
 Build = Callable[[Plan], ParallelModel]
 """A plan's part of the model on this rank, with the run's initial weights. Collective."""
 
 
-class TrainingExecutor(Executor):
+class TrainingExecutor(PlannedExecutor):
     """Trains under one plan at a time. Every rank holds one, and every call is collective.
 
     ``folder`` receives the checkpoints; ``run`` names this process's run in them. ``announce``
-    takes events; ranks but the first hand in one that does nothing.
+    takes events; ranks but the first hand in one that does nothing. ``watch``: of this rank's memory.
     """
 
     def __init__(
@@ -58,8 +57,10 @@ class TrainingExecutor(Executor):
         announce: Announce,
         folder: Path,
         run: str,
+        watch: Watch | None = None,
     ) -> None:
         self._build, self._settings, self._votes, self._stop = build, settings, votes, stop
+        self._watch = watch
         self._announce = announce
         self._train, self._test = train, test
         self._order = GlobalOrder(len(train), plan.global_batch, settings.seed)
@@ -97,21 +98,6 @@ class TrainingExecutor(Executor):
         )
 
     @property
-    def plan(self) -> Plan:
-        """The plan in force."""
-        return self._worker.model.plan
-
-    @property
-    def leads(self) -> bool:
-        """Rank 0."""
-        return self._votes.rank == 0
-
-    @property
-    def model(self) -> ParallelModel:
-        """This rank's part of the model."""
-        return self._worker.model
-
-    @property
     def next_epoch(self) -> int:
         """The epoch that is to run next, or to go on."""
         return self._order.locate(self._position)[0]
@@ -146,6 +132,7 @@ class TrainingExecutor(Executor):
 
         Raises:
             PreemptedError: a rank was asked to stop; all stopped after the same step and saved.
+            NearlyExhausted: a rank has no memory left; all stopped after the same step and saved.
             WorkersFailedError: the loss is no longer finite, or ranks are no longer in step.
         """
         if epoch != self.next_epoch:
@@ -164,8 +151,7 @@ class TrainingExecutor(Executor):
             if self._more(epoch, len(indices)):
                 worker.expect(partial(self._order.at, self._position + len(indices)))
             step = partial(worker.train, self._train, indices, epoch=epoch, step=self._step, tally=tally)
-            with explained(self.plan, self._votes.rank, worker.model.device, self._step):
-                disturbed = self._observer.run(worker, pace.warm, step)
+            disturbed = self._observer.run(worker, pace.warm, step)
             self._step += 1
             self._position += len(indices)
             if pace.stepped(full=len(indices) == self.plan.global_batch, disturbed=disturbed):
@@ -207,10 +193,14 @@ class TrainingExecutor(Executor):
         return rate
 
     def _exchange(self, epoch: int, pace: Pace, tally: Tally, rate: float) -> None:
-        interval = pace.exchange(tally, step=self._step, stop=self._stop.asked)
+        full = 0.0 if self._watch is None else self._watch.full()
+        interval = pace.exchange(tally, step=self._step, stop=self._stop.asked, full=full)
         self._report(interval, rate)
         if interval.stopping and self._more(epoch):
             self._preempt()
+        if interval.full > NEARLY and self._more(epoch):
+            self._save()
+            raise NearlyExhausted
 
     def _report(self, interval: Interval, rate: float) -> None:
         total = self.steps_per_epoch * self._settings.epochs
@@ -295,18 +285,9 @@ class TrainingExecutor(Executor):
             UsageError: the plan is for another model, batch or number of ranks.
             WorkersFailedError: a rank could not move; the plan in force stays, and training can go on.
         """
-        for what in ("num_ranks", "global_batch", "model_fingerprint", "precision"):
-            new, old = getattr(plan, what), getattr(self.plan, what)
-            if new != old:
-                raise UsageError(f"cannot continue under a plan with {what} {new}: this run has {old}")
+        self._continues(plan)
         old_worker, scale = self._worker, self._worker.scale
         self._worker = self._keeper.move(old_worker, lambda: self._worker_of(self._build(plan), scale))
         self._warm, self._steps = 0, None
         self._observer.forget()
         old_worker.model.close()
-
-    def agree(self, plan: Plan | None) -> Plan | None:
-        """Rank 0's plan (or None) on every rank."""
-        faults.reached("replan.agree")
-        text = self._votes.tell(None if plan is None else codec.dumps(plan))
-        return None if text is None else codec.loads(Plan, text, source="the plan from rank 0")

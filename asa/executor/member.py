@@ -12,6 +12,7 @@ import torch
 from asa.errors import PreemptedError
 from asa.executor.emulated import EmulatedExecutor
 from asa.executor.emulation import EmulatedDevice, Emulation
+from asa.executor.exhausted import NOTE, NearlyExhausted, Watch, explained
 from asa.executor.logs import Announce
 from asa.executor.loop import TrainingExecutor
 from asa.executor.materialize import materialize
@@ -25,7 +26,9 @@ from asa.interfaces.executor import Executor
 from asa.interfaces.strategy import OPTIMIZER_WORDS, Strategies
 from asa.ir.measurements import EpochRecord
 from asa.ir.plan import Plan
+from asa.ir.shortage import Shortage
 from asa.ir.units import GIB
+from asa.launch import give_back_freed_memory
 from asa.zoo.data import ImageSet
 from asa.zoo.models import build
 
@@ -40,7 +43,9 @@ _RESIDENT_BYTES = 1 << 30
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """A request to train, the same on every rank. ``emulated``: the device to pretend to train on, if not on one.
-    ``alike``: all ranks make the same initial weights of the same seed, to the bit."""
+    ``alike``: all ranks make the same initial weights of the same seed, to the bit. ``watchful``: whether to end
+    (:attr:`Ending.tight`) before memory runs out, for somebody to plan again.
+    """
 
     plan: Plan
     settings: TrainSettings
@@ -49,16 +54,25 @@ class Job:
     device_type: str
     emulated: EmulatedDevice | None = None
     alike: bool = False
+    watchful: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
     """How a rank's part ended, if it did not fail. ``preempted``: where the state is, None after a whole run.
+    ``tight``: this rank's memory, where all stopped because one is about to run out of it.
 
     A result, not an exception: the first rank to raise one would have the others killed.
     """
 
     preempted: str | None = None
+    tight: Shortage | None = None
+
+    @property
+    def pressure(self) -> float:
+        """How near this rank is to the end of its memory."""
+        found = self.tight
+        return found.used_bytes / max(1, found.room_bytes) if found and found.used_bytes and found.room_bytes else 0.0
 
 
 def work(job: Job, material: Material, votes: Votes, local_rank: int, announce: Announce) -> Ending:
@@ -67,9 +81,23 @@ def work(job: Job, material: Material, votes: Votes, local_rank: int, announce: 
     Raises:
         AsaError: as :func:`asa.executor.run.train`.
     """
+    device = torch.device("cuda", local_rank) if job.device_type == "cuda" else torch.device("cpu")
+    watch = Watch(votes.rank, device, votes=job.watchful)
+    made: list[TrainingExecutor] = []
+
+    def where() -> tuple[Plan, int]:
+        return (made[0].plan, made[0].step) if made else (job.plan, 0)
+
+    with explained(watch, where, Path(job.settings.out) / NOTE):
+        return _work(job, material, votes, device, announce, watch, made)
+
+
+def _work(
+    job: Job, material: Material, votes: Votes, device: torch.device, announce: Announce, watch: Watch,
+    made: list[TrainingExecutor],
+) -> Ending:  # fmt: skip
     settings = job.settings
     say: Announce = announce if votes.rank == 0 else lambda _: None
-    device = torch.device("cuda", local_rank) if job.device_type == "cuda" else torch.device("cpu")
     sizes: list[int] = []
     emulations: list[Emulation] = []
 
@@ -80,7 +108,7 @@ def work(job: Job, material: Material, votes: Votes, local_rank: int, announce: 
         sizes.append(sum(p.nbytes for p in model.parameters()))
         if job.emulated is not None:
             emulations.append(Emulation(job.emulated, job.strategies, plan))
-        return materialize(
+        parts = materialize(
             plan,
             model,
             torch.zeros((2, *shape)),
@@ -93,6 +121,9 @@ def work(job: Job, material: Material, votes: Votes, local_rank: int, announce: 
             alike=job.alike,
             **(emulations[-1].hooks() if emulations else {}),
         )
+        del model
+        give_back_freed_memory()  # the whole model was here to be traced and cut up
+        return parts
 
     def resident(images: ImageSet) -> ImageSet:
         return images.to(device) if device.type == "cuda" and images.images.nbytes <= _RESIDENT_BYTES else images
@@ -111,7 +142,9 @@ def work(job: Job, material: Material, votes: Votes, local_rank: int, announce: 
             announce=say,
             folder=folder,
             run=material.run,
+            watch=watch,
         )
+        made.append(executor)
         words = 1 + OPTIMIZER_WORDS[settings.optimizer or job.plan.optimizer]
         votes.once(lambda: check_space(folder.parent, words * sizes[0], settings.keep))
         if material.resume is not None:
@@ -127,5 +160,7 @@ def work(job: Job, material: Material, votes: Votes, local_rank: int, announce: 
                 pass
         except PreemptedError as error:
             return Ending(preempted=str(error))
+        except NearlyExhausted:
+            return Ending(tight=watch.shortage(executor.plan, executor.step))
         executor.model.close()
     return Ending()

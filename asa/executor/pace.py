@@ -18,10 +18,14 @@ from asa.ir.profile import Stat
 WARM_UP_STEPS = 3
 """Steps after a plan took effect that are not measured: allocation, autotuning, DDP's rebuilding of its buckets."""
 
+_HEAD = 7
+"""Figures of a rank in front of its times."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """What all ranks did since the last one: the same figures on every rank."""
+    """What all ranks did since the last one: the same figures on every rank. ``full``: of the memory of the rank that
+    has the least left, the share in use, where they look at it."""
 
     steps: int
     loss: float
@@ -29,6 +33,7 @@ class Interval:
     seconds: float
     data_wait_s: float
     stopping: bool
+    full: float = 0.0
 
 
 @dataclass
@@ -58,7 +63,7 @@ class Pace:
         """Whether steps were noted since the last exchange."""
         return bool(self._measured)
 
-    def exchange(self, tally: Tally, *, step: int, stop: bool) -> Interval:
+    def exchange(self, tally: Tally, *, step: int, stop: bool, full: float = 0.0) -> Interval:
         """Bring the figures of all ranks together. Collective.
 
         Raises:
@@ -67,14 +72,14 @@ class Pace:
         times = self.clock.collect()
         loss, hits, rows = tally.take()
         # 48 bits of the plan's fingerprint: what a float64 holds exactly.
-        head = [loss, hits, rows, float(stop), float(step), float(int(fingerprint(self.plan)[:12], 16))]
+        head = [loss, hits, rows, float(stop), float(step), float(int(fingerprint(self.plan)[:12], 16)), full]
         flat = [t for pair in times for t in pair]
         found = self.votes.gather([*head, *flat, *([0.0] * (2 * self.log_every - len(flat)))])
         self._check(found, step)
         steps = len(self._measured)
         # A synchronous step takes as long as its slowest rank.
-        data = [max(rank[6 + 2 * i] for rank in found) for i in range(steps)]
-        work = [max(rank[7 + 2 * i] for rank in found) for i in range(steps)]
+        data = [max(rank[_HEAD + 2 * i] for rank in found) for i in range(steps)]
+        work = [max(rank[_HEAD + 1 + 2 * i] for rank in found) for i in range(steps)]
         for measured, pair in zip(self._measured, zip(data, work, strict=True), strict=True):
             (self._times if measured else self._cold).append(pair)
         self._measured = []
@@ -92,6 +97,7 @@ class Pace:
             seconds=math.fsum(data) + math.fsum(work),
             data_wait_s=math.fsum(data),
             stopping=any(rank[3] > 0 for rank in found),
+            full=max(rank[6] for rank in found),
         )
 
     def _check(self, found: list[list[float]], step: int) -> None:

@@ -68,7 +68,7 @@ def prepare(
             log.recall(epoch)
             done = f"; all {epoch} epochs are done" if epoch >= settings.epochs else ""
             notes += [*found.notes, f"continuing after step {found.manifest.step} ({found.path.name}){done}"]
-        _write_plan(plan, out)
+        write_plan(plan, out)
         log(
             {
                 "event": "start",
@@ -166,7 +166,12 @@ def _check_resumable(manifest: Manifest, plan: Plan, settings: TrainSettings, nu
             )
 
 
-def _write_plan(plan: Plan, out: Path) -> None:
+def write_plan(plan: Plan, out: Path) -> None:
+    """Keep ``plan`` in the folder of its run, from where it is resumed.
+
+    Raises:
+        UnavailableError: it cannot be written.
+    """
     try:
         codec.save(plan, out / "plan.json")
     except OSError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from asa.executor.emulation import EmulatedDevice
 from asa.executor.logs import Announce, Event, RunLog
 from asa.executor.member import Adapt, Ending, Job, work
 from asa.executor.prepare import Material, open_images, prepare
+from asa.executor.recovery import Pending, Relieve, outlast, pending, settle
 from asa.executor.settings import TrainSettings
 from asa.executor.votes import Votes
 from asa.interfaces.strategy import Strategies
@@ -23,7 +25,7 @@ from asa.ir.plan import Plan
 from asa.launch import faults, join, launched, run_ranks, tell
 from asa.launch.worker import failure
 
-Prepare = Callable[[], tuple[RunLog, Material]]
+Prepare = Callable[[Plan], tuple[RunLog, Material]]
 
 
 def train(
@@ -32,6 +34,7 @@ def train(
     *,
     strategies: Strategies,
     adapt: Adapt,
+    relieve: Relieve | None = None,
     on_event: Announce | None = None,
     command: Sequence[str] = (),
     emulated: EmulatedDevice | None = None,
@@ -42,6 +45,7 @@ def train(
     ``on_event`` hears what :mod:`asa.executor.logs` lists (under a launcher, on rank 0).
 
     Args:
+        relieve: makes another plan where a rank runs out of memory, or is about to; without it that ends the run.
         command: the arguments of ``python -m asa`` that would do the same, for the equivalent torchrun line.
         emulated: a device to be emulated on the cores of this machine: nothing is trained, and nothing saved.
 
@@ -51,6 +55,7 @@ def train(
     Raises:
         UsageError, InvalidInputError, UnavailableError, NoCheckpointError: before training, on every rank.
         WorkersFailedError: a rank died, hung or disagreed, or training diverged.
+        InfeasibleError: a rank ran out of memory, and no other plan needs less.
         PreemptedError: stopped by SIGTERM, with everything saved.
     """
     faults.arm()
@@ -64,10 +69,10 @@ def train(
     )  # fmt: skip
     with ExitStack() as stack:
 
-        def ready() -> tuple[RunLog, Material]:
+        def ready(plan: Plan) -> tuple[RunLog, Material]:
             return prepare(stack, plan, settings, device_type=device_type, on_event=on_event, command=command)
 
-        return _as_member(job, ready) if launched() else _as_owner(job, ready)
+        return _as_member(job, ready, relieve) if launched() else _as_owner(job, ready, relieve)
 
 
 def _threads(job: Job) -> int | None:
@@ -79,11 +84,15 @@ def _backend(job: Job) -> str:
     return "nccl" if job.device_type == "cuda" else "gloo"
 
 
-def _as_owner(job: Job, ready: Prepare) -> Event:
+def _as_owner(job: Job, ready: Prepare, relieve: Relieve | None) -> Event:
     """Start the ranks, and listen to them."""
-    log, material = ready()
+    left = pending(job, relieve)
+    log, material = ready(job.plan if left is None else left.plan)
+    if left is not None:
+        job = replace(job, plan=left.plan)
+        _note(log, left, job)
 
-    def body() -> Ending:
+    def start(job: Job, material: Material) -> Ending:
         endings = run_ranks(
             job.plan.num_ranks,
             _rank,
@@ -95,22 +104,26 @@ def _as_owner(job: Job, ready: Prepare) -> Event:
             forward_sigterm=True,
             on_message=lambda _, event: log(event),
         )
-        return endings[0]
+        return max(endings, key=lambda ending: ending.pressure)
 
-    return _concluded(log, body)
+    return _concluded(log, lambda: outlast(job, material, log, relieve, start))
 
 
 def _rank(rank: int, job: Job, material: Material) -> Ending:
     return work(job, material, Votes(job.settings.timeout_s), rank, tell)
 
 
-def _as_member(job: Job, ready: Prepare) -> Event:
+def _as_member(job: Job, ready: Prepare, relieve: Relieve | None) -> Event:
     """Be a rank that a launcher started: rank 0 owns the run, and what stands in its way stands in everyone's."""
-    plan, settings = job.plan, job.settings
+    settings = job.settings
     with join(backend=_backend(job), timeout_s=settings.timeout_s) as place:
         if (threads := _threads(job)) is not None:
             torch.set_num_threads(threads)
         votes = Votes(settings.timeout_s)
+        left = votes.once(lambda: pending(job, relieve))
+        text = votes.tell(None if left is None else codec.dumps(left.plan))
+        plan = job.plan if text is None else codec.loads(Plan, text, source="the plan from rank 0")
+        job = replace(job, plan=plan)
         wrong = None
         if votes.num_ranks != plan.num_ranks:
             wrong = UsageError(
@@ -118,12 +131,21 @@ def _as_member(job: Job, ready: Prepare) -> Event:
                 f"use --nproc-per-node {plan.num_ranks}, or plan again"
             )
         votes.agree(wrong)
-        owner = votes.once(ready)
+        owner = votes.once(lambda: ready(plan))
         material = _shared(job, votes, owner[1] if owner is not None else None)
         if owner is not None:
             log = owner[0]
+            if left is not None:
+                _note(log, left, job)
             return _concluded(log, lambda: work(job, material, votes, place.local_rank, log))
         return {"exit_code": _ended(lambda: work(job, material, votes, place.local_rank, lambda _: None))}
+
+
+def _note(log: RunLog, left: Pending, job: Job) -> None:
+    """A shortage that ended this run before is answered."""
+    if left.event is not None:
+        log(left.event)
+        settle(Path(job.settings.out), left.plan)
 
 
 def _shared(job: Job, votes: Votes, mine: Material | None) -> Material:

@@ -19,6 +19,8 @@ from asa.executor.parallel import ParallelModel
 from asa.sharding.axis import Axis
 from asa.sharding.modules import ParameterShard, shards_of
 
+_NOTHING = torch.empty(0)
+
 
 @dataclass(frozen=True)
 class Held:
@@ -44,12 +46,16 @@ def held(model: ParallelModel) -> Iterator[Held]:
                 yield Held(name, tensor, shards.get(name), axis, owner * layout.inner)
 
 
-def gather(item: Held, value: Tensor) -> Tensor:
-    """The full form of ``value``, a tensor cut like ``item`` (its data, gradient or optimizer state). Collective."""
+def gather(item: Held, value: Tensor, *, kept: bool = True, lent: bool = False) -> Tensor:
+    """The full form of ``value``, a tensor cut like ``item`` (its data, gradient or optimizer state). Collective.
+
+    Where it is not ``kept``, an empty tensor. ``lent``: what is whole and on the CPU is not copied; the caller is done
+    with it before training goes on.
+    """
     if isinstance(value, DTensor):
         value = value.full_tensor()
     if item.shard is None or item.axis.size == 1:
-        return value.detach().to("cpu", copy=True)
+        return value.detach().to("cpu", copy=not lent) if kept else _NOTHING
     shard, axis = item.shard, item.axis
     sizes = [int(shard.index(i).numel()) for i in range(axis.size)]
     longest = max(sizes)
@@ -58,6 +64,8 @@ def gather(item: Held, value: Tensor) -> Tensor:
     padded[: part.shape[0]] = part
     pieces = padded.new_empty((axis.size * longest, *padded.shape[1:]))
     dist.all_gather_into_tensor(pieces, padded, group=axis.group)
+    if not kept:
+        return _NOTHING
     shape = list(value.shape)
     shape[shard.dim] = sum(sizes)
     full = torch.empty(shape, dtype=value.dtype)
@@ -76,9 +84,12 @@ def cut(item: Held, full: Tensor) -> Tensor:
     return part
 
 
-def full_state(model: ParallelModel) -> dict[str, Tensor]:
-    """Full parameters and buffers on the CPU, on every rank (collective)."""
-    return _of_all_stages(model, {item.name: gather(item, item.tensor) for item in held(model)})
+def full_state(model: ParallelModel, *, kept: bool = True, lent: bool = False) -> dict[str, Tensor]:
+    """Full parameters and buffers on the CPU, on every rank (collective); ``kept`` and ``lent`` as for :func:`gather`,
+    a rank that does not keep them has names and nothing else."""
+    kept = kept or len(model.plan.stages) > 1
+    found = {item.name: gather(item, item.tensor, kept=kept, lent=lent) for item in held(model)}
+    return _of_all_stages(model, found)
 
 
 def _of_all_stages(model: ParallelModel, mine: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -113,9 +124,13 @@ def load_full_state(model: ParallelModel, state: dict[str, Tensor]) -> None:
         item.tensor.copy_(cut(item, state[item.name]))
 
 
-def full_optimizer_state(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Optimizer state as full tensors, keyed ``name/key``, on every rank (collective)."""
+def full_optimizer_state(
+    model: ParallelModel, optimizer: torch.optim.Optimizer, *, kept: bool = True, lent: bool = False
+) -> dict[str, Tensor]:
+    """Optimizer state as full tensors, keyed ``name/key``, on every rank (collective); ``kept`` and ``lent`` as for
+    :func:`full_state`."""
     found, spoken = {}, {}
+    kept = kept or model.state_axis is not None
     for item in held(model):
         known = updated_in(optimizer, item.tensor)
         for key, value in sorted(optimizer.state.get(known, {}).items()):
@@ -123,7 +138,7 @@ def full_optimizer_state(model: ParallelModel, optimizer: torch.optim.Optimizer)
                 alike = value.shape == known.shape
                 if alike and known is not item.tensor:
                     value = as_held(item.tensor, value)
-                full = gather(item, value) if alike else value.detach().cpu().clone()
+                full = gather(item, value, kept=kept, lent=lent) if alike else value.detach().cpu().clone()
                 found[f"{item.name}/{key}"] = full
                 if item.speaker == model.position.place:
                     spoken[f"{item.name}/{key}"] = full

@@ -213,6 +213,8 @@ class Plan:
     ``origin`` is ``estimated`` where the profile or the cluster was not measured: the prediction is then one.
     ``compression`` is what gradients become on their way; anything but ``none`` trains a little otherwise.
     ``measured`` is there where finalists were run against each other and this one was chosen.
+    ``memory_bytes``: what a device was planned with, where that is not its own. ``memory_scale``: how many times what
+    the profile says of saved and transient bytes was predicted, after a run that showed it to be too little.
     """
 
     model_spec: str
@@ -240,6 +242,8 @@ class Plan:
     confidence: Confidence | None = None
     compression: CompressionName = later("none")
     measured: Measured | None = later()
+    memory_bytes: int | None = later()
+    memory_scale: float = later(1.0)
 
     def __post_init__(self) -> None:
         if not self.components or not self.stages:

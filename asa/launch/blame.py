@@ -31,7 +31,13 @@ class Outcome:
         else:
             line = f"exited with code {code} before it was done"
         # nccl's watchdog aborts a rank whose peers do not answer.
-        return Outcome(failure=Failure(line=line, collective=backend == "nccl" and code == -signal.SIGABRT))
+        return Outcome(
+            failure=Failure(
+                line=line,
+                collective=backend == "nccl" and code == -signal.SIGABRT,
+                signal=-code if code is not None and code < 0 else None,
+            )
+        )
 
 
 def culprit(outcomes: Mapping[int, Outcome], num_ranks: int, timeout_s: float) -> tuple[int, Failure] | None:

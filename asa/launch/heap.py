@@ -27,3 +27,10 @@ def keep_freed_memory() -> bool:
         done = [bool(mallopt(name, value)) for name, value in wanted]
         return all(done)
     return False
+
+
+def give_back_freed_memory() -> None:
+    """Return what this process has freed by now to the system (glibc): for once, after work unlike what follows."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)

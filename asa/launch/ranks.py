@@ -205,7 +205,7 @@ class _Crew:
         rank, failure = found
         _log.debug("rank %d failed:\n%s", rank, failure.trace)
         error: AsaError = failure.error or WorkersFailedError(
-            f"rank {rank} of {self.num_ranks} {failure.line}", rank=rank
+            f"rank {rank} of {self.num_ranks} {failure.line}", rank=rank, signal=failure.signal
         )
         if failure.trace:
             error.add_note(f"on rank {rank}:\n{failure.trace}")

@@ -40,13 +40,14 @@ _parent: Connection | None = None
 class Failure:
     """How a rank failed. ``collective``: in waiting for others, so most likely a victim.
 
-    ``error`` is the exception itself where it is one of ours; ``line`` says it in one line.
+    ``error`` is the exception itself where it is one of ours; ``line`` says it in one line; ``signal`` killed it.
     """
 
     line: str
     collective: bool
     trace: str = ""
     error: AsaError | None = None
+    signal: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

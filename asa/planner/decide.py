@@ -365,6 +365,7 @@ def _plan(
             space.cluster.overlap,
         ),
         compression=request.compression,
+        memory_bytes=request.memory_bytes,
     )
 
 

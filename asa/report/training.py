@@ -28,6 +28,11 @@ def replan_line(event: Mapping[str, Any]) -> str:
         return f"the new plan: {gain} of a step promised, {percent(event['measured_gain'], signed=True)} measured"
     if event["kind"] == "rollback":
         return f"back to the old plan {event['new']}: {event['why']}"
+    if event["kind"] == "memory":
+        return (
+            f"new plan {event['new']} ({event['strategy']} on {event['ranks']} ranks, {size(event['promised_bytes'])} "
+            f"per rank): {event['why']}"
+        )
     return f"new plan {event['new']}, {gain} of a step promised: {event['why']}"
 
 

@@ -1,0 +1,26 @@
+"""Profiles on which components need more memory than they were measured to, by one factor."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from asa.ir.profile import Profile
+
+
+def heavier_profile(profile: Profile, factor: float) -> Profile:
+    """Saved and transient bytes ``factor`` times as many. Parameters, gradients and optimizer state are known exactly:
+    they stay as they are."""
+    if factor == 1.0:
+        return profile
+    return replace(
+        profile,
+        timings=tuple(
+            replace(
+                t,
+                saved_bytes=math.ceil(factor * t.saved_bytes),
+                transient_bytes=math.ceil(factor * t.transient_bytes),
+            )
+            for t in profile.timings
+        ),
+    )

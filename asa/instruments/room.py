@@ -1,0 +1,121 @@
+"""How much memory this process holds, and how much it may hold before an allocation fails or the process is killed."""
+
+from __future__ import annotations
+
+import re
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+_GROUPS = Path("/sys/fs/cgroup")
+_KIB = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """``used`` bytes of what ``limit`` bounds are this process's. ``full``: from 0 to 1, with what others hold of it.
+
+    ``kind``: ``device`` (the allocator's active peak), ``data`` and ``address`` (the process's own limits), ``group``
+    (of its control group), ``host``.
+    """
+
+    kind: str
+    used: int
+    limit: int
+    full: float
+
+
+def tightest(device: torch.device, asked: int = 0) -> Room | None:
+    """The limit that is reached first; that in whose way an allocation of ``asked`` bytes stood, if one did. None where
+    the system tells of none."""
+    found = rooms(device)
+    in_the_way = [r for r in found if r.used + asked > r.limit] if asked else []
+    return max(in_the_way or found, key=lambda r: r.full, default=None)
+
+
+def fullness(device: torch.device) -> float:
+    """The share of the limit that is reached first that is used; 0 where nothing is known."""
+    return max((r.full for r in rooms(device)), default=0.0)
+
+
+def held(device: torch.device) -> dict[str, int]:
+    """What this process holds now of what each kind of limit bounds, whether there is such a limit or not yet."""
+    if device.type == "cuda":
+        return {"device": torch.cuda.memory_allocated(device)}
+    status = _numbers(Path("/proc/self/status"))
+    resident = status.get("VmRSS", 0)
+    return {"data": status.get("VmData", 0), "address": status.get("VmSize", 0), "host": resident, "group": resident}
+
+
+def rooms(device: torch.device) -> list[Room]:
+    """Every limit that holds for what a rank allocates on ``device``."""
+    if device.type == "cuda":
+        return [_on_cuda(device)]
+    own, found = held(device), []
+    resident = own["host"]
+    for kind, which in (("data", resource.RLIMIT_DATA), ("address", resource.RLIMIT_AS)):
+        limit = resource.getrlimit(which)[0]
+        if limit != resource.RLIM_INFINITY and own[kind]:
+            found.append(Room(kind=kind, used=own[kind], limit=limit, full=own[kind] / max(1, limit)))
+    host = _numbers(Path("/proc/meminfo"))
+    if host.get("MemTotal") and "MemAvailable" in host:
+        found.append(_shared("host", resident, host["MemTotal"] - host["MemAvailable"], host["MemTotal"]))
+    group = _group()
+    if group is not None and group[1] < host.get("MemTotal", 1 << 62):
+        found.append(_shared("group", resident, *group))
+    return found
+
+
+def _on_cuda(device: torch.device) -> Room:
+    """The caching allocator gives back what it holds in reserve before it fails."""
+    free, _ = torch.cuda.mem_get_info(device)
+    limit = free + torch.cuda.memory_reserved(device)
+    peak = torch.cuda.max_memory_allocated(device)
+    return Room(kind="device", used=peak, limit=limit, full=peak / max(1, limit))
+
+
+def _shared(kind: str, own: int, all_used: int, limit: int) -> Room:
+    """Of a limit that others draw on, too, this process may have what it holds and what is free."""
+    return Room(kind=kind, used=own, limit=own + max(0, limit - all_used), full=all_used / max(1, limit))
+
+
+def _group() -> tuple[int, int] | None:
+    """Bytes in use and at most of this process's control group, of version 2 or 1; caches of files are not in use."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        _, names, path = line.split(":", 2)
+        if names and "memory" not in names.split(","):
+            continue
+        root = _GROUPS / "memory" if names else _GROUPS
+        top, used = ("memory.limit_in_bytes", "total_rss") if names else ("memory.max", "anon")
+        for folder in (root / path.lstrip("/"), root):
+            try:
+                limit = int((folder / top).read_text())
+                stat = dict(row.split() for row in (folder / "memory.stat").read_text().splitlines())
+                return int(stat[used]), limit
+            except (OSError, ValueError, KeyError):
+                continue  # "max", or the path is that of another namespace
+    return None
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """Lines ``Name:  123 kB`` in bytes."""
+    try:
+        text = path.read_text()
+    except OSError:
+        return {}
+    return {name: _KIB * int(value) for name, value in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
+
+
+def kernel_kills() -> int:
+    """How many processes the kernel has killed for memory since the machine started; 0 where it does not say."""
+    try:
+        found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(found.group(1)) if found else 0

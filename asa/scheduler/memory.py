@@ -1,0 +1,115 @@
+"""A run that needs more memory than was promised, or has less: the memory model corrected, and what follows from it.
+
+What a rank needs is state, known exactly, and what is saved and passing, measured component by component. The
+correction is one factor on the latter: the smallest under which the plan that ran is predicted to need what it did.
+Where that much is there and allocations failed all the same (fragments, other processes), the limit is what was
+reached. Every correction after a shortage asks for less than the plan that failed, so that it cannot come back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from asa.cost.estimate import on_device
+from asa.cost.heavier import heavier_profile
+from asa.cost.memory import needed, usable, within
+from asa.interfaces.strategy import Strategies
+from asa.ir.cluster import Cluster
+from asa.ir.codec import noun
+from asa.ir.measurements import Measurements
+from asa.ir.plan import Plan
+from asa.ir.profile import Profile
+from asa.ir.shortage import Shortage
+from asa.planner import Request, verify
+from asa.planner import plan as solve
+
+MOST_SCALE = 16.0
+"""What is beyond has other reasons than the model of a component."""
+_LESS = (0.95, 0.85, 0.65)
+"""Of what the plan that failed is now predicted to need, at the first, second and later attempts: the most that a rank
+may be promised."""
+
+
+@noun
+class Correction:
+    """``scale``: of saved and transient bytes; ``memory_bytes``: of a device to plan with, None its own."""
+
+    scale: float
+    memory_bytes: int | None
+
+
+def scale_of(
+    plan: Plan, rank: int, needed_bytes: int, profile: Profile, cluster: Cluster, strategies: Strategies
+) -> float:
+    """The least factor from ``plan.memory_scale`` on, up to :data:`MOST_SCALE`, under which ``plan`` is predicted to
+    need ``needed_bytes`` on ``rank``."""
+    low, high = plan.memory_scale, MOST_SCALE
+    if needed_bytes <= plan.prediction.memory_bytes_per_rank[rank] or low >= high:
+        return low
+    for _ in range(20):
+        middle = (low + high) / 2
+        predicted = verify(plan, heavier_profile(profile, middle), cluster, strategies).memory_bytes_per_rank[rank]
+        low, high = (low, middle) if predicted >= needed_bytes else (middle, high)
+    return high
+
+
+def corrected(
+    shortage: Shortage, attempt: int, profile: Profile, cluster: Cluster, strategies: Strategies
+) -> Correction:
+    """What a shortage says of the memory model. ``attempt`` counts from 1.
+
+    Raises:
+        InvalidInputError: the plan is of another model than the profile.
+    """
+    plan, rank, found = shortage.plan, shortage.rank, _needed(shortage, cluster)
+    profile = on_device(profile, cluster)
+    scale = plan.memory_scale if found is None else scale_of(plan, rank, found, profile, cluster, strategies)
+    promised = verify(plan, heavier_profile(profile, scale), cluster, strategies).memory_bytes_per_rank
+    bounds = [_LESS[min(attempt, len(_LESS)) - 1] * promised[rank]]
+    if found is not None and shortage.cause == "exhausted":
+        bounds.append(found)
+    if shortage.room_bytes is not None:
+        bounds.append(within(cluster.device, shortage.room_bytes))
+    device = min(cluster.memories()) if plan.memory_bytes is None else plan.memory_bytes
+    limit = min(*bounds, usable(cluster.device, device, plan.num_ranks))
+    return Correction(scale=scale, memory_bytes=max(1, min(device, needed(cluster.device, limit, plan.num_ranks))))
+
+
+def _needed(shortage: Shortage, cluster: Cluster) -> int | None:
+    """The least that the rank needs, by the prediction's own count: a host tells what a process holds, not what of that
+    is alive."""
+    used = shortage.used_bytes
+    if used is None:
+        return None
+    return shortage.asked_bytes + int(within(cluster.device, used) if cluster.device.type == "cpu" else used)
+
+
+def observed(
+    plan: Plan, measured: Measurements, profile: Profile, cluster: Cluster, strategies: Strategies
+) -> Correction:
+    """What an epoch's peaks say of it: the factor alone, since the memory there is was enough."""
+    scale = plan.memory_scale
+    profile = on_device(profile, cluster)
+    for rank, used in enumerate(measured.peak_memory_bytes or ()):
+        scale = max(scale, scale_of(plan, rank, used, profile, cluster, strategies))
+    return Correction(scale=scale, memory_bytes=plan.memory_bytes)
+
+
+def plan_again(
+    plan: Plan, correction: Correction, gpus: int, profile: Profile, cluster: Cluster, strategies: Strategies
+) -> Plan:
+    """The best plan for at most ``gpus`` ranks under the corrected memory model.
+
+    Raises:
+        InfeasibleError: nothing fits; names the number that binds.
+    """
+    request = Request(
+        gpus=gpus,
+        global_batch=plan.global_batch,
+        optimizer=plan.optimizer,
+        compression=plan.compression,
+        memory_bytes=correction.memory_bytes,
+    )
+    found = solve(heavier_profile(on_device(profile, cluster), correction.scale), cluster, strategies, request)[0]
+    # It remembers the profile it can be planned from again, and what was made of that.
+    return replace(found, profile_fingerprint=plan.profile_fingerprint, memory_scale=correction.scale)
