@@ -21,7 +21,7 @@ from asa.planner.shop import Shop
 
 _CLOSE = 1e-9
 _FLOORS_S = 1.0
-"""For the quick bounds, whatever time is left: without them nothing is proved at all."""
+"""For the quick bounds, at least: without them little is proved."""
 MOST_COMPONENTS, MOST_RANKS = 100, 128
 """Beyond these, plans of several stages are bounded by compute, but not searched in full."""
 SLACK_GIB = 1e-9
