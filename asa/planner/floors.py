@@ -30,15 +30,13 @@ _MOST_ENTRIES = 4e8
 def floors(pipelines: Pipelines, best: float = INF, ends: float = INF) -> dict[int, float]:
     """Ms per number of microbatches, a bound on every plan of several stages; ``best`` where it is no less.
 
-    What is not reached until ``ends`` has a bound of 0; some time there is always, for without these bounds nothing is
-    proved at all.
+    Time ``ends`` (a second from now at least) for the last of them only, which takes longest; the others are had
+    whatever time is left: without them nothing is proved.
     """
     ends = max(ends, time.monotonic() + _LEAST_S)
     found = dict.fromkeys(pipelines.microbatches(), 0.0)
     gpus = pipelines.gpus
     for m in found:
-        if time.monotonic() > ends:
-            break
         rows = {w: row for w in pipelines.widths() if w < gpus and (row := pipelines.compute(w, m)) is not None}
         if not rows:
             found[m] = best
