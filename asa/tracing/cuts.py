@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+import networkx as nx
 import torch
 from torch import fx
 
@@ -111,36 +112,22 @@ def constants(seen: tuple[Observation, Observation]) -> dict[fx.Node, Any]:
     return {n: v for n, v in small.items() if n in large and large[n] == v and shape_only(n)}
 
 
-def _dominators(program: Program, fixed: Collection[fx.Node]) -> list[fx.Node]:
-    """What every path from input to main output passes through, in order, both ends left out. Parameters, buffers and
-    ``fixed`` nodes are on no path.
+def dataflow(program: Program, fixed: Collection[fx.Node]) -> nx.DiGraph:
+    """Who feeds whom; parameters, buffers and ``fixed`` nodes feed nobody."""
+    graph = nx.DiGraph()
+    nodes = order(program)
+    graph.add_nodes_from(nodes)
+    graph.add_edges_from((n, user) for n in nodes if n not in fixed for user in n.users if user.op != "output")
+    return graph
 
-    Cooper, Harvey and Kennedy 2001, "A Simple, Fast Dominance Algorithm"; in an order of execution one pass is enough.
-    """
-    nodes, first = order(program), program.placeholder
-    place = {n: i for i, n in enumerate(nodes)}
-    feeding: dict[fx.Node, list[fx.Node]] = {}
-    for n in nodes:
-        if n not in fixed:
-            for user in n.users:
-                feeding.setdefault(user, []).append(n)
-    nearest = {first: first}
-    for n in nodes:
-        known = [p for p in feeding.get(n, ()) if p in nearest]
-        if n is first or not known:
-            continue
-        found = known[0]
-        for other in known[1:]:
-            while found is not other:
-                if place[found] > place[other]:
-                    found = nearest[found]
-                else:
-                    other = nearest[other]
-        nearest[n] = found
+
+def _dominators(program: Program, fixed: Collection[fx.Node]) -> list[fx.Node]:
+    """What every path from input to main output passes through, in order, both ends left out."""
+    parents = nx.immediate_dominators(dataflow(program, fixed), program.placeholder)
     chain, node = [], program.outputs[-1]
-    while node is not first and node in nearest:
+    while node is not program.placeholder and node in parents:
         chain.append(node)
-        node = nearest[node]
+        node = parents[node]
     return chain[:0:-1]
 
 
