@@ -19,6 +19,8 @@ MOST_ROWS = 60_000
 """Partial plans kept; the bound of the best one dropped limits what is proved."""
 MOST_LEAVES = 400_000
 """The same for whole plans."""
+MOST_TURNS = 40_000_000
+"""Forwards and backwards that are timed, of all whole plans together."""
 
 
 @dataclass
@@ -101,7 +103,7 @@ def plans(
             ([levels[r]] if r in levels else []) + ([_row_of_start()] if r in wanted else [])
         ) if r in levels or r in wanted else _row_of_start().taken(np.zeros(0, dtype=np.int64))  # fmt: skip
         grown = _grown(frame, options, r, levels[r], limit, filled=filled)
-        most = MOST_ROWS if r > 1 else MOST_LEAVES
+        most = MOST_ROWS if r > 1 else min(MOST_LEAVES, MOST_TURNS // (2 * m * frame.stages))
         if len(grown.cut) > most:
             order = np.argpartition(grown.bound, most)
             limit = min(limit, float(grown.bound[order[most:]].min()))
