@@ -19,6 +19,7 @@ import torch.distributed as dist
 from asa.errors import InvalidInputError, PreemptedError, UnavailableError, UsageError, WorkersFailedError
 from asa.launch import Place, cuda_devices, forking, join, launched, run_ranks, tell
 from asa.launch.blame import Outcome, culprit
+from asa.launch.signals import take_sigterm
 from asa.launch.worker import Failure
 
 
@@ -200,6 +201,7 @@ def _supervisor(mode: str, out: int) -> None:
         stopped: list[int] = []
         if mode != "deaf":
             signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
+            take_sigterm()
         tell(os.getpid())
         while not stopped:
             time.sleep(0.01)

@@ -64,8 +64,8 @@ def run_ranks(
         threads: per rank; the cores divided by the ranks where None.
         timeout_s: seconds a rank waits for the others in any collective, and in coming up.
         limit_s: seconds for everything; None for a training run.
-        forward_sigterm: pass SIGTERM on to the ranks and go on listening (they save and return); a second one
-            kills them. Otherwise the first does.
+        forward_sigterm: pass SIGTERM on to the ranks and go on listening (they save and return; it waits for their
+            :func:`~asa.launch.signals.take_sigterm`); a second one kills them. Otherwise the first does.
         on_message: called here as ``on_message(rank, message)`` for whatever ranks :func:`~asa.launch.tell`.
 
     Returns:
