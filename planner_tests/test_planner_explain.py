@@ -57,6 +57,12 @@ def test_what_was_chosen_anyway_differs_in_nothing():
     assert found.other_s == pytest.approx(found.plan_s)
 
 
+def test_a_plan_is_explained_in_the_memory_it_was_planned_with():
+    found = plan(PROFILE, CLUSTER, FULL, Request(gpus=8, global_batch=256, memory_bytes=4000 * MIB))[0]
+    assert explain(found, PROFILE, CLUSTER, FULL).capacity_bytes <= 4000 * MIB
+    assert explain(PLAN, PROFILE, CLUSTER, FULL).capacity_bytes > 4000 * MIB
+
+
 def test_what_cannot_be_run_says_why():
     found = why_not(PLAN, PROFILE, CLUSTER, FULL, "features.0=replicate@5")
     assert found.other_s is not None, "five of eight devices can"

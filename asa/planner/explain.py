@@ -100,8 +100,8 @@ def _prices(
     plan: Plan, profile: Profile, cluster: Cluster, strategies: Strategies, memory_bytes: int | None
 ) -> tuple[Candidate, Prices]:
     request = Request(
-        gpus=plan.gpus, global_batch=plan.global_batch, optimizer=plan.optimizer, memory_bytes=memory_bytes,
-        compression=plan.compression,
+        gpus=plan.gpus, global_batch=plan.global_batch, optimizer=plan.optimizer, compression=plan.compression,
+        memory_bytes=plan.memory_bytes if memory_bytes is None else memory_bytes,
     )  # fmt: skip
     candidate = Candidate(
         origin=plan.strategy,
@@ -118,7 +118,8 @@ def _prices(
 def explain(
     plan: Plan, profile: Profile, cluster: Cluster, strategies: Strategies, *, memory_bytes: int | None = None
 ) -> Explanation:
-    """Every component of ``plan`` with its costs and its best alternative.
+    """Every component of ``plan`` with its costs and its best alternative. ``memory_bytes``: of a device; None: what it
+    was planned with.
 
     Raises:
         InvalidInputError: the plan and the profile do not belong together.
