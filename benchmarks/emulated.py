@@ -43,7 +43,7 @@ from asa.errors import InfeasibleError
 from asa.executor.emulated import EmulationOptions, measure_emulated
 from asa.executor.emulation import EmulatedDevice
 from asa.ir import codec
-from asa.ir.cluster import Cluster, CollectiveTable, Level, Sharding
+from asa.ir.cluster import Cluster, CollectiveTable, Level
 from asa.ir.plan import Plan
 from asa.ir.profile import Profile
 from asa.ir.units import KIB
@@ -53,7 +53,6 @@ from asa.planner import plan as solve
 from asa.profiler.clock import clock_of
 from asa.profiler.collectives import measure_tables
 from asa.profiler.rounds import agree
-from asa.profiler.waiting import measure_sharding
 from asa.strategies import offered
 from asa.tracing import TracedModel, trace
 from asa.zoo.models import build
@@ -119,9 +118,7 @@ def traced_of(profile: Profile) -> TracedModel:
     return trace(model, torch.zeros((2, channels, height, width)), name=profile.model_spec)
 
 
-def _links_on(
-    rank: int, sizes: Sequence[int], limit_s: float, source: str
-) -> tuple[tuple[CollectiveTable, ...], Sharding]:
+def _tables_on(rank: int, sizes: Sequence[int], limit_s: float, source: str) -> tuple[CollectiveTable, ...]:
     world = dist.get_world_size()
     counts = sorted({n for n in (2, 4, 8, 16) if n <= world} | {world})
     groups = {n: dist.new_group(list(range(n))) for n in counts}
@@ -135,16 +132,13 @@ def _links_on(
                 say=lambda *_: None,
             )  # fmt: skip
         agree()
-    everybody = groups[world]
-    assert isinstance(everybody, dist.ProcessGroup)
-    sharding = measure_sharding(device, clock_of(device), everybody, slice_s=limit_s / 2)
-    return tuple(found), sharding
+    return tuple(found)
 
 
 def links(num_ranks: int, megabits: float, limit_s: float) -> Cluster:
     """The links as ranks find them, between devices that do not matter yet."""
     source = f"measured in place over {megabits:g} Mbit/s links, torch {torch.__version__}, gloo"
-    tables, sharding = run_ranks(num_ranks, _links_on, SIZES, limit_s, source, threads=1, limit_s=300 + 5 * limit_s)[0]
+    tables = run_ranks(num_ranks, _tables_on, SIZES, limit_s, source, threads=1, limit_s=300 + 5 * limit_s)[0]
     preset = presets.load(GPU)
     return replace(
         preset,
@@ -152,7 +146,6 @@ def links(num_ranks: int, megabits: float, limit_s: float) -> Cluster:
         backend="gloo",
         num_devices=num_ranks,
         levels=(Level(name="shaped links", devices=num_ranks, tables=tables),),
-        sharding=sharding,
         status="measured",
         source=source,
     )
