@@ -172,8 +172,9 @@ def by_hand(strategy: str, rank: int, images: ImageSet, ranks: int) -> Step:
         mesh = init_device_mesh("cpu", (ranks,))
         for block in net.blocks:
             parallelize_module(block, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    foreach = None if strategy == "ddp" else False
-    optimizer = torch.optim.SGD(net.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=DECAY, foreach=foreach)
+    # Fused where stock PyTorch has it so: sharded tensors know no fused SGD, nor loops over many tensors beside plain ones.
+    ways = {"fused": True} if strategy == "ddp" else {"foreach": False}
+    optimizer = torch.optim.SGD(net.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=DECAY, **ways)
 
     def step(indices: Tensor, _: int) -> None:
         mine = indices[slice(*bounds(len(indices), ranks, rank))] if split else indices
@@ -193,7 +194,7 @@ def _pipeline(net: Any, rank: int, images: ImageSet) -> Step:
     part = (front, back)[rank]
     stage = PipelineStage(part, rank, 2, torch.device("cpu"))
     schedule = Schedule1F1B(stage, n_microbatches=MICROBATCHES, loss_fn=F.cross_entropy)
-    optimizer = torch.optim.SGD(part.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
+    optimizer = torch.optim.SGD(part.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=DECAY, fused=True)
 
     def step(indices: Tensor, _: int) -> None:
         optimizer.zero_grad()
