@@ -23,7 +23,7 @@ def test_what_was_expected_is_there_and_what_was_not_is_fetched_as_ever() -> Non
     images = open_split("digits", split="train", root=None)
     wanted, other = torch.tensor([5, 900, 17]), torch.tensor([1, 2])
     feed = Ahead(images, pin=False)
-    feed.expect([wanted, torch.tensor([], dtype=torch.int64)])
+    feed.expect(wanted)
     assert feed.take(other) is None
     gathered = feed.take(wanted)
     assert gathered is not None
@@ -34,11 +34,11 @@ def test_what_was_expected_is_there_and_what_was_not_is_fetched_as_ever() -> Non
         fetch(images, wanted, **options), fetch(images, wanted, gathered=gathered, **options), strict=True
     ):
         assert torch.equal(plain, ready)
-    feed.expect([wanted])
-    feed.expect([other])
+    feed.expect(wanted)
+    feed.expect(other)
     assert feed.take(wanted) is not None, "this step's"
-    feed.expect([wanted])
-    feed.expect([wanted + 1])
+    feed.expect(wanted)
+    feed.expect(wanted + 1)
     assert feed.take(other) is None, "forgotten"
     assert feed.take(wanted) is not None
     assert Ahead.of(images, torch.device("cpu")) is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -24,7 +23,7 @@ class Ahead:
     def __init__(self, images: ImageSet, *, pin: bool) -> None:
         self._images, self._pin = images, pin
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="asa-data")
-        self._coming: deque[dict[bytes, Future[Gathered]]] = deque(maxlen=2)
+        self._coming: deque[tuple[Tensor, Future[Gathered]]] = deque(maxlen=2)
 
     @staticmethod
     def of(images: ImageSet, device: torch.device) -> Ahead | None:
@@ -32,17 +31,17 @@ class Ahead:
         away = device.type == "cuda" and images.images.device.type == "cpu"
         return Ahead(images, pin=True) if away else None
 
-    def expect(self, parts: Sequence[Tensor]) -> None:
-        """``parts``: the sample indices that :meth:`take` will be called with in the step after this one. What was to
-        be taken before this one is forgotten."""
-        self._coming.append({_key(p): self._pool.submit(self._gather, p) for p in parts})
+    def expect(self, indices: Tensor) -> None:
+        """``indices``: the samples that :meth:`take` will be called with in the step after this one. What was to be
+        taken before this one is forgotten."""
+        self._coming.append((indices, self._pool.submit(self._gather, indices)))
 
     def take(self, indices: Tensor) -> Gathered | None:
         """The samples, once they are there; None where nobody said that they would be wanted."""
-        key = _key(indices)
-        for batch in self._coming:
-            if key in batch:
-                return batch.pop(key).result()
+        for i, (expected, batch) in enumerate(self._coming):
+            if torch.equal(expected, indices):
+                del self._coming[i]
+                return batch.result()
         return None
 
     def _gather(self, indices: Tensor) -> Gathered:
@@ -50,7 +49,3 @@ class Ahead:
         pixels = torch.empty((len(indices), *images.shape[1:]), dtype=images.dtype, pin_memory=self._pin)
         torch.index_select(images, 0, indices, out=pixels)
         return pixels, labels[indices]
-
-
-def _key(indices: Tensor) -> bytes:
-    return indices.numpy().tobytes()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from weakref import WeakKeyDictionary
 
 import torch
@@ -64,6 +65,21 @@ def _microbatch_rows(model: ParallelModel, batch: int) -> list[MicrobatchRows]:
     return found
 
 
+@lru_cache(maxsize=64)
+def _turns(order: tuple[Action, ...]) -> tuple[tuple[Action, Action | None, bool], ...]:
+    """Every action, what follows it, and whether nothing but its own backward does (a forward), or no backward at all
+    (a backward)."""
+    found = []
+    for i, action in enumerate(order):
+        behind = order[i + 1 :]
+        if action.direction == "forward":
+            final = behind == (replace(action, direction="backward"),)
+        else:
+            final = all(a.direction == "forward" for a in behind)
+        found.append((action, behind[0] if behind else None, final))
+    return tuple(found)
+
+
 @dataclass(frozen=True)
 class _Flight:
     """A microbatch between its forward and its backward: where gradients leave the stage, and where they enter."""
@@ -90,17 +106,15 @@ class _Step:
 
     def play(self) -> None:
         """Every action of the order. What the next one waits for is on its way while this one computes."""
-        order = self.model.order(len(self.rows)) if self.rows else ()
-        for i, action in enumerate(order):
-            behind = order[i + 1 :]
+        for action, following, final in _turns(self.model.order(len(self.rows)) if self.rows else ()):
             self._expect(action)
-            if behind:
-                self._expect(behind[0])
+            if following is not None:
+                self._expect(following)
             faults.reached(action.direction)
             if action.direction == "forward":
-                self._forward(action, straight_to_last=behind == (replace(action, direction="backward"),))
+                self._forward(action, straight_to_last=final)
             else:
-                self._backward(action, last=all(a.direction == "forward" for a in behind))
+                self._backward(action, last=final)
         self.model.links.settle()
 
     def _size(self, action: Action) -> int:

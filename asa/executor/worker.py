@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from asa.executor.clock import StepClock
 from asa.executor.loss import hits_of, logits_of, loss_of
 from asa.executor.parallel import ParallelModel
 from asa.executor.precision import LossScale, autocast
-from asa.executor.step import forward_backward, microbatch_rows
+from asa.executor.step import MicrobatchRows, forward_backward, microbatch_rows
 from asa.executor.votes import Votes
 from asa.ir.profile import Precision
 from asa.launch import faults
@@ -51,6 +50,11 @@ class Tally:
         rows, self.rows = self.rows, 0
         self._sums.zero_()
         return loss, hits, float(rows)
+
+
+def _rows_read(indices: Tensor, parts: Sequence[MicrobatchRows]) -> Tensor:
+    """The samples a rank reads in a step, microbatch after microbatch."""
+    return torch.cat([indices[part.read] for part in parts])
 
 
 @dataclass(kw_only=True)
@@ -123,22 +127,21 @@ class Worker:
         """``following`` gives the next step's samples: what this rank reads may be gathered meanwhile."""
         if self.ahead is not None and self.model.reads:
             indices = following()
-            self.ahead.expect([indices[part.read] for part in microbatch_rows(self.model, len(indices))])
+            self.ahead.expect(_rows_read(indices, microbatch_rows(self.model, len(indices))))
 
     def _fetch(self, images: ImageSet, indices: Tensor, epoch: int) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         """This rank's inputs and labels of every microbatch, each by its first row in the batch."""
-        model = self.model
+        model, parts = self.model, microbatch_rows(self.model, len(indices))
         inputs, labels = {}, {}
-        for part in microbatch_rows(model, len(indices)):
-            if model.reads:
-                mine = indices[part.read]
-                gathered = None if self.ahead is None else self.ahead.take(mine)
-                more: dict[str, Any] = {} if gathered is None else {"gathered": gathered}
-                x, _ = fetch(images, mine, train=True, seed=self.seed, epoch=epoch, device=model.device, **more)
-                inputs[part.read.start] = x
-            if model.concludes:
-                wanted = indices[part.kept].to(images.labels.device)
-                labels[part.kept.start] = images.labels[wanted].to(model.device)
+        if model.reads:
+            mine = _rows_read(indices, parts)
+            gathered = None if self.ahead is None else self.ahead.take(mine)
+            x, _ = fetch(images, mine, train=True, seed=self.seed, epoch=epoch, device=model.device, gathered=gathered)
+            rows = x.split([part.read.stop - part.read.start for part in parts])  # views, in one go
+            inputs = {part.read.start: r for part, r in zip(parts, rows, strict=True)}
+        if model.concludes:
+            wanted = images.labels[indices.to(images.labels.device)].to(model.device)
+            labels = {part.kept.start: wanted[part.kept] for part in parts}
         return inputs, labels
 
     @torch.no_grad()
