@@ -14,6 +14,7 @@ from asa.errors import UsageError
 from asa.executor.parallel import ParallelModel
 from asa.executor.state import held, load_full_optimizer_state
 from asa.ir.plan import OptimizerName
+from asa.sharding.parts import step_over_parts
 
 _ELEMENTWISE = {
     "SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "ASGD", "RMSprop", "Rprop",
@@ -69,11 +70,8 @@ class Rebinding:
         for item in held(model):
             if isinstance(item.tensor, nn.Parameter) and id(item.tensor) in updated and item.name in self._group:
                 found[self._group[item.name]].append(item.tensor)
-        sharded = any(isinstance(p, DTensor) for group in found for p in group)
         for group, parameters in zip(optimizer.param_groups, found, strict=True):
             group["params"] = parameters
-            if sharded and "foreach" in group:  # loops over many tensors refuse a mixture of plain and sharded ones
-                group["foreach"], group["fused"] = False, None
         optimizer.state.clear()
         if self._state:
             known = {item.name for item in held(model)} | model.elsewhere
@@ -81,6 +79,8 @@ class Rebinding:
             load_full_optimizer_state(model, optimizer, state)
             self._state = {}  # from now on whoever moves the optimizer on moves its state
         self._undo.append(plain_states(optimizer, model, self._names))
+        if any(isinstance(p, DTensor) for group in found for p in group):
+            self._undo.append(step_over_parts(optimizer))
         if model.owner:
             self._undo.append(_share_updates(optimizer, model, set(self._group)))
         return optimizer

@@ -22,11 +22,6 @@ from asa.ir.profile import Profile, Stat, Timing
 PASSES: dict[str, float] = {"sgd": 5.0, "adamw": 7.0}
 """Memory passes over parameters of one optimizer step: reads and writes of parameter, gradient and state."""
 
-LOOPED: dict[str, float] = {"sgd": 11.0, "adamw": 20.0}
-"""The same where tensors are updated one operation after the other, as sharded ones are (``foreach`` and ``fused``
-refuse them): counted in torch.optim's ``_single_tensor_sgd`` (with momentum and weight decay) and
-``_single_tensor_adam``."""
-
 _NORMAL_P90 = 1.2816
 
 
@@ -209,19 +204,15 @@ class Times:
         return self._ratios[samples]
 
     def update(
-        self, component: Component, degree: int, optimizer: OptimizerName, parameter_bytes: float, bandwidth: float,
-        *, looped: bool = False,
-    ) -> float:  # fmt: skip
-        """Seconds of the optimizer step on ``parameter_bytes`` of the component; ``looped``: not in a fused kernel.
+        self, component: Component, degree: int, optimizer: OptimizerName, parameter_bytes: float, bandwidth: float
+    ) -> float:
+        """Seconds of the optimizer step, a fused kernel, on ``parameter_bytes`` of the component.
 
         From the timing at that tensor degree, else at the nearest one in proportion to bytes, else of another
         optimizer in proportion to memory passes, else from memory ``bandwidth`` in bytes/s.
         """
         if parameter_bytes <= 0:
             return 0.0
-        if looped:
-            fused = self.update(component, degree, optimizer, parameter_bytes, bandwidth)
-            return fused * LOOPED[optimizer] / PASSES[optimizer]
         exact = self._updates.get((component.name, degree, optimizer))
         if exact is not None:
             return exact.median

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import partial
 
 from asa.cost.around import Around
 from asa.cost.buckets import Release, bucket_bytes, releases, wrapper_seconds
@@ -172,16 +171,13 @@ class Pricer:
             share = splitting.share(component, degree)
             work, slow = self._longest(component, way.layout)
             inner = splitting.traffic(component, degree, self.local(way.layout))
-            update = partial(
-                self._times.update, component, degree, self._optimizer, share.parameter_bytes,
-                self._cluster.device.memory_bandwidth,
-            )  # fmt: skip
+            bandwidth = self._cluster.device.memory_bandwidth
+            update = self._times.update(component, degree, self._optimizer, share.parameter_bytes, bandwidth)
             self._alones[key] = Alone(
                 share, work, slow, inner,
                 ahead=self._met(inner, "forward", way, work.forward_s * slow),
                 back=self._met(inner, "backward", way, work.backward_s * slow),
-                update=update(looped=False),
-                looped=update(looped=True),
+                update=update,
             )  # fmt: skip
         return self._alones[key]
 
@@ -273,9 +269,8 @@ class Pricer:
         )
         if way.offload:
             return footprint, host_update(self._cluster, self._optimizer, part * share.parameter_bytes, self._busy)
-        sharded = memory.parameters < share.parameter_bytes
-        update = part * (alone.looped if sharded else alone.update) * self._slow_memory
-        if sharded and self._cluster.sharding is not None:
+        update = part * alone.update * self._slow_memory
+        if memory.parameters < share.parameter_bytes and self._cluster.sharding is not None:
             update += self._cluster.sharding.tensor_s * share.num_parameter_tensors
         return footprint, update / self.shards.slowest
 

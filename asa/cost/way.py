@@ -28,8 +28,7 @@ class Way:
 @dataclass
 class Alone:
     """A component in a layout, whoever keeps its state: its share, work, by what the rank is slower than the profile's
-    device, collectives inside, seconds that block in forward and backward, and of an update of all its share, fused
-    or tensor by tensor."""
+    device, collectives inside, seconds that block in forward and backward, and of an update of all its share."""
 
     share: Share
     work: Work
@@ -38,7 +37,6 @@ class Alone:
     ahead: float
     back: float
     update: float
-    looped: float
 
 
 @dataclass

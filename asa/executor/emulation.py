@@ -244,8 +244,7 @@ class Emulation:
         if full > 0:
             part = memory.optimizer / full
             self._update_s += part * self._times.update(
-                component, assignment.tensor.degree, self._plan.optimizer, share.parameter_bytes, self._bandwidth,
-                looped=memory.parameters < share.parameter_bytes,
+                component, assignment.tensor.degree, self._plan.optimizer, share.parameter_bytes, self._bandwidth
             )  # fmt: skip
         copied = constant("ddp_bucket_passes") * memory.buckets
         sleeper = _Sleeper(

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import torch
 
-from asa.executor.offload import local, updated_in
+from asa.executor.offload import updated_in
 from asa.executor.worker import Worker
 from asa.instruments.allocations import bytes_of, completed, peak, record
+from asa.sharding.parts import local
 
 
 def active_peak(worker: Worker, step: Callable[[], object]) -> int:

@@ -11,14 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+
+from asa.sharding.parts import local
 
 _COPIES = "asa_host_copies"
-
-
-def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of ``tensor``."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class HostCopies:
@@ -75,14 +71,3 @@ def updated_in(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor:
     copies: HostCopies | None = optimizer.__dict__.get(_COPIES)
     found = None if copies is None or not isinstance(parameter, nn.Parameter) else copies.of.get(parameter)
     return parameter if found is None else found
-
-
-def as_held(parameter: Tensor, value: Tensor) -> Tensor:
-    """``value``, state of this rank's part of ``parameter`` on the host, in the form in which ``parameter`` is held."""
-    value = value.to(local(parameter).device)
-    if not isinstance(parameter, DTensor):
-        return value
-    return DTensor.from_local(
-        value, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
-        stride=parameter.stride(),
-    )  # fmt: skip

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from asa.executor.offload import HostCopies, attach
 from asa.executor.settings import LEARNING_RATE, WEIGHT_DECAY
 from asa.ir.plan import OptimizerName
+from asa.sharding.parts import step_over_parts
 
 
 def build_optimizer(
@@ -35,16 +36,11 @@ def build_optimizer(
     trained = [p for p in parameters if p.requires_grad]
     away = [p for p in trained if p in offloaded]
     held = [p for p in trained if p not in offloaded] or [nn.Parameter(torch.empty(0))]
-    # Loops over many tensors at once refuse a mixture of plain and sharded ones. Elsewhere one fused kernel does it all
-    # and allocates nothing.
-    sharded = any(isinstance(p, DTensor) for p in trained)
-    fused = None if sharded else True
-    foreach = False if sharded else None
-    groups: list[dict[str, Any]] = [{"params": held, "foreach": foreach, "fused": fused}]
+    # One fused kernel does it all and allocates nothing.
+    groups: list[dict[str, Any]] = [{"params": held, "fused": True}]
     copies = HostCopies(away)
     if away:
-        same = True if away[0].is_cuda else fused  # on a CPU to the bit what it would be without copies
-        groups.append({"params": list(copies.of.values()), "foreach": foreach, "fused": same})
+        groups.append({"params": list(copies.of.values()), "fused": True})
     made: torch.optim.Optimizer
     if name == "sgd":
         made = torch.optim.SGD(groups, lr=rate, momentum=momentum, weight_decay=decay)
@@ -52,6 +48,8 @@ def build_optimizer(
         made = torch.optim.AdamW(groups, lr=rate, weight_decay=decay)
     if away:
         attach(made, copies)
+    if any(isinstance(p, DTensor) for p in held):
+        step_over_parts(made)
     return made
 
 

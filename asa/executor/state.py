@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from asa.executor.exchange import united
-from asa.executor.offload import as_held, local, updated_in
+from asa.executor.offload import updated_in
 from asa.executor.parallel import ParallelModel
 from asa.sharding.axis import Axis
 from asa.sharding.modules import ParameterShard, shards_of
+from asa.sharding.parts import as_held, local
 
 _NOTHING = torch.empty(0)
 
@@ -150,6 +151,9 @@ def load_full_optimizer_state(model: ParallelModel, optimizer: torch.optim.Optim
     """Put full optimizer state in place, where this rank updates; parameters without any stay as new."""
     shapes = {item.name: item for item in held(model)}
     updated = {id(p) for p in model.updated}
+    # Fused kernels read AdamW's step on the device; loops on the host.
+    there = [g["params"] for g in optimizer.param_groups if g.get("fused") or g.get("capturable")]
+    counted_there = {id(p) for parameters in there for p in parameters}
     optimizer.state.clear()
     for full_key, full in state.items():
         name, key = full_key.rsplit("/", 1)
@@ -163,5 +167,5 @@ def load_full_optimizer_state(model: ParallelModel, optimizer: torch.optim.Optim
         value = full if full.dim() == 0 and item.tensor.dim() else cut(item, full)
         if known is not item.tensor:
             value = local(value)
-        place = value.to(known.device) if value.dim() else value.clone()
+        place = value.to(known.device) if value.dim() or id(known) in counted_there else value
         optimizer.state[known][key] = place.clone()

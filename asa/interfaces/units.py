@@ -13,7 +13,6 @@ FSDP", 3.3 and 3.4.
 
 from __future__ import annotations
 
-from asa.interfaces.strategy import OPTIMIZER_WORDS
 from asa.ir.traffic import Beside, Share
 
 
@@ -49,9 +48,3 @@ def gathered_once(share: Share, degree: int, beside: Beside) -> float:
         copy * s - beside.saved,  # scattered, the weights gone
         f - beside.saved - beside.rest / degree,  # forward: gathered behind the buffer of the one in front
     )
-
-
-def looped(share: Share, degree: int, optimizer: str) -> float:
-    """What an optimizer step allocates that goes tensor by tensor, as it does over sharded ones: a copy or two of the
-    part in hand. Over whole tensors it is one fused kernel, and allocates nothing."""
-    return OPTIMIZER_WORDS[optimizer] * share.largest_parameter_bytes / degree

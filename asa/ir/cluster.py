@@ -117,7 +117,7 @@ class Waiting:
 class Sharding:
     """What stock ``fully_shard`` costs a rank beside its collectives: seconds per unit that is gathered or scattered,
     and per byte of the whole message (copies in and out of it); ``tensor_s`` per tensor in an optimizer step, which
-    goes one sharded tensor after the other."""
+    is handed the parts that a rank holds."""
 
     unit_s: float
     byte_s: float

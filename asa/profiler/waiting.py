@@ -17,7 +17,9 @@ from asa.profiler.clock import Clock
 from asa.profiler.collectives import operation
 from asa.profiler.interference import training_kernels
 from asa.profiler.rounds import agree, slowest, time_together
+from asa.profiler.updates import build_optimizer
 from asa.sharding.direct import directly
+from asa.sharding.parts import step_over_parts
 
 _STRETCHES = (1, 2, 4, 8, 16, 32, 64)
 """Kernels between one meeting of the ranks and the next."""
@@ -115,13 +117,17 @@ def measure_sharding(device: torch.device, clock: Clock, group: dist.ProcessGrou
 
 
 def _update(device: torch.device, clock: Clock, group: dist.ProcessGroup, *, slice_s: float) -> float:
-    """Seconds per tensor of an optimizer step over small sharded ones."""
-    shards = _chain(_SMALL, device)
+    """Seconds per tensor by which an optimizer step over small sharded ones exceeds that over small whole ones."""
+    plain, shards = _chain(_SMALL, device), _chain(_SMALL, device)
     _shard(shards, DeviceMesh.from_group(group, device.type))
-    shards(torch.randn(4, _SMALL, device=device)).sum().backward()
-    # As the executor has it for sharded tensors; a learning rate of zero keeps them what they are.
-    optimizer = torch.optim.SGD(shards.parameters(), lr=0.0, momentum=0.9, weight_decay=5e-4, foreach=False)
-    return time_together(optimizer.step, clock, slice_s=slice_s, group=group) / _UNITS
+    taken = []
+    for chain in (plain, shards):
+        chain(torch.randn(4, _SMALL, device=device)).sum().backward()
+        optimizer = build_optimizer("sgd", chain.parameters())
+        if chain is shards:
+            step_over_parts(optimizer)  # as the executor has it
+        taken.append(time_together(optimizer.step, clock, slice_s=slice_s / 2, group=group))
+    return max(0.0, taken[1] - taken[0]) / _UNITS
 
 
 def _shard(chain: nn.Sequential, mesh: DeviceMesh) -> None:

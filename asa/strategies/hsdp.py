@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asa.interfaces.strategy import OPTIMIZER_WORDS, DataStrategy
-from asa.interfaces.units import looped, released
+from asa.interfaces.units import released
 from asa.ir.graph import Component
 from asa.ir.plan import DataDegree
 from asa.ir.traffic import Beside, Collective, Memory, Share
@@ -52,7 +52,6 @@ class HybridShard(DataStrategy):
             buffers=share.buffer_bytes,
             accumulated=None if degree == 1 else size,
             transient=0.0 if degree == 1 else 2 * size,
-            updating=0.0 if degree == 1 else looped(share, inside, optimizer),
         )
 
     def transient(self, share: Share, degree: int, beside: Beside) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asa.interfaces.strategy import OPTIMIZER_WORDS, DataStrategy
-from asa.interfaces.units import gathered_once, looped
+from asa.interfaces.units import gathered_once
 from asa.ir.graph import Component
 from asa.ir.traffic import Beside, Collective, Memory, Share
 
@@ -43,7 +43,6 @@ class ShardedGradients(DataStrategy):
             accumulated=None if degree == 1 else size,
             transient=0.0 if degree == 1 else size,
             kept=0.0 if degree == 1 else size,
-            updating=0.0 if degree == 1 else looped(share, degree, optimizer),
         )
 
     def transient(self, share: Share, degree: int, beside: Beside) -> float:
