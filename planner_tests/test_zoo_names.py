@@ -23,9 +23,9 @@ def test_the_names_are_those_that_can_be_built() -> None:
 
 
 def test_near_names_are_named() -> None:
-    with pytest.raises(UsageError, match="'DenseNet-121'; did you mean densenet121"):
+    with pytest.raises(UsageError, match=r"'DenseNet-121'; did you mean densenet121"):
         names.check("DenseNet-121")
-    with pytest.raises(UsageError, match="'qqqq'; `package.module:factory` names one of your own"):
+    with pytest.raises(UsageError, match="'qqqq'; `package"):
         names.check("qqqq")
 
 
@@ -42,10 +42,10 @@ def test_a_factory_is_looked_for_here_and_among_packages(tmp_path: Path, monkeyp
         names.check(spec)
     with pytest.raises(UsageError, match=r"no module 'own_gone.deep' to import from here"):
         names.check("own_gone.deep:f")
-    with pytest.raises(UsageError, match="is not of the form package.module:factory"):
+    with pytest.raises(UsageError, match="is not of the form package"):
         names.check("own_file:")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UnavailableError, match="pip install timm"):
-        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
         names.check("timm:resnet18")
 
 

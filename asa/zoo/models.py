@@ -185,9 +185,9 @@ def _build(spec: str, num_classes: int, shape: Shape) -> nn.Module:
     if spec in PLAIN:
         return PLAIN[spec](num_classes=num_classes, input_shape=shape)
     known = frozenset([*_torchvision_names(), *segmentation_names()])
-    if spec in known:
-        return _from_torchvision(spec, num_classes, shape)
-    unknown(spec, known)
+    if spec not in known:
+        unknown(spec, known)
+    return _from_torchvision(spec, num_classes, shape)
 
 
 __all__ = ["build", "default_input", "names", "segmentation_names"]
