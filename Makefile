@@ -52,7 +52,7 @@ floors:
 	$(BIN)/lint-imports
 
 pytest:
-	$(BIN)/python -m pytest -m 'not gpu'
+	$(BIN)/python planner_tests/side_by_side.py -m 'not gpu'
 
 golden: setup
 	$(BIN)/python benchmarks/golden.py

@@ -28,7 +28,8 @@ def script(name: str) -> ModuleType:
 @pytest.fixture(scope="module")
 def tax() -> Any:
     found = script("tax")
-    found.WARM_UP = 3
+    found.WARM_UP, found.PROFILED = 3, 3
+    found.BATCH["tensor"] = 32
     return found
 
 

@@ -26,9 +26,12 @@ def run(args: Arguments, console: Console) -> None:
     from asa.ir.bench import Bench
     from asa.report import bench as report
     from asa.report import page
+    from asa.zoo import names
 
     created = c.now()
     folder = Path(args.out) if args.out else places.new_folder(places.COMPARISONS, "bench")
+    for model in args.models:
+        names.check(model)
     device, gpus = ground.device_of(args)
     ground.check(args, folder, gpus)
     cluster = ground.cluster_here(args, console, device, gpus)

@@ -12,6 +12,7 @@ from asa.ir import codec
 from asa.ir.cluster import Cluster
 from asa.ir.plan import Plan
 from asa.ir.profile import Profile
+from asa.zoo.names import check
 
 PROFILE_LIMIT_S = 75.0
 
@@ -74,6 +75,7 @@ def profile(args: Arguments, console: Console, model: str | None, cluster: Clust
         raise InvalidInputError(
             f"no profile in {places.PROFILES}/; run `asa profile MODEL` first, or name a model: `asa plan MODEL`"
         )
+    check(model)
     if cluster is None or cluster.device.type == "cpu" or _has_cuda():
         return measured(args, console, model, cluster.device.type if cluster else "auto")
     return _traced_only(args, model, cluster)

@@ -15,8 +15,10 @@ def run(args: Arguments, console: Console) -> None:
     from asa.cli import places
     from asa.cli.choose import measured
     from asa.report import profile as report
+    from asa.zoo.names import check
 
     places.check_writable(Path(args.output) if args.output else places.PROFILES / "profile.json", "-o")
+    check(args.model)
     made, said = measured(
         args,
         console,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import pickle
 import re
@@ -85,6 +86,7 @@ def work(
     code = 1
     try:
         _guard(setting.parent)
+        gc.freeze()  # looking for garbage among what the parent made would copy every page of it
         for item in inherited:
             item.close()
         _parent = connection

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from contextlib import redirect_stderr
 from io import StringIO
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx, nn
@@ -20,6 +21,8 @@ from asa.sharding.samples import SampleDropout
 from asa.tracing.component import TracedComponent
 
 _SAMPLES = 2
+
+_planned: WeakKeyDictionary[TracedComponent, list[SplitPlan]] = WeakKeyDictionary()
 
 
 def example_input(component: TracedComponent, samples: int = _SAMPLES) -> Tensor:
@@ -78,6 +81,12 @@ def plan_split(component: TracedComponent) -> list[SplitPlan]:
     return plans
 
 
+def plan_ahead(component: TracedComponent) -> list[SplitPlan]:
+    """:func:`plan_split`, kept for the :func:`split` of this component, which must not change until then."""
+    _planned[component] = plan_split(component)
+    return _planned[component]
+
+
 def split(component: TracedComponent, axis: Axis) -> TracedComponent:
     """Split ``component`` in place over ``axis``; without a process group it is rehearsed (see :class:`Axis`).
 
@@ -86,7 +95,7 @@ def split(component: TracedComponent, axis: Axis) -> TracedComponent:
     """
     if axis.size == 1:
         return component
-    plans = plan_split(component)
+    plans = _planned.pop(component, None) or plan_split(component)
     plan = plans[0]
     if not plan.actions or axis.size > plan.max_degree:
         raise UsageError(f"{component.name} splits at most {plan.max_degree} ways, asked {axis.size}")

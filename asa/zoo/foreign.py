@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import inspect
 import os
 import sys
@@ -16,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from asa.errors import InvalidInputError, UnavailableError, UsageError
+from asa.zoo.names import check_installed
 
 Shape = tuple[int, int, int]
 
@@ -104,8 +104,7 @@ def from_factory(spec: str, *, num_classes: int, input_shape: Shape) -> nn.Modul
 
 
 def _package(name: str, spec: str) -> Any:
-    if importlib.util.find_spec(name) is None:
-        raise UnavailableError(f"model {spec!r} needs the package {name}: pip install {name}")
+    check_installed(name, spec)
     try:
         return importlib.import_module(name)
     except Exception as error:

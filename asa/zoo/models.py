@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterator
-from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import nn
 from asa.errors import UsageError
 from asa.zoo.admission import check_outputs, refusal
 from asa.zoo.foreign import Shape, first_line, from_factory, from_timm, from_transformers
+from asa.zoo.names import unknown
 from asa.zoo.plain import PLAIN
 
 _USUAL_SIDES = (28, 32, 42, 48, 56, 64, 75, 96, 128, 160, 192, 224, 256, 299, 384, 448, 518)
@@ -184,12 +184,10 @@ def _build(spec: str, num_classes: int, shape: Shape) -> nn.Module:
         return model
     if spec in PLAIN:
         return PLAIN[spec](num_classes=num_classes, input_shape=shape)
-    known = {*_torchvision_names(), *segmentation_names()}
-    if spec in known:
-        return _from_torchvision(spec, num_classes, shape)
-    near = get_close_matches(spec.lower().replace("-", "").replace(" ", ""), [*known, *PLAIN], n=3, cutoff=0.5)
-    hint = f"; did you mean {', '.join(near)}?" if near else "; `package.module:factory` names one of your own"
-    raise UsageError(f"no model is called {spec!r}{hint}")
+    known = frozenset([*_torchvision_names(), *segmentation_names()])
+    if spec not in known:
+        unknown(spec, known)
+    return _from_torchvision(spec, num_classes, shape)
 
 
 __all__ = ["build", "default_input", "names", "segmentation_names"]

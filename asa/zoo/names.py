@@ -1,0 +1,97 @@
+"""Is a model called so? Asked before torch is imported, which takes seconds; only a model that is built is certain."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import NoReturn
+
+from asa.errors import UnavailableError, UsageError
+
+OWN = ("bert", "cnn", "gru", "logistic", "lstm", "unet")
+"""Models of the zoo's own."""
+
+PACKAGES = {"timm": "timm", "hf": "transformers"}
+"""Before the colon of a spec: the package such a model is of."""
+
+_FOLDERS = (".", "segmentation")
+"""Where torchvision keeps models that are accepted, below its ``models``."""
+
+_REGISTERED = re.compile(r"^@register_model\((?:name=)?[\"']?(\w*)[\"']?\)$.*?^def (\w+)\(", re.DOTALL | re.MULTILINE)
+
+
+@cache
+def of_torchvision() -> frozenset[str]:
+    """Names of torchvision's classification and segmentation models, read in its source without importing it.
+
+    Empty where there is no torchvision, or no source of it.
+    """
+    found = importlib.util.find_spec("torchvision")
+    names: set[str] = set()
+    for root in (found.submodule_search_locations or ()) if found else ():
+        for folder in _FOLDERS:
+            for path in sorted((Path(root) / "models" / folder).glob("*.py")):
+                text = path.read_text(encoding="utf-8", errors="replace")
+                names |= {name or function for name, function in _REGISTERED.findall(text)}
+    return frozenset(names)
+
+
+def check(spec: str) -> None:
+    """Refuse what cannot be the name of a model, at the cost of reading some files.
+
+    Raises:
+        UsageError: no model is called so (near ones are named), or no module is, here or in the installed packages.
+        UnavailableError: the package that ``spec`` needs is not installed.
+    """
+    origin, colon, _ = spec.partition(":")
+    if colon and origin in PACKAGES:
+        check_installed(PACKAGES[origin], spec)
+    elif colon:
+        check_module(spec, origin)
+    elif spec not in OWN and of_torchvision() and spec not in of_torchvision():
+        unknown(spec, of_torchvision())
+
+
+def check_installed(package: str, spec: str) -> None:
+    """Whether the package that ``spec`` needs is there.
+
+    Raises:
+        UnavailableError: it is not.
+    """
+    if importlib.util.find_spec(package) is None:
+        raise UnavailableError(f"model {spec!r} needs the package {package}: pip install {package}")
+
+
+def check_module(spec: str, name: str) -> None:
+    """Whether there is a module to import for ``package.module:factory``; only the outermost package is looked for.
+
+    Raises:
+        UsageError: there is none, or ``spec`` is not of that form.
+    """
+    if not all(part.isidentifier() for part in spec.replace(":", ".", 1).split(".")):
+        raise UsageError(f"model {spec!r} is not of the form package.module:factory")
+    first = name.partition(".")[0]
+    here = Path.cwd()
+    if first in sys.modules or (here / first).is_dir() or any(here.glob(f"{first}.*")):
+        return
+    if importlib.util.find_spec(first) is None:
+        raise UsageError(f"model {spec!r}: no module {name!r} to import from here or the installed packages")
+
+
+def unknown(spec: str, known: frozenset[str]) -> NoReturn:
+    """Say that neither ``known`` nor the zoo has a model ``spec``, and which are called nearly so.
+
+    Raises:
+        UsageError: always.
+    """
+    wanted = spec.lower().replace("-", "").replace(" ", "")
+    near = get_close_matches(wanted, sorted({*known, *OWN}), n=3, cutoff=0.5)
+    hint = f"; did you mean {', '.join(near)}?" if near else "; `package.module:factory` names one of your own"
+    raise UsageError(f"no model is called {spec!r}{hint}")
+
+
+__all__ = ["OWN", "check", "check_installed", "check_module", "of_torchvision", "unknown"]
