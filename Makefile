@@ -52,7 +52,7 @@ floors:
 	$(BIN)/lint-imports
 
 pytest:
-	$(BIN)/python planner_tests/side_by_side.py -m 'not gpu'
+	$(BIN)/python -m pytest -m 'not gpu' --numprocesses 2 --dist loadfile
 
 golden: setup
 	$(BIN)/python benchmarks/golden.py

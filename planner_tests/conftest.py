@@ -5,9 +5,6 @@ from __future__ import annotations
 import gc
 import os
 
-import pytest
-from side_by_side import take_turns
-
 # Before torch is imported by whichever test comes first, and without importing it here.
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -15,10 +12,6 @@ os.environ["OMP_NUM_THREADS"] = "1"
 def pytest_collection_finish() -> None:
     """What was imported stays: not looked through for garbage again and again."""
     gc.freeze()
-
-
-def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    return take_turns(session)
 
 
 def pytest_unconfigure() -> None:
