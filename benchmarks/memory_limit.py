@@ -35,6 +35,7 @@ from typing import Any
 
 import torch
 
+from asa.cli.heap import start_again
 from asa.cost.memory import reserved as reserved_peak
 from asa.errors import AsaError
 from asa.executor import run
@@ -203,6 +204,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=15.0, help="of profiling a model")
     parser.add_argument("-o", "--output", type=Path, default=RECORD)
     args = parser.parse_args()
+    start_again(("train",))  # with the heap that `asa train` has
     torch.set_num_threads(1)
     if args.stock_heap:
         launch.keep_freed_memory = lambda: False

@@ -10,7 +10,9 @@ def main() -> None:
     from contextlib import suppress
 
     from asa.cli.entry import run
+    from asa.cli.heap import start_again
 
+    start_again(sys.argv[1:])
     code = run(sys.argv[1:])
     if sys.argv[1:2] == ["plan"] and "torch" not in sys.modules:
         # Nothing is left to be done, and to take a search's millions of objects apart takes half a second.
