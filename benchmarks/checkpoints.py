@@ -1,6 +1,6 @@
 """Checkpoints across plans: saved under any of them on n ranks, continued under any other on m.
 
-    python benchmarks/checkpoints.py [--cells 40] [--seed 0] [-o records/checkpoints.json]
+    python benchmarks/checkpoints.py [--cells 40] [--seed 0] [--budget 120] [-o records/checkpoints.json]
 
 {1, 2, 3, 4} x {1, 2, 3, 4} ranks x SGD, AdamW x data parallel, ZeRO, tensor parallel, pipeline, mixed (the plan that
 continues; the one that saves goes through all of them in turn). Every cell is two real runs of ``asa train`` on
@@ -8,7 +8,7 @@ scikit-learn's digits: one stopped by request in the middle of the epoch, one th
 gathered after loading is that of the file to the bit; the weights at the end are those of an uninterrupted run on one
 device (float32, BatchNorm over the whole batch); every sample of the epoch was trained on exactly once.
 About 3 s a cell on two cores, 160 cells in all. The record is written after every cell, and what it holds already is
-not done again.
+not done again; no cell begins after ``--budget`` seconds.
 """
 
 from __future__ import annotations
@@ -227,6 +227,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--cells", type=int, help="a random sample of so many")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no cell begins")
     parser.add_argument("-o", "--output")
     args = parser.parse_args()
     chosen = cells()
@@ -236,7 +237,11 @@ def main() -> None:
     records: list[dict[str, Any]] = json.loads(output.read_text())["cells"] if output and output.is_file() else []
     done, failed, began = {r["cell"] for r in records}, 0, time.monotonic()
     chosen = [cell for cell in chosen if str(cell) not in done]
+    tried = 0
     for cell in chosen:
+        if time.monotonic() - began > args.budget:
+            break
+        tried += 1
         with tempfile.TemporaryDirectory() as name:
             try:
                 worst, error = check(cell, Path(name) / "run"), ""
@@ -247,7 +252,9 @@ def main() -> None:
         print(f"{'FAILED' if error else 'ok':6}  {cell}  {error or f'{worst:.1e}'}", flush=True)
         if output is not None:
             output.write_text(json.dumps({"torch": torch.__version__, "cells": records}, indent=1) + "\n")
-    print(f"{len(chosen) - failed} of {len(chosen)} cells hold, in {time.monotonic() - began:.0f} s")
+    print(
+        f"{tried - failed} of {tried} cells hold, in {time.monotonic() - began:.0f} s, {len(chosen) - tried} are left"
+    )
     raise SystemExit(1 if failed else 0)
 
 

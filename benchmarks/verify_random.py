@@ -1,41 +1,48 @@
 """Randomly drawn plans, verified: whatever stages, widths, layouts, strategies and schedules, the numbers are the same.
 
-    python benchmarks/verify_random.py [--count 200] [--seed 0] [--models cnn,unet] [-o records/verify_random.json]
+    python benchmarks/verify_random.py [--count 200] [--seed 0] [--models cnn,unet] [--budget 140]
+                                       [--keep runs/answers] [-o records/verify_random.json]
 
 A draw: a model, 2 to 4 ranks, stages of any widths cut anywhere the model may be cut, a schedule, 1 to 4 microbatches
 of uneven sizes, and per component a layout, a data strategy, recomputation; SGD or AdamW. Each is checked as ``asa
-verify`` does (:mod:`asa.executor.equivalence`); one device's answers are kept for the plans that share them. Draw i is
-a function of the seed, i and the models, so ``--only 17`` repeats one. The record is written after every draw.
+verify`` does (:mod:`asa.executor.equivalence`), but that ranks take copies of a model traced before they were forked;
+one device's answers are kept for the plans that share them (``--keep``: also for later calls). Draw i is a function of
+the seed, i and the models, so ``--only 17`` repeats one. The record is written after every draw, and what it holds is
+not done again; no draw begins after ``--budget`` seconds, none that needs more memory than is free, and with ``--of``
+only those begin that fall on these models.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import json
 import random
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from asa.cost import presets
 from asa.cost.estimate import estimate
 from asa.errors import AsaError
-from asa.executor.equivalence import STEPS, Trace, _Outcome, _run, alone, judge
+from asa.executor.equivalence import STEPS, Trace, _Outcome, _run, alone, first_gradients, judge, settled
 from asa.ir.codec import to_data
+from asa.ir.equivalence import Equivalence
 from asa.ir.graph import Component, LayerGraph
 from asa.ir.plan import Assignment, DataDegree, Plan, Stage, TensorDegree
 from asa.launch import run_ranks
 from asa.planner import Request, plan
 from asa.sharding.describe import layer_graph
 from asa.strategies import offered
-from asa.tracing import trace
+from asa.tracing import TracedModel, trace
 from asa.zoo.models import build, default_input
 
 CLASSES = 10
@@ -45,12 +52,14 @@ MODELS = {
 }  # fmt: skip
 """How often each is drawn: those that take seconds more often than those that take minutes."""
 SMALLEST = ("cnn", "lstm", "bert", "unet")
+LARGE = 50e6
+"""Parameters from which on one device's answers, gigabytes of them, are not kept."""
 RECORD = Path(__file__).parent / "records" / "verify_random.json"
 
 
 @cache
-def subject(model: str) -> tuple[LayerGraph, Plan]:
-    """The model's graph, and any plan of it."""
+def subject(model: str) -> tuple[TracedModel, LayerGraph, Plan]:
+    """The model as traced, its graph, and any plan of it."""
     shape, _ = default_input(model)
     traced = trace(build(model, num_classes=CLASSES, input_shape=shape), torch.zeros(2, *shape), name=model)
     graph = layer_graph(traced, model=model, input_shape=shape, num_classes=CLASSES)
@@ -59,7 +68,13 @@ def subject(model: str) -> tuple[LayerGraph, Plan]:
         graph, cluster.device, model_spec=model, model_fingerprint=traced.model_fingerprint, global_batch=64
     )
     request = Request(gpus=2, global_batch=64, strategies=("ddp",))
-    return graph, plan(profile, cluster, offered(), request)[0]
+    return traced, graph, plan(profile, cluster, offered(), request)[0]
+
+
+def copies(model: str) -> Callable[[], TracedModel]:
+    """What makes a model to train, each with equal weights of its own."""
+    traced = subject(model)[0]
+    return lambda: copy.deepcopy(traced)
 
 
 def _widths(draw: random.Random, ranks: int, most: int) -> list[int]:
@@ -102,7 +117,7 @@ def _assigned(draw: random.Random, c: Component, width: int, stage: int, before:
 
 def drawn(model: str, draw: random.Random, most_ranks: int) -> tuple[Plan, int]:
     """A plan, and the samples to verify it on."""
-    graph, base = subject(model)
+    _, graph, base = subject(model)
     starts = [i for i in range(1, len(graph)) if graph.cuttable(i)]
     ranks = draw.randint(2, most_ranks)
     widths = _widths(draw, ranks, 1 + len(starts))
@@ -132,8 +147,10 @@ def drawn(model: str, draw: random.Random, most_ranks: int) -> tuple[Plan, int]:
     return made, samples
 
 
-def _reference(path: Path, made: Plan, factory: Any, samples: int) -> None:
-    """One device's answers, on the disk."""
+def _reference(path: Path, made: Plan, factory: Any, samples: int) -> dict[str, Trace]:
+    """One device's answers, those on the disk where there are any."""
+    if path.is_file():
+        return {k: Trace(**v) for k, v in torch.load(path, weights_only=True).items()}
     one, cpu = alone(made), torch.device("cpu")
     run = partial(_run, one, factory, offered(), 0, cpu, samples=samples)
     found = {
@@ -142,22 +159,19 @@ def _reference(path: Path, made: Plan, factory: Any, samples: int) -> None:
         "permuted64": run(dtype=torch.float64, steps=STEPS, permute=True),
         "permuted32": run(dtype=torch.float32, steps=1, permute=True),
     }
-    torch.save({k: vars(t) for k, t in found.items()}, path)
+    if sum(t.numel() for t in found["one32"].gradients.values()) < LARGE:
+        torch.save({k: vars(t) for k, t in found.items()}, path.with_suffix(".part"))
+        path.with_suffix(".part").replace(path)
+    return found
 
 
-def _on_rank(rank: int, made: Plan, factory: Any, samples: int, path: Path) -> dict[str, Any]:
+def _on_rank(rank: int, made: Plan, factory: Any, samples: int, path: Path) -> Equivalence | None:
     cpu = torch.device("cpu")
     spread64 = _run(made, factory, offered(), rank, cpu, samples=samples, dtype=torch.float64, steps=STEPS)
     spread32 = _run(made, factory, offered(), rank, cpu, samples=samples, dtype=torch.float32, steps=1)
     if rank:
-        return {}
-    if not path.is_file():
-        _reference(path, made, factory, samples)
-    kept = {k: Trace(**v) for k, v in torch.load(path, weights_only=True).items()}
-    found = judge(_Outcome(spread64, spread32, **kept), made, samples)
-    document = to_data(found)
-    del document["tensors"]
-    return dict(document)
+        return None
+    return judge(_Outcome(spread64, spread32, **_reference(path, made, factory, samples)), made, samples)
 
 
 def in_words(made: Plan) -> str:
@@ -174,21 +188,35 @@ def in_words(made: Plan) -> str:
     return f"{made.schedule} m{made.num_microbatches} {made.optimizer} " + " ".join(parts)
 
 
-def check(index: int, seed: int, models: Sequence[str], most_ranks: int, folder: Path) -> dict[str, Any]:
-    """Draw number ``index``, verified."""
+def begun(index: int, seed: int, models: Sequence[str]) -> tuple[str, random.Random]:
+    """Draw number ``index``: its model, and what decides the rest."""
     draw = random.Random(f"{seed}/{index}")
-    model = draw.choices(models, [MODELS.get(m, 1) for m in models])[0]
+    return draw.choices(models, [MODELS.get(m, 1) for m in models])[0], draw
+
+
+def check(index: int, seed: int, models: Sequence[str], most_ranks: int, folder: Path) -> dict[str, Any]:
+    """Draw number ``index``, verified; nothing where it needs more memory than is free."""
+    model, draw = begun(index, seed, models)
     made, samples = drawn(model, draw, most_ranks)
-    shape, _ = default_input(model)
-    factory = partial(build, model, num_classes=CLASSES, input_shape=shape)
+    weights = sum(p.numel() for c in subject(model)[0].components for p in c.parameters())
+    # float64: weights, gradients, two moments, and on some ranks full copies.
+    if weights > LARGE and psutil.virtual_memory().available < weights * 8 * 6 * made.num_ranks:
+        return {}
     row: dict[str, Any] = {"draw": index, "model": model, "samples": samples, "plan": in_words(made)}
     path = folder / f"{model}.{made.num_microbatches}.{samples}.{made.optimizer}.pt"
+    factory = copies(model)
+    start = partial(run_ranks, made.num_ranks, threads=1, timeout_s=900)
     began = time.monotonic()
     try:
-        found = run_ranks(made.num_ranks, _on_rank, made, factory, samples, path, threads=1, timeout_s=900)[0]
+        verdict = start(_on_rank, made, factory, samples, path)[0]
+        assert verdict is not None
+        verdict = settled(
+            verdict, lambda first: start(first_gradients, made, factory, offered(), "cpu", samples, first)[0]
+        )
+        found = dict(to_data(verdict))
+        del found["tensors"]
     except AsaError as error:
         found = {"equivalent": False, "reason": f"{type(error).__name__}: {error}"[:400]}
-    gc.collect()
     return row | found | {"seconds": round(time.monotonic() - began, 1)}
 
 
@@ -200,7 +228,10 @@ def main() -> None:
     parser.add_argument("--only", type=int, default=None, help="this draw alone")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--of", default="", help="do those draws that fall on these models")
     parser.add_argument("--ranks", type=int, default=4, help="the most")
+    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no draw begins")
+    parser.add_argument("--keep", type=Path, default=None, help="folder of one device's answers, for later calls")
     parser.add_argument("-o", "--output", type=Path, default=None)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -210,11 +241,23 @@ def main() -> None:
         rows = json.loads(args.output.read_text())["draws"]
     done = {row["draw"] for row in rows}
     print(f"{'draw':>4} {'model':12} same {'error':>8} {'floor':>8} seconds  plan", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
+    models = args.models.split(",")
+    wanted = args.of.split(",") if args.of else models
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as passing:
+        folder = args.keep or Path(passing)
+        folder.mkdir(parents=True, exist_ok=True)
         for index in indices:
-            if index in done:
+            if index in done or begun(index, args.seed, models)[0] not in wanted:
                 continue
-            row = check(index, args.seed, args.models.split(","), args.ranks, Path(folder))
+            if time.monotonic() - began > args.budget:
+                break
+            gc.collect()
+            gc.freeze()  # what is here is not looked through in every rank
+            row = check(index, args.seed, models, args.ranks, folder)
+            if not row:
+                print(f"{index:4} needs more memory than is free", flush=True)
+                continue
             row |= {} if args.models == parser.get_default("models") else {"models": args.models}
             rows.append(row)
             figures = f"{row.get('max_rel_error', float('nan')):8.0e} {row.get('noise_floor', float('nan')):8.0e}"
@@ -222,10 +265,11 @@ def main() -> None:
             told = f"{row['plan']} {row.get('reason', '')}"
             print(f"{index:4} {row['model']:12} {same:4} {figures} {row['seconds']:7.1f}  {told}", flush=True)
             if args.output is not None:
-                models = parser.get_default("models")
-                header = {"torch": torch.__version__, "seed": args.seed, "models": models, "classes": CLASSES}
+                known = parser.get_default("models")
+                header = {"torch": torch.__version__, "seed": args.seed, "models": known, "classes": CLASSES}
+                ordered = sorted(rows, key=lambda r: int(r["draw"]))
                 args.output.parent.mkdir(parents=True, exist_ok=True)
-                args.output.write_text(json.dumps({**header, "draws": rows}, indent=1) + "\n")
+                args.output.write_text(json.dumps({**header, "draws": ordered}, indent=1) + "\n")
     good = sum(row["equivalent"] for row in rows)
     print(f"{good} of {len(rows)} draws train as one device does")
     raise SystemExit(0 if good == len(rows) else 1)

@@ -5,7 +5,8 @@ tens of per cent), so weights are compared in float64: five steps at an ordinary
 one device, from the same weights, samples and dropout masks, with BatchNorm over the same groups of samples. A
 tensor passes if ``||delta|| <= max(1e-6, 10 * floor) * ||w||``, where the floor is one device against itself with
 samples permuted inside the batch. First-step gradients are compared in fp32 too; their floor also counts how far
-fp32 on one device is from float64.
+fp32 on one device is from float64. An activation within rounding of a ReLU's corner falls to either side of it, and
+the gradient of a small channel with it: what is wrong differs on every batch, so gradients have three to agree on.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -37,6 +39,7 @@ WEIGHT_TOLERANCE = 1e-6
 FLOOR_FACTOR = 10.0
 GRADIENT_TOLERANCE_FP32 = 1e-4
 _SMALL_GRADIENT = 1e-3
+_FURTHER_BATCHES = 2
 LEARNING_RATE = {"sgd": 0.01, "adamw": 1e-3}
 STEPS = 5
 
@@ -87,9 +90,9 @@ def _convert(traced: TracedModel, dtype: torch.dtype) -> None:
 
 def _run(
     plan: Plan, build: ModelFactory, strategies: Strategies, rank: int, device: torch.device, *,
-    samples: int, dtype: torch.dtype, steps: int, permute: bool = False,
+    samples: int, dtype: torch.dtype, steps: int, permute: bool = False, first: int = 0,
 ) -> Trace:  # fmt: skip
-    """Train ``steps`` steps; ``permute`` reverses the samples inside every microbatch."""
+    """Train ``steps`` steps from number ``first`` on; ``permute`` reverses the samples inside every microbatch."""
     example = torch.zeros((2, *plan.input_shape), dtype=torch.float32)
     model = materialize(
         plan, build(), example, rank=rank, strategies=strategies, device=device, batch_norm="exact",
@@ -100,12 +103,12 @@ def _run(
     )  # fmt: skip
     model.train()
     trace = Trace()
-    for step in range(steps):
+    for step in range(first, first + steps):
         x, y = _batch(plan, samples, step, dtype)
         model.zero_grad()
         trace.losses.append(_step(model, x, y, step, permute))
         # In float64 only one device's are wanted: they show how far fp32 is from the truth by itself.
-        if step == 0 and (dtype == torch.float32 or (plan.num_ranks == 1 and not permute)):
+        if step == first and (dtype == torch.float32 or (plan.num_ranks == 1 and not permute)):
             trace.gradients = full_gradients(model)
         optimizer.step()
         model.share_updates()
@@ -186,28 +189,16 @@ def judge(outcome: _Outcome, plan: Plan, samples: int) -> Equivalence:
         tensors.append(TensorError(name=name, error=error, floor=floor, allowed=allowed))
     worst = max(tensors, key=lambda t: t.error / t.allowed)
     losses = zip(outcome.plan64.losses, outcome.one64.losses, outcome.permuted64.losses, strict=True)
-    loss_excess = [
-        (abs(a - b) / abs(b), max(WEIGHT_TOLERANCE, FLOOR_FACTOR * abs(c - b) / abs(b))) for a, b, c in losses
-    ]
-    one, permuted = outcome.one32.gradients, outcome.permuted32.gradients
-    # Some gradients are zero but for rounding (a bias in front of BatchNorm): those are held against the whole.
-    least = _SMALL_GRADIENT * sum(_norm(g) ** 2 for g in one.values()) ** 0.5
-    gradients = []
-    for name, reference in one.items():
-        error, shuffled = (_error(g[name], reference, least) for g in (outcome.plan32.gradients, permuted))
-        # Shards of a convolution may run another algorithm, with other rounding: no permutation shows that.
-        floor = max(shuffled, _error(outcome.one64.gradients[name], reference, least))
-        gradients.append((error, max(GRADIENT_TOLERANCE_FP32, FLOOR_FACTOR * floor), name))
-    gradient_error, gradient_allowed, worst_gradient = max(gradients, key=lambda g: g[0] / g[1])
-    fine = (
-        all(t.error <= t.allowed for t in tensors)
-        and all(e <= a for e, a in loss_excess)
-        and all(e <= a for e, a, _ in gradients)
+    loss_error, loss_allowed = max(
+        ((abs(a - b) / abs(b), max(WEIGHT_TOLERANCE, FLOOR_FACTOR * abs(c - b) / abs(b))) for a, b, c in losses),
+        key=lambda loss: loss[0] / loss[1],
     )
+    error, allowed, name = _gradients_apart(outcome.plan32, outcome.one32, outcome.one64, outcome.permuted32)
+    fine = all(t.error <= t.allowed for t in tensors) and loss_error <= loss_allowed and error <= allowed
     verdict = Equivalence(
         equivalent=fine, max_rel_error=worst.error, noise_floor=max(t.floor for t in tensors),
-        worst_tensor=worst.name, allowed=worst.allowed, loss_error=max(e for e, _ in loss_excess),
-        gradient_error_fp32=gradient_error, worst_gradient=worst_gradient, gradient_allowed_fp32=gradient_allowed,
+        worst_tensor=worst.name, allowed=worst.allowed, loss_error=loss_error, loss_allowed=loss_allowed,
+        gradient_error_fp32=error, worst_gradient=name, gradient_allowed_fp32=allowed,
         dtype="float64", learning_rate=LEARNING_RATE[plan.optimizer], steps=STEPS, samples=samples,
         ranks=plan.num_ranks, batch_norm="exact", plan_fingerprint=fingerprint(plan), tensors=tuple(tensors),
     )  # fmt: skip
@@ -215,8 +206,58 @@ def judge(outcome: _Outcome, plan: Plan, samples: int) -> Equivalence:
         return verdict
     return compressed(
         verdict, plan.compression, weights=distance(outcome.plan64.weights, outcome.one64.weights),
-        gradients=distance(outcome.plan32.gradients, one),
+        gradients=distance(outcome.plan32.gradients, outcome.one32.gradients),
     )  # fmt: skip
+
+
+def _gradients_apart(plan32: Trace, one32: Trace, one64: Trace, permuted32: Trace) -> tuple[float, float, str]:
+    """(error, allowed, name) of the first gradient with the largest share of its allowance."""
+    # Some gradients are zero but for rounding (a bias in front of BatchNorm): those are held against the whole.
+    least = _SMALL_GRADIENT * sum(_norm(g) ** 2 for g in one32.gradients.values()) ** 0.5
+    found = []
+    for name, reference in one32.gradients.items():
+        error, shuffled = (_error(t.gradients[name], reference, least) for t in (plan32, permuted32))
+        # Shards of a convolution may run another algorithm, with other rounding: no permutation shows that.
+        floor = max(shuffled, _error(one64.gradients[name], reference, least))
+        found.append((error, max(GRADIENT_TOLERANCE_FP32, FLOOR_FACTOR * floor), name))
+    return max(found, key=lambda g: g[0] / g[1])
+
+
+def first_gradients(
+    rank: int, plan: Plan, build: ModelFactory, strategies: Strategies, device: str, samples: int, first: int
+) -> tuple[float, float, str]:
+    """On one rank: fp32 gradients of step ``first``, (error, allowed, name) of the worst; zeros but on rank 0."""
+    place = torch.device(device, rank) if device == "cuda" else torch.device(device)
+
+    def run(p: Plan, dtype: torch.dtype, permute: bool = False) -> Trace:
+        return _run(
+            p, build, strategies, rank, place, samples=samples, dtype=dtype, steps=1, permute=permute, first=first
+        )
+
+    spread, one = run(plan, torch.float32), alone(plan)
+    if rank:
+        return 0.0, 0.0, ""
+    return _gradients_apart(
+        spread, run(one, torch.float32), run(one, torch.float64), run(one, torch.float32, permute=True)
+    )
+
+
+def settled(verdict: Equivalence, gradients: Callable[[int], tuple[float, float, str]]) -> Equivalence:
+    """``verdict``; where fp32 gradients alone differ, with those of another batch if they agree there.
+
+    ``gradients``: :func:`first_gradients` of the step of a number. Two further batches are tried.
+    """
+    rest = all(t.error <= t.allowed for t in verdict.tensors) and verdict.loss_error <= verdict.loss_allowed
+    if verdict.equivalent or verdict.compression != "none" or not rest:
+        return verdict
+    for further in range(1, 1 + _FURTHER_BATCHES):
+        error, allowed, name = gradients(further * STEPS)
+        if error <= allowed:
+            return replace(
+                verdict, equivalent=True, gradient_error_fp32=error, worst_gradient=name,
+                gradient_allowed_fp32=allowed, gradient_batches=1 + further,
+            )  # fmt: skip
+    return replace(verdict, gradient_batches=1 + _FURTHER_BATCHES)
 
 
 def verify(
@@ -238,19 +279,9 @@ def verify(
             f"asked to compare on {samples} samples, {plan.num_microbatches} microbatches on {plan.num_ranks} ranks "
             f"need {least}; raise --samples, or leave it out"
         )
-    backend = "nccl" if device == "cuda" else "gloo"
-    results = run_ranks(
-        plan.num_ranks,
-        _measure,
-        plan,
-        build,
-        strategies,
-        device,
-        count,
-        backend=backend,
-        threads=1,
-        timeout_s=timeout_s,
+    start = partial(
+        run_ranks, plan.num_ranks, backend="nccl" if device == "cuda" else "gloo", threads=1, timeout_s=timeout_s
     )
-    verdict = results[0]
+    verdict = start(_measure, plan, build, strategies, device, count)[0]
     assert verdict is not None
-    return verdict
+    return settled(verdict, lambda first: start(first_gradients, plan, build, strategies, device, count, first)[0])

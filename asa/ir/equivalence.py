@@ -22,7 +22,9 @@ class Equivalence:
 
     ``max_rel_error`` is that of ``worst_tensor``, the tensor with the largest share of its allowance after ``steps``
     steps in ``dtype``; ``noise_floor`` is the largest error of one device against itself with samples permuted
-    inside the batch. ``gradient_error_fp32`` is the largest relative error of a first-step gradient in fp32.
+    inside the batch. ``loss_error`` is that of the loss with the largest share of its allowance, ``loss_allowed``;
+    ``gradient_error_fp32`` that of such a first-step gradient in fp32. Where fp32 gradients alone differ, other batches
+    are compared, and figures are those of the one on which they agree: ``gradient_batches`` says which that was.
 
     A plan with ``compression`` is never equivalent: then errors are those of all weights, and of all gradients, as one
     vector, and ``within_tolerance`` says whether gradients are within ``gradient_allowed_fp32``, and weights and losses
@@ -48,3 +50,5 @@ class Equivalence:
     tensors: tuple[TensorError, ...]
     compression: CompressionName = later("none")
     within_tolerance: bool | None = later()
+    loss_allowed: float = later(1e-6)
+    gradient_batches: int = later(1)

@@ -11,6 +11,7 @@ from asa.report.tables import line, table
 def render(found: Equivalence, *, worst: int = 5) -> list[RenderableType]:
     """The verdict, what it rests on, and the ``worst`` tensors by share of their allowance."""
     made = table("Tensors nearest to their limit", ("tensor", "error", "floor", "allowed"))
+    batches = "" if found.gradient_batches == 1 else f", {found.gradient_batches} batches compared"
     for t in sorted(found.tensors, key=lambda t: t.error / t.allowed, reverse=True)[:worst]:
         made.add_row(t.name, f"{t.error:.2e}", f"{t.floor:.2e}", f"{t.allowed:.2e}")
     return [
@@ -22,7 +23,7 @@ def render(found: Equivalence, *, worst: int = 5) -> list[RenderableType]:
         ),
         line(
             f"first gradients in fp32: {found.gradient_error_fp32:.2e} at {found.worst_gradient} "
-            f"(allowed {found.gradient_allowed_fp32:.2e}); losses {found.loss_error:.2e}"
+            f"(allowed {found.gradient_allowed_fp32:.2e}{batches}); losses {found.loss_error:.2e}"
         ),
         line(""),
         made,
