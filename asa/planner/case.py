@@ -34,8 +34,9 @@ _FAR = 0.99
 """Of the best plan: a bound below it calls for better plans, too."""
 _LEAST = 1e-4
 """Of a bound: the least step upwards."""
-_STRIDE = 0.3
-"""Of the way from the bound to the best plan, at least, at a time."""
+_STRIDE, _LEAP = 0.3, 0.35
+"""Of the way from the bound to the best plan, at least, at a time; and up to which share of the bound that is all of
+it: what is explored up to one limit is explored anew up to the next."""
 _NEAR = 0.002
 """By how much a plan may exceed what its stages were taken for, and not be looked at more closely."""
 _TRIED = 12
@@ -185,7 +186,8 @@ class Case:
     def _by_plans(self, best: float, ends: float) -> None:
         """All plans up to a limit, a little further each time."""
         if self.bound > 0 and best < _FOREVER and not self._short:  # far from the best plan, in longer strides
-            self.share = max(self.share, (best / self.bound - 1) * _STRIDE)
+            left = best / self.bound - 1
+            self.share = max(self.share, left if left <= _LEAP else left * _STRIDE)
         limit = min(best, self.bound * (1 + self.share)) if self.share < 10 else best
         limit = min(limit, _FOREVER)
         self.share *= 4
