@@ -224,7 +224,7 @@ class Single:
         elif self.level == 2 and self._took > _LONG_S and began + _FORMULATED * self._took > ends:
             self.level, self.stuck = 1, True  # would not be done in time, in this search
         elif self.level == 2 and self.num_microbatches > 1:
-            self._several(min(ends, began + _FIRST_S))
+            self._several(best, min(ends, began + _FIRST_S))
         elif self.place is None:
             self._look(best)
         elif self._settled is None:
@@ -235,15 +235,16 @@ class Single:
     def _raise(self, bound: float) -> None:
         self.bound = max(self.bound, bound)
 
-    def _several(self, until: float) -> None:
+    def _several(self, best: float, until: float) -> None:
         """Not in the space at all where one microbatch is enough; by their prices elsewhere."""
         one = self._places.get(self.width, 1)
-        if one is not None and not one.roomy:
-            one.settle(float("inf"), until)
-        if one is None or one.roomy or one.fits:
+        if one is None or one.roomy:
             self.bound = float("inf")
-        else:
-            self._raise(self._places.priced(self.width, self.num_microbatches))
+            return
+        self._raise(self._places.priced(self.width, self.num_microbatches))
+        if self.bound < best:
+            one.settle(float("inf"), until)
+            self.bound = float("inf") if one.fits else self.bound
 
     def _look(self, best: float) -> None:
         """By prices of memory and overlap."""
