@@ -19,7 +19,7 @@ from asa.cost.pipeline import shape
 from asa.interfaces.schedule import Schedule
 from asa.planner import guess
 from asa.planner.bounds import Frame, Keys, Links
-from asa.planner.lattice import INF, Table
+from asa.planner.lattice import INF, Table, divisors
 from asa.planner.pipelines import Skeleton, value_of
 from asa.planner.points import OutOfTimeError, Points
 from asa.planner.problem import Choice
@@ -39,6 +39,8 @@ _STRIDE, _LEAP = 0.3, 0.35
 it: what is explored up to one limit is explored anew up to the next."""
 _NEAR = 0.002
 """By how much a plan may exceed what its stages were taken for, and not be looked at more closely."""
+_MANY = 24
+"""Widths and degrees at the ends of stages, together, from which they are first looked at without degrees."""
 _TRIED = 12
 """Plans filled in at a time, where stages are known as bounds only."""
 
@@ -119,6 +121,8 @@ class Case:
             try:
                 self._by_prices(best, ends, limit=self.level == 2)
             except OutOfTimeError:
+                if self.level == 1:
+                    self._roughly(best, 0.0)
                 return
         elif self.level == 3 and best >= _FOREVER:
             guess.likely(self, self._frame, best)
@@ -158,8 +162,30 @@ class Case:
         self.stages = tuple(p for p in self.stages if p <= self.most)
         self._frame = frame
 
+    def _roughly(self, best: float, ends: float) -> None:
+        """By prices of stages without what lies between them, whatever the degrees at their ends: as far as there is
+        time for prices, by compute alone beyond."""
+        keys = Keys(self.widths, lambda _w: (1,))
+        rough = {w: self.shop.rough(w, self.m, ends) for w in self.widths}
+
+        def tables(w: int, r: int) -> Table | None:
+            return None if self.tables.get((w, r)) is None else rough[w]
+
+        links = self.shop.links(self.m, keys, free=True)
+        self._alive(
+            Frame(
+                self.shop.n, self.m, keys, links, tables, self.most, self._leads.__getitem__,
+                lambda w, r: self._near[w, r],
+            ),
+            best,
+        )  # fmt: skip
+
     def _by_prices(self, best: float, ends: float, *, limit: bool) -> None:
         if not limit:
+            if sum(len(divisors(w)) for w in self.widths) > _MANY:
+                self._roughly(best, ends)
+                if self.bound >= best:
+                    return
             self.keys = Keys(self.widths)
             self._links = self.shop.links(self.m, self.keys, ends=ends)
         assert self._links is not None
