@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -292,3 +293,16 @@ def test_a_hurried_label_program_states_a_true_bound():
             assert found.bound <= best.value * (1 + 1e-9)
             assert found.choice is None or found.value >= best.value * (1 - 1e-9)
         assert labels.solve(tight, gap=0.05).value <= best.value * 1.06
+
+
+def test_no_choice_peaks_above_the_ceiling_or_below_the_floor():
+    rng = random.Random(43)
+    for _ in range(20):
+        problem = random_problems.draw(rng, components=4, configs=3, most=90)
+        peaks = [
+            exhaustive.peak(problem, choice)
+            for choice in product(*(range(len(c)) for c in problem.configs))
+            if exhaustive.value(problem, choice) < float("inf")
+        ]
+        assert dp.memory_floor(problem) <= min(peaks) + 1e-12
+        assert max(peaks) <= dp.memory_ceiling(problem) + 1e-12

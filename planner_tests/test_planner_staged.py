@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import replace
 
@@ -19,6 +20,7 @@ from asa.ir.layout import Layout
 from asa.ir.plan import Plan
 from asa.ir.units import GIB
 from asa.planner import Request, exhaustive, plan, verify
+from asa.planner.beside import Beside, Told
 from asa.planner.candidate import Candidate, Prices
 from asa.planner.decide import table
 from asa.planner.pipelines import Skeleton
@@ -32,9 +34,9 @@ STAGED = replace(fake_strategies.FULL, schedules=schedules(), checkpoint=True)
 CASES = [(known_models.resnet50(), "v100-dgx1-8"), (known_models.transformer(), "3090-pcie-8")]
 
 
-def space(graph, cluster: str, gpus: int = 8, batch: int = 64) -> Prices:
+def space(graph, cluster: str, gpus: int = 8, batch: int = 64, **asked) -> Prices:
     profile, links = known_models.profile(graph, 500.0, 64), presets.load(cluster)
-    return Prices(Space(profile, links, STAGED, Request(gpus=gpus, global_batch=batch)))
+    return Prices(Space(profile, links, STAGED, Request(gpus=gpus, global_batch=batch, **asked)))
 
 
 def drawn(rng: random.Random, prices: Prices) -> tuple[StagedSpace, Candidate, tuple[tuple[int, ...], ...]]:
@@ -157,3 +159,25 @@ def test_stages_stay_inside_a_node_or_take_whole_ones():
     assert not here.placed(3, 6)
     assert not here.placed(4, 8)
     assert not here.placed(0, 12)
+
+
+@pytest.mark.parametrize("compression", ["none", "fp16"])
+def test_what_is_priced_once_for_all_microbatches_is_what_each_would_price(compression):
+    prices = space(CASES[0][0], "l4-8x1-25g-rdma", compression=compression)
+    s = prices.space
+    for m in (1, 2, 8):
+        alone = Pricer(
+            s.profile, times_of(s.profile, STAGED), s.cluster, STAGED, width=4, global_batch=s.request.global_batch,
+            num_microbatches=m, optimizer=s.request.optimizer, busy=8, compression=compression,
+        )  # fmt: skip
+        for i in range(len(s.profile.graph)):
+            for way in s.ways(i, 4, m):
+                assert prices.pricer(4, m, 8).component(i, way) == alone.component(i, way)
+
+
+def test_two_processes_hear_of_each_others_number():
+    told = Told()
+    assert told.exchange(0, 3.0) == float("inf")
+    other = Beside(lambda: told.exchange(1, 2.0), apart=hasattr(os, "fork"))
+    assert other.result() == 3.0
+    assert told.exchange(0, 3.0) == 2.0

@@ -10,9 +10,8 @@ from copy import copy
 from dataclasses import replace
 
 from asa.cost.around import Around
-from asa.cost.buckets import Release, bucket_bytes, releases, wrapper_seconds
+from asa.cost.buckets import wrapper_seconds
 from asa.cost.collectives import Links
-from asa.cost.compression import remaining
 from asa.cost.compute import Times, Work
 from asa.cost.constants import constant
 from asa.cost.handovers import Handovers
@@ -20,6 +19,7 @@ from asa.cost.memory import Footprint, margin
 from asa.cost.offload import host_update
 from asa.cost.shards import Keeping, Shards
 from asa.cost.spread import slowest_rank, waiting, working
+from asa.cost.states import States
 from asa.cost.step import BoundaryCost, ComponentCost
 from asa.cost.way import Alone, Spread, Way
 from asa.interfaces.strategy import OPTIMIZER_WORDS, Strategies
@@ -28,7 +28,7 @@ from asa.ir.graph import Component
 from asa.ir.layout import Boundary, Layout
 from asa.ir.plan import CompressionName, OptimizerName
 from asa.ir.profile import Profile
-from asa.ir.traffic import Collective, Memory, Phase, Share
+from asa.ir.traffic import Collective, Memory, Phase
 
 
 class Pricer:
@@ -56,6 +56,7 @@ class Pricer:
         compression: CompressionName = "none",
         speeds: tuple[float, ...] = (),
         spare: tuple[float, ...] = (),
+        states: States | None = None,
     ) -> None:
         busy = width if busy is None else busy
         self.shards = Shards(
@@ -67,20 +68,22 @@ class Pricer:
         self._cluster = cluster
         self._strategies = strategies
         self._optimizer: OptimizerName = optimizer
-        self._compression: CompressionName = compression
         self._busy = busy
         self.num_microbatches = num_microbatches
-        self._links = Links(cluster, width, busy)
         self._times = times
-        self._releases: tuple[Release, ...] = releases(profile.graph)
+        self.states = states or States(
+            profile.graph, times, cluster, strategies, Links(cluster, width, busy), optimizer, compression
+        )
+        self._links = self.states.links
+        self._releases = self.states.releases
         at_once = working(width, busy, num_microbatches)
         self._slow = slowest_rank(profile, cluster, at_once)
         self._slow_memory = slowest_rank(profile, cluster, at_once, memory=True)
         self._components: dict[tuple[int, Way], ComponentCost] = {}
         self._alones: dict[tuple[object, ...], Alone] = {}
         self._spreads: dict[tuple[object, ...], Spread] = {}
-        self._inlets: dict[tuple[int, Layout], BoundaryCost] = {}
-        self._outlets: dict[tuple[int, Layout], BoundaryCost] = {}
+        self._inlets: dict[tuple[bool, float, bool, Layout], BoundaryCost] = {}
+        self._outlets: dict[tuple[float, bool, Layout], BoundaryCost] = {}
         self._errors: dict[Layout, float] = {}
         self._wrappers: dict[Layout, float] = {}
         self._boundaries: dict[tuple[object, ...], BoundaryCost] = {}
@@ -167,17 +170,13 @@ class Pricer:
         key = (index, way.layout, way.tensor)
         if key not in self._alones:
             component, splitting = self._graph.components[index], self._strategies.tensor[way.tensor.strategy]
-            degree = way.layout.tensor
-            share = splitting.share(component, degree)
             work, slow = self._longest(component, way.layout)
-            inner = splitting.traffic(component, degree, self.local(way.layout))
-            bandwidth = self._cluster.device.memory_bandwidth
-            update = self._times.update(component, degree, self._optimizer, share.parameter_bytes, bandwidth)
+            inner = splitting.traffic(component, way.layout.tensor, self.local(way.layout))
             self._alones[key] = Alone(
-                share, work, slow, inner,
+                self.states.share(index, way.tensor), work, slow, inner,
                 ahead=self._met(inner, "forward", way, work.forward_s * slow),
                 back=self._met(inner, "backward", way, work.backward_s * slow),
-                update=update,
+                update=self.states.update(index, way.tensor),
             )  # fmt: skip
         return self._alones[key]
 
@@ -185,25 +184,19 @@ class Pricer:
         """What keeping its state one way or another adds, but for what is forgotten or put on the host."""
         key = (index, way.layout, way.tensor, way.data)
         if key not in self._spreads:
-            alone, layout = self._alone(index, way), way.layout
-            page = self._strategies.data[way.data.strategy].of(way.data)
-            moved = page.traffic(alone.share, layout.data, layout.inner)
-            held = page.memory(alone.share, layout.data, self._optimizer)
-            # Stock sharding has no stream to scatter on where ranks are CPUs: backward waits for it. Weights that are
-            # gathered once a step are awaited in forward.
-            blocking = self._cluster.device.type == "cpu" and not held.buckets
+            alone, kept = self._alone(index, way), self.states.kept(index, way)
             ahead, back = alone.ahead, alone.back
-            if blocking or any(c.phase in ("forward", "backward") for c in moved):
-                traffic, work, slow = (*alone.inner, *moved), alone.work, alone.slow
-                ahead = self._met(traffic, "forward", way, work.forward_s * slow, "update" if blocking else None)
-                back = self._met(traffic, "backward", way, work.backward_s * slow, "gradient" if blocking else None)
-            update_moved = self._seconds(moved, "update") + self._handled(moved, "update")
-            gradients = [c for c in moved if c.phase == "gradient"]
-            prompt, late, copying = self._sync(index, alone.share, gradients, bucketed=held.buckets > 0)
-            copying += self._handled(moved, "gradient")
-            if blocking:
-                update_moved, prompt = update_moved + prompt, 0.0
-            self._spreads[key] = Spread(page, held, ahead, back, update_moved, prompt, late, copying)
+            if kept.blocking or kept.repeated:
+                traffic, work, slow = (*alone.inner, *kept.moved), alone.work, alone.slow
+                once: tuple[Phase, Phase] | tuple[None, None] = (
+                    ("update", "gradient") if kept.blocking else (None, None)
+                )
+                ahead = self._met(traffic, "forward", way, work.forward_s * slow, once[0])
+                back = self._met(traffic, "backward", way, work.backward_s * slow, once[1])
+            copying = kept.copied * self._slow / self.shards.slowest + kept.handled
+            self._spreads[key] = Spread(
+                kept.page, kept.held, ahead, back, kept.update_moved, kept.prompt, kept.late, copying
+            )
         return self._spreads[key]
 
     def _met(
@@ -220,36 +213,7 @@ class Pricer:
         if not meetings:
             return 0.0
         waited = compute_s * (waiting(self._cluster, self.width, compute_s / meetings) - 1)
-        return self._seconds(moved, phase) + self._handled(moved, phase) + waited
-
-    def _handled(self, traffic: Iterable[Collective], phase: Phase) -> float:
-        """Seconds of a rank, beside the links', on what stock sharding gathers and scatters."""
-        costs = self._cluster.sharding
-        if costs is None:
-            return 0.0
-        moved = [c for c in traffic if c.phase == phase and c.op in ("all_gather", "reduce_scatter")]
-        return sum(costs.unit_s + costs.byte_s * c.bytes for c in moved)
-
-    def _sync(self, index: int, share: Share, moved: list[Collective], *, bucketed: bool) -> tuple[float, float, float]:
-        """Seconds of gradient synchronisation: leaving at once, leaving with a later bucket, and copying for it.
-
-        ``bucketed``: an all_reduce travels in buckets with its neighbours, so it costs its part of a full bucket's
-        time; anything else is sent component by component.
-        """
-        prompt = late = copying = 0.0
-        for c in moved:
-            left = remaining(self._compression, c, share.num_parameter_tensors, whole=bucketed)
-            if c.op != "all_reduce" or not bucketed:
-                prompt += self._links.taken(c.op, left * c.bytes, c.ranks, c.stride)
-                continue
-            message = bucket_bytes(self._graph, c.bytes, share.num_parameter_tensors)
-            seconds = self._links.taken(c.op, left * message, c.ranks, c.stride) * c.bytes / message
-            prompt += seconds * self._releases[index].prompt
-            late += seconds * (1 - self._releases[index].prompt)
-            if self._cluster.device.memory_bandwidth > 0:
-                passes = constant("ddp_bucket_passes") + (constant("compression_passes") if left < 1 else 0.0)
-                copying += passes * c.bytes / self._cluster.device.memory_bandwidth * self._slow / self.shards.slowest
-        return prompt, late, copying
+        return self._seconds(moved, phase) + self.states.handled(moved, phase) + waited
 
     def _held(self, alone: Alone, way: Way, memory: Memory, saved: float, transient: float) -> tuple[Footprint, float]:
         """Memory of the component, and seconds of its optimizer step, on the device or on its host."""
@@ -312,14 +276,15 @@ class Pricer:
 
     def inlet(self, index: int, layout: Layout) -> BoundaryCost:
         """Where component ``index`` begins a stage: it holds what it was sent, and its gradient leaves whole."""
-        if (index, layout) not in self._inlets:
-            self._inlets[index, layout] = self._inlet(index, layout) if index else self.entry(layout)
-        return self._inlets[index, layout]
+        size, _, partial = self.alike(index) if index else (0.0, False, False)
+        key = (index > 0, size, partial, layout)
+        if key not in self._inlets:
+            size *= self.microbatch
+            self._inlets[key] = self._inlet(size, layout, partial=partial) if index else self.entry(layout)
+        return self._inlets[key]
 
-    def _inlet(self, index: int, layout: Layout) -> BoundaryCost:
-        before, after = self._graph.components[index - 1], self._graph.components[index]
-        size = self.microbatch * before.output_bytes_per_sample
-        found = self._crossing(Boundary(source=layout, target=layout, entry_partial=_entry(after)), size)
+    def _inlet(self, size: float, layout: Layout, *, partial: bool) -> BoundaryCost:
+        found = self._crossing(Boundary(source=layout, target=layout, entry_partial=partial), size)
         held = Footprint(
             activations=self._keeping.part(size, layout) * margin(),
             transient=found.footprint.transient + self._keeping.part(size, layout),
@@ -328,12 +293,12 @@ class Pricer:
 
     def outlet(self, index: int, layout: Layout) -> BoundaryCost:
         """Where component ``index`` ends a stage: its output is made whole; the loss, or a transfer, comes next."""
-        if (index, layout) not in self._outlets:
-            component = self._graph.components[index]
-            boundary = Boundary(source=layout, target=layout, exit_partial=_exit(component))
-            size = self.microbatch * component.output_bytes_per_sample
-            self._outlets[index, layout] = self._crossing(boundary, size)
-        return self._outlets[index, layout]
+        component = self._graph.components[index]
+        key = (component.output_bytes_per_sample, _exit(component), layout)
+        if key not in self._outlets:
+            boundary = Boundary(source=layout, target=layout, exit_partial=key[1])
+            self._outlets[key] = self._crossing(boundary, self.microbatch * key[0])
+        return self._outlets[key]
 
     def handover(self, index: int, source: Layout, target: Layout, offset: int) -> tuple[float, float]:
         """Seconds of one microbatch from a stage to the next, which begins with component ``index`` on rank ``offset``:

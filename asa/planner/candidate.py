@@ -15,6 +15,7 @@ from asa.cost.planned import Price, price
 from asa.cost.pricing import Pricer, Way, times_of
 from asa.cost.shards import Shards
 from asa.cost.spread import slowest_rank, working
+from asa.cost.states import States
 from asa.ir.codec import noun
 from asa.ir.layout import Layout, largest_shard
 from asa.ir.plan import DataDegree, ScheduleName, TensorDegree
@@ -81,6 +82,7 @@ class Prices:
         self._slow: dict[float, float] = {}
         self._computes: dict[tuple[int, int], np.ndarray] = {} if known is None else known._computes
         self._pricers: dict[tuple[object, ...], Pricer] = {} if known is None else known._pricers
+        self._states: dict[tuple[int, int], States] = {} if known is None else known._states
         self._splits: dict[int, np.ndarray] = {}
         self.uniform: dict[object, list[Way]] = {}
         """Ways of the whole strategies: they are the same for any number of microbatches."""
@@ -130,7 +132,9 @@ class Prices:
                 compression=s.request.compression,
                 speeds=speeds,
                 spare=spare,
+                states=self._states.get((width, working)),
             )
+            self._states.setdefault((width, working), self._pricers[key].states)
         return self._pricers[key]
 
     def _spare(self, first: int, width: int) -> tuple[float, ...]:

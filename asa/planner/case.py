@@ -19,7 +19,7 @@ from asa.cost.pipeline import shape
 from asa.interfaces.schedule import Schedule
 from asa.planner import guess
 from asa.planner.bounds import Frame, Keys, Links
-from asa.planner.lattice import INF, Table
+from asa.planner.lattice import INF, Table, divisors
 from asa.planner.pipelines import Skeleton, value_of
 from asa.planner.points import OutOfTimeError, Points
 from asa.planner.problem import Choice
@@ -34,10 +34,13 @@ _FAR = 0.99
 """Of the best plan: a bound below it calls for better plans, too."""
 _LEAST = 1e-4
 """Of a bound: the least step upwards."""
-_STRIDE = 0.3
-"""Of the way from the bound to the best plan, at least, at a time."""
+_STRIDE, _LEAP = 0.3, 0.35
+"""Of the way from the bound to the best plan, at least, at a time; and up to which share of the bound that is all of
+it: what is explored up to one limit is explored anew up to the next."""
 _NEAR = 0.002
 """By how much a plan may exceed what its stages were taken for, and not be looked at more closely."""
+_MANY = 24
+"""Widths and degrees at the ends of stages, together, from which they are first looked at without degrees."""
 _TRIED = 12
 """Plans filled in at a time, where stages are known as bounds only."""
 
@@ -118,6 +121,8 @@ class Case:
             try:
                 self._by_prices(best, ends, limit=self.level == 2)
             except OutOfTimeError:
+                if self.level == 1:
+                    self._roughly(best, 0.0)
                 return
         elif self.level == 3 and best >= _FOREVER:
             guess.likely(self, self._frame, best)
@@ -157,8 +162,30 @@ class Case:
         self.stages = tuple(p for p in self.stages if p <= self.most)
         self._frame = frame
 
+    def _roughly(self, best: float, ends: float) -> None:
+        """By prices of stages without what lies between them, whatever the degrees at their ends: as far as there is
+        time for prices, by compute alone beyond."""
+        keys = Keys(self.widths, lambda _w: (1,))
+        rough = {w: self.shop.rough(w, self.m, ends) for w in self.widths}
+
+        def tables(w: int, r: int) -> Table | None:
+            return None if self.tables.get((w, r)) is None else rough[w]
+
+        links = self.shop.links(self.m, keys, free=True)
+        self._alive(
+            Frame(
+                self.shop.n, self.m, keys, links, tables, self.most, self._leads.__getitem__,
+                lambda w, r: self._near[w, r],
+            ),
+            best,
+        )  # fmt: skip
+
     def _by_prices(self, best: float, ends: float, *, limit: bool) -> None:
         if not limit:
+            if sum(len(divisors(w)) for w in self.widths) > _MANY:
+                self._roughly(best, ends)
+                if self.bound >= best:
+                    return
             self.keys = Keys(self.widths)
             self._links = self.shop.links(self.m, self.keys, ends=ends)
         assert self._links is not None
@@ -185,7 +212,8 @@ class Case:
     def _by_plans(self, best: float, ends: float) -> None:
         """All plans up to a limit, a little further each time."""
         if self.bound > 0 and best < _FOREVER and not self._short:  # far from the best plan, in longer strides
-            self.share = max(self.share, (best / self.bound - 1) * _STRIDE)
+            left = best / self.bound - 1
+            self.share = max(self.share, left if left <= _LEAP else left * _STRIDE)
         limit = min(best, self.bound * (1 + self.share)) if self.share < 10 else best
         limit = min(limit, _FOREVER)
         self.share *= 4

@@ -273,3 +273,13 @@ def memory_floor(problem: Problem) -> float:
         found = max(found, state + activations + behind + min(c.transient for c in row))
         behind -= own
     return found
+
+
+def memory_ceiling(problem: Problem) -> float:
+    """GiB above which no choice peaks: every component and edge at its largest in each respect, all at once."""
+    found = sum(max(c.state for c in row) + max(c.activations for c in row) for row in problem.configs)
+    found += sum(max(c.gradients for c in row) for row in problem.configs)
+    between = [list(edges.values()) for edges in problem.edges if edges]
+    found += sum(max(e.state for e in edges) + max(e.activations for e in edges) for edges in between)
+    moving = max((e.transient for edges in between for e in edges), default=0.0)
+    return found + max(c.transient for row in problem.configs for c in row) + moving

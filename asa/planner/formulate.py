@@ -149,12 +149,21 @@ def _edges(
 def _ends(
     pricer: Pricer, found: list[tuple[Layout, ...]], numbers: dict[Layout, int], *, inlet: bool, whole: bool
 ) -> tuple[dict[int, Edge], ...]:
-    """What beginning (or ending) a stage with each component costs; only at the very ends for a single stage."""
+    """What beginning (or ending) a stage with each component costs; only at the very ends for a single stage. Ends that
+    look alike are one and the same."""
     price, used = (pricer.inlet, 0) if inlet else (pricer.outlet, len(found) - 1)
-    return tuple(
-        {numbers[x]: _end(price(i, x), inlet) for x in layouts} if not whole or i == used else {}
-        for i, layouts in enumerate(found)
-    )
+    known: dict[tuple[object, ...], dict[int, Edge]] = {}
+    ends: list[dict[int, Edge]] = []
+    for i, layouts in enumerate(found):
+        if whole and i != used:
+            ends.append({})
+            continue
+        place = i if inlet else i + 1
+        key = (pricer.alike(place) if 0 < place < len(found) else place, layouts)
+        if key not in known:
+            known[key] = {numbers[x]: _end(price(i, x), inlet) for x in layouts}
+        ends.append(known[key])
+    return tuple(ends)
 
 
 def _end(cost: BoundaryCost, inlet: bool) -> Edge:

@@ -113,13 +113,14 @@ def search(
     others: Sequence[Item] = (),
     started: float | None = None,
     floor: dict[int, float] | None = None,
+    news: Callable[[float], float] | None = None,
 ) -> Pipelined:
     """The fastest plan of two or more stages, if it beats ``incumbent_ms``, and a proof of how good it is.
 
     ``others`` are searched along with it; what they find they keep, and the proof holds for them, too. The search ends
     when the bound has reached the best, or after ``patience_s`` ``(1 - gap)`` of it, or time is up. ``started``: when
     the clock of the curve did. ``floor``: the numbers of microbatches to search, with a bound on each
-    (:mod:`asa.planner.floors`); all where None.
+    (:mod:`asa.planner.floors`); all where None. ``news``: as for :func:`best_first`.
     """
     best = Best(pipelines, incumbent_ms, started)
     ends = time.monotonic() + time_limit_s
@@ -133,7 +134,7 @@ def search(
             for name, schedule in pipelines.schedules.items():
                 for stages in _alike(schedule, min(shop.n, shop.gpus), m):
                     queue.append(Case(shop, m, name, schedule, stages, best.found, bound=floor[m]))
-    counts = best_first(queue, best, ends, gap=gap, patience=time.monotonic() + patience_s)
+    counts = best_first(queue, best, ends, gap=gap, patience=time.monotonic() + patience_s, news=news)
     return Pipelined(
         skeleton=best.skeleton,
         choices=best.choices,
@@ -172,12 +173,12 @@ def joined(a: Pipelined, b: Pipelined) -> Pipelined:
 
 def best_first(
     items: Sequence[Item], best: Best, ends: float, *, gap: float = 0.0, patience: float,
-    news: Callable[[], float] | None = None,
+    news: Callable[[float], float] | None = None,
 ) -> dict[str, int]:  # fmt: skip
     """Always take the item with the lowest bound a step further, until that bound has reached the best plan.
 
-    From the time ``patience`` on, ``(1 - gap)`` of it is enough. ``best.bound`` is what is proved of all. ``news``: ms
-    of a plan that somebody else may have found by now.
+    From the time ``patience`` on, ``(1 - gap)`` of it is enough. ``best.bound`` is what is proved of all. ``news``:
+    told the ms of the best plan, it says those of one that somebody else may have found by now.
     """
     queue = [(item.bound, k, item) for k, item in enumerate(items)]
     heapq.heapify(queue)
@@ -186,7 +187,7 @@ def best_first(
     while queue:
         bound, number, item = heapq.heappop(queue)
         if news is not None:
-            best.other(news())
+            best.other(news(best.limit))
         best.note(min(bound, lowest))
         allowed = gap if time.monotonic() >= patience else 0.0
         if bound >= best.limit * (1 - max(allowed, _CLOSE)) or time.monotonic() > ends:

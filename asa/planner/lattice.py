@@ -208,6 +208,11 @@ class Table:
     whole: Any
     single: Any
 
+    def anyhow(self) -> Table:
+        """The least of each value, whatever the degrees at the ends."""
+        values = (self.steady, self.forward, self.whole, self.single)
+        return Table(*(x.min(axis=(2, 3), keepdims=True) for x in values))
+
 
 Row = tuple[float, float, float, float, float]
 

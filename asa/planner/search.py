@@ -15,10 +15,11 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from asa.errors import AsaError
 from asa.planner import exhaustive, ilp, joint
-from asa.planner.beside import Beside, possible
+from asa.planner.beside import Beside, Told, possible
 from asa.planner.candidate import Candidate, Prices
 from asa.planner.climb import first_plans
 from asa.planner.floors import floors
@@ -141,7 +142,7 @@ def _first(
         found = first_plans(prices, allowed, best.limit / MS, until, near if near > 1 else None)
         return found, float("inf") if found is None else prices.of(found).cost.total_s * MS
 
-    def news() -> float:
+    def news(_best: float) -> float:
         return sketch.result()[1] if sketch.ready else float("inf")
 
     sketch = Beside(sketched, apart=apart)
@@ -181,16 +182,18 @@ def _piped(staged: StagedSpace, best: joint.Best, alone: Sequence[Single], ends:
     rest = {m: floor[m] for m in floor if m not in order}
     apart = len(order) > 1 and joint.searched(staged) and possible()
 
-    def part(some: Sequence[int], others: Sequence[Single]) -> Pipelined:
+    told = Told() if apart else None
+
+    def part(some: Sequence[int], others: Sequence[Single], side: int = 0) -> Pipelined:
         return joint.search(
             staged, incumbent_ms=best.limit, time_limit_s=max(0.1, ends - time.monotonic()), gap=_ENOUGH,
             patience_s=max(0.0, started + _PATIENCE_S - time.monotonic()), others=others, started=started,
-            floor={m: floor[m] for m in some} | rest,
+            floor={m: floor[m] for m in some} | rest, news=None if told is None else partial(told.exchange, side),
         )  # fmt: skip
 
     if not apart:
         return part(order, alone)
-    other = Beside(lambda: part(order[1::2], ()), apart=True)
+    other = Beside(lambda: part(order[1::2], (), 1), apart=True)
     try:
         return joint.joined(part(order[::2], alone), other.result())
     finally:

@@ -37,6 +37,7 @@ class Shop:
         self._explorers: dict[tuple[int, int, int], Explorer] = {}
         self._sent: dict[tuple[Any, ...], tuple[float, float]] = {}
         self._computed: dict[int, Frame] = {}
+        self._alone: dict[int, dict[int, Table]] = {}
         self.hurried: dict[tuple[int, int, int, int, int], Points] = {}
         self._links: dict[Any, Links] = {}
 
@@ -44,7 +45,7 @@ class Shop:
         """Bounds by compute alone, whatever the schedule."""
         if m in self._computed:
             return self._computed[m]
-        n, tables = self.n, {}
+        n, tables = self.n, self._alone.setdefault(m, {})
         widths = [w for w in self.offsets if w < self.gpus]
         for w in widths:
             row = self.pipelines.compute(w, m)
@@ -65,6 +66,14 @@ class Shop:
         frame.look_ahead(range(2, stages + 1))
         self._computed[m] = frame
         return frame
+
+    def rough(self, w: int, m: int, ends: float) -> Table | None:
+        """Stages of any degrees at their ends, without the memory limit; by compute alone where time is up and nothing
+        better is known."""
+        if (w, m) in self._relaxed or time.monotonic() < ends:
+            table = self.relaxed(w, m)
+            return None if table is None else table.anyhow()
+        return self._alone[m].get(w)
 
     def numbers(self, w: int, m: int) -> Numbers | None:
         """The chain as arrays."""

@@ -38,16 +38,24 @@ class Place:
     def __init__(self, formulation: Formulation | None) -> None:
         self._formulation = formulation
         self.free, self.fits, self.settled, self._looked = _OPEN, False, True, False
-        self.solver: labels.Solver | None = None
+        self._solver: labels.Solver | None = None
+        self._roomy: labels.Solver | None = None
+        self._possible = self.roomy = False
         if formulation is None:
             return
         self.problem = formulation.problem
         self._limit = self.problem.capacity + TOLERANCE_GIB
-        if dp.memory_floor(self.problem) > self._limit:
-            return
-        self.solver = labels.Solver(self.problem)
-        self.settled = False
-        self._roomy: labels.Solver | None = None
+        self._possible = dp.memory_floor(self.problem) <= self._limit
+        self.settled = not self._possible
+        self.roomy = self._possible and dp.memory_ceiling(self.problem) <= self.problem.capacity
+        """Whether every choice fits."""
+
+    @property
+    def solver(self) -> labels.Solver | None:
+        """With the memory limit; None where nothing fits."""
+        if self._solver is None and self._possible:
+            self._solver = labels.Solver(self.problem)
+        return self._solver
 
     @property
     def formulation(self) -> Formulation:
@@ -153,8 +161,9 @@ class Places:
         fewer = self.get(width, num_microbatches // 2)
         if fewer is None:
             return True
-        fewer.settle(cutoff, ends)
-        if fewer.fits:
+        if not fewer.roomy:
+            fewer.settle(cutoff, ends)
+        if fewer.roomy or fewer.fits:
             return True
         before = self.enough(width, num_microbatches // 2, cutoff, ends)
         return before if before or fewer.settled else None
@@ -215,7 +224,7 @@ class Single:
         elif self.level == 2 and self._took > _LONG_S and began + _FORMULATED * self._took > ends:
             self.level, self.stuck = 1, True  # would not be done in time, in this search
         elif self.level == 2 and self.num_microbatches > 1:
-            self._several(min(ends, began + _FIRST_S))
+            self._several(best, min(ends, began + _FIRST_S))
         elif self.place is None:
             self._look(best)
         elif self._settled is None:
@@ -226,15 +235,16 @@ class Single:
     def _raise(self, bound: float) -> None:
         self.bound = max(self.bound, bound)
 
-    def _several(self, until: float) -> None:
+    def _several(self, best: float, until: float) -> None:
         """Not in the space at all where one microbatch is enough; by their prices elsewhere."""
         one = self._places.get(self.width, 1)
-        if one is not None:
-            one.settle(float("inf"), until)
-        if one is None or one.fits:
+        if one is None or one.roomy:
             self.bound = float("inf")
-        else:
-            self._raise(self._places.priced(self.width, self.num_microbatches))
+            return
+        self._raise(self._places.priced(self.width, self.num_microbatches))
+        if self.bound < best:
+            one.settle(float("inf"), until)
+            self.bound = float("inf") if one.fits else self.bound
 
     def _look(self, best: float) -> None:
         """By prices of memory and overlap."""

@@ -1,0 +1,145 @@
+"""What keeping a component's state costs and moves, whatever the number of microbatches: priced once for all of them.
+
+Components that are alike in all but their names, such as repeated blocks, are priced once, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+
+from asa.cost.buckets import Release, bucket_bytes, releases
+from asa.cost.collectives import Links
+from asa.cost.compression import remaining
+from asa.cost.compute import Times
+from asa.cost.constants import constant
+from asa.cost.way import Way
+from asa.interfaces.strategy import DataStrategy, Strategies
+from asa.ir.cluster import Cluster
+from asa.ir.graph import Component, LayerGraph
+from asa.ir.plan import CompressionName, OptimizerName, TensorDegree
+from asa.ir.traffic import Collective, Memory, Phase, Share
+
+_WORDS = ("name", "modules", "why_whole")
+"""Fields of a component that nothing is priced by."""
+
+
+@dataclass
+class Kept:
+    """A component under a data strategy. ``moved``: all its traffic; ``repeated``: whether some is in every microbatch;
+    ``blocking``: whether backward waits for all of it. Seconds once per step as in
+    :class:`asa.cost.step.ComponentCost`; ``copied`` is compute on a rank as fast as the profile's device, ``handled``
+    on any."""
+
+    page: DataStrategy
+    held: Memory
+    moved: tuple[Collective, ...]
+    repeated: bool
+    blocking: bool
+    update_moved: float
+    prompt: float
+    late: float
+    copied: float
+    handled: float
+
+
+class States:
+    """Of the components of one graph, on stages of one width, while so many ranks work as ``links`` knows."""
+
+    def __init__(
+        self, graph: LayerGraph, times: Times, cluster: Cluster, strategies: Strategies, links: Links,
+        optimizer: OptimizerName, compression: CompressionName,
+    ) -> None:  # fmt: skip
+        self.links = links
+        self.releases: tuple[Release, ...] = releases(graph)
+        self._graph, self._times, self._cluster, self._strategies = graph, times, cluster, strategies
+        self._optimizer: OptimizerName = optimizer
+        self._compression: CompressionName = compression
+        self._like = alike(graph.components)
+        self._shares: dict[tuple[int, TensorDegree], Share] = {}
+        self._updates: dict[tuple[int, TensorDegree], float] = {}
+        self._kept: dict[tuple[object, ...], Kept] = {}
+
+    def share(self, index: int, tensor: TensorDegree) -> Share:
+        """What a tensor rank has of component ``index``."""
+        key = (self._like[index], tensor)
+        if key not in self._shares:
+            page = self._strategies.tensor[tensor.strategy]
+            self._shares[key] = page.share(self._graph.components[index], tensor.degree)
+        return self._shares[key]
+
+    def update(self, index: int, tensor: TensorDegree) -> float:
+        """Seconds of an update of all that share."""
+        key = (index, tensor)
+        if key not in self._updates:
+            size, bandwidth = self.share(index, tensor).parameter_bytes, self._cluster.device.memory_bandwidth
+            component = self._graph.components[index]
+            self._updates[key] = self._times.update(component, tensor.degree, self._optimizer, size, bandwidth)
+        return self._updates[key]
+
+    def kept(self, index: int, way: Way) -> Kept:
+        """The state of component ``index``, run that way."""
+        key = (self._like[index], self.releases[index].prompt, way.layout, way.tensor, way.data)
+        if key not in self._kept:
+            self._kept[key] = self._new(index, way)
+        return self._kept[key]
+
+    def _new(self, index: int, way: Way) -> Kept:
+        share, layout = self.share(index, way.tensor), way.layout
+        page = self._strategies.data[way.data.strategy].of(way.data)
+        moved = tuple(page.traffic(share, layout.data, layout.inner))
+        held = page.memory(share, layout.data, self._optimizer)
+        # Stock sharding has no stream to scatter on where ranks are CPUs: backward waits for it. Weights that are
+        # gathered once a step are awaited in forward.
+        blocking = self._cluster.device.type == "cpu" and not held.buckets
+        update_moved = sum(self.links.seconds(c) for c in moved if c.phase == "update") + self.handled(moved, "update")
+        gradients = [c for c in moved if c.phase == "gradient"]
+        prompt, late, copied = self._sync(index, share, gradients, bucketed=held.buckets > 0)
+        if blocking:
+            update_moved, prompt = update_moved + prompt, 0.0
+        return Kept(
+            page, held, moved,
+            repeated=any(c.phase in ("forward", "backward") for c in moved),
+            blocking=blocking,
+            update_moved=update_moved,
+            prompt=prompt,
+            late=late,
+            copied=copied,
+            handled=self.handled(moved, "gradient"),
+        )  # fmt: skip
+
+    def handled(self, traffic: Iterable[Collective], phase: Phase) -> float:
+        """Seconds of a rank, beside the links', on what stock sharding gathers and scatters."""
+        costs = self._cluster.sharding
+        if costs is None:
+            return 0.0
+        moved = [c for c in traffic if c.phase == phase and c.op in ("all_gather", "reduce_scatter")]
+        return sum(costs.unit_s + costs.byte_s * c.bytes for c in moved)
+
+    def _sync(self, index: int, share: Share, moved: list[Collective], *, bucketed: bool) -> tuple[float, float, float]:
+        """Seconds of gradient synchronisation: leaving at once, leaving with a later bucket, and copying for it.
+
+        ``bucketed``: an all_reduce travels in buckets with its neighbours, so it costs its part of a full bucket's
+        time; anything else is sent component by component.
+        """
+        prompt = late = copied = 0.0
+        for c in moved:
+            left = remaining(self._compression, c, share.num_parameter_tensors, whole=bucketed)
+            if c.op != "all_reduce" or not bucketed:
+                prompt += self.links.taken(c.op, left * c.bytes, c.ranks, c.stride)
+                continue
+            message = bucket_bytes(self._graph, c.bytes, share.num_parameter_tensors)
+            seconds = self.links.taken(c.op, left * message, c.ranks, c.stride) * c.bytes / message
+            prompt += seconds * self.releases[index].prompt
+            late += seconds * (1 - self.releases[index].prompt)
+            if self._cluster.device.memory_bandwidth > 0:
+                passes = constant("ddp_bucket_passes") + (constant("compression_passes") if left < 1 else 0.0)
+                copied += passes * c.bytes / self._cluster.device.memory_bandwidth
+        return prompt, late, copied
+
+
+def alike(components: Sequence[Component]) -> tuple[int, ...]:
+    """Per component the first one that is like it in all but words."""
+    names = [f.name for f in fields(Component) if f.name not in _WORDS]
+    first: dict[tuple[object, ...], int] = {}
+    return tuple(first.setdefault(tuple(getattr(c, n) for n in names), i) for i, c in enumerate(components))
