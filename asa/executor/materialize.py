@@ -32,7 +32,7 @@ from asa.sharding.boundary import Crossing
 from asa.sharding.randomness import make_reproducible
 from asa.sharding.recompute import recompute
 from asa.sharding.samples import SampleContext
-from asa.sharding.tensor import plan_ahead
+from asa.sharding.tensor import plan_split
 from asa.sharding.transfer import Link
 from asa.tracing import TracedModel, trace
 from asa.tracing.component import TracedComponent
@@ -88,7 +88,7 @@ def _boundaries(position: Position, components: list[TracedComponent], outer: La
     layouts = position.layouts
     partial = []
     for component, layout in zip(components, layouts, strict=True):
-        split = plan_ahead(component)[0] if layout.tensor > 1 else None
+        split = plan_split(component)[0] if layout.tensor > 1 else None
         partial.append((split.entry_partial, split.exit_partial) if split else (False, False))
     inner = [
         Boundary(source=a, target=b, exit_partial=partial[i][1], entry_partial=partial[i + 1][0])
