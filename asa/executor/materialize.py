@@ -105,8 +105,13 @@ def _check(plan: Plan, traced: TracedModel, strategies: Strategies) -> None:
     names = [c.name for c in traced.components]
     planned = [c.name for c in plan.components]
     if names != planned:
-        first = next((a, b) for a, b in zip([*names, "end"], [*planned, "end"], strict=False) if a != b)
-        raise InvalidInputError(f"the plan is for another model: it has {first[1]!r} where the model has {first[0]!r}")
+        i = next((i for i, (a, b) in enumerate(zip(names, planned, strict=False)) if a != b), None)
+        where = (
+            f"{len(planned)} components, the model has {len(names)}"
+            if i is None
+            else f"{planned[i]!r} where the model has {names[i]!r}"
+        )
+        raise InvalidInputError(f"the plan is for another model: it has {where}; profile and plan it again")
     if plan.model_fingerprint != traced.model_fingerprint:
         raise InvalidInputError(
             f"the plan is for another model: its fingerprint is {plan.model_fingerprint or 'missing'}, this "
