@@ -316,6 +316,23 @@ def test_a_cluster_of_another_kind_that_states_no_peak_is_refused(place, capsys)
     assert "states no fp32 peak" in refused(capsys, 3, "plan", "--cluster", "gpus.json")
 
 
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("--gpus", "3"), "asked for 3 devices, cluster box has 2"),
+        (("--strategies", "dpp"), "no strategy 'dpp'"),
+        (("--pin", "head"), "is not of the form COMPONENT=STRATEGY"),
+        (("--offload", "always"), "offload saves nothing on box"),
+    ],
+)
+def test_a_request_is_refused_before_the_model_is_looked_at(more, words, capsys, monkeypatch):
+    def measured(*_: object, **__: object) -> None:
+        raise AssertionError("measured something")
+
+    monkeypatch.setattr("asa.cli.choose.measured", measured)
+    assert words in refused(capsys, 2, "plan", "cnn", "--cluster", "box", *more)
+
+
 def test_errors_of_a_noun_still_point_into_the_file():
     data = codec.to_data(nouns.plan())
     data["components"][1]["stage"] = 7

@@ -20,7 +20,7 @@ from asa.executor import checkpoint, outdir, prepare
 from asa.executor.clock import StepClock
 from asa.executor.logs import RunLog
 from asa.executor.loop import TrainingExecutor
-from asa.executor.materialize import materialize
+from asa.executor.materialize import _check, materialize
 from asa.executor.optimizer import build_optimizer, learning_rate, set_learning_rate
 from asa.executor.precision import LossScale
 from asa.executor.run import train
@@ -33,6 +33,7 @@ from asa.ir.plan import Plan
 from asa.launch import run_ranks
 from asa.scheduler import Policy, adapt
 from asa.strategies import offered
+from asa.tracing import trace
 from asa.zoo.data import ImageSet
 from asa.zoo.models import build
 
@@ -316,3 +317,16 @@ def test_stopping_before_the_first_step_saves_and_says_so(out: Path) -> None:
 
     assert run_ranks(2, body, threads=1, timeout_s=30) == [("stopped on request after step 0", 0)] * 2
     assert checkpoint.find(out / outdir.CHECKPOINTS).manifest.position == 0
+
+
+def test_a_plan_for_another_model_says_where_they_part() -> None:
+    model = build("cnn", num_classes=10, input_shape=(1, 8, 8))
+    found = trace(model, torch.zeros(2, 1, 8, 8), name="cnn")
+    made = training.plan()
+    shorter = dataclasses.replace(made, components=made.components[:-1])
+    with pytest.raises(InvalidInputError, match="it has 3 components, the model has 4; profile and plan it again"):
+        _check(shorter, found, offered())
+    renamed = dataclasses.replace(made.components[1], name="stem")
+    other = dataclasses.replace(made, components=(made.components[0], renamed, *made.components[2:]))
+    with pytest.raises(InvalidInputError, match=r"it has 'stem' where the model has 'features.1.conv'"):
+        _check(other, found, offered())

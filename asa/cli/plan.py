@@ -31,7 +31,7 @@ def run(args: Arguments, console: Console) -> None:
     from rich.text import Text
 
     from asa.cli import choose
-    from asa.planner import Request, parse_pin, plan, usual_limit
+    from asa.planner import Request, check_request, parse_pin, plan, usual_limit
     from asa.report import frontier as curves
     from asa.report import plan as report
     from asa.strategies import offered
@@ -39,6 +39,13 @@ def run(args: Arguments, console: Console) -> None:
     if args.output:
         places.check_writable(Path(args.output), "-o")
     cluster = choose.named_cluster(args.cluster) if args.cluster else None
+    pins = tuple(parse_pin(text) for text in args.pin)
+    if cluster:
+        asked = Request(
+            gpus=args.gpus or cluster.num_devices, global_batch=args.global_batch or 1, strategies=args.strategies,
+            pins=pins, offload=args.offload,
+        )  # fmt: skip
+        check_request(cluster, offered(), asked)  # before the model is looked at, which takes longer
     profile, said = choose.profile(args, console, args.model, cluster)
     console.say(f"asa: {said}")
     device = profile.device
@@ -49,7 +56,7 @@ def run(args: Arguments, console: Console) -> None:
         global_batch=args.global_batch or profile.global_batch,
         memory_bytes=args.memory,
         strategies=args.strategies,
-        pins=tuple(parse_pin(text) for text in args.pin),
+        pins=pins,
         solver=args.solver,
         optimizer=args.optimizer,
         time_limit_s=args.time_limit or usual_limit(gpus),

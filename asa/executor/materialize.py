@@ -32,7 +32,7 @@ from asa.sharding.boundary import Crossing
 from asa.sharding.randomness import make_reproducible
 from asa.sharding.recompute import recompute
 from asa.sharding.samples import SampleContext
-from asa.sharding.tensor import plan_ahead
+from asa.sharding.tensor import plan_split
 from asa.sharding.transfer import Link
 from asa.tracing import TracedModel, trace
 from asa.tracing.component import TracedComponent
@@ -88,7 +88,7 @@ def _boundaries(position: Position, components: list[TracedComponent], outer: La
     layouts = position.layouts
     partial = []
     for component, layout in zip(components, layouts, strict=True):
-        split = plan_ahead(component)[0] if layout.tensor > 1 else None
+        split = plan_split(component)[0] if layout.tensor > 1 else None
         partial.append((split.entry_partial, split.exit_partial) if split else (False, False))
     inner = [
         Boundary(source=a, target=b, exit_partial=partial[i][1], entry_partial=partial[i + 1][0])
@@ -105,8 +105,13 @@ def _check(plan: Plan, traced: TracedModel, strategies: Strategies) -> None:
     names = [c.name for c in traced.components]
     planned = [c.name for c in plan.components]
     if names != planned:
-        first = next((a, b) for a, b in zip([*names, "end"], [*planned, "end"], strict=False) if a != b)
-        raise InvalidInputError(f"the plan is for another model: it has {first[1]!r} where the model has {first[0]!r}")
+        i = next((i for i, (a, b) in enumerate(zip(names, planned, strict=False)) if a != b), None)
+        where = (
+            f"{len(planned)} components, the model has {len(names)}"
+            if i is None
+            else f"{planned[i]!r} where the model has {names[i]!r}"
+        )
+        raise InvalidInputError(f"the plan is for another model: it has {where}; profile and plan it again")
     if plan.model_fingerprint != traced.model_fingerprint:
         raise InvalidInputError(
             f"the plan is for another model: its fingerprint is {plan.model_fingerprint or 'missing'}, this "

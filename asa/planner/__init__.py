@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asa.planner.admission import check_request
 from asa.planner.decide import plan
 from asa.planner.explain import Alternative, ComponentExplanation, Difference, Explanation, Term, explain, why_not
 from asa.planner.request import Pin, Request, SolverName, parse_pin, usual_limit
@@ -16,6 +17,7 @@ __all__ = [
     "Request",
     "SolverName",
     "Term",
+    "check_request",
     "explain",
     "parse_pin",
     "plan",

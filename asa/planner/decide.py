@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from asa.cost.estimate import on_device
 from asa.cost.planned import Price
-from asa.errors import AsaError, InfeasibleError, UsageError
+from asa.errors import AsaError, InfeasibleError
 from asa.interfaces.strategy import Strategies
 from asa.ir import codec
 from asa.ir.cluster import Cluster
@@ -18,6 +18,7 @@ from asa.ir.plan import Assignment, Baseline, Certificate, CurvePoint, Plan, Sta
 from asa.ir.profile import Profile
 from asa.ir.units import GIB
 from asa.planner import baselines, infeasible, parameter_server
+from asa.planner.admission import check_request
 from asa.planner.candidate import Candidate, Prices
 from asa.planner.circumstances import circumstances
 from asa.planner.confidence import confidence
@@ -26,7 +27,7 @@ from asa.planner.problem import MS
 from asa.planner.request import Request
 from asa.planner.search import Outcome, next_best, search
 from asa.planner.singles import TOLERANCE_GIB
-from asa.planner.space import Space, check
+from asa.planner.space import Space
 
 _WORTH = 0.02
 """A gap from which on a longer search is worth mentioning."""
@@ -69,19 +70,8 @@ def plan(
         UnavailableError: the solver is not installed.
     """
     started = time.monotonic()
-    if request.gpus > cluster.num_devices:
-        raise UsageError(
-            f"asked for {request.gpus} devices, cluster {cluster.name} has {cluster.num_devices}; lower --gpus, name "
-            "a larger --cluster, or measure one"
-        )
-    if request.offload == "always" and cluster.device.type == "cpu":
-        raise UsageError(
-            f"offload saves nothing on {cluster.name}: what a CPU rank holds is in host memory already; leave it out, "
-            "or name a cluster of CUDA devices (`asa verify PLAN --device cpu` runs such a plan here)"
-        )
     wanted = tuple(dict.fromkeys(request.strategies or ("asa",)))
-    baselines.check(wanted, strategies, request.gpus)
-    check(strategies, request.pins)
+    check_request(cluster, strategies, request)
     used = on_device(profile, cluster) if known is None else known.space.profile
     prices = Prices(Space(used, cluster, strategies, request), known)
     rows = table(prices, wanted)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from contextlib import redirect_stderr
 from io import StringIO
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx, nn
@@ -21,8 +20,8 @@ from asa.sharding.samples import SampleDropout
 from asa.tracing.component import TracedComponent
 
 _SAMPLES = 2
-
-_planned: WeakKeyDictionary[TracedComponent, list[SplitPlan]] = WeakKeyDictionary()
+_SHAPES = "asa_shapes"
+"""In a node's ``meta``, which copies keep: for which shape and type of input its shape was noted."""
 
 
 def example_input(component: TracedComponent, samples: int = _SAMPLES) -> Tensor:
@@ -38,16 +37,20 @@ def _input_dtype(component: TracedComponent) -> torch.dtype:
 
 
 def _propagate_shapes(graph: fx.GraphModule, component: TracedComponent) -> None:
-    """Note every value's shape in its node, computing nothing and changing no buffer."""
+    """Note every value's shape in its node, computing nothing and changing no buffer; once for a graph."""
     device = next((p.device for p in component.parameters()), torch.device("cpu"))
     shape, dtype = (_SAMPLES, *component.input_shape), _input_dtype(component)
+    if all(node.meta.get(_SHAPES) == (shape, dtype) for node in graph.graph.nodes):
+        return
     if device.type == "meta":
         ShapeProp(graph).propagate(torch.empty(shape, dtype=dtype, device=device))
-        return
-    fake = FakeTensorMode()
-    with fake:
-        x = torch.empty(shape, dtype=dtype, device=device)
-    ShapeProp(graph, fake_mode=fake).propagate(x)
+    else:
+        fake = FakeTensorMode()
+        with fake:
+            x = torch.empty(shape, dtype=dtype, device=device)
+        ShapeProp(graph, fake_mode=fake).propagate(x)
+    for node in graph.graph.nodes:
+        node.meta[_SHAPES] = (shape, dtype)
 
 
 def plan_split(component: TracedComponent) -> list[SplitPlan]:
@@ -81,12 +84,6 @@ def plan_split(component: TracedComponent) -> list[SplitPlan]:
     return plans
 
 
-def plan_ahead(component: TracedComponent) -> list[SplitPlan]:
-    """:func:`plan_split`, kept for the :func:`split` of this component, which must not change until then."""
-    _planned[component] = plan_split(component)
-    return _planned[component]
-
-
 def split(component: TracedComponent, axis: Axis) -> TracedComponent:
     """Split ``component`` in place over ``axis``; without a process group it is rehearsed (see :class:`Axis`).
 
@@ -95,7 +92,7 @@ def split(component: TracedComponent, axis: Axis) -> TracedComponent:
     """
     if axis.size == 1:
         return component
-    plans = _planned.pop(component, None) or plan_split(component)
+    plans = plan_split(component)
     plan = plans[0]
     if not plan.actions or axis.size > plan.max_degree:
         raise UsageError(f"{component.name} splits at most {plan.max_degree} ways, asked {axis.size}")

@@ -111,8 +111,8 @@ def verdict_lines(job: Job) -> list[str]:
 
 def title(job: Job) -> str:
     """What the job is, in one line."""
-    kind = "GPUs" if job.gpu else "cores"
+    kind, machines = "GPUs" if job.gpu else "cores", "machine" if job.nodes == 1 else "machines"
     return (
-        f"{job.plan.model_spec}, strategy {job.plan.strategy}: {job.nodes} machines of {job.per_node} {kind}, "
+        f"{job.plan.model_spec}, strategy {job.plan.strategy}: {job.nodes} {machines} of {job.per_node} {kind}, "
         f"{job.plan.num_ranks} ranks, global batch {job.plan.global_batch}"
     )
