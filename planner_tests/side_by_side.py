@@ -23,8 +23,15 @@ MOST = 2
 TAKEN = "PLANNER_TESTS_TAKEN"
 """Variable: the folder that holds an empty file for every file of tests that some process has taken."""
 
-LONGEST = ("test_equivalence.py",)
-"""Files that take longest, so that none of them is left for the end."""
+LONGEST = (
+    "test_equivalence.py",
+    "test_train.py",
+    "test_cli_real.py",
+    "test_strategy_contract.py",
+    "test_verify_plans.py",
+    "test_zoo_models.py",
+)
+"""Files that take long, so that none of them is left for the end; the others follow in the order of their names."""
 
 
 def take_turns(session: pytest.Session) -> bool | None:
