@@ -5,8 +5,26 @@ from __future__ import annotations
 import gc
 import os
 
+import pytest
+
 # Before torch is imported by whichever test comes first, and without importing it here.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+
+LONGEST = (
+    "test_equivalence.py",
+    "test_train.py",
+    "test_cli_real.py",
+    "test_strategy_contract.py",
+    "test_verify_plans.py",
+    "test_zoo_models.py",
+)
+"""Files that take long, so that no process is left alone with one of them at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first, the others as they were."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 def pytest_collection_finish() -> None:
