@@ -16,6 +16,7 @@ from asa.cost.collectives import Links
 from asa.cost.compression import remaining
 from asa.cost.compute import Times, Work
 from asa.cost.constants import constant
+from asa.cost.ends import Ends
 from asa.cost.handovers import Handovers
 from asa.cost.memory import Footprint, margin
 from asa.cost.offload import host_update
@@ -26,10 +27,11 @@ from asa.cost.way import Alone, Spread, Way
 from asa.interfaces.strategy import OPTIMIZER_WORDS, Strategies
 from asa.ir.cluster import Cluster
 from asa.ir.graph import Component
-from asa.ir.layout import Boundary, Layout
+from asa.ir.layout import Boundary, Layout, largest_shard
 from asa.ir.plan import CompressionName, OptimizerName
 from asa.ir.profile import Profile
 from asa.ir.traffic import Collective, Memory, Phase, Share
+from asa.ir.transfer import whole
 
 
 class Pricer:
@@ -279,27 +281,23 @@ class Pricer:
             update += self._cluster.sharding.tensor_s * share.num_parameter_tensors
         return footprint, update / self.shards.slowest
 
-    def alike(self, index: int) -> tuple[float, bool, bool]:
+    def alike(self, index: int) -> tuple[float, Ends]:
         """What a boundary in front of component ``index`` depends on, beside the layouts."""
         before, after = self._graph.components[index - 1], self._graph.components[index]
-        return before.output_bytes_per_sample, _exit(before), _entry(after)
+        return before.output_bytes_per_sample, Ends.between(before, after)
 
     def boundary(self, index: int, source: Layout, target: Layout) -> BoundaryCost:
         """The boundary in front of component ``index`` (1 <= index < number of components)."""
-        size, exit_partial, entry_partial = self.alike(index)
-        key = (size, exit_partial, entry_partial, source, target)
+        size, ends = self.alike(index)
+        key = (size, ends, source, target)
         if key not in self._boundaries:
-            boundary = Boundary(
-                source=source, target=target, exit_partial=exit_partial, entry_partial=entry_partial
-            )  # fmt: skip
-            size *= self.microbatch
-            self._boundaries[key] = self._crossing(boundary, size)
+            self._boundaries[key] = self._crossing(ends.boundary(source, target), size * self.microbatch)
         return self._boundaries[key]
 
-    def _crossing(self, boundary: Boundary, size: float) -> BoundaryCost:
+    def _crossing(self, boundary: Boundary, size: float, *, inside: bool = True) -> BoundaryCost:
         source, target = boundary.source, boundary.target
         traffic = boundary.traffic(size)
-        wrapper = self._wrapper(target) if source != target else 0.0
+        wrapper = self._wrapper(target) if inside and source != target else 0.0
         gathered = sum(c.bytes for c in traffic if c.op == "all_gather" and c.phase == "backward")
         forward, backward = self._seconds(traffic, "forward"), self._seconds(traffic, "backward")
         blocking = self.num_microbatches * (forward + backward) + wrapper
@@ -310,10 +308,20 @@ class Pricer:
             wrapper_s=wrapper,
             link_error_s=blocking * max(self._link_error(source), self._link_error(target)),
             footprint=Footprint(
-                activations=self._keeping.part(size, target) * margin() if source.data != target.data else 0.0,
+                activations=self._converted(boundary, size) * margin(),
                 transient=gathered * margin(),
             ),
         )
+
+    def _converted(self, boundary: Boundary, size: float) -> float:
+        """Bytes of what a boundary makes of ``size`` bytes and the target keeps, where that is another tensor."""
+        source, target = boundary.source, boundary.target
+        if boundary.cuts_tokens:
+            tokens = boundary.entry_tokens
+            return self._keeping.part(size, target) * largest_shard(tokens, target.tensor) / tokens
+        if source.data != target.data or boundary.gathers_tokens:
+            return self._keeping.part(size, target)
+        return 0.0
 
     def inlet(self, index: int, layout: Layout) -> BoundaryCost:
         """Where component ``index`` begins a stage: it holds what it was sent, and its gradient leaves whole."""
@@ -324,7 +332,7 @@ class Pricer:
     def _inlet(self, index: int, layout: Layout) -> BoundaryCost:
         before, after = self._graph.components[index - 1], self._graph.components[index]
         size = self.microbatch * before.output_bytes_per_sample
-        found = self._crossing(Boundary(source=layout, target=layout, entry_partial=_entry(after)), size)
+        found = self._crossing(Ends.between(None, after).boundary(whole(layout), layout), size, inside=False)
         held = Footprint(
             activations=self._keeping.part(size, layout) * margin(),
             transient=found.footprint.transient + self._keeping.part(size, layout),
@@ -335,9 +343,9 @@ class Pricer:
         """Where component ``index`` ends a stage: its output is made whole; the loss, or a transfer, comes next."""
         if (index, layout) not in self._outlets:
             component = self._graph.components[index]
-            boundary = Boundary(source=layout, target=layout, exit_partial=_exit(component))
+            boundary = Ends.between(component, None).boundary(layout, whole(layout))
             size = self.microbatch * component.output_bytes_per_sample
-            self._outlets[index, layout] = self._crossing(boundary, size)
+            self._outlets[index, layout] = self._crossing(boundary, size, inside=False)
         return self._outlets[index, layout]
 
     def handover(self, index: int, source: Layout, target: Layout, offset: int) -> tuple[float, float]:
@@ -386,14 +394,6 @@ def times_of(profile: Profile, strategies: Strategies) -> Times:
         return share.flops_per_sample / component.flops_per_sample
 
     return Times(profile, flops_share)
-
-
-def _entry(component: Component) -> bool:
-    return component.split is not None and component.split.entry_partial
-
-
-def _exit(component: Component) -> bool:
-    return component.split is not None and component.split.exit_partial
 
 
 __all__ = ["Pricer", "Way", "times_of"]

@@ -152,17 +152,9 @@ def _ends(
     """What beginning (or ending) a stage with each component costs; only at the very ends for a single stage."""
     price, used = (pricer.inlet, 0) if inlet else (pricer.outlet, len(found) - 1)
     return tuple(
-        {numbers[x]: _end(price(i, x), inlet) for x in layouts} if not whole or i == used else {}
+        {numbers[x]: _edge(price(i, x)) for x in layouts} if not whole or i == used else {}
         for i, layouts in enumerate(found)
     )
-
-
-def _end(cost: BoundaryCost, inlet: bool) -> Edge:
-    """An outlet holds nothing of its own: what it makes whole is the component's output."""
-    found = _edge(cost)
-    if inlet:
-        return found
-    return Edge(cost=found.cost, forward=found.forward, backward=found.backward, once=found.once)
 
 
 def _config(number: int, way: Way, cost: ComponentCost, forced: float) -> Config:
