@@ -203,6 +203,7 @@ class Pricer:
                 traffic, work, slow = (*alone.inner, *moved), alone.work, alone.slow
                 ahead = self._met(traffic, "forward", way, work.forward_s * slow, "update" if blocking else None)
                 back = self._met(traffic, "backward", way, work.backward_s * slow, "gradient" if blocking else None)
+                ahead, back = ahead + self._handled(moved, "forward"), back + self._handled(moved, "backward")
             update_moved = self._seconds(moved, "update") + self._handled(moved, "update")
             gradients = [c for c in moved if c.phase == "gradient"]
             prompt, late, copying = self._sync(index, alone.share, gradients, bucketed=held.buckets > 0)
@@ -215,10 +216,10 @@ class Pricer:
     def _met(
         self, traffic: Sequence[Collective], phase: Phase, way: Way, compute_s: float, once: Phase | None = None
     ) -> float:
-        """Seconds that block in one pass of a component, whose own work is ``compute_s``: its collectives, what
-        handling them costs, and waiting at each of them for the slowest rank. A tensor-parallel component meets at
-        least once, if not inside, then at its boundary. ``once``: of which phase there are collectives that ranks meet
-        at as well, in one of a step's microbatches, and that are priced apart."""
+        """Seconds that block in one pass of a component, whose own work is ``compute_s``: its collectives, and waiting
+        at each of them for the slowest rank. A tensor-parallel component meets at least once, if not inside, then at
+        its boundary. ``once``: of which phase there are collectives that ranks meet at as well, in one of a step's
+        microbatches, and that are priced apart."""
         present = [c for c in traffic if c.ranks > 1 and c.bytes > 0]
         moved = [c for c in present if c.phase == phase]
         apart = sum(c.phase == once for c in present) / self.num_microbatches
@@ -226,7 +227,7 @@ class Pricer:
         if not meetings:
             return 0.0
         waited = compute_s * (waiting(self._cluster, self.width, compute_s / meetings) - 1)
-        return self._seconds(moved, phase) + self._handled(moved, phase) + waited
+        return self._seconds(moved, phase) + waited
 
     def _handled(self, traffic: Iterable[Collective], phase: Phase) -> float:
         """Seconds of a rank, beside the links', on what stock sharding gathers and scatters."""
