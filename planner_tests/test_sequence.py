@@ -14,18 +14,18 @@ from asa.cost import presets
 from asa.cost.memory import needed
 from asa.errors import InfeasibleError, UsageError
 from asa.executor.equivalence import verify
-from asa.executor.materialize import materialize
-from asa.executor.state import held
 from asa.interfaces.schedule import Schedule
 from asa.ir import codec
 from asa.ir.graph import InnerCollective, SequenceSplit
 from asa.ir.plan import Plan, TensorDegree
 from asa.ir.profile import Profile
-from asa.launch import run_ranks
 from asa.planner import Request, parse_pin, plan
 from asa.planner.explain import explain, why_not
+from asa.sharding.axis import Axis
 from asa.sharding.describe import tensor_split
-from asa.sharding.tensor import sequence_plans
+from asa.sharding.randomness import make_reproducible
+from asa.sharding.samples import SampleContext, SampleDropout
+from asa.sharding.tensor import detached_copy, sequence_plans, split
 from asa.strategies import offered
 from asa.strategies.sequence import SequenceParallel
 from planner_tests.hand_plans import hand_plan, traced, uniform
@@ -147,7 +147,7 @@ class Handmade(nn.Module):
 
 
 def test_what_needs_all_tokens_keeps_them() -> None:
-    for model, shape in ((Handmade(), (6, 8)), (build("perceptron"), INPUT), (build("blocks"), INPUT)):
+    for model, shape in ((Handmade(), (6, 8)), (build("perceptron"), INPUT)):
         assert all(sequence_plans(c) is None for c in traced(model, shape).components)
     first, last = traced(build("vision_transformer"), INPUT).components[1:3]
     for component, leaves in ((first, 5), (last, 0)):
@@ -157,32 +157,25 @@ def test_what_needs_all_tokens_keeps_them() -> None:
         assert (split.sequence.tokens, split.sequence.exit_tokens) == (5, leaves)
 
 
-def _held(rank: int, plans: list[Plan]) -> list[list[tuple[str, tuple[int, ...]]]]:
-    found = []
-    for each in plans:
-        model = materialize(
-            each, build("vision_transformer"), torch.zeros((2, *INPUT)), rank=rank, strategies=offered(),
-            device=torch.device("cpu"),
-        )  # fmt: skip
-        found.append([(x.name, tuple(x.tensor.shape)) for x in held(model)])
-        model.close()
-    return found
-
-
-def _plan(by_tokens: bool, **options: Any) -> Plan:
-    return hand_plan(
-        build("vision_transformer"), 2, uniform(1, 2), input_shape=INPUT, num_classes=10,
-        by_tokens=lambda _i: by_tokens, **options,
-    )  # fmt: skip
-
-
-def test_parameters_lie_as_under_tensor_parallelism() -> None:
-    for plain, cut in run_ranks(2, _held, [_plan(False), _plan(True)], threads=1, timeout_s=60):
-        assert plain == cut
+@pytest.mark.parametrize("index", [0, 1])
+def test_parameters_lie_as_under_tensor_parallelism_and_masks_as_their_tokens(index: int) -> None:
+    component = traced(build("vision_transformer"), INPUT).components[1]
+    make_reproducible([component], SampleContext())
+    shapes = []
+    for tokens in (False, True):
+        cut = split(detached_copy(component, "cpu"), Axis(size=2, index=index), tokens=tokens)
+        shapes.append({name: tuple(p.shape) for name, p in cut.named_parameters()})
+        drops = {path: m.shard for path, m in cut.named_modules() if isinstance(m, SampleDropout)}
+        own = {path for path, shard in drops.items() if shard == (1, 2 * index, 5)}
+        assert {path.rsplit(".", 1)[-1] for path in own} == ({"dropout", "4"} if tokens else set())
+    assert shapes[0] == shapes[1]
+    y = cut(torch.randn(2, 2 + index, 24))[0]
+    assert y.shape == (2, 2 + index, 24)
 
 
 def test_stages_hand_over_whole_tokens_and_recompute_cut_ones() -> None:
-    base = staged(_plan(False, global_batch=12), [2, 2], cuts=[2], microbatches=3, degrees=lambda _i, _w: (1, 2))
+    alone = hand_plan(build("vision_transformer"), 2, uniform(1, 2), input_shape=INPUT, num_classes=10)
+    base = staged(alone, [2, 2], cuts=[2], microbatches=3, degrees=lambda _i, _w: (1, 2))
 
     def cut(c: Any) -> Any:
         return replace(c, tensor=TensorDegree(strategy="sequence", degree=2), checkpoint=c.stage == 0)
