@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from asa.ir.plan import Assignment, Certificate, DataDegree, Plan, Prediction, Stage, TensorDegree
-from asa.sharding.tensor import plan_split
+from asa.sharding.tensor import plan_split, sequence_plans
 from asa.tracing import TracedModel, trace
 
 Choose = Callable[[int, str], tuple[int, int]]
@@ -24,20 +24,25 @@ def hand_plan(
     model: nn.Module, width: int, choose: Choose, *, input_shape: tuple[int, ...], num_classes: int,
     data_strategy: Callable[[int], str] = lambda _i: "replicate", global_batch: int = 12,
     num_microbatches: int = 1, optimizer: str = "sgd", spec: str = "model",
+    by_tokens: Callable[[int], bool] = lambda _i: False,
 ) -> Plan:  # fmt: skip
-    """A plan of one stage; components that cannot be split that far run whole, on the same data degree."""
+    """A plan of one stage; components that cannot be split that far run whole, on the same data degree. ``by_tokens``:
+    which of those that are split cut their tokens, too, where they can."""
     components = []
     found = traced(model, input_shape)
     for i, c in enumerate(found.components):
         data, tensor = choose(i, c.name)
         split = plan_split(c)[0]
         tensor = tensor if split.actions and tensor <= split.max_degree else 1
+        sequence = tensor > 1 and by_tokens(i) and sequence_plans(c) is not None
         components.append(
             Assignment(
                 name=c.name,
                 stage=0,
                 data=DataDegree(strategy=data_strategy(i), degree=data),
-                tensor=TensorDegree(strategy="tensor" if tensor > 1 else "none", degree=tensor),
+                tensor=TensorDegree(
+                    strategy="sequence" if sequence else "tensor" if tensor > 1 else "none", degree=tensor
+                ),
             )
         )
     return Plan(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from math import gcd
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from asa.ir.layout import Boundary, Layout, bounds, gather_group, gather_groups
 from asa.launch import run_ranks
 from asa.sharding.axis import SOLO
 from asa.sharding.boundary import Crossing
+from planner_tests.test_strategy_contract import Recorder
 
 
 def layouts(width: int) -> list[Layout]:
@@ -94,6 +97,71 @@ def _cross_all(rank: int, width: int, total: int, partial: bool) -> list[str]:
 @pytest.mark.parametrize("partial", [False, True])
 def test_every_crossing_is_exact(width: int, total: int, partial: bool) -> None:
     assert run_ranks(width, _cross_all, width, total, partial, threads=1, timeout_s=60) == [[]] * width
+
+
+def by_tokens(width: int) -> list[Layout]:
+    """Every layout, and again with its tokens cut."""
+    return [*layouts(width), *(replace(x, sequence=True) for x in layouts(width) if x.tensor > 1)]
+
+
+def _cross_tokens(rank: int, width: int, total: int, tokens: int) -> list[str]:
+    """Cross every pair of layouts of which one cuts tokens, and compare bytes; return complaints."""
+    torch.manual_seed(0)
+    whole = torch.randn(total, tokens, 3, dtype=torch.float64)
+    slopes = torch.randn(total, tokens, 3, dtype=torch.float64)
+    every = by_tokens(width)
+    pairs = [(a, b) for a, b in itertools.product(every, every) if a.sequence or b.sequence]
+    wanted = []
+    for source, target in pairs:
+        for end in (source, target):
+            wanted += [("activation", g) for g in end.tensor_groups()]
+            wanted += [("activation", g) for g in gather_groups(width, end.data, gcd(source.data, target.data))]
+    groups = Groups(rank, [g for g in dict.fromkeys(wanted) if len(g[1]) > 1])
+    axis = lambda ranks: SOLO if len(ranks) == 1 else groups.axis("activation", ranks)  # noqa: E731
+
+    def part(x: torch.Tensor, layout: Layout) -> torch.Tensor:
+        x = x[slice(*bounds(total, layout.data, layout.data_index(rank)))]
+        return x[:, slice(*bounds(tokens, layout.tensor, layout.tensor_index(rank)))] if layout.sequence else x
+
+    complaints = []
+    for source, target in pairs:
+        boundary = Boundary(source=source, target=target, exit_tokens=tokens, entry_tokens=tokens)
+        x = part(whole, source).clone().requires_grad_()
+        recorder = Recorder()
+        with recorder:
+            y = Crossing.build(boundary, rank, axis)(x, total)
+            (y * part(slopes, target) * target.data).sum().backward()
+        if not torch.equal(y, part(whole, target)):
+            complaints.append(f"forward {source} -> {target}")
+        assert x.grad is not None
+        if not torch.allclose(x.grad, part(slopes, source) * source.data, atol=1e-12):
+            complaints.append(f"backward {source} -> {target}")
+        said = sum(round(c.bytes) for c in boundary.traffic(whole.nbytes))
+        if total % width == 0 and sum(recorder.seen.values()) != said:
+            complaints.append(f"bytes {source} -> {target}: {recorder.seen}, declared {said}")
+    groups.close()
+    return complaints
+
+
+@pytest.mark.parametrize(("width", "total", "tokens"), [(2, 4, 5), (4, 8, 6), (4, 7, 9)])
+def test_crossings_of_cut_tokens_are_exact(width: int, total: int, tokens: int) -> None:
+    assert run_ranks(width, _cross_tokens, width, total, tokens, threads=1, timeout_s=60) == [[]] * width
+
+
+def test_tokens_stay_cut_between_equal_layouts_only() -> None:
+    cut = Layout(width=2, data=1, tensor=2, sequence=True)
+    plain = replace(cut, sequence=False)
+    alike = Boundary(source=cut, target=cut, exit_tokens=5, entry_tokens=5)
+    assert alike.silent
+    assert alike.traffic(5e6) == ()
+    out = Boundary(source=cut, target=plain, exit_tokens=5, entry_tokens=5).traffic(5e6)
+    assert [(c.op, c.phase, c.bytes) for c in out] == [("all_gather", "forward", 6e6)]
+    into = Boundary(source=plain, target=cut, exit_tokens=5, entry_tokens=5).traffic(5e6)
+    assert [(c.op, c.phase, c.bytes) for c in into] == [("all_gather", "backward", 6e6)]
+    ends = Boundary(source=cut, target=cut, exit_tokens=0, entry_tokens=5).traffic(5e6)
+    assert [(c.op, c.phase, c.bytes) for c in ends] == [("all_gather", "backward", 6e6)]
+    with pytest.raises(ValueError, match="tensor group"):
+        Layout(width=2, data=2, tensor=1, sequence=True)
 
 
 def test_fused_boundaries_move_less() -> None:

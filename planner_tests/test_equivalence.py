@@ -72,6 +72,16 @@ def test_auxiliary_heads_cross_boundaries() -> None:
     assert verify(plan, aux, offered(), timeout_s=60).equivalent
 
 
+def test_cut_tokens_train_as_one_device_does() -> None:
+    """5 tokens over 2 of 4 ranks, dropout on all of them; the last block hands its class token on whole."""
+    found = check(
+        "vision_transformer", 4, uniform(2, 2), by_tokens=lambda _i: True, samples=7, num_microbatches=2,
+        data_strategy=lambda i: ("zero3", "replicate")[i % 2],
+    )  # fmt: skip
+    assert found.equivalent, f"{found.worst_tensor}: {found.max_rel_error:.2e} > {found.allowed:.2e}"
+    assert found.max_rel_error < 1e-9
+
+
 def test_a_scaled_boundary_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = boundary.Crossing.backward
     monkeypatch.setattr(boundary.Crossing, "backward", lambda self, g, n: honest(self, g, n) * 1.001)

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from asa.cost.ends import Ends
 from asa.executor.loss import loss_of
 from asa.executor.materialize import materialize
+from asa.ir import transfer
 from asa.ir.graph import LayerGraph
-from asa.ir.layout import Boundary, Layout
 from asa.ir.plan import Plan
 from asa.ir.traffic import Collective
 from asa.launch import run_ranks
@@ -85,17 +86,12 @@ def declared(plan: Plan, graph: LayerGraph) -> list[Collective]:
         share = tensor.share(component, a.tensor.degree)
         found += tensor.traffic(component, a.tensor.degree, BATCH / layout.data)
         found += strategies.data[a.data.strategy].traffic(share, a.data.degree, layout.inner)
-    partial = [
-        (c.split.entry_partial, c.split.exit_partial) if c.split and layout.tensor > 1 else (False, False)
-        for c, layout in zip(graph.components, layouts, strict=True)
-    ]
-    for i, (source, target) in enumerate(pairwise(layouts)):
-        crossing = Boundary(source=source, target=target, exit_partial=partial[i][1], entry_partial=partial[i + 1][0])
-        found += crossing.traffic(graph.components[i].output_bytes_per_sample * BATCH)
-    last = layouts[-1]
-    whole = Layout(width=last.width, data=last.data, tensor=1)
-    out = graph.components[-1].output_bytes_per_sample * BATCH
-    return found + list(Boundary(source=last, target=whole, exit_partial=partial[-1][1]).traffic(out))
+    for (before, source), (after, target) in pairwise(zip(graph.components, layouts, strict=True)):
+        crossing = Ends.between(before, after).boundary(source, target)
+        found += crossing.traffic(before.output_bytes_per_sample * BATCH)
+    end, last = graph.components[-1], layouts[-1]
+    leaving = Ends.between(end, None).boundary(last, transfer.whole(last))
+    return found + list(leaving.traffic(end.output_bytes_per_sample * BATCH))
 
 
 def _third_step(rank: int, plan: Plan, name: str) -> dict[str, int]:
@@ -159,18 +155,44 @@ def test_degree_one_is_silent_and_state_never_rises(name: str) -> None:
     for component in graph_of(name).components:
         whole = strategies.tensor["none"].share(component, 1)
         assert strategies.tensor["none"].traffic(component, 1, 8) == ()
-        assert strategies.tensor["tensor"].traffic(component, 1, 8) == ()
-        assert strategies.tensor["tensor"].share(component, 1).parameter_bytes == whole.parameter_bytes
+        for split in ("tensor", "sequence"):
+            assert strategies.tensor[split].traffic(component, 1, 8) == ()
+            assert strategies.tensor[split].share(component, 1) == whole
         for page in strategies.data.values():
             assert page.traffic(whole, 1, 1) == ()
             states = [page.memory(whole, d, "sgd").state + page.memory(whole, d, "sgd").gradients for d in (1, 2, 4, 8)]
             assert states == sorted(states, reverse=True)
         limit = component.split.max_degree if component.split else 1
-        shares = [strategies.tensor["tensor"].share(component, t) for t in range(1, limit + 1)]
-        for less, more in pairwise(shares):
-            assert more.parameter_bytes <= less.parameter_bytes
-            assert more.saved_bytes_per_sample <= less.saved_bytes_per_sample
-        assert strategies.tensor["tensor"].refusal(component, limit + 1)
+        for split in ("tensor", "sequence"):
+            shares = [strategies.tensor[split].share(component, t) for t in range(1, limit + 1)]
+            for less, more in pairwise(shares):
+                assert more.parameter_bytes <= less.parameter_bytes
+                assert more.saved_bytes_per_sample <= less.saved_bytes_per_sample
+            assert strategies.tensor[split].refusal(component, limit + 1)
+
+
+def test_what_is_cut_by_tokens_moves_what_is_declared() -> None:
+    """5 tokens over 2 ranks: shards are uneven, and travel padded."""
+    name = "vision_transformer"
+    plan = hand_plan(
+        build(name, even=True), 2, uniform(1, 2), input_shape=INPUT, num_classes=CLASSES[name], global_batch=BATCH,
+        data_strategy=lambda _i: "zero1", by_tokens=lambda _i: True,
+    )  # fmt: skip
+    assert "sequence" in {c.tensor.strategy for c in plan.components}
+    said: Counter[str] = Counter()
+    for c in declared(plan, graph_of(name)):
+        if c.phase != "update":  # no optimizer here
+            said[c.op] += round(c.bytes)
+    assert run_ranks(2, _third_step, plan, name, threads=1, timeout_s=60) == [dict(said)] * 2
+
+
+def test_a_changed_declaration_of_tokens_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from asa.strategies.sequence import SequenceParallel
+
+    honest = SequenceParallel.traffic
+    monkeypatch.setattr(SequenceParallel, "traffic", lambda self, c, d, s: honest(self, c, d, s)[:-1])
+    with pytest.raises(AssertionError, match="all_reduce"):
+        test_what_is_cut_by_tokens_moves_what_is_declared()
 
 
 def test_a_changed_declaration_breaks_the_agreement(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from itertools import pairwise
 from math import hypot
 
 from asa.cost.estimate import on_device
-from asa.cost.memory import Peak, peak
+from asa.cost.memory import Footprint, Peak, peak
 from asa.cost.pipeline import StageTimes, makespan
 from asa.cost.pricing import Pricer, Way, times_of
 from asa.cost.step import BoundaryCost, ComponentCost, StepCost, step
@@ -83,7 +83,8 @@ def _rank_peaks(pricer: Pricer, start: int, ways: Sequence[Way], in_flight: int)
             parts = [own.component(i, way).footprint for i, way in enumerate(ways, start)]
             between = [own.boundary(i, a.layout, b.layout) for i, (a, b) in enumerate(pairwise(ways), start + 1)]
             inlets = (own.inlet(start, ways[0].layout), *between)
-            held = peak(parts, [b.footprint for b in inlets], in_flight)
+            outlet = own.outlet(start + len(ways) - 1, ways[-1].layout)
+            held = peak(_ended(parts, outlet), [b.footprint for b in inlets], in_flight)
             known[mine] = replace(held, index=start + held.index)
         found.append(known[mine])
     return tuple(found)
@@ -98,7 +99,8 @@ def price_stage(pricer: Pricer, start: int, ways: Sequence[Way], overlap: Overla
     stop = start + len(ways)
     boundaries = (pricer.inlet(start, ways[0].layout), *between, pricer.outlet(stop - 1, ways[-1].layout))
     cost = step(components, boundaries, overlap)
-    held = peak([c.footprint for c in components], [b.footprint for b in boundaries[:-1]], in_flight)
+    own = _ended([c.footprint for c in components], boundaries[-1])
+    held = peak(own, [b.footprint for b in boundaries[:-1]], in_flight)
     return StagePrice(
         start=start,
         cost=cost,
@@ -108,6 +110,16 @@ def price_stage(pricer: Pricer, start: int, ways: Sequence[Way], overlap: Overla
         boundaries=boundaries,
         peaks=_rank_peaks(pricer, start, ways, in_flight) if ways[0].layout.weights else (),
     )
+
+
+def _ended(components: Sequence[Footprint], outlet: BoundaryCost) -> list[Footprint]:
+    """What a stage ends with counts as its last component's: its output, made whole where that is another tensor."""
+    *others, last = components
+    held = outlet.footprint
+    return [
+        *others,
+        replace(last, activations=last.activations + held.activations, transient=last.transient + held.transient),
+    ]
 
 
 def _moved(cost: ComponentCost, start: int) -> ComponentCost:

@@ -14,6 +14,7 @@ from asa.cost.buckets import wrapper_seconds
 from asa.cost.collectives import Links
 from asa.cost.compute import Times, Work
 from asa.cost.constants import constant
+from asa.cost.ends import Ends
 from asa.cost.handovers import Handovers
 from asa.cost.memory import Footprint, margin
 from asa.cost.offload import host_update
@@ -25,10 +26,11 @@ from asa.cost.way import Alone, Spread, Way
 from asa.interfaces.strategy import OPTIMIZER_WORDS, Strategies
 from asa.ir.cluster import Cluster
 from asa.ir.graph import Component
-from asa.ir.layout import Boundary, Layout
+from asa.ir.layout import Boundary, Layout, largest_shard
 from asa.ir.plan import CompressionName, OptimizerName
 from asa.ir.profile import Profile
 from asa.ir.traffic import Collective, Memory, Phase
+from asa.ir.transfer import whole
 
 
 class Pricer:
@@ -82,8 +84,8 @@ class Pricer:
         self._components: dict[tuple[int, Way], ComponentCost] = {}
         self._alones: dict[tuple[object, ...], Alone] = {}
         self._spreads: dict[tuple[object, ...], Spread] = {}
-        self._inlets: dict[tuple[bool, float, bool, Layout], BoundaryCost] = {}
-        self._outlets: dict[tuple[float, bool, Layout], BoundaryCost] = {}
+        self._inlets: dict[tuple[float, Ends | None, Layout], BoundaryCost] = {}
+        self._outlets: dict[tuple[float, Ends, Layout], BoundaryCost] = {}
         self._errors: dict[Layout, float] = {}
         self._wrappers: dict[Layout, float] = {}
         self._boundaries: dict[tuple[object, ...], BoundaryCost] = {}
@@ -193,6 +195,8 @@ class Pricer:
                 )
                 ahead = self._met(traffic, "forward", way, work.forward_s * slow, once[0])
                 back = self._met(traffic, "backward", way, work.backward_s * slow, once[1])
+                ahead += self.states.handled(kept.moved, "forward")
+                back += self.states.handled(kept.moved, "backward")
             copying = kept.copied * self._slow / self.shards.slowest + kept.handled
             self._spreads[key] = Spread(
                 kept.page, kept.held, ahead, back, kept.update_moved, kept.prompt, kept.late, copying
@@ -202,10 +206,10 @@ class Pricer:
     def _met(
         self, traffic: Sequence[Collective], phase: Phase, way: Way, compute_s: float, once: Phase | None = None
     ) -> float:
-        """Seconds that block in one pass of a component, whose own work is ``compute_s``: its collectives, what
-        handling them costs, and waiting at each of them for the slowest rank. A tensor-parallel component meets at
-        least once, if not inside, then at its boundary. ``once``: of which phase there are collectives that ranks meet
-        at as well, in one of a step's microbatches, and that are priced apart."""
+        """Seconds that block in one pass of a component, whose own work is ``compute_s``: its collectives, and waiting
+        at each of them for the slowest rank. A tensor-parallel component meets at least once, if not inside, then at
+        its boundary. ``once``: of which phase there are collectives that ranks meet at as well, in one of a step's
+        microbatches, and that are priced apart."""
         present = [c for c in traffic if c.ranks > 1 and c.bytes > 0]
         moved = [c for c in present if c.phase == phase]
         apart = sum(c.phase == once for c in present) / self.num_microbatches
@@ -213,7 +217,7 @@ class Pricer:
         if not meetings:
             return 0.0
         waited = compute_s * (waiting(self._cluster, self.width, compute_s / meetings) - 1)
-        return self._seconds(moved, phase) + self.states.handled(moved, phase) + waited
+        return self._seconds(moved, phase) + waited
 
     def _held(self, alone: Alone, way: Way, memory: Memory, saved: float, transient: float) -> tuple[Footprint, float]:
         """Memory of the component, and seconds of its optimizer step, on the device or on its host."""
@@ -238,27 +242,23 @@ class Pricer:
             update += self._cluster.sharding.tensor_s * share.num_parameter_tensors
         return footprint, update / self.shards.slowest
 
-    def alike(self, index: int) -> tuple[float, bool, bool]:
+    def alike(self, index: int) -> tuple[float, Ends]:
         """What a boundary in front of component ``index`` depends on, beside the layouts."""
         before, after = self._graph.components[index - 1], self._graph.components[index]
-        return before.output_bytes_per_sample, _exit(before), _entry(after)
+        return before.output_bytes_per_sample, Ends.between(before, after)
 
     def boundary(self, index: int, source: Layout, target: Layout) -> BoundaryCost:
         """The boundary in front of component ``index`` (1 <= index < number of components)."""
-        size, exit_partial, entry_partial = self.alike(index)
-        key = (size, exit_partial, entry_partial, source, target)
+        size, ends = self.alike(index)
+        key = (size, ends, source, target)
         if key not in self._boundaries:
-            boundary = Boundary(
-                source=source, target=target, exit_partial=exit_partial, entry_partial=entry_partial
-            )  # fmt: skip
-            size *= self.microbatch
-            self._boundaries[key] = self._crossing(boundary, size)
+            self._boundaries[key] = self._crossing(ends.boundary(source, target), size * self.microbatch)
         return self._boundaries[key]
 
-    def _crossing(self, boundary: Boundary, size: float) -> BoundaryCost:
+    def _crossing(self, boundary: Boundary, size: float, *, inside: bool = True) -> BoundaryCost:
         source, target = boundary.source, boundary.target
         traffic = boundary.traffic(size)
-        wrapper = self._wrapper(target) if source != target else 0.0
+        wrapper = self._wrapper(target) if inside and source != target else 0.0
         gathered = sum(c.bytes for c in traffic if c.op == "all_gather" and c.phase == "backward")
         forward, backward = self._seconds(traffic, "forward"), self._seconds(traffic, "backward")
         blocking = self.num_microbatches * (forward + backward) + wrapper
@@ -269,22 +269,34 @@ class Pricer:
             wrapper_s=wrapper,
             link_error_s=blocking * max(self._link_error(source), self._link_error(target)),
             footprint=Footprint(
-                activations=self._keeping.part(size, target) * margin() if source.data != target.data else 0.0,
+                activations=self._converted(boundary, size) * margin(),
                 transient=gathered * margin(),
             ),
         )
 
+    def _converted(self, boundary: Boundary, size: float) -> float:
+        """Bytes of what a boundary makes of ``size`` bytes and the target keeps, where that is another tensor."""
+        source, target = boundary.source, boundary.target
+        if boundary.cuts_tokens:
+            tokens = boundary.entry_tokens
+            return self._keeping.part(size, target) * largest_shard(tokens, target.tensor) / tokens
+        if source.data != target.data or boundary.gathers_tokens:
+            return self._keeping.part(size, target)
+        return 0.0
+
     def inlet(self, index: int, layout: Layout) -> BoundaryCost:
         """Where component ``index`` begins a stage: it holds what it was sent, and its gradient leaves whole."""
-        size, _, partial = self.alike(index) if index else (0.0, False, False)
-        key = (index > 0, size, partial, layout)
+        size = self._graph.components[index - 1].output_bytes_per_sample if index else 0.0
+        ends = Ends.between(None, self._graph.components[index]) if index else None
+        key = (size, ends, layout)
         if key not in self._inlets:
-            size *= self.microbatch
-            self._inlets[key] = self._inlet(size, layout, partial=partial) if index else self.entry(layout)
+            self._inlets[key] = (
+                self.entry(layout) if ends is None else self._inlet(self.microbatch * size, ends, layout)
+            )
         return self._inlets[key]
 
-    def _inlet(self, size: float, layout: Layout, *, partial: bool) -> BoundaryCost:
-        found = self._crossing(Boundary(source=layout, target=layout, entry_partial=partial), size)
+    def _inlet(self, size: float, ends: Ends, layout: Layout) -> BoundaryCost:
+        found = self._crossing(ends.boundary(whole(layout), layout), size, inside=False)
         held = Footprint(
             activations=self._keeping.part(size, layout) * margin(),
             transient=found.footprint.transient + self._keeping.part(size, layout),
@@ -294,10 +306,11 @@ class Pricer:
     def outlet(self, index: int, layout: Layout) -> BoundaryCost:
         """Where component ``index`` ends a stage: its output is made whole; the loss, or a transfer, comes next."""
         component = self._graph.components[index]
-        key = (component.output_bytes_per_sample, _exit(component), layout)
+        size, ends = component.output_bytes_per_sample, Ends.between(component, None)
+        key = (size, ends, layout)
         if key not in self._outlets:
-            boundary = Boundary(source=layout, target=layout, exit_partial=key[1])
-            self._outlets[key] = self._crossing(boundary, self.microbatch * key[0])
+            boundary = ends.boundary(layout, whole(layout))
+            self._outlets[key] = self._crossing(boundary, self.microbatch * size, inside=False)
         return self._outlets[key]
 
     def handover(self, index: int, source: Layout, target: Layout, offset: int) -> tuple[float, float]:
@@ -346,14 +359,6 @@ def times_of(profile: Profile, strategies: Strategies) -> Times:
         return share.flops_per_sample / component.flops_per_sample
 
     return Times(profile, flops_share)
-
-
-def _entry(component: Component) -> bool:
-    return component.split is not None and component.split.entry_partial
-
-
-def _exit(component: Component) -> bool:
-    return component.split is not None and component.split.exit_partial
 
 
 __all__ = ["Pricer", "Way", "times_of"]

@@ -102,13 +102,20 @@ class Keeping:
         """What forward leaves for backward, and what is there beside it while backward runs.
 
         Under a checkpoint what stays is the output. Backward begins with forward, and has for a while what that saves.
+        What is cut by tokens is gathered beside what tensor parallelism has at hand anyway.
         """
         found = []
         for samples, spare in self.shards.held(layout):
             work = self._times.work(component, samples, layout.tensor)
             saved, transient = work.saved_bytes, work.transient_bytes
+            output = float(samples * component.output_bytes_per_sample)
+            sequence = component.split.sequence if layout.sequence and component.split else None
+            if sequence is not None:
+                saved = max(0.0, saved - samples * sequence.spared(layout.tensor))
+                transient += samples * max((c.bytes_per_sample for c in sequence.collectives), default=0.0)
+                output *= sequence.share(layout.tensor) if sequence.exit else 1.0
             if checkpoint:
-                output = min(saved, float(samples * component.output_bytes_per_sample))
+                output = min(saved, output)
                 saved, transient = output, transient + saved - output
             if spare > 0:
                 passing, staying = self._parts

@@ -27,10 +27,12 @@ from asa.cost.constants import constant
 from asa.cost.pricing import times_of
 from asa.executor.hooks import summed
 from asa.executor.parallel import ParallelModel
-from asa.interfaces.strategy import OPTIMIZER_WORDS, Strategies
-from asa.ir.graph import Component, InnerCollective
+from asa.interfaces.strategy import OPTIMIZER_WORDS, Strategies, TensorStrategy
+from asa.ir.graph import Component
+from asa.ir.layout import bounds
 from asa.ir.plan import Assignment, Plan
 from asa.ir.profile import Profile
+from asa.ir.traffic import Collective
 from asa.sharding import direct
 from asa.sharding.axis import Axis
 from asa.sharding.collectives import all_gather, all_reduce, reduce_scatter
@@ -80,20 +82,22 @@ class _Form:
 
 
 class _Sleeper:
-    """What a component does instead of computing. ``inner``: the collectives inside it."""
+    """What a component does instead of computing."""
 
     def __init__(
         self, component: Component, traced: TracedComponent, form: _Form, assignment: Assignment, axis: Axis,
-        times: Times, clock: DeviceClock, zeros: Zeros, copying_s: float,
+        times: Times, clock: DeviceClock, zeros: Zeros, copying_s: float, page: TensorStrategy,
     ) -> None:  # fmt: skip
         self._component, self._traced, self._form = component, traced, form
         self._degree, self._data, self._axis = assignment.tensor.degree, assignment.data.degree, axis
         self._times, self._clock, self._zeros, self._copying_s = times, clock, zeros, copying_s
         self.views: dict[nn.Parameter, Tensor] = {}
-        split = component.split
-        inner = split.collectives if split is not None and axis.size > 1 else ()
-        self._ahead = [c for c in inner if c.phase == "forward"]
-        self._back = [c for c in inner if c.phase == "backward"]
+        self._page = page
+        self._shapes = form.shapes
+        sequence = component.split.sequence if assignment.tensor.strategy == "sequence" and component.split else None
+        if sequence is not None and sequence.exit and axis.size > 1:
+            start, stop = bounds(sequence.tokens, axis.size, axis.index)
+            self._shapes = tuple((stop - start, *shape[1:]) for shape in form.shapes)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         found: tuple[Tensor, ...] = _Sleep.apply(x, self, *self._traced.parameters())
@@ -102,13 +106,13 @@ class _Sleeper:
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Outputs, after forward's time."""
         rows = x.shape[0]
-        self._work("forward_s", rows, self._ahead)
-        return tuple(self._zeros.of((rows, *shape), self._form.dtype) for shape in self._form.shapes)
+        self._work("forward", rows)
+        return tuple(self._zeros.of((rows, *shape), self._form.dtype) for shape in self._shapes)
 
     def backward(self, x: Tensor, parameters: Sequence[nn.Parameter]) -> tuple[Tensor | None, ...]:
         """Gradients of the input and the parameters, after backward's time. Those that no rank waits for, or that
         would only be added up, are left out."""
-        self._work("backward_s", x.shape[0], self._back)
+        self._work("backward", x.shape[0])
         last = self._clock.last and self._data > 1
         if last:
             self._clock.busy(self._copying_s)
@@ -125,17 +129,18 @@ class _Sleeper:
         replicated = [p for p in self._traced.parameters() if not isinstance(p, DTensor)]
         self.views = {p: p.grad for p in replicated if p.grad is not None}
 
-    def _work(self, what: str, rows: int, inner: list[InnerCollective]) -> None:
+    def _work(self, phase: str, rows: int) -> None:
         work = self._times.work(self._component, rows, self._degree)
-        seconds = getattr(work, what) * self._times.whole_ratio(rows)
+        seconds = getattr(work, f"{phase}_s") * self._times.whole_ratio(rows)
+        inner = [c for c in self._page.traffic(self._component, self._degree, rows) if c.phase == phase]
         for c in inner:
             self._clock.busy(seconds / (len(inner) + 1))
-            self._meet(c, rows)
+            self._meet(c)
         self._clock.busy(seconds / (len(inner) + 1))
 
-    def _meet(self, c: InnerCollective, rows: int) -> None:
+    def _meet(self, c: Collective) -> None:
         ranks = self._axis.size
-        part = max(1, round(c.bytes_per_sample * rows / 4 / ranks))
+        part = max(1, round(c.bytes / 4 / ranks))
         if c.op == "all_reduce":
             all_reduce(self._zeros.of((part * ranks,)), self._axis)
         elif c.op == "all_gather":
@@ -237,7 +242,8 @@ class Emulation:
     def stand_in(self, traced: TracedComponent, assignment: Assignment, axis: Axis) -> None:
         """Have ``traced`` sleep from now on."""
         component = self._components[traced.name]
-        share = self._strategies.tensor[assignment.tensor.strategy].share(component, assignment.tensor.degree)
+        splitting = self._strategies.tensor[assignment.tensor.strategy]
+        share = splitting.share(component, assignment.tensor.degree)
         page = self._strategies.data[assignment.data.strategy].of(assignment.data)
         memory = page.memory(share, assignment.data.degree, self._plan.optimizer)
         full = OPTIMIZER_WORDS[self._plan.optimizer] * share.parameter_bytes
@@ -249,7 +255,7 @@ class Emulation:
         copied = constant("ddp_bucket_passes") * memory.buckets
         sleeper = _Sleeper(
             component, traced, self._forms[traced.name], assignment, axis, self._times, self.clock, self._zeros,
-            copied / self._bandwidth if self._bandwidth > 0 else 0.0,
+            copied / self._bandwidth if self._bandwidth > 0 else 0.0, splitting,
         )  # fmt: skip
         traced.__dict__["train_graph"] = traced.__dict__["eval_graph"] = sleeper
         self._sleepers.append(sleeper)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import groupby, pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from asa.schedules import schedules
 from asa.sharding.axis import SOLO, Axis
 from asa.sharding.batchnorm import synchronise
 from asa.sharding.boundary import Crossing
+from asa.sharding.propagate import SplitPlan
 from asa.sharding.randomness import make_reproducible
 from asa.sharding.recompute import recompute
 from asa.sharding.samples import SampleContext
@@ -86,19 +87,18 @@ def _boundaries(position: Position, components: list[TracedComponent], outer: La
     ``outer``: the layout of the model's input and output, where that is not its first and last components'.
     """
     layouts = position.layouts
-    partial = []
+    into: list[dict[str, Any]] = []
+    out: list[dict[str, Any]] = []
     for component, layout in zip(components, layouts, strict=True):
-        split = plan_split(component)[0] if layout.tensor > 1 else None
-        partial.append((split.entry_partial, split.exit_partial) if split else (False, False))
-    inner = [
-        Boundary(source=a, target=b, exit_partial=partial[i][1], entry_partial=partial[i + 1][0])
-        for i, (a, b) in enumerate(pairwise(layouts))
-    ]
+        split = plan_split(component, tokens=layout.sequence)[0] if layout.tensor > 1 else SplitPlan()
+        into.append({"entry_partial": split.entry_partial, "entry_tokens": split.tokens})
+        out.append({"exit_partial": split.exit_partial, "exit_tokens": split.exit_tokens})
+    inner = [Boundary(source=a, target=b, **out[i], **into[i + 1]) for i, (a, b) in enumerate(pairwise(layouts))]
     first, last = layouts[0], layouts[-1]
     entry = None
-    if position.arriving or outer is not None:
-        entry = Boundary(source=outer or whole(first), target=first, entry_partial=partial[0][0])
-    return [entry, *inner, Boundary(source=last, target=outer or whole(last), exit_partial=partial[-1][1])]
+    if position.arriving or outer is not None or first.sequence:
+        entry = Boundary(source=outer or whole(first), target=first, **into[0])
+    return [entry, *inner, Boundary(source=last, target=outer or whole(last), **out[-1])]
 
 
 def _check(plan: Plan, traced: TracedModel, strategies: Strategies) -> None:
@@ -303,6 +303,6 @@ def _place(
         module = page.apply(segment, around.gradient_axis(layout, choice, plan.compression))
         side_exit = None
         if segment.side_names() or any(traced.components[i].has_sides() for i in indices):
-            side_exit = around.crossing(Boundary(source=layout, target=around.outer))
+            side_exit = around.crossing(Boundary(source=replace(layout, sequence=False), target=around.outer))
         placed.append(Placed(module, segment, layout, crossings[indices[0]], side_exit))
     return placed

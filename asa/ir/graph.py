@@ -7,6 +7,7 @@ from typing import Literal
 
 from asa.errors import InvalidInputError
 from asa.ir.codec import later, noun
+from asa.ir.layout import largest_shard
 from asa.ir.traffic import CollectiveOp
 from asa.ir.units import MOST_AMOUNT
 
@@ -40,6 +41,44 @@ class InnerCollective:
 
 
 @noun
+class SequenceSplit:
+    """What sequence parallelism divides in a component beyond its :class:`TensorSplit`: what works on single tokens.
+
+    ``tokens``: in its input, dimension 1; ``exit``: whether its output has them too, and is handed on cut (it is whole
+    otherwise). ``collectives`` take the place of the split's own,
+    and of its partial entry and exit: gathers of tokens and scatters by them. ``summed_parameter_bytes``: of the
+    parameters that every rank holds whole but of which it sees some tokens only: their gradients are summed over the
+    tensor group, in one all_reduce a microbatch. ``saved_bytes_per_sample``: what tensor parallelism alone leaves on
+    every rank, and tokens divide.
+    """
+
+    tokens: int
+    exit: bool
+    collectives: tuple[InnerCollective, ...]
+    summed_parameter_bytes: int
+    saved_bytes_per_sample: float
+
+    def __post_init__(self) -> None:
+        parts = [self.tokens, self.summed_parameter_bytes, self.saved_bytes_per_sample]
+        parts += [c.bytes_per_sample for c in self.collectives]
+        if self.tokens < 2 or min(parts) < 0 or max(parts) > MOST_AMOUNT:
+            raise ValueError(f"a split by tokens needs 2 or more of them, and bytes of 0 to {MOST_AMOUNT:g}")
+
+    @property
+    def exit_tokens(self) -> int:
+        """Tokens of the output that are handed on cut; 0 for none."""
+        return self.tokens if self.exit else 0
+
+    def share(self, degree: int) -> float:
+        """The largest part of the tokens that a rank has, from 0 to 1."""
+        return largest_shard(self.tokens, degree) / self.tokens
+
+    def spared(self, degree: int) -> float:
+        """Saved bytes per sample that a rank holds less than under tensor parallelism alone."""
+        return (1 - self.share(degree)) * self.saved_bytes_per_sample
+
+
+@noun
 class TensorSplit:
     """What tensor parallelism may divide in a component.
 
@@ -49,7 +88,8 @@ class TensorSplit:
 
     ``entry_partial``: the gradient with respect to the component's input leaves backward as a partial sum
     over the tensor group (the boundary in front reduces it). ``exit_partial``: likewise the output in
-    forward. Neither is listed in ``collectives``: the boundary prices and performs them.
+    forward. Neither is listed in ``collectives``: the boundary prices and performs them. ``sequence``: what tokens
+    divide beside, where they do (None, too, in files from before it was known).
     """
 
     max_degree: int
@@ -60,6 +100,7 @@ class TensorSplit:
     collectives: tuple[InnerCollective, ...]
     entry_partial: bool
     exit_partial: bool
+    sequence: SequenceSplit | None = later()
 
     def __post_init__(self) -> None:
         parts = [self.parameter_bytes, self.num_parameter_tensors, self.flops_per_sample, self.saved_bytes_per_sample]

@@ -22,7 +22,7 @@ from __future__ import annotations
 from math import gcd
 
 from asa.ir.codec import hashed, noun
-from asa.ir.traffic import Collective
+from asa.ir.traffic import Collective, Phase
 
 MOST_WEIGHT = 2**24
 """Of a rank: more than there are samples in a global batch."""
@@ -46,16 +46,21 @@ def largest_shard(total: int, parts: int) -> int:
 @noun
 class Layout:
     """One component's layout in a stage: see the module. ``data * tensor`` divides ``width``; ``weights`` is one per
-    rank of the stage, or none where batches are cut evenly."""
+    rank of the stage, or none where batches are cut evenly. ``sequence``: what enters the component (and, if it
+    has tokens, what leaves it) is cut by tokens, dimension 1, over its tensor group; otherwise every rank of the group
+    has all of them."""
 
     width: int
     data: int
     tensor: int
     weights: tuple[int, ...] = ()
+    sequence: bool = False
 
     def __post_init__(self) -> None:
         if min(self.width, self.data, self.tensor) < 1 or self.width % (self.data * self.tensor):
             raise ValueError(f"data {self.data} x tensor {self.tensor} does not divide a stage of {self.width} ranks")
+        if self.sequence and self.tensor == 1:
+            raise ValueError("tokens are cut over a tensor group of 2 ranks or more")
         if self.weights:
             check_weights(self.weights, self.width)
 
@@ -196,12 +201,19 @@ class Boundary:
     ``entry_partial``: the target component hands back its input gradient as a partial sum over its tensor
     group. ``exit_partial``: the source hands on its output as one. A *fused* boundary turns that reduction
     and the change of batch shard into one reduce_scatter.
+
+    ``exit_tokens`` and ``entry_tokens``: how many the source hands on cut, if its layout is of that kind, and the
+    target takes so, if its is; 0 where they do not. Between equal layouts tokens stay as they are. Otherwise they are
+    gathered behind the source, and cut in front of the target, forward; the other way round in backward. What is cut
+    by tokens is never partial.
     """
 
     source: Layout
     target: Layout
     exit_partial: bool = False
     entry_partial: bool = False
+    exit_tokens: int = 0
+    entry_tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.source.weights != self.target.weights:
@@ -223,16 +235,47 @@ class Boundary:
         return self.target.data // self.meeting
 
     @property
+    def silent(self) -> bool:
+        """Whether nothing is moved, cut or scaled, forward or back."""
+        s, t = self.source, self.target
+        tokens = self.gathers_tokens or self.cuts_tokens
+        return s.data == t.data and not (tokens or self.reduces_exit or self.reduces_entry)
+
+    @property
+    def gathers_tokens(self) -> bool:
+        """Whether the source's tokens are gathered in forward."""
+        return self.source.sequence and self.exit_tokens > 0 and not self._keeps_tokens
+
+    @property
+    def cuts_tokens(self) -> bool:
+        """Whether tokens are cut for the target in forward."""
+        return self.target.sequence and self.entry_tokens > 0 and not self._keeps_tokens
+
+    @property
+    def _keeps_tokens(self) -> bool:
+        return self.source == self.target and self.exit_tokens == self.entry_tokens
+
+    @property
+    def reduces_exit(self) -> bool:
+        """Whether a partial output is summed in forward."""
+        return self.exit_partial and self.source.tensor > 1 and not self.source.sequence
+
+    @property
+    def reduces_entry(self) -> bool:
+        """Whether a partial gradient is summed in backward."""
+        return self.entry_partial and self.target.tensor > 1 and not self.target.sequence
+
+    @property
     def fused_entry(self) -> bool:
         """Backward: reduce the partial gradient and re-shard the batch in one reduce_scatter."""
         t = self.target
-        return self.entry_partial and self.slices == 1 and t.copies == 1 and self.gathers == t.tensor > 1
+        return self.reduces_entry and self.slices == 1 and t.copies == 1 and self.gathers == t.tensor
 
     @property
     def fused_exit(self) -> bool:
         """Forward: reduce the partial output and re-shard the batch in one reduce_scatter."""
         s = self.source
-        return self.exit_partial and self.gathers == 1 and s.copies == 1 and self.slices == s.tensor > 1
+        return self.reduces_exit and self.gathers == 1 and s.copies == 1 and self.slices == s.tensor
 
     def traffic(self, size: float, *, gradient: bool = True) -> tuple[Collective, ...]:
         """Collectives of one crossing of ``size`` bytes (the tensor of the whole microbatch, all shards).
@@ -250,7 +293,9 @@ class Boundary:
             at_target = max(at_target, ahead) if self.fused_entry else at_target
         gather_stride, slice_stride = s.width // s.data, t.width // t.data
         found: list[Collective] = []
-        if self.exit_partial and s.tensor > 1:
+        if self.gathers_tokens:
+            found.append(_gathered(s, "forward", size * s.largest_share, self.exit_tokens))
+        if self.reduces_exit:
             if self.fused_exit:
                 found.append(Collective(op="reduce_scatter", phase="forward", bytes=at_source, ranks=s.tensor))
             else:
@@ -261,7 +306,9 @@ class Boundary:
             )
         if not gradient:
             return tuple(found)
-        if self.entry_partial and t.tensor > 1:
+        if self.cuts_tokens:
+            found.append(_gathered(t, "backward", size * t.largest_share, self.entry_tokens))
+        if self.reduces_entry:
             if self.fused_entry:
                 found.append(Collective(op="reduce_scatter", phase="backward", bytes=at_target, ranks=t.tensor))
             else:
@@ -271,3 +318,9 @@ class Boundary:
                 Collective(op="all_gather", phase="backward", bytes=back, ranks=self.slices, stride=slice_stride)
             )
         return tuple(found)
+
+
+def _gathered(layout: Layout, phase: Phase, size: float, tokens: int) -> Collective:
+    """The gather of all tokens of a rank's rows, ``size`` bytes; shards of them travel padded to the largest one."""
+    padded = layout.tensor * largest_shard(tokens, layout.tensor) / tokens
+    return Collective(op="all_gather", phase=phase, bytes=size * padded, ranks=layout.tensor)

@@ -10,7 +10,7 @@ from asa.ir.layout import Layout, check_weights
 from asa.ir.profile import Origin, Precision, Stat
 
 DataStrategyName = Literal["replicate", "zero1", "zero2", "zero3", "hsdp"]
-TensorStrategyName = Literal["none", "tensor"]
+TensorStrategyName = Literal["none", "tensor", "sequence"]
 ScheduleName = Literal["none", "layers", "gpipe", "1f1b", "interleaved", "zero_bubble"]
 OptimizerName = Literal["sgd", "adamw"]
 CompressionName = Literal["none", "fp16", "bf16", "powersgd"]
@@ -75,7 +75,10 @@ class Assignment:
 
     def layout(self, width: int, weights: tuple[int, ...] = ()) -> Layout:
         """Its layout in a stage of ``width`` ranks with such weights (none: equal)."""
-        return Layout(width=width, data=self.data.degree, tensor=self.tensor.degree, weights=weights)
+        sequence = self.tensor.strategy == "sequence" and self.tensor.degree > 1
+        return Layout(
+            width=width, data=self.data.degree, tensor=self.tensor.degree, weights=weights, sequence=sequence
+        )  # fmt: skip
 
 
 @noun

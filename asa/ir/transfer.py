@@ -93,13 +93,13 @@ class Hop:
         """Factor on gradients on their way back."""
         return self.source.data / self.target.data
 
-    def exit(self, exit_partial: bool = False) -> Boundary:
+    def exit(self, exit_partial: bool = False, tokens: int = 0) -> Boundary:
         """The boundary behind the source's last component; ``exit_partial`` as that component's split says."""
-        return Boundary(source=self.source, target=whole(self.source), exit_partial=exit_partial)
+        return Boundary(source=self.source, target=whole(self.source), exit_partial=exit_partial, exit_tokens=tokens)
 
-    def entry(self, entry_partial: bool = False) -> Boundary:
+    def entry(self, entry_partial: bool = False, tokens: int = 0) -> Boundary:
         """The boundary in front of the target's first component."""
-        return Boundary(source=whole(self.target), target=self.target, entry_partial=entry_partial)
+        return Boundary(source=whole(self.target), target=self.target, entry_partial=entry_partial, entry_tokens=tokens)
 
     def forward(self, rows: int) -> tuple[Message, ...]:
         """Messages with activations."""
@@ -112,7 +112,7 @@ class Hop:
 
 def whole(layout: Layout) -> Layout:
     """The same batch shards with nothing split: what enters and leaves a stage."""
-    return replace(layout, tensor=1)
+    return replace(layout, tensor=1, sequence=False)
 
 
 def hops(plan: Plan) -> tuple[Hop, ...]:

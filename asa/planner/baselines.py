@@ -18,7 +18,7 @@ from asa.errors import UsageError
 from asa.interfaces.strategy import Strategies
 from asa.ir.codec import noun
 from asa.ir.layout import Layout
-from asa.ir.plan import DataStrategyName, ScheduleName, TensorDegree
+from asa.ir.plan import DataStrategyName, ScheduleName, TensorDegree, TensorStrategyName
 from asa.planner.candidate import Candidate, Prices
 from asa.planner.space import MOST_IN_A_PIPELINE, Space
 
@@ -37,13 +37,15 @@ _HYBRID = re.compile(r"hybrid:(?:d(\d{1,5}))?(?:t(\d{1,5}))?(?:p(\d{1,5}))?")
 
 @noun
 class Degrees:
-    """A uniform strategy: data, tensor and pipeline degree, what is done with the data, and how a pipeline runs."""
+    """A uniform strategy: data, tensor and pipeline degree, what is done with the data, and how a pipeline runs.
+    ``sequence``: what is split cuts its tokens, too, where it can."""
 
     data: DataStrategyName
     d: int
     t: int
     p: int = 1
     schedule: ScheduleName = "none"
+    sequence: bool = False
 
     @property
     def ranks(self) -> int:
@@ -86,7 +88,7 @@ def check(asked: tuple[str, ...], strategies: Strategies, gpus: int) -> None:
     Raises:
         UsageError: naming those that are.
     """
-    known = ("asa", *names(strategies, gpus))
+    known = ("asa", *names(strategies, gpus), *(["sequence"] if "sequence" in strategies.tensor else []))
     for name in asked:
         hybrid = _HYBRID.fullmatch(name) if name != "hybrid:" else None
         if name in known or (hybrid is not None and (hybrid.group(3) is None or "1f1b" in strategies.schedules)):
@@ -148,6 +150,8 @@ def uniform(name: str, prices: Prices, num_microbatches: int) -> Candidate:
     ways = prices.uniform[degrees]
     if degrees.t > 1 and all(w.layout.tensor == 1 for w in ways):
         raise Unavailable(f"no component can be split {degrees.t} ways")
+    if degrees.sequence and not any(w.layout.sequence for w in ways):
+        raise Unavailable(f"no component can be cut by tokens {degrees.t} ways")
     starts = (0,) if degrees.p == 1 else _balanced(prices, ways, degrees, num_microbatches)
     return Candidate(
         origin=name,
@@ -174,8 +178,10 @@ def _check_samples(space: Space, degrees: Degrees, num_microbatches: int) -> Non
 
 def _way(index: int, degrees: Degrees, space: Space) -> Way:
     component, d, t = space.profile.graph.components[index], degrees.d, degrees.t
-    splits = t > 1 and not space.strategies.tensor["tensor"].refusal(component, t)
-    layout = Layout(width=d * t, data=d, tensor=t if splits else 1)
+    pages: list[TensorStrategyName] = ["sequence", "tensor"] if degrees.sequence else ["tensor"]
+    able = [n for n in pages if t > 1 and not space.strategies.tensor[n].refusal(component, t)]
+    split: TensorStrategyName = able[0] if able else "none"
+    layout = Layout(width=d * t, data=d, tensor=t if able else 1, sequence=split == "sequence")
     data = degrees.data
     has_parameters = component.parameter_bytes > 0
     shards = data in space.strategies.data and not space.strategies.data[data].refusal(component, d)
@@ -187,7 +193,7 @@ def _way(index: int, degrees: Degrees, space: Space) -> Way:
     return Way(
         layout=layout,
         data=choice,
-        tensor=TensorDegree(strategy="tensor" if splits else "none", degree=layout.tensor),
+        tensor=TensorDegree(strategy=split, degree=layout.tensor),
         offload=space.request.offload == "always" and space.offloading and has_parameters,
     )
 
@@ -285,6 +291,8 @@ def _degrees(name: str, gpus: int) -> Degrees:
         return Degrees(data="replicate", d=1, t=1)
     if name == "tensor":
         return Degrees(data="replicate", d=1, t=gpus)
+    if name == "sequence":
+        return Degrees(data="replicate", d=1, t=gpus, sequence=True)
     if name in _PIPELINES:
         return Degrees(data="replicate", d=1, t=1, p=gpus, schedule=name)
     hybrid = _HYBRID.fullmatch(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 from asa.cost.estimate import on_device
@@ -97,11 +98,13 @@ class Difference:
 
 
 def _prices(
-    plan: Plan, profile: Profile, cluster: Cluster, strategies: Strategies, memory_bytes: int | None
+    plan: Plan, profile: Profile, cluster: Cluster, strategies: Strategies, memory_bytes: int | None, other: str = ""
 ) -> tuple[Candidate, Prices]:
+    by_tokens = "sequence" in (*(c.tensor.strategy for c in plan.components), *re.split("[=@]", other))
     request = Request(
         gpus=plan.gpus, global_batch=plan.global_batch, optimizer=plan.optimizer, compression=plan.compression,
         memory_bytes=plan.memory_bytes if memory_bytes is None else memory_bytes,
+        strategies=("asa", "sequence") if by_tokens else None,
     )  # fmt: skip
     candidate = Candidate(
         origin=plan.strategy,
@@ -194,7 +197,7 @@ def why_not(
         UsageError: ``other`` names no strategy and no component.
         InvalidInputError: the plan and the profile do not belong together.
     """
-    candidate, prices = _prices(plan, profile, cluster, strategies, memory_bytes)
+    candidate, prices = _prices(plan, profile, cluster, strategies, memory_bytes, other)
     price = prices.of(candidate)
     if other in parameter_server.WHY_NOT:
         return _served(plan, candidate, prices, other)

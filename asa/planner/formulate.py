@@ -161,17 +161,9 @@ def _ends(
         place = i if inlet else i + 1
         key = (pricer.alike(place) if 0 < place < len(found) else place, layouts)
         if key not in known:
-            known[key] = {numbers[x]: _end(price(i, x), inlet) for x in layouts}
+            known[key] = {numbers[x]: _edge(price(i, x)) for x in layouts}
         ends.append(known[key])
     return tuple(ends)
-
-
-def _end(cost: BoundaryCost, inlet: bool) -> Edge:
-    """An outlet holds nothing of its own: what it makes whole is the component's output."""
-    found = _edge(cost)
-    if inlet:
-        return found
-    return Edge(cost=found.cost, forward=found.forward, backward=found.backward, once=found.once)
 
 
 def _config(number: int, way: Way, cost: ComponentCost, forced: float) -> Config:

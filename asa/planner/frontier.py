@@ -209,7 +209,7 @@ def changes(before: Plan, after: Plan) -> str:
 
 def _way(a: Assignment) -> str:
     words = [a.data.text] if a.data.degree > 1 else []
-    words += [f"tensor x{a.tensor.degree}"] if a.tensor.degree > 1 else []
+    words += [f"{a.tensor.strategy} x{a.tensor.degree}"] if a.tensor.degree > 1 else []
     return " and ".join(words or ["whole"]) + " checkpointed" * a.checkpoint + " offloaded" * a.offload
 
 

@@ -112,6 +112,11 @@ class Request:
     compression: CompressionName = "none"
     uneven: bool = True
 
+    @property
+    def named(self) -> frozenset[str]:
+        """Strategies that are asked for by name, of the whole network or of components."""
+        return frozenset((*(self.strategies or ()), *(p.strategy for p in self.pins)))
+
     def __post_init__(self) -> None:
         if self.gpus < 1:
             raise UsageError(f"a plan needs at least 1 device, asked {self.gpus}")

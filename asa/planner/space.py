@@ -63,9 +63,12 @@ class Space:
         self.strategies = strategies
         self.request = request
         self._layouts: dict[tuple[int, int], tuple[Layout, ...]] = {}
+        self._cut: dict[tuple[Layout, ...], tuple[Layout, ...]] = {}
         self._tensor_degrees: dict[tuple[TensorStrategyName, int], TensorDegree] = {}
         self._data_degrees: dict[tuple[DataStrategyName, Layout], DataDegree | None] = {}
-        self._splits: dict[tuple[int, int], list[TensorStrategyName]] = {}
+        self._splits: dict[tuple[int, int, bool], list[TensorStrategyName]] = {}
+        self.by_tokens = "sequence" in strategies.tensor and "sequence" in request.named
+        """Whether components may cut their tokens, too: where that is asked for by name."""
         self._measured_one = {t.component for t in profile.timings if t.microbatch == 1 and t.tensor_degree == 1}
         self.may_offload = strategies.offload and cluster.device.type == "cuda"
         self.offloading = self.may_offload and request.offload == "always"
@@ -99,7 +102,7 @@ class Space:
                 continue
             if component.tied and layout.data != width:  # one way for all that share a parameter
                 continue
-            for tensor in self._tensor(index, layout.tensor):
+            for tensor in self._tensor(index, layout.tensor, layout.sequence):
                 named = (tensor, layout.tensor)
                 split = self._tensor_degrees.setdefault(named, TensorDegree(strategy=tensor, degree=layout.tensor))
                 share = self.strategies.tensor[tensor].share(component, layout.tensor)
@@ -124,11 +127,20 @@ class Space:
         """The layouts of a stage that are in the space: all of a narrow stage.
 
         In a wide one, where there would be thousands of pairs of them, a tensor degree comes with as many data shards
-        as there are ranks, or if there are fewer samples than that, with as many as have one (or two).
+        as there are ranks, or if there are fewer samples than that, with as many as have one (or two). Where tokens may
+        be cut, every layout with a tensor degree is there a second time.
         """
+        found = self._whole_layouts(width, num_microbatches)
+        if not self.by_tokens:
+            return found
+        if found not in self._cut:
+            self._cut[found] = (*found, *(replace(x, sequence=True) for x in found if x.tensor > 1))
+        return self._cut[found]
+
+    def _whole_layouts(self, width: int, num_microbatches: int) -> tuple[Layout, ...]:
         key, weights = (width, num_microbatches), self.weights.get(width, ())
         if weights and key not in self._layouts:
-            even = Space.layouts(self.weighted({}), width, num_microbatches)
+            even = Space._whole_layouts(self.weighted({}), width, num_microbatches)
             self._layouts[key] = tuple(replace(x, weights=weights) for x in even)
         if not weights and (width <= _NARROW or self.request.pins):
             return layouts(width)
@@ -161,8 +173,8 @@ class Space:
         if len(self.cluster.levels) > 1:
             inside = node // layout.inner if node % layout.inner == 0 else 1
         else:
-            named = "hsdp" in (*(self.request.strategies or ()), *(p.strategy for p in self.request.pins))
-            inside = next((x for x in range(degree // 2, 1, -1) if degree % x == 0), 1) if named else 1
+            halves = (x for x in range(degree // 2, 1, -1) if degree % x == 0)
+            inside = next(halves, 1) if "hsdp" in self.request.named else 1
         return inside if 1 < inside < degree and degree % inside == 0 else None
 
     def data_degree(self, name: DataStrategyName, layout: Layout) -> DataDegree | None:
@@ -209,11 +221,12 @@ class Space:
         component = self.profile.graph.components[index]
         return 2 if component.batch_norm and component.name not in self._measured_one else 1
 
-    def _tensor(self, index: int, degree: int) -> list[TensorStrategyName]:
-        key = (index, degree)
+    def _tensor(self, index: int, degree: int, sequence: bool = False) -> list[TensorStrategyName]:
+        key = (index, degree, sequence)
         if key not in self._splits:
             component = self.profile.graph.components[index]
-            names: Sequence[TensorStrategyName] = ("none",) if degree == 1 else ("tensor",)
+            split: TensorStrategyName = "sequence" if sequence else "tensor"
+            names: Sequence[TensorStrategyName] = ("none",) if degree == 1 else (split,)
             offered = self.strategies.tensor
             self._splits[key] = [n for n in names if n in offered and not offered[n].refusal(component, degree)]
         return self._splits[key]
@@ -242,10 +255,11 @@ class Space:
         checkpoint = " x checkpoint" if self.strategies.checkpoint else ""
         if self.offloading:
             checkpoint += " x offload" if self.request.offload == "auto" else ", optimizer state on the host"
+        splits = [n for n in self.strategies.tensor if n != "sequence" or self.by_tokens]
         parts = [
             f"one stage of 1 to {self.request.gpus} ranks"
             + (f", or several of any widths ({', '.join(self.schedules)})" if piped else ""),
-            f"per component data ({', '.join(self.strategies.data)}) x tensor ({', '.join(self.strategies.tensor)}) "
+            f"per component data ({', '.join(self.strategies.data)}) x tensor ({', '.join(splits)}) "
             f"of every degree whose product divides the ranks of its stage{checkpoint}",
             "microbatches in powers of two"
             + (f", {MOST_IN_A_PIPELINE} at most in a pipeline" if piped and many else "")

@@ -20,7 +20,7 @@ def name_of(plan: Plan) -> str | None:
     ranks = plan.num_ranks
     if ranks == 1:
         return "single"
-    if any(s.weights for s in plan.stages):
+    if any(s.weights for s in plan.stages) or any(c.tensor.strategy == "sequence" for c in plan.components):
         return None
     if plan.strategy in _WHOLE and (plan.strategy not in _STAGED or all(len(s.ranks) == 1 for s in plan.stages)):
         return plan.strategy  # components that refuse their part of it are run whole there, too
@@ -99,6 +99,7 @@ def _why(plan: Plan, own: str | None) -> str:
     layouts = dict.fromkeys(
         (c.data.strategy, c.data.degree, c.tensor.degree, len(plan.stages[c.stage].ranks)) for c in plan.components
     )
+    tokens = " and tokens" if any(c.tensor.strategy == "sequence" for c in plan.components) else ""
     stages = f"{len(plan.stages)} stages of {'/'.join(str(len(s.ranks)) for s in plan.stages)} ranks, "
-    kinds = ", ".join(f"{s} x{d}" + (f" with tensors x{t}" if t > 1 else "") for s, d, t, _ in layouts)
+    kinds = ", ".join(f"{s} x{d}" + (f" with tensors{tokens} x{t}" if t > 1 else "") for s, d, t, _ in layouts)
     return f"{stages if len(plan.stages) > 1 else ''}a layout per component ({kinds})"

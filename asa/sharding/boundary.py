@@ -11,7 +11,7 @@ from torch import Tensor
 
 from asa.ir.layout import Boundary, Layout, gather_group
 from asa.sharding.axis import Axis
-from asa.sharding.collectives import all_gather, all_reduce, own_slice, reduce_scatter
+from asa.sharding.collectives import all_gather, all_reduce, own_slice, reduce_scatter, shard_sizes
 
 AxisOf = Callable[[tuple[int, ...]], Axis]
 """Ranks of a group (in order) to the axis this rank sees."""
@@ -54,9 +54,7 @@ class Crossing:
     @property
     def silent(self) -> bool:
         """Whether nothing happens at all."""
-        b = self.boundary
-        partial = (b.exit_partial and b.source.tensor > 1) or (b.entry_partial and b.target.tensor > 1)
-        return b.source.data == b.target.data and not partial
+        return self.boundary.silent
 
     def __call__(self, x: Tensor, samples: int) -> Tensor:
         """Convert ``x``, this rank's rows of a microbatch of ``samples`` in all."""
@@ -66,14 +64,19 @@ class Crossing:
         """The forward conversion, without autograd."""
         b = self.boundary
         slice_sizes = _rows(samples, b.target, self.slice_ranks)
+        if b.gathers_tokens:
+            x = all_gather(x, 1, shard_sizes(b.exit_tokens, self.reduce_axis), self.reduce_axis)
         if b.fused_exit:
-            return reduce_scatter(x, 0, slice_sizes, self.slice_axis)
-        if b.exit_partial and b.source.tensor > 1:
-            x = all_reduce(x.clone(memory_format=torch.contiguous_format), self.reduce_axis)
-        if b.gathers > 1:
-            x = all_gather(x, 0, _rows(samples, b.source, self.gather_ranks), self.gather_axis)
-        if b.slices > 1:
-            x = own_slice(x, 0, slice_sizes, self.slice_axis)
+            x = reduce_scatter(x, 0, slice_sizes, self.slice_axis)
+        else:
+            if b.reduces_exit:
+                x = all_reduce(x.clone(memory_format=torch.contiguous_format), self.reduce_axis)
+            if b.gathers > 1:
+                x = all_gather(x, 0, _rows(samples, b.source, self.gather_ranks), self.gather_axis)
+            if b.slices > 1:
+                x = own_slice(x, 0, slice_sizes, self.slice_axis)
+        if b.cuts_tokens:
+            x = own_slice(x, 1, shard_sizes(b.entry_tokens, self.scatter_axis), self.scatter_axis)
         return x
 
     def backward(self, gradient: Tensor, samples: int) -> Tensor:
@@ -81,15 +84,19 @@ class Crossing:
         b = self.boundary
         scale = b.source.data / b.target.data
         gather_sizes = _rows(samples, b.source, self.gather_ranks)
+        if b.cuts_tokens:
+            gradient = all_gather(gradient, 1, shard_sizes(b.entry_tokens, self.scatter_axis), self.scatter_axis)
         if b.fused_entry:
             gradient = reduce_scatter(gradient, 0, gather_sizes, self.gather_axis)
         else:
-            if b.entry_partial and b.target.tensor > 1:
+            if b.reduces_entry:
                 gradient = all_reduce(gradient.clone(memory_format=torch.contiguous_format), self.scatter_axis)
             if b.slices > 1:
                 gradient = all_gather(gradient, 0, _rows(samples, b.target, self.slice_ranks), self.slice_axis)
             if b.gathers > 1:
                 gradient = own_slice(gradient, 0, gather_sizes, self.gather_axis)
+        if b.gathers_tokens:
+            gradient = own_slice(gradient, 1, shard_sizes(b.exit_tokens, self.reduce_axis), self.reduce_axis)
         return gradient if scale == 1 else gradient * scale
 
 

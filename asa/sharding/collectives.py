@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from asa.ir.layout import bounds
 from asa.sharding import direct
 from asa.sharding.axis import Axis
 
@@ -42,6 +43,12 @@ def is_silent() -> bool:
 
 def _live(axis: Axis) -> bool:
     return axis.group is not None and not _Switch.silent
+
+
+def shard_sizes(total: int, axis: Axis) -> list[int]:
+    """Elements that each index of ``axis`` holds of ``total``."""
+    edges = [bounds(total, axis.size, i) for i in range(axis.size)]
+    return [stop - start for start, stop in edges]
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
@@ -138,6 +145,41 @@ class _Gather(torch.autograd.Function):
         return own_slice(gradient, *ctx.saved), None, None, None
 
 
+class _GatherForPartial(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Tensor:
+        ctx.saved = (dim, sizes, axis)
+        return all_gather(x, dim, sizes, axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        return reduce_scatter(gradient, *ctx.saved), None, None, None
+
+
+class _ScatterPartial(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Tensor:
+        ctx.saved = (dim, sizes, axis)
+        return reduce_scatter(x, dim, sizes, axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        return all_gather(gradient, *ctx.saved), None, None, None
+
+
+class _SumGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, axis: Axis, *values: Tensor) -> tuple[Tensor, ...]:
+        ctx.axis = axis
+        return tuple(v.view_as(v) for v in values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        flat = all_reduce(torch.cat([g.reshape(-1) for g in gradients]), ctx.axis)
+        parts = flat.split([g.numel() for g in gradients])
+        return (None, *(part.view(g.shape).to(g.dtype) for part, g in zip(parts, gradients, strict=True)))
+
+
 def reduce_gradient(x: Tensor, axis: Axis) -> Tensor:
     """Identity in forward; in backward the partial gradients are summed over the axis."""
     return _ReduceGradient.apply(x, axis) if axis.size > 1 else x
@@ -151,3 +193,18 @@ def reduce_partial(x: Tensor, axis: Axis) -> Tensor:
 def gather(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Tensor:
     """Shards to the whole tensor; the gradient, complete on every rank, is cut again."""
     return _Gather.apply(x, dim, sizes, axis) if axis.size > 1 else x
+
+
+def gather_for_partial(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Tensor:
+    """Shards to the whole tensor; its gradient, partial on every rank, is summed and cut in one reduce_scatter."""
+    return _GatherForPartial.apply(x, dim, sizes, axis) if axis.size > 1 else x
+
+
+def scatter_partial(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Tensor:
+    """Partial results summed and cut in one reduce_scatter; the gradients of all shards are gathered."""
+    return _ScatterPartial.apply(x, dim, sizes, axis) if axis.size > 1 else x
+
+
+def sum_gradients(values: Sequence[Tensor], axis: Axis) -> tuple[Tensor, ...]:
+    """Identity in forward; in backward the gradients of all ``values`` are summed over the axis, in one all_reduce."""
+    return _SumGradients.apply(axis, *values) if axis.size > 1 else tuple(values)

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from asa.errors import UsageError
-from asa.ir.graph import Component, InnerCollective, LayerGraph, TensorSplit
+from asa.ir.graph import Component, InnerCollective, LayerGraph, SequenceSplit, TensorSplit
 from asa.ir.traffic import CollectiveOp
 from asa.sharding.axis import Axis
 from asa.sharding.modules import shards_of
 from asa.sharding.propagate import SplitPlan
-from asa.sharding.tensor import detached_copy, example_input, plan_split, split
+from asa.sharding.tensor import detached_copy, example_input, plan_split, sequence_plans, split
 from asa.tracing import TracedModel
 from asa.tracing.component import TracedComponent
 
@@ -49,13 +49,32 @@ def _collectives(plan: SplitPlan, *, first: bool) -> tuple[InnerCollective, ...]
     return tuple(found)
 
 
+def _token_collectives(plan: SplitPlan, *, first: bool) -> tuple[InnerCollective, ...]:
+    found: list[InnerCollective] = []
+    for value in plan.gathered:
+        size = _bytes_per_sample(value)
+        found.append(InnerCollective(op="all_gather", phase="forward", bytes_per_sample=size))
+        if not (first and not value.meta["tensor_meta"].requires_grad):
+            found.append(InnerCollective(op="reduce_scatter", phase="backward", bytes_per_sample=size))
+    for node in plan.scattered:
+        size = _bytes_per_sample(node)
+        found.append(InnerCollective(op="reduce_scatter", phase="forward", bytes_per_sample=size))
+        found.append(InnerCollective(op="all_gather", phase="backward", bytes_per_sample=size))
+    for value in dict.fromkeys(v for v, _ in plan.gathers):
+        found.append(InnerCollective(op="all_gather", phase="forward", bytes_per_sample=_bytes_per_sample(value)))
+    return tuple(found)
+
+
 def _never(_: Any) -> Tensor:
     raise AssertionError("backward through a graph that was only weighed")
 
 
-def _saved(component: TracedComponent, samples: int) -> tuple[float, float]:
-    """Forward FLOPs and bytes kept for backward, of one pass over ``samples`` samples, on meta tensors."""
-    x = example_input(component, samples).requires_grad_(component.input_dtype.is_floating_point)
+def _saved(component: TracedComponent, samples: int, tokens: int | None) -> tuple[float, float]:
+    """Forward FLOPs and bytes kept for backward, of one pass over ``samples`` samples, on meta tensors. ``tokens``: how
+    many the component reads of each, where that is not all."""
+    x = example_input(component, samples)
+    x = x if tokens is None else x[:, :tokens].clone()
+    x.requires_grad_(component.input_dtype.is_floating_point)
     own = {t.untyped_storage()._cdata for t in (*component.parameters(), *component.buffers())}
     saved: dict[int, int] = {}
     alive = []  # a freed storage's number would be used again
@@ -71,10 +90,31 @@ def _saved(component: TracedComponent, samples: int) -> tuple[float, float]:
     return float(counter.get_total_flops()), float(sum(saved.values()))
 
 
-def _weigh(component: TracedComponent) -> tuple[float, float]:
+def _weigh(component: TracedComponent, tokens: int | None = None) -> tuple[float, float]:
     """Forward FLOPs and saved bytes per sample: the difference of two batches, so that constants drop out."""
-    (flops, saved), (more_flops, more_saved) = _saved(component, 2), _saved(component, 3)
+    (flops, saved), (more_flops, more_saved) = _saved(component, 2, tokens), _saved(component, 3, tokens)
     return more_flops - flops, more_saved - saved
+
+
+def _sequence_split(component: TracedComponent, half_saved: float, *, first: bool) -> SequenceSplit | None:
+    """What tokens divide in ``component`` beside its weights. ``half_saved``: bytes per sample that the first of two
+    ranks saves without."""
+    plans = sequence_plans(component)
+    if plans is None:
+        return None
+    plan, halved = plans[0], detached_copy(component, "meta")
+    split(halved, Axis(size=2, index=0), tokens=True)
+    own = plan.tokens // 2
+    _, saved = _weigh(halved, own)
+    layers = [component.get_submodule(str(node.target)) for node in plan.tokenwise]
+    summed = [p for m in layers for p in m.parameters() if p.requires_grad]
+    return SequenceSplit(
+        tokens=plan.tokens,
+        exit=plan.exit_tokens > 0,
+        collectives=_token_collectives(plan, first=first),
+        summed_parameter_bytes=sum(p.numel() * p.element_size() for p in summed),
+        saved_bytes_per_sample=max(0.0, half_saved - saved) / (1 - own / plan.tokens),
+    )
 
 
 def tensor_split(
@@ -113,6 +153,7 @@ def tensor_split(
             collectives=_collectives(plan, first=first),
             entry_partial=plan.entry_partial,
             exit_partial=plan.exit_partial,
+            sequence=_sequence_split(component, half_saved, first=first),
         ),
         "",
     )

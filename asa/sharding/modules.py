@@ -12,7 +12,15 @@ from torch import Tensor, nn
 
 from asa.ir.layout import bounds
 from asa.sharding.axis import Axis
-from asa.sharding.collectives import gather, reduce_gradient, reduce_partial
+from asa.sharding.collectives import (
+    gather,
+    gather_for_partial,
+    reduce_gradient,
+    reduce_partial,
+    scatter_partial,
+    shard_sizes,
+    sum_gradients,
+)
 from asa.sharding.propagate import Action, Cut
 from asa.sharding.samples import SampleDropout
 
@@ -97,6 +105,42 @@ class Gather(nn.Module):
         return gather(x, self.dim, self.sizes, self.axis)
 
 
+class GatherTokens(nn.Module):
+    """Makes a value cut by tokens whole, for layers that each do a part of the work on all of them."""
+
+    def __init__(self, tokens: int, axis: Axis) -> None:
+        super().__init__()
+        self.sizes, self.axis = shard_sizes(tokens, axis), axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[samples, all tokens, width]; its gradient, partial, is summed and cut again."""
+        return gather_for_partial(x, 1, self.sizes, self.axis)
+
+
+class ScatterTokens(nn.Module):
+    """Sums a partial result and cuts it by tokens."""
+
+    def __init__(self, tokens: int, axis: Axis) -> None:
+        super().__init__()
+        self.sizes, self.axis = shard_sizes(tokens, axis), axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[samples, this rank's tokens, width]."""
+        return scatter_partial(x, 1, self.sizes, self.axis)
+
+
+class SumGradients(nn.Module):
+    """Parameters as they are, whose gradients are summed over the axis: each rank has those of its own tokens."""
+
+    def __init__(self, axis: Axis) -> None:
+        super().__init__()
+        self.axis = axis
+
+    def forward(self, *parameters: Tensor) -> tuple[Tensor, ...]:
+        """``parameters``, seen as new values by autograd."""
+        return sum_gradients(parameters, self.axis)
+
+
 class RowParallel(nn.Module):
     """A linear layer or convolution that reads a shard of its inputs.
 
@@ -136,7 +180,7 @@ class RowParallel(nn.Module):
 
 
 class HeadParallelAttention(nn.Module):
-    """Self-attention over this rank's share of the heads; input and output whole."""
+    """Self-attention over this rank's share of the heads; input whole, and output, too, unless ``scatter`` cuts it."""
 
     head_parallel = True
     in_proj_weight: nn.Parameter
@@ -146,10 +190,10 @@ class HeadParallelAttention(nn.Module):
 
     def __init__(
         self, source: nn.MultiheadAttention | HeadParallelAttention, cut: Cut, axis: Axis,
-        dropout: SampleDropout | None,
+        dropout: SampleDropout | None, scatter: ScatterTokens | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.axis = axis
+        self.axis, self.scatter = axis, scatter
         self.batch_first = source.batch_first
         self.head_dim, self.num_heads = cut.unit, cut.units
         start, stop = bounds(cut.units, axis.size, axis.index)
@@ -164,7 +208,7 @@ class HeadParallelAttention(nn.Module):
         else:
             shards["in_proj_bias"] = rows
         _adopt(self, source, shards, axis.index)
-        self.out_proj = RowParallel(source.out_proj, cut, axis, partial=False)
+        self.out_proj = RowParallel(source.out_proj, cut, axis, partial=scatter is not None)
 
     def forward(self, x: Tensor, *_: object, **__: object) -> tuple[Tensor, None]:
         """``x``: [samples, length, width] (or length first, as the stock module was built)."""
@@ -179,6 +223,8 @@ class HeadParallelAttention(nn.Module):
         else:
             mixed = F.scaled_dot_product_attention(q, k, v)
         y = self.out_proj(mixed.transpose(1, 2).reshape(n, length, self.heads * self.head_dim))
+        if self.scatter is not None:
+            y = self.scatter(y)
         return (y if self.batch_first else y.transpose(0, 1)), None
 
 
@@ -220,10 +266,13 @@ def _local_norm(source: nn.BatchNorm1d | nn.BatchNorm2d, cut: Cut, axis: Axis) -
     return module
 
 
-def shard_module(source: nn.Module, action: Action, cut: Cut, axis: Axis, *, partial: bool = False) -> nn.Module:
+def shard_module(
+    source: nn.Module, action: Action, cut: Cut, axis: Axis, *, partial: bool = False,
+    scatter: ScatterTokens | None = None,
+) -> nn.Module:  # fmt: skip
     """The shard of ``source`` that ``axis.index`` holds, in the same mode and with the same parameter names.
 
-    ``partial``: leave the output of a ``row`` shard unreduced.
+    ``partial``: leave the output of a ``row`` shard unreduced. ``scatter``: what sums and cuts that of ``heads``.
     """
     module: nn.Module
     if action == "row":
@@ -231,7 +280,7 @@ def shard_module(source: nn.Module, action: Action, cut: Cut, axis: Axis, *, par
         module = RowParallel(source, cut, axis, partial=partial)
     elif action == "heads":
         assert isinstance(source, nn.MultiheadAttention | HeadParallelAttention)
-        module = HeadParallelAttention(source, cut, axis, getattr(source, "weight_dropout", None))
+        module = HeadParallelAttention(source, cut, axis, getattr(source, "weight_dropout", None), scatter)
     elif action == "column":
         assert isinstance(source, nn.Linear | nn.Conv2d)
         module = _column(source, cut, axis)

@@ -26,11 +26,13 @@ Action = Literal["column", "row", "heads", "local", "depthwise"]
 
 @dataclass(frozen=True)
 class Cut:
-    """A value sharded along ``dim``: ``units`` indivisible units of ``unit`` elements each."""
+    """A value sharded along ``dim``: ``units`` indivisible units of ``unit`` elements each. ``tokens``: they are
+    positions, not parts, of what the layers compute (:mod:`asa.sharding.tokens`)."""
 
     dim: int
     units: int
     unit: int = 1
+    tokens: bool = False
 
 
 @dataclass
@@ -51,6 +53,16 @@ class SplitPlan:
     hoisted: set[fx.Node] = field(default_factory=set)
     """Values whose gradient the boundary in front reduces."""
     exit_partial: bool = False
+    tokens: int = 0
+    """In the input, where it is cut by them; 0 where the plan is not of that kind."""
+    exit_tokens: int = 0
+    """In the output, where that is cut, too."""
+    gathered: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+    """Value cut by tokens to the column- or head-split nodes that read all of them."""
+    scattered: list[fx.Node] = field(default_factory=list)
+    """Nodes whose partial output is summed and cut by tokens at once."""
+    tokenwise: list[fx.Node] = field(default_factory=list)
+    """Layers with parameters of their own that see a rank's tokens only."""
 
     @property
     def entry_partial(self) -> bool:
@@ -68,11 +80,13 @@ _ELEMENTWISE_MODULES = (
     nn.LeakyReLU, nn.ELU, nn.Softplus, nn.Identity, nn.Dropout, nn.Dropout2d,
 )  # fmt: skip
 _SPATIAL_MODULES = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d)
-_ELEMENTWISE = {
+ELEMENTWISE_FUNCTIONS = {
     F.relu, torch.relu, F.gelu, F.silu, F.hardswish, F.hardsigmoid, torch.sigmoid, F.sigmoid, torch.tanh, F.relu6,
     F.dropout, F.dropout2d, F.leaky_relu, "relu", "relu_", "sigmoid", "tanh", "contiguous",
 }  # fmt: skip
-_BINARY = {operator.add, operator.mul, operator.sub, operator.iadd, operator.imul, torch.add, torch.mul, torch.sub}
+BINARY_FUNCTIONS = {
+    operator.add, operator.mul, operator.sub, operator.iadd, operator.imul, torch.add, torch.mul, torch.sub,
+}  # fmt: skip
 _SPATIAL = {F.adaptive_avg_pool2d, F.max_pool2d, F.avg_pool2d}
 
 
@@ -109,7 +123,7 @@ def _resolved(module: nn.Module, target: str) -> Any:
     return found
 
 
-class _Walk:
+class Walk:
     """One pass in topological order. ``graph`` carries ``tensor_meta`` from shape propagation."""
 
     def __init__(self, module: fx.GraphModule) -> None:
@@ -213,11 +227,11 @@ class _Walk:
         target = node.target
         source = node.args[0] if node.args else None
         cut = self._cut_of(source)
-        if target in _BINARY:
+        if target in BINARY_FUNCTIONS:
             return self._binary(node)
         if cut is None:
             return None
-        if target in _ELEMENTWISE or (target in _SPATIAL and cut.dim == 1):
+        if target in ELEMENTWISE_FUNCTIONS or (target in _SPATIAL and cut.dim == 1):
             return cut
         if target in {torch.flatten, "flatten"} and (*node.args, *node.kwargs.values())[1:] == (cut.dim,):
             return self._flattened(source, cut)
@@ -279,4 +293,4 @@ class _Walk:
 
 def propagate(module: fx.GraphModule) -> SplitPlan:
     """How ``module`` (one tensor in, shapes propagated) splits over a tensor axis; degree-independent."""
-    return _Walk(module).run()
+    return Walk(module).run()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import operator
 from contextlib import redirect_stderr
 from io import StringIO
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.shape_prop import ShapeProp
@@ -14,9 +16,10 @@ from torch.fx.passes.shape_prop import ShapeProp
 from asa.errors import UsageError
 from asa.ir.layout import bounds
 from asa.sharding.axis import Axis
-from asa.sharding.modules import Gather, ReduceGradient, shard_module
+from asa.sharding.modules import Gather, GatherTokens, ReduceGradient, ScatterTokens, SumGradients, shard_module
 from asa.sharding.propagate import Cut, SplitPlan, is_elementwise, propagate
 from asa.sharding.samples import SampleDropout
+from asa.sharding.tokens import propagate_tokens
 from asa.tracing.component import TracedComponent
 
 _SAMPLES = 2
@@ -53,9 +56,10 @@ def _propagate_shapes(graph: fx.GraphModule, component: TracedComponent) -> None
         node.meta[_SHAPES] = (shape, dtype)
 
 
-def plan_split(component: TracedComponent) -> list[SplitPlan]:
+def plan_split(component: TracedComponent, *, tokens: bool = False) -> list[SplitPlan]:
     """How each of the component's graphs splits. The first plan's actions hold the layers of all graphs (an
-    auxiliary head is in training's alone); a layer that is in two splits alike in both.
+    auxiliary head is in training's alone); a layer that is in two splits alike in both. ``tokens``: by tokens, too;
+    plans of 0 tokens say that it cannot.
 
     Raises:
         UsageError: the two modes would split different layers, or shapes depend on values.
@@ -70,7 +74,7 @@ def plan_split(component: TracedComponent) -> list[SplitPlan]:
         except Exception as error:
             reason = type(error.__cause__ or error).__name__
             raise UsageError(f"{component.name} does something that depends on values ({reason})") from error
-        plans.append(propagate(graph))
+        plans.append(propagate_tokens(graph) if tokens else propagate(graph))
     first, *rest = plans
     for other in rest:
         for path in first.actions.keys() & other.actions.keys():
@@ -84,24 +88,48 @@ def plan_split(component: TracedComponent) -> list[SplitPlan]:
     return plans
 
 
-def split(component: TracedComponent, axis: Axis) -> TracedComponent:
+def sequence_plans(component: TracedComponent) -> list[SplitPlan] | None:
+    """How each of the component's graphs splits by tokens, the parameters being those of tensor parallelism alone;
+    None where they do not.
+
+    Raises:
+        UsageError: as :func:`plan_split`.
+    """
+    alone = plan_split(component)[0]
+    if component.has_sides() or not alone.actions:
+        return None
+    plans = plan_split(component, tokens=True)
+    first = plans[0]
+    alike = (first.actions, first.cuts) == (alone.actions, alone.cuts)
+    ends = {(p.tokens, p.exit_tokens) for p in plans}
+    return plans if alike and first.tokens > 1 and len(ends) == 1 else None
+
+
+def split(component: TracedComponent, axis: Axis, *, tokens: bool = False) -> TracedComponent:
     """Split ``component`` in place over ``axis``; without a process group it is rehearsed (see :class:`Axis`).
+    ``tokens``: what enters and leaves it is cut by tokens (:mod:`asa.sharding.tokens`).
 
     Raises:
         UsageError: the component has nothing to split, or fewer units than the axis has ranks.
     """
     if axis.size == 1:
         return component
-    plans = plan_split(component)
+    plans = sequence_plans(component) if tokens else plan_split(component)
+    if plans is None:
+        raise UsageError(f"{component.name} does not take its tokens cut")
     plan = plans[0]
-    if not plan.actions or axis.size > plan.max_degree:
-        raise UsageError(f"{component.name} splits at most {plan.max_degree} ways, asked {axis.size}")
+    most = min(plan.max_degree, plan.tokens) if tokens else plan.max_degree
+    if not plan.actions or axis.size > most:
+        raise UsageError(f"{component.name} splits at most {most} ways, asked {axis.size}")
     for graph, each in zip(component.graphs(), plans, strict=True):
         _connect(graph, each, axis)
     exits = _exits(component.train_graph) if plan.exit_partial else set()
+    exits |= {str(node.target) for node in plan.scattered}
+    scatter = ScatterTokens(plan.tokens, axis) if tokens else None
     for path, action in plan.actions.items():
         source = component.get_submodule(path)
-        component.set_submodule(path, shard_module(source, action, plan.cuts[path], axis, partial=path in exits))
+        shard = shard_module(source, action, plan.cuts[path], axis, partial=path in exits, scatter=scatter)
+        component.set_submodule(path, shard)
     return component
 
 
@@ -126,6 +154,12 @@ def _connect(module: fx.GraphModule, plan: SplitPlan, axis: Axis) -> None:
         cut = plan.states[value]
         assert cut is not None
         _insert(module, value, users, Gather(cut, axis), f"gather_{value.name}")
+    for value, readers in plan.gathered.items():
+        _insert(module, value, readers, GatherTokens(plan.tokens, axis), f"gather_tokens_{value.name}")
+    for node in plan.scattered:
+        if plan.actions[str(node.target)] == "row":
+            _insert(module, node, list(node.users), ScatterTokens(plan.tokens, axis), f"scatter_tokens_{node.name}")
+    _sum_gradients(module, plan.tokenwise, axis)
     module.graph.lint()
     module.recompile()
 
@@ -136,6 +170,31 @@ def _insert(module: fx.GraphModule, value: fx.Node, users: list[fx.Node], step: 
         node = module.graph.call_module(name, (value,))
     for user in users:
         user.replace_input_with(value, node)
+
+
+def _sum_gradients(module: fx.GraphModule, norms: list[fx.Node], axis: Axis) -> None:
+    """Have the parameters of ``norms`` read through one :class:`SumGradients`, where the graph begins."""
+    layers = {node: module.get_submodule(str(node.target)) for node in norms}
+    names = [(node, name) for node, m in layers.items() for name, _ in m.named_parameters(recurse=False)]
+    graph = module.graph
+    (entry,) = [n for n in graph.nodes if n.op == "placeholder"]
+    read: dict[tuple[fx.Node, str], fx.Node] = {}
+    with graph.inserting_before(entry.next):
+        for node, name in names:
+            read[node, name] = graph.get_attr(f"{node.target}.{name}")
+        trained = [key for key in names if getattr(layers[key[0]], key[1]).requires_grad]
+        if trained:
+            module.add_submodule("sum_gradients", SumGradients(axis))
+            summed = graph.call_module("sum_gradients", tuple(read[key] for key in trained))
+            for i, key in enumerate(trained):
+                read[key] = graph.call_function(operator.getitem, (summed, i))
+    for node, m in layers.items():
+        assert isinstance(m, nn.LayerNorm)
+        with graph.inserting_before(node):
+            weight, bias = read.get((node, "weight")), read.get((node, "bias"))
+            call = graph.call_function(F.layer_norm, (node.args[0], tuple(m.normalized_shape), weight, bias, m.eps))
+        node.replace_all_uses_with(call)
+        graph.erase_node(node)
 
 
 def _offset_dropout(module: nn.Module, cut: Cut | None, axis: Axis) -> None:

@@ -7,13 +7,14 @@ from asa.schedules import schedules
 from asa.strategies.hsdp import HybridShard
 from asa.strategies.none import Whole
 from asa.strategies.replicate import Replicate
+from asa.strategies.sequence import SequenceParallel
 from asa.strategies.tensor import TensorParallel
 from asa.strategies.zero1 import SharedOptimizer
 from asa.strategies.zero2 import ShardedGradients
 from asa.strategies.zero3 import FullyShard
 
 DATA: tuple[type[DataStrategy], ...] = (Replicate, SharedOptimizer, ShardedGradients, FullyShard, HybridShard)
-TENSOR: tuple[type[TensorStrategy], ...] = (Whole, TensorParallel)
+TENSOR: tuple[type[TensorStrategy], ...] = (Whole, TensorParallel, SequenceParallel)
 
 
 def offered() -> Strategies:
