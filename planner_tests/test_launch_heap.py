@@ -39,6 +39,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     monkeypatch.setattr(os, "execv", lambda _path, argv: found.append(argv))
     monkeypatch.setattr(heap, "_glibc", lambda: True)
     monkeypatch.setenv(heap.VARIABLE, "glibc.malloc.perturb=0")
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "asa", "train", "plan.json"])
     return found
 
 
@@ -50,9 +51,16 @@ def test_a_command_that_trains_starts_once_more_and_only_once(started: list[list
     assert len(started) == 1
 
 
-def test_commands_that_hold_no_model_do_not(started: list[list[str]]):
+def test_commands_that_hold_no_model_do_not(started: list[list[str]], monkeypatch: pytest.MonkeyPatch):
     for words in ([], ["plan", "x.json"], ["--help"]):
+        monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "asa", *words])
         heap.start_again(words)
+    assert not started
+
+
+def test_a_program_that_calls_with_words_of_its_own_does_not(started: list[list[str]], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "orig_argv", ["python", "mine.py"])
+    heap.start_again(["train", "plan.json"])
     assert not started
 
 

@@ -6,6 +6,8 @@ import dataclasses
 import json
 import os
 import signal
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,8 +27,10 @@ from asa.executor import checkpoint, exhausted, outdir, recovery, worker
 from asa.executor.run import train
 from asa.instruments import room
 from asa.ir import codec
+from asa.ir.cluster import Cluster
 from asa.ir.codec import fingerprint
 from asa.ir.plan import Plan
+from asa.ir.profile import Profile
 from asa.ir.shortage import Shortage
 from asa.launch import run_ranks
 from asa.planner import Request
@@ -237,16 +241,29 @@ def test_the_model_is_corrected_to_what_was_needed_and_the_next_plan_to_less() -
         relieve(profile, cluster, dataclasses.replace(found, room_bytes=1 << 10), 1, 2)
 
 
-def test_a_rank_with_little_memory_really_runs_out_and_the_run_ends_well(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def _scarce() -> tuple[Profile, Cluster, Plan]:
+    """A profile that promises half of what a step takes, its cluster, and the plan they lead to."""
+    profile, cluster = _wide(0.5)
+    request = Request(gpus=2, global_batch=256, strategies=("ddp",))
+    return profile, cluster, solve(profile, cluster, offered(), request)[0]
+
+
+def run_scarcely(out: Path) -> None:
+    """Train by that plan. In a fresh process: what tests before have freed is no shortage."""
+    profile, cluster, plan = _scarce()
+    settings = training.settings(out, epochs=1, steps_per_epoch=3)
+    train(plan, settings, strategies=offered(), adapt=adapt, relieve=partial(relieve, profile, cluster))
+
+
+def test_a_rank_with_little_memory_really_runs_out_and_the_run_ends_well(tmp_path: Path) -> None:
     """A limit of the operating system on one rank, a profile that promises half of what a step takes, and the real
     planner: nothing here is pretended."""
-    profile, cluster = _wide(0.5)
-    plan = solve(profile, cluster, offered(), Request(gpus=2, global_batch=256, strategies=("ddp",)))[0]
-    monkeypatch.setenv(wide_model.LIMIT, str(100 << 20))
-    settings = training.settings(tmp_path, epochs=1, steps_per_epoch=3)
-    result = train(plan, settings, strategies=offered(), adapt=adapt, relieve=partial(relieve, profile, cluster))
+    plan = _scarce()[2]
+    command = f"import pathlib, test_recovery; test_recovery.run_scarcely(pathlib.Path({str(tmp_path)!r}))"
+    here = str(Path(__file__).parent)
+    environment = os.environ | {wide_model.LIMIT: str(100 << 20), "PYTHONPATH": f"{here}:{Path(here).parent}"}
+    subprocess.run([sys.executable, "-c", command], env=environment, cwd=here, check=True, timeout=200)
+    result = json.loads((tmp_path / "result.json").read_text())
     assert result["exit_code"] == 0
     assert result["shortages"]
     shortage = result["shortages"][0]["shortage"]

@@ -23,6 +23,8 @@ def start_again(words: Sequence[str]) -> None:
     present = os.environ.get(VARIABLE, "")
     if not words or words[0] not in TRAINING or SETTING in present or not _glibc() or not sys.executable:
         return
+    if sys.orig_argv[-len(words) :] != list(words):
+        return  # called by a program with words of its own, which would begin from its begin
     os.environ[VARIABLE] = ":".join(filter(None, (present, f"{SETTING}=0")))
     with suppress(OSError):  # as it is, then
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
