@@ -20,12 +20,15 @@ from asa.ir import codec
 from asa.ir.cluster import Cluster
 from asa.ir.plan import Plan
 from asa.ir.profile import Profile
+from asa.ir.units import GIB
 
 if TYPE_CHECKING:
     from asa.executor.benchmark import Cell
     from asa.zoo.data import ImageSet
 
 SCALES = (1, 2, 4, 8)
+FILLED = 0.9
+"""Of free memory, what the plans of a comparison may promise to take together."""
 
 
 @dataclass
@@ -92,6 +95,32 @@ def prepare(args: Arguments, console: Console, model: str, cluster: Cluster, gpu
     return contest
 
 
+def side_by_side(contest: Contest, free: int, *, shared: bool) -> list[Plan]:
+    """The distinct plans that fit into ``free`` bytes at once, as taking turns asks for; the others move to
+    ``why_not``. The choice and plain data parallelism come first, then what is predicted fastest; one always stays.
+
+    ``shared``: all ranks take from the same memory, as on CPUs, rather than each from its own device's.
+    """
+    distinct = contest.distinct()
+    named = {conduct(contest.plans[s]) for s in ("asa", "ddp") if s in contest.plans}
+    kept: list[Plan] = []
+    taken = 0
+    for plan in sorted(distinct, key=lambda p: conduct(p) not in named):
+        each = plan.prediction.memory_bytes_per_rank
+        more = taken + (sum(each) if shared else max(each))
+        if kept and more > FILLED * free:
+            for strategy in [s for s, p in contest.plans.items() if conduct(p) == conduct(plan)]:
+                del contest.plans[strategy]
+                contest.why_not[strategy] = (
+                    f"not run: with those that take turns with it {more / GIB:.1f} GiB would be held, "
+                    f"{free / GIB:.1f} are free; compare fewer at once with --strategies"
+                )
+        else:
+            kept.append(plan)
+            taken = more
+    return [p for p in distinct if p in kept]
+
+
 def measure(
     contest: Contest,
     args: Arguments,
@@ -103,6 +132,7 @@ def measure(
     """Run the distinct plans against each other and fill in ``cells`` and ``comparisons``."""
     from asa.executor.benchmark import BenchOptions, compare
     from asa.executor.benchmark import measure as run
+    from asa.profiler.machine import choose_device, free_memory
     from asa.strategies import offered
     from asa.zoo.models import build
 
@@ -114,6 +144,7 @@ def measure(
         contest.cells = {s: cells[plans.index(next(q for q in plans if conduct(q) == conduct(p)))]
                          for s, p in contest.plans.items()}  # fmt: skip
         return
+    plans = side_by_side(contest, free_memory(choose_device(device)), shared=device == "cpu")
     graph = contest.profile.graph
     channels, height, width = graph.input_shape
     factory = partial(

@@ -1,0 +1,56 @@
+"""``asa bench`` runs no more strategies side by side than fit into memory, and says which it left out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import nouns
+
+from asa.cli.comparison import FILLED, Contest, side_by_side
+from asa.ir.plan import Plan
+
+
+def _plan(strategy: str, step_s: float, each: int, microbatches: int) -> Plan:
+    made = nouns.plan(strategy)
+    prediction = replace(made.prediction, step_time_s=step_s, memory_bytes_per_rank=(each, each // 2))
+    return replace(made, num_microbatches=microbatches, prediction=prediction)
+
+
+def _contest() -> Contest:
+    contest = Contest(model="cnn", profile=nouns.profile(), cluster=nouns.cluster(2))
+    contest.plans = {
+        "single": _plan("single", 4.0, 100, 1),
+        "ddp": _plan("ddp", 3.0, 300, 2),
+        "hybrid": _plan("hybrid", 2.0, 200, 4),
+        "tensor": _plan("tensor", 2.0, 200, 4),
+        "asa": _plan("asa", 1.0, 100, 8),
+    }
+    return contest
+
+
+def test_all_run_where_all_fit():
+    contest = _contest()
+    plans = side_by_side(contest, 10_000, shared=True)
+    assert [p.strategy for p in plans] == ["asa", "hybrid", "ddp", "single"], "the fastest first; one plan is run once"
+    assert not contest.why_not
+
+
+def test_what_does_not_fit_is_left_out_and_named_under_all_its_names():
+    contest = _contest()
+    free = round((450 + 150 + 150) / FILLED) + 1  # ddp, the choice, and the smallest of the others
+    plans = side_by_side(contest, free, shared=True)
+    assert [p.strategy for p in plans] == ["asa", "ddp", "single"]
+    assert set(contest.plans) == {"asa", "ddp", "single"}
+    assert set(contest.why_not) == {"hybrid", "tensor"}
+    assert "--strategies" in contest.why_not["tensor"]
+
+
+def test_devices_of_their_own_hold_their_own_ranks_alone():
+    contest = _contest()
+    plans = side_by_side(contest, round((300 + 100 + 200) / FILLED) + 1, shared=False)
+    assert [p.strategy for p in plans] == ["asa", "hybrid", "ddp"]
+    assert set(contest.why_not) == {"single"}
+
+
+def test_one_plan_always_runs():
+    assert len(side_by_side(_contest(), 1, shared=True)) == 1
