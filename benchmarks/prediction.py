@@ -239,6 +239,16 @@ def show(found: list[Cell], again: bool) -> None:
     print(json.dumps(scores(found), indent=1))
 
 
+def record(folder: Path, found: list[Cell], *, again: bool) -> dict[str, Any]:
+    """The document of a grid, with the machine it is of."""
+    cluster = codec.load(Cluster, next(folder.glob("profiles/cluster.*.json")))
+    machine = ground.environment("cpu", cluster, max(c["ranks"] for c in found))
+    return {
+        "schema_version": 1, "environment": codec.to_data(machine), "priced_again": again, "scores": scores(found),
+        "cells": found,
+    }  # fmt: skip
+
+
 def main() -> None:
     """Measure what is missing, score, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -257,8 +267,9 @@ def main() -> None:
     found = cells(args.folder, again=args.again)
     show(found, args.again)
     if args.output is not None:
-        document = {"schema_version": 1, "priced_again": args.again, "scores": scores(found), "cells": found}
-        args.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        args.output.write_text(
+            json.dumps(record(args.folder, found, again=args.again), indent=1) + "\n", encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":
