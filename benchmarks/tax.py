@@ -16,17 +16,16 @@ About 0.4 s a pair on two cores: 200 pairs of all four take some six minutes.
 from __future__ import annotations
 
 import argparse
-import cProfile
 import json
-import pstats
 import random
 import statistics
+import sys
 import time
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from fractions import Fraction
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,10 @@ import torchvision
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import asa
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from own_python import own_python
+
 from asa.executor.clock import StepClock
 from asa.executor.materialize import materialize
 from asa.executor.optimizer import build_optimizer
@@ -247,47 +249,6 @@ def traffic(step: Step, indices: Tensor, number: int) -> tuple[dict[str, int], d
     return {k: int(n) for k, n in sorted(seen.calls.items())}, dict(sorted(seen.bytes.items()))
 
 
-def own_python(step: Step, indices: Tensor, number: int) -> tuple[int, float]:
-    """Calls of functions in asa's own files during a step, and the seconds spent in their own lines, less what the
-    profiler takes for itself (:func:`_cost_of_a_call`). The step by hand has some, too: it takes its samples from the
-    same place. What operators on tensors compute (``a * b``, ``a[i]``) counts as Python, so it is on the high side."""
-    stats = _profiled(lambda: step(indices, number))
-    home = str(Path(asa.__file__).parent)
-    within, around = _cost_of_a_call()
-    calls, seconds = 0, 0.0
-    for (file, _, _), (_, count, own, _, callers) in stats.items():
-        if file.startswith(home):
-            calls, seconds = calls + count, seconds + own - within * count
-        seconds -= around * sum(n for (caller, _, _), (_, n, _, _) in callers.items() if caller.startswith(home))
-    return calls, seconds
-
-
-def _profiled(work: Callable[[], None]) -> dict[Any, Any]:
-    profile = cProfile.Profile(time.process_time)
-    profile.enable()
-    work()
-    profile.disable()
-    return pstats.Stats(profile).stats  # type: ignore[attr-defined,no-any-return]
-
-
-@cache
-def _cost_of_a_call(calls: int = 4000) -> tuple[float, float]:
-    """Seconds by which the profiler makes an empty function's own time longer, and its caller's with every call."""
-
-    def nothing() -> None:
-        pass
-
-    def caller() -> None:
-        for _ in range(calls):
-            nothing()
-
-    start = time.process_time()
-    caller()
-    plain = time.process_time() - start
-    own = {key[2]: value[2] for key, value in _profiled(caller).items()}
-    return own["nothing"] / calls, max(0.0, own["caller"] - plain) / calls
-
-
 def measure(rank: int, strategy: str, pairs: int, ranks: int) -> dict[str, Any]:
     """One strategy on one rank; the figures are those of the slowest rank, and the same on all."""
     votes = Votes()
@@ -319,7 +280,7 @@ def measure(rank: int, strategy: str, pairs: int, ranks: int) -> dict[str, Any]:
     spent: dict[str, list[tuple[int, float]]] = {name: [] for name in entrants}
     for _ in range(PROFILED):
         for name, step in entrants.items():
-            spent[name].append(own_python(step, order.batch(0, 0), 10**6))
+            spent[name].append(own_python(partial(step, order.batch(0, 0), 10**6)))
     of_asa, of_stock = (spent[name] for name in ("asa", "stock"))
     python = (
         of_asa[-1][0] - of_stock[-1][0],
