@@ -7,7 +7,7 @@ largest one on the wire. On a rehearsed axis each collective is replaced by a lo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -110,6 +110,10 @@ def own_slice(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Tensor:
     return x.narrow(dim, sum(sizes[: axis.index]), sizes[axis.index]).clone(memory_format=torch.contiguous_format)
 
 
+Exchange = Callable[[Tensor, int, Sequence[int], Axis], Tensor]
+"""All_gather, reduce_scatter, or a rank's own slice."""
+
+
 class _ReduceGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
@@ -134,37 +138,19 @@ class _Reduce(torch.autograd.Function):
         return gradient, None
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Tensor:
-        ctx.saved = (dim, sizes, axis)
-        return all_gather(x, dim, sizes, axis)
+class _Exchange(torch.autograd.Function):
+    """``there`` in forward and ``back`` in backward, both of (tensor, dim, sizes, axis)."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        return own_slice(gradient, *ctx.saved), None, None, None
-
-
-class _GatherForPartial(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Tensor:
-        ctx.saved = (dim, sizes, axis)
-        return all_gather(x, dim, sizes, axis)
+    def forward(
+        ctx: Any, x: Tensor, there: Exchange, back: Exchange, dim: int, sizes: Sequence[int], axis: Axis
+    ) -> Tensor:
+        ctx.back, ctx.parts = back, (dim, sizes, axis)
+        return there(x, dim, sizes, axis)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        return reduce_scatter(gradient, *ctx.saved), None, None, None
-
-
-class _ScatterPartial(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Tensor:
-        ctx.saved = (dim, sizes, axis)
-        return reduce_scatter(x, dim, sizes, axis)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        return all_gather(gradient, *ctx.saved), None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None, None]:  # type: ignore[override]
+        return ctx.back(gradient, *ctx.parts), None, None, None, None, None
 
 
 class _SumGradients(torch.autograd.Function):
@@ -192,17 +178,17 @@ def reduce_partial(x: Tensor, axis: Axis) -> Tensor:
 
 def gather(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Tensor:
     """Shards to the whole tensor; the gradient, complete on every rank, is cut again."""
-    return _Gather.apply(x, dim, sizes, axis) if axis.size > 1 else x
+    return _Exchange.apply(x, all_gather, own_slice, dim, sizes, axis) if axis.size > 1 else x
 
 
 def gather_for_partial(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Tensor:
     """Shards to the whole tensor; its gradient, partial on every rank, is summed and cut in one reduce_scatter."""
-    return _GatherForPartial.apply(x, dim, sizes, axis) if axis.size > 1 else x
+    return _Exchange.apply(x, all_gather, reduce_scatter, dim, sizes, axis) if axis.size > 1 else x
 
 
 def scatter_partial(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Tensor:
     """Partial results summed and cut in one reduce_scatter; the gradients of all shards are gathered."""
-    return _ScatterPartial.apply(x, dim, sizes, axis) if axis.size > 1 else x
+    return _Exchange.apply(x, reduce_scatter, all_gather, dim, sizes, axis) if axis.size > 1 else x
 
 
 def sum_gradients(values: Sequence[Tensor], axis: Axis) -> tuple[Tensor, ...]:
