@@ -128,7 +128,7 @@ def _tables_on(rank: int, sizes: Sequence[int], limit_s: float, source: str) -> 
         if rank < n:
             assert isinstance(group, dist.ProcessGroup)
             found += measure_tables(
-                group, device, clock_of(device), sizes=sizes, slice_s=limit_s * n / sum(counts), source=source,
+                group, device, clock_of(device), sizes=sizes, slice_s=limit_s / len(counts), source=source,
                 say=lambda *_: None,
             )  # fmt: skip
         agree()
@@ -267,7 +267,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--dilation", type=float, default=200.0, help="how many times slower than the GPU")
     made.add_argument("--profiles", type=Path, help="folder with profiles measured on a GPU")
     made.add_argument("--budget", type=float, default=8.0, help="seconds of steps per plan; at least two steps")
-    made.add_argument("--tables", type=float, default=40.0, help="seconds to measure one set of links")
+    made.add_argument("--tables", type=float, default=100.0, help="seconds to measure one set of links")
     made.add_argument("--steps", type=int, default=6, help="the most steps of a plan")
     made.add_argument("--strategies", help="whole strategies instead of the usual and the mixed one")
     made.add_argument("-o", "--output", type=Path)

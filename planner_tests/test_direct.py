@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,8 +18,10 @@ from asa.sharding.direct import Pending, all_gather_into_tensor, directly, reduc
 from asa.sharding.sharded import sharded
 
 
-def _compare(rank: int, ranks: int) -> list[str]:
+def _compare(rank: int, ranks: int, apart: bool) -> list[str]:
     wrong = []
+    if apart:
+        os.environ["LOCAL_WORLD_SIZE"] = "1"
     for words in (1, 7, 4096):
         for dtype in (torch.float32, torch.float64, torch.bfloat16):
             torch.manual_seed(rank)
@@ -28,7 +33,7 @@ def _compare(rank: int, ranks: int) -> list[str]:
             inside = whole.new_empty(words * ranks)
             inside[rank * words : (rank + 1) * words] = part
             pending = all_gather_into_tensor(inside, inside[rank * words : (rank + 1) * words], async_op=True)
-            assert isinstance(pending, Pending)
+            assert isinstance(pending, dist.Work if apart else Pending)
             pending.wait()
             wrong += [] if torch.equal(inside, expected) else [f"gather in place {words} {dtype}"]
             for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX):
@@ -42,9 +47,29 @@ def _compare(rank: int, ranks: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_results_are_those_of_the_stock_operations(ranks: int) -> None:
-    assert run_ranks(ranks, _compare, ranks, threads=1, timeout_s=60) == [[]] * ranks
+@pytest.mark.parametrize(("ranks", "apart"), [(2, False), (3, False), (3, True)])
+def test_results_are_those_of_the_stock_operations(ranks: int, apart: bool) -> None:
+    assert run_ranks(ranks, _compare, ranks, apart, threads=1, timeout_s=60) == [[]] * ranks
+
+
+def _gathered_by(_rank: int, ranks_here: int) -> list[str]:
+    os.environ["LOCAL_WORLD_SIZE"] = str(ranks_here)
+    called: list[str] = []
+    for name in ("broadcast", "all_gather_into_tensor"):
+        usual = getattr(dist, name)
+
+        def noted(*args: Any, name: str = name, usual: Any = usual, **options: Any) -> Any:
+            called.append(name)
+            return usual(*args, **options)
+
+        setattr(dist, name, noted)
+    all_gather_into_tensor(torch.empty(12), torch.ones(4))
+    return called
+
+
+@pytest.mark.parametrize(("here", "by"), [(3, ["broadcast"] * 3), (1, ["all_gather_into_tensor"])])
+def test_a_gather_is_a_ring_over_a_network_and_broadcasts_on_one_host(here: int, by: list[str]) -> None:
+    assert run_ranks(3, _gathered_by, here, threads=1, timeout_s=60) == [by] * 3
 
 
 class _Segment(nn.Module):

@@ -26,6 +26,7 @@ from asa.executor.votes import Votes
 from asa.ir.plan import Plan
 from asa.launch import run_ranks
 from asa.scheduler import adapt
+from asa.sharding import direct
 from asa.strategies import offered
 from asa.zoo.models import build as build_zoo
 from planner_tests.small_models import INPUT, build
@@ -85,6 +86,46 @@ def test_a_rank_that_dies_between_stages_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(WorkersFailedError, match="rank 2 of 3"):
         run_ranks(3, die, plan_of("plain", [2, 1]), threads=1, timeout_s=30)
+
+
+def _gathers(rank: int, plan: Plan) -> list[list[str]]:
+    """Of every step: what rank ``rank`` gathers, and when it computes."""
+    model = materialize(
+        plan, build("plain"), torch.zeros((2, *INPUT)), rank=rank, strategies=offered(), device=torch.device("cpu")
+    )
+    model.train()
+    log: list[str] = []
+    gather, compute = direct.all_gather_into_tensor, model.compute
+
+    def gathered(*args: Any, **options: Any) -> Any:
+        log.append("gather")
+        return gather(*args, **options)
+
+    def computed(*args: Any, **options: Any) -> Any:
+        log.append("compute")
+        return compute(*args, **options)
+
+    direct.all_gather_into_tensor = gathered
+    model.compute = computed  # type: ignore[method-assign]
+    x, y, found = torch.randn(24, *INPUT), torch.zeros(24, dtype=torch.long), []
+    for step in range(3):
+        forward_backward(model, torch.arange(24), step, lambda rows: x[rows], lambda rows: y[rows])
+        found.append([*log])
+        log.clear()
+    model.close()
+    return found
+
+
+def test_a_stage_that_waits_for_others_gathers_its_weights_meanwhile() -> None:
+    """Once a step, and from the second on before there is anything to compute; the first stage as it goes."""
+    plan = plan_of("plain", [1, 2], cuts=[1], microbatches=2, strategy=lambda i: "zero2" if i else "replicate")
+    ranks = run_ranks(3, _gathers, plan, threads=1, timeout_s=60)
+    assert ranks[0] == [["compute", "compute"]] * 3
+    for first, *later in ranks[1:]:
+        units = first.count("gather")
+        assert units > 1
+        assert first[0] == "compute"
+        assert later == [["gather"] * units + ["compute", "compute"]] * 2
 
 
 def test_a_run_in_stages_is_continued_by_other_stages(tmp_path: Path) -> None:

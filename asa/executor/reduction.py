@@ -25,7 +25,17 @@ class Reduction:
         self._replicated = [m for m in modules if isinstance(m, DistributedDataParallel)]
         self._sharded = [m for m in modules if isinstance(m, FSDPModule)]
         self._expecting = False
+        self._reduced = False
         self.quiet = False
+
+    def gather(self) -> None:
+        """Begin to gather what is gathered once a step (collective): a stage that has nothing to compute yet may as
+        well. Not in the first step, whose forward is what makes FSDP ready."""
+        for root in self._sharded:
+            if self._reduced and getattr(root, GATHERED_ONCE):
+                for module in root.modules():
+                    if isinstance(module, FSDPModule):
+                        module.unshard(async_op=True)
 
     def release(self) -> None:
         """Let go of gathered weights that a forward without backward left behind."""
@@ -63,6 +73,7 @@ class Reduction:
             sharded.set_reshard_after_backward(last or not getattr(sharded, GATHERED_ONCE))
         try:
             yield
+            self._reduced = self._reduced or reduce
         finally:
             for sharded in self._sharded:
                 sharded.set_requires_gradient_sync(True)

@@ -106,6 +106,8 @@ class _Step:
 
     def play(self) -> None:
         """Every action of the order. What the next one waits for is on its way while this one computes."""
+        if self.rows and self.model.links.arriving is not None:
+            self.model.reduction.gather()
         for action, following, final in _turns(self.model.order(len(self.rows)) if self.rows else ()):
             self._expect(action)
             if following is not None:

@@ -164,11 +164,12 @@ def _enter(setting: Setting) -> None:
     with open(os.devnull, "w") as nowhere, contextlib.suppress(OSError):
         os.dup2(nowhere.fileno(), 1)
     sys.stdout = sys.stderr
+    apart = setting.where.interface is not None
     os.environ.update(
         RANK=str(setting.rank),
-        LOCAL_RANK=str(setting.rank),
+        LOCAL_RANK="0" if apart else str(setting.rank),
         WORLD_SIZE=str(setting.num_ranks),
-        LOCAL_WORLD_SIZE=str(setting.num_ranks),
+        LOCAL_WORLD_SIZE="1" if apart else str(setting.num_ranks),
         MASTER_ADDR=setting.where.host,
         MASTER_PORT=str(setting.port),
     )

@@ -3,13 +3,15 @@
 Gloo's own all_gather assembles everything in memory that it takes and gives back each time, and copies it out; its
 reduce_scatter does the like before it adds up. Here parts travel straight to where they belong: to gather, every rank
 broadcasts its own out of the message; to scatter, ranks exchange theirs (all_to_all) and each adds up what is its own.
-What moves is the same, (n-1)/n of the message. On a GPU both are the stock operations.
+What moves is the same, (n-1)/n of the message. On a GPU both are the stock operations. So is a gather over a network:
+there gloo's ring, in which nobody sends to two at a time, is two to three times as fast as n broadcasts.
 
 What a part sums up to does not depend on which rank adds, and is added in the order of ranks.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+
+
+def _on_one_host() -> bool:
+    """Whether all ranks are, by what every launcher says."""
+    return os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
 
 
 class Pending:
@@ -47,9 +54,9 @@ def all_gather_into_tensor(
     whole: Tensor, part: Tensor, *, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
     """Every rank's ``part``, in the order of ranks, in ``whole`` (both contiguous; ``part`` may lie in it)."""
-    if part.device.type != "cpu":
-        return dist.all_gather_into_tensor(whole, part, group=group, async_op=async_op)
     ranks, me = dist.get_world_size(group), dist.get_rank(group)
+    if part.device.type != "cpu" or (ranks > 2 and not _on_one_host()):
+        return dist.all_gather_into_tensor(whole, part, group=group, async_op=async_op)
     parts = whole.view(-1).chunk(ranks)
     if parts[me].data_ptr() != part.data_ptr():
         parts[me].copy_(part.view(-1))
