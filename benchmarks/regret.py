@@ -64,6 +64,8 @@ MODELS = {
     "small_models:vit": (3, 32, 32),
     "vgg11": (3, 32, 32),
 }
+OTHERS = (3, 32, 32)
+"""Input of any other model."""
 CLASSES = 100
 PROFILE_S = 25.0
 FINALISTS = 5
@@ -119,7 +121,7 @@ class Bench:
         if not path.is_file():
             say(f"profiling {model}")
             made = profile_model(
-                model, input_shape=MODELS[model], num_classes=CLASSES, global_batch=largest, device="cpu",
+                model, input_shape=MODELS.get(model, OTHERS), num_classes=CLASSES, global_batch=largest, device="cpu",
                 time_limit_s=PROFILE_S, max_tensor_degree=4,
             )  # fmt: skip
             codec.save(made, path)
@@ -144,7 +146,7 @@ class Bench:
         final = self.final(profile, menu, pool, screened, verified, max(10.0, budget_s - (time.monotonic() - began)))
         return {
             "model": model,
-            "input_shape": MODELS[model],
+            "input_shape": profile.graph.input_shape,
             "ranks": ranks,
             "global_batch": batch,
             "created": now(),
