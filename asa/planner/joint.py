@@ -83,17 +83,14 @@ class Best:
         x, p = self.pipelines, len(skeleton.widths)
         assert x is not None
         schedule = x.schedules[skeleton.schedule]
-        stops = skeleton.stops(len(x.names))
         if any(x.crossing(start) < 0 for start in skeleton.starts[1:]):
             return False
-        for s, (w, start, stop, choice) in enumerate(
-            zip(skeleton.widths, skeleton.starts, stops, choices, strict=True)
-        ):  # fmt: skip
+        for s, (w, start, choice) in enumerate(zip(skeleton.widths, skeleton.starts, choices, strict=True)):
             chain = x.chain(w, skeleton.num_microbatches)
             if chain is None:
                 return False
-            problem = chain.stage(start, stop, schedule.in_flight(s, p, skeleton.num_microbatches))
-            if exhaustive.peak(problem, choice) > problem.capacity + SLACK_GIB:
+            problem = chain.chosen(start, choice, schedule.in_flight(s, p, skeleton.num_microbatches))
+            if exhaustive.peak(problem, (0,) * len(choice)) > problem.capacity + SLACK_GIB:
                 return False
         return True
 

@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 
 from asa.planner.problem import Chain
+from asa.planner.rows import COLUMNS, Row
 
 INF = float("inf")
 
-CONFIG = ("forward", "backward", "bucket", "once", "prompt", "late", "window", "state", "activations", "gradients",
-          "transient")  # fmt: skip
 EDGE = ("forward", "backward", "once", "state", "activations", "transient")
-_CONFIG = attrgetter(*CONFIG)
+_CONFIG = attrgetter(*COLUMNS)
 _EDGE = attrgetter(*EDGE)
 F, B, BUCKET, ONCE, PROMPT, LATE, WINDOW, STATE, ACT, GRAD, TRANS = range(11)
 EF, EB, EONCE, ESTATE, EACT, ETRANS = range(6)
@@ -43,12 +42,16 @@ class Numbers:
         degrees = divisors(chain.width)
         self.degrees = len(degrees)
         self.degree = np.array([degrees.index(x.data) for x in chain.layouts])
-        self.rows = [np.array([_CONFIG(c) for c in row]) for row in chain.configs]
+        self.rows = [
+            row.values.copy() if isinstance(row, Row) else np.array([_CONFIG(c) for c in row]) for row in chain.configs
+        ]
         for i, row in enumerate(self.rows):
             if chain.release[i] == i:  # what leaves with its own component leaves at once
                 row[:, PROMPT] += row[:, LATE]
                 row[:, LATE] = 0.0
-        self.layout = [np.array([c.layout for c in row]) for row in chain.configs]
+        self.layout = [
+            row.layout if isinstance(row, Row) else np.array([c.layout for c in row]) for row in chain.configs
+        ]
         self.edges = np.full((max(0, self.n - 1), len(EDGE), count, count), INF)
         known: dict[int, Any] = {}
         for i, edges in enumerate(chain.edges):
@@ -214,10 +217,10 @@ class Table:
         return Table(*(x.min(axis=(2, 3), keepdims=True) for x in values))
 
 
-Row = tuple[float, float, float, float, float]
+Objective = tuple[float, float, float, float, float]
 
 
-def weights_of(rows: list[Row], n: int) -> Weights:
+def weights_of(rows: list[Objective], n: int) -> Weights:
     """From (steady, ahead, once, memory, hidden) per row; ``hidden`` beyond 1 is 2 + k for a pivot at component k."""
     a = np.array(rows, dtype=float)
     pivot = np.where(a[:, 4] > 1, a[:, 4] - 2, -1).astype(np.int64)
@@ -231,16 +234,16 @@ def pivots(n: int, count: int) -> list[float]:
     return sorted({2.0 + n * (k + 1) // (count + 1) for k in range(count)})
 
 
-def rows_of(n: int, m: int) -> list[Row]:
+def rows_of(n: int, m: int) -> list[Objective]:
     """Objectives without memory: steady time, and all of a step from several sides."""
     once = [1.0, 0.5, 0.0, *pivots(n, 5)]
     return [(1.0, 0.0, 0.0, 0.0, 1.0)] + [(float(m), 0.0, 1.0, 0.0, h) for h in once]
 
 
-def priced_memory(n: int, m: int, one: float) -> list[Row]:
+def priced_memory(n: int, m: int, one: float) -> list[Objective]:
     """Objectives with prices of memory, of ``one`` ms per GiB and multiples: first its amount alone, then for each
     price steady time and all of a step."""
-    rows: list[Row] = [(0.0, 0.0, 0.0, 1.0, 1.0)]
+    rows: list[Objective] = [(0.0, 0.0, 0.0, 1.0, 1.0)]
     for x in MULTIPLIERS:
         rows += [(1.0, 0.0, 0.0, x * one, 1.0)] + [(float(m), 0.0, 1.0, m * x * one, h) for h in (1.0, *pivots(n, 2))]
     return rows
