@@ -52,6 +52,17 @@ class Numbers:
         self.layout = [
             row.layout if isinstance(row, Row) else np.array([c.layout for c in row]) for row in chain.configs
         ]
+        component = np.repeat(np.arange(self.n), [len(row) for row in self.rows])
+        layout = np.concatenate(self.layout)
+        order = np.lexsort((layout, component))
+        component, self.flat_layout = component[order], layout[order]
+        new = (np.diff(component) != 0) | (np.diff(self.flat_layout) != 0)
+        self.flat: tuple[Any, Any, Any] = (
+            np.concatenate(self.rows)[order],
+            component,
+            np.flatnonzero(np.r_[True, new]),
+        )
+        """All rows in order of component and layout, the component of each, and where another layout begins."""
         self.edges = np.full((max(0, self.n - 1), len(EDGE), count, count), INF)
         known: dict[int, Any] = {}
         for i, edges in enumerate(chain.edges):
@@ -135,22 +146,18 @@ class Priced:
         self.numbers, self.batch = x, batch
         # Component x batch x layout: inside a stage, at its begin, its end, and alone in it.
         self.inner, self.first, self.last, self.alone = (np.full((n, batch, x.count), INF) for _ in range(4))
-        for i in range(n):
-            shares = weights.once * weights.hidden[:, i] * x.saving * x.sc * (weights.pivot != i)
-            windows = weights.once * (1 - weights.hidden[:, i]) * x.saving * x.sp * (weights.pivot != i)
-            row = x.rows[i]
-            sync = row[:, PROMPT] + row[:, LATE]
-            held = row[:, STATE] + in_flight * row[:, ACT]
-            alone = _weighed(weights, row[:, F], row[:, B], row[:, ONCE] + sync, held)
-            behind = alone - shares[:, None] * sync
-            seen = windows[:, None] * row[:, WINDOW]
-            order = np.argsort(x.layout[i], kind="stable")
-            layouts = x.layout[i][order]
-            begins = np.flatnonzero(np.r_[True, np.diff(layouts) != 0])
-            for into, cost in (
-                (self.inner, behind - seen), (self.first, alone - seen), (self.last, behind), (self.alone, alone),
-            ):  # fmt: skip
-                into[i][:, layouts[begins]] = np.minimum.reduceat(cost[:, order], begins, axis=1)
+        row, component, begins = x.flat
+        sync, held = row[:, PROMPT] + row[:, LATE], row[:, STATE] + in_flight * row[:, ACT]
+        alone = _weighed(weights, row[:, F], row[:, B], row[:, ONCE] + sync, held)
+        hidden = weights.hidden[:, component]
+        once = weights.once[:, None] * x.saving * (weights.pivot[:, None] != component)
+        behind = alone - once * x.sc * hidden * sync
+        seen = once * x.sp * (1 - hidden) * row[:, WINDOW]
+        where = (component[begins], slice(None), x.flat_layout[begins])
+        for into, cost in (
+            (self.inner, behind - seen), (self.first, alone - seen), (self.last, behind), (self.alone, alone),
+        ):  # fmt: skip
+            into[where] = np.minimum.reduceat(cost, begins, axis=1).T
         with np.errstate(invalid="ignore"):
             e = x.edges
             self.edges = np.nan_to_num(
