@@ -52,16 +52,11 @@ class Numbers:
         self.layout = [
             row.layout if isinstance(row, Row) else np.array([c.layout for c in row]) for row in chain.configs
         ]
-        component = np.repeat(np.arange(self.n), [len(row) for row in self.rows])
-        layout = np.concatenate(self.layout)
-        order = np.lexsort((layout, component))
-        component, self.flat_layout = component[order], layout[order]
+        component, layouts = np.repeat(np.arange(self.n), [len(r) for r in self.rows]), np.concatenate(self.layout)
+        order = np.lexsort((layouts, component))
+        component, self.flat_layout = component[order], layouts[order]
         new = (np.diff(component) != 0) | (np.diff(self.flat_layout) != 0)
-        self.flat: tuple[Any, Any, Any] = (
-            np.concatenate(self.rows)[order],
-            component,
-            np.flatnonzero(np.r_[True, new]),
-        )
+        self.flat = (np.concatenate(self.rows)[order], component, np.flatnonzero(np.r_[True, new]))
         """All rows in order of component and layout, the component of each, and where another layout begins."""
         self.edges = np.full((max(0, self.n - 1), len(EDGE), count, count), INF)
         known: dict[int, Any] = {}
