@@ -1,4 +1,5 @@
-"""Compute times of all components of a graph at once: what :class:`asa.cost.compute.Times` says of each, as arrays.
+"""Times and activations of all components of a graph at once: what :class:`asa.cost.compute.Times` says of each, as
+arrays.
 
 Components that were measured at the same tensor degrees and microbatches are looked up together. The formulas are
 those of :mod:`asa.cost.compute`, in the same order, so that the figures are the same to the last bit.
@@ -19,14 +20,14 @@ from asa.ir.graph import Component
 
 @dataclass
 class _Alike:
-    """Components (by index) measured alike. By tensor degree ``xs``: microbatches, ``forward`` and ``backward``:
-    medians, a row a component."""
+    """Components (by index) measured alike. By tensor degree ``xs``: microbatches, ``times``: medians forward and
+    backward, ``sizes``: bytes saved and transient; pass x component x microbatch."""
 
     index: Any
     degrees: list[int]
     xs: dict[int, list[float]]
-    forward: dict[int, Any]
-    backward: dict[int, Any]
+    times: dict[int, Any]
+    sizes: dict[int, Any]
 
 
 class ChainTimes:
@@ -50,54 +51,58 @@ class ChainTimes:
             index=np.array(index),
             degrees=degrees,
             xs={d: grids[d][0].xs for d in degrees},
-            forward={d: np.array([g.forward for g in grids[d]]) for d in degrees},
-            backward={d: np.array([g.backward for g in grids[d]]) for d in degrees},
+            times={d: np.array([[g.forward for g in grids[d]], [g.backward for g in grids[d]]]) for d in degrees},
+            sizes={d: np.array([[g.saved for g in grids[d]], [g.transient for g in grids[d]]]) for d in degrees},
         )
 
     def both(self, samples: int, degree: int) -> Any:
         """Seconds of forward and backward of ``samples`` samples at a tensor degree, per component; what cannot be
         split counts as if it were whole."""
-        found = np.zeros(len(self._components))
+        forward, backward = self.passes(samples, degree)
+        return forward + backward
+
+    def passes(self, samples: int, degree: int) -> Any:
+        """The same, apart: pass x component."""
+        found = np.zeros((2, len(self._components)))
         for group in self._groups:
-            forward, backward = self._passes(group, samples, degree)
-            found[group.index] = forward + backward
+            found[:, group.index] = self._between(group, samples, degree, sizes=False)
         return found
 
-    def _passes(self, x: _Alike, samples: int, degree: int) -> tuple[Any, Any]:
+    def sizes(self, samples: int, degree: int) -> Any:
+        """Bytes saved for backward and transient beside it: kind x component."""
+        found = np.zeros((2, len(self._components)))
+        for group in self._groups:
+            found[:, group.index] = self._between(group, samples, degree, sizes=True)
+        return found
+
+    def _between(self, x: _Alike, samples: int, degree: int, *, sizes: bool) -> Any:
+        read = self._bytes if sizes else self._seconds
         if degree in x.degrees:
-            return self._at(x, samples, degree)
-        at, floor = bisect_left(x.degrees, degree), self._times.floor
+            return read(x, samples, degree)
+        at = bisect_left(x.degrees, degree)
         below = x.degrees[max(0, at - 1)]
-        low, share, first = self._at(x, samples, below), self._share(x, degree), self._share(x, below)
+        low, share, first = read(x, samples, below), self._share(x, degree), self._share(x, below)
         with np.errstate(divide="ignore", invalid="ignore"):
             if at < len(x.degrees):
-                high = self._at(x, samples, x.degrees[at])
+                high = read(x, samples, x.degrees[at])
                 last = self._share(x, x.degrees[at])
                 mix = np.where(first > last, (first - share) / (first - last), 0.0)
             else:
-                high = (np.full(len(share), floor), np.full(len(share), floor))
+                high = np.full(low.shape, 0.0 if sizes else self._times.floor)
                 mix = np.where(first > 0, 1 - share / first, 0.0)
         mix = np.minimum(1.0, np.maximum(0.0, mix))
-        forward, backward = (
-            np.maximum(floor, np.maximum(0.0, a + mix * (b - a))) for a, b in zip(low, high, strict=True)
-        )
-        return forward, backward
+        return np.maximum(0.0 if sizes else max(0.0, self._times.floor), low + mix * (high - low))
 
-    def _at(self, x: _Alike, samples: int, degree: int) -> tuple[Any, Any]:
-        xs = x.xs[degree]
-        return self._line(xs, x.forward[degree], samples), self._line(xs, x.backward[degree], samples)
-
-    def _line(self, xs: list[float], ys: Any, samples: int) -> Any:
+    def _seconds(self, x: _Alike, samples: int, degree: int) -> Any:
+        xs, ys = x.xs[degree], x.times[degree]
         if len(xs) == 1:
-            floor = np.minimum(self._times.floor, ys[:, 0])
-            return floor + (ys[:, 0] - floor) * samples / xs[0]
-        at = min(max(bisect_left(xs, samples), 1), len(xs) - 1)
-        slope = (ys[:, at] - ys[:, at - 1]) / (xs[at] - xs[at - 1])
-        if samples > xs[-1]:
-            found = ys[:, -1] + np.maximum(0.0, slope) * (samples - xs[-1])
-        else:
-            found = ys[:, at - 1] + slope * (samples - xs[at - 1])
-        return np.maximum(self._times.floor, found)
+            floor = np.minimum(self._times.floor, ys[..., 0])
+            return floor + (ys[..., 0] - floor) * samples / xs[0]
+        return np.maximum(self._times.floor, _line(xs, ys, samples))
+
+    def _bytes(self, x: _Alike, samples: int, degree: int) -> Any:
+        xs, ys = x.xs[degree], x.sizes[degree]
+        return ys[..., 0] * samples / xs[0] if len(xs) == 1 else np.maximum(0.0, _line(xs, ys, samples))
 
     def _share(self, x: _Alike, degree: int) -> Any:
         if degree not in self._shares:
@@ -106,3 +111,11 @@ class ChainTimes:
                 [1.0 if w else self._times.share(c, degree) for c, w in zip(self._components, whole, strict=True)]
             )
         return self._shares[degree][x.index]
+
+
+def _line(xs: list[float], ys: Any, samples: int) -> Any:
+    at = min(max(bisect_left(xs, samples), 1), len(xs) - 1)
+    slope = (ys[..., at] - ys[..., at - 1]) / (xs[at] - xs[at - 1])
+    if samples > xs[-1]:
+        return ys[..., -1] + np.maximum(0.0, slope) * (samples - xs[-1])
+    return ys[..., at - 1] + slope * (samples - xs[at - 1])

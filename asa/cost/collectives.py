@@ -13,7 +13,7 @@ the latency of that point. Where a table is missing, in this order:
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 
 from asa.errors import InvalidInputError
 from asa.ir.cluster import Cluster, CollectiveTable, Status
@@ -78,6 +78,8 @@ class Links:
                 statuses.setdefault(t.ranks, []).append(t.status)
         self._crowded: dict[tuple[CollectiveOp, int, int, int], float] = {}
         self._seconds: dict[tuple[CollectiveOp, float, int, int], float] = {}
+        self._groups: dict[tuple[CollectiveOp, int, int], tuple[int, int, float]] = {}
+        self._sizes: dict[tuple[int, CollectiveOp], list[tuple[int, _Curve, float]]] = {}
 
     def seconds(self, collective: Collective) -> float:
         """Seconds of one ``collective`` alone on its links; 0 for a group of one or an empty message.
@@ -98,9 +100,12 @@ class Links:
             return 0.0
         key = (op, size, ranks, stride)
         if key not in self._seconds:
-            level = self._level(ranks, stride)
-            size = size * self._sharing(level, stride) * self._crowding(level, op, ranks)
-            self._seconds[key] = self._read(level, op, ranks, size)
+            group = (op, ranks, stride)
+            if group not in self._groups:
+                level = self._level(ranks, stride)
+                self._groups[group] = (level, self._sharing(level, stride), self._crowding(level, op, ranks))
+            level, sharing, crowding = self._groups[group]
+            self._seconds[key] = self._read(level, op, ranks, size * sharing * crowding)
         return self._seconds[key]
 
     def handover(self, size: float, offset: int, flows: int) -> float:
@@ -171,42 +176,40 @@ class Links:
     def _read(self, level: int, op: CollectiveOp, ranks: int, size: float) -> float:
         order = [*range(level, len(self._tables)), *range(level - 1, -1, -1)]
         for i in order:
-            found = self._at_level(self._tables[i], op, ranks, size)
+            found = self._at_level(i, op, ranks, size)
             if found is not None:
                 return found
         raise InvalidInputError(
             f"cluster {self._cluster.name} has no table for {op} among {ranks} ranks", where="$.levels"
         )
 
-    @staticmethod
-    def _at_level(
-        tables: dict[tuple[CollectiveOp, int], _Curve], op: CollectiveOp, ranks: int, size: float
-    ) -> float | None:
-        per_byte: dict[int, float] = {}
-        others: tuple[CollectiveOp, ...] = (
-            "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv",
-        )  # fmt: skip
-        for n in {n for _, n in tables}:
-            own = tables.get((op, n))
-            if own is not None:
-                per_byte[n] = read(own, size) / carried(op, n)
-                continue
-            for other in others:
-                table = tables.get((other, n))
-                if table is not None:
-                    # Same bus bandwidth at the same buffer: half the rounds carry half the bytes.
-                    per_byte[n] = read(table, size) / carried(other, n)
-                    break
-        if not per_byte:
+    def _at_level(self, level: int, op: CollectiveOp, ranks: int, size: float) -> float | None:
+        if (level, op) not in self._sizes:
+            self._sizes[level, op] = _curves(self._tables[level], op)
+        known = self._sizes[level, op]
+        if not known:
             return None
-        sizes = sorted(per_byte)
-        if ranks <= sizes[0]:
-            rate = per_byte[sizes[0]]
-        elif ranks >= sizes[-1]:
-            rate = per_byte[sizes[-1]]
-        else:
-            rate = read(tuple((float(n), per_byte[n]) for n in sizes), float(ranks))
+        at = min(bisect_left(known, ranks, key=lambda k: k[0]), len(known) - 1)
+        n, curve, factor = known[at]
+        rate = read(curve, size) / factor
+        if ranks < n and at:
+            fewer, curve, factor = known[at - 1]
+            rate = read(((float(fewer), read(curve, size) / factor), (float(n), rate)), float(ranks))
         return rate * carried(op, ranks)
+
+
+def _curves(tables: dict[tuple[CollectiveOp, int], _Curve], op: CollectiveOp) -> list[tuple[int, _Curve, float]]:
+    """By rising group size: a table to read ``op`` from, and what a link carries of a byte there. Where it has none of
+    its own, another operation's: same bus bandwidth at the same buffer, half the rounds carry half the bytes."""
+    others: tuple[CollectiveOp, ...] = (
+        op, "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv",
+    )  # fmt: skip
+    found = []
+    for n in sorted({n for _, n in tables}):
+        other = next((o for o in others if (o, n) in tables), None)
+        if other is not None:
+            found.append((n, tables[other, n], carried(other, n)))
+    return found
 
 
 def seconds(cluster: Cluster, collective: Collective) -> float:

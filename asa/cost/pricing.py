@@ -64,23 +64,23 @@ class Pricer:
         self.shards = Shards(
             width=width, global_batch=global_batch, num_microbatches=num_microbatches, speeds=speeds, spare=spare
         )
-        self._keeping = Keeping(profile.graph, times, self.shards)
-        self._graph = profile.graph
-        self._around = Around(profile.graph, strategies, num_microbatches, copying=cluster.device.type == "cpu")
-        self._cluster = cluster
-        self._strategies = strategies
-        self._optimizer: OptimizerName = optimizer
-        self._busy = busy
+        self.keeping = Keeping(profile.graph, times, self.shards)
+        self.graph = profile.graph
+        self.around = Around(profile.graph, strategies, num_microbatches, copying=cluster.device.type == "cpu")
+        self.cluster = cluster
+        self.strategies = strategies
+        self.optimizer: OptimizerName = optimizer
+        self.busy = busy
         self.num_microbatches = num_microbatches
-        self._times = times
+        self.times = times
         self.states = states or States(
             profile.graph, times, cluster, strategies, Links(cluster, width, busy), optimizer, compression
         )
         self._links = self.states.links
         self._releases = self.states.releases
         at_once = working(width, busy, num_microbatches)
-        self._slow = slowest_rank(profile, cluster, at_once)
-        self._slow_memory = slowest_rank(profile, cluster, at_once, memory=True)
+        self.slow = slowest_rank(profile, cluster, at_once)
+        self.slow_memory = slowest_rank(profile, cluster, at_once, memory=True)
         self._components: dict[tuple[int, Way], ComponentCost] = {}
         self._alones: dict[tuple[object, ...], Alone] = {}
         self._spreads: dict[tuple[object, ...], Spread] = {}
@@ -107,28 +107,28 @@ class Pricer:
         """The same, but with the memory that the stage's rank ``place`` holds."""
         found = copy(self)
         found.shards = self.shards.at(place)
-        found._keeping = Keeping(self._graph, self._times, found.shards)
+        found.keeping = Keeping(self.graph, self.times, found.shards)
         found._components, found._boundaries, found._inlets, found._outlets = {}, {}, {}, {}
         return found
 
     def slowed(self, samples: int, speed: float = 1.0) -> float:
         """By what a rank of that speed exceeds the times of the profile, with so many samples."""
-        return self._slow * self._times.whole_ratio(samples) / speed
+        return self.slow * self.times.whole_ratio(samples) / speed
 
-    def _longest(self, component: Component, layout: Layout) -> tuple[Work, float]:
+    def longest(self, component: Component, layout: Layout) -> tuple[Work, float]:
         """The component's work on the rank that takes longest for it, and that rank's factor on the profile's times."""
         found = self.shards.timed(layout)
         if len(found) == 1:
             samples, speed = found[0]
-            return self._times.work(component, samples, layout.tensor), self.slowed(samples, speed)
+            return self.times.work(component, samples, layout.tensor), self.slowed(samples, speed)
         return max(
-            ((self._times.work(component, n, layout.tensor), self.slowed(n, speed)) for n, speed in found),
+            ((self.times.work(component, n, layout.tensor), self.slowed(n, speed)) for n, speed in found),
             key=lambda x: (x[0].forward_s + x[0].backward_s) * x[1],
         )
 
     def compute_alone(self, index: int, layout: Layout) -> float:
         """Seconds of forward and backward of component ``index`` in one microbatch, without any communication."""
-        work, slow = self._longest(self._graph.components[index], layout)
+        work, slow = self.longest(self.graph.components[index], layout)
         return (work.forward_s + work.backward_s) * slow
 
     def component(self, index: int, way: Way) -> ComponentCost:
@@ -141,12 +141,12 @@ class Pricer:
         alone, spread = self._alone(index, way), self._spread(index, way)
         m, work, slow, held = self.num_microbatches, alone.work, alone.slow, spread.held
         back = spread.back
-        saved, transient = self._keeping.component(self._graph.components[index], way.layout, checkpoint=way.checkpoint)
+        saved, transient = self.keeping.component(self.graph.components[index], way.layout, checkpoint=way.checkpoint)
         again = 0.0
         if way.checkpoint:
             again = work.forward_s
             back += self._seconds(alone.inner, "forward")
-        beside = self._around.of(index, way.tensor, saved)
+        beside = self.around.of(index, way.tensor, saved)
         transient = transient * margin() + spread.page.transient(alone.share, way.layout.data, beside)
         footprint, update = self._held(alone, way, held, saved, transient)
         blocking = m * (spread.ahead + back) + spread.update_moved + spread.prompt + spread.late
@@ -171,9 +171,8 @@ class Pricer:
         """What component ``index`` does in a layout, whoever keeps its state."""
         key = (index, way.layout, way.tensor)
         if key not in self._alones:
-            component, splitting = self._graph.components[index], self._strategies.tensor[way.tensor.strategy]
-            work, slow = self._longest(component, way.layout)
-            inner = splitting.traffic(component, way.layout.tensor, self.local(way.layout))
+            work, slow = self.longest(self.graph.components[index], way.layout)
+            inner = self.inner(index, way)
             self._alones[key] = Alone(
                 self.states.share(index, way.tensor), work, slow, inner,
                 ahead=self._met(inner, "forward", way, work.forward_s * slow),
@@ -181,6 +180,11 @@ class Pricer:
                 update=self.states.update(index, way.tensor),
             )  # fmt: skip
         return self._alones[key]
+
+    def inner(self, index: int, way: Way) -> tuple[Collective, ...]:
+        """Collectives inside component ``index`` in a layout, of one microbatch."""
+        splitting = self.strategies.tensor[way.tensor.strategy]
+        return splitting.traffic(self.graph.components[index], way.layout.tensor, self.local(way.layout))
 
     def _spread(self, index: int, way: Way) -> Spread:
         """What keeping its state one way or another adds, but for what is forgotten or put on the host."""
@@ -197,7 +201,7 @@ class Pricer:
                 back = self._met(traffic, "backward", way, work.backward_s * slow, once[1])
                 ahead += self.states.handled(kept.moved, "forward")
                 back += self.states.handled(kept.moved, "backward")
-            copying = kept.copied * self._slow / self.shards.slowest + kept.handled
+            copying = kept.copied * self.slow / self.shards.slowest + kept.handled
             self._spreads[key] = Spread(
                 kept.page, kept.held, ahead, back, kept.update_moved, kept.prompt, kept.late, copying
             )
@@ -216,14 +220,14 @@ class Pricer:
         meetings = max(len(moved) + apart, 1 if way.layout.tensor > 1 else 0)
         if not meetings:
             return 0.0
-        waited = compute_s * (waiting(self._cluster, self.width, compute_s / meetings) - 1)
+        waited = compute_s * (waiting(self.cluster, self.width, compute_s / meetings) - 1)
         return self._seconds(moved, phase) + waited
 
     def _held(self, alone: Alone, way: Way, memory: Memory, saved: float, transient: float) -> tuple[Footprint, float]:
         """Memory of the component, and seconds of its optimizer step, on the device or on its host."""
         share, several = alone.share, self.num_microbatches > 1
         added = memory.gradients if memory.accumulated is None else memory.accumulated
-        full = OPTIMIZER_WORDS[self._optimizer] * share.parameter_bytes
+        full = OPTIMIZER_WORDS[self.optimizer] * share.parameter_bytes
         part = memory.optimizer / full if full > 0 else 0.0
         # From the second microbatch on a fresh gradient lies beside the one that it is added to.
         fresh = share.largest_parameter_bytes if several and way.layout.data == 1 else 0.0
@@ -236,15 +240,15 @@ class Pricer:
             transient=max(transient + fresh, memory.updating),
         )
         if way.offload:
-            return footprint, host_update(self._cluster, self._optimizer, part * share.parameter_bytes, self._busy)
-        update = part * alone.update * self._slow_memory
-        if memory.parameters < share.parameter_bytes and self._cluster.sharding is not None:
-            update += self._cluster.sharding.tensor_s * share.num_parameter_tensors
+            return footprint, host_update(self.cluster, self.optimizer, part * share.parameter_bytes, self.busy)
+        update = part * alone.update * self.slow_memory
+        if memory.parameters < share.parameter_bytes and self.cluster.sharding is not None:
+            update += self.cluster.sharding.tensor_s * share.num_parameter_tensors
         return footprint, update / self.shards.slowest
 
     def alike(self, index: int) -> tuple[float, Ends]:
         """What a boundary in front of component ``index`` depends on, beside the layouts."""
-        before, after = self._graph.components[index - 1], self._graph.components[index]
+        before, after = self.graph.components[index - 1], self.graph.components[index]
         return before.output_bytes_per_sample, Ends.between(before, after)
 
     def boundary(self, index: int, source: Layout, target: Layout) -> BoundaryCost:
@@ -252,15 +256,19 @@ class Pricer:
         size, ends = self.alike(index)
         key = (size, ends, source, target)
         if key not in self._boundaries:
-            self._boundaries[key] = self._crossing(ends.boundary(source, target), size * self.microbatch)
+            self._boundaries[key] = self._crossing(ends, source, target, size * self.microbatch)
         return self._boundaries[key]
 
-    def _crossing(self, boundary: Boundary, size: float, *, inside: bool = True) -> BoundaryCost:
-        source, target = boundary.source, boundary.target
-        traffic = boundary.traffic(size)
+    def _crossing(
+        self, ends: Ends, source: Layout, target: Layout, size: float, *, inside: bool = True
+    ) -> BoundaryCost:
+        boundary, traffic = self.states.crossing(ends, source, target)
         wrapper = self._wrapper(target) if inside and source != target else 0.0
-        gathered = sum(c.bytes for c in traffic if c.op == "all_gather" and c.phase == "backward")
-        forward, backward = self._seconds(traffic, "forward"), self._seconds(traffic, "backward")
+        gathered = size * sum(c.bytes for c in traffic if c.op == "all_gather" and c.phase == "backward")
+        forward, backward = (
+            sum(self._links.taken(c.op, size * c.bytes, c.ranks, c.stride) for c in traffic if c.phase == phase)
+            for phase in ("forward", "backward")
+        )
         blocking = self.num_microbatches * (forward + backward) + wrapper
         return BoundaryCost(
             num_microbatches=self.num_microbatches,
@@ -279,15 +287,15 @@ class Pricer:
         source, target = boundary.source, boundary.target
         if boundary.cuts_tokens:
             tokens = boundary.entry_tokens
-            return self._keeping.part(size, target) * largest_shard(tokens, target.tensor) / tokens
+            return self.keeping.part(size, target) * largest_shard(tokens, target.tensor) / tokens
         if source.data != target.data or boundary.gathers_tokens:
-            return self._keeping.part(size, target)
+            return self.keeping.part(size, target)
         return 0.0
 
     def inlet(self, index: int, layout: Layout) -> BoundaryCost:
         """Where component ``index`` begins a stage: it holds what it was sent, and its gradient leaves whole."""
-        size = self._graph.components[index - 1].output_bytes_per_sample if index else 0.0
-        ends = Ends.between(None, self._graph.components[index]) if index else None
+        size = self.graph.components[index - 1].output_bytes_per_sample if index else 0.0
+        ends = Ends.between(None, self.graph.components[index]) if index else None
         key = (size, ends, layout)
         if key not in self._inlets:
             self._inlets[key] = (
@@ -296,42 +304,41 @@ class Pricer:
         return self._inlets[key]
 
     def _inlet(self, size: float, ends: Ends, layout: Layout) -> BoundaryCost:
-        found = self._crossing(ends.boundary(whole(layout), layout), size, inside=False)
+        found = self._crossing(ends, whole(layout), layout, size, inside=False)
         held = Footprint(
-            activations=self._keeping.part(size, layout) * margin(),
-            transient=found.footprint.transient + self._keeping.part(size, layout),
+            activations=self.keeping.part(size, layout) * margin(),
+            transient=found.footprint.transient + self.keeping.part(size, layout),
         )
         return replace(found, wrapper_s=self._wrapper(layout), footprint=held)
 
     def outlet(self, index: int, layout: Layout) -> BoundaryCost:
         """Where component ``index`` ends a stage: its output is made whole; the loss, or a transfer, comes next."""
-        component = self._graph.components[index]
+        component = self.graph.components[index]
         size, ends = component.output_bytes_per_sample, Ends.between(component, None)
         key = (size, ends, layout)
         if key not in self._outlets:
-            boundary = ends.boundary(layout, whole(layout))
-            self._outlets[key] = self._crossing(boundary, self.microbatch * size, inside=False)
+            self._outlets[key] = self._crossing(ends, layout, whole(layout), self.microbatch * size, inside=False)
         return self._outlets[key]
 
     def handover(self, index: int, source: Layout, target: Layout, offset: int) -> tuple[float, float]:
         """Seconds of one microbatch from a stage to the next, which begins with component ``index`` on rank ``offset``:
         of the activations, and of their gradients on the way back."""
-        size = self._graph.components[index - 1].output_bytes_per_sample
+        size = self.graph.components[index - 1].output_bytes_per_sample
         sent = self._handovers.seconds
         return sent(size, source, target, offset), sent(size, target, source, offset)
 
     def entry(self, layout: Layout) -> BoundaryCost:
         """The model's input: every rank reads its own samples of all microbatches, nothing moves and no gradient is
         wanted. Of a pipeline, each microbatch in flight is counted by itself."""
-        following = self.num_microbatches - 1 if self._busy == self.width else 0
-        later = following * self.local(layout) * self._graph.input_bytes_per_sample
+        following = self.num_microbatches - 1 if self.busy == self.width else 0
+        later = following * self.local(layout) * self.graph.input_bytes_per_sample
         return BoundaryCost(
             num_microbatches=self.num_microbatches,
             forward_s=0.0,
             backward_s=0.0,
             wrapper_s=self._wrapper(layout),
             link_error_s=0.0,
-            footprint=Footprint(activations=(self._keeping.input(layout) + later) * margin()),
+            footprint=Footprint(activations=(self.keeping.input(layout) + later) * margin()),
         )
 
     def _seconds(self, traffic: Iterable[Collective], phase: Phase) -> float:
@@ -339,7 +346,7 @@ class Pricer:
 
     def _wrapper(self, layout: Layout) -> float:
         if layout not in self._wrappers:
-            self._wrappers[layout] = wrapper_seconds(self._graph, self._links, layout.data, layout.inner)
+            self._wrappers[layout] = wrapper_seconds(self.graph, self._links, layout.data, layout.inner)
         return self._wrappers[layout]
 
     def _link_error(self, layout: Layout) -> float:

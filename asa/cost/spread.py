@@ -7,6 +7,9 @@ import weakref
 from bisect import bisect_left
 from functools import cache
 from statistics import NormalDist
+from typing import Any
+
+import numpy as np
 
 from asa.cost.compute import deviation
 from asa.ir.cluster import Cluster
@@ -85,6 +88,18 @@ def waiting(cluster: Cluster, ranks: int, stretch_s: float) -> float:
     else:
         factor = ys[at - 1] + (ys[at] - ys[at - 1]) * (x - xs[at - 1]) / (xs[at] - xs[at - 1])
     return max(1.0, factor / ys[-1])
+
+
+def waitings(cluster: Cluster, ranks: int, stretches: Any) -> Any:
+    """:func:`waiting` of many stretches at once."""
+    known = {w.ranks: w.points for w in cluster.waiting or ()}
+    if ranks < 2 or not known:
+        return np.ones(np.shape(stretches))
+    points = known[min(known, key=lambda n: (abs(n - ranks), -n))]
+    with np.errstate(divide="ignore"):
+        xs = np.log(stretches)
+    factor = np.interp(xs, [math.log(s) for s, _ in points], [f for _, f in points])
+    return np.where(stretches > 0, np.maximum(1.0, factor / points[-1][1]), 1.0)
 
 
 def working(width: int, ranks: int, num_microbatches: int) -> float:

@@ -13,10 +13,12 @@ from asa.cost.collectives import Links
 from asa.cost.compression import remaining
 from asa.cost.compute import Times
 from asa.cost.constants import constant
+from asa.cost.ends import Ends
 from asa.cost.way import Way
 from asa.interfaces.strategy import DataStrategy, Strategies
 from asa.ir.cluster import Cluster
 from asa.ir.graph import Component, LayerGraph
+from asa.ir.layout import Boundary, Layout
 from asa.ir.plan import CompressionName, OptimizerName, TensorDegree
 from asa.ir.traffic import Collective, Memory, Phase, Share
 
@@ -55,14 +57,15 @@ class States:
         self._graph, self._times, self._cluster, self._strategies = graph, times, cluster, strategies
         self._optimizer: OptimizerName = optimizer
         self._compression: CompressionName = compression
-        self._like = alike(graph.components)
+        self.like = alike(graph.components)
         self._shares: dict[tuple[int, TensorDegree], Share] = {}
         self._updates: dict[tuple[int, TensorDegree], float] = {}
         self._kept: dict[tuple[object, ...], Kept] = {}
+        self._crossings: dict[tuple[Ends, Layout, Layout], tuple[Boundary, tuple[Collective, ...]]] = {}
 
     def share(self, index: int, tensor: TensorDegree) -> Share:
         """What a tensor rank has of component ``index``."""
-        key = (self._like[index], tensor)
+        key = (self.like[index], tensor)
         if key not in self._shares:
             page = self._strategies.tensor[tensor.strategy]
             self._shares[key] = page.share(self._graph.components[index], tensor.degree)
@@ -79,7 +82,7 @@ class States:
 
     def kept(self, index: int, way: Way) -> Kept:
         """The state of component ``index``, run that way."""
-        key = (self._like[index], self.releases[index].prompt, way.layout, way.tensor, way.data)
+        key = (self.like[index], self.releases[index].prompt, way.layout, way.tensor, way.data)
         if key not in self._kept:
             self._kept[key] = self._new(index, way)
         return self._kept[key]
@@ -107,6 +110,14 @@ class States:
             copied=copied,
             handled=self.handled(moved, "gradient"),
         )  # fmt: skip
+
+    def crossing(self, ends: Ends, source: Layout, target: Layout) -> tuple[Boundary, tuple[Collective, ...]]:
+        """The boundary between two layouts, and what moves for each byte of the tensor that crosses it."""
+        key = (ends, source, target)
+        if key not in self._crossings:
+            boundary = ends.boundary(source, target)
+            self._crossings[key] = boundary, boundary.traffic(1.0)
+        return self._crossings[key]
 
     def handled(self, traffic: Iterable[Collective], phase: Phase) -> float:
         """Seconds of a rank, beside the links', on what stock sharding gathers and scatters."""

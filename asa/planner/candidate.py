@@ -11,6 +11,7 @@ import numpy as np
 
 from asa.cost.chain_times import ChainTimes
 from asa.cost.compute import Times
+from asa.cost.menu import Menu
 from asa.cost.planned import Price, price
 from asa.cost.pricing import Pricer, Way, times_of
 from asa.cost.shards import Shards
@@ -19,7 +20,7 @@ from asa.cost.states import States
 from asa.ir.codec import noun
 from asa.ir.layout import Layout, largest_shard
 from asa.ir.plan import DataDegree, ScheduleName, TensorDegree
-from asa.planner.space import Space
+from asa.planner.space import Allowed, Space
 
 
 @noun
@@ -78,11 +79,12 @@ class Prices:
         self._chain_times: ChainTimes = (
             ChainTimes(self._times, space.profile.graph.components) if known is None else known._chain_times
         )
-        self._fewest = np.array([space.fewest_samples(i) for i in range(len(space.profile.graph))])
+        self.fewest = np.array([space.fewest_samples(i) for i in range(len(space.profile.graph))])
         self._slow: dict[float, float] = {}
         self._computes: dict[tuple[int, int], np.ndarray] = {} if known is None else known._computes
         self._pricers: dict[tuple[object, ...], Pricer] = {} if known is None else known._pricers
         self._states: dict[tuple[int, int], States] = {} if known is None else known._states
+        self._menus: dict[tuple[object, ...], Menu] = {}
         self._splits: dict[int, np.ndarray] = {}
         self.uniform: dict[object, list[Way]] = {}
         """Ways of the whole strategies: they are the same for any number of microbatches."""
@@ -137,6 +139,22 @@ class Prices:
             self._states.setdefault((width, working), self._pricers[key].states)
         return self._pricers[key]
 
+    def menu(self, pricer: Pricer, allowed: Allowed) -> Menu:
+        """All ways of all components on such stages that ``allowed`` lets through, whatever samples they need."""
+        space, width, m = self.space, pricer.width, pricer.num_microbatches
+        layouts = space.layouts(width, m)
+        key = (width, pricer.busy, layouts, allowed)
+        if key not in self._menus:
+            ways = [
+                [w for layout in layouts for w in space.ways_in(i, layout) if allowed(i, w)]
+                for i in range(len(space.profile.graph))
+            ]
+            self._menus[key] = Menu(
+                space.profile.graph, pricer.states, self._chain_times, space.request.optimizer, ways,
+                forgetting=lambda i, way: allowed(i, replace(way, checkpoint=False)),
+            )  # fmt: skip
+        return self._menus[key]
+
     def _spare(self, first: int, width: int) -> tuple[float, ...]:
         """Per rank of a stage, how many bytes more its device has than the smallest; none where all have the same."""
         space = self.space
@@ -179,7 +197,7 @@ class Prices:
             shard = (largest_shard(microbatch, layout.data), layout.tensor, smallest // layout.data)
             if shard[2] and shard not in seen:
                 seen.add(shard)
-                least = np.minimum(least, np.where(self._fewest <= shard[2], self._alone(*shard[:2]), np.inf))
+                least = np.minimum(least, np.where(self.fewest <= shard[2], self._alone(*shard[:2]), np.inf))
         self._leasts[key] = least
         return least
 
@@ -187,9 +205,9 @@ class Prices:
         """Of a layout with uneven shards, or on unequal devices: the rank that takes longest."""
         fewest = min(layout.fewest(size) for size in cut.sizes)
         if fewest < 1:
-            return np.full(len(self._fewest), np.inf)
+            return np.full(len(self.fewest), np.inf)
         taken = [self._alone(n, layout.tensor) / speed for n, speed in cut.timed(layout)]
-        return np.where(self._fewest <= fewest, np.max(taken, axis=0), np.inf)
+        return np.where(self.fewest <= fewest, np.max(taken, axis=0), np.inf)
 
     def alone(self, layouts: Sequence[Layout], num_microbatches: int, busy: int) -> np.ndarray:
         """Per component the seconds of forward and backward of one microbatch in a layout of its own, nothing

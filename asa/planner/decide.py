@@ -22,6 +22,7 @@ from asa.planner.admission import check_request
 from asa.planner.candidate import Candidate, Prices
 from asa.planner.circumstances import circumstances
 from asa.planner.confidence import confidence
+from asa.planner.garbage import uncollected
 from asa.planner.prediction import noise, predict
 from asa.planner.problem import MS
 from asa.planner.request import Request
@@ -55,6 +56,7 @@ class Row:
         return self.price.cost.total_s if self.price is not None else float("inf")
 
 
+@uncollected()
 def plan(
     profile: Profile, cluster: Cluster, strategies: Strategies, request: Request, *, known: Prices | None = None
 ) -> list[Plan]:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
+from asa.cost.menu import Menu
 from asa.cost.pricing import Pricer, Way
-from asa.cost.step import BoundaryCost, ComponentCost
+from asa.cost.step import BoundaryCost
 from asa.ir.layout import Layout
 from asa.ir.units import GIB
 from asa.planner.candidate import Candidate, Prices
-from asa.planner.problem import MS, Chain, Choice, Config, Edge, Problem
+from asa.planner.problem import MS, Chain, Choice, Edge, Problem
+from asa.planner.rows import COLUMNS, Row
 from asa.planner.space import Allowed, anything
-
-Option = tuple[Config, Way]
 
 
 class Formulation:
@@ -63,42 +64,37 @@ def formulate(
     out (a checkpoint takes as long again in backward as forward, of which less can hide synchronisation), but with
     ``every``.
     """
-    space = prices.space
-    graph, overlap = space.profile.graph, space.cluster.overlap
+    space, overlap = prices.space, prices.space.cluster.overlap
     pricer = prices.pricer(width, num_microbatches, busy, first)
+    menu = prices.menu(pricer, allowed)
+    samples = [space.samples(layout, num_microbatches) for layout in menu.layouts]
+    offered = menu.enough(samples, prices.fewest)
+    if len(set(menu.component[offered].tolist())) < len(space.profile.graph):
+        return None
     forced = max(0.0, -overlap.saving) * overlap.communication_slowdown
     hidden = max(0.0, overlap.saving) * overlap.communication_slowdown
-    offered = [list(space.ways(i, width, num_microbatches, allowed)) for i in range(len(graph))]
-    if not all(offered):
-        return None
-    numbers = {layout: k for k, layout in enumerate(dict.fromkeys(w.layout for ways in offered for w in ways))}
-    found = [tuple(dict.fromkeys(w.layout for w in ways)) for ways in offered]
+    found = _layouts(menu, offered, len(space.profile.graph))
+    numbers = {menu.layouts[k]: j for j, k in enumerate(dict.fromkeys(k for row in found for k in row))}
+    used = [tuple(menu.layouts[k] for k in row) for row in found]
     ends = (
-        _ends(pricer, found, numbers, inlet=True, whole=busy is None),
-        _ends(pricer, found, numbers, inlet=False, whole=busy is None),
+        _ends(pricer, used, numbers, inlet=True, whole=busy is None),
+        _ends(pricer, used, numbers, inlet=False, whole=busy is None),
     )
-    edges = _edges(pricer, found, numbers)
+    edges = _edges(pricer, used, numbers)
     capacity = space.room(first, width, width if busy is None else busy) / GIB
-
-    def priced(ways: list[list[Way]]) -> list[list[Option]]:
-        return [
-            [(_config(numbers[w.layout], w, pricer.component(i, w), forced), w) for w in row]
-            for i, row in enumerate(ways)
-        ]
-
-    plain = offered if every else [_without_saving(i, ways, allowed) for i, ways in enumerate(offered)]
-    options = priced(plain)
+    plain = offered if every else offered & ~menu.saving
+    options = _Options(menu, pricer, np.flatnonzero(plain), forced)
     most = _most(options, (*edges, *ends[0], *ends[1]), 1 if busy is None else num_microbatches)
     roomy = not every and most <= capacity and overlap.communication_slowdown >= 1
-    if not roomy and plain != offered:
-        options = priced(offered)
-    options = [_undominated(row, hidden, piped=busy is not None, roomy=roomy) for row in options]
+    if not roomy and (plain != offered).any():
+        options = _Options(menu, pricer, np.flatnonzero(offered), forced)
+    rows = options.rows(options.undominated(hidden, piped=busy is not None, roomy=roomy), numbers)
     chain = Chain(
         width=width,
         num_microbatches=num_microbatches,
-        names=tuple(c.name for c in graph.components),
+        names=tuple(c.name for c in space.profile.graph.components),
         layouts=tuple(numbers),
-        configs=tuple(tuple(c for c, _ in row) for row in options),
+        configs=rows,
         edges=edges,
         inlets=ends[0],
         outlets=ends[1],
@@ -108,21 +104,93 @@ def formulate(
         sc=overlap.communication_slowdown,
         capacity=capacity,
     )
-    return Formulation(chain, tuple(tuple(w for _, w in row) for row in options))
+    return Formulation(chain, tuple(tuple(row.ways) for row in rows))
 
 
-def _without_saving(index: int, ways: list[Way], allowed: Allowed) -> list[Way]:
-    """Without those that are another one with a checkpoint."""
-    return [w for w in ways if not w.checkpoint or not allowed(index, replace(w, checkpoint=False))]
+def _layouts(menu: Menu, which: Any, count: int) -> list[list[int]]:
+    """Per component the layouts it may have, in the order of its ways."""
+    found: list[dict[int, None]] = [{} for _ in range(count)]
+    for i, k in zip(menu.component[which].tolist(), menu.layout[which].tolist(), strict=True):
+        found[i][k] = None
+    return [list(row) for row in found]
 
 
-def _most(options: list[list[Option]], between: Iterable[dict[Any, Edge]], in_flight: int) -> float:
+class _Options:
+    """Ways of a menu with their prices: ms and GiB, a row a way, columns as in :data:`asa.planner.rows.COLUMNS`."""
+
+    def __init__(self, menu: Menu, pricer: Pricer, which: Any, forced: float) -> None:
+        self._menu, self.which = menu, which
+        self.component, self.layout = menu.component[which], menu.layout[which]
+        x = menu.priced(pricer, which)
+        sync = x.prompt + x.late
+        once = x.once + sync * forced
+        times = [x.forward, x.backward, x.bucket, once, x.prompt, x.late, x.window]
+        held = [x.state, x.activations, x.gradients, x.transient]
+        self.values = np.stack([t * MS for t in times] + [h / GIB for h in held], axis=1)
+        self.work = (pricer.num_microbatches * (x.forward + x.backward) + once + sync) * MS
+
+    def most(self, column: str) -> Any:
+        """Of each component, the largest value."""
+        values = self.values[:, COLUMNS.index(column)]
+        return np.maximum.reduceat(values, np.flatnonzero(np.r_[True, np.diff(self.component) != 0]))
+
+    def undominated(self, hidden: float, *, piped: bool, roomy: bool) -> Any:
+        """Which are left without those that another one of the same component and layout replaces in every plan at no
+        loss; of time alone where memory is ``roomy``.
+
+        ``hidden`` is what a ms of synchronisation saves at most: a configuration with more of it may gain that much.
+        ``piped``: a microbatch's time may hide behind other stages where work once per step does not, so both count.
+        """
+        cell = self.component * len(self._menu.layouts) + self.layout
+        order = np.argsort(cell, kind="stable")
+        begins = np.flatnonzero(np.r_[True, np.diff(cell[order]) != 0])
+        sizes = np.diff(np.r_[begins, len(order)])
+        place = np.arange(sizes.max())
+        good = place[None, :] < sizes[:, None]
+        table = order[np.where(good, begins[:, None] + place[None, :], 0)]
+
+        # group x way that might replace x way that might be replaced
+        better = good[:, :, None] & good[:, None, :]
+
+        def pair(values: Any) -> tuple[Any, Any]:
+            return values[table][:, :, None], values[table][:, None, :]
+
+        def column(name: str) -> Any:
+            return self.values[:, COLUMNS.index(name)]
+
+        less = ["forward", "backward"] + ([] if roomy else ["state", "activations", "gradients", "transient"])
+        for name in less:
+            a, b = pair(column(name))
+            better &= a <= b
+        a, b = pair(column("window"))
+        better &= a >= b
+        gain = 0.0
+        for name in ("prompt", "late") if hidden else ():
+            a, b = pair(column(name))
+            gain = gain + hidden * np.maximum(0.0, b - a)
+        a, b = pair(self.work)
+        better &= a <= b - gain
+        if piped:
+            a, b = pair(column("once") + column("prompt") + column("late"))
+            better &= a <= b - gain
+        first = place[:, None] < place[None, :]
+        beaten = (better & (first | ~better.swapaxes(1, 2)) & (place[:, None] != place[None, :])).any(axis=1)
+        return np.sort(table[good & ~beaten])
+
+    def rows(self, kept: Any, numbers: dict[Layout, int]) -> tuple[Row, ...]:
+        """Those that are left, a row a component."""
+        number = np.array([numbers.get(x, -1) for x in self._menu.layouts])
+        found = []
+        for some in np.split(kept, np.flatnonzero(np.diff(self.component[kept])) + 1):
+            ways = [self._menu.ways[w] for w in self.which[some].tolist()]
+            found.append(Row(self.values[some], self.work[some], number[self.layout[some]], ways))
+        return tuple(found)
+
+
+def _most(options: _Options, between: Iterable[dict[Any, Edge]], in_flight: int) -> float:
     """GiB that no choice for any of the components, however they are cut into stages, has at its peak."""
-    found, moving = 0.0, 0.0
-    for row in options:
-        found += max(c.state + c.gradients for c, _ in row) + in_flight * max(c.activations for c, _ in row)
-        moving = max(moving, max(c.transient for c, _ in row))
-    passing = 0.0
+    found = float((options.most("state") + options.most("gradients") + in_flight * options.most("activations")).sum())
+    moving, passing = float(options.most("transient").max()), 0.0
     for edges in between:
         if edges:
             found += max(e.state + in_flight * e.activations for e in edges.values())
@@ -166,32 +234,6 @@ def _ends(
     return tuple(ends)
 
 
-def _config(number: int, way: Way, cost: ComponentCost, forced: float) -> Config:
-    m, held = cost.num_microbatches, cost.footprint
-    forward = cost.forward_s + cost.forward_communication_s
-    backward = cost.backward_s + cost.backward_communication_s
-    once = cost.bucket_s + cost.update_s + cost.update_communication_s + cost.sync_s * forced
-    return Config(
-        layout=number,
-        data=way.data,
-        tensor=way.tensor,
-        checkpoint=way.checkpoint,
-        offload=way.offload,
-        work=(m * (forward + backward) + once + cost.sync_s) * MS,
-        window=cost.window_s * MS,
-        prompt=cost.prompt_sync_s * MS,
-        late=cost.late_sync_s * MS,
-        state=held.state / GIB,
-        activations=held.activations / GIB,
-        gradients=held.gradients / GIB,
-        transient=held.transient / GIB,
-        forward=forward * MS,
-        backward=backward * MS,
-        once=once * MS,
-        bucket=cost.bucket_s * MS,
-    )
-
-
 def _edge(cost: BoundaryCost) -> Edge:
     return Edge(
         cost=cost.blocking_s * MS,
@@ -201,43 +243,3 @@ def _edge(cost: BoundaryCost) -> Edge:
         backward=cost.backward_s * MS,
         once=cost.wrapper_s * MS,
     )
-
-
-def _undominated(options: list[Option], hidden: float, *, piped: bool, roomy: bool) -> list[Option]:
-    """Without configurations that another one of the same layout replaces in every plan at no loss; of time alone where
-    memory is ``roomy``.
-
-    ``hidden`` is what a ms of synchronisation saves at most: a configuration with more of it may gain that much.
-    ``piped``: a microbatch's time may hide behind other stages where work once per step does not, so both count.
-    """
-
-    def better(a: Config, b: Config) -> bool:
-        gain = hidden * (max(0.0, b.prompt - a.prompt) + max(0.0, b.late - a.late))
-        return (
-            a.window >= b.window
-            and a.forward <= b.forward
-            and a.backward <= b.backward
-            and a.work <= b.work - gain
-            and (not piped or a.once + a.prompt + a.late <= b.once + b.prompt + b.late - gain)
-            and (
-                roomy
-                or (
-                    a.state <= b.state
-                    and a.activations <= b.activations
-                    and a.gradients <= b.gradients
-                    and a.transient <= b.transient
-                )
-            )
-        )
-
-    alike: dict[int, list[Option]] = {}
-    for option in options:
-        alike.setdefault(option[0].layout, []).append(option)
-    left: list[Option] = []
-    for group in alike.values():
-        for j, (config, way) in enumerate(group):
-            others = [c for k, (c, _) in enumerate(group) if k < j and better(c, config)]
-            others += [c for k, (c, _) in enumerate(group) if k > j and better(c, config) and not better(config, c)]
-            if not others:
-                left.append((config, way))
-    return left

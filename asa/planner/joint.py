@@ -83,17 +83,14 @@ class Best:
         x, p = self.pipelines, len(skeleton.widths)
         assert x is not None
         schedule = x.schedules[skeleton.schedule]
-        stops = skeleton.stops(len(x.names))
         if any(x.crossing(start) < 0 for start in skeleton.starts[1:]):
             return False
-        for s, (w, start, stop, choice) in enumerate(
-            zip(skeleton.widths, skeleton.starts, stops, choices, strict=True)
-        ):  # fmt: skip
+        for s, (w, start, choice) in enumerate(zip(skeleton.widths, skeleton.starts, choices, strict=True)):
             chain = x.chain(w, skeleton.num_microbatches)
             if chain is None:
                 return False
-            problem = chain.stage(start, stop, schedule.in_flight(s, p, skeleton.num_microbatches))
-            if exhaustive.peak(problem, choice) > problem.capacity + SLACK_GIB:
+            problem = chain.chosen(start, choice, schedule.in_flight(s, p, skeleton.num_microbatches))
+            if exhaustive.peak(problem, (0,) * len(choice)) > problem.capacity + SLACK_GIB:
                 return False
         return True
 
@@ -131,7 +128,7 @@ def search(
     else:
         shop = Shop(pipelines)
         for m in floor:
-            for name, schedule in pipelines.schedules.items():
+            for name, schedule in _distinct(pipelines.schedules, min(shop.n, shop.gpus), m).items():
                 for stages in _alike(schedule, min(shop.n, shop.gpus), m):
                     queue.append(Case(shop, m, name, schedule, stages, best.found, bound=floor[m]))
     counts = best_first(queue, best, ends, gap=gap, patience=time.monotonic() + patience_s, news=news)
@@ -219,3 +216,17 @@ def _alike(schedule: Schedule, most: int, m: int) -> list[list[int]]:
     if all(h == longest[: len(h)] for h in held.values()):
         return [allowed]
     return [[p] for p in allowed]
+
+
+def _distinct(schedules: dict[str, Schedule], most: int, m: int) -> dict[str, Schedule]:
+    """Those that differ: of a single microbatch they usually have the same order."""
+    if m > 1:
+        return schedules
+    found: dict[tuple[object, ...], str] = {}
+    for name, schedule in schedules.items():
+        allowed = [p for p in range(2, most + 1) if not schedule.refusal(p, m)]
+        key = tuple(
+            (p, s, schedule.in_flight(s, p, m), tuple(schedule.order(s, p, m))) for p in allowed for s in range(p)
+        )
+        found.setdefault(key, name)
+    return {name: schedules[name] for name in found.values()}

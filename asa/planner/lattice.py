@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 
 from asa.planner.problem import Chain
+from asa.planner.rows import COLUMNS, Row
 
 INF = float("inf")
 
-CONFIG = ("forward", "backward", "bucket", "once", "prompt", "late", "window", "state", "activations", "gradients",
-          "transient")  # fmt: skip
 EDGE = ("forward", "backward", "once", "state", "activations", "transient")
-_CONFIG = attrgetter(*CONFIG)
+_CONFIG = attrgetter(*COLUMNS)
 _EDGE = attrgetter(*EDGE)
 F, B, BUCKET, ONCE, PROMPT, LATE, WINDOW, STATE, ACT, GRAD, TRANS = range(11)
 EF, EB, EONCE, ESTATE, EACT, ETRANS = range(6)
@@ -43,12 +42,22 @@ class Numbers:
         degrees = divisors(chain.width)
         self.degrees = len(degrees)
         self.degree = np.array([degrees.index(x.data) for x in chain.layouts])
-        self.rows = [np.array([_CONFIG(c) for c in row]) for row in chain.configs]
+        self.rows = [
+            row.values.copy() if isinstance(row, Row) else np.array([_CONFIG(c) for c in row]) for row in chain.configs
+        ]
         for i, row in enumerate(self.rows):
             if chain.release[i] == i:  # what leaves with its own component leaves at once
                 row[:, PROMPT] += row[:, LATE]
                 row[:, LATE] = 0.0
-        self.layout = [np.array([c.layout for c in row]) for row in chain.configs]
+        self.layout = [
+            row.layout if isinstance(row, Row) else np.array([c.layout for c in row]) for row in chain.configs
+        ]
+        component, layouts = np.repeat(np.arange(self.n), [len(r) for r in self.rows]), np.concatenate(self.layout)
+        order = np.lexsort((layouts, component))
+        component, self.flat_layout = component[order], layouts[order]
+        new = (np.diff(component) != 0) | (np.diff(self.flat_layout) != 0)
+        self.flat = (np.concatenate(self.rows)[order], component, np.flatnonzero(np.r_[True, new]))
+        """All rows in order of component and layout, the component of each, and where another layout begins."""
         self.edges = np.full((max(0, self.n - 1), len(EDGE), count, count), INF)
         known: dict[int, Any] = {}
         for i, edges in enumerate(chain.edges):
@@ -132,22 +141,18 @@ class Priced:
         self.numbers, self.batch = x, batch
         # Component x batch x layout: inside a stage, at its begin, its end, and alone in it.
         self.inner, self.first, self.last, self.alone = (np.full((n, batch, x.count), INF) for _ in range(4))
-        for i in range(n):
-            shares = weights.once * weights.hidden[:, i] * x.saving * x.sc * (weights.pivot != i)
-            windows = weights.once * (1 - weights.hidden[:, i]) * x.saving * x.sp * (weights.pivot != i)
-            row = x.rows[i]
-            sync = row[:, PROMPT] + row[:, LATE]
-            held = row[:, STATE] + in_flight * row[:, ACT]
-            alone = _weighed(weights, row[:, F], row[:, B], row[:, ONCE] + sync, held)
-            behind = alone - shares[:, None] * sync
-            seen = windows[:, None] * row[:, WINDOW]
-            order = np.argsort(x.layout[i], kind="stable")
-            layouts = x.layout[i][order]
-            begins = np.flatnonzero(np.r_[True, np.diff(layouts) != 0])
-            for into, cost in (
-                (self.inner, behind - seen), (self.first, alone - seen), (self.last, behind), (self.alone, alone),
-            ):  # fmt: skip
-                into[i][:, layouts[begins]] = np.minimum.reduceat(cost[:, order], begins, axis=1)
+        row, component, begins = x.flat
+        sync, held = row[:, PROMPT] + row[:, LATE], row[:, STATE] + in_flight * row[:, ACT]
+        alone = _weighed(weights, row[:, F], row[:, B], row[:, ONCE] + sync, held)
+        hidden = weights.hidden[:, component]
+        once = weights.once[:, None] * x.saving * (weights.pivot[:, None] != component)
+        behind = alone - once * x.sc * hidden * sync
+        seen = once * x.sp * (1 - hidden) * row[:, WINDOW]
+        where = (component[begins], slice(None), x.flat_layout[begins])
+        for into, cost in (
+            (self.inner, behind - seen), (self.first, alone - seen), (self.last, behind), (self.alone, alone),
+        ):  # fmt: skip
+            into[where] = np.minimum.reduceat(cost, begins, axis=1).T
         with np.errstate(invalid="ignore"):
             e = x.edges
             self.edges = np.nan_to_num(
@@ -214,10 +219,10 @@ class Table:
         return Table(*(x.min(axis=(2, 3), keepdims=True) for x in values))
 
 
-Row = tuple[float, float, float, float, float]
+Objective = tuple[float, float, float, float, float]
 
 
-def weights_of(rows: list[Row], n: int) -> Weights:
+def weights_of(rows: list[Objective], n: int) -> Weights:
     """From (steady, ahead, once, memory, hidden) per row; ``hidden`` beyond 1 is 2 + k for a pivot at component k."""
     a = np.array(rows, dtype=float)
     pivot = np.where(a[:, 4] > 1, a[:, 4] - 2, -1).astype(np.int64)
@@ -231,16 +236,16 @@ def pivots(n: int, count: int) -> list[float]:
     return sorted({2.0 + n * (k + 1) // (count + 1) for k in range(count)})
 
 
-def rows_of(n: int, m: int) -> list[Row]:
+def rows_of(n: int, m: int) -> list[Objective]:
     """Objectives without memory: steady time, and all of a step from several sides."""
     once = [1.0, 0.5, 0.0, *pivots(n, 5)]
     return [(1.0, 0.0, 0.0, 0.0, 1.0)] + [(float(m), 0.0, 1.0, 0.0, h) for h in once]
 
 
-def priced_memory(n: int, m: int, one: float) -> list[Row]:
+def priced_memory(n: int, m: int, one: float) -> list[Objective]:
     """Objectives with prices of memory, of ``one`` ms per GiB and multiples: first its amount alone, then for each
     price steady time and all of a step."""
-    rows: list[Row] = [(0.0, 0.0, 0.0, 1.0, 1.0)]
+    rows: list[Objective] = [(0.0, 0.0, 0.0, 1.0, 1.0)]
     for x in MULTIPLIERS:
         rows += [(1.0, 0.0, 0.0, x * one, 1.0)] + [(float(m), 0.0, 1.0, m * x * one, h) for h in (1.0, *pivots(n, 2))]
     return rows

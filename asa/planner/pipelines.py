@@ -130,14 +130,13 @@ def value_of(pipelines: Pipelines, skeleton: Skeleton, choices: Sequence[Choice]
     """Ms of a step of that plan, by the clock."""
     m, schedule = skeleton.num_microbatches, pipelines.schedules[skeleton.schedule]
     times, ends = [], []
-    stops = skeleton.stops(len(pipelines.names))
-    for width, start, stop, choice in zip(skeleton.widths, skeleton.starts, stops, choices, strict=True):
+    for width, start, choice in zip(skeleton.widths, skeleton.starts, choices, strict=True):
         chain = pipelines.chain(width, m)
         if chain is None:
             return float("inf")
-        times.append(stage_times(chain.stage(start, stop), choice))
-        rows = chain.configs[start:stop]
-        ends.append((chain.layouts[rows[0][choice[0]].layout], chain.layouts[rows[-1][choice[-1]].layout]))
+        stage = chain.chosen(start, choice)
+        times.append(stage_times(stage, (0,) * len(choice)))
+        ends.append((chain.layouts[stage.configs[0][0].layout], chain.layouts[stage.configs[-1][0].layout]))
     transfers = [
         pipelines.transfer(skeleton.starts[s], m, ends[s - 1][1], ends[s][0], offset)
         for s, offset in enumerate(skeleton.offsets())

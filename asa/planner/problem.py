@@ -15,7 +15,9 @@ backward and gradient synchronisation run side by side (:mod:`asa.cost.step` der
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from asa.ir.layout import Layout
 from asa.ir.plan import DataDegree, TensorDegree
@@ -138,7 +140,7 @@ class Chain:
     num_microbatches: int
     names: tuple[str, ...]
     layouts: tuple[Layout, ...]
-    configs: tuple[tuple[Config, ...], ...]
+    configs: tuple[Sequence[Config], ...]
     edges: tuple[dict[tuple[int, int], Edge], ...]
     inlets: tuple[dict[int, Edge], ...]
     outlets: tuple[dict[int, Edge], ...]
@@ -153,10 +155,21 @@ class Chain:
 
         Choices of the result index into ``configs[start:stop]``.
         """
-        rows = [[_held(c, in_flight) for c in row] for row in self.configs[start:stop]]
+        return self._cut(start, [list(row) for row in self.configs[start:stop]], in_flight)
+
+    def chosen(self, start: int, choice: Choice, in_flight: int = 1) -> Problem:
+        """A stage from component ``start`` on in which each has one configuration, the one chosen."""
+        return self._cut(start, [[self.configs[start + k][c]] for k, c in enumerate(choice)], in_flight)
+
+    def _cut(self, start: int, picked: list[list[Config]], in_flight: int) -> Problem:
+        stop, more = start + len(picked), in_flight - 1
+        rows = [[_held(c, in_flight) for c in row] for row in picked]
         rows[0] = [_joined(c, self.inlets[start][c.layout], in_flight) for c in rows[0]]
         rows[-1] = [_joined(c, self.outlets[stop - 1][c.layout], in_flight) for c in rows[-1]]
-        more = in_flight - 1
+        edges = self.edges[start : stop - 1]
+        if all(len(row) == 1 for row in rows):
+            pairs = [(a[0].layout, b[0].layout) for a, b in pairwise(rows)]
+            edges = tuple({ab: e[ab]} for ab, e in zip(pairs, edges, strict=True))
         return Problem(
             width=self.width,
             num_microbatches=self.num_microbatches,
@@ -164,8 +177,8 @@ class Chain:
             layouts=self.layouts,
             configs=tuple(tuple(row) for row in rows),
             edges=tuple(
-                {ab: replace(e, state=e.state + more * e.activations) for ab, e in edges.items()} if more else edges
-                for edges in self.edges[start : stop - 1]
+                {ab: replace(e, state=e.state + more * e.activations) for ab, e in found.items()} if more else found
+                for found in edges
             ),
             release=tuple(max(r, start) - start for r in self.release[start:stop]),
             saving=self.saving,

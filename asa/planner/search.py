@@ -43,6 +43,8 @@ _FLOORS_S = 1.0
 _PATIENCE_S = 0.5
 _ENOUGH = 0.005
 """A gap that is not worth searching on for, once patience is over: a tenth of the usual error of a step time."""
+_NEARLY = 0.03
+"""A gap from which on single stages can wait: before anything is proved of pipelines, no more of theirs counts."""
 _AGAIN_S = 0.5
 """At most, for the ILP to solve once more what the label program has proved."""
 
@@ -97,8 +99,8 @@ def search(
         bound_ms, limit_ms, curve = best.bound, best.limit, best.curve
     else:
         staged = pipelines(prices, allowed)
-        found = _first(prices, staged, allowed, baselines, best, alone, ends)
-        piped = _piped(staged, best, alone, ends, started)
+        found, floor = _first(prices, staged, allowed, baselines, best, alone, ends)
+        piped = _piped(staged, best, alone, ends, started, floor)
         least = min((b for _, _, b in piped.curve), default=0.0)
         curve = [(t, v, min(b, least)) for t, v, b in best.curve] + list(piped.curve)
         bound_ms, limit_ms = piped.bound, min(best.limit, piped.value, *(x.value for x in alone))
@@ -128,8 +130,9 @@ def search(
 def _first(
     prices: Prices, staged: StagedSpace, allowed: Allowed, baselines: Sequence[Candidate], best: joint.Best,
     alone: Sequence[Single], ends: float,
-) -> Candidate | None:  # fmt: skip
-    """Single stages for a part of the time, and a first plan of several: beside them, where that is possible."""
+) -> tuple[Candidate | None, dict[int, float]]:  # fmt: skip
+    """Single stages for a part of the time, and a first plan of several: beside them, where that is possible. With
+    quick bounds per number of microbatches, if there was time for them."""
     likely = bool(baselines) and (len(baselines[0].widths) > 1 or baselines[0].ranks < prices.space.request.gpus)
     near = baselines[0].num_microbatches if baselines else 1
     apart, began, limit_s = possible(), time.monotonic(), ends - best.started
@@ -145,19 +148,19 @@ def _first(
     def news(_best: float) -> float:
         return sketch.result()[1] if sketch.ready else float("inf")
 
-    sketch = Beside(sketched, apart=apart)
+    sketch, floor = Beside(sketched, apart=apart), dict[int, float]()
     try:
         if not apart:
             best.other(sketch.result()[1])
         until = time.monotonic() + _SHARE * (ends - time.monotonic())
-        joint.best_first(alone, best, until, patience=until, gap=_ENOUGH, news=news)
+        joint.best_first(alone, best, until, patience=time.monotonic(), gap=_NEARLY, news=news)
         if apart and joint.searched(staged):
             floor = floors(staged, best.limit, ends)
             if min(floor.values()) >= best.limit:  # no plan of several stages is better
-                return None
+                return None, floor
             _prepare(staged, floor, best, lambda: sketch.ready)
         best.other(sketch.result()[1])
-        return sketch.result()[0]
+        return sketch.result()[0], floor
     finally:
         sketch.stop()
 
@@ -174,10 +177,12 @@ def _prepare(
                 staged.formulation(w, m)
 
 
-def _piped(staged: StagedSpace, best: joint.Best, alone: Sequence[Single], ends: float, started: float) -> Pipelined:
+def _piped(
+    staged: StagedSpace, best: joint.Best, alone: Sequence[Single], ends: float, started: float, floor: dict[int, float]
+) -> Pipelined:
     """All that is left, single stages and several, in two halves where that helps: every other number of microbatches,
     in the order of what they take at least."""
-    floor = floors(staged, best.limit, max(ends, time.monotonic() + _FLOORS_S))
+    floor = floor or floors(staged, best.limit, max(ends, time.monotonic() + _FLOORS_S))
     order = sorted((m for m in floor if floor[m] < best.limit), key=floor.__getitem__)
     rest = {m: floor[m] for m in floor if m not in order}
     apart = len(order) > 1 and joint.searched(staged) and possible()

@@ -63,6 +63,7 @@ class Space:
         self.strategies = strategies
         self.request = request
         self._layouts: dict[tuple[int, int], tuple[Layout, ...]] = {}
+        self._ways: dict[tuple[int, Layout, bool], tuple[Way, ...]] = {}
         self._cut: dict[tuple[Layout, ...], tuple[Layout, ...]] = {}
         self._tensor_degrees: dict[tuple[TensorStrategyName, int], TensorDegree] = {}
         self._data_degrees: dict[tuple[DataStrategyName, Layout], DataDegree | None] = {}
@@ -80,7 +81,7 @@ class Space:
     def weighted(self, weights: dict[int, tuple[int, ...]]) -> Space:
         """The same space, but for how batches are cut."""
         found = copy(self)
-        found.weights, found._layouts = weights, {}
+        found.weights, found._layouts, found._ways = weights, {}, {}
         return found
 
     def capacity(self, width: int) -> float:
@@ -96,32 +97,33 @@ class Space:
 
     def ways(self, index: int, width: int, num_microbatches: int, allowed: Allowed = anything) -> Iterator[Way]:
         """Every way component ``index`` may run, in a stage of ``width``, with that many microbatches."""
-        component = self.profile.graph.components[index]
         for layout in self.layouts(width, num_microbatches):
-            if not self.enough(index, layout, num_microbatches):
-                continue
-            if component.tied and layout.data != width:  # one way for all that share a parameter
-                continue
-            for tensor in self._tensor(index, layout.tensor, layout.sequence):
-                named = (tensor, layout.tensor)
-                split = self._tensor_degrees.setdefault(named, TensorDegree(strategy=tensor, degree=layout.tensor))
-                share = self.strategies.tensor[tensor].share(component, layout.tensor)
-                private = [
-                    (checkpoint, offload)
-                    for checkpoint in ((False, True) if self._forgets(component) else (False,))
-                    for offload in self._offloads(share.parameter_bytes > 0)
-                ]
-                for data in self._data(index, layout, share.parameter_bytes > 0):
-                    for checkpoint, offload in private:
-                        way = Way(
-                            layout=layout,
-                            data=data,
-                            tensor=split,
-                            checkpoint=checkpoint,
-                            offload=offload,
-                        )
-                        if allowed(index, way):
-                            yield way
+            if self.enough(index, layout, num_microbatches):
+                yield from (way for way in self.ways_in(index, layout) if allowed(index, way))
+
+    def ways_in(self, index: int, layout: Layout) -> tuple[Way, ...]:
+        """Every way that component ``index`` may run in a layout, if its ranks have samples enough."""
+        key = (index, layout, self.offloading)
+        if key not in self._ways:
+            self._ways[key] = tuple(self._every_way(index, layout))
+        return self._ways[key]
+
+    def _every_way(self, index: int, layout: Layout) -> Iterator[Way]:
+        component = self.profile.graph.components[index]
+        if component.tied and layout.data != layout.width:  # one way for all that share a parameter
+            return
+        for tensor in self._tensor(index, layout.tensor, layout.sequence):
+            named = (tensor, layout.tensor)
+            split = self._tensor_degrees.setdefault(named, TensorDegree(strategy=tensor, degree=layout.tensor))
+            share = self.strategies.tensor[tensor].share(component, layout.tensor)
+            private = [
+                (checkpoint, offload)
+                for checkpoint in ((False, True) if self._forgets(component) else (False,))
+                for offload in self._offloads(share.parameter_bytes > 0)
+            ]
+            for data in self._data(index, layout, share.parameter_bytes > 0):
+                for checkpoint, offload in private:
+                    yield Way(layout=layout, data=data, tensor=split, checkpoint=checkpoint, offload=offload)
 
     def layouts(self, width: int, num_microbatches: int) -> tuple[Layout, ...]:
         """The layouts of a stage that are in the space: all of a narrow stage.
@@ -210,11 +212,14 @@ class Space:
 
     def enough(self, index: int, layout: Layout, num_microbatches: int) -> bool:
         """The same of a layout, whose shards may be uneven."""
-        if not layout.weights:
-            return self.enough_samples(index, layout.data, num_microbatches)
+        return self.samples(layout, num_microbatches) >= self.fewest_samples(index)
+
+    def samples(self, layout: Layout, num_microbatches: int) -> int:
+        """Of the smallest shard in the smallest microbatch."""
         batch = self.request.global_batch
-        sizes = {batch // num_microbatches, -(-batch // num_microbatches)}
-        return min(layout.fewest(size) for size in sizes) >= self.fewest_samples(index)
+        if not layout.weights:
+            return batch // num_microbatches // layout.data
+        return min(layout.fewest(size) for size in (batch // num_microbatches, -(-batch // num_microbatches)))
 
     def fewest_samples(self, index: int) -> int:
         """Of a microbatch, on a rank."""

@@ -37,7 +37,8 @@ class Completions:
         self.hidden = weights.hidden
         priced = Priced(numbers, weights, in_flight)
         self.behind = priced.completions()
-        self.inner = np.minimum(priced.inner, priced.last)
+        self.over = priced.edges + np.minimum(priced.inner, priced.last)[1:, :, None, :]
+        """Of passing from a layout to another and the next component in it: component in front x objective x both."""
         self.capacity = numbers.capacity if tight else 0.0
 
     def limits(self, steady: float, whole: float) -> Any:
@@ -148,17 +149,8 @@ class Explorer:
         x, more = self.numbers, self.in_flight - 1
         edges = x.edges[i - 1][:, front.layout, :]
         possible = np.isfinite(edges[at.EF])
-        base = self.bounds.values(front.labels, i - 1)
-        costs = [
-            edges[at.EF] + edges[at.EB], edges[at.EONCE], edges[at.ESTATE] + self.in_flight * edges[at.EACT],
-        ]  # fmt: skip
-        rows = self.bounds.rows
-        for q in range(len(rows)):
-            there = base[:, q][:, None] + self.bounds.inner[i][q][None, :]
-            for weight, cost in zip((rows[q, 0], rows[q, 2], rows[q, 3]), costs, strict=True):
-                if weight:
-                    there = there + weight * cost
-            possible &= there <= room[q][None, :]
+        base = self.bounds.values(front.labels, i - 1).T[:, :, None]
+        possible &= (base + self.bounds.over[i - 1][:, front.layout] <= room[:, None, :]).all(axis=0)
         source, layout = np.nonzero(possible)
         if not len(source):
             return None

@@ -1,0 +1,240 @@
+"""All ways of all components on stages of one width, priced at once: arrays, an entry a way.
+
+What :class:`asa.cost.pricing.Pricer` says of one component run one way, this says of all of them, by the same formulas;
+tests hold the one against the other. What does not depend on the number of microbatches is looked up once; what
+strategies declare of a component in a layout, or of its state, is asked for once, whoever else it is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from asa.cost.chain_times import ChainTimes
+from asa.cost.memory import margin
+from asa.cost.offload import host_update
+from asa.cost.pricing import Pricer
+from asa.cost.spread import waitings
+from asa.cost.states import Kept, States
+from asa.cost.way import Way
+from asa.interfaces.strategy import OPTIMIZER_WORDS, DataStrategy
+from asa.ir.graph import LayerGraph
+from asa.ir.layout import Layout
+from asa.ir.plan import OptimizerName
+from asa.ir.traffic import Collective, Phase, Share
+
+_PHASES: tuple[Phase, ...] = ("forward", "backward", "gradient", "update")
+
+
+@dataclass
+class Priced:
+    """Seconds and bytes as in :class:`asa.cost.step.ComponentCost`, an entry a way; ``forward`` and ``backward`` with
+    what blocks in them, ``window``: backward compute of the last microbatch, ``once``: once per step but for
+    synchronisation, ``bucket`` included."""
+
+    forward: Any
+    backward: Any
+    bucket: Any
+    once: Any
+    prompt: Any
+    late: Any
+    window: Any
+    state: Any
+    activations: Any
+    gradients: Any
+    transient: Any
+
+
+class Menu:
+    """``ways``: those of every component, not all of them none. ``component`` and ``layout`` (in ``layouts``) are
+    indices, an entry a way; ``saving``: those that are another one with a checkpoint, as ``forgetting`` says of a
+    component and a way with one."""
+
+    def __init__(
+        self, graph: LayerGraph, states: States, times: ChainTimes, optimizer: OptimizerName,
+        ways: Sequence[Sequence[Way]], forgetting: Callable[[int, Way], bool],
+    ) -> None:  # fmt: skip
+        self._graph, self._states, self._times = graph, states, times
+        self.ways = [w for row in ways for w in row]
+        self.component = np.repeat(np.arange(len(ways)), [len(row) for row in ways])
+        self.layouts: tuple[Layout, ...] = tuple(dict.fromkeys(w.layout for w in self.ways))
+        number = {layout: k for k, layout in enumerate(self.layouts)}
+        self.layout = np.array([number[w.layout] for w in self.ways], dtype=np.int64)
+        self.checkpoint = np.array([w.checkpoint for w in self.ways], dtype=bool)
+        self.saving = self.checkpoint.copy()
+        for at in np.flatnonzero(self.checkpoint).tolist():
+            self.saving[at] = forgetting(int(self.component[at]), self.ways[at])
+        self.offload = np.array([w.offload for w in self.ways], dtype=bool)
+        self._cells: dict[tuple[int, int], Way] = {}
+        for i, k, way in zip(self.component.tolist(), self.layout.tolist(), self.ways, strict=True):
+            self._cells.setdefault((i, k), way)
+        self._keep([states.kept(i, w) for i, w in zip(self.component.tolist(), self.ways, strict=True)], optimizer)
+
+    def _keep(self, kept: list[Kept], optimizer: OptimizerName) -> None:
+        """What keeping states costs, once for each of them."""
+        which: dict[int, int] = {}
+        distinct: list[Kept] = []
+        for k in kept:
+            if id(k) not in which:
+                which[id(k)] = len(distinct)
+                distinct.append(k)
+        to = np.array([which[id(k)] for k in kept], dtype=np.int64)
+
+        def spread(values: list[Any]) -> Any:
+            return np.array(values, dtype=float)[to]
+
+        self._prompt, self._late = spread([k.prompt for k in distinct]), spread([k.late for k in distinct])
+        self._update_moved = spread([k.update_moved for k in distinct])
+        self._copied, self._handled = spread([k.copied for k in distinct]), spread([k.handled for k in distinct])
+        self._blocking = spread([k.blocking for k in distinct]) > 0
+        self._moving = spread([k.blocking or k.repeated for k in distinct]) > 0
+        present = [[c for c in k.moved if c.ranks > 1 and c.bytes > 0] for k in distinct]
+        self._count = {p: spread([sum(c.phase == p for c in x) for x in present]) for p in _PHASES}
+        taken = self._states.links.seconds
+        self._moved = {
+            p: spread([sum(taken(c) for c in x if c.phase == p) for x in present]) for p in _PHASES[:2]
+        }  # fmt: skip
+        self._touched = {p: spread([self._states.handled(k.moved, p) for k in distinct]) for p in _PHASES[:2]}
+        held = [k.held for k in distinct]
+        self._state, self._gradients = spread([x.state for x in held]), spread([x.gradients for x in held])
+        self._added = spread([x.gradients if x.accumulated is None else x.accumulated for x in held])
+        self._kept, self._optimizer = spread([x.kept for x in held]), spread([x.optimizer for x in held])
+        self._parameters, self._updating = spread([x.parameters for x in held]), spread([x.updating for x in held])
+        self._page = [k.page for k in kept]
+        self._own = np.array([type(p).transient is not DataStrategy.transient for p in self._page], dtype=bool)
+        self._share: list[Share] = []
+        size, largest, tensors, update, apart = [], [], [], [], []
+        known: dict[tuple[int, int], float] = {}
+        for i, way, page, k in zip(self.component.tolist(), self.ways, self._page, kept, strict=True):
+            share = self._states.share(i, way.tensor)
+            self._share.append(share)
+            size.append(share.parameter_bytes)
+            largest.append(share.largest_parameter_bytes)
+            tensors.append(share.num_parameter_tensors)
+            update.append(self._states.update(i, way.tensor))
+            own = type(page).transient is not DataStrategy.transient
+            if not own and (id(share), id(k)) not in known:
+                known[id(share), id(k)] = page.memory(share, way.layout.data, "sgd").transient
+            apart.append(0.0 if own else known[id(share), id(k)])
+        self._size, self._largest, self._tensors = (np.array(x, dtype=float) for x in (size, largest, tensors))
+        self._update, self._apart = np.array(update), np.array(apart)
+        full = OPTIMIZER_WORDS[optimizer] * self._size
+        self._part = np.divide(self._optimizer, full, out=np.zeros(len(full)), where=full > 0)
+
+    def enough(self, samples: Sequence[int], fewest: Any) -> Any:
+        """Of each way, whether its component has enough samples: ``samples`` on a rank per layout, ``fewest`` per
+        component."""
+        return np.array(samples)[self.layout] >= np.asarray(fewest)[self.component]
+
+    def priced(self, pricer: Pricer, which: Any) -> Priced:
+        """The ways ``which`` (indices), on the stages that ``pricer`` prices."""
+        m, several = pricer.num_microbatches, pricer.num_microbatches > 1
+        i, k = self.component[which], self.layout[which]
+        cells = self._in_cells(pricer, which)
+        forward, backward, saved, transient, kept, beside = (x[k, i] for x in cells[:6])
+        again = self.checkpoint[which]
+        saved_, transient_ = np.where(again, kept, saved), np.where(again, beside, transient)
+        split = np.array([x.tensor > 1 for x in self.layouts])[k]
+        inside = {p: x[k, i] for p, x in zip(_PHASES[:2], cells[6:8], strict=True)}
+        counts = {p: x[k, i] for p, x in zip(_PHASES, cells[8:], strict=True)}
+
+        def met(phase: Phase, compute: Any, once: Phase) -> Any:
+            moving, blocking = self._moving[which], self._blocking[which]
+            apart = np.where(blocking, self._count[once][which] + counts[once], 0.0) / m
+            number = counts[phase] + np.where(moving, self._count[phase][which], 0.0) + apart
+            number = np.maximum(number, np.where(split, 1.0, 0.0))
+            stretch = compute / np.where(number > 0, number, 1.0)
+            waited = compute * (waitings(pricer.cluster, pricer.width, stretch) - 1)
+            taken = inside[phase] + np.where(moving, self._moved[phase][which], 0.0)
+            return np.where(number > 0, taken + waited, 0.0) + np.where(moving, self._touched[phase][which], 0.0)
+
+        ahead, back = met("forward", forward, "update"), met("backward", backward, "gradient")
+        back = back + np.where(again, inside["forward"], 0.0)
+        backward = backward + np.where(again, forward, 0.0)
+        copying = self._copied[which] * pricer.slow / pricer.shards.slowest + self._handled[which]
+        transient_ = transient_ * margin() + self._transient(pricer, which, saved_)
+        fresh = np.where(np.array([x.data == 1 for x in self.layouts])[k] & several, self._largest[which], 0.0)
+        state = self._state[which] + (self._added[which] + self._kept[which] if several else 0.0)
+        return Priced(
+            forward=forward + ahead,
+            backward=backward + back,
+            bucket=copying,
+            once=copying + self._updated(pricer, which) + self._update_moved[which],
+            prompt=self._prompt[which],
+            late=self._late[which],
+            window=backward + copying,
+            state=state - np.where(self.offload[which], self._optimizer[which], 0.0),
+            activations=saved_ * margin() + (0.0 if several else self._kept[which]),
+            gradients=0.0 * state if several else self._gradients[which],
+            transient=np.maximum(transient_ + fresh, self._updating[which]),
+        )
+
+    def _updated(self, pricer: Pricer, which: Any) -> Any:
+        """Seconds of the optimizer step."""
+        part = self._part[which]
+        update = part * self._update[which] * pricer.slow_memory
+        if pricer.cluster.sharding is not None:
+            cut = self._parameters[which] < self._size[which]
+            update = update + np.where(cut, pricer.cluster.sharding.tensor_s * self._tensors[which], 0.0)
+        update = update / pricer.shards.slowest
+        for at in np.flatnonzero(self.offload[which]).tolist():
+            size = float(part[at] * self._size[which[at]])
+            update[at] = host_update(pricer.cluster, pricer.optimizer, size, pricer.busy)
+        return update
+
+    def _transient(self, pricer: Pricer, which: Any, saved: Any) -> Any:
+        """Bytes beside the component's own, of strategies that say it by what is around."""
+        found = self._apart[which]
+        for at in np.flatnonzero(self._own[which]).tolist():
+            w = int(which[at])
+            way = self.ways[w]
+            beside = pricer.around.of(int(self.component[w]), way.tensor, float(saved[at]))
+            found[at] = self._page[w].transient(self._share[w], way.layout.data, beside)
+        return found
+
+    def _in_cells(self, pricer: Pricer, which: Any) -> Any:
+        """What a component in a layout does, whoever keeps its state: quantity x layout x component. Seconds forward
+        and backward; bytes saved and transient, and the same under a checkpoint; seconds of what is inside forward and
+        backward; how many collectives there are of each phase."""
+        n = len(self._graph)
+        found = np.zeros((8 + len(_PHASES), len(self.layouts), n))
+        wanted = np.zeros((len(self.layouts), n), dtype=bool)
+        wanted[self.layout[which], self.component[which]] = True
+        outputs = np.array([c.output_bytes_per_sample for c in self._graph.components])
+        inner: dict[tuple[int, int], list[float]] = {}
+        for k, layout in enumerate(self.layouts):
+            if not wanted[k].any():
+                continue
+            alike = not (layout.weights or layout.sequence or pricer.shards.speeds)
+            if alike:
+                samples = pricer.local(layout)
+                found[:2, k] = self._times.passes(samples, layout.tensor) * pricer.slowed(samples)
+                saved, transient = self._times.sizes(samples, layout.tensor)
+                kept = np.minimum(saved, samples * outputs)
+                found[2:6, k] = saved, transient, kept, transient + saved - kept
+            for i in np.flatnonzero(wanted[k]).tolist() if not alike or layout.tensor > 1 else ():
+                way = self._cells[i, k]
+                if not alike:
+                    found[:6, k, i] = _one(pricer, i, layout)
+                key = (self._states.like[i], k)
+                if key not in inner:
+                    inner[key] = _inside(pricer, pricer.inner(i, way))
+                found[6:, k, i] = inner[key]
+        return found
+
+
+def _one(pricer: Pricer, index: int, layout: Layout) -> tuple[float, ...]:
+    """The first quantities of a cell where ranks differ, or tokens are cut."""
+    component = pricer.graph.components[index]
+    work, slow = pricer.longest(component, layout)
+    held = [pricer.keeping.component(component, layout, checkpoint=again) for again in (False, True)]
+    return (work.forward_s * slow, work.backward_s * slow, *held[0], *held[1])
+
+
+def _inside(pricer: Pricer, traffic: Sequence[Collective]) -> list[float]:
+    present = [c for c in traffic if c.ranks > 1 and c.bytes > 0]
+    taken = [sum(pricer.states.links.seconds(c) for c in present if c.phase == p) for p in _PHASES[:2]]
+    return [*taken, *(float(sum(c.phase == p for c in present)) for p in _PHASES)]

@@ -1,0 +1,24 @@
+"""No looking for garbage while a plan is made.
+
+A search makes hundreds of thousands of objects that stay, and hardly any that only the collector could free. Each look
+at all of them takes as long as pricing a number of microbatches, and in a forked copy of the process it writes to every
+page that it would share.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """The collector is off, if it was on."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()

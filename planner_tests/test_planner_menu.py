@@ -1,0 +1,110 @@
+"""All ways priced at once are what each of them is priced at by itself."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+
+import known_models
+import nouns
+import numpy as np
+import pytest
+import test_sequence
+import test_unequal
+
+from asa.cost import presets
+from asa.cost.spread import waiting, waitings
+from asa.cost.step import ComponentCost
+from asa.ir.cluster import Cluster, Sharding, Waiting
+from asa.ir.profile import Profile
+from asa.planner import Request, plan
+from asa.planner.candidate import Prices
+from asa.planner.space import Space, anything
+from asa.strategies import offered
+
+WAITING = (Waiting(ranks=4, points=((1e-5, 1.5), (1e-3, 1.2), (1.0, 1.0))),)
+
+
+def vit() -> Profile:
+    return known_models.profile(known_models.transformer(3, 256), 300.0, 16)
+
+
+def noisy() -> Cluster:
+    """CPUs whose ranks wait for each other, and on which stock sharding costs something."""
+    costs = Sharding(unit_s=1e-3, byte_s=1e-9, tensor_s=1e-4)
+    return replace(nouns.cluster(4), waiting=WAITING, sharding=costs)
+
+
+def spaces() -> dict[str, Space]:
+    tiny, strategies = nouns.profile(), offered()
+    uneven = Space(tiny, test_unequal.unequal(1, 1, 0.5), strategies, Request(gpus=3, global_batch=16))
+    tokens = Request(gpus=4, global_batch=16, strategies=("asa", "sequence"))
+    return {
+        "slow links": Space(vit(), presets.load("t4-8x1-25g-tcp"), strategies, Request(gpus=4, global_batch=48)),
+        "processors": Space(tiny, noisy(), strategies, Request(gpus=4, global_batch=16, optimizer="adamw")),
+        "host": Space(
+            vit(), presets.load("a100-4x8-roce"), strategies, Request(gpus=16, global_batch=64, offload="always")
+        ),
+        "halves": Space(vit(), noisy(), strategies, Request(gpus=4, global_batch=16, compression="fp16")),
+        "tokens": Space(test_sequence.encoder(), test_sequence.CLUSTER, strategies, tokens),
+        "unequal": uneven,
+        "weights": uneven.weighted({3: (2, 2, 1)}),
+    }
+
+
+def check(exact: ComponentCost, found: dict[str, float]) -> None:
+    held = exact.footprint
+    said = {
+        "forward": exact.forward_s + exact.forward_communication_s,
+        "backward": exact.backward_s + exact.backward_communication_s,
+        "bucket": exact.bucket_s,
+        "once": exact.bucket_s + exact.update_s + exact.update_communication_s,
+        "prompt": exact.prompt_sync_s,
+        "late": exact.late_sync_s,
+        "window": exact.window_s,
+        "state": held.state,
+        "activations": held.activations,
+        "gradients": held.gradients,
+        "transient": held.transient,
+    }
+    assert found == pytest.approx(said, rel=1e-12, abs=1e-15)
+
+
+@pytest.mark.parametrize("name", list(spaces()))
+def test_at_once_and_one_by_one(name: str) -> None:
+    space = spaces()[name]
+    prices, gpus, seen = Prices(space), space.request.gpus, 0
+    for width, m in ((gpus, 1), (gpus, 4), (gpus // 2, 2)):
+        for busy in {width, gpus}:
+            pricer = prices.pricer(width, m, busy)
+            menu = prices.menu(pricer, anything)
+            samples = [space.samples(x, m) for x in menu.layouts]
+            which = np.flatnonzero(menu.enough(samples, prices.fewest))
+            found = menu.priced(pricer, which)
+            ways = [list(space.ways(i, width, m)) for i in range(len(space.profile.graph))]
+            assert [menu.ways[w] for w in which] == [w for row in ways for w in row]
+            for k, w in enumerate(which.tolist()):
+                exact = pricer.component(int(menu.component[w]), menu.ways[w])
+                check(exact, {field: float(values[k]) for field, values in vars(found).items()})
+                seen += 1
+    assert seen > 50
+
+
+def test_waiting_for_many_stretches() -> None:
+    cluster = noisy()
+    stretches = [0.0, 1e-7, 1e-5, 3e-4, 1e-3, 0.5, 1.0, 9.0]
+    for ranks in (1, 2, 4, 8):
+        one_by_one = [waiting(cluster, ranks, s) for s in stretches]
+        assert waitings(cluster, ranks, np.array(stretches)).tolist() == pytest.approx(one_by_one, rel=1e-12)
+
+
+def test_the_collector_is_as_it_was() -> None:
+    assert gc.isenabled()
+    plan(nouns.profile(), nouns.cluster(2), offered(), Request(gpus=2, global_batch=8))
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        plan(nouns.profile(), nouns.cluster(2), offered(), Request(gpus=2, global_batch=8))
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
