@@ -120,11 +120,14 @@ class Pricer:
         found = self.shards.timed(layout)
         if len(found) == 1:
             samples, speed = found[0]
-            return self._times.work(component, samples, layout.tensor), self.slowed(samples, speed)
+            return self._work(component, samples, layout), self.slowed(samples, speed)
         return max(
-            ((self._times.work(component, n, layout.tensor), self.slowed(n, speed)) for n, speed in found),
+            ((self._work(component, n, layout), self.slowed(n, speed)) for n, speed in found),
             key=lambda x: (x[0].forward_s + x[0].backward_s) * x[1],
         )
+
+    def _work(self, component: Component, samples: int, layout: Layout) -> Work:
+        return self._times.work(component, samples, layout.tensor, by_tokens=layout.sequence)
 
     def compute_alone(self, index: int, layout: Layout) -> float:
         """Seconds of forward and backward of component ``index`` in one microbatch, without any communication."""
@@ -139,16 +142,13 @@ class Pricer:
 
     def _component(self, index: int, way: Way) -> ComponentCost:
         alone, spread = self._alone(index, way), self._spread(index, way)
-        m, work, slow, held = self.num_microbatches, alone.work, alone.slow, spread.held
+        m, work, slow = self.num_microbatches, alone.work, alone.slow
         back = spread.back
-        saved, transient = self._keeping.component(self._graph.components[index], way.layout, checkpoint=way.checkpoint)
         again = 0.0
         if way.checkpoint:
             again = work.forward_s
             back += self._seconds(alone.inner, "forward")
-        beside = self._around.of(index, way.tensor, saved)
-        transient = transient * margin() + spread.page.transient(alone.share, way.layout.data, beside)
-        footprint, update = self._held(alone, way, held, saved, transient)
+        footprint, update = self._footprint(index, way)
         blocking = m * (spread.ahead + back) + spread.update_moved + spread.prompt + spread.late
         return ComponentCost(
             num_microbatches=m,
@@ -166,6 +166,22 @@ class Pricer:
             link_error_s=blocking * self._link_error(way.layout),
             footprint=footprint,
         )
+
+    def joint(self, way: Way) -> bool:
+        """Whether what a component holds that way depends on its neighbours' ways."""
+        return way.data.degree > 1 and self._strategies.data[way.data.strategy].joint
+
+    def footprint(self, index: int, way: Way, alike: range) -> Footprint:
+        """Memory of component ``index`` where of its neighbours only those ``alike`` are run as it is; else as in
+        :meth:`component`, where all are taken to be."""
+        return self._footprint(index, way, alike)[0]
+
+    def _footprint(self, index: int, way: Way, alike: range | None = None) -> tuple[Footprint, float]:
+        alone, spread = self._alone(index, way), self._spread(index, way)
+        saved, transient = self._keeping.component(self._graph.components[index], way.layout, checkpoint=way.checkpoint)
+        beside = self._around.of(index, way.tensor, saved, alike)
+        transient = transient * margin() + spread.page.transient(alone.share, way.layout.data, beside)
+        return self._held(alone, way, spread.held, saved, transient)
 
     def _alone(self, index: int, way: Way) -> Alone:
         """What component ``index`` does in a layout, whoever keeps its state."""

@@ -80,7 +80,7 @@ class Prices:
         )
         self._fewest = np.array([space.fewest_samples(i) for i in range(len(space.profile.graph))])
         self._slow: dict[float, float] = {}
-        self._computes: dict[tuple[int, int], np.ndarray] = {} if known is None else known._computes
+        self._computes: dict[tuple[int, int, bool], np.ndarray] = {} if known is None else known._computes
         self._pricers: dict[tuple[object, ...], Pricer] = {} if known is None else known._pricers
         self._states: dict[tuple[int, int], States] = {} if known is None else known._states
         self._splits: dict[int, np.ndarray] = {}
@@ -198,7 +198,8 @@ class Prices:
         for layout in dict.fromkeys(layouts):
             pricer = self.pricer(layout.width, num_microbatches, busy)
             samples = pricer.local(layout)
-            taken = self._chain_times.both(samples, layout.tensor) * pricer.slowed(samples)
+            times = self._chain_times.least if layout.sequence else self._chain_times.both
+            taken = times(samples, layout.tensor) * pricer.slowed(samples)
             found = np.where([x is layout or x == layout for x in layouts], taken, found)
         return found
 
@@ -215,12 +216,14 @@ class Prices:
 
     def _alone(self, samples: int, tensor: int) -> np.ndarray:
         """Per component forward and backward on one rank of a device that does nothing else."""
-        key = (samples, tensor)
+        key = (samples, tensor, self.space.by_tokens)
         if key not in self._computes:
             if tensor not in self._splits:
                 count = len(self.space.profile.graph)
                 self._splits[tensor] = np.array([self.space.splits(i, tensor) for i in range(count)])
-            found = self._chain_times.both(samples, tensor) * self._times.whole_ratio(samples)
+            times = self._chain_times
+            found = (times.least if self.space.by_tokens else times.both)(samples, tensor)
+            found = found * self._times.whole_ratio(samples)
             self._computes[key] = np.where(self._splits[tensor], found, np.inf)
         return self._computes[key]
 

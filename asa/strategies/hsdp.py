@@ -26,6 +26,7 @@ class HybridShard(DataStrategy):
     not said."""
 
     identifier = "hsdp"
+    joint = True
 
     def __init__(self, shards: int | None = None) -> None:
         self.shards = shards

@@ -6,6 +6,7 @@ them to the others. Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from asa.interfaces.strategy import OPTIMIZER_WORDS, SENT_BYTES, DataStrategy
@@ -22,6 +23,7 @@ class SharedOptimizer(DataStrategy):
     """Stock ``DistributedDataParallel``, and optimizer state spread by parameter (:mod:`asa.sharding.updates`)."""
 
     identifier = "zero1"
+    joint = True
 
     def refusal(self, component: Component, degree: int) -> str:
         """Anything that can be replicated."""
@@ -43,6 +45,18 @@ class SharedOptimizer(DataStrategy):
             updating=0.0 if degree == 1 else min(size, degree * SENT_BYTES),
         )
 
+    def together(self, shares: Sequence[Share], degree: int, optimizer: str) -> float:
+        """Parameters are owned over all neighbours, the largest first, each by whoever has least. If the rank with the
+        most has more than one, its last was given it when each rank had one already: so it is no larger than the
+        (degree + 1)-th largest, and all ranks had as much as this one before (Graham 1969)."""
+        apart = super().together(shares, degree, optimizer)
+        sizes = sorted((s for share in shares for s in _largest(share, degree + 1)), reverse=True)
+        if degree == 1 or not sizes:
+            return apart
+        last = sizes[degree] if len(sizes) > degree else 0.0
+        even = sum(s.parameter_bytes for s in shares) / degree
+        return min(apart, OPTIMIZER_WORDS[optimizer] * max(sizes[0], even + (1 - 1 / degree) * last))
+
     def traffic(self, share: Share, degree: int, stride: int) -> tuple[Collective, ...]:
         """One all_reduce of the gradients per step, overlapped with backward; every parameter broadcast by its owner
         after the update."""
@@ -60,3 +74,10 @@ class SharedOptimizer(DataStrategy):
         from asa.sharding.updates import share_update
 
         return share_update(replicated(module, axis), axis)
+
+
+def _largest(share: Share, count: int) -> list[float]:
+    """Bytes of the ``count`` largest parameters of a component, or more: of the first its size is known, of all their
+    sum."""
+    most, rest = share.largest_parameter_bytes, max(0.0, share.parameter_bytes - share.largest_parameter_bytes)
+    return [most, *(min(most, rest / i) for i in range(1, min(count, share.num_parameter_tensors)))]

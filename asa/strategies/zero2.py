@@ -24,6 +24,7 @@ class ShardedGradients(DataStrategy):
     """``fully_shard`` on the data group, weights kept from forward to backward."""
 
     identifier = "zero2"
+    joint = True
 
     def refusal(self, component: Component, degree: int) -> str:
         """Anything with parameters can be sharded; uneven dimensions are padded."""

@@ -24,6 +24,7 @@ class FullyShard(DataStrategy):
     """``fully_shard`` on the data group, weights released between forward and backward."""
 
     identifier = "zero3"
+    joint = True
 
     def refusal(self, component: Component, degree: int) -> str:
         """Anything with parameters can be sharded; uneven dimensions are padded."""
