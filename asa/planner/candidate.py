@@ -87,8 +87,9 @@ class Prices:
         self.uniform: dict[object, list[Way]] = {}
         """Ways of the whole strategies: they are the same for any number of microbatches."""
         self._leasts: dict[tuple[object, ...], np.ndarray] = {}
-        if space.may_offload and space.request.offload == "auto":
-            space.offloading = not self._plain_fits()
+        offload, tokens = space.may_offload and space.request.offload == "auto", space.may_cut_tokens
+        if (offload or (tokens and not space.by_tokens)) and not self._plain_fits():
+            space.offloading, space.by_tokens = offload or space.offloading, tokens or space.by_tokens
 
     def _plain_fits(self) -> bool:
         """Whether plain data parallelism on all devices fits, in some number of microbatches."""
