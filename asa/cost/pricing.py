@@ -30,7 +30,7 @@ from asa.ir.layout import Boundary, Layout, largest_shard
 from asa.ir.plan import CompressionName, OptimizerName
 from asa.ir.profile import Profile
 from asa.ir.traffic import Collective, Memory, Phase
-from asa.ir.transfer import whole
+from asa.ir.transfer import UNDER_WAY, whole
 
 
 class Pricer:
@@ -85,7 +85,7 @@ class Pricer:
         self._alones: dict[tuple[object, ...], Alone] = {}
         self._spreads: dict[tuple[object, ...], Spread] = {}
         self._inlets: dict[tuple[float, Ends | None, Layout], BoundaryCost] = {}
-        self._outlets: dict[tuple[float, Ends, Layout], BoundaryCost] = {}
+        self._outlets: dict[tuple[float, Ends, Layout, bool], BoundaryCost] = {}
         self._errors: dict[Layout, float] = {}
         self._wrappers: dict[Layout, float] = {}
         self._boundaries: dict[tuple[object, ...], BoundaryCost] = {}
@@ -170,6 +170,11 @@ class Pricer:
     def joint(self, way: Way) -> bool:
         """Whether what a component holds that way depends on its neighbours' ways."""
         return way.data.degree > 1 and self._strategies.data[way.data.strategy].joint
+
+    def added(self, index: int, way: Way) -> float:
+        """Bytes of gradients that component ``index`` adds up over several microbatches, beside its buckets."""
+        held = self.states.kept(index, way).held
+        return held.gradients if held.accumulated is None else held.accumulated
 
     def footprint(self, index: int, way: Way, alike: range) -> Footprint:
         """Memory of component ``index`` where of its neighbours only those ``alike`` are run as it is; else as in
@@ -301,7 +306,8 @@ class Pricer:
         return 0.0
 
     def inlet(self, index: int, layout: Layout) -> BoundaryCost:
-        """Where component ``index`` begins a stage: it holds what it was sent, and its gradient leaves whole."""
+        """Where component ``index`` begins a stage: it holds what it was sent, and its gradient leaves whole. Of
+        several microbatches, the next is on its way, and two gradients may wait for the stage before to take them."""
         size = self._graph.components[index - 1].output_bytes_per_sample if index else 0.0
         ends = Ends.between(None, self._graph.components[index]) if index else None
         key = (size, ends, layout)
@@ -313,20 +319,27 @@ class Pricer:
 
     def _inlet(self, size: float, ends: Ends, layout: Layout) -> BoundaryCost:
         found = self._crossing(ends.boundary(whole(layout), layout), size, inside=False)
+        part, m = self._keeping.part(size, layout), self.num_microbatches
         held = Footprint(
-            activations=self._keeping.part(size, layout) * margin(),
-            transient=found.footprint.transient + self._keeping.part(size, layout),
+            state=part * (1 + min(UNDER_WAY, m - 1)) if m > 1 else 0.0,
+            activations=part * margin(),
+            transient=found.footprint.transient + part,
         )
         return replace(found, wrapper_s=self._wrapper(layout), footprint=held)
 
     def outlet(self, index: int, layout: Layout) -> BoundaryCost:
-        """Where component ``index`` ends a stage: its output is made whole; the loss, or a transfer, comes next."""
+        """Where component ``index`` ends a stage: its output is made whole; the loss, or a transfer, comes next. Of
+        several microbatches, the gradient of the next is on its way."""
         component = self._graph.components[index]
         size, ends = component.output_bytes_per_sample, Ends.between(component, None)
-        key = (size, ends, layout)
+        key = (size, ends, layout, index + 1 < len(self._graph))
         if key not in self._outlets:
             boundary = ends.boundary(layout, whole(layout))
-            self._outlets[key] = self._crossing(boundary, self.microbatch * size, inside=False)
+            found = self._crossing(boundary, self.microbatch * size, inside=False)
+            if self.num_microbatches > 1 and index + 1 < len(self._graph):
+                coming = self._keeping.part(self.microbatch * size, layout)
+                found = replace(found, footprint=replace(found.footprint, state=coming))
+            self._outlets[key] = found
         return self._outlets[key]
 
     def handover(self, index: int, source: Layout, target: Layout, offset: int) -> tuple[float, float]:
@@ -338,16 +351,15 @@ class Pricer:
 
     def entry(self, layout: Layout) -> BoundaryCost:
         """The model's input: every rank reads its own samples of all microbatches, nothing moves and no gradient is
-        wanted. Of a pipeline, each microbatch in flight is counted by itself."""
-        following = self.num_microbatches - 1 if self._busy == self.width else 0
-        later = following * self.local(layout) * self._graph.input_bytes_per_sample
+        wanted."""
+        later = (self.num_microbatches - 1) * self.local(layout) * self._graph.input_bytes_per_sample
         return BoundaryCost(
             num_microbatches=self.num_microbatches,
             forward_s=0.0,
             backward_s=0.0,
             wrapper_s=self._wrapper(layout),
             link_error_s=0.0,
-            footprint=Footprint(activations=(self._keeping.input(layout) + later) * margin()),
+            footprint=Footprint(state=(self._keeping.input(layout) + later) * margin()),
         )
 
     def _seconds(self, traffic: Iterable[Collective], phase: Phase) -> float:

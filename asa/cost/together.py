@@ -33,7 +33,7 @@ def overcounted(
     boundaries: Sequence[BoundaryCost], in_flight: int,
 ) -> float:  # fmt: skip
     """Bytes by which the sum over ``components`` is above what the rank with the most holds at its peak."""
-    if not any(pricer.joint(w) for w in ways):
+    if not 1 < pricer.num_microbatches <= in_flight and not any(pricer.joint(w) for w in ways):
         return 0.0
     counted = [c.footprint for c in components]
     parts, repeated = list[Footprint](), 0.0
@@ -46,8 +46,21 @@ def overcounted(
         near = joint and len(alike) > 1
         parts += [pricer.footprint(start + i, ways[i], placed) if near else counted[i] for i in run]
     inlets, outlet = [b.footprint for b in boundaries[:-1]], boundaries[-1].footprint
-    found = [peak(ended(each, outlet), inlets, in_flight).total for each in (counted, parts)]
-    return found[0] - found[1] + repeated
+    whole = peak(ended(counted, outlet), inlets, in_flight).total
+    if not 1 < pricer.num_microbatches <= in_flight:
+        return whole - peak(ended(parts, outlet), inlets, in_flight).total + repeated
+    # All microbatches are ahead when the first comes back, whose gradients are made meanwhile, as those of a single
+    # one are; and when it is through, so are its activations.
+    fresh = [_unmade(p, pricer.added(start + i, ways[i])) for i, p in enumerate(parts)]
+    first = peak(
+        ended(fresh, outlet), [b if start + i == 0 else replace(b, state=0.0) for i, b in enumerate(inlets)], in_flight
+    ).total
+    return whole - max(first, peak(ended(parts, outlet), inlets, in_flight - 1).total) + repeated
+
+
+def _unmade(footprint: Footprint, added: float) -> Footprint:
+    """With the gradients that microbatches add up made only now."""
+    return replace(footprint, state=footprint.state - added, gradients=added)
 
 
 def ended(components: Sequence[Footprint], outlet: Footprint) -> list[Footprint]:
@@ -55,5 +68,10 @@ def ended(components: Sequence[Footprint], outlet: Footprint) -> list[Footprint]
     *others, last = components
     return [
         *others,
-        replace(last, activations=last.activations + outlet.activations, transient=last.transient + outlet.transient),
+        replace(
+            last,
+            state=last.state + outlet.state,
+            activations=last.activations + outlet.activations,
+            transient=last.transient + outlet.transient,
+        ),
     ]

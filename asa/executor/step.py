@@ -17,11 +17,9 @@ from asa.executor.parallel import ParallelModel
 from asa.interfaces.schedule import Action
 from asa.ir.layout import bounds
 from asa.ir.plan import Plan
+from asa.ir.transfer import UNDER_WAY
 from asa.launch import faults
 from asa.sharding.transfer import Arrival
-
-_GRADIENTS_UNDER_WAY = 2
-"""Gradients that may wait for the stage before to take them. It never waits for this one to go on, so none is stuck."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +196,7 @@ class _Step:
         if links.gradient_out is not None:
             if not sent:
                 links.gradient_out.send(torch.zeros_like(flight.entry), self._size(action))
-            links.gradient_out.settle(keep=_GRADIENTS_UNDER_WAY)
+            links.gradient_out.settle(keep=UNDER_WAY)
 
     def _send_when_known(self, entry: Tensor, size: int) -> list[Tensor]:
         """Have the gradient of what entered the stage sent as soon as it is there: a backward that reduces gradients
