@@ -90,7 +90,7 @@ class States:
         page = self._strategies.data[way.data.strategy].of(way.data)
         apart = sum(self.kept(i, way).held.optimizer for i in indices)
         shares = [self.share(i, way.tensor) for i in indices]
-        return max(0.0, apart - page.together(shares, way.layout.data, self._optimizer))
+        return apart - page.together(shares, way.layout.data, self._optimizer)
 
     def _new(self, index: int, way: Way) -> Kept:
         share, layout = self.share(index, way.tensor), way.layout

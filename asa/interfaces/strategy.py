@@ -72,8 +72,7 @@ class DataStrategy(ABC):
         """Bytes held by the rank with the most."""
 
     def together(self, shares: Sequence[Share], degree: int, optimizer: str) -> float:
-        """Bytes of optimizer state of the rank with the most, of neighbours that are run alike, as one; never more than
-        :meth:`memory` says of each."""
+        """Bytes of optimizer state of the rank with the most, of neighbours that are run alike, as one."""
         return sum(self.memory(s, degree, optimizer).optimizer for s in shares)
 
     def transient(self, share: Share, degree: int, beside: Beside) -> float:

@@ -30,10 +30,10 @@ class SharedOptimizer(DataStrategy):
         return ""
 
     def memory(self, share: Share, degree: int, optimizer: str) -> Memory:
-        """As replicated, but for the optimizer: an even part, or the largest parameter where that is more, because a
-        parameter's state is not cut. Small parameters are sent in copies, a few of every owner at a time."""
+        """As replicated, but for the optimizer: parameters are owned, not cut. Small ones are sent in copies, a few of
+        every owner at a time."""
         size = share.parameter_bytes
-        part = max(size / degree, min(share.largest_parameter_bytes, size))
+        part = _most([share], degree)
         return Memory(
             parameters=size,
             gradients=size if degree == 1 else 0.0,
@@ -46,16 +46,8 @@ class SharedOptimizer(DataStrategy):
         )
 
     def together(self, shares: Sequence[Share], degree: int, optimizer: str) -> float:
-        """Parameters are owned over all neighbours, the largest first, each by whoever has least. If the rank with the
-        most has more than one, its last was given it when each rank had one already: so it is no larger than the
-        (degree + 1)-th largest, and all ranks had as much as this one before (Graham 1969)."""
-        apart = super().together(shares, degree, optimizer)
-        sizes = sorted((s for share in shares for s in _largest(share, degree + 1)), reverse=True)
-        if degree == 1 or not sizes:
-            return apart
-        last = sizes[degree] if len(sizes) > degree else 0.0
-        even = sum(s.parameter_bytes for s in shares) / degree
-        return min(apart, OPTIMIZER_WORDS[optimizer] * max(sizes[0], even + (1 - 1 / degree) * last))
+        """Parameters are owned over all neighbours."""
+        return OPTIMIZER_WORDS[optimizer] * _most(shares, degree)
 
     def traffic(self, share: Share, degree: int, stride: int) -> tuple[Collective, ...]:
         """One all_reduce of the gradients per step, overlapped with backward; every parameter broadcast by its owner
@@ -74,6 +66,21 @@ class SharedOptimizer(DataStrategy):
         from asa.sharding.updates import share_update
 
         return share_update(replicated(module, axis), axis)
+
+
+def _most(shares: Sequence[Share], degree: int) -> float:
+    """Bytes of the parameters that the owner of most has, of all in ``shares``.
+
+    The largest are given away first, each to whoever has least (:func:`asa.sharding.updates.owners`). If the rank with
+    the most has more than one, its last was given it when each rank had one already: so that is no larger than the
+    (degree + 1)-th largest, and no rank had less than this one before (Graham 1969).
+    """
+    total = sum(s.parameter_bytes for s in shares)
+    sizes = sorted((size for share in shares for size in _largest(share, degree + 1)), reverse=True)
+    if degree == 1 or not sizes:
+        return total
+    last = sizes[degree] if len(sizes) > degree else 0.0
+    return min(total, max(sizes[0], total / degree + (1 - 1 / degree) * last))
 
 
 def _largest(share: Share, count: int) -> list[float]:
