@@ -103,8 +103,7 @@ def test_a_unit_that_dominates_is_there_twice_with_its_part_counted_apart() -> N
     """Weights and gradients, or, on CPUs, the buffer they are scattered from and what is received."""
     assert released(share(100.0), 2, Beside(rest=100.0)) == 150.0
     assert released(share(100.0), 2, Beside(rest=100.0, copying=True)) == 200.0
-    assert released(share(27.0), 2, Beside(front=27.0, behind=27.0, rest=54.0)) == 3.5 * 27
-    assert released(share(27.0), 2, Beside(front=27.0, behind=27.0, rest=54.0, copying=True)) == 3 * 27
+    assert released(share(27.0), 2, Beside(front=27.0, behind=27.0, rest=54.0, copying=True)) == 3.5 * 27
 
 
 def test_what_another_thread_lets_go_of_is_not_held_for_ever() -> None:

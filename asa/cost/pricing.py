@@ -171,6 +171,11 @@ class Pricer:
         """Whether what a component holds that way depends on its neighbours' ways."""
         return way.data.degree > 1 and self._strategies.data[way.data.strategy].joint
 
+    def left(self, index: int, way: Way) -> float:
+        """Bytes that stay after the backward of component ``index``, where none in front is run alike."""
+        page = self._strategies.data[way.data.strategy].of(way.data)
+        return page.left(self.states.share(index, way.tensor), way.layout.data, self.num_microbatches)
+
     def added(self, index: int, way: Way) -> float:
         """Bytes of gradients that component ``index`` adds up over several microbatches, beside its buckets."""
         held = self.states.kept(index, way).held

@@ -45,6 +45,9 @@ def overcounted(
             repeated += pricer.states.repeated(placed, ways[run.start])
         near = joint and len(alike) > 1
         parts += [pricer.footprint(start + i, ways[i], placed) if near else counted[i] for i in run]
+        left = next(filter(None, (pricer.left(start + i, ways[i]) for i in run)), 0.0) if joint else 0.0
+        if left:  # in the backward of all in front
+            parts[: run.start] = [replace(p, transient=p.transient + left) for p in parts[: run.start]]
     inlets, outlet = [b.footprint for b in boundaries[:-1]], boundaries[-1].footprint
     whole = peak(ended(counted, outlet), inlets, in_flight).total
     if not 1 < pricer.num_microbatches <= in_flight:

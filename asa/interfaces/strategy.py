@@ -75,6 +75,11 @@ class DataStrategy(ABC):
         """Bytes of optimizer state of the rank with the most, of neighbours that are run alike, as one."""
         return sum(self.memory(s, degree, optimizer).optimizer for s in shares)
 
+    def left(self, share: Share, degree: int, num_microbatches: int) -> float:
+        """Bytes that are there from the component's backward until all of backward is over, where no neighbour in front
+        is run alike; beside state and what stays of gradients."""
+        return 0.0
+
     def transient(self, share: Share, degree: int, beside: Beside) -> float:
         """Bytes beside state, activations and the part of the gradients that stays, at the worst moment of the
         component's backward; neighbours run the same way."""

@@ -97,11 +97,7 @@ class _Scatter(_Gather):
     def __call__(  # type: ignore[override]
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> Any:
-        found = reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
-        if input_tensor.device.type == "cpu" and not async_op:
-            # Stock sharding keeps it until the next unit is through, the last one until backward is over.
-            input_tensor.untyped_storage().resize_(0)
-        return found
+        return reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
 def directly(unit: nn.Module) -> None:

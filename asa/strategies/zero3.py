@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asa.interfaces.strategy import OPTIMIZER_WORDS, DataStrategy
-from asa.interfaces.units import released
+from asa.interfaces.units import left, released
 from asa.ir.graph import Component
 from asa.ir.traffic import Beside, Collective, Memory, Share
 
@@ -43,6 +43,10 @@ class FullyShard(DataStrategy):
             accumulated=None if degree == 1 else size,
             transient=0.0 if degree == 1 else 2 * size,
         )
+
+    def left(self, share: Share, degree: int, num_microbatches: int) -> float:
+        """The buffer that its gradients were scattered from, in place of gradients that were added up."""
+        return left(share, degree, num_microbatches)
 
     def transient(self, share: Share, degree: int, beside: Beside) -> float:
         """Weights and gradients whole, in buffers of the neighbours' too (:mod:`asa.interfaces.units`)."""
