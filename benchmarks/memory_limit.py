@@ -5,7 +5,8 @@
 Every cell is a run of ``asa train`` from start to checkpoint, its plan made from a profile taken here: model x
 strategy, on two gloo ranks. First, without a limit, what its ranks take; then, ``--repeats`` times, under a limit of
 
-    the predicted reserved peak (``asa.cost.memory.reserved`` of the active peak the plan promises)
+    the predicted reserved peak (``asa.cost.memory.reserved`` of the active peak the plan promises, and of the weights
+    that it gathers and lets go of)
   + the base: what a rank takes that imports everything, joins its group, reads the data and trains a model of one
     linear layer, less what that model itself is predicted to take.
 
@@ -26,6 +27,7 @@ import os
 import platform
 import resource
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -35,7 +37,7 @@ from typing import Any
 
 import torch
 
-from asa.cli.heap import start_again
+from asa.cli.heap import SETTING, VARIABLE
 from asa.cost.memory import reserved as reserved_peak
 from asa.errors import AsaError
 from asa.executor import run
@@ -193,6 +195,21 @@ def base_bytes(groups: Groups, cluster: Cluster, shape: tuple[int, int, int], st
     return max(found["peak_bytes"]) - min(made.prediction.memory_bytes_per_rank)
 
 
+def _with_the_heap_of_a_run() -> None:
+    """Start once more as `asa train` does, which this is not called by the words of."""
+    if SETTING not in os.environ.get(VARIABLE, ""):
+        os.environ[VARIABLE] = ":".join(filter(None, (os.environ.get(VARIABLE, ""), f"{SETTING}=0")))
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def gathered(made: Plan, profile: Profile) -> list[float]:
+    """Bytes of weights that each rank gathers and lets go of in a step."""
+    held = {c.name: float(c.parameter_bytes) for c in profile.graph.components}
+    sharded = [c for c in made.components if c.data.strategy in ("zero2", "zero3", "hsdp") and c.data.degree > 1]
+    sums = [sum(held[c.name] / c.tensor.degree for c in sharded if c.stage == s) for s in range(len(made.stages))]
+    return [found for found, stage in zip(sums, made.stages, strict=True) for _ in stage.ranks]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="resnet18,alexnet,mobilenet_v2,vgg11,cnn")
@@ -204,7 +221,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=15.0, help="of profiling a model")
     parser.add_argument("-o", "--output", type=Path, default=RECORD)
     args = parser.parse_args()
-    start_again(("train",))  # with the heap that `asa train` has
+    _with_the_heap_of_a_run()
     torch.set_num_threads(1)
     if args.stock_heap:
         launch.keep_freed_memory = lambda: False
@@ -224,7 +241,8 @@ def main() -> None:
                 print(f"{model:14} {strategy:8} no plan: {error}"[:160], flush=True)
                 continue
             predicted = made.prediction.memory_bytes_per_rank
-            reserved = [reserved_peak(cluster.device, p) for p in predicted]
+            let_go = gathered(made, profile)
+            reserved = [reserved_peak(cluster.device, p, g) for p, g in zip(predicted, let_go, strict=True)]
             free = trained(made, groups, [None] * made.num_ranks, args.steps, args.phase)
             limits = [base + r for r in reserved]
             runs = [trained(made, groups, list(limits), args.steps, args.phase) for _ in range(args.repeats)]

@@ -75,3 +75,16 @@ def test_checkpoints_cross_plans_and_numbers_of_ranks(tmp_path: Path) -> None:
     ]
     for i, cell in enumerate(chosen):
         assert matrix.check(cell, tmp_path / str(i)) <= matrix.TOLERANCE
+
+
+def test_a_cell_that_is_measured_again_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
+    memory = script("memory")
+
+    def cell(strategy: str, least: float, over: float) -> Any:
+        key = {"model": "cnn", "strategy": strategy, "optimizer": "sgd", "ranks": 2}
+        return key | {"least_over_of_a_rank": least, "over": over}
+
+    memory.kept(tmp_path / "m.json", [cell("ddp", -0.1, 0.0), cell("zero1", 0.0, 0.2)])
+    found = memory.kept(tmp_path / "m.json", [cell("ddp", 0.01, 0.02)])
+    assert [c["strategy"] for c in found["cells"]] == ["ddp", "zero1"]
+    assert (found["num_cells"], found["under"], found["over_10_percent"], found["most_over"]) == (2, 0, 1, 0.2)

@@ -172,3 +172,7 @@ def test_accounting_of_a_made_up_step():
     # First: 163 live at 32, less 100 saved and 6 of gradients. Second: 119 at 22, less 110 and 2.
     assert [held.transient for held in memory.components] == [57, 7]
     assert memory.peak == 163
+    # A buffer that is gone when the gradients are made is not hidden by their size.
+    early = [Event(at=31, pointer=8, size=60), Event(at=31, pointer=8, size=-60)]
+    memory = account([*events[:7], *early, *events[7:]], marks, gradients=[40, 2])
+    assert [held.transient for held in memory.components] == [60, 7]

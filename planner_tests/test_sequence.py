@@ -12,15 +12,17 @@ from torch import nn
 
 from asa.cost import presets
 from asa.cost.memory import needed
+from asa.cost.slower import slower_profile
 from asa.errors import InfeasibleError, UsageError
 from asa.executor.equivalence import verify
 from asa.interfaces.schedule import Schedule
 from asa.ir import codec
 from asa.ir.graph import InnerCollective, SequenceSplit
 from asa.ir.plan import Plan, TensorDegree
-from asa.ir.profile import Profile
+from asa.ir.profile import Profile, Stat
 from asa.planner import Request, parse_pin, plan
 from asa.planner.explain import explain, why_not
+from asa.profiler import profile_module
 from asa.sharding.axis import Axis
 from asa.sharding.describe import tensor_split
 from asa.sharding.randomness import make_reproducible
@@ -118,6 +120,62 @@ def test_it_is_chosen_where_memory_binds() -> None:
     assert "sequence" in kinds(least("asa", "sequence", memory_bytes=room))
     with pytest.raises(InfeasibleError):
         least("asa", memory_bytes=room)
+
+
+def timed(profile: Profile, factor: float) -> Profile:
+    """With shards of cut tokens measured to take so many times as long as others."""
+
+    def scaled(stat: Stat) -> Stat:
+        return replace(stat, median=factor * stat.median, p10=factor * stat.p10, p90=factor * stat.p90)
+
+    found = [t for t in profile.timings if t.tensor_degree > 1 and t.component.startswith("encoder")]
+    by_tokens = tuple(replace(t, forward=scaled(t.forward), backward=scaled(t.backward)) for t in found)
+    return replace(profile, by_tokens=by_tokens)
+
+
+def test_measured_times_of_cut_tokens_are_priced_and_bound_the_search() -> None:
+    plain, asked = encoder(), Request(gpus=4, global_batch=64, strategies=("sequence",))
+    (usual,), (fast,) = (plan(p, CLUSTER, offered(), asked) for p in (plain, timed(plain, 0.5)))
+    assert fast.prediction.compute_s < 0.8 * usual.prediction.compute_s
+    assert fast.prediction.memory_bytes_per_rank == usual.prediction.memory_bytes_per_rank
+    found = plan(timed(plain, 0.01), CLUSTER, offered(), replace(asked, strategies=("asa", "sequence")))[0]
+    assert "sequence" in kinds(found)
+    assert found.certificate.lower_bound_s <= found.prediction.step_time_s
+    slow = slower_profile(timed(plain, 0.5), 2.0).by_tokens
+    assert slow is not None
+    assert [t.forward.median for t in slow] == [t.forward.median for t in timed(plain, 1.0).by_tokens or ()]
+
+
+def test_unasked_it_is_searched_where_memory_binds_and_shards_were_measured() -> None:
+    few = replace(offered(), checkpoint=False, schedules=dict[str, Schedule]())
+    pins = (parse_pin("*=replicate@1"),)
+    large = encoder(20_000)
+
+    def least(profile: Profile, memory_bytes: int | None, *strategies: str) -> Plan:
+        request = Request(
+            gpus=4, global_batch=1, memory_bytes=memory_bytes, pins=pins, strategies=strategies or None
+        )  # fmt: skip
+        return plan(profile, CLUSTER, few, request)[0]
+
+    sizes = [max(least(large, None, s).prediction.memory_bytes_per_rank) for s in ("tensor", "sequence")]
+    room = needed(CLUSTER.device, sum(sizes) / 2, 4)
+    assert "sequence" in kinds(least(timed(large, 1.0), room))
+    assert "sequence" not in kinds(least(timed(large, 1.0), None))
+    with pytest.raises(InfeasibleError):
+        least(large, room)
+
+
+def test_the_profiler_times_shards_whose_tokens_are_cut() -> None:
+    found = profile_module(
+        build("vision_transformer"), torch.zeros((2, *INPUT)), spec="model", num_classes=10, global_batch=4,
+        device=torch.device("cpu"), time_limit_s=2.0, max_tensor_degree=2,
+    )  # fmt: skip
+    assert found.by_tokens is not None
+    by_name = {c.name: c.split for c in found.graph.components}
+    cut = {name for name, s in by_name.items() if s is not None and s.sequence is not None}
+    assert {t.component for t in found.by_tokens if t.microbatch == 4} == cut
+    assert {t.tensor_degree for t in found.by_tokens} == {2}
+    assert codec.loads(Profile, codec.dumps(found), source="text") == found
 
 
 def test_a_profile_without_it_is_refused_by_name() -> None:

@@ -17,11 +17,16 @@ class Around:
         self._several, self._copying = num_microbatches, copying
         self._sizes: dict[TensorDegree, tuple[list[float], list[float], list[float]]] = {}
 
-    def of(self, index: int, tensor: TensorDegree, saved: float) -> Beside:
-        """Beside component ``index``, which saves ``saved`` bytes; neighbours split as far as it is, if they can be."""
-        if tensor not in self._sizes:
-            self._sizes[tensor] = _summed(self._held(tensor))
-        front, behind, rest = self._sizes[tensor]
+    def of(self, index: int, tensor: TensorDegree, saved: float, alike: range | None = None) -> Beside:
+        """Beside component ``index``, which saves ``saved`` bytes; neighbours split as far as it is, if they can be.
+        ``alike``: the components that are run as it is, all of them where None."""
+        if alike is not None:
+            front, behind, rest = _summed(self._held(tensor)[alike.start : alike.stop])
+            index -= alike.start
+        else:
+            if tensor not in self._sizes:
+                self._sizes[tensor] = _summed(self._held(tensor))
+            front, behind, rest = self._sizes[tensor]
         return Beside(
             front=front[index],
             behind=behind[index],

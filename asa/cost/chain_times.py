@@ -36,6 +36,7 @@ class ChainTimes:
     def __init__(self, times: Times, components: Sequence[Component]) -> None:
         self._times, self._components = times, components
         self._shares: dict[int, Any] = {}
+        self._places = {c.name: i for i, c in enumerate(components)}
         groups: dict[tuple[object, ...], list[int]] = {}
         for i, c in enumerate(components):
             degrees = tuple(times.degrees(c.name))
@@ -73,6 +74,14 @@ class ChainTimes:
         found = np.zeros((2, len(self._components)))
         for group in self._groups:
             found[:, group.index] = self._between(group, samples, degree, sizes=True)
+        return found
+
+    def least(self, samples: int, degree: int) -> Any:
+        """As :meth:`both`, with tokens cut, too, where that is faster."""
+        found = self.both(samples, degree)
+        for name in self._times.by_tokens(degree):
+            work = self._times.work(self._components[self._places[name]], samples, degree, by_tokens=True)
+            found[self._places[name]] = min(found[self._places[name]], work.forward_s + work.backward_s)
         return found
 
     def _between(self, x: _Alike, samples: int, degree: int, *, sizes: bool) -> Any:

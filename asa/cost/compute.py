@@ -12,6 +12,7 @@ import math
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 
 from asa.cost.constants import constant
 from asa.ir.codec import noun
@@ -99,7 +100,11 @@ class Times:
         for found in self._timings.values():
             found.sort(key=lambda t: t.microbatch)
         self._grids: dict[tuple[str, int], Grid] = {}
-        self._known: dict[tuple[str, int, int], Work] = {}
+        self._known: dict[tuple[str, int, int, bool], Work] = {}
+        by_tokens: dict[tuple[str, int], list[Timing]] = defaultdict(list)
+        for timing in sorted(profile.by_tokens or (), key=lambda t: t.microbatch):
+            by_tokens[timing.component, timing.tensor_degree].append(timing)
+        self._token_grids = {key: Grid(found) for key, found in by_tokens.items()}
         self._degrees: dict[str, list[int]] = defaultdict(list)
         for name, degree in sorted(self._timings):
             self._degrees[name].append(degree)
@@ -124,12 +129,22 @@ class Times:
             self._grids[name, degree] = Grid(self._timings[name, degree])
         return self._grids[name, degree]
 
-    def work(self, component: Component, samples: int, degree: int) -> Work:
-        """Forward and backward of ``samples`` samples at a tensor degree, alone on the device."""
-        key = (component.name, samples, degree)
+    def work(self, component: Component, samples: int, degree: int, *, by_tokens: bool = False) -> Work:
+        """Forward and backward of ``samples`` samples at a tensor degree, alone on the device. ``by_tokens``: of a
+        shard whose tokens are cut, too; as one whose are not where that was not measured. Bytes are always the
+        latter's."""
+        key = (component.name, samples, degree, by_tokens)
         if key not in self._known:
-            self._known[key] = self._work(component, samples, degree)
+            found = self._work(component, samples, degree)
+            if by_tokens and (component.name, degree) in self._token_grids:
+                timed = self._at(self._token_grids[component.name, degree], samples)
+                found = replace(timed, saved_bytes=found.saved_bytes, transient_bytes=found.transient_bytes)
+            self._known[key] = found
         return self._known[key]
+
+    def by_tokens(self, degree: int) -> list[str]:
+        """Components that were measured at a tensor degree with their tokens cut."""
+        return [name for name, measured in self._token_grids if measured == degree]
 
     def _work(self, component: Component, samples: int, degree: int) -> Work:
         degrees = self._degrees[component.name]
@@ -167,7 +182,9 @@ class Times:
         )
 
     def _measured(self, name: str, samples: int, degree: int) -> Work:
-        found = self.grid(name, degree)
+        return self._at(self.grid(name, degree), samples)
+
+    def _at(self, found: Grid, samples: int) -> Work:
         xs, floor = found.xs, self.floor
 
         def time(ys: list[float]) -> float:

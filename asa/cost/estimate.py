@@ -12,10 +12,12 @@ parameters; backward does twice the arithmetic and moves twice as much. The effi
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from asa.cost.constants import constant
 from asa.errors import InvalidInputError
 from asa.ir.cluster import Cluster, Device
-from asa.ir.graph import Component, LayerGraph
+from asa.ir.graph import Component, LayerGraph, SequenceSplit
 from asa.ir.profile import DeviceRecord, Precision, Profile, Provenance, Stat, Timing
 
 _BACKWARD = 2.0
@@ -48,11 +50,15 @@ def estimate(
         )
     dispatch = constant("estimate_dispatch_cpu_s" if device.type == "cpu" else "estimate_dispatch_cuda_s")
     batches = [2**k for k in range(max(1, global_batch).bit_length())]
-    timings = []
+    timings, by_tokens = [], []
     for component in graph.components:
+        sequence = component.split.sequence if component.split is not None else None
         for degree in _degrees(component, max_degree):
             for samples in batches:
                 timings.append(_timing(component, samples, degree, device, peak, dispatch, activation_scale))
+            if sequence is not None and 1 < degree <= sequence.tokens:
+                cut = _by_tokens(component, sequence, degree)
+                by_tokens += [_timing(cut, n, degree, device, peak, dispatch, activation_scale) for n in batches]
     return Profile(
         model_spec=model_spec,
         model_fingerprint=model_fingerprint,
@@ -61,6 +67,7 @@ def estimate(
         precision=precision,
         global_batch=global_batch,
         timings=tuple(timings),
+        by_tokens=tuple(by_tokens) or None,
         updates=(),
         dispatch_floor_s=dispatch,
         whole=(),
@@ -98,6 +105,13 @@ def _degrees(component: Component, most: int) -> list[int]:
     if component.split is None:
         return [1]
     return [2**k for k in range(min(most, component.split.max_degree).bit_length())]
+
+
+def _by_tokens(component: Component, sequence: SequenceSplit, degree: int) -> Component:
+    """With the bytes that a rank reads and writes of it where its tokens are cut, too."""
+    handed = component.output_bytes_per_sample * (sequence.share(degree) if sequence.exit else 1.0)
+    saved = max(0.0, component.saved_bytes_per_sample - sequence.spared(degree))
+    return replace(component, saved_bytes_per_sample=saved, output_bytes_per_sample=handed)
 
 
 def _timing(

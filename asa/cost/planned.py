@@ -8,10 +8,11 @@ from itertools import pairwise
 from math import hypot
 
 from asa.cost.estimate import on_device
-from asa.cost.memory import Footprint, Peak, peak
+from asa.cost.memory import Peak, peak
 from asa.cost.pipeline import StageTimes, makespan
 from asa.cost.pricing import Pricer, Way, times_of
 from asa.cost.step import BoundaryCost, ComponentCost, StepCost, step
+from asa.cost.together import ended, overcounted
 from asa.errors import InvalidInputError
 from asa.interfaces.schedule import Schedule
 from asa.interfaces.strategy import Strategies
@@ -26,7 +27,8 @@ class StagePrice:
     """What one stage costs: seconds of its own work in a step, the peak of a rank in bytes.
 
     ``start`` is its first component. ``boundaries[i]`` lies in front of its component i, the last one behind the last.
-    ``peaks``: one per rank where ranks hold different shards, ``peak`` otherwise.
+    ``peaks``: one per rank where ranks hold different shards, ``peak`` otherwise. Peaks are sums over components, as
+    every solver counts them; ``overcounted`` bytes of them no rank has (:mod:`asa.cost.together`).
     """
 
     start: int
@@ -36,15 +38,16 @@ class StagePrice:
     components: tuple[ComponentCost, ...]
     boundaries: tuple[BoundaryCost, ...]
     peaks: tuple[Peak, ...] = ()
+    overcounted: float = 0.0
 
     def held(self, place: int) -> float:
-        """Bytes at the peak of its rank ``place``."""
-        return self.peaks[place].total if self.peaks else self.peak.total
+        """Bytes that its rank ``place`` holds at its peak."""
+        return (self.peaks[place] if self.peaks else self.peak).total - self.overcounted
 
     @property
     def most(self) -> float:
-        """Bytes at the peak of the rank that holds most."""
-        return max(p.total for p in self.peaks or (self.peak,))
+        """Those of the rank that holds most."""
+        return max(p.total for p in self.peaks or (self.peak,)) - self.overcounted
 
 
 @noun
@@ -84,7 +87,7 @@ def _rank_peaks(pricer: Pricer, start: int, ways: Sequence[Way], in_flight: int)
             between = [own.boundary(i, a.layout, b.layout) for i, (a, b) in enumerate(pairwise(ways), start + 1)]
             inlets = (own.inlet(start, ways[0].layout), *between)
             outlet = own.outlet(start + len(ways) - 1, ways[-1].layout)
-            held = peak(_ended(parts, outlet), [b.footprint for b in inlets], in_flight)
+            held = peak(ended(parts, outlet.footprint), [b.footprint for b in inlets], in_flight)
             known[mine] = replace(held, index=start + held.index)
         found.append(known[mine])
     return tuple(found)
@@ -99,7 +102,7 @@ def price_stage(pricer: Pricer, start: int, ways: Sequence[Way], overlap: Overla
     stop = start + len(ways)
     boundaries = (pricer.inlet(start, ways[0].layout), *between, pricer.outlet(stop - 1, ways[-1].layout))
     cost = step(components, boundaries, overlap)
-    own = _ended([c.footprint for c in components], boundaries[-1])
+    own = ended([c.footprint for c in components], boundaries[-1].footprint)
     held = peak(own, [b.footprint for b in boundaries[:-1]], in_flight)
     return StagePrice(
         start=start,
@@ -112,14 +115,12 @@ def price_stage(pricer: Pricer, start: int, ways: Sequence[Way], overlap: Overla
     )
 
 
-def _ended(components: Sequence[Footprint], outlet: BoundaryCost) -> list[Footprint]:
-    """What a stage ends with counts as its last component's: its output, made whole where that is another tensor."""
-    *others, last = components
-    held = outlet.footprint
-    return [
-        *others,
-        replace(last, activations=last.activations + held.activations, transient=last.transient + held.transient),
-    ]
+def _settled(pricer: Pricer, ways: Sequence[Way], overlap: Overlap, start: int, in_flight: int) -> StagePrice:
+    """A stage of a plan that is known as a whole."""
+    found = price_stage(pricer, start, ways, overlap, in_flight)
+    if ways[0].layout.weights:  # each rank has a peak of its own
+        return found
+    return replace(found, overcounted=overcounted(pricer, start, ways, found.components, found.boundaries, in_flight))
 
 
 def _moved(cost: ComponentCost, start: int) -> ComponentCost:
@@ -158,7 +159,7 @@ def price(
     ends = [*starts[1:], len(ways)]
     m = pricers[0].num_microbatches
     stages = tuple(
-        price_stage(pricer, a, ways[a:b], overlap, 1 if schedule is None else schedule.in_flight(s, len(starts), m))
+        _settled(pricer, ways[a:b], overlap, a, 1 if schedule is None else schedule.in_flight(s, len(starts), m))
         for s, (pricer, a, b) in enumerate(zip(pricers, starts, ends, strict=True))
     )
     offsets = [sum(p.width for p in pricers[:s]) for s in range(len(pricers))]

@@ -30,7 +30,7 @@ from asa.ir.layout import Boundary, Layout, largest_shard
 from asa.ir.plan import CompressionName, OptimizerName
 from asa.ir.profile import Profile
 from asa.ir.traffic import Collective, Memory, Phase
-from asa.ir.transfer import whole
+from asa.ir.transfer import UNDER_WAY, whole
 
 
 class Pricer:
@@ -85,7 +85,7 @@ class Pricer:
         self._alones: dict[tuple[object, ...], Alone] = {}
         self._spreads: dict[tuple[object, ...], Spread] = {}
         self._inlets: dict[tuple[float, Ends | None, Layout], BoundaryCost] = {}
-        self._outlets: dict[tuple[float, Ends, Layout], BoundaryCost] = {}
+        self._outlets: dict[tuple[float, Ends, Layout, bool], BoundaryCost] = {}
         self._errors: dict[Layout, float] = {}
         self._wrappers: dict[Layout, float] = {}
         self._boundaries: dict[tuple[object, ...], BoundaryCost] = {}
@@ -120,11 +120,14 @@ class Pricer:
         found = self.shards.timed(layout)
         if len(found) == 1:
             samples, speed = found[0]
-            return self.times.work(component, samples, layout.tensor), self.slowed(samples, speed)
+            return self._work(component, samples, layout), self.slowed(samples, speed)
         return max(
-            ((self.times.work(component, n, layout.tensor), self.slowed(n, speed)) for n, speed in found),
+            ((self._work(component, n, layout), self.slowed(n, speed)) for n, speed in found),
             key=lambda x: (x[0].forward_s + x[0].backward_s) * x[1],
         )
+
+    def _work(self, component: Component, samples: int, layout: Layout) -> Work:
+        return self.times.work(component, samples, layout.tensor, by_tokens=layout.sequence)
 
     def compute_alone(self, index: int, layout: Layout) -> float:
         """Seconds of forward and backward of component ``index`` in one microbatch, without any communication."""
@@ -139,16 +142,13 @@ class Pricer:
 
     def _component(self, index: int, way: Way) -> ComponentCost:
         alone, spread = self._alone(index, way), self._spread(index, way)
-        m, work, slow, held = self.num_microbatches, alone.work, alone.slow, spread.held
+        m, work, slow = self.num_microbatches, alone.work, alone.slow
         back = spread.back
-        saved, transient = self.keeping.component(self.graph.components[index], way.layout, checkpoint=way.checkpoint)
         again = 0.0
         if way.checkpoint:
             again = work.forward_s
             back += self._seconds(alone.inner, "forward")
-        beside = self.around.of(index, way.tensor, saved)
-        transient = transient * margin() + spread.page.transient(alone.share, way.layout.data, beside)
-        footprint, update = self._held(alone, way, held, saved, transient)
+        footprint, update = self._footprint(index, way)
         blocking = m * (spread.ahead + back) + spread.update_moved + spread.prompt + spread.late
         return ComponentCost(
             num_microbatches=m,
@@ -166,6 +166,32 @@ class Pricer:
             link_error_s=blocking * self._link_error(way.layout),
             footprint=footprint,
         )
+
+    def joint(self, way: Way) -> bool:
+        """Whether what a component holds that way depends on its neighbours' ways."""
+        return way.data.degree > 1 and self.strategies.data[way.data.strategy].joint
+
+    def left(self, index: int, way: Way) -> float:
+        """Bytes that stay after the backward of component ``index``, where none in front is run alike."""
+        page = self.strategies.data[way.data.strategy].of(way.data)
+        return page.left(self.states.share(index, way.tensor), way.layout.data, self.num_microbatches)
+
+    def added(self, index: int, way: Way) -> float:
+        """Bytes of gradients that component ``index`` adds up over several microbatches, beside its buckets."""
+        held = self.states.kept(index, way).held
+        return held.gradients if held.accumulated is None else held.accumulated
+
+    def footprint(self, index: int, way: Way, alike: range) -> Footprint:
+        """Memory of component ``index`` where of its neighbours only those ``alike`` are run as it is; else as in
+        :meth:`component`, where all are taken to be."""
+        return self._footprint(index, way, alike)[0]
+
+    def _footprint(self, index: int, way: Way, alike: range | None = None) -> tuple[Footprint, float]:
+        alone, spread = self._alone(index, way), self._spread(index, way)
+        saved, transient = self.keeping.component(self.graph.components[index], way.layout, checkpoint=way.checkpoint)
+        beside = self.around.of(index, way.tensor, saved, alike)
+        transient = transient * margin() + spread.page.transient(alone.share, way.layout.data, beside)
+        return self._held(alone, way, spread.held, saved, transient)
 
     def _alone(self, index: int, way: Way) -> Alone:
         """What component ``index`` does in a layout, whoever keeps its state."""
@@ -293,7 +319,8 @@ class Pricer:
         return 0.0
 
     def inlet(self, index: int, layout: Layout) -> BoundaryCost:
-        """Where component ``index`` begins a stage: it holds what it was sent, and its gradient leaves whole."""
+        """Where component ``index`` begins a stage: it holds what it was sent, and its gradient leaves whole. Of
+        several microbatches, the next is on its way, and two gradients may wait for the stage before to take them."""
         size = self.graph.components[index - 1].output_bytes_per_sample if index else 0.0
         ends = Ends.between(None, self.graph.components[index]) if index else None
         key = (size, ends, layout)
@@ -305,19 +332,26 @@ class Pricer:
 
     def _inlet(self, size: float, ends: Ends, layout: Layout) -> BoundaryCost:
         found = self._crossing(ends, whole(layout), layout, size, inside=False)
+        part, m = self.keeping.part(size, layout), self.num_microbatches
         held = Footprint(
-            activations=self.keeping.part(size, layout) * margin(),
-            transient=found.footprint.transient + self.keeping.part(size, layout),
+            state=part * (1 + min(UNDER_WAY, m - 1)) if m > 1 else 0.0,
+            activations=part * margin(),
+            transient=found.footprint.transient + part,
         )
         return replace(found, wrapper_s=self._wrapper(layout), footprint=held)
 
     def outlet(self, index: int, layout: Layout) -> BoundaryCost:
-        """Where component ``index`` ends a stage: its output is made whole; the loss, or a transfer, comes next."""
+        """Where component ``index`` ends a stage: its output is made whole; the loss, or a transfer, comes next. Of
+        several microbatches, the gradient of the next is on its way."""
         component = self.graph.components[index]
         size, ends = component.output_bytes_per_sample, Ends.between(component, None)
-        key = (size, ends, layout)
+        key = (size, ends, layout, index + 1 < len(self.graph))
         if key not in self._outlets:
-            self._outlets[key] = self._crossing(ends, layout, whole(layout), self.microbatch * size, inside=False)
+            found = self._crossing(ends, layout, whole(layout), self.microbatch * size, inside=False)
+            if self.num_microbatches > 1 and index + 1 < len(self.graph):
+                coming = self.keeping.part(self.microbatch * size, layout)
+                found = replace(found, footprint=replace(found.footprint, state=coming))
+            self._outlets[key] = found
         return self._outlets[key]
 
     def handover(self, index: int, source: Layout, target: Layout, offset: int) -> tuple[float, float]:
@@ -329,16 +363,15 @@ class Pricer:
 
     def entry(self, layout: Layout) -> BoundaryCost:
         """The model's input: every rank reads its own samples of all microbatches, nothing moves and no gradient is
-        wanted. Of a pipeline, each microbatch in flight is counted by itself."""
-        following = self.num_microbatches - 1 if self.busy == self.width else 0
-        later = following * self.local(layout) * self.graph.input_bytes_per_sample
+        wanted."""
+        later = (self.num_microbatches - 1) * self.local(layout) * self.graph.input_bytes_per_sample
         return BoundaryCost(
             num_microbatches=self.num_microbatches,
             forward_s=0.0,
             backward_s=0.0,
             wrapper_s=self._wrapper(layout),
             link_error_s=0.0,
-            footprint=Footprint(activations=(self.keeping.input(layout) + later) * margin()),
+            footprint=Footprint(state=(self.keeping.input(layout) + later) * margin()),
         )
 
     def _seconds(self, traffic: Iterable[Collective], phase: Phase) -> float:

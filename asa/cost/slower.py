@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from asa.ir.cluster import Cluster
-from asa.ir.profile import Profile, Stat
+from asa.ir.profile import Profile, Stat, Timing
 
 
 def slower_profile(profile: Profile, factor: float) -> Profile:
@@ -14,9 +14,13 @@ def slower_profile(profile: Profile, factor: float) -> Profile:
     def scaled(s: Stat) -> Stat:
         return Stat(median=factor * s.median, p10=factor * s.p10, p90=factor * s.p90, n=s.n)
 
+    def slowed(timings: tuple[Timing, ...]) -> tuple[Timing, ...]:
+        return tuple(replace(t, forward=scaled(t.forward), backward=scaled(t.backward)) for t in timings)
+
     return replace(
         profile,
-        timings=tuple(replace(t, forward=scaled(t.forward), backward=scaled(t.backward)) for t in profile.timings),
+        timings=slowed(profile.timings),
+        by_tokens=None if profile.by_tokens is None else slowed(profile.by_tokens),
         updates=tuple(replace(u, step=scaled(u.step)) for u in profile.updates),
         dispatch_floor_s=factor * profile.dispatch_floor_s,
     )

@@ -87,6 +87,14 @@ class States:
             self._kept[key] = self._new(index, way)
         return self._kept[key]
 
+    def repeated(self, indices: range, way: Way) -> float:
+        """Bytes of optimizer state that components ``indices``, run alike, count beyond what a rank has of them
+        together."""
+        page = self._strategies.data[way.data.strategy].of(way.data)
+        apart = sum(self.kept(i, way).held.optimizer for i in indices)
+        shares = [self.share(i, way.tensor) for i in indices]
+        return apart - page.together(shares, way.layout.data, self._optimizer)
+
     def _new(self, index: int, way: Way) -> Kept:
         share, layout = self.share(index, way.tensor), way.layout
         page = self._strategies.data[way.data.strategy].of(way.data)

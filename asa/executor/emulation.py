@@ -91,6 +91,7 @@ class _Sleeper:
         self._component, self._traced, self._form = component, traced, form
         self._degree, self._data, self._axis = assignment.tensor.degree, assignment.data.degree, axis
         self._times, self._clock, self._zeros, self._copying_s = times, clock, zeros, copying_s
+        self._by_tokens = assignment.tensor.strategy == "sequence"
         self.views: dict[nn.Parameter, Tensor] = {}
         self._page = page
         self._shapes = form.shapes
@@ -130,7 +131,7 @@ class _Sleeper:
         self.views = {p: p.grad for p in replicated if p.grad is not None}
 
     def _work(self, phase: str, rows: int) -> None:
-        work = self._times.work(self._component, rows, self._degree)
+        work = self._times.work(self._component, rows, self._degree, by_tokens=self._by_tokens)
         seconds = getattr(work, f"{phase}_s") * self._times.whole_ratio(rows)
         inner = [c for c in self._page.traffic(self._component, self._degree, rows) if c.phase == phase]
         for c in inner:

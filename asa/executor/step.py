@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,11 +17,9 @@ from asa.executor.parallel import ParallelModel
 from asa.interfaces.schedule import Action
 from asa.ir.layout import bounds
 from asa.ir.plan import Plan
+from asa.ir.transfer import UNDER_WAY
 from asa.launch import faults
 from asa.sharding.transfer import Arrival
-
-_GRADIENTS_UNDER_WAY = 2
-"""Gradients that may wait for the stage before to take them. It never waits for this one to go on, so none is stuck."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +79,37 @@ def _turns(order: tuple[Action, ...]) -> tuple[tuple[Action, Action | None, bool
     return tuple(found)
 
 
+class _Left(torch.autograd.Function):
+    """Where a value has left the stage: backward begins here, with the one gradient in ``arrived``, which nobody else
+    holds. Neither is the value held: both would be there until the whole stage's backward is over."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, arrived: list[Tensor]) -> Tensor:
+        ctx.arrived = arrived
+        return value.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None]:
+        return ctx.arrived.pop(), None
+
+
 @dataclass(frozen=True)
 class _Flight:
-    """A microbatch between its forward and its backward: where gradients leave the stage, and where they enter."""
+    """A microbatch between its forward and its backward: where gradients leave the stage, and where they enter; between
+    stages, of what form the gradient is, and where it is put."""
 
     entry: Tensor
     exit: Tensor
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
+    arrived: list[Tensor] = field(default_factory=list)
+
+
+def _left(entry: Tensor, value: Tensor) -> _Flight:
+    """The flight of a microbatch that left the stage as ``value``."""
+    arrived: list[Tensor] = []
+    end = _Left.apply(value, arrived) if value.requires_grad else value.new_zeros(())
+    return _Flight(entry, end, tuple(value.shape[1:]), value.dtype, arrived)
 
 
 @dataclass(kw_only=True)
@@ -132,8 +156,8 @@ class _Step:
             dtype = links.arriving.hear_dtype(model.training, model.device)
             self.coming[action] = links.arriving.receive(size, links.input_shape, dtype, model.device)
         elif action.direction == "backward" and links.gradient_in is not None and action.microbatch in self.flights:
-            leaving = self.flights[action.microbatch].exit
-            self.coming[action] = links.gradient_in.receive(size, leaving.shape[1:], leaving.dtype, model.device)
+            left = self.flights[action.microbatch]
+            self.coming[action] = links.gradient_in.receive(size, left.shape, left.dtype, model.device)
 
     def _forward(self, action: Action, *, straight_to_last: bool) -> None:
         model, links, part, size = self.model, self.model.links, self.rows[action.microbatch], self._size(action)
@@ -149,7 +173,7 @@ class _Step:
         if links.leaving is not None:
             links.leaving.tell_dtype(model.training, value.dtype, model.device)
             links.leaving.send(value, size)
-            self.flights[action.microbatch] = _Flight(entry, value)
+            self.flights[action.microbatch] = _left(entry, value)
             return
         scale = model.loss_scale(size) * size / len(self.samples)
         self.loss += loss.detach().to(self.loss.dtype) * scale / model.layouts[-1].data
@@ -157,24 +181,24 @@ class _Step:
 
     def _backward(self, action: Action, *, last: bool) -> None:
         model, links = self.model, self.model.links
-        gradient = None
+        flight = self.flights.pop(action.microbatch)
         if links.gradient_in is not None:
             assert model.position.leaving is not None
             scale = model.position.leaving.gradient_scale
             gradient = self.coming.pop(action).wait()
-            gradient = gradient if scale == 1 else gradient * scale
-        flight = self.flights.pop(action.microbatch)
+            flight.arrived.append(gradient if scale == 1 else gradient * scale)
+            del gradient
         if links.leaving is not None:
             # It has arrived by now, or is about to: what was sent need not be kept.
             links.leaving.settle(keep=len(self.flights))
         sent = self._send_when_known(flight.entry, self._size(action))
         with model.reduction.backward(last=last, in_flight=len(self.flights)):
             if flight.exit.requires_grad:
-                flight.exit.backward(gradient)
+                flight.exit.backward()
         if links.gradient_out is not None:
             if not sent:
                 links.gradient_out.send(torch.zeros_like(flight.entry), self._size(action))
-            links.gradient_out.settle(keep=_GRADIENTS_UNDER_WAY)
+            links.gradient_out.settle(keep=UNDER_WAY)
 
     def _send_when_known(self, entry: Tensor, size: int) -> list[Tensor]:
         """Have the gradient of what entered the stage sent as soon as it is there: a backward that reduces gradients

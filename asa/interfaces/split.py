@@ -27,9 +27,11 @@ def split_share(component: Component, degree: int) -> Share:
         fraction = largest_shard(split.max_degree, degree) / split.max_degree
         parameters, flops, saved = split.parameter_bytes, split.flops_per_sample, split.saved_bytes_per_sample
     lost = 1 - fraction
+    # Of what is cut the largest is so much less; of what is not, none is larger than all of it.
+    largest, uncut = component.largest_parameter_bytes, component.parameter_bytes - parameters
     return Share(
         parameter_bytes=component.parameter_bytes - lost * parameters,
-        largest_parameter_bytes=component.largest_parameter_bytes * (fraction if parameters else 1),
+        largest_parameter_bytes=max(largest * fraction, min(largest, uncut)),
         num_parameter_tensors=component.num_parameter_tensors,
         buffer_bytes=component.buffer_bytes,
         flops_per_sample=component.flops_per_sample - lost * flops,

@@ -8,6 +8,7 @@ word: degree 1 is silent, state never rises with degree, and the collectives of 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -55,6 +56,9 @@ class DataStrategy(ABC):
 
     identifier: ClassVar[DataStrategyName]
 
+    joint: ClassVar[bool] = False
+    """Whether what a component holds depends on what neighbours are run alike."""
+
     def of(self, choice: DataDegree) -> DataStrategy:
         """The page of ``choice``: another one only where that says more than a degree."""
         return self
@@ -66,6 +70,15 @@ class DataStrategy(ABC):
     @abstractmethod
     def memory(self, share: Share, degree: int, optimizer: str) -> Memory:
         """Bytes held by the rank with the most."""
+
+    def together(self, shares: Sequence[Share], degree: int, optimizer: str) -> float:
+        """Bytes of optimizer state of the rank with the most, of neighbours that are run alike, as one."""
+        return sum(self.memory(s, degree, optimizer).optimizer for s in shares)
+
+    def left(self, share: Share, degree: int, num_microbatches: int) -> float:
+        """Bytes that are there from the component's backward until all of backward is over, where no neighbour in front
+        is run alike; beside state and what stays of gradients."""
+        return 0.0
 
     def transient(self, share: Share, degree: int, beside: Beside) -> float:
         """Bytes beside state, activations and the part of the gradients that stays, at the worst moment of the

@@ -3,9 +3,9 @@
 Of a unit of ``s`` bytes, between neighbours of ``f`` in front and ``b`` behind, each rank keeps a part ``p``. Backward
 gathers the weights into a flat buffer and copies them out, gathers the unit in front ahead of time into such a buffer,
 makes the gradients, lets the weights go, copies the gradients into a buffer to be scattered from, and lets that go only
-when the next unit is through. On a CPU a scatter takes its buffer once more, for what it receives
-(:mod:`asa.sharding.direct`). Forward is the same with gathers only, and remembers the last buffer until the next gather
-is done.
+when the next unit is through, or, of the last unit, when all of backward is. On a CPU a scatter takes its buffer once
+more, for what it receives (:mod:`asa.sharding.direct`). Forward is the same with gathers only, and remembers the last
+buffer until the next gather is done.
 
 torch.distributed.fsdp._fully_shard: ``FSDPParamGroup.pre_backward``, ``post_backward``; Zhao et al. 2023, "PyTorch
 FSDP", 3.3 and 3.4.
@@ -48,3 +48,11 @@ def gathered_once(share: Share, degree: int, beside: Beside) -> float:
         copy * s - beside.saved,  # scattered, the weights gone
         f - beside.saved - beside.rest / degree,  # forward: gathered behind the buffer of the one in front
     )
+
+
+def left(share: Share, degree: int, num_microbatches: int) -> float:
+    """What stays of the first unit of those sharded as one, until backward is over: the buffer that its gradients
+    were scattered from. Bytes beside state and parts of gradients, or, with several microbatches, whole gradients."""
+    if degree == 1:
+        return 0.0
+    return share.parameter_bytes if num_microbatches == 1 else share.parameter_bytes / degree

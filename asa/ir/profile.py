@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from asa.errors import InvalidInputError
-from asa.ir.codec import noun
+from asa.ir.codec import later, noun
 from asa.ir.graph import LayerGraph, check_count
 from asa.ir.units import MOST_SAMPLES, MOST_SECONDS
 
@@ -102,7 +102,8 @@ class Profile:
 
     ``model_spec`` is what a user types to get the model (``resnet50``, ``package.module:factory``).
     ``skipped`` lists, in words, what could not be measured (for instance a microbatch of one that
-    BatchNorm cannot train on).
+    BatchNorm cannot train on). ``by_tokens``: as ``timings``, of shards whose tokens are cut, too (of some microbatches
+    only; None in files from before they were measured, and of models that have none).
     """
 
     model_spec: str
@@ -117,6 +118,7 @@ class Profile:
     whole: tuple[WholeStep, ...]
     skipped: tuple[str, ...]
     provenance: Provenance
+    by_tokens: tuple[Timing, ...] | None = later()
 
     @staticmethod
     def foresee(data: dict[str, Any]) -> None:
@@ -132,23 +134,8 @@ class Profile:
 
     def __post_init__(self) -> None:
         names = {c.name for c in self.graph.components}
-        timed: set[str] = set()
-        seen: set[tuple[str, int, int]] = set()
-        for i, t in enumerate(self.timings):
-            key = (t.component, t.microbatch, t.tensor_degree)
-            if t.component not in names:
-                raise InvalidInputError(
-                    f"a timing names {t.component!r}, which is no component", where=f"$.timings[{i}].component"
-                )
-            if key in seen:
-                raise InvalidInputError(f"timing {key} appears twice", where=f"$.timings[{i}]")
-            if t.microbatch < 1 or t.tensor_degree < 1 or min(t.saved_bytes, t.transient_bytes) < 0:
-                raise InvalidInputError(
-                    "a timing needs microbatch and tensor_degree >= 1 and bytes >= 0", where=f"$.timings[{i}]"
-                )
-            seen.add(key)
-            if t.tensor_degree == 1:
-                timed.add(t.component)
+        timed = _check_timings(self.timings, names, "timings")
+        _check_timings(self.by_tokens or (), names, "by_tokens")
         for missing in sorted(names - timed):
             raise InvalidInputError(f"component {missing!r} has no timing at tensor degree 1", where="$.timings")
         updated: set[tuple[str, int, str]] = set()
@@ -183,3 +170,29 @@ class Profile:
             raise InvalidInputError(
                 f"a global batch of {self.global_batch} samples is not 1 to {MOST_SAMPLES}", where="$.global_batch"
             )
+
+
+def _check_timings(timings: tuple[Timing, ...], names: set[str], field: str) -> set[str]:
+    """The components that are timed whole.
+
+    Raises:
+        InvalidInputError: a timing is of no component, impossible, or there twice.
+    """
+    timed: set[str] = set()
+    seen: set[tuple[str, int, int]] = set()
+    for i, t in enumerate(timings):
+        key = (t.component, t.microbatch, t.tensor_degree)
+        if t.component not in names:
+            raise InvalidInputError(
+                f"a timing names {t.component!r}, which is no component", where=f"$.{field}[{i}].component"
+            )
+        if key in seen:
+            raise InvalidInputError(f"timing {key} appears twice", where=f"$.{field}[{i}]")
+        if t.microbatch < 1 or t.tensor_degree < 1 or min(t.saved_bytes, t.transient_bytes) < 0:
+            raise InvalidInputError(
+                "a timing needs microbatch and tensor_degree >= 1 and bytes >= 0", where=f"$.{field}[{i}]"
+            )
+        seen.add(key)
+        if t.tensor_degree == 1:
+            timed.add(t.component)
+    return timed

@@ -20,6 +20,9 @@ from asa.ir.codec import noun
 from asa.ir.layout import Boundary, Layout
 from asa.ir.plan import Plan
 
+UNDER_WAY = 2
+"""Gradients that may wait for the stage before to take them. It never waits for this one to go on, so none is stuck."""
+
 
 @noun
 class Message:

@@ -81,7 +81,7 @@ class Prices:
         )
         self.fewest = np.array([space.fewest_samples(i) for i in range(len(space.profile.graph))])
         self._slow: dict[float, float] = {}
-        self._computes: dict[tuple[int, int], np.ndarray] = {} if known is None else known._computes
+        self._computes: dict[tuple[int, int, bool], np.ndarray] = {} if known is None else known._computes
         self._pricers: dict[tuple[object, ...], Pricer] = {} if known is None else known._pricers
         self._states: dict[tuple[int, int], States] = {} if known is None else known._states
         self._menus: dict[tuple[object, ...], Menu] = {}
@@ -89,8 +89,9 @@ class Prices:
         self.uniform: dict[object, list[Way]] = {}
         """Ways of the whole strategies: they are the same for any number of microbatches."""
         self._leasts: dict[tuple[object, ...], np.ndarray] = {}
-        if space.may_offload and space.request.offload == "auto":
-            space.offloading = not self._plain_fits()
+        offload, tokens = space.may_offload and space.request.offload == "auto", space.may_cut_tokens
+        if (offload or (tokens and not space.by_tokens)) and not self._plain_fits():
+            space.offloading, space.by_tokens = offload or space.offloading, tokens or space.by_tokens
 
     def _plain_fits(self) -> bool:
         """Whether plain data parallelism on all devices fits, in some number of microbatches."""
@@ -216,7 +217,8 @@ class Prices:
         for layout in dict.fromkeys(layouts):
             pricer = self.pricer(layout.width, num_microbatches, busy)
             samples = pricer.local(layout)
-            taken = self._chain_times.both(samples, layout.tensor) * pricer.slowed(samples)
+            times = self._chain_times.least if layout.sequence else self._chain_times.both
+            taken = times(samples, layout.tensor) * pricer.slowed(samples)
             found = np.where([x is layout or x == layout for x in layouts], taken, found)
         return found
 
@@ -233,12 +235,14 @@ class Prices:
 
     def _alone(self, samples: int, tensor: int) -> np.ndarray:
         """Per component forward and backward on one rank of a device that does nothing else."""
-        key = (samples, tensor)
+        key = (samples, tensor, self.space.by_tokens)
         if key not in self._computes:
             if tensor not in self._splits:
                 count = len(self.space.profile.graph)
                 self._splits[tensor] = np.array([self.space.splits(i, tensor) for i in range(count)])
-            found = self._chain_times.both(samples, tensor) * self._times.whole_ratio(samples)
+            times = self._chain_times
+            found = (times.least if self.space.by_tokens else times.both)(samples, tensor)
+            found = found * self._times.whole_ratio(samples)
             self._computes[key] = np.where(self._splits[tensor], found, np.inf)
         return self._computes[key]
 

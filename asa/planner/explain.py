@@ -145,7 +145,9 @@ def explain(
                 sync_s=c.sync_s,
                 update_s=c.update_s + c.update_communication_s,
                 state_bytes=c.footprint.state + c.footprint.gradients,
-                activation_bytes=c.footprint.activations + price.boundaries[i].footprint.activations,
+                activation_bytes=c.footprint.activations
+                + price.boundaries[i].footprint.activations
+                + price.boundaries[i].footprint.state,
                 transient_bytes=c.footprint.transient + price.boundaries[i].footprint.transient,
                 alternative=_alternative(prices, candidate, price, i, capacity),
                 stage=candidate.stage(i),

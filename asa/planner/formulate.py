@@ -237,6 +237,7 @@ def _ends(
 def _edge(cost: BoundaryCost) -> Edge:
     return Edge(
         cost=cost.blocking_s * MS,
+        state=cost.footprint.state / GIB,
         activations=cost.footprint.activations / GIB,
         transient=cost.footprint.transient / GIB,
         forward=cost.forward_s * MS,

@@ -68,8 +68,11 @@ class Space:
         self._tensor_degrees: dict[tuple[TensorStrategyName, int], TensorDegree] = {}
         self._data_degrees: dict[tuple[DataStrategyName, Layout], DataDegree | None] = {}
         self._splits: dict[tuple[int, int, bool], list[TensorStrategyName]] = {}
+        self.may_cut_tokens = "sequence" in strategies.tensor and request.gpus > 1 and bool(profile.by_tokens)
+        """Whether components may cut their tokens, too, where memory binds; prices tell. Unasked only where shards of
+        such were measured."""
         self.by_tokens = "sequence" in strategies.tensor and "sequence" in request.named
-        """Whether components may cut their tokens, too: where that is asked for by name."""
+        """Whether they may, in what is searched: asked for by name, or because of that."""
         self._measured_one = {t.component for t in profile.timings if t.microbatch == 1 and t.tensor_degree == 1}
         self.may_offload = strategies.offload and cluster.device.type == "cuda"
         self.offloading = self.may_offload and request.offload == "always"

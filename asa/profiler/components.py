@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -24,6 +25,7 @@ from asa.profiler.chain import Chain, Lap, whole_step
 from asa.profiler.clock import Clock, Repeats, quiet, scaled
 from asa.profiler.effort import WHOLE, Forecast, is_wanted, microbatches
 from asa.profiler.memory import StepMemory, measure_memory
+from asa.sharding.collectives import stand_ins_kept
 
 _LEAST = 3
 _MOST = 15
@@ -37,8 +39,9 @@ _CHECKED = 3
 class Subject:
     """What is measured.
 
-    ``names`` of the components, in order; ``chains`` by tensor degree; ``split[t]``: the components that degree t
-    really splits (all of them at 1); ``batch(n)`` is an input of n samples; ``weight`` the bytes of the parameters.
+    ``names`` of the components, in order; ``chains`` by tensor degree, below 0 where tokens are cut, too;
+    ``split[t]``: the components that degree t really splits (all of them at 1); ``batch(n)`` is an input of n samples;
+    ``weight`` the bytes of the parameters.
     """
 
     model: nn.Module
@@ -54,6 +57,7 @@ class Sweep:
     """What was found. ``host_share``: host seconds over device seconds of a lap, at most 1 where the device waits."""
 
     timings: list[Timing] = field(default_factory=list)
+    by_tokens: list[Timing] = field(default_factory=list)
     whole: list[WholeStep] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     host_share: float = 1.0
@@ -89,7 +93,9 @@ class Surveyor:
             slice_s = max(0.0, self.end - time.perf_counter()) * (share if i else min(1.0, _FIRST * share))
             # A profile without any check would be one to take on trust.
             unchecked = size == sizes[-1] and not self.sweep.whole
-            degrees, least = self._affordable(size, slice_s, first=i == 0, with_whole=size in checked and not unchecked)
+            degrees, least = self._affordable(
+                size, slice_s, first=i == 0, sparse=size in checked, with_whole=size in checked and not unchecked
+            )
             degrees = [WHOLE, *degrees] if unchecked else degrees
             try:
                 self._measure(size, degrees, slice_s, least)
@@ -151,13 +157,20 @@ class Surveyor:
             "value per channel; try a larger global batch or input"
         )
 
-    def _affordable(self, size: int, slice_s: float, *, first: bool, with_whole: bool) -> tuple[list[int], int]:
-        """Degrees to measure at ``size`` and how often at least; 1 always is among them.
+    def _affordable(
+        self, size: int, slice_s: float, *, first: bool, sparse: bool, with_whole: bool
+    ) -> tuple[list[int], int]:
+        """Degrees to measure at ``size`` and how often at least; 1 always is among them. ``sparse``: those of cut
+        tokens are, which differ by little from those of whole ones.
 
         At the ``first`` (largest) microbatch no degree is left out, since a planner would know nothing of it:
         there one lap must do where three do not fit.
         """
-        wanted = [d for d in sorted(self.subject.chains) if is_wanted(size, d, self.top, self.largest)]
+        wanted = [
+            d
+            for d in sorted(self.subject.chains, key=lambda d: (abs(d), -d))
+            if is_wanted(size, abs(d), self.top, self.largest) and (d > 0 or sparse)
+        ]
         chosen = [*([WHOLE] if with_whole else []), *wanted]
         fits = self.forecast.fits(size, chosen, _LEAST, slice_s)
         if first and not fits:
@@ -165,7 +178,8 @@ class Surveyor:
             if with_whole and WHOLE not in chosen:
                 self._leave_out_degree(size, WHOLE)
             return chosen, 1
-        optional = [d for d in reversed(wanted) if size * self.largest < self.top * d > self.top]
+        optional = [d for d in reversed(wanted) if d < 0]
+        optional += [d for d in reversed(wanted) if size * self.largest < self.top * d > self.top]
         optional += [WHOLE] if with_whole else []
         optional += [d for d in reversed(wanted) if d > 1 and d not in optional]
         while optional and not self.forecast.fits(size, chosen, _LEAST, slice_s):
@@ -174,7 +188,8 @@ class Surveyor:
         return chosen, _LEAST
 
     def _leave_out_degree(self, size: int, degree: int) -> None:
-        what = "check against the whole model" if degree == WHOLE else f"tensor degree {degree}"
+        what = "check against the whole model" if degree == WHOLE else f"tensor degree {abs(degree)}"
+        what += " with tokens cut" if degree < 0 else ""
         self._leave_out(f"{what} at microbatch {size}: no time left for it")
 
     def _measure(self, size: int, degrees: Sequence[int], slice_s: float, least: int) -> None:
@@ -198,7 +213,7 @@ class Surveyor:
             self._whole(x)
         repeats = Repeats(slice_s=finish - time.perf_counter(), least=least, most=_MOST)
         started = time.perf_counter()
-        with quiet():
+        with quiet(), stand_ins_kept() if degree < 0 else nullcontext():
             while repeats.again([[lap.seconds for lap in laps], *([whole] if beside else [])]):
                 laps.append(chain.lap(x, self.clock))
                 chain.clear()
@@ -231,13 +246,14 @@ class Surveyor:
         backward = [Stat.of(times) for times in zip(*(lap.backward for lap in laps), strict=True)]
         parts = sum(stat.median for stat in (*forward, *backward))
         factor = Stat.of(lap.seconds for lap in laps).median / parts if parts else 1.0
+        found = self.sweep.timings if degree > 0 else self.sweep.by_tokens
         for i, name in enumerate(self.subject.names):
             if name in self.subject.split[degree]:
-                self.sweep.timings.append(
+                found.append(
                     Timing(
                         component=name,
                         microbatch=size,
-                        tensor_degree=degree,
+                        tensor_degree=abs(degree),
                         forward=scaled(forward[i], factor),
                         backward=scaled(backward[i], factor),
                         saved_bytes=memory.components[i].saved,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 WHOLE = 0
-"""Where a tensor degree is expected: the whole, unsplit model."""
+"""Where a tensor degree is expected: the whole, unsplit model. Below it are degrees at which tokens are cut, too."""
 
 _WARMUP_LAPS = 1.2
 """What the lap that records memory costs, in laps."""
@@ -66,7 +66,7 @@ class Forecast:
         if degree in self._taken:
             last, seconds = self._taken[degree]
             return seconds * self.seconds(size) / self.seconds(last)
-        return self.seconds(size) * (0.25 + 0.75 / max(degree, 1))
+        return self.seconds(size) * (0.25 + 0.75 / max(abs(degree), 1))
 
     def fits(self, size: int, degrees: Sequence[int], laps: int, slice_s: float) -> bool:
         """Whether so many laps of each degree, and the one that warms up, end within ``slice_s``."""

@@ -19,6 +19,7 @@ from asa.profiler.clock import one_thread, solo_clock_of
 from asa.profiler.components import Subject, Surveyor
 from asa.profiler.effort import degrees_up_to
 from asa.profiler.machine import choose_device, device_record, free_memory, require_precision
+from asa.profiler.tokens import cut_by_tokens, token_chain
 from asa.profiler.updates import measure_dispatch, measure_updates
 from asa.sharding.axis import Axis
 from asa.sharding.describe import layer_graph
@@ -131,6 +132,7 @@ def profile_module(
         modules = {
             degree: {n: c for n, c in zip(subject.names, chain.components, strict=True) if n in subject.split[degree]}
             for degree, chain in subject.chains.items()
+            if degree > 0
         }
         updates = measure_updates(modules, device, slice_s=max(0.5, min(left, _UPDATES_SHARE * time_limit_s)))
         floor = measure_dispatch(device)
@@ -152,6 +154,7 @@ def profile_module(
         dispatch_floor_s=floor,
         whole=tuple(sweep.whole),
         skipped=tuple(sweep.skipped),
+        by_tokens=tuple(sweep.by_tokens) or None,
         provenance=Provenance(
             origin="measured",
             created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -178,7 +181,8 @@ def _subject(
     precision: Precision,
     max_tensor_degree: int,
 ) -> Subject:
-    """The chains to measure: the traced one, and one per tensor degree with the real shard of every split component.
+    """The chains to measure: the traced one, and one per tensor degree with the real shard of every split component;
+    where components take their tokens cut, another with those shards, at minus that degree.
 
     The shard is the last rank's, which is never smaller than another's (see :func:`asa.ir.layout.bounds`).
     Components that a degree does not split run in its chain as they are, so that those it splits find the caches
@@ -196,11 +200,14 @@ def _subject(
         members: list[nn.Module] = [
             split(detached_copy(c, device), axis) if c.name in divided else c for c in traced.components
         ]
-        for module in (m for c in members for m in c.modules()):
-            if isinstance(module, SampleDropout):
-                module.context = context
         chains[degree] = Chain(members, device, precision)
         halves[degree] = divided
+        if halved := cut_by_tokens(graph, degree):
+            chains[-degree] = Chain(token_chain(traced.components, graph, axis, device), device, precision)
+            halves[-degree] = halved
+    for module in (m for chain in chains.values() for c in chain.components for m in c.modules()):
+        if isinstance(module, SampleDropout):
+            module.context = context
 
     def batch(samples: int) -> Tensor:
         context.samples, context.total = torch.arange(samples, device=device), samples

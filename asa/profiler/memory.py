@@ -6,7 +6,9 @@ CUDA alike. What was allocated while a component ran forward and still lives whe
 
     state + sum_{l <= k} saved_l + sum_{l >= k} gradients_l + transient_k        (the largest over all k)
 
-is therefore never below what was recorded: ``transient_k`` is whatever its other terms leave unexplained.
+is therefore never below what was recorded: ``transient_k`` is whatever its other terms leave unexplained. Gradients
+of parameters are left out of that as they are made: where several microbatches add theirs up, or buckets hold them,
+all are there when the first is about to be made.
 """
 
 from __future__ import annotations
@@ -69,10 +71,11 @@ def account(events: Sequence[Event], marks: Marks, gradients: Sequence[int]) -> 
     """Charge ``events`` (sorted by time) to components; ``gradients`` are their parameters' gradient bytes."""
     count = len(gradients)
     done = marks.forward[count]
+    made = _surviving(events, done)
     living: dict[int, tuple[int, int]] = {}
     saved, highest, alive, peak = [0] * count, [[0, 0] for _ in range(count)], 0, 0
-    settled = False
-    for event in [*events, Event(at=1 << 63, pointer=0, size=0)]:
+    settled, lasting = False, 0
+    for number, event in enumerate([*events, Event(at=1 << 63, pointer=0, size=0)]):
         if not settled and event.at >= done:
             settled = True
             for at, size in living.values():
@@ -80,6 +83,7 @@ def account(events: Sequence[Event], marks: Marks, gradients: Sequence[int]) -> 
         if event.size > 0:
             living[event.pointer] = (event.at, event.size)
             alive += event.size
+            lasting += event.size * (number in made)
         elif event.pointer in living:
             alive -= living.pop(event.pointer)[1]
         peak = max(peak, alive)
@@ -89,13 +93,24 @@ def account(events: Sequence[Event], marks: Marks, gradients: Sequence[int]) -> 
             phase, k = 1, _component([-m for m in marks.backward], -event.at)
         else:
             continue
-        highest[k][phase] = max(highest[k][phase], alive)
+        highest[k][phase] = max(highest[k][phase], alive - min(lasting, sum(gradients[k:])))
     held = []
     for k in range(count):
         kept = sum(saved[: k + 1])
-        transient = max(highest[k][0] - kept, highest[k][1] - kept - sum(gradients[k:]), 0)
+        transient = max(*(h - kept for h in highest[k]), 0)
         held.append(Held(saved=saved[k], transient=transient))
     return StepMemory(components=tuple(held), peak=peak)
+
+
+def _surviving(events: Sequence[Event], since: int) -> set[int]:
+    """Which of the allocations after ``since`` outlive the step: gradients."""
+    last = {}
+    for number, event in enumerate(events):
+        if event.size > 0:
+            last[event.pointer] = number
+        else:
+            last.pop(event.pointer, None)
+    return {number for number in last.values() if events[number].at >= since}
 
 
 def _component(rising: Sequence[int], at: int) -> int:

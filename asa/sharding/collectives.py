@@ -41,6 +41,34 @@ def is_silent() -> bool:
     return _Switch.silent
 
 
+class _Ready:
+    """Stand-ins of gathered tensors, by form, where they are kept from one time to the next."""
+
+    found: dict[tuple[object, ...], Tensor] | None = None
+
+
+@contextmanager
+def stand_ins_kept() -> Iterator[None]:
+    """Inside, what a rehearsed gather gives is made once for every form: messages are no computation, and writing what
+    they would bring takes longer than a norm. All gathers of one form then give the same memory."""
+    _Ready.found = {}
+    try:
+        yield
+    finally:
+        _Ready.found = None
+
+
+def _stood_in(part: Tensor, count: int) -> Tensor:
+    """``count`` times ``part``, one after the other."""
+    key = (count, *part.shape, part.dtype, part.device)
+    known = None if _Ready.found is None else _Ready.found.get(key)
+    if known is None:
+        known = part.detach().repeat(count, *(1 for _ in part.shape[1:]))
+        if _Ready.found is not None:
+            _Ready.found[key] = known
+    return known.view_as(known)
+
+
 def _live(axis: Axis) -> bool:
     return axis.group is not None and not _Switch.silent
 
@@ -73,10 +101,10 @@ def all_gather(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Tensor:
         return x
     longest = max(sizes)
     part = _padded(x.movedim(dim, 0), longest)
-    whole = part.new_empty((axis.size * longest, *part.shape[1:]))
     if not _live(axis):
-        whole.view(axis.size, *part.shape).copy_(part.expand(axis.size, *part.shape))
+        whole = _stood_in(part, axis.size)
     else:
+        whole = part.new_empty((axis.size * longest, *part.shape[1:]))
         direct.all_gather_into_tensor(whole, part, group=axis.group)
     if min(sizes) != longest:
         whole = torch.cat([whole[i * longest : i * longest + size] for i, size in enumerate(sizes)])
@@ -179,6 +207,11 @@ def reduce_partial(x: Tensor, axis: Axis) -> Tensor:
 def gather(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Tensor:
     """Shards to the whole tensor; the gradient, complete on every rank, is cut again."""
     return _Exchange.apply(x, all_gather, own_slice, dim, sizes, axis) if axis.size > 1 else x
+
+
+def cut(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Tensor:
+    """The whole tensor to this index's shard; the gradients of all shards are gathered."""
+    return _Exchange.apply(x, own_slice, all_gather, dim, sizes, axis) if axis.size > 1 else x
 
 
 def gather_for_partial(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asa.interfaces.strategy import OPTIMIZER_WORDS, DataStrategy
-from asa.interfaces.units import released
+from asa.interfaces.units import left, released
 from asa.ir.graph import Component
 from asa.ir.plan import DataDegree
 from asa.ir.traffic import Beside, Collective, Memory, Share
@@ -26,6 +26,7 @@ class HybridShard(DataStrategy):
     not said."""
 
     identifier = "hsdp"
+    joint = True
 
     def __init__(self, shards: int | None = None) -> None:
         self.shards = shards
@@ -53,6 +54,10 @@ class HybridShard(DataStrategy):
             accumulated=None if degree == 1 else size,
             transient=0.0 if degree == 1 else 2 * size,
         )
+
+    def left(self, share: Share, degree: int, num_microbatches: int) -> float:
+        """The buffer that its gradients were scattered from, in place of gradients that were added up."""
+        return left(share, self._inside(degree), num_microbatches)
 
     def transient(self, share: Share, degree: int, beside: Beside) -> float:
         """Weights and gradients whole, in buffers of the neighbours' too (:mod:`asa.interfaces.units`)."""

@@ -6,6 +6,7 @@ them to the others. Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from asa.interfaces.strategy import OPTIMIZER_WORDS, SENT_BYTES, DataStrategy
@@ -22,16 +23,17 @@ class SharedOptimizer(DataStrategy):
     """Stock ``DistributedDataParallel``, and optimizer state spread by parameter (:mod:`asa.sharding.updates`)."""
 
     identifier = "zero1"
+    joint = True
 
     def refusal(self, component: Component, degree: int) -> str:
         """Anything that can be replicated."""
         return ""
 
     def memory(self, share: Share, degree: int, optimizer: str) -> Memory:
-        """As replicated, but for the optimizer: an even part, or the largest parameter where that is more, because a
-        parameter's state is not cut. Small parameters are sent in copies, a few of every owner at a time."""
+        """As replicated, but for the optimizer: parameters are owned, not cut. Small ones are sent in copies, a few of
+        every owner at a time."""
         size = share.parameter_bytes
-        part = max(size / degree, min(share.largest_parameter_bytes, size))
+        part = _most([share], degree)
         return Memory(
             parameters=size,
             gradients=size if degree == 1 else 0.0,
@@ -42,6 +44,10 @@ class SharedOptimizer(DataStrategy):
             transient=0.0 if degree == 1 else share.largest_parameter_bytes,
             updating=0.0 if degree == 1 else min(size, degree * SENT_BYTES),
         )
+
+    def together(self, shares: Sequence[Share], degree: int, optimizer: str) -> float:
+        """Parameters are owned over all neighbours."""
+        return OPTIMIZER_WORDS[optimizer] * _most(shares, degree)
 
     def traffic(self, share: Share, degree: int, stride: int) -> tuple[Collective, ...]:
         """One all_reduce of the gradients per step, overlapped with backward; every parameter broadcast by its owner
@@ -60,3 +66,25 @@ class SharedOptimizer(DataStrategy):
         from asa.sharding.updates import share_update
 
         return share_update(replicated(module, axis), axis)
+
+
+def _most(shares: Sequence[Share], degree: int) -> float:
+    """Bytes of the parameters that the owner of most has, of all in ``shares``.
+
+    The largest are given away first, each to whoever has least (:func:`asa.sharding.updates.owners`). If the rank with
+    the most has more than one, its last was given it when each rank had one already: so that is no larger than the
+    (degree + 1)-th largest, and no rank had less than this one before (Graham 1969).
+    """
+    total = sum(s.parameter_bytes for s in shares)
+    sizes = sorted((size for share in shares for size in _largest(share, degree + 1)), reverse=True)
+    if degree == 1 or not sizes:
+        return total
+    last = sizes[degree] if len(sizes) > degree else 0.0
+    return min(total, max(sizes[0], total / degree + (1 - 1 / degree) * last))
+
+
+def _largest(share: Share, count: int) -> list[float]:
+    """Bytes of the ``count`` largest parameters of a component, or more: of the first its size is known, of all their
+    sum."""
+    most, rest = share.largest_parameter_bytes, max(0.0, share.parameter_bytes - share.largest_parameter_bytes)
+    return [most, *(min(most, rest / i) for i in range(1, min(count, share.num_parameter_tensors)))]

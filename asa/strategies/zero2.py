@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asa.interfaces.strategy import OPTIMIZER_WORDS, DataStrategy
-from asa.interfaces.units import gathered_once
+from asa.interfaces.units import gathered_once, left
 from asa.ir.graph import Component
 from asa.ir.traffic import Beside, Collective, Memory, Share
 
@@ -24,6 +24,7 @@ class ShardedGradients(DataStrategy):
     """``fully_shard`` on the data group, weights kept from forward to backward."""
 
     identifier = "zero2"
+    joint = True
 
     def refusal(self, component: Component, degree: int) -> str:
         """Anything with parameters can be sharded; uneven dimensions are padded."""
@@ -44,6 +45,10 @@ class ShardedGradients(DataStrategy):
             transient=0.0 if degree == 1 else size,
             kept=0.0 if degree == 1 else size,
         )
+
+    def left(self, share: Share, degree: int, num_microbatches: int) -> float:
+        """The buffer that its gradients were scattered from, in place of gradients that were added up."""
+        return left(share, degree, num_microbatches)
 
     def transient(self, share: Share, degree: int, beside: Beside) -> float:
         """Gradients whole, beside those of the neighbour behind (:mod:`asa.interfaces.units`)."""

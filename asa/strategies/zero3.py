@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asa.interfaces.strategy import OPTIMIZER_WORDS, DataStrategy
-from asa.interfaces.units import released
+from asa.interfaces.units import left, released
 from asa.ir.graph import Component
 from asa.ir.traffic import Beside, Collective, Memory, Share
 
@@ -24,6 +24,7 @@ class FullyShard(DataStrategy):
     """``fully_shard`` on the data group, weights released between forward and backward."""
 
     identifier = "zero3"
+    joint = True
 
     def refusal(self, component: Component, degree: int) -> str:
         """Anything with parameters can be sharded; uneven dimensions are padded."""
@@ -42,6 +43,10 @@ class FullyShard(DataStrategy):
             accumulated=None if degree == 1 else size,
             transient=0.0 if degree == 1 else 2 * size,
         )
+
+    def left(self, share: Share, degree: int, num_microbatches: int) -> float:
+        """The buffer that its gradients were scattered from, in place of gradients that were added up."""
+        return left(share, degree, num_microbatches)
 
     def transient(self, share: Share, degree: int, beside: Beside) -> float:
         """Weights and gradients whole, in buffers of the neighbours' too (:mod:`asa.interfaces.units`)."""

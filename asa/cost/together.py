@@ -1,0 +1,80 @@
+"""What a rank of a stage really holds, where that depends on which neighbours are run alike.
+
+Solvers add components up, each as if all around it were run as it is and as if it were alone with its state: never
+too little, and up to a fifth too much where strategies are mixed, or parameters shared out whole. Of a plan as a whole
+it is known which components are wrapped together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from asa.cost.memory import Footprint, peak
+
+if TYPE_CHECKING:
+    from asa.cost.pricing import Pricer
+    from asa.cost.step import BoundaryCost, ComponentCost
+    from asa.cost.way import Way
+
+
+def wrapped(ways: Sequence[Way]) -> Iterator[range]:
+    """Neighbours of one layout and data strategy, which the executor wraps as one."""
+    start = 0
+    for i in range(1, len(ways) + 1):
+        if i == len(ways) or (ways[i].layout, ways[i].data) != (ways[start].layout, ways[start].data):
+            yield range(start, i)
+            start = i
+
+
+def overcounted(
+    pricer: Pricer, start: int, ways: Sequence[Way], components: Sequence[ComponentCost],
+    boundaries: Sequence[BoundaryCost], in_flight: int,
+) -> float:  # fmt: skip
+    """Bytes by which the sum over ``components`` is above what the rank with the most holds at its peak."""
+    if not 1 < pricer.num_microbatches <= in_flight and not any(pricer.joint(w) for w in ways):
+        return 0.0
+    counted = [c.footprint for c in components]
+    parts, repeated = list[Footprint](), 0.0
+    alike = list(wrapped(ways))
+    for run in alike:
+        joint = pricer.joint(ways[run.start])
+        placed = range(start + run.start, start + run.stop)
+        if joint and len({(ways[i].tensor, ways[i].offload) for i in run}) == 1 and not ways[run.start].offload:
+            repeated += pricer.states.repeated(placed, ways[run.start])
+        near = joint and len(alike) > 1
+        parts += [pricer.footprint(start + i, ways[i], placed) if near else counted[i] for i in run]
+        left = next(filter(None, (pricer.left(start + i, ways[i]) for i in run)), 0.0) if joint else 0.0
+        if left:  # in the backward of all in front
+            parts[: run.start] = [replace(p, transient=p.transient + left) for p in parts[: run.start]]
+    inlets, outlet = [b.footprint for b in boundaries[:-1]], boundaries[-1].footprint
+    whole = peak(ended(counted, outlet), inlets, in_flight).total
+    if not 1 < pricer.num_microbatches <= in_flight:
+        return whole - peak(ended(parts, outlet), inlets, in_flight).total + repeated
+    # All microbatches are ahead when the first comes back, whose gradients are made meanwhile, as those of a single
+    # one are; and when it is through, so are its activations.
+    fresh = [_unmade(p, pricer.added(start + i, ways[i])) for i, p in enumerate(parts)]
+    first = peak(
+        ended(fresh, outlet), [b if start + i == 0 else replace(b, state=0.0) for i, b in enumerate(inlets)], in_flight
+    ).total
+    return whole - max(first, peak(ended(parts, outlet), inlets, in_flight - 1).total) + repeated
+
+
+def _unmade(footprint: Footprint, added: float) -> Footprint:
+    """With the gradients that microbatches add up made only now."""
+    return replace(footprint, state=footprint.state - added, gradients=added)
+
+
+def ended(components: Sequence[Footprint], outlet: Footprint) -> list[Footprint]:
+    """What a stage ends with counts as its last component's: its output, made whole where that is another tensor."""
+    *others, last = components
+    return [
+        *others,
+        replace(
+            last,
+            state=last.state + outlet.state,
+            activations=last.activations + outlet.activations,
+            transient=last.transient + outlet.transient,
+        ),
+    ]

@@ -1,0 +1,74 @@
+"""Chains of shards whose tokens are cut, too: what such a component computes when its neighbours hand tokens over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from asa.ir.graph import LayerGraph
+from asa.sharding.axis import Axis
+from asa.sharding.collectives import cut, gather, shard_sizes
+from asa.sharding.tensor import detached_copy, split
+from asa.tracing.component import TracedComponent
+
+
+class _Beside(nn.Module):
+    """A component that runs whole between others that do not: ``arriving`` tokens come in shards and are gathered in
+    front of it, ``leaving`` ones are cut behind it; 0 where they are whole."""
+
+    def __init__(self, component: nn.Module, axis: Axis, *, arriving: int, leaving: int) -> None:
+        super().__init__()
+        self.component, self.axis, self.arriving, self.leaving = component, axis, arriving, leaving
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """(main, *sides)."""
+        if self.arriving:
+            x = gather(x, 1, shard_sizes(self.arriving, self.axis), self.axis)
+        main, *sides = self.component(x)
+        if self.leaving:
+            main = cut(main, 1, shard_sizes(self.leaving, self.axis), self.axis)
+        return (main, *sides)
+
+
+def cut_by_tokens(graph: LayerGraph, degree: int) -> frozenset[str]:
+    """Names of the components that take their tokens cut so many ways."""
+    splits = {c.name: c.split for c in graph.components}
+    return frozenset(
+        name
+        for name, s in splits.items()
+        if s is not None and s.sequence is not None and degree <= min(s.max_degree, s.sequence.tokens)
+    )
+
+
+def token_chain(
+    components: Sequence[TracedComponent], graph: LayerGraph, axis: Axis, device: torch.device
+) -> list[nn.Module]:
+    """``components`` with the last rank's shard of all that take their tokens cut; the others run whole."""
+    names = cut_by_tokens(graph, axis.size)
+    splits = [c.split.sequence if c.split is not None and c.name in names else None for c in graph.components]
+    reads = [*(0 if s is None else s.tokens for s in splits), 0]
+    gives = [0, *(0 if s is None else s.exit_tokens for s in splits)]
+    found: list[nn.Module] = []
+    for i, component in enumerate(components):
+        if splits[i] is None:
+            found.append(_Beside(component, axis, arriving=gives[i], leaving=reads[i + 1]))
+            continue
+        part: nn.Module = split(detached_copy(component, device), axis, tokens=True)
+        whole = i == 0 or (splits[i - 1] is not None and not gives[i])  # nobody in front has cut what comes
+        found.append(_Cutting(part, reads[i], axis) if whole else part)
+    return found
+
+
+class _Cutting(nn.Module):
+    """A component whose input comes whole."""
+
+    def __init__(self, component: nn.Module, tokens: int, axis: Axis) -> None:
+        super().__init__()
+        self.component, self.tokens, self.axis = component, tokens, axis
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """(main, *sides)."""
+        found: tuple[Tensor, ...] = self.component(cut(x, 1, shard_sizes(self.tokens, self.axis), self.axis))
+        return found
