@@ -28,9 +28,10 @@ def named_cluster(name: str) -> Cluster:
     """
     if places.looks_like_file(name):
         return codec.load(Cluster, Path(name))
-    local = places.PROFILES / f"{places.CLUSTER_PREFIX}{places.slug(name)}.json"
-    if local.is_file():
-        return codec.load(Cluster, local)
+    for folder in (places.PROFILES, places.SHIPPED):
+        local = folder / f"{places.CLUSTER_PREFIX}{places.slug(name)}.json"
+        if local.is_file():
+            return codec.load(Cluster, local)
     from asa.cost import presets
 
     return presets.load(name)

@@ -56,6 +56,8 @@ def versus(found: Difference) -> list[RenderableType]:
     if not found.fits:
         how = "is" if found.why_not.startswith("priced only") else "does not fit:"
         said.append(line(f"{found.other} {how} {found.why_not}"))
+    if found.remark:
+        said.append(line(f"{found.other} is {found.remark}"))
     if found.changed:
         said.append(line(f"{len(found.changed)} components would run otherwise: {', '.join(found.changed)}"))
     return said
