@@ -8,7 +8,7 @@ import pytest
 
 from asa.cli import choose, entry, estimates
 
-PLAN = ("plan", "--cluster", "a100-nvlink-8", "--time-limit", "300ms", "--json")
+PLAN = ("plan", "--cluster", "a100-nvlink-8", "--time-limit", "0.3s", "--json")
 
 
 @pytest.fixture

@@ -60,7 +60,7 @@ def _chain(place: Path, count: int, parameter_bytes: int, seconds: float, device
     cluster["num_devices"] = cluster["levels"][0]["devices"] = devices
     for name, data in (("profile", profile), ("cluster", cluster)):
         (place / f"{name}.json").write_text(json.dumps(data))
-    return ["plan", "profile.json", "--cluster", "cluster.json", "--time-limit", "300ms", "--json"]
+    return ["plan", "profile.json", "--cluster", "cluster.json", "--time-limit", "0.3s", "--json"]
 
 
 def test_a_model_that_takes_no_time_runs_on_one_device(place, capsys):

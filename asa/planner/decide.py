@@ -74,6 +74,8 @@ def plan(
     check_request(cluster, strategies, request)
     used = on_device(profile, cluster) if known is None else known.space.profile
     prices = Prices(Space(used, cluster, strategies, request), known)
+    if "asa" in wanted and infeasible.overfull(prices.space):
+        raise infeasible.explain(prices, prices.space.pinned)
     rows = table(prices, wanted)
     eligible = [r for r in rows if r.fits and r.candidate is not None and _pins_allow(prices.space, r.candidate)]
     if "asa" not in wanted:

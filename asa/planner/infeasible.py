@@ -22,6 +22,13 @@ MOST_MEMORY = 2**20 * GIB
 """Of one device, by far."""
 
 
+def overfull(space: Space) -> bool:
+    """Whether nothing is left for a plan, or less than the weights alone take, each of them held once."""
+    gpus = space.request.gpus
+    free = sum(max(0.0, space.room(rank, 1, 1)) for rank in range(gpus))
+    return free <= 0 or sum(c.parameter_bytes for c in space.profile.graph.components) > free
+
+
 def hopeless(prices: Prices, allowed: Allowed = anything) -> bool:
     """Whether state, gradients and gathered weights alone leave no plan, activations for nothing.
 
@@ -29,6 +36,8 @@ def hopeless(prices: Prices, allowed: Allowed = anything) -> bool:
     while it computes, in stages of every width and any split of the components over them.
     """
     space, n = prices.space, len(prices.space.profile.graph)
+    if overfull(space):
+        return True
     lean: dict[int, list[tuple[float, float]]] = {}
     for width in widths(space.request.gpus):
         lean[width] = [_leanest_component(prices, i, width, allowed) for i in range(n)]
