@@ -90,6 +90,11 @@ def test_a_comparison_is_refused_before_anything_is_measured(argv, code, words, 
     assert words in refused(capsys, code, *BENCH, *argv)
 
 
+def test_a_folder_of_data_that_is_not_there_is_seen_before_anything_is_started(place, capsys, monkeypatch):
+    monkeypatch.setattr("asa.cli.train._train", lambda *_: pytest.fail("started to train"))
+    assert "--data-root nowhere does not exist" in refused(capsys, 3, "train", "plan.json", "--data-root", "nowhere")
+
+
 def _cut(text: str) -> str:
     return text[: len(text) // 2]
 

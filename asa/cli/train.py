@@ -16,7 +16,7 @@ from asa.cli.console import Console, Report
 from asa.cli.rehearse import OPTIONS as REHEARSAL
 from asa.cli.rehearse import rehearse
 from asa.cli.verb import Arguments, Option, Verb
-from asa.errors import AsaError, NoCheckpointError
+from asa.errors import AsaError, InvalidInputError, NoCheckpointError
 from asa.ir import codec
 from asa.ir.measurements import EpochRecord
 from asa.ir.plan import Plan
@@ -149,9 +149,11 @@ def plan_and_folder(args: Arguments) -> tuple[Path, Plan, Path]:
     """The plan with its file, and the run's folder: a new one, or with ``--resume`` the one named or the newest.
 
     Raises:
-        InvalidInputError: no plan, or one that cannot be used.
+        InvalidInputError: no plan, or one that cannot be used; no folder of data.
         NoCheckpointError: nothing to resume.
     """
+    if args.data_root and not args.download and not Path(args.data_root).exists():
+        raise InvalidInputError(f"--data-root {args.data_root} does not exist")
     if not args.resume:
         path, plan = places.newest_plan(args.plan)
         out = Path(args.out) if args.out else places.new_folder(places.TRAINING, places.slug(plan.model_spec))

@@ -25,23 +25,25 @@ class Leanest:
     excess: float
 
 
-def lean(prices: Prices, allowed: Allowed = anything) -> Iterator[Leanest]:
-    """Plans of low peaks: every single stage, and for every number of equal stages of a pipeline the cuts that spread
-    the least state and activations evenly."""
-    for candidate in (*_leanest_stages(prices, allowed), *_leanest_pipelines(prices, allowed)):
+def lean(prices: Prices, allowed: Allowed = anything, *, widest: bool = False) -> Iterator[Leanest]:
+    """Plans of low peaks: every single stage (of all ranks, or all of a power of two, where ``widest``), and for every
+    number of equal stages of a pipeline the cuts that spread the least state and activations evenly."""
+    gpus = prices.space.request.gpus
+    some = {gpus, 2 ** (gpus.bit_length() - 1)} if widest else widths(gpus)
+    for candidate in (*_leanest_stages(prices, allowed, sorted(some)), *_leanest_pipelines(prices, allowed)):
         price = prices.of(candidate)
         yield Leanest(candidate=candidate, price=price, excess=price.peak.total - prices.capacity(candidate))
 
 
-def leanest(prices: Prices, allowed: Allowed = anything) -> Leanest | None:
+def leanest(prices: Prices, allowed: Allowed = anything, *, widest: bool = False) -> Leanest | None:
     """The plan that comes closest to fitting, as far as it is looked for; None where no plan exists at all."""
-    return min(lean(prices, allowed), key=lambda x: x.excess, default=None)
+    return min(lean(prices, allowed, widest=widest), key=lambda x: x.excess, default=None)
 
 
-def _leanest_stages(prices: Prices, allowed: Allowed) -> Iterator[Candidate]:
+def _leanest_stages(prices: Prices, allowed: Allowed, some: Sequence[int]) -> Iterator[Candidate]:
     """With one microbatch gradients do not exist all at once. Of several, the more the leaner, as long as each layout's
     ranks have samples."""
-    for width in widths(prices.space.request.gpus):
+    for width in some:
         counts = _microbatches(prices.space)
         divisors = [d for d in range(1, width + 1) if width % d == 0]
         most = {max((m for m in counts if prices.space.enough_samples(0, d, m)), default=1) for d in divisors}
@@ -65,8 +67,10 @@ def _leanest_pipelines(prices: Prices, allowed: Allowed) -> Iterator[Candidate]:
     for stages in range(2, min(space.request.gpus, n) + 1):
         width = space.request.gpus // stages
         for w in sorted({width, 2 ** (width.bit_length() - 1)}):
-            counts = [m for m in _microbatches(space) if staged.chain(w, m) is not None]
-            for m in sorted({*counts[:1], *counts[-1:]}):
+            counts = _microbatches(space)
+            few = next((m for m in counts if staged.chain(w, m) is not None), None)
+            many = next((m for m in reversed(counts) if staged.chain(w, m) is not None), None)
+            for m in dict.fromkeys(m for m in (few, many) if m is not None):
                 yield from _leanest_pipeline(space, staged, stages, w, m)
 
 
