@@ -256,7 +256,7 @@ def _least(prices: Prices, *, proved: bool) -> tuple[Candidate, tuple[str, ...]]
     Raises:
         InfeasibleError: none of them fits either.
     """
-    found = () if proved else leanest.lean(prices, prices.space.pinned)
+    found = [] if proved else list(leanest.lean(prices, prices.space.pinned))
     best = min((x for x in found if x.excess <= 0), key=lambda x: x.price.cost.total_s, default=None)
     if best is None:
         raise infeasible.explain(prices, prices.space.pinned, proved=proved)

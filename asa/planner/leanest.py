@@ -29,8 +29,8 @@ def lean(prices: Prices, allowed: Allowed = anything, *, widest: bool = False) -
     """Plans of low peaks: every single stage (of all ranks, or all of a power of two, where ``widest``), and for every
     number of equal stages of a pipeline the cuts that spread the least state and activations evenly."""
     gpus = prices.space.request.gpus
-    some = {gpus, 2 ** (gpus.bit_length() - 1)} if widest else widths(gpus)
-    for candidate in (*_leanest_stages(prices, allowed, sorted(some)), *_leanest_pipelines(prices, allowed)):
+    some = sorted({gpus, 2 ** (gpus.bit_length() - 1)}) if widest else list(widths(gpus))
+    for candidate in (*_leanest_stages(prices, allowed, some), *_leanest_pipelines(prices, allowed)):
         price = prices.of(candidate)
         yield Leanest(candidate=candidate, price=price, excess=price.peak.total - prices.capacity(candidate))
 
