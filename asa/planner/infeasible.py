@@ -84,7 +84,7 @@ def explain(prices: Prices, allowed: Allowed = anything, *, proved: bool = True)
     Not ``proved``: time was up before the search had seen that there is none.
     """
     space, request = prices.space, prices.space.request
-    found = leanest(prices, allowed, widest=True) if overfull(space) else None
+    found = leanest(prices, allowed, few=True) if overfull(space) else None
     found = found or leanest(prices, allowed)
     if found is None:
         return InfeasibleError(_nothing_runs(space, allowed))

@@ -25,19 +25,19 @@ class Leanest:
     excess: float
 
 
-def lean(prices: Prices, allowed: Allowed = anything, *, widest: bool = False) -> Iterator[Leanest]:
-    """Plans of low peaks: every single stage (of all ranks, or all of a power of two, where ``widest``), and for every
+def lean(prices: Prices, allowed: Allowed = anything, *, few: bool = False) -> Iterator[Leanest]:
+    """Plans of low peaks: every single stage (where ``few``: of one rank, of all, and of a power of two), and for every
     number of equal stages of a pipeline the cuts that spread the least state and activations evenly."""
     gpus = prices.space.request.gpus
-    some = sorted({gpus, 2 ** (gpus.bit_length() - 1)}) if widest else list(widths(gpus))
+    some = sorted({1, gpus, 2 ** (gpus.bit_length() - 1)}) if few else list(widths(gpus))
     for candidate in (*_leanest_stages(prices, allowed, some), *_leanest_pipelines(prices, allowed)):
         price = prices.of(candidate)
         yield Leanest(candidate=candidate, price=price, excess=price.peak.total - prices.capacity(candidate))
 
 
-def leanest(prices: Prices, allowed: Allowed = anything, *, widest: bool = False) -> Leanest | None:
+def leanest(prices: Prices, allowed: Allowed = anything, *, few: bool = False) -> Leanest | None:
     """The plan that comes closest to fitting, as far as it is looked for; None where no plan exists at all."""
-    return min(lean(prices, allowed, widest=widest), key=lambda x: x.excess, default=None)
+    return min(lean(prices, allowed, few=few), key=lambda x: x.excess, default=None)
 
 
 def _leanest_stages(prices: Prices, allowed: Allowed, some: Sequence[int]) -> Iterator[Candidate]:
@@ -68,9 +68,9 @@ def _leanest_pipelines(prices: Prices, allowed: Allowed) -> Iterator[Candidate]:
         width = space.request.gpus // stages
         for w in sorted({width, 2 ** (width.bit_length() - 1)}):
             counts = _microbatches(space)
-            few = next((m for m in counts if staged.chain(w, m) is not None), None)
+            least = next((m for m in counts if staged.chain(w, m) is not None), None)
             many = next((m for m in reversed(counts) if staged.chain(w, m) is not None), None)
-            for m in dict.fromkeys(m for m in (few, many) if m is not None):
+            for m in dict.fromkeys(m for m in (least, many) if m is not None):
                 yield from _leanest_pipeline(space, staged, stages, w, m)
 
 
