@@ -50,7 +50,7 @@ from asa.ir.units import GIB  # noqa: E402
 from asa.planner import Request, plan  # noqa: E402
 from asa.planner.candidate import Prices  # noqa: E402
 from asa.planner.certificate import check  # noqa: E402
-from asa.planner.infeasible import leanest  # noqa: E402
+from asa.planner.leanest import leanest  # noqa: E402
 from asa.planner.space import Space  # noqa: E402
 from asa.strategies import offered  # noqa: E402
 

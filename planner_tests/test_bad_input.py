@@ -90,6 +90,22 @@ def test_a_comparison_is_refused_before_anything_is_measured(argv, code, words, 
     assert words in refused(capsys, code, *BENCH, *argv)
 
 
+@pytest.mark.parametrize(
+    ("argv", "code", "words"),
+    [
+        (("--data-root", "nowhere"), 3, "--data-root nowhere does not exist"),
+        (("--out", "file"), 5, "file is not a directory; choose another --out"),
+        (("--out", "file/below"), 5, "file is not a directory; choose another --out"),
+        (("--out", "nowhere", "--resume"), 7, "no run in nowhere to resume"),
+    ],
+)
+def test_folders_that_cannot_be_used_are_seen_before_anything_is_started(argv, code, words, place, capsys, monkeypatch):
+    monkeypatch.setattr("asa.cli.train._train", lambda *_: pytest.fail("started to train"))
+    (place / "file").write_text("")
+    assert words in refused(capsys, code, "train", "plan.json", *argv)
+    assert not (place / "nowhere").exists()
+
+
 def _cut(text: str) -> str:
     return text[: len(text) // 2]
 

@@ -298,3 +298,11 @@ def test_the_default_cluster_is_measured_large_enough_and_of_the_same_device(els
     assert choose.default_cluster(Console(), "cpu", "Test CPU", 3).name == "box4"
     assert choose.named_cluster("box2").num_devices == 2
     assert choose.named_cluster("profiles/cluster.box4.json").num_devices == 4
+
+
+def test_every_cluster_that_is_listed_can_be_named(capsys):
+    assert entry.run(["cluster", "list", "--json"]) == 0
+    listed = {c["name"] for c in json.loads(capsys.readouterr().out)["clusters"]}
+    assert "local-gloo-2" in listed, "shipped"
+    for name in listed:
+        assert choose.named_cluster(name).name == name

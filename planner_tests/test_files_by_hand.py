@@ -45,3 +45,39 @@ def test_a_preset_that_was_shown_can_be_changed(place, capsys):
     del shown["fingerprint"]
     (place / "mine.json").write_text(json.dumps(shown))
     assert entry.run(["cluster", "show", "mine.json"]) == 0
+
+
+def _chain(place: Path, count: int, parameter_bytes: int, seconds: float, devices: int) -> list[str]:
+    """A profile of ``count`` bodies in a row and a cluster of ``devices``, written over those of the page."""
+    profile, cluster = (json.loads((place / f"{name}.json").read_text()) for name in ("profile", "cluster"))
+    body, timing = profile["graph"]["components"][0], profile["timings"][0]
+    body |= {"parameter_bytes": parameter_bytes, "largest_parameter_bytes": parameter_bytes}
+    spread = dict.fromkeys(("median", "p10", "p90"), seconds) | {"n": 1}
+    timing |= {"forward": spread, "backward": spread}
+    names = [f"body.{i}" for i in range(count)]
+    profile["graph"]["components"] = [body | {"name": n, "modules": [n]} for n in names]
+    profile["timings"] = [timing | {"component": n} for n in names]
+    cluster["num_devices"] = cluster["levels"][0]["devices"] = devices
+    for name, data in (("profile", profile), ("cluster", cluster)):
+        (place / f"{name}.json").write_text(json.dumps(data))
+    return ["plan", "profile.json", "--cluster", "cluster.json", "--time-limit", "0.3s", "--json"]
+
+
+def test_a_model_that_takes_no_time_runs_on_one_device(place, capsys):
+    assert entry.run(_chain(place, 2, 4000, 0.0, 4)) == 0
+    assert [s["ranks"] for s in json.loads(capsys.readouterr().out)["stages"]] == [[0]]
+
+
+def test_a_plan_that_fits_on_few_devices_is_found_on_more(place, capsys):
+    """Six times 9 GiB of states in 13.3 GiB: three stages of two components fit, their optimizer's state on the host,
+    as long as there is one microbatch."""
+    argv = _chain(place, 6, 3 * 1024**3, 1e-2, 8)
+    for gpus in ("3", "5"):
+        assert entry.run([*argv, "--gpus", gpus]) == 0, gpus
+        made = json.loads(capsys.readouterr().out)
+        assert made["num_microbatches"] == 1
+        assert any(c["offload"] for c in made["components"])
+    assert entry.run([*argv, "--gpus", "2"]) == 4
+    said = json.loads(capsys.readouterr().out)["error"]
+    assert "devices have 16 GiB (less 2.67 GiB" in said
+    assert "or --gpus 3" in said, "the nearest number, not the double one"

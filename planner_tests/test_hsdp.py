@@ -24,7 +24,7 @@ from asa.ir.layout import Layout
 from asa.ir.plan import DataDegree, Plan
 from asa.ir.traffic import Beside, Collective
 from asa.launch import run_ranks
-from asa.planner import Request, parse_pin, plan
+from asa.planner import Request, parse_pin, plan, why_not
 from asa.planner.candidate import Prices
 from asa.planner.space import Space
 from asa.scheduler import adapt
@@ -160,6 +160,8 @@ def test_pins_hold_it_and_one_node_of_two_has_no_room() -> None:
     assert "one node" in row.why_not
     asked = plan(profile, nouns.cluster(4), offered(), Request(gpus=4, global_batch=8, strategies=("hsdp",)))[0]
     assert {c.data.shards for c in asked.components} == {2}
+    found = why_not(alone, profile, nouns.cluster(4), offered(), "hsdp")
+    assert found.other_s == pytest.approx(asked.prediction.step_time_s), "here it is asked for by name, too"
 
 
 def test_presets_of_several_nodes_shard_over_a_node() -> None:

@@ -50,6 +50,16 @@ def test_the_difference_to_another_strategy_is_a_sum_of_terms(other):
     assert found.changed
 
 
+def test_a_plan_that_is_the_slower_one_says_why_it_is_the_answer():
+    whole = plan(PROFILE, CLUSTER, FULL, Request(gpus=8, global_batch=256, strategies=("ddp",)))[0]
+    last = PLAN.components[-1]
+    found = why_not(whole, PROFILE, CLUSTER, FULL, f"classifier=tensor@{last.tensor.degree}")
+    assert found.other_s is not None
+    assert found.other_s < found.plan_s
+    assert f"{100 * (1 - found.other_s / found.plan_s):.2g} % faster than this plan" in found.remark
+    assert not why_not(PLAN, PROFILE, CLUSTER, FULL, "ddp").remark
+
+
 def test_what_was_chosen_anyway_differs_in_nothing():
     last = PLAN.components[-1]
     found = why_not(PLAN, PROFILE, CLUSTER, FULL, f"classifier=tensor@{last.tensor.degree}")

@@ -13,6 +13,7 @@ from asa.ir.cluster import Cluster
 from asa.ir.profile import Profile
 from asa.ir.units import GIB, MIB
 from asa.planner import Request, parse_pin, plan
+from asa.planner.space import Space
 
 FULL, PLAIN = fake_strategies.FULL, fake_strategies.PLAIN
 
@@ -104,6 +105,16 @@ def test_infeasible_names_the_component_the_number_and_a_remedy_that_works():
     enough = float(message.split("--memory ")[1].split()[0])
     assert plan(profile, cluster, PLAIN, replace(request, memory_bytes=int(enough * GIB)))
     assert "\n" not in message
+
+
+def test_weights_that_fit_nowhere_are_seen_before_anything_is_priced(monkeypatch):
+    profile, cluster = tiny(4)
+    weights = sum(c.parameter_bytes for c in profile.graph.components)
+    space = Space(profile, cluster, FULL, Request(gpus=4, global_batch=8))
+    memory = cluster.device.memory_bytes - int(space.room(0, 1, 1)) + weights // 4 - 1
+    monkeypatch.setattr("asa.planner.decide.table", lambda *_: pytest.fail("whole strategies were priced"))
+    with pytest.raises(InfeasibleError, match="try --memory"):
+        plan(profile, cluster, FULL, Request(gpus=4, global_batch=8, memory_bytes=memory))
 
 
 def test_infeasible_proposes_devices_where_the_cluster_has_more():

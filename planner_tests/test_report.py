@@ -16,7 +16,8 @@ import pytest
 from asa.ir import codec
 from asa.ir.bench import Bench, BenchResult
 from asa.ir.equivalence import Equivalence, TensorError
-from asa.report import bench, charts, checks, cluster, page, plan, profile, tables, training, units, verify
+from asa.planner.explain import Difference, Term
+from asa.report import bench, charts, checks, cluster, explain, page, plan, profile, tables, training, units, verify
 
 FIGURES = ("training_time", "speedup", "compute_communication", "accuracy", "memory", "assignment")
 
@@ -33,6 +34,16 @@ def test_examples_in_docstrings_hold(module):
 )
 def test_seconds(value, text):
     assert units.seconds(value) == text
+
+
+def test_nothing_has_no_sign():
+    terms = [Term(name="boundaries", plan_s=-1e-12, other_s=1e-3)]
+    found = Difference(
+        other="ddp", plan_s=1.0, other_s=0.9999999, fits=True, why_not="", terms=tuple(terms), changed=()
+    )
+    text = tables.plain(explain.versus(found), width=120)
+    assert re.search(r"boundaries +0 s +1.00 ms +\+1.00 ms", text)
+    assert not re.search(r"-0(\.0)? ", text)
 
 
 def test_a_plan_shows_groups_baselines_and_certificate():

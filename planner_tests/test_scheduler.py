@@ -117,7 +117,7 @@ def test_a_plan_that_keeps_its_promise_is_kept_and_every_epoch_saved() -> None:
     records, events = _run(executor, 3, _always(_plan(0.1, strategy="ddp")))
     assert executor.calls == [(what, e) for e in range(3) for what in ("run", "save")]
     assert [r.verdict.action for r in records] == ["keep"] * 3
-    assert records[0].verdict.reason == "predicted 1 s/step, measured 1.04 s (+4.0 %)"
+    assert records[0].verdict.reason == "predicted 1 s/step, measured 1.04 s (-3.8 %)"
     assert events == []
     assert records[-1].step == 3 * STEPS
 
@@ -237,8 +237,8 @@ def test_the_verdict_weighs_error_noise_and_what_is_left_to_gain() -> None:
 
 def test_the_line_of_an_epoch() -> None:
     line = describe(_measured(_plan(0.742), 0.751))
-    assert line == "predicted 0.742 s/step, measured 0.751 s (+1.2 %)"
-    assert describe(_measured(_plan(0.0001), 0.00005)) == "predicted 0.0001 s/step, measured 0.00005 s (-50.0 %)"
+    assert line == "predicted 0.742 s/step, measured 0.751 s (-1.2 %)"
+    assert describe(_measured(_plan(0.0001), 0.00005)) == "predicted 0.0001 s/step, measured 0.00005 s (+100.0 %)"
 
 
 def test_calibration_remembers_but_newer_epochs_count_more() -> None:

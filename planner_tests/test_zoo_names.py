@@ -36,10 +36,26 @@ def test_where_there_is_no_source_to_read_nothing_is_refused(monkeypatch: pytest
 
 def test_a_factory_is_looked_for_here_and_among_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "own_file.py").write_text("raise RuntimeError('imported')")
+    (tmp_path / "own_file.py").write_text("def f(): ...\nraise RuntimeError('imported')")
     (tmp_path / "own_folder").mkdir()
-    for spec in ("own_file:f", "own_folder.deep:f.g", "wave:f", "pytest:f"):
+    (tmp_path / "own_folder" / "deep.py").write_text("from elsewhere import models as f")
+    (tmp_path / "by_magic.py").write_text("globals()['f'] = int")
+    (tmp_path / "by_star.py").write_text("from own_file import *")
+    (tmp_path / "broken.py").write_text("def (")
+    for spec in (
+        "own_file:f",
+        "own_folder.deep:f.g",
+        "by_magic:f",
+        "by_star:f",
+        "broken:f",
+        "wave:open",
+        "pytest:mark",
+    ):
         names.check(spec)
+    with pytest.raises(UsageError, match=r"own_file has no 'ff'; did you mean f\?"):
+        names.check("own_file:ff")
+    with pytest.raises(UsageError, match=r"no module 'own_folder.shallow' to import"):
+        names.check("own_folder.shallow:f")
     with pytest.raises(UsageError, match=r"no module 'own_gone.deep' to import from here"):
         names.check("own_gone.deep:f")
     with pytest.raises(UsageError, match="is not of the form package"):

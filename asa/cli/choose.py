@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from asa.cli import places
 from asa.cli.console import Console
+from asa.cli.estimates import estimated
 from asa.cli.verb import Arguments
 from asa.errors import InvalidInputError, UsageError
 from asa.ir import codec
@@ -26,9 +28,10 @@ def named_cluster(name: str) -> Cluster:
     """
     if places.looks_like_file(name):
         return codec.load(Cluster, Path(name))
-    local = places.PROFILES / f"{places.CLUSTER_PREFIX}{places.slug(name)}.json"
-    if local.is_file():
-        return codec.load(Cluster, local)
+    for folder in (places.PROFILES, places.SHIPPED):
+        local = folder / f"{places.CLUSTER_PREFIX}{places.slug(name)}.json"
+        if local.is_file():
+            return codec.load(Cluster, local)
     from asa.cost import presets
 
     return presets.load(name)
@@ -78,7 +81,7 @@ def profile(args: Arguments, console: Console, model: str | None, cluster: Clust
     check(model)
     if cluster is None or cluster.device.type == "cpu" or _has_cuda():
         return measured(args, console, model, cluster.device.type if cluster else "auto")
-    return _traced_only(args, model, cluster)
+    return estimated(args, model, cluster)
 
 
 def profile_here(args: Arguments, console: Console, model: str, device: str, gpus: int) -> tuple[Profile, str]:
@@ -191,33 +194,11 @@ def _for_cluster(p: Profile, cluster: Cluster | None, said: str) -> tuple[Profil
     return p, f"{said} was taken on {p.device.name}; times on {cluster.device.name} are estimated from it, uncalibrated"
 
 
-def _traced_only(args: Arguments, model: str, cluster: Cluster) -> tuple[Profile, str]:
-    """An estimate from the model's structure: traced here, timed nowhere."""
-    import torch
-
-    from asa.cost.estimate import estimate
-    from asa.sharding.describe import layer_graph
-    from asa.tracing import trace
-    from asa.zoo.models import build, default_input
-
-    usual, usual_classes = default_input(model)
-    shape, classes = args.input or usual, args.classes or usual_classes
-    traced = trace(build(model, num_classes=classes, input_shape=shape), torch.zeros(2, *shape), name=model)
-    made = estimate(
-        layer_graph(traced, model=model, input_shape=shape, num_classes=classes),
-        cluster.device,
-        model_spec=model,
-        model_fingerprint=traced.model_fingerprint,
-        precision=args.precision,
-        global_batch=args.global_batch or 256,
-        max_degree=cluster.num_devices,
-    )
-    # Kept apart from what was measured, for `asa explain` and `asa simulate`.
-    codec.save(made, places.ESTIMATES / f"{places.slug(model)}.{places.slug(cluster.name)}.json")
-    return made, f"times of {model} on {cluster.device.name} are estimated from FLOPs and bytes, uncalibrated"
-
-
 def _has_cuda() -> bool:
+    """Whether there is a CUDA (or ROCm) device; where the system shows none, torch is not asked."""
+    shown = [*Path("/dev").glob("nvidia*"), *(p for p in (Path("/dev/kfd"), Path("/dev/dxg")) if p.exists())]
+    if sys.platform == "linux" and not shown:
+        return False
     from asa.launch import cuda_devices
 
     return cuda_devices() > 0

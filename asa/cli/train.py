@@ -16,7 +16,7 @@ from asa.cli.console import Console, Report
 from asa.cli.rehearse import OPTIONS as REHEARSAL
 from asa.cli.rehearse import rehearse
 from asa.cli.verb import Arguments, Option, Verb
-from asa.errors import AsaError, NoCheckpointError
+from asa.errors import AsaError, InvalidInputError, NoCheckpointError
 from asa.ir import codec
 from asa.ir.measurements import EpochRecord
 from asa.ir.plan import Plan
@@ -149,17 +149,23 @@ def plan_and_folder(args: Arguments) -> tuple[Path, Plan, Path]:
     """The plan with its file, and the run's folder: a new one, or with ``--resume`` the one named or the newest.
 
     Raises:
-        InvalidInputError: no plan, or one that cannot be used.
+        InvalidInputError: no plan, or one that cannot be used; no folder of data.
         NoCheckpointError: nothing to resume.
+        UnavailableError: the folder cannot be written.
     """
+    if args.data_root and not args.download and not Path(args.data_root).exists():
+        raise InvalidInputError(f"--data-root {args.data_root} does not exist")
     if not args.resume:
         path, plan = places.newest_plan(args.plan)
         out = Path(args.out) if args.out else places.new_folder(places.TRAINING, places.slug(plan.model_spec))
+        places.check_writable(out / "plan.json", "--out")
         return path, plan, out
     runs = sorted(places.TRAINING.glob("*/plan.json"), key=lambda p: p.stat().st_mtime)
     if not args.out and not runs:
         raise NoCheckpointError(f"no run in {places.TRAINING}/ to resume; name one with --out")
     out = Path(args.out) if args.out else runs[-1].parent
+    if not out.exists():
+        raise NoCheckpointError(f"no run in {out} to resume: there is no such folder; leave out --resume to start anew")
     left = out / "plan.json"
     if not args.plan and not left.is_file():
         raise NoCheckpointError(f"no run in {out} to resume: it has no plan.json; leave out --resume to start anew")

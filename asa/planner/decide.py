@@ -17,7 +17,7 @@ from asa.ir.codec import noun
 from asa.ir.plan import Assignment, Baseline, Certificate, CurvePoint, Plan, Stage
 from asa.ir.profile import Profile
 from asa.ir.units import GIB
-from asa.planner import baselines, infeasible, parameter_server
+from asa.planner import baselines, infeasible, leanest, parameter_server
 from asa.planner.admission import check_request
 from asa.planner.candidate import Candidate, Prices
 from asa.planner.circumstances import circumstances
@@ -76,6 +76,8 @@ def plan(
     check_request(cluster, strategies, request)
     used = on_device(profile, cluster) if known is None else known.space.profile
     prices = Prices(Space(used, cluster, strategies, request), known)
+    if "asa" in wanted and infeasible.overfull(prices.space):
+        raise infeasible.explain(prices, prices.space.pinned)
     rows = table(prices, wanted)
     eligible = [r for r in rows if r.fits and r.candidate is not None and _pins_allow(prices.space, r.candidate)]
     if "asa" not in wanted:
@@ -242,23 +244,26 @@ def _choose(
         return simplest.candidate, (stay, *circumstances(prices, simplest.candidate))
     unclear = noise(price, simplest.price)
     if prices.space.request.prefer_simple and gain < unclear:
-        said = f"{stay}, below the noise of {100 * unclear / simplest.seconds:.2g} %"
+        won, told = (100 * x / simplest.seconds for x in (gain, unclear))
+        said = f"{stay}, the best plan found gains {won:.2g} %, below the noise of {told:.2g} %"
         return simplest.candidate, (said, *circumstances(prices, simplest.candidate))
     said = f"{100 * gain / simplest.seconds:.3g} % faster than the best whole strategy, {simplest.name}"
     return found, (said, *circumstances(prices, found))
 
 
 def _least(prices: Prices, *, proved: bool) -> tuple[Candidate, tuple[str, ...]]:
-    """The plan that needs least memory, where the search found none in its time, and what is to be said about it.
+    """The fastest of the plans that need least memory, where the search found none in its time, and what is to be
+    said about it.
 
     Raises:
-        InfeasibleError: it does not fit either.
+        InfeasibleError: none of them fits either.
     """
-    least = None if proved else infeasible.leanest(prices, prices.space.pinned)
-    if least is None or least.excess > 0:
+    found = [] if proved else list(leanest.lean(prices, prices.space.pinned))
+    best = min((x for x in found if x.excess <= 0), key=lambda x: x.price.cost.total_s, default=None)
+    if best is None:
         raise infeasible.explain(prices, prices.space.pinned, proved=proved)
-    said = "the plan that needs least memory: the search found none in its time"
-    return least.candidate, (said, *circumstances(prices, least.candidate))
+    said = "one of those that need least memory: the search found none in its time"
+    return best.candidate, (said, *circumstances(prices, best.candidate))
 
 
 def _certificate(prices: Prices, candidate: Candidate, outcome: Outcome, seconds: float) -> Certificate:

@@ -18,6 +18,7 @@ from asa.planner import baselines, parameter_server
 from asa.planner.candidate import Candidate, Prices
 from asa.planner.decide import row
 from asa.planner.formulate import formulate
+from asa.planner.prediction import noise
 from asa.planner.request import Request, parse_pin
 from asa.planner.search import search
 from asa.planner.singles import TOLERANCE_GIB
@@ -86,7 +87,8 @@ class Term:
 
 @noun
 class Difference:
-    """A plan beside another one. ``other_s`` is None where the other cannot be run; ``changed`` names components."""
+    """A plan beside another one. ``other_s`` is None where the other cannot be run; ``changed`` names components;
+    ``remark``: why the plan is not the other one, where that is the faster of the two."""
 
     other: str
     plan_s: float
@@ -95,16 +97,19 @@ class Difference:
     why_not: str
     terms: tuple[Term, ...]
     changed: tuple[str, ...]
+    remark: str = ""
 
 
 def _prices(
     plan: Plan, profile: Profile, cluster: Cluster, strategies: Strategies, memory_bytes: int | None, other: str = ""
 ) -> tuple[Candidate, Prices]:
-    by_tokens = "sequence" in (*(c.tensor.strategy for c in plan.components), *re.split("[=@]", other))
+    forced = re.split("[=@]", other)
+    by_tokens = "sequence" in (*(c.tensor.strategy for c in plan.components), *forced)
+    named = (*(("sequence",) if by_tokens else ()), *(("hsdp",) if "hsdp" in forced else ()))
     request = Request(
         gpus=plan.gpus, global_batch=plan.global_batch, optimizer=plan.optimizer, compression=plan.compression,
         memory_bytes=plan.memory_bytes if memory_bytes is None else memory_bytes,
-        strategies=("asa", "sequence") if by_tokens else None,
+        strategies=("asa", *named) if named else None,
     )  # fmt: skip
     candidate = Candidate(
         origin=plan.strategy,
@@ -220,7 +225,19 @@ def why_not(
         why_not="" if fits else lacking,
         terms=_terms(price, theirs),
         changed=_changed(plan, candidate, rival),
+        remark=_remark(price, theirs) if fits else "",
     )
+
+
+def _remark(mine: Price, theirs: Price) -> str:
+    """Why a plan that is slower than another one may be the answer."""
+    gain, unclear = mine.cost.total_s - theirs.cost.total_s, noise(mine, theirs)
+    if gain <= 1e-6 * mine.cost.total_s:
+        return ""
+    told = f"predicted {100 * gain / mine.cost.total_s:.2g} % faster than this plan"
+    if gain < unclear:
+        return f"{told}, below the noise of {100 * unclear / mine.cost.total_s:.2g} %"
+    return f"{told}: not allowed when it was made, or not found in its time; try a longer --time-limit"
 
 
 def _served(plan: Plan, candidate: Candidate, prices: Prices, other: str) -> Difference:

@@ -22,7 +22,7 @@ from asa.ir.plan import Assignment, Plan
 from asa.ir.profile import Profile
 from asa.planner.candidate import Prices
 from asa.planner.decide import plan
-from asa.planner.infeasible import leanest
+from asa.planner.leanest import leanest
 from asa.planner.request import Request
 from asa.planner.space import Space
 

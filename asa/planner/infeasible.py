@@ -5,21 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
 
 from asa.cost.memory import usable
-from asa.cost.planned import Price
 from asa.errors import InfeasibleError
-from asa.ir.codec import noun
 from asa.ir.units import GIB
-from asa.planner import baselines, dp
+from asa.planner import baselines
 from asa.planner.candidate import Candidate, Prices
-from asa.planner.formulate import formulate
-from asa.planner.pipelines import Skeleton
-from asa.planner.problem import Chain
+from asa.planner.leanest import leanest
 from asa.planner.request import Pin
 from asa.planner.space import Allowed, Space, anything, widths
-from asa.planner.staged import StagedSpace
 
 _MOST_DEVICES = 64
 _LOOK_S = 1.0
@@ -28,13 +22,11 @@ MOST_MEMORY = 2**20 * GIB
 """Of one device, by far."""
 
 
-@noun
-class Leanest:
-    """The plan with the lowest peak, and by how many bytes that peak oversteps what a rank may use."""
-
-    candidate: Candidate
-    price: Price
-    excess: float
+def overfull(space: Space) -> bool:
+    """Whether nothing is left for a plan, or less than the weights alone take, each of them held once."""
+    gpus = space.request.gpus
+    free = sum(max(0.0, space.room(rank, 1, 1)) for rank in range(gpus))
+    return free <= 0 or sum(c.parameter_bytes for c in space.profile.graph.components) > free
 
 
 def hopeless(prices: Prices, allowed: Allowed = anything) -> bool:
@@ -44,6 +36,8 @@ def hopeless(prices: Prices, allowed: Allowed = anything) -> bool:
     while it computes, in stages of every width and any split of the components over them.
     """
     space, n = prices.space, len(prices.space.profile.graph)
+    if overfull(space):
+        return True
     lean: dict[int, list[tuple[float, float]]] = {}
     for width in widths(space.request.gpus):
         lean[width] = [_leanest_component(prices, i, width, allowed) for i in range(n)]
@@ -84,97 +78,14 @@ def _leanest_component(prices: Prices, index: int, width: int, allowed: Allowed)
     return least, min(held + gathered for held, gathered in found) - least
 
 
-def leanest(prices: Prices, allowed: Allowed = anything) -> Leanest | None:
-    """The plan that comes closest to fitting, as far as it is looked for; None where no plan exists at all.
-
-    Every single stage is tried, and for every number of equal stages of a pipeline the cuts that spread the least
-    state and activations evenly.
-    """
-    found = (
-        Leanest(candidate=c, price=price, excess=price.peak.total - prices.capacity(c))
-        for c in (*_leanest_stages(prices, allowed), *_leanest_pipelines(prices, allowed))
-        for price in (prices.of(c),)
-    )
-    return min(found, key=lambda x: x.excess, default=None)
-
-
-def _leanest_stages(prices: Prices, allowed: Allowed) -> Iterator[Candidate]:
-    """With one microbatch gradients do not exist all at once. Of several, the more the leaner, as long as each layout's
-    ranks have samples."""
-    for width in widths(prices.space.request.gpus):
-        counts = _microbatches(prices.space)
-        divisors = [d for d in range(1, width + 1) if width % d == 0]
-        most = {max((m for m in counts if prices.space.enough_samples(0, d, m)), default=1) for d in divisors}
-        fewer = {m // 2 for m in most}  # where a later component needs two samples
-        for m in sorted({1, *most, *fewer} - {0}):
-            formulation = formulate(prices, width, m, allowed, every=True)
-            if formulation is None:
-                continue
-            found = dp.least_memory(formulation.problem)
-            if found.choice is not None:
-                yield formulation.candidate(found.choice)
-
-
-def _leanest_pipelines(prices: Prices, allowed: Allowed) -> Iterator[Candidate]:
-    """1f1b holds no more microbatches than any other schedule; the smaller they are, the better."""
-    space, n = prices.space, len(prices.space.profile.graph)
-    schedule = space.schedules.get("1f1b")
-    if schedule is None:
-        return
-    staged = StagedSpace(prices, allowed, every=True)
-    for stages in range(2, min(space.request.gpus, n) + 1):
-        width = space.request.gpus // stages
-        counts = [m for m in _microbatches(space) if staged.chain(width, m) is not None]
-        if not counts:
-            continue
-        chain = staged.chain(width, counts[-1])
-        assert chain is not None
-        flights = [schedule.in_flight(s, stages, counts[-1]) for s in range(stages)]
-        starts = _even(chain, flights)
-        if not all(space.profile.graph.cuttable(start) for start in starts):
-            continue
-        choices = []
-        for s, (start, stop) in enumerate(pairwise((*starts, n))):
-            choices.append(dp.least_memory(chain.stage(start, stop, flights[s])).choice)
-        made = tuple(c for c in choices if c is not None)
-        if len(made) == stages:
-            skeleton = Skeleton(
-                starts=starts, widths=(width,) * stages, num_microbatches=counts[-1], schedule="1f1b"
-            )  # fmt: skip
-            yield staged.candidate(skeleton, made)
-
-
-def _even(chain: Chain, flights: Sequence[int]) -> tuple[int, ...]:
-    """Starts of stages, stage s with ``flights[s]`` microbatches in flight, such that the fullest holds least."""
-    n, stages = len(chain.names), len(flights)
-    held = [[0.0, *accumulate(min(c.state + f * c.activations for c in row) for row in chain.configs)] for f in flights]
-    best = [(held[-1][n] - held[-1][i], n) for i in range(n)]
-    ends = [best]
-    for s in range(stages - 2, -1, -1):
-        behind = ends[0]
-        row = []
-        for i in range(n):
-            cuts = range(i + 1, n - (stages - 2 - s))
-            row.append(min(((max(held[s][j] - held[s][i], behind[j][0]), j) for j in cuts), default=(float("inf"), n)))
-        ends.insert(0, row)
-    starts = [0]
-    for s in range(stages - 1):
-        starts.append(ends[s][starts[-1]][1])
-    return tuple(starts)
-
-
-def _microbatches(space: Space) -> list[int]:
-    """One microbatch, and all powers of two: memory rarely falls further than the last that can run."""
-    return [2**k for k in range(space.request.global_batch.bit_length())]
-
-
 def explain(prices: Prices, allowed: Allowed = anything, *, proved: bool = True) -> InfeasibleError:
     """The error to raise: what binds, and the nearest batch, memory or number of devices that fits.
 
     Not ``proved``: time was up before the search had seen that there is none.
     """
     space, request = prices.space, prices.space.request
-    found = leanest(prices, allowed)
+    found = leanest(prices, allowed, few=True) if overfull(space) else None
+    found = found or leanest(prices, allowed)
     if found is None:
         return InfeasibleError(_nothing_runs(space, allowed))
     ranks, peak = prices.busy(found.candidate), found.price.peak
@@ -189,7 +100,7 @@ def explain(prices: Prices, allowed: Allowed = anything, *, proved: bool = True)
     if more is not None:
         tries.append(f"--gpus {more}")
     aside = total - usable(space.cluster.device, total, ranks)
-    kept = f" ({aside / GIB:.2f} GiB of them for the context and the allocator)" if aside > 0 else ""
+    kept = f" (less {aside / GIB:.2f} GiB for the context and the allocator)" if aside > 0 else ""
     tried = f"; try {' or '.join(tries)}" if tries else "; the model is too large for any device"
     return InfeasibleError(
         f"{'no plan fits' if proved else 'no plan was found in time'}: {name} needs {peak.total / GIB:.3g} GiB in its "
@@ -258,13 +169,18 @@ def _smaller_batch(space: Space) -> int | None:
 
 
 def _more_devices(space: Space) -> int | None:
-    """The fewest doubled devices, within the cluster, under which something fits."""
-    gpus = 2 * space.request.gpus
-    while gpus <= min(space.cluster.num_devices, _MOST_DEVICES):
-        if _fits(_with(space, gpus=gpus)):
-            return gpus
-        gpus *= 2
-    return None
+    """The fewest devices, within the cluster, under which something fits: doubled, then by halves between, while
+    there is time."""
+    most, ends = min(space.cluster.num_devices, _MOST_DEVICES), time.monotonic() + _LOOK_S
+    low, high = space.request.gpus, min(2 * space.request.gpus, most)
+    while high > low and not _fits(_with(space, gpus=high)):
+        low, high = high, min(2 * high, most)
+    if high <= low:
+        return None
+    while high - low > 1 and time.monotonic() < ends:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _fits(_with(space, gpus=middle)) else (middle, high)
+    return high
 
 
 def _nothing_runs(space: Space, allowed: Allowed) -> str:

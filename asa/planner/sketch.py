@@ -120,6 +120,8 @@ class Sketch:
         shortest = max(shortest, longest / (2 * ranks))
         if not np.isfinite(shortest) or shortest <= 0:
             shortest = longest / (2 * ranks)
+        if longest <= 0:
+            return  # components that take no time: one stage is as fast as any
         found: dict[Any, tuple[float, Outline]] = {}
         for level in np.geomspace(shortest * 1.001, max(longest, shortest * 1.01), _LEVELS):
             for value, candidate in self._below(m, float(level), stages, links, placed, unit, ranks):

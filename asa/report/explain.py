@@ -7,7 +7,7 @@ from rich.console import RenderableType
 from asa.ir.plan import DataDegree, TensorDegree
 from asa.planner.explain import Alternative, Difference, Explanation
 from asa.report.tables import line, table
-from asa.report.units import NOTHING, error, seconds, size
+from asa.report.units import NOTHING, difference, error, seconds, size
 
 
 def render(found: Explanation) -> list[RenderableType]:
@@ -40,8 +40,7 @@ def render(found: Explanation) -> list[RenderableType]:
 
 def _next_best(other: Alternative) -> str:
     runs = way(other.data, other.tensor, other.checkpoint, other.offload)
-    sign = "+" if other.extra_s >= 0 else "-"
-    return f"{runs}: {sign}{seconds(abs(other.extra_s))}" + ("" if other.fits else ", does not fit")
+    return f"{runs}: {difference(other.extra_s, plus=True)}" + ("" if other.fits else ", does not fit")
 
 
 def versus(found: Difference) -> list[RenderableType]:
@@ -50,15 +49,15 @@ def versus(found: Difference) -> list[RenderableType]:
         return [line(f"{found.other} cannot be run: {found.why_not}")]
     made = table(f"This plan beside {found.other}", ("term", "this plan", found.other, "difference"))
     for t in found.terms:
-        change = t.other_s - t.plan_s
-        made.add_row(
-            t.name, _signed(t.plan_s), _signed(t.other_s), f"{'+' if change >= 0 else '-'}{seconds(abs(change))}"
-        )
+        change = difference(t.other_s - t.plan_s, plus=True)
+        made.add_row(t.name, difference(t.plan_s), difference(t.other_s), change)
     made.add_row("step", seconds(found.plan_s), seconds(found.other_s), error(found.other_s, found.plan_s))
     said: list[RenderableType] = [made, line("")]
     if not found.fits:
         how = "is" if found.why_not.startswith("priced only") else "does not fit:"
         said.append(line(f"{found.other} {how} {found.why_not}"))
+    if found.remark:
+        said.append(line(f"{found.other} is {found.remark}"))
     if found.changed:
         said.append(line(f"{len(found.changed)} components would run otherwise: {', '.join(found.changed)}"))
     return said
@@ -75,7 +74,3 @@ def way(data: DataDegree, tensor: TensorDegree, checkpoint: bool = False, offloa
     words += ["checkpoint"] if checkpoint else []
     words += ["offload"] if offload else []
     return ", ".join(words) or "whole"
-
-
-def _signed(value: float) -> str:
-    return seconds(value) if value >= 0 else f"-{seconds(-value)}"

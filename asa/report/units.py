@@ -23,6 +23,17 @@ def seconds(value: float | None) -> str:
     return f"{_figures(value / 60)} min"
 
 
+def difference(value: float, *, plus: bool = False) -> str:
+    """Seconds that may be below zero; ``plus`` shows the sign of what is not, too. Nothing has no sign to lose.
+
+    >>> difference(-2e-3), difference(2e-3), difference(2e-3, plus=True), difference(-1e-12)
+    ('-2.00 ms', '2.00 ms', '+2.00 ms', '0 s')
+    """
+    text = seconds(abs(value))
+    below = value < 0 and text != seconds(0.0)
+    return f"{'-' if below else '+' * plus}{text}"
+
+
 def size(value: float | None) -> str:
     """Bytes in binary units.
 
@@ -54,7 +65,7 @@ def percent(value: float | None, *, signed: bool = False) -> str:
     """
     if value is None:
         return NOTHING
-    return f"{100 * value:+.1f} %" if signed else f"{100 * value:.1f} %"
+    return f"{100 * value:+z.1f} %" if signed else f"{100 * value:z.1f} %"
 
 
 def flops(value: float | None) -> str:

@@ -24,15 +24,15 @@ class Policy:
 
 
 def describe(measured: Measurements) -> str:
-    """Predicted against measured, in words.
+    """Predicted against measured, in words; the error is predicted over measured, less one, as everywhere.
 
     >>> describe(measurements)  # doctest: +SKIP
-    'predicted 0.742 s/step, measured 0.751 s (+1.2 %)'
+    'predicted 0.742 s/step, measured 0.751 s (-1.2 %)'
     """
     predicted, actual = measured.predicted_step_time_s, measured.step_time.median
-    if predicted <= 0:
+    if predicted <= 0 or actual <= 0:
         return f"measured {_seconds(actual)}/step, without a prediction"
-    error = 100 * (actual / predicted - 1)
+    error = 100 * (predicted / actual - 1)
     return f"predicted {_seconds(predicted)}/step, measured {_seconds(actual)} ({error:+.1f} %)"
 
 

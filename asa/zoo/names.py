@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from asa.errors import UnavailableError, UsageError
+from asa.zoo.sources import check_defined
 
 OWN = ("bert", "cnn", "gru", "logistic", "lstm", "unet")
 """Models of the zoo's own."""
@@ -67,7 +68,7 @@ def check_installed(package: str, spec: str) -> None:
 
 
 def check_module(spec: str, name: str) -> None:
-    """Whether there is a module to import for ``package.module:factory``; only the outermost package is looked for.
+    """Whether there is a module to import for ``package.module:factory``, and the factory in its source.
 
     Raises:
         UsageError: there is none, or ``spec`` is not of that form.
@@ -76,10 +77,10 @@ def check_module(spec: str, name: str) -> None:
         raise UsageError(f"model {spec!r} is not of the form package.module:factory")
     first = name.partition(".")[0]
     here = Path.cwd()
-    if first in sys.modules or (here / first).is_dir() or any(here.glob(f"{first}.*")):
-        return
-    if importlib.util.find_spec(first) is None:
+    found = first in sys.modules or (here / first).is_dir() or any(here.glob(f"{first}.*"))
+    if not found and importlib.util.find_spec(first) is None:
         raise UsageError(f"model {spec!r}: no module {name!r} to import from here or the installed packages")
+    check_defined(spec, name, spec.partition(":")[2])
 
 
 def unknown(spec: str, known: frozenset[str]) -> NoReturn:

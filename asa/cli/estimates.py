@@ -1,0 +1,99 @@
+"""Profiles from a model's structure alone, for devices that are elsewhere: traced once, estimated as often as asked."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import asa
+from asa.cli import places
+from asa.cli.verb import Arguments
+from asa.cost.estimate import estimate
+from asa.errors import InvalidInputError
+from asa.ir import codec
+from asa.ir.profile import Profile
+from asa.zoo.names import PACKAGES
+
+if TYPE_CHECKING:
+    from asa.ir.cluster import Cluster
+    from asa.ir.graph import LayerGraph
+
+_ROOMS = ("tracing", "sharding", "zoo", "ir")
+"""Of ``asa``: those that decide what comes out of tracing a model."""
+_BATCH = 256
+
+
+def estimated(args: Arguments, model: str, cluster: Cluster) -> tuple[Profile, str]:
+    """What ``model`` is expected to take on the devices of ``cluster``, and a sentence saying so.
+
+    A model that was traced before by the same versions is not traced again, which spares importing torch. Kept in
+    ``runs/estimates`` apart from what was measured, for `asa explain` and `asa simulate` too.
+
+    Raises:
+        UsageError: the model cannot be built as asked.
+        InvalidInputError: it fails, or the devices' data sheet is not known.
+    """
+    key = _key(model, args)
+    graph, fingerprint = (_remembered(model, key) if key else None) or _traced(model, args)
+    made = estimate(
+        graph,
+        cluster.device,
+        model_spec=model,
+        model_fingerprint=fingerprint,
+        precision=args.precision,
+        global_batch=args.global_batch or _BATCH,
+        max_degree=cluster.num_devices,
+    )
+    path = places.ESTIMATES / f"{places.slug(model)}.{key or 'own'}.{codec.fingerprint(made)}.json"
+    if not path.is_file():
+        codec.save(made, path)
+    return made, f"times of {model} on {cluster.device.name} are estimated from FLOPs and bytes, uncalibrated"
+
+
+def _traced(model: str, args: Arguments) -> tuple[LayerGraph, str]:
+    import torch
+
+    from asa.sharding.describe import layer_graph
+    from asa.tracing import trace
+    from asa.zoo.models import build, default_input
+
+    usual, usual_classes = default_input(model)
+    shape, classes = args.input or usual, args.classes or usual_classes
+    traced = trace(build(model, num_classes=classes, input_shape=shape), torch.zeros(2, *shape), name=model)
+    graph = layer_graph(traced, model=model, input_shape=shape, num_classes=classes)
+    return graph, traced.model_fingerprint
+
+
+def _remembered(model: str, key: str) -> tuple[LayerGraph, str] | None:
+    """The structure found when the same model was traced before."""
+    for path in sorted(places.ESTIMATES.glob(f"{places.slug(model)}.{key}.*.json")):
+        try:
+            found = codec.load(Profile, path)
+        except InvalidInputError:
+            continue
+        if found.model_spec == model:
+            return found.graph, found.model_fingerprint
+    return None
+
+
+def _key(model: str, args: Arguments) -> str:
+    """Of everything that decides what a trace finds; empty where that is code or a configuration of the user's own."""
+    origin, colon, name = model.partition(":")
+    if colon and (origin not in PACKAGES or "/" in name or Path(name).exists()):
+        return ""
+    seen = hashlib.sha256(repr((model, args.input, args.classes)).encode())
+    for package in ("torch", PACKAGES[origin] if colon else "torchvision"):
+        seen.update(_version(package).encode() + b"\0")
+    for room in _ROOMS:
+        for path in sorted((Path(asa.__file__).parent / room).rglob("*.py")):
+            seen.update(path.name.encode() + b"\0" + path.read_bytes())
+    return seen.hexdigest()[:12]
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

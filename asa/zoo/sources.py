@@ -1,0 +1,89 @@
+"""Does a module define a name? Read in its source, before anything is imported; in doubt, yes."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+from difflib import get_close_matches
+from pathlib import Path
+
+from asa.errors import UsageError
+
+_OPAQUE = frozenset({"globals", "setattr", "exec", "eval", "__getattr__", "modules", "vars", "__path__"})
+"""Words of a source that may define names nobody can read there."""
+
+
+def check_defined(spec: str, module: str, attribute: str) -> None:
+    """Refuse ``package.module:factory`` where the source says that there is no such module or name.
+
+    Raises:
+        UsageError: there is no module ``module``, or nothing called ``attribute`` in it (near names are named).
+    """
+    first, *rest = module.split(".")
+    if first in sys.modules:
+        return
+    places = [p for p in (Path.cwd() / first, Path.cwd() / f"{first}.py") if p.exists()] or _installed(first)
+    for part in rest:
+        if not places or any(_opaque(place / "__init__.py") for place in places):
+            return
+        places = [found for place in places for found in _inside(place, part)]
+        if not places:
+            raise UsageError(f"model {spec!r}: no module {module!r} to import from here or the installed packages")
+    sources = [place / "__init__.py" if place.is_dir() else place for place in places]
+    # Several places of one name, or an extension module: the import decides.
+    if len(sources) != 1 or sources[0].suffix != ".py":
+        return
+    known, name = _names(sources[0]), attribute.partition(".")[0]
+    if known is not None and name not in known and not any(_inside(place, name) for place in places):
+        near = get_close_matches(name, [n for n in known if not n.startswith("_")], n=3)
+        hint = f"; did you mean {', '.join(near)}?" if near else ""
+        raise UsageError(f"model {spec!r}: {module} has no {attribute!r}{hint}")
+
+
+def _installed(package: str) -> list[Path]:
+    """Where an installed package or module is; nowhere, where that cannot be told."""
+    found = importlib.util.find_spec(package)
+    if found is None or found.origin in (None, "built-in", "frozen"):
+        return []
+    if found.submodule_search_locations:
+        return [Path(p) for p in found.submodule_search_locations]
+    return [Path(str(found.origin))]
+
+
+def _inside(place: Path, part: str) -> list[Path]:
+    """Modules and packages called ``part`` in the package at ``place``."""
+    if not place.is_dir():
+        return []
+    return [p for p in place.iterdir() if p.name == part or (p.is_file() and p.name.startswith(f"{part}."))]
+
+
+def _opaque(source: Path) -> bool:
+    return source.is_file() and "__path__" in source.read_text(encoding="utf-8", errors="replace")
+
+
+def _names(source: Path) -> frozenset[str] | None:
+    """Everything a module's source binds anywhere; None where it cannot be told."""
+    try:
+        tree = ast.parse(source.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return None
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name | ast.Attribute):
+            name = node.id if isinstance(node, ast.Name) else node.attr
+            if name in _OPAQUE:
+                return None
+            names.add(name)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            if node.name in _OPAQUE:
+                return None
+            names.add(node.name)
+        elif isinstance(node, ast.ImportFrom | ast.Import):
+            if any(alias.name == "*" for alias in node.names):
+                return None
+            names |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+    return frozenset(names)
+
+
+__all__ = ["check_defined"]
