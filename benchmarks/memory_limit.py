@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 
-from asa.cli.heap import start_again
+from asa.cli.heap import start_program_again
 from asa.cost.memory import reserved as reserved_peak
 from asa.errors import AsaError
 from asa.executor import run
@@ -204,7 +204,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=15.0, help="of profiling a model")
     parser.add_argument("-o", "--output", type=Path, default=RECORD)
     args = parser.parse_args()
-    start_again(("train",))  # with the heap that `asa train` has
+    start_program_again()  # with the heap that `asa train` has
     torch.set_num_threads(1)
     if args.stock_heap:
         launch.keep_freed_memory = lambda: False

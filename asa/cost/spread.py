@@ -9,6 +9,7 @@ from functools import cache
 from statistics import NormalDist
 
 from asa.cost.compute import deviation
+from asa.cost.constants import constant
 from asa.ir.cluster import Cluster
 from asa.ir.profile import Profile
 
@@ -51,6 +52,21 @@ def _relative_deviation(profile: Profile) -> float:
             largest[t.component] = (t.microbatch, time, math.hypot(deviation(t.forward), deviation(t.backward)))
     total = sum(time for _, time, _ in largest.values())
     return math.sqrt(sum(d * d for _, _, d in largest.values())) / total if total > 0 else 0.0
+
+
+def drift(measured: Profile | Cluster) -> float:
+    """Standard deviation of the logarithm of the machine's speed, from when it was ``measured`` to when it is used.
+
+    What its reference showed over the time of the measurement, and never less than the floor of its kind of device;
+    an assumed one where no reference was read, and none on top of an estimate's own error.
+    """
+    if isinstance(measured, Profile) and measured.provenance.origin != "measured":
+        return 0.0
+    if measured.drift is None:
+        # How far links measured hours apart differ is the error of their tables.
+        return constant("drift_assumed") if isinstance(measured, Profile) else 0.0
+    floor = constant(f"drift_floor_{measured.device.type}")
+    return max(floor, measured.drift.ahead)
 
 
 def contention(cluster: Cluster, ranks: float, *, memory: bool = False) -> float:

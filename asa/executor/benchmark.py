@@ -25,6 +25,7 @@ from asa.executor.materialize import materialize
 from asa.executor.optimizer import build_optimizer
 from asa.executor.precision import LossScale
 from asa.executor.votes import Votes
+from asa.executor.warmup import warm_up
 from asa.executor.worker import Tally, Worker
 from asa.interfaces.strategy import Strategies
 from asa.ir.bench import AccuracyPoint, Comparison
@@ -34,7 +35,6 @@ from asa.launch import run_ranks, tell
 from asa.sharding.collectives import silenced
 from asa.zoo.data import GlobalOrder, ImageSet
 
-_WARM_UP_STEPS = 3
 _SILENT_STEPS = 3
 _MIN_ROUNDS, _MAX_ROUNDS = 3, 200
 
@@ -116,6 +116,12 @@ def barrier(votes: Votes) -> None:
     votes.gather([0.0])
 
 
+def one_step(entrant: Entrant, images: ImageSet, order: GlobalOrder, votes: Votes) -> float:
+    """Seconds of a step of the slowest rank, all of them beginning together."""
+    barrier(votes)
+    return slowest(votes, entrant.turn(images, order, 1))[0][1]
+
+
 def _memory(entrant: Entrant, images: ImageSet, order: GlobalOrder) -> int:
     """Active peak of one step on this rank, in bytes; 0 for a bystander."""
     worker = entrant.worker
@@ -169,10 +175,13 @@ def _rank(rank: int, plans: Sequence[Plan], build: Callable[[], nn.Module], stra
     test = _some(test, options.evaluation_samples)
     order = GlobalOrder(len(train), plans[0].global_batch, options.seed, drop_last=True)
     entrants = [Entrant(p, build, strategies, rank, votes, options, device) for p in plans]
-    warm = []
-    for entrant in entrants:
-        barrier(votes)
-        warm.append(slowest(votes, entrant.turn(train, order, _WARM_UP_STEPS))[-1][1])
+    warm = [0.0] * len(entrants)
+
+    def every() -> float:
+        warm[:] = [one_step(e, train, order, votes) for e in entrants]
+        return sum(warm)
+
+    warm_up(every, votes)
     turns = [entrants[0], *entrants]
     per_round = options.steps_per_turn * sum(warm[entrants.index(e)] for e in turns)
     fixed = (

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from asa.errors import InvalidInputError
-from asa.ir.codec import noun
+from asa.ir.codec import later, noun
+from asa.ir.drift import Drift
 from asa.ir.graph import LayerGraph, check_count
 from asa.ir.units import MOST_SAMPLES, MOST_SECONDS
 
@@ -102,7 +103,8 @@ class Profile:
 
     ``model_spec`` is what a user types to get the model (``resnet50``, ``package.module:factory``).
     ``skipped`` lists, in words, what could not be measured (for instance a microbatch of one that
-    BatchNorm cannot train on).
+    BatchNorm cannot train on). ``drift`` is how the machine's speed changed while all this was measured; times are at
+    its median speed.
     """
 
     model_spec: str
@@ -117,6 +119,7 @@ class Profile:
     whole: tuple[WholeStep, ...]
     skipped: tuple[str, ...]
     provenance: Provenance
+    drift: Drift | None = later()
 
     @staticmethod
     def foresee(data: dict[str, Any]) -> None:

@@ -1,0 +1,153 @@
+"""How the machine changed while it was measured: what is read, what is corrected, what intervals make of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import count
+from math import exp, log
+from random import Random
+
+import fake_strategies
+import nouns
+import pytest
+import test_profiler_components as components
+
+from asa.cost.constants import constant
+from asa.cost.planned import price_plan
+from asa.cost.spread import Z90, drift
+from asa.errors import InvalidInputError
+from asa.ir.cluster import Cluster
+from asa.ir.codec import dumps, loads
+from asa.ir.drift import Drift
+from asa.ir.profile import Profile
+from asa.planner import Request, plan
+from asa.planner.prediction import predict
+from asa.profiler.drift import Reference
+
+STEADY = Drift(readings=((0.0, 1.0), (1.0, 1.0)), noise=0.01)
+
+
+def wandering(deviation: float, seconds: int = 60) -> Drift:
+    rng = Random(1)
+    return Drift(readings=tuple((float(t), exp(rng.gauss(0, deviation))) for t in range(seconds)), noise=0.0)
+
+
+class Machine:
+    """A clock that ticks a second a look, and work that takes ``speed(now)`` seconds, give or take ``noise``."""
+
+    def __init__(self, speed, noise: float = 0.0) -> None:
+        self.ticks, self.speed, self.noise, self.rng = count(), speed, noise, Random(0)
+        self.time = 0.0
+
+    def now(self) -> float:
+        self.time = float(next(self.ticks))
+        return self.time
+
+    def work(self) -> float:
+        return self.speed(self.time) * exp(self.rng.gauss(0, self.noise))
+
+
+def test_what_is_measured_while_the_machine_is_slow_is_stated_at_its_usual_speed():
+    machine = Machine(lambda at: 2.0 if 20 < at < 40 else 1.0)
+    reference, factors = Reference(machine.work, now=machine.now), []
+    while machine.time < 80:
+        reference.read()
+        span = (reference.now(), reference.now())
+        factors.append((span, machine.speed(span[0])))
+    reference.read()
+    inside = [(s, v) for s, v in factors if not 16 < s[0] < 24 and not 36 < s[0] < 44]
+    assert {v for _, v in inside} == {1.0, 2.0}
+    for span, speed in inside:
+        assert reference.factor(*span) == pytest.approx(1 / speed)
+
+
+def test_noise_is_not_taken_for_drift():
+    machine = Machine(lambda _: 1.0, noise=0.05)
+    reference = Reference(machine.work, now=machine.now)
+    for _ in range(40):
+        reference.read()
+    assert reference.drift is not None
+    assert reference.drift.noise == pytest.approx(0.036, rel=0.3)
+    assert reference.drift.deviation < 0.02
+    assert abs(log(reference.factor(30, 31))) < 0.02
+
+
+def test_a_reading_that_is_not_due_is_not_taken():
+    machine = Machine(lambda _: 1.0)
+    reference = Reference(machine.work, every_s=1000.0, now=machine.now)
+    for _ in range(5):
+        reference.read(due=True)
+    assert reference.drift is not None
+    assert len(reference.drift.readings) == 1
+    assert reference.factor(0, 1) == 1.0
+
+
+def test_nothing_read_is_no_drift():
+    reference = Reference(lambda: 1.0)
+    assert reference.drift is None
+    assert reference.factor(0, 1) == 1.0
+
+
+def test_the_deviation_is_that_of_the_readings():
+    assert wandering(0.1, 2000).deviation == pytest.approx(0.1, rel=0.1)
+    assert STEADY.deviation == STEADY.ahead == 0.0
+
+
+@pytest.mark.parametrize("readings", [(), ((1.0, 1.0), (0.0, 1.0)), ((0.0, 0.0),), ((-1.0, 1.0),)])
+def test_impossible_readings_are_refused(readings):
+    with pytest.raises(InvalidInputError):
+        Drift(readings=readings, noise=0.0)
+
+
+@pytest.mark.parametrize("kind", [Profile, Cluster])
+def test_documents_hold_it_and_those_from_before_are_what_they_were(kind):
+    old = nouns.profile() if kind is Profile else nouns.cluster(2)
+    assert "drift" not in dumps(old)
+    new = replace(old, drift=STEADY)
+    assert loads(kind, dumps(new), source="test") == new
+
+
+def test_the_floor_the_default_and_estimates():
+    measured = replace(nouns.profile(), provenance=replace(nouns.profile().provenance, origin="measured"))
+    assert drift(measured) == constant("drift_assumed")
+    assert drift(replace(measured, drift=STEADY)) == constant(f"drift_floor_{measured.device.type}")
+    assert drift(replace(measured, drift=wandering(0.3))) == pytest.approx(0.3, rel=0.2)
+    assert drift(replace(measured, provenance=replace(measured.provenance, origin="estimated"))) == 0
+    assert drift(nouns.cluster(2)) == 0
+
+
+def test_it_widens_every_interval_and_says_nothing_of_which_plan_is_best():
+    cluster = nouns.cluster(2)
+    calm = replace(nouns.profile(), drift=STEADY)
+    wild = replace(calm, drift=wandering(0.3))
+    request = Request(gpus=2, global_batch=8)
+    one, other = (plan(p, cluster, fake_strategies.FULL, request)[0] for p in (calm, wild))
+    assert one.confidence == other.confidence
+    assert one.prediction.step_time_s == other.prediction.step_time_s
+    assert other.prediction.step_time_high_s > 1.2 * one.prediction.step_time_high_s
+    price = price_plan(other, wild, cluster, fake_strategies.FULL)
+    moved = replace(cluster, drift=wandering(0.3))
+    widths = [len(s.ranks) for s in other.stages]
+    wider = predict(price, wild, moved, widths=widths, global_batch=8)
+    width = log(wider.step_time_high_s / wider.step_time_s) / Z90
+    assert width >= drift(wild) * 0.99
+
+
+def test_a_survey_on_a_machine_that_slows_down_is_as_if_it_had_not(monkeypatch: pytest.MonkeyPatch):
+    """The reference and the laps are those of a fake chain; only the fake machine's speed differs between them."""
+    seconds = count()
+    speed = lambda: 3.0 if 400 < next(seconds) < 4000 else 1.0  # noqa: E731
+    subject = components._subject()
+    clock = components.HostClock()
+    monkeypatch.setattr(clock, "seconds", lambda marks: [speed()] * (len(marks) - 1))
+    surveyor = components.Surveyor(
+        subject, clock, global_batch=8, time_s=5.0, free_bytes=1 << 40, progress=lambda *_: None
+    )
+    monkeypatch.setattr(surveyor, "_reference", lambda sizes: Reference(speed))
+    raw = surveyor.survey()
+    steady = surveyor.steadied()
+    spread = {t.forward.median for t in raw.timings}
+    assert surveyor.reference.drift is not None
+    assert len(steady.timings) == len(raw.timings)
+    if max(spread) > min(spread):
+        assert max(t.forward.median for t in steady.timings) < max(spread)
