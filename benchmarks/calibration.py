@@ -4,7 +4,8 @@
 
 Records are the JSON documents of ``asa bench``, ``asa bench --check-sealed``, ``benchmarks/prediction.py`` and
 ``benchmarks/regret.py`` (default: all of them in ``benchmarks/records``). Every cell that was predicted with an
-interval and measured counts for coverage; cells of regret records also for P(best) and expected regret.
+interval and measured counts for coverage; cells of regret records, and the planner's choice in every cell of a
+prediction record, also for P(best) and expected regret.
 The figure goes to the folder as SVG, PDF, PNG and CSV.
 """
 
@@ -41,6 +42,11 @@ def told(document: dict[str, Any]) -> Iterator[Told]:
 
 def outcomes(document: dict[str, Any]) -> Iterator[Outcome]:
     """What was said of choices, before and after verification, and how they turned out."""
+    for choice in document.get("choices", ()):
+        yield Outcome(
+            p_best=choice["p_best"], expected_regret=choice["expected_regret"], best=choice["regret"] <= BEST,
+            regret=choice["regret"],
+        )  # fmt: skip
     for cell in document.get("cells", ()):
         if "regret" not in cell or not cell.get("confidence"):
             continue

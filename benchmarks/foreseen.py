@@ -44,6 +44,25 @@ def pairs(found: list[Cell], key: str = "predicted_s") -> Iterator[bool]:
             yield (ours < theirs) == (a[key] < b[key])
 
 
+def choices(sealed: list[Cell], found: list[Cell]) -> Iterator[Cell]:
+    """Of every cell that is complete, what was said of the planner's choice and what it cost over the fastest, each in
+    units of the anchor in its own turns."""
+    for one in sealed:
+        chosen = one.get("choice")
+        own = {
+            c["strategy"]: c["measured"]["median"] / c["anchor_s"]
+            for c in found
+            if (c["model"], c["global_batch"]) == (one["model"], one["global_batch"])
+        }
+        wanted = {s for group in one["groups"] for s in group}
+        if chosen and wanted and wanted <= set(own) and chosen["strategy"] in own:
+            best = min(own, key=lambda s: own[s])
+            yield {
+                "model": one["model"], "global_batch": one["global_batch"], **chosen, "best": best,
+                "regret": own[chosen["strategy"]] / own[best] - 1,
+            }  # fmt: skip
+
+
 def beside_one(found: list[Cell]) -> Iterator[float]:
     """Errors of what is predicted in units of the same model's step on one device, measured in the same turns: how fast
     the machine was in those minutes, as against when it was profiled, drops out."""

@@ -36,7 +36,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from foreseen import naive, scores, show
+from foreseen import choices, naive, scores, show
 from turns import groups
 
 from asa.cli import ground, options
@@ -122,6 +122,7 @@ class Grid:
             "profile_created": profile.provenance.created, "cluster": links.name,
             "plans": {p.strategy: codec.fingerprint(p) for p in plans},
             "groups": [[p.strategy for p in g] for g in made], "left_out": missing,
+            "choice": self.choice(model, batch, profile, cluster, plans),
         }  # fmt: skip
         path = self.folder / "sealed" / f"{model}.{batch}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -175,6 +176,16 @@ class Grid:
             found.append(made)
             codec.save(made, self.folder / "plans" / f"{model}.{batch}.{strategy}.json")
         return found, missing
+
+    def choice(self, model: str, batch: int, profile: Profile, cluster: Cluster, plans: Sequence[Plan]) -> Cell | None:
+        """What the planner says of its choice among all of these strategies; None where it was not asked for."""
+        if "asa" not in self.strategies:
+            return None
+        made = plan(profile, cluster, offered(), Request(gpus=self.gpus, global_batch=batch))[0]
+        same = next((p.strategy for p in plans if p.conduct == made.conduct), None)
+        if made.confidence is None or same is None:
+            return None
+        return {"strategy": same, "p_best": made.confidence.p_best, "expected_regret": made.confidence.expected_regret}
 
     def turns(self, model: str, plans: Sequence[Plan]) -> list[Cell]:
         """What each plan of a group took; ``anchor_s``: what the first of them did, in the same rounds."""
@@ -273,7 +284,7 @@ def record(folder: Path, found: list[Cell], *, again: bool) -> dict[str, Any]:
     left_out = {f"{s['model']}.{s['global_batch']}": s["left_out"] for s in sealed if s["left_out"]}
     return {
         "schema_version": 1, "environment": codec.to_data(machine), "priced_again": again, "scores": scores(found),
-        "left_out": left_out, "cells": found,
+        "left_out": left_out, "choices": list(choices(sealed, found)), "cells": found,
     }  # fmt: skip
 
 

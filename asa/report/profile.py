@@ -89,6 +89,13 @@ def _check(profile: Profile) -> Sequence[RenderableType]:
 
 def _remarks(profile: Profile) -> list[RenderableType]:
     said: list[RenderableType] = [line(f"dispatch floor {seconds(profile.dispatch_floor_s)} a component")]
+    if profile.drift is not None:
+        said.append(
+            line(
+                f"the machine's speed changed by {percent(profile.drift.deviation)} (standard deviation of "
+                f"{len(profile.drift.readings)} readings) while this was measured; times are at its median"
+            )
+        )
     said += [line(f"skipped, {why}: {'; '.join(what)}") for why, what in _by_reason(profile.skipped).items()]
     if profile.provenance.origin == "estimated":
         said.append(line("Estimated from FLOPs and data-sheet peaks, not measured: uncalibrated.", "yellow"))
