@@ -5,8 +5,8 @@
     python benchmarks/prediction.py --budget 1s --folder DIR -o RECORD   # only score what there is, and write it
     python benchmarks/prediction.py --again --folder DIR      # price the very plans of an earlier run anew
 
-A model is profiled right before its cells (one model at one batch each), anew in every run and at least every half
-hour; the links of the ranks every half hour. All plans of a cell are written down, with their fingerprints, before its
+A model is profiled right before its cells (one model at one batch each), anew after ten minutes; the links of the ranks
+every half hour. All plans of a cell are written down, with their fingerprints, before its
 first step is measured. Strategies take turns in groups of three, one device in each of them. A group that was measured
 is kept in the folder, so that a run that was stopped, or had no more of its budget, goes on. Plans that memory does not
 hold beside others run alone, and those that it does not hold at all are left out and named.
@@ -60,13 +60,15 @@ SIZES = {"alexnet": "3x64x64", "resnet18": "3x32x32", "resnet50": "3x32x32", "vg
          "mobilenet_v2": "3x32x32", "vit_b_16": "3x32x32"}  # fmt: skip
 STRATEGIES = "single,ddp,zero1,zero2,fsdp,tensor,layers,gpipe,1f1b,hybrid,asa"
 
-FRESH_S = 1800.0
+FRESH_S, LINKS_FRESH_S = 600.0, 1800.0
 """Profiles and links older than that are measured anew before another cell is planned."""
 PROFILE_S, LINKS_S = 45.0, 45.0
 START_S = 12.0
 """What ranks take before the first step."""
-STEPS = 18
-"""Of every plan in a group, about: warm-up, three rounds (the anchor twice), memory and silent steps."""
+ROUNDS = 6
+"""At least: a shared machine is half as slow again for seconds at a time, and three rounds may all be in them."""
+STEPS = 24
+"""Of every plan in a group, about: warm-up, the rounds (the anchor twice), memory and silent steps."""
 
 Cell = dict[str, Any]
 
@@ -76,7 +78,6 @@ class Grid:
 
     def __init__(self, folder: Path, gpus: int, group_s: float, strategies: Sequence[str], ends: float) -> None:
         self.folder, self.gpus, self.group_s, self.strategies, self.ends = folder, gpus, group_s, strategies, ends
-        self.profiled: dict[str, float] = {}
 
     def affords(self, seconds: float) -> bool:
         """Whether so long a piece of work ends in time."""
@@ -132,7 +133,7 @@ class Grid:
     def links(self) -> Path | None:
         """The ranks' links, measured in the last half hour; None where there is no time to."""
         known = sorted((self.folder / "profiles").glob("cluster.*.json"), key=lambda p: p.stat().st_mtime)
-        if known and time.time() - known[-1].stat().st_mtime < FRESH_S:
+        if known and time.time() - known[-1].stat().st_mtime < LINKS_FRESH_S:
             return known[-1]
         if not self.affords(2 * LINKS_S):
             return None
@@ -143,9 +144,9 @@ class Grid:
         return self.folder / path
 
     def profile(self, model: str, largest: int) -> Path | None:
-        """The model's profile, of this run and the last half hour; None where there is no time to take it."""
+        """The model's profile, of the last ten minutes; None where there is no time to take it."""
         path = self.folder / "profiles" / f"{model}.cpu.fp32.json"
-        if time.monotonic() - self.profiled.get(model, -FRESH_S) < FRESH_S:
+        if path.is_file() and time.time() - path.stat().st_mtime < FRESH_S:
             return path
         if not self.affords(1.5 * PROFILE_S):
             return None
@@ -153,7 +154,6 @@ class Grid:
         asa(self.folder, "profile", model, "--input", SIZES.get(model, "3x32x32"), "--classes", "100",
             "--global-batch", str(largest), "--time-limit", f"{PROFILE_S:g}s",
             "-o", str(Path("profiles") / path.name))  # fmt: skip
-        self.profiled[model] = time.monotonic()
         return path
 
     def plans(
@@ -192,7 +192,7 @@ class Grid:
         shape = plans[0].input_shape
         factory = partial(build, model, num_classes=plans[0].num_classes, input_shape=shape, seed=0)
         data = partial(ground.images, "synthetic", None, shape)
-        settings = BenchOptions(budget_s=self.group_s, evaluations=0, threads=1)
+        settings = BenchOptions(budget_s=self.group_s, evaluations=0, threads=1, least_rounds=ROUNDS)
         taken = compete(plans, factory, offered(), data, settings)
         return [
             {
@@ -296,7 +296,7 @@ def main() -> None:
     parser.add_argument("--strategies", default=STRATEGIES)
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--budget", default="60m", help="for what is missing; a group that would end later waits")
-    parser.add_argument("--group", type=float, default=20.0, help="seconds for three plans; three rounds at least")
+    parser.add_argument("--group", type=float, default=30.0, help="seconds for three plans; three rounds at least")
     parser.add_argument("--folder", type=Path, default=Path("runs/prediction"))
     parser.add_argument("--again", action="store_true", help="measure nothing; price the stored plans anew")
     parser.add_argument("-o", "--output", type=Path)

@@ -34,10 +34,13 @@ _DEVIATIONS: dict[int, tuple[weakref.ref[Profile], float]] = {}
 
 
 def relative_deviation(profile: Profile) -> float:
-    """Standard deviation of one rank's step over its median: of whole steps, else of components in quadrature."""
+    """Standard deviation of one rank's step over its median: of whole steps, else of components in quadrature; or, where
+    that is more, of the machine's speed over the time of the profile. (Steps measured within a second or two of each
+    other do not see it all, and cores drift each by itself.)"""
     known = _DEVIATIONS.get(id(profile))
     if known is None or known[0]() is not profile:
-        known = _DEVIATIONS[id(profile)] = (weakref.ref(profile), _relative_deviation(profile))
+        drifted = profile.drift.deviation if profile.drift is not None else 0.0
+        known = _DEVIATIONS[id(profile)] = (weakref.ref(profile), max(drifted, _relative_deviation(profile)))
     return known[1]
 
 

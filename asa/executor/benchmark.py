@@ -36,16 +36,18 @@ from asa.sharding.collectives import silenced
 from asa.zoo.data import GlobalOrder, ImageSet
 
 _SILENT_STEPS = 3
-_MIN_ROUNDS, _MAX_ROUNDS = 3, 200
+_MAX_ROUNDS = 200
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """How to measure. ``budget_s`` bounds one model's measuring, warm-up and validation included."""
+    """How to measure. ``budget_s`` bounds one model's measuring, warm-up and validation included, unless that is too
+    short for ``least_rounds``."""
 
     device: str = "cpu"
     budget_s: float = 60.0
     steps_per_turn: int = 1
+    least_rounds: int = 3
     evaluations: int = 2
     evaluation_samples: int = 256
     seed: int = 0
@@ -188,7 +190,7 @@ def _rank(rank: int, plans: Sequence[Plan], build: Callable[[], nn.Module], stra
         options.evaluations * 0.5 * options.evaluation_samples / plans[0].global_batch + 2 * _SILENT_STEPS + 6
     ) * sum(warm)
     left = options.budget_s - (time.monotonic() - began) - fixed
-    rounds = int(votes.tell(max(_MIN_ROUNDS, min(_MAX_ROUNDS, int(left / max(per_round, 1e-9))))))
+    rounds = int(votes.tell(max(options.least_rounds, min(_MAX_ROUNDS, int(left / max(per_round, 1e-9))))))
     marks = {rounds * (i + 1) // options.evaluations for i in range(options.evaluations)}
     spent = dict.fromkeys(range(len(entrants)), 0.0)
     for number in range(1, rounds + 1):
