@@ -34,9 +34,11 @@ _DEVIATIONS: dict[int, tuple[weakref.ref[Profile], float]] = {}
 
 
 def relative_deviation(profile: Profile) -> float:
-    """Standard deviation of one rank's step over its median: of whole steps, else of components in quadrature; or, where
-    that is more, of the machine's speed over the time of the profile. (Steps measured within a second or two of each
-    other do not see it all, and cores drift each by itself.)"""
+    """Standard deviation of one rank's step over its median: of whole steps, else of components in quadrature.
+
+    Or, where that is more, of the machine's speed over the time of the profile: steps within a second or two of each
+    other do not see all of it, and cores drift each by itself.
+    """
     known = _DEVIATIONS.get(id(profile))
     if known is None or known[0]() is not profile:
         drifted = profile.drift.deviation if profile.drift is not None else 0.0
