@@ -67,7 +67,7 @@ START_S = 12.0
 """What ranks take before the first step."""
 ROUNDS = 6
 """At least: a shared machine is half as slow again for seconds at a time, and three rounds may all be in them."""
-STEPS = 24
+STEPS = 17
 """Of every plan in a group, about: warm-up, the rounds (the anchor twice), memory and silent steps."""
 
 Cell = dict[str, Any]
@@ -94,8 +94,10 @@ class Grid:
             if path.is_file():
                 continue
             plans = [codec.load(Plan, self.folder / "plans" / f"{model}.{batch}.{n}.json") for n in names]
-            expected = START_S + STEPS * sum(p.prediction.step_time_s for p in plans)
-            if not self.affords(max(expected, self.group_s)):
+            seconds = [p.prediction.step_time_s for p in plans]
+            expected = max(START_S + STEPS * sum(seconds) + ROUNDS * seconds[0], self.group_s)
+            if not self.affords(expected):
+                say(f"{model}, global batch {batch}: {', '.join(names)} would take some {expected:.0f} s")
                 return False
             say(f"{model}, global batch {batch}: {', '.join(names)}")
             path.parent.mkdir(parents=True, exist_ok=True)
