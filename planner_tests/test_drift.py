@@ -14,7 +14,7 @@ import test_profiler_components as components
 
 from asa.cost.constants import constant
 from asa.cost.planned import price_plan
-from asa.cost.spread import Z90, drift
+from asa.cost.spread import Z90, drift, slowest_rank
 from asa.errors import InvalidInputError
 from asa.ir.cluster import Cluster
 from asa.ir.codec import dumps, loads
@@ -117,37 +117,44 @@ def test_the_floor_the_default_and_estimates():
 
 
 def test_it_widens_every_interval_and_says_nothing_of_which_plan_is_best():
-    cluster = nouns.cluster(2)
+    cluster, request = nouns.cluster(2), Request(gpus=2, global_batch=8)
     calm = replace(nouns.profile(), drift=STEADY)
-    wild = replace(calm, drift=wandering(0.3))
-    request = Request(gpus=2, global_batch=8)
-    one, other = (plan(p, cluster, fake_strategies.FULL, request)[0] for p in (calm, wild))
+    wild, moved = replace(calm, drift=wandering(0.3)), replace(cluster, drift=wandering(0.3))
+    one, other = (plan(calm, c, fake_strategies.FULL, request)[0] for c in (cluster, moved))
     assert one.confidence == other.confidence
     assert one.prediction.step_time_s == other.prediction.step_time_s
-    assert other.prediction.step_time_high_s > 1.2 * one.prediction.step_time_high_s
-    price = price_plan(other, wild, cluster, fake_strategies.FULL)
-    moved = replace(cluster, drift=wandering(0.3))
-    widths = [len(s.ranks) for s in other.stages]
-    wider = predict(price, wild, moved, widths=widths, global_batch=8)
-    width = log(wider.step_time_high_s / wider.step_time_s) / Z90
-    assert width >= drift(wild) * 0.99
+    price, widths = price_plan(one, calm, cluster, fake_strategies.FULL), [len(s.ranks) for s in one.stages]
+    known, unknown = (predict(price, p, c, widths=widths, global_batch=8) for p, c in ((calm, cluster), (wild, moved)))
+    assert known.step_time_s == unknown.step_time_s
+    assert unknown.step_time_high_s > 1.2 * known.step_time_high_s
+    assert log(unknown.step_time_high_s / unknown.step_time_s) / Z90 >= 0.99 * min(drift(wild), drift(moved))
 
 
-def test_a_survey_on_a_machine_that_slows_down_is_as_if_it_had_not(monkeypatch: pytest.MonkeyPatch):
-    """The reference and the laps are those of a fake chain; only the fake machine's speed differs between them."""
-    seconds = count()
-    speed = lambda: 3.0 if 400 < next(seconds) < 4000 else 1.0  # noqa: E731
-    subject = components._subject()
-    clock = components.HostClock()
-    monkeypatch.setattr(clock, "seconds", lambda marks: [speed()] * (len(marks) - 1))
-    surveyor = components.Surveyor(
-        subject, clock, global_batch=8, time_s=5.0, free_bytes=1 << 40, progress=lambda *_: None
+def test_ranks_in_step_wait_for_cores_that_drift():
+    steady, wild = (
+        slowest_rank(replace(nouns.profile(), drift=d), nouns.cluster(2), 2) for d in (STEADY, wandering(0.3))
     )
-    monkeypatch.setattr(surveyor, "_reference", lambda sizes: Reference(speed))
+    assert steady == slowest_rank(nouns.profile(), nouns.cluster(2), 2)
+    assert wild > 1.05 * steady
+    assert slowest_rank(replace(nouns.profile(), drift=wandering(0.3)), nouns.cluster(2), 1) == 1
+
+
+def test_a_survey_on_a_machine_that_was_slow_for_a_while_is_as_if_it_had_not_been(monkeypatch: pytest.MonkeyPatch):
+    """Laps and reference take what the fake machine's speed says."""
+    machine, clock = Machine(lambda at: 3.0 if 14 < at < 26 else 1.0), components.HostClock()
+    monkeypatch.setattr(clock, "seconds", lambda marks: [machine.work()] * (len(marks) - 1))
+    surveyor = components.Surveyor(
+        components._subject(), clock, global_batch=8, time_s=5.0, free_bytes=1 << 40, progress=lambda *_: None
+    )
+    monkeypatch.setattr(surveyor, "_reference", lambda _: Reference(machine.work, now=machine.now))
     raw = surveyor.survey()
     steady = surveyor.steadied()
-    spread = {t.forward.median for t in raw.timings}
-    assert surveyor.reference.drift is not None
-    assert len(steady.timings) == len(raw.timings)
-    if max(spread) > min(spread):
-        assert max(t.forward.median for t in steady.timings) < max(spread)
+
+    def slow(sweep) -> int:
+        return sum(t.forward.median > 2 for t in sweep.timings)
+
+    assert machine.time > 30
+    assert slow(raw) >= 2
+    assert slow(steady) < slow(raw) / 2
+    assert [t.component for t in steady.timings] == [t.component for t in raw.timings]
+    assert any(w.whole.median > 2 for w in raw.whole) >= any(w.whole.median > 2 for w in steady.whole)
