@@ -23,6 +23,9 @@ from asa.ir.profile import Profile
 from asa.planner import Request, plan
 from asa.planner.prediction import predict
 from asa.profiler.drift import Reference
+from asa.report.cluster import drifted
+from asa.report.cluster import render as render_cluster
+from asa.report.profile import render as render_profile
 
 STEADY = Drift(readings=((0.0, 1.0), (1.0, 1.0)), noise=0.01)
 
@@ -158,3 +161,10 @@ def test_a_survey_on_a_machine_that_was_slow_for_a_while_is_as_if_it_had_not_bee
     assert slow(steady) < slow(raw) / 2
     assert [t.component for t in steady.timings] == [t.component for t in raw.timings]
     assert any(w.whole.median > 2 for w in raw.whole) >= any(w.whole.median > 2 for w in steady.whole)
+
+
+def test_the_tables_of_a_profile_and_of_a_cluster_say_it():
+    for made, show in ((nouns.profile(), render_profile), (nouns.cluster(2), render_cluster)):
+        before, after = len(show(made)), len(show(replace(made, drift=wandering(0.1))))
+        assert after == before + 1
+    assert "of 60 readings" in drifted(wandering(0.1))
