@@ -152,7 +152,7 @@ class Cluster:
     The last level joins all devices. ``backend`` is what its tables were measured with. ``devices`` says of every rank
     what it has where they are unequal; ``device`` is then the one that profiles are of, of speed 1. ``waiting`` and
     ``sharding`` are None where they were not measured. ``devices_per_host`` is said where the innermost level is not a
-    host's. ``drift`` is how the machine's speed changed while the links were measured; times are at its median speed.
+    host's. ``drift`` is how the machine's speed changed while the links were measured; times are at its mean speed.
     """
 
     name: str

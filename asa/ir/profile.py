@@ -104,7 +104,7 @@ class Profile:
     ``model_spec`` is what a user types to get the model (``resnet50``, ``package.module:factory``).
     ``skipped`` lists, in words, what could not be measured (for instance a microbatch of one that
     BatchNorm cannot train on). ``drift`` is how the machine's speed changed while all this was measured; times are at
-    its median speed.
+    its mean speed.
     """
 
     model_spec: str

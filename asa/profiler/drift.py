@@ -2,9 +2,9 @@
 
 A shared machine is some per cent faster or slower from one ten seconds to the next, so components measured one after
 the other are measured on different machines. One and the same piece of work is therefore timed between them, and each
-time is stated at the median speed of the whole measurement:
+time is stated at the mean speed of the whole measurement (of the logarithms, as errors are stated of them):
 
-    time * (usual reference / reference around it) ** trust,    trust = drift^2 / (drift^2 + noise^2 / 2)
+    time * (mean reference / reference around it) ** trust,    trust = drift^2 / (drift^2 + noise^2 / 2)
 
 since the reference around it is the mean of two readings, which have noise of their own: on a machine that does not
 drift nothing is corrected.
@@ -68,7 +68,7 @@ class Reference:
             return 1.0
         trust = drift.deviation**2 / (drift.deviation**2 + drift.noise**2 / 2)
         around = self._around((begun + ended) / 2 - self._began)
-        return exp(trust * (log(median(self._taken)) - around))
+        return exp(trust * (fmean(log(s) for s in self._taken) - around))
 
     def _around(self, at: float) -> float:
         """Logarithm of the reference at a moment: on the line between the readings before and after it."""

@@ -40,7 +40,7 @@ def drifted(drift: Drift) -> str:
     """One line on how the machine changed while it was measured."""
     return (
         f"the machine's speed changed by {percent(drift.deviation)} (standard deviation of {len(drift.readings)} "
-        "readings) while this was measured; times are at its median"
+        "readings) while this was measured; times are at its mean"
     )
 
 
