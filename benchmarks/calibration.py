@@ -29,7 +29,7 @@ BEST = 0.01
 def told(document: dict[str, Any]) -> Iterator[Told]:
     """Every cell with an interval and a measurement, whatever kind of record it is in."""
     for row in document.get("results", ()):
-        if row["step_time_s"] is not None and row.get("predicted_low_s") is not None:
+        if row.get("step_time_s") is not None and row.get("predicted_low_s") is not None:
             yield Told(
                 low_s=row["predicted_low_s"], high_s=row["predicted_high_s"], measured_s=row["step_time_s"]["median"]
             )  # fmt: skip

@@ -160,7 +160,7 @@ def test_a_survey_on_a_machine_that_was_slow_for_a_while_is_as_if_it_had_not_bee
 
     assert machine.time > 30
     assert spread(raw) > 0.3
-    assert spread(steady) < spread(raw) / 2
+    assert spread(steady) < 0.75 * spread(raw)  # what was measured while it changed is in between
     assert [t.component for t in steady.timings] == [t.component for t in raw.timings]
     assert len(steady.whole) == len(raw.whole) > 0
 
