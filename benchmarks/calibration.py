@@ -70,7 +70,8 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
     paths = args.records or sorted(RECORDS.glob("*.json"))
-    documents = [json.loads(p.read_text(encoding="utf-8")) for p in paths]
+    read = [json.loads(p.read_text(encoding="utf-8")) for p in paths]
+    documents = [d if isinstance(d, dict) else {} for d in read]
     intervals = [t for d in documents for t in told(d)]
     choices = [x for d in documents for x in outcomes(d)]
     found = scores(intervals, choices)
