@@ -4,7 +4,8 @@
 
 Records are the JSON documents of ``asa bench``, ``asa bench --check-sealed``, ``benchmarks/prediction.py`` and
 ``benchmarks/regret.py`` (default: all of them in ``benchmarks/records``). Every cell that was predicted with an
-interval and measured counts for coverage; cells of regret records also for P(best) and expected regret.
+interval and measured counts for coverage; cells of regret records, and the planner's choice in every cell of a
+prediction record, also for P(best) and expected regret.
 The figure goes to the folder as SVG, PDF, PNG and CSV.
 """
 
@@ -28,7 +29,7 @@ BEST = 0.01
 def told(document: dict[str, Any]) -> Iterator[Told]:
     """Every cell with an interval and a measurement, whatever kind of record it is in."""
     for row in document.get("results", ()):
-        if row["step_time_s"] is not None and row.get("predicted_low_s") is not None:
+        if row.get("step_time_s") is not None and row.get("predicted_low_s") is not None:
             yield Told(
                 low_s=row["predicted_low_s"], high_s=row["predicted_high_s"], measured_s=row["step_time_s"]["median"]
             )  # fmt: skip
@@ -41,6 +42,11 @@ def told(document: dict[str, Any]) -> Iterator[Told]:
 
 def outcomes(document: dict[str, Any]) -> Iterator[Outcome]:
     """What was said of choices, before and after verification, and how they turned out."""
+    for choice in document.get("choices", ()):
+        yield Outcome(
+            p_best=choice["p_best"], expected_regret=choice["expected_regret"], best=choice["regret"] <= BEST,
+            regret=choice["regret"],
+        )  # fmt: skip
     for cell in document.get("cells", ()):
         if "regret" not in cell or not cell.get("confidence"):
             continue
@@ -64,7 +70,8 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
     paths = args.records or sorted(RECORDS.glob("*.json"))
-    documents = [json.loads(p.read_text(encoding="utf-8")) for p in paths]
+    read = [json.loads(p.read_text(encoding="utf-8")) for p in paths]
+    documents = [d if isinstance(d, dict) else {} for d in read]
     intervals = [t for d in documents for t in told(d)]
     choices = [x for d in documents for x in outcomes(d)]
     found = scores(intervals, choices)

@@ -27,7 +27,6 @@ import os
 import platform
 import resource
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -37,7 +36,7 @@ from typing import Any
 
 import torch
 
-from asa.cli.heap import SETTING, VARIABLE
+from asa.cli.heap import start_program_again
 from asa.cost.memory import reserved as reserved_peak
 from asa.errors import AsaError
 from asa.executor import run
@@ -195,13 +194,6 @@ def base_bytes(groups: Groups, cluster: Cluster, shape: tuple[int, int, int], st
     return max(found["peak_bytes"]) - min(made.prediction.memory_bytes_per_rank)
 
 
-def _with_the_heap_of_a_run() -> None:
-    """Start once more as `asa train` does, which this is not called by the words of."""
-    if SETTING not in os.environ.get(VARIABLE, ""):
-        os.environ[VARIABLE] = ":".join(filter(None, (os.environ.get(VARIABLE, ""), f"{SETTING}=0")))
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-
-
 def gathered(made: Plan, profile: Profile) -> list[float]:
     """Bytes of weights that each rank gathers and lets go of in a step."""
     held = {c.name: float(c.parameter_bytes) for c in profile.graph.components}
@@ -221,7 +213,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=15.0, help="of profiling a model")
     parser.add_argument("-o", "--output", type=Path, default=RECORD)
     args = parser.parse_args()
-    _with_the_heap_of_a_run()
+    start_program_again()  # with the heap that `asa train` has
     torch.set_num_threads(1)
     if args.stock_heap:
         launch.keep_freed_memory = lambda: False

@@ -103,7 +103,7 @@ class Menu:
             schedule=candidate.schedule,
             num_microbatches=candidate.num_microbatches,
             prediction=predict(
-                self._prices.of(candidate), self._profile, widths=candidate.widths,
+                self._prices.of(candidate), self._profile, self._prices.space.cluster, widths=candidate.widths,
                 global_batch=self._request.global_batch,
             ),
             notes=(),

@@ -13,7 +13,10 @@ and how much faster it is on the even ones, so that the luck of the fastest of m
     share  = (DDP - answer) / (DDP - best), of the gain there was over plain data parallelism
 
 A finished cell is kept in the folder, so that a run that was stopped goes on; ``--budget`` is for the cells that are
-missing. Profiles and clusters in the folder are used again, too. The record holds every plan that was run.
+missing, and none is begun that would end later. Profiles and clusters in the folder are used again while they are
+younger than half an hour. The record holds every plan that was run. In pieces of less than four minutes:
+
+    python benchmarks/regret.py --budget 235s --cell-budget 150s --folder DIR    # again and again
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ from asa.cli import contest as verification
 from asa.cli import ground, options
 from asa.cli.comparison import now
 from asa.cli.console import Console
+from asa.cli.heap import start_program_again
 from asa.errors import AsaError
 from asa.executor.benchmark import BenchOptions, Cell, compare
 from asa.executor.contest import contest
@@ -76,7 +80,10 @@ LEAST_ROUNDS = 2
 ENOUGH_ROUNDS = 3
 NOISE = 0.02
 """Gains over plain data parallelism below it are none."""
-LARGEST_GROUP = 8
+SCREENED, FINAL = 4, 8
+"""Plans in the same ranks while many are screened, and in the last contest; the fewer, the less they disturb."""
+FRESH_S = 1800.0
+"""Profiles and links older than that are measured anew before another cell."""
 
 Row = dict[str, Any]
 
@@ -108,17 +115,17 @@ class Bench:
     console: Console
 
     def cluster(self, ranks: int) -> Cluster:
-        """The links of that many ranks, measured once."""
+        """The links of that many ranks, measured in the last half hour."""
         path = self.folder / "profiles" / f"cluster.local-gloo-{ranks}.json"
-        if not path.is_file():
+        if not fresh(path):
             say(f"measuring the links of {ranks} ranks")
             codec.save(measure_cluster(ranks, backend="gloo", time_limit_s=ground.MEASURE_LIMIT_S), path)
         return codec.load(Cluster, path)
 
     def profile(self, model: str, largest: int) -> Profile:
-        """The profile of a model, measured once."""
+        """The profile of a model, measured in the last half hour."""
         path = self.folder / "profiles" / f"{model.replace(':', '-')}.cpu.fp32.json"
-        if not path.is_file():
+        if not fresh(path):
             say(f"profiling {model}")
             made = profile_model(
                 model, input_shape=MODELS.get(model, OTHERS), num_classes=CLASSES, global_batch=largest, device="cpu",
@@ -185,7 +192,7 @@ class Bench:
         ratios: dict[object, float] = {}
         own: list[float] = []
         while left and (time.monotonic() < ends or not ratios):
-            group = [answer, *self.together(left, answer)]
+            group = [answer, *self.together(left, answer, SCREENED)]
             left = left[len(group) - 1 :]
             try:
                 cells = self.run(profile, group, Turns(count=len(group), least=LEAST_ROUNDS, most=ENOUGH_ROUNDS), 0.0)
@@ -197,11 +204,11 @@ class Bench:
                 ratios[p.conduct] = median(s / a for s, a in zip(cell.steps, cells[0].steps, strict=True))
         return {key: ratio * median(own) for key, ratio in ratios.items()}
 
-    def together(self, plans: Sequence[Plan], beside: Plan) -> list[Plan]:
-        """As many of the first as fit into half of the memory beside another; one at least."""
+    def together(self, plans: Sequence[Plan], beside: Plan, most: int) -> list[Plan]:
+        """As many of the first as fit into half of the memory beside another, ``most`` with it; one at least."""
         free = 0.5 * free_memory(choose_device("cpu")) - sum(beside.prediction.memory_bytes_per_rank)
         found: list[Plan] = []
-        for p in plans[: LARGEST_GROUP - 1]:
+        for p in plans[: most - 1]:
             free -= sum(p.prediction.memory_bytes_per_rank)
             if free < 0 and found:
                 break
@@ -221,7 +228,7 @@ class Bench:
         )  # fmt: skip
         ddp = by_name.get("ddp")
         chosen = distinct([menu.answer, *([ddp] if ddp else []), *hybrids[:1], verified, *order[:FINALISTS]])
-        chosen = [menu.answer, *self.together(chosen[1:], menu.answer)]
+        chosen = [menu.answer, *self.together(chosen[1:], menu.answer, FINAL)]
         cells = self.run(profile, chosen, Turns(count=len(chosen), least=6, most=60), budget_s)
         times = {p.conduct: cell for p, cell in zip(chosen, cells, strict=True)}
         best = min(cells, key=lambda c: median(c.steps[::2]))
@@ -261,6 +268,11 @@ def _share(mine: Cell | None, stock: Cell | None, best: Cell) -> float | None:
     if stock is None or mine is None or _over(stock, best) < NOISE:
         return None
     return 1 - _over(mine, best) / _over(stock, best)
+
+
+def fresh(path: Path) -> bool:
+    """Whether the file is there and young enough."""
+    return path.is_file() and time.time() - path.stat().st_mtime < FRESH_S
 
 
 def distinct(plans: Sequence[Plan]) -> list[Plan]:
@@ -346,6 +358,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/regret"))
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
+    start_program_again()  # with the heap that `asa train` has
     models, batches = args.models.split(","), [int(b) for b in args.batches.split(",")]
     run = Bench(
         folder=args.folder, random=args.random, changes=args.changes, verify=args.verify, seed=args.seed,
@@ -358,7 +371,8 @@ def main() -> None:
     for number, (model, batch, ranks) in enumerate(missing):
         left = ends - time.monotonic()
         own = options.budget(args.cell_budget) if args.cell_budget else left / (len(missing) - number)
-        if left < 0.5 * own:
+        prepared = PROFILE_S + ground.MEASURE_LIMIT_S
+        if left < (own + prepared if args.cell_budget else 0.5 * own):
             say(f"{len(missing) - number} cells are left for another run")
             break
         say(f"{model}, global batch {batch}, {ranks} ranks: {own:.0f} s")

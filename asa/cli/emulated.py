@@ -107,7 +107,9 @@ def pretended(name: EmulatedName, plan: Plan, console: Console) -> tuple[Emulate
         return EmulatedDevice(profile=profile), plan
     cluster = joined(profile, cluster, cluster.device, name.dilation)
     price = price_plan(plan, profile, cluster, offered())
-    prediction = predict(price, profile, widths=[len(s.ranks) for s in plan.stages], global_batch=plan.global_batch)
+    prediction = predict(
+        price, profile, cluster, widths=[len(s.ranks) for s in plan.stages], global_batch=plan.global_batch
+    )
     console.say(
         f"asa: emulated {profile.device.name}, {name.dilation:g} times slower: {prediction.step_time_s:.3g} s per "
         "step expected; nothing is trained"

@@ -20,11 +20,16 @@ TRAINING = ("train", "bench", "verify", "profile")
 
 def start_again(words: Sequence[str]) -> None:
     """Where ``words`` train, and glibc has not been told, replace this process by one whose glibc has."""
+    if not words or words[0] not in TRAINING or sys.orig_argv[-len(words) :] != list(words):
+        return  # called by a program with words of its own, it would begin from that program's beginning
+    start_program_again()
+
+
+def start_program_again() -> None:
+    """Where glibc has not been told, replace this process, whatever program it is, by one whose glibc has."""
     present = os.environ.get(VARIABLE, "")
-    if not words or words[0] not in TRAINING or SETTING in present or not _glibc() or not sys.executable:
+    if SETTING in present or not _glibc() or not sys.executable:
         return
-    if sys.orig_argv[-len(words) :] != list(words):
-        return  # called by a program with words of its own, which would begin from its begin
     os.environ[VARIABLE] = ":".join(filter(None, (present, f"{SETTING}=0")))
     with suppress(OSError):  # as it is, then
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from asa.cost.compute import deviation
+from asa.cost.constants import constant
 from asa.ir.cluster import Cluster
 from asa.ir.profile import Profile
 
@@ -36,10 +37,15 @@ _DEVIATIONS: dict[int, tuple[weakref.ref[Profile], float]] = {}
 
 
 def relative_deviation(profile: Profile) -> float:
-    """Standard deviation of one rank's step over its median: of whole steps, else of components in quadrature."""
+    """Standard deviation of one rank's step over its median: of whole steps, else of components in quadrature.
+
+    Or, where that is more, of the machine's speed over the time of the profile: steps within a second or two of each
+    other do not see all of it, and cores drift each by itself.
+    """
     known = _DEVIATIONS.get(id(profile))
     if known is None or known[0]() is not profile:
-        known = _DEVIATIONS[id(profile)] = (weakref.ref(profile), _relative_deviation(profile))
+        drifted = profile.drift.deviation if profile.drift is not None else 0.0
+        known = _DEVIATIONS[id(profile)] = (weakref.ref(profile), max(drifted, _relative_deviation(profile)))
     return known[1]
 
 
@@ -54,6 +60,21 @@ def _relative_deviation(profile: Profile) -> float:
             largest[t.component] = (t.microbatch, time, math.hypot(deviation(t.forward), deviation(t.backward)))
     total = sum(time for _, time, _ in largest.values())
     return math.sqrt(sum(d * d for _, _, d in largest.values())) / total if total > 0 else 0.0
+
+
+def drift(measured: Profile | Cluster) -> float:
+    """Standard deviation of the logarithm of the machine's speed, from when it was ``measured`` to when it is used.
+
+    What its reference showed over the time of the measurement, and never less than the floor of its kind of device;
+    an assumed one where no reference was read, and none on top of an estimate's own error.
+    """
+    if isinstance(measured, Profile) and measured.provenance.origin != "measured":
+        return 0.0
+    if measured.drift is None:
+        # How far links measured hours apart differ is the error of their tables.
+        return constant("drift_assumed") if isinstance(measured, Profile) else 0.0
+    floor = constant(f"drift_floor_{measured.device.type}")
+    return max(floor, measured.drift.ahead)
 
 
 def contention(cluster: Cluster, ranks: float, *, memory: bool = False) -> float:

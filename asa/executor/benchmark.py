@@ -25,6 +25,7 @@ from asa.executor.materialize import materialize
 from asa.executor.optimizer import build_optimizer
 from asa.executor.precision import LossScale
 from asa.executor.votes import Votes
+from asa.executor.warmup import warm_up
 from asa.executor.worker import Tally, Worker
 from asa.interfaces.strategy import Strategies
 from asa.ir.bench import AccuracyPoint, Comparison
@@ -34,18 +35,19 @@ from asa.launch import run_ranks, tell
 from asa.sharding.collectives import silenced
 from asa.zoo.data import GlobalOrder, ImageSet
 
-_WARM_UP_STEPS = 3
 _SILENT_STEPS = 3
-_MIN_ROUNDS, _MAX_ROUNDS = 3, 200
+_MAX_ROUNDS = 200
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """How to measure. ``budget_s`` bounds one model's measuring, warm-up and validation included."""
+    """How to measure. ``budget_s`` bounds one model's measuring, warm-up and validation included, unless that is too
+    short for ``least_rounds``."""
 
     device: str = "cpu"
     budget_s: float = 60.0
     steps_per_turn: int = 1
+    least_rounds: int = 3
     evaluations: int = 2
     evaluation_samples: int = 256
     seed: int = 0
@@ -116,6 +118,12 @@ def barrier(votes: Votes) -> None:
     votes.gather([0.0])
 
 
+def one_step(entrant: Entrant, images: ImageSet, order: GlobalOrder, votes: Votes) -> float:
+    """Seconds of a step of the slowest rank, all of them beginning together."""
+    barrier(votes)
+    return slowest(votes, entrant.turn(images, order, 1))[0][1]
+
+
 def _memory(entrant: Entrant, images: ImageSet, order: GlobalOrder) -> int:
     """Active peak of one step on this rank, in bytes; 0 for a bystander."""
     worker = entrant.worker
@@ -169,17 +177,20 @@ def _rank(rank: int, plans: Sequence[Plan], build: Callable[[], nn.Module], stra
     test = _some(test, options.evaluation_samples)
     order = GlobalOrder(len(train), plans[0].global_batch, options.seed, drop_last=True)
     entrants = [Entrant(p, build, strategies, rank, votes, options, device) for p in plans]
-    warm = []
-    for entrant in entrants:
-        barrier(votes)
-        warm.append(slowest(votes, entrant.turn(train, order, _WARM_UP_STEPS))[-1][1])
+    warm = [0.0] * len(entrants)
+
+    def every() -> float:
+        warm[:] = [one_step(e, train, order, votes) for e in entrants]
+        return sum(warm)
+
+    warm_up(every, votes)
     turns = [entrants[0], *entrants]
     per_round = options.steps_per_turn * sum(warm[entrants.index(e)] for e in turns)
     fixed = (
         options.evaluations * 0.5 * options.evaluation_samples / plans[0].global_batch + 2 * _SILENT_STEPS + 6
     ) * sum(warm)
     left = options.budget_s - (time.monotonic() - began) - fixed
-    rounds = int(votes.tell(max(_MIN_ROUNDS, min(_MAX_ROUNDS, int(left / max(per_round, 1e-9))))))
+    rounds = int(votes.tell(max(options.least_rounds, min(_MAX_ROUNDS, int(left / max(per_round, 1e-9))))))
     marks = {rounds * (i + 1) // options.evaluations for i in range(options.evaluations)}
     spent = dict.fromkeys(range(len(entrants)), 0.0)
     for number in range(1, rounds + 1):

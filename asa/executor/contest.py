@@ -9,19 +9,19 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from asa.executor.benchmark import BenchOptions, Cell, Entrant, barrier, slowest
+from asa.executor.benchmark import BenchOptions, Cell, Entrant, barrier, one_step, slowest
 from asa.executor.votes import Votes
+from asa.executor.warmup import warm_up
 from asa.interfaces.strategy import Strategies
 from asa.ir.plan import Plan
 from asa.launch import run_ranks, tell
 from asa.zoo.data import GlobalOrder, ImageSet
-
-_WARM_UP_STEPS, _WARM_UP_S = 3, 2.0
 
 
 class Policy(Protocol):
@@ -53,7 +53,7 @@ def _rank(rank: int, plans: Sequence[Plan], build: Callable[[], nn.Module], stra
             if index not in entrants:
                 began = time.monotonic()
                 entrants[index] = Entrant(plans[index], build, strategies, rank, votes, options, device)
-                _warm_up(entrants[index], train, order, votes)
+                warm_up(partial(one_step, entrants[index], train, order, votes), votes, hurried=True)
                 longest = max(longest, time.monotonic() - began)
         shift = len(rounds) % len(wanted)
         found: dict[int, float] = {}
@@ -69,16 +69,6 @@ def _rank(rank: int, plans: Sequence[Plan], build: Callable[[], nn.Module], stra
             tell({"round": len(rounds), "left_s": ends - time.monotonic()})
     cells = [entrants[i].cell if i in entrants else Cell(p.strategy) for i, p in enumerate(plans)]
     return cells, rounds, [entrants[i].step if i in entrants else 0 for i in range(len(plans))]
-
-
-def _warm_up(entrant: Entrant, train: ImageSet, order: GlobalOrder, votes: Votes) -> None:
-    """Steps that do not count: three, or two where they are long."""
-    spent = 0.0
-    for number in range(_WARM_UP_STEPS):
-        barrier(votes)
-        spent += slowest(votes, entrant.turn(train, order, 1))[0][1]
-        if number and spent > _WARM_UP_S:
-            return
 
 
 def contest(

@@ -7,6 +7,7 @@ from typing import Literal
 
 from asa.errors import InvalidInputError
 from asa.ir.codec import later, noun
+from asa.ir.drift import Drift
 from asa.ir.traffic import CollectiveOp
 from asa.ir.units import MOST_AMOUNT, MOST_SECONDS
 
@@ -151,7 +152,7 @@ class Cluster:
     The last level joins all devices. ``backend`` is what its tables were measured with. ``devices`` says of every rank
     what it has where they are unequal; ``device`` is then the one that profiles are of, of speed 1. ``waiting`` and
     ``sharding`` are None where they were not measured. ``devices_per_host`` is said where the innermost level is not a
-    host's.
+    host's. ``drift`` is how the machine's speed changed while the links were measured; times are at its mean speed.
     """
 
     name: str
@@ -167,6 +168,7 @@ class Cluster:
     waiting: tuple[Waiting, ...] | None = later()
     sharding: Sharding | None = later()
     devices_per_host: int | None = later()
+    drift: Drift | None = later()
 
     @property
     def unequal(self) -> bool:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from asa.errors import InvalidInputError
 from asa.ir.codec import later, noun
+from asa.ir.drift import Drift
 from asa.ir.graph import LayerGraph, check_count
 from asa.ir.units import MOST_SAMPLES, MOST_SECONDS
 
@@ -103,7 +104,8 @@ class Profile:
     ``model_spec`` is what a user types to get the model (``resnet50``, ``package.module:factory``).
     ``skipped`` lists, in words, what could not be measured (for instance a microbatch of one that
     BatchNorm cannot train on). ``by_tokens``: as ``timings``, of shards whose tokens are cut, too (of some microbatches
-    only; None in files from before they were measured, and of models that have none).
+    only; None in files from before they were measured, and of models that have none). ``drift`` is how the machine's
+    speed changed while all this was measured; times are at its mean speed.
     """
 
     model_spec: str
@@ -119,6 +121,7 @@ class Profile:
     skipped: tuple[str, ...]
     provenance: Provenance
     by_tokens: tuple[Timing, ...] | None = later()
+    drift: Drift | None = later()
 
     @staticmethod
     def foresee(data: dict[str, Any]) -> None:

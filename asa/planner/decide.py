@@ -341,7 +341,9 @@ def _plan(
         stages=_stages(candidate),
         schedule=candidate.schedule,
         num_microbatches=candidate.num_microbatches,
-        prediction=predict(price, space.profile, widths=candidate.widths, global_batch=request.global_batch),
+        prediction=predict(
+            price, space.profile, space.cluster, widths=candidate.widths, global_batch=request.global_batch
+        ),
         certificate=certificate,
         baselines=tuple(
             Baseline(

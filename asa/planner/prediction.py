@@ -7,24 +7,31 @@ from collections.abc import Sequence
 
 from asa.cost.constants import constant
 from asa.cost.planned import Price
-from asa.cost.spread import Z90
+from asa.cost.spread import Z90, drift
+from asa.ir.cluster import Cluster
 from asa.ir.plan import Prediction
 from asa.ir.profile import Profile
 
 
-def deviation(price: Price, profile: Profile) -> float:
+def deviation(price: Price, profile: Profile, cluster: Cluster) -> float:
     """Standard deviation of the step time around its prediction, in seconds.
 
-    In quadrature: the standard errors of the measured times, the model's usual error on compute (a far larger one
-    on estimated profiles), and that of the links on what they leave exposed.
+    In quadrature: the standard errors of the measured times, the model's usual error on compute and on a stage's
+    waiting for another's (a far larger one on estimated profiles), that of the links on what they leave exposed, and
+    by how much the machine will be faster or slower than it was when it was measured. That is the same for the whole
+    step, and for every other plan: it says nothing of which is the fastest.
     """
-    model = constant("compute_error" if profile.provenance.origin == "measured" else "estimate_error")
+    model = constant("step_error" if profile.provenance.origin == "measured" else "estimate_error")
     moved = price.cost.exposed_s + price.cost.hidden_s
     exposed = price.cost.exposed_s / moved if moved > 0 else 0.0
-    return math.hypot(price.compute_error_s, model * price.cost.compute_s, exposed * price.link_error_s)
+    worked = max(0.0, price.cost.total_s - price.cost.exposed_s)
+    common = drift(profile) * worked + drift(cluster) * price.cost.exposed_s
+    return math.hypot(price.compute_error_s, model * worked, exposed * price.link_error_s, common)
 
 
-def predict(price: Price, profile: Profile, *, widths: Sequence[int], global_batch: int) -> Prediction:
+def predict(
+    price: Price, profile: Profile, cluster: Cluster, *, widths: Sequence[int], global_batch: int
+) -> Prediction:
     """The prediction of one step, of stages of ``widths`` ranks. Ranks with equal shares of a batch all hold what the
     busiest one does.
 
@@ -32,7 +39,7 @@ def predict(price: Price, profile: Profile, *, widths: Sequence[int], global_bat
     when it was profiled is so many times slower or faster, and more often slower.
     """
     total = price.cost.total_s
-    factor = math.exp(Z90 * deviation(price, profile) / total) if total > 0 else 1.0
+    factor = math.exp(Z90 * deviation(price, profile, cluster) / total) if total > 0 else 1.0
     return Prediction(
         step_time_s=total,
         step_time_low_s=total / factor,

@@ -19,4 +19,4 @@ def verify(plan: Plan, profile: Profile, cluster: Cluster, strategies: Strategie
     """
     price = price_plan(plan, profile, cluster, strategies)
     widths = [len(s.ranks) for s in plan.stages]
-    return predict(price, on_device(profile, cluster), widths=widths, global_batch=plan.global_batch)
+    return predict(price, on_device(profile, cluster), cluster, widths=widths, global_batch=plan.global_batch)

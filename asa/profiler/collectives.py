@@ -31,10 +31,12 @@ def measure_tables(
     slice_s: float,
     source: str,
     say: Callable[[float, str], None],
+    between: Callable[[], None] = lambda: None,
 ) -> list[CollectiveTable]:
     """Tables of every collective on ``group``; called by all its ranks and by no other.
 
-    Messages grow; one that would take a rank's whole share of time is left out with all larger ones.
+    Messages grow; one that would take a rank's whole share of time is left out with all larger ones. ``between`` is
+    called after each collective.
     """
     ranks = dist.get_world_size(group)
     ops = [op for op in COLLECTIVE_OPS if op != "send_recv" or ranks == 2]
@@ -59,6 +61,7 @@ def measure_tables(
             messages = 2 if op == "send_recv" else 1
             points.append((bytes_, time_together(work, clock, slice_s=share, group=group) / messages))
         tables.append(CollectiveTable(op=op, ranks=ranks, points=tuple(points), status="measured", source=source))
+        between()
     return tables
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from asa.ir.profile import Stat, Timing, WholeStep
 from asa.ir.units import GIB
 from asa.profiler.chain import Chain, Lap, whole_step
 from asa.profiler.clock import Clock, Repeats, quiet, scaled
+from asa.profiler.drift import Reference
 from asa.profiler.effort import WHOLE, Forecast, is_wanted, microbatches
 from asa.profiler.memory import StepMemory, measure_memory
 from asa.sharding.collectives import stand_ins_kept
@@ -33,6 +34,8 @@ _FIRST = 1.25
 """The largest microbatch, where every degree is measured, gets that much more than its share of time."""
 _CHECKED = 3
 """The whole model runs at every third microbatch."""
+_READINGS, _REFERENCE_LAPS, _REFERENCE_SHARE = 16, 4, 0.08
+"""How often the reference is read, what a reading costs in its laps, and the share of time that all may take."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +84,16 @@ class Surveyor:
         self.time_s, self.end = time_s, time.perf_counter() + time_s
         self.sweep = Sweep()
         self.largest, self.top = max(subject.chains), global_batch
+        self._spans: list[tuple[float, float]] = []  # of each timing
+        self._token_spans: list[tuple[float, float]] = []  # of each with tokens cut
+        self._checks: list[tuple[float, float]] = []  # of each check against the whole model
 
     def survey(self) -> Sweep:
         """Measure."""
         sizes = self._possible(microbatches(self.global_batch))
         self.top = sizes[0]
+        self.reference = self._reference(sizes)
+        self.reference.read()
         checked = set(sizes[::_CHECKED])
         for i, size in enumerate(sizes):
             self.progress(1 - max(0.0, self.end - time.perf_counter()) / self.time_s, f"microbatch {size}")
@@ -104,7 +112,39 @@ class Surveyor:
                     chain.clear()
                 torch.cuda.empty_cache()
                 self._leave_out(f"microbatch {size}: the device has not enough memory for it")
+        self.reference.read()
         return self.sweep
+
+    def _reference(self, sizes: Sequence[int]) -> Reference:
+        """Laps of the unsplit chain at a microbatch small enough to be read often."""
+        affordable = _REFERENCE_SHARE * self.time_s / (_READINGS * _REFERENCE_LAPS)
+        size = next((s for s in sizes if self.forecast.seconds(s) <= affordable), sizes[-1])
+        chain, x = self.subject.chains[1], self.subject.batch(size)
+
+        def lap() -> float:
+            seconds = chain.lap(x, self.clock).seconds
+            chain.clear()
+            return seconds
+
+        each = _REFERENCE_LAPS * self.forecast.seconds(size)
+        return Reference(lap, every_s=max(self.time_s / _READINGS, each / _REFERENCE_SHARE))
+
+    def steadied(self) -> Sweep:
+        """What :meth:`survey` found, at the machine's usual speed over all readings of ``reference``."""
+        timings = self._steadied(self.sweep.timings, self._spans)
+        by_tokens = self._steadied(self.sweep.by_tokens, self._token_spans)
+        whole = [
+            replace(w, whole=scaled(w.whole, f), components_s=f * w.components_s)
+            for w, f in zip(self.sweep.whole, (self.reference.factor(*c) for c in self._checks), strict=True)
+        ]
+        return replace(self.sweep, timings=timings, by_tokens=by_tokens, whole=whole)
+
+    def _steadied(self, timings: Sequence[Timing], spans: Sequence[tuple[float, float]]) -> list[Timing]:
+        factors = [self.reference.factor(*span) for span in spans]
+        return [
+            replace(t, forward=scaled(t.forward, f), backward=scaled(t.backward, f))
+            for t, f in zip(timings, factors, strict=True)
+        ]
 
     def _possible(self, sizes: Sequence[int]) -> list[int]:
         """Leave out what normalisation, memory or time rule out, judging by single steps at small microbatches."""
@@ -207,12 +247,13 @@ class Surveyor:
             self._alternate(size, degree, x, finish, _LEAST if degree == 1 else least, beside=beside)
 
     def _alternate(self, size: int, degree: int, x: Tensor, finish: float, least: int, *, beside: bool) -> None:
+        self.reference.read(due=True)
         chain, laps, whole = self.subject.chains[degree], list[Lap](), list[float]()
         memory = measure_memory(chain, x)
         if beside:
             self._whole(x)
         repeats = Repeats(slice_s=finish - time.perf_counter(), least=least, most=_MOST)
-        started = time.perf_counter()
+        started, begun = time.perf_counter(), self.reference.now()
         with quiet(), stand_ins_kept() if degree < 0 else nullcontext():
             while repeats.again([[lap.seconds for lap in laps], *([whole] if beside else [])]):
                 laps.append(chain.lap(x, self.clock))
@@ -223,10 +264,12 @@ class Surveyor:
         taken = [sum(lap.seconds for lap in laps), sum(whole)]
         stretch = (time.perf_counter() - started) / max(sum(taken), 1e-9) / len(laps)
         self.forecast.learn(size, degree, taken[0] * stretch)
-        self._record(size, degree, laps, memory)
+        span = (begun, self.reference.now())
+        self._record(size, degree, laps, memory, span)
         if beside:
             self.forecast.learn(size, WHOLE, taken[1] * stretch)
             self._check(size, whole)
+            self._checks.append(span)
         if degree == 1 and size == self.top:
             self.sweep.host_share = min(lap.host_s / max(lap.seconds, 1e-12) for lap in laps)
 
@@ -239,16 +282,19 @@ class Surveyor:
         chain = self.subject.chains[1]
         return whole_step(self.subject.model, x, self.clock, chain.device, chain.precision)
 
-    def _record(self, size: int, degree: int, laps: Sequence[Lap], memory: StepMemory) -> None:
+    def _record(
+        self, size: int, degree: int, laps: Sequence[Lap], memory: StepMemory, span: tuple[float, float]
+    ) -> None:
         # Interruptions are rare in any one component and common in a lap: medians of components fall short of the
         # median lap by what is nobody's own. Each carries its part of that.
         forward = [Stat.of(times) for times in zip(*(lap.forward for lap in laps), strict=True)]
         backward = [Stat.of(times) for times in zip(*(lap.backward for lap in laps), strict=True)]
         parts = sum(stat.median for stat in (*forward, *backward))
         factor = Stat.of(lap.seconds for lap in laps).median / parts if parts else 1.0
-        found = self.sweep.timings if degree > 0 else self.sweep.by_tokens
+        found, spans = (self.sweep.timings, self._spans) if degree > 0 else (self.sweep.by_tokens, self._token_spans)
         for i, name in enumerate(self.subject.names):
             if name in self.subject.split[degree]:
+                spans.append(span)
                 found.append(
                     Timing(
                         component=name,

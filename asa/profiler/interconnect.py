@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Literal
@@ -14,10 +14,12 @@ import torch.distributed as dist
 from asa import __version__
 from asa.errors import UnavailableError, UsageError
 from asa.ir.cluster import Cluster, CollectiveTable, Contention, Device, Level, Overlap, RankDevice, Sharding, Waiting
+from asa.ir.drift import Drift
 from asa.launch import run_ranks, tell, usable_cores
 from asa.profiler.clock import clock_of, solo_clock_of
 from asa.profiler.collectives import SIZES, measure_tables
-from asa.profiler.interference import measure_contention, measure_overlap, measure_peaks
+from asa.profiler.drift import Reference
+from asa.profiler.interference import measure_contention, measure_overlap, measure_peaks, measure_together
 from asa.profiler.machine import device_record
 from asa.profiler.rounds import agree
 from asa.profiler.unequal import measure_devices, without_speeds
@@ -46,6 +48,7 @@ class _Found:
     waiting: tuple[Waiting, ...] | None
     sharding: Sharding | None
     devices: tuple[RankDevice, ...] | None
+    drift: Drift | None
 
 
 def measure_cluster(
@@ -134,6 +137,7 @@ def _cluster(found: _Found, task: _Task, num_ranks: int, name: str | None) -> Cl
         status="measured",
         source=task.source,
         devices=found.devices,
+        drift=found.drift,
     )
 
 
@@ -154,6 +158,7 @@ def _on_rank(rank: int, task: _Task) -> _Found:
     overlap, waiting, sharding = Overlap(), None, None
     tables: tuple[CollectiveTable, ...] = ()
     devices: tuple[RankDevice, ...] | None = None
+    reference: Reference | None = None
     if ranks > 1:
         say(0.02, "computing at once")
         # With a core for every rank only caches, memory and clocks are shared; other processes must not count.
@@ -162,15 +167,27 @@ def _on_rank(rank: int, task: _Task) -> _Found:
         devices = measure_devices(device, device_record(device), alone)
         contention = contention if devices is None else without_speeds(contention, devices)
         groups = _nested_groups(rank, ranks)
-        tables = _tables(task, device, groups, say)
+        everybody = groups[ranks]
+        assert everybody is not None
+        reference = Reference(measure_together(device, clock, everybody))
+        reference.read()
+        tables, spans = _tables(task, device, groups, say, reference)
         say(_CONTENTION_SHARE + _TABLES_SHARE, "computing while messages travel")
         overlap = _worst_overlap(device, groups, slice_s=_OVERLAP_SHARE * task.time_limit_s)
+        reference.read()
         say(1 - _WAITING_SHARE - _SHARDING_SHARE, "waiting for each other")
         waiting = measure_waiting(device, clock, groups, slice_s=_WAITING_SHARE * task.time_limit_s)
         say(1 - _SHARDING_SHARE, "sharded units")
-        everybody = groups[ranks]
-        assert everybody is not None
+        reference.read()
+        begun = reference.now()
         sharding = measure_sharding(device, clock, everybody, slice_s=_SHARDING_SHARE * task.time_limit_s)
+        ended = reference.now()
+        reference.read()
+        tables = tuple(_at_speed(t, reference.factor(*s)) for t, s in zip(tables, spans, strict=True))
+        factor = reference.factor(begun, ended)
+        sharding = Sharding(
+            unit_s=factor * sharding.unit_s, byte_s=factor * sharding.byte_s, tensor_s=factor * sharding.tensor_s
+        )
     record = device_record(device)
     found = Device(
         name=record.name,
@@ -183,8 +200,12 @@ def _on_rank(rank: int, task: _Task) -> _Found:
     say(1.0, "done")
     return _Found(
         device=found, tables=tables, contention=contention, overlap=overlap, waiting=waiting, sharding=sharding,
-        devices=devices,
+        devices=devices, drift=reference.drift if reference else None,
     )  # fmt: skip
+
+
+def _at_speed(table: CollectiveTable, factor: float) -> CollectiveTable:
+    return replace(table, points=tuple((size, factor * s) for size, s in table.points))
 
 
 def _nested_groups(rank: int, ranks: int) -> dict[int, dist.ProcessGroup | None]:
@@ -201,9 +222,21 @@ def _tables(
     device: torch.device,
     groups: dict[int, dist.ProcessGroup | None],
     say: Callable[[float, str], None],
-) -> tuple[CollectiveTable, ...]:
-    """Tables of all groups this rank is in; the others wait. Larger groups get more of the time."""
+    reference: Reference,
+) -> tuple[tuple[CollectiveTable, ...], list[tuple[float, float]]]:
+    """Tables of all groups this rank is in, and when each was measured; the other ranks wait. Larger groups get more
+    of the time; all read the ``reference`` after each group, the largest between its collectives as well."""
     found: list[CollectiveTable] = []
+    spans: list[tuple[float, float]] = []
+    last = reference.now()
+
+    def between(everybody: bool) -> None:
+        nonlocal last
+        spans.append((last, reference.now()))
+        if everybody:
+            reference.read()
+        last = reference.now()
+
     begun = _CONTENTION_SHARE
     for size, group in groups.items():
         part = _TABLES_SHARE * size / sum(groups)
@@ -216,10 +249,14 @@ def _tables(
                 slice_s=part * task.time_limit_s,
                 source=task.source,
                 say=partial(_say_part, say, begun, part),
+                between=partial(between, size == max(groups)),
             )
         begun += part
         agree()
-    return tuple(found)
+        if size != max(groups):
+            reference.read()
+            last = reference.now()
+    return tuple(found), spans
 
 
 def _say_part(say: Callable[[float, str], None], base: float, part: float, fraction: float, what: str) -> None:

@@ -181,6 +181,22 @@ def _while_pending(pending: list[dist.Work], kernels: Kernels, clock: Clock) -> 
     return sum(median(times) for times in taken.values()) if all(taken.values()) else 0.0
 
 
+def measure_together(device: torch.device, clock: Clock, group: dist.ProcessGroup) -> Callable[[], float]:
+    """What shows how fast the ranks of ``group`` are just now, in seconds of the slowest: each of the kernels, and an
+    all_reduce of a bucket. Called by all of them."""
+    kernels, bucket = training_kernels(device), torch.zeros(_scale(device) * _BUCKET_BYTES // 4, device=device)
+
+    def work() -> None:
+        kernels.step()
+        dist.all_reduce(bucket, group=group)
+
+    def seconds() -> float:
+        agree(group=group)
+        return agree(_timed(work, clock, 1), group=group)[0]
+
+    return seconds
+
+
 def measure_peaks(device: torch.device, clock: Clock) -> tuple[float, float, float]:
     """fp32 and bf16 FLOP/s of a large matrix product, and bytes/s of a copy: best of a few, on one rank alone."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import torch
@@ -15,7 +16,7 @@ from asa.ir.graph import LayerGraph
 from asa.ir.profile import Precision, Profile, Provenance
 from asa.launch import keep_freed_memory
 from asa.profiler.chain import Chain
-from asa.profiler.clock import one_thread, solo_clock_of
+from asa.profiler.clock import one_thread, scaled, solo_clock_of
 from asa.profiler.components import Subject, Surveyor
 from asa.profiler.effort import degrees_up_to
 from asa.profiler.machine import choose_device, device_record, free_memory, require_precision
@@ -125,7 +126,7 @@ def profile_module(
             progress=lambda fraction, what: say(0.05 + 0.8 * fraction, what),
         )
         before = time.perf_counter(), time.process_time()
-        sweep = surveyor.survey()
+        surveyor.survey()
         lost = 1 - (time.process_time() - before[1]) / (time.perf_counter() - before[0])
         say(0.87, "optimizer steps")
         left = time_limit_s - (time.perf_counter() - started)
@@ -134,8 +135,13 @@ def profile_module(
             for degree, chain in subject.chains.items()
             if degree > 0
         }
+        reference = surveyor.reference
+        begun = reference.now()
         updates = measure_updates(modules, device, slice_s=max(0.5, min(left, _UPDATES_SHARE * time_limit_s)))
         floor = measure_dispatch(device)
+        ended = reference.now()
+        reference.read()
+    sweep, factor = surveyor.steadied(), reference.factor(begun, ended)
     say(1.0, "done")
     note = f"{time.perf_counter() - started:.0f} s of measuring"
     if device.type == "cpu" and lost > _DISTURBED:
@@ -150,8 +156,8 @@ def profile_module(
         precision=precision,
         global_batch=global_batch,
         timings=tuple(sweep.timings),
-        updates=tuple(updates),
-        dispatch_floor_s=floor,
+        updates=tuple(replace(u, step=scaled(u.step, factor)) for u in updates),
+        dispatch_floor_s=factor * floor,
         whole=tuple(sweep.whole),
         skipped=tuple(sweep.skipped),
         by_tokens=tuple(sweep.by_tokens) or None,
@@ -162,6 +168,7 @@ def profile_module(
             torch_version=torch.__version__,
             note=note,
         ),
+        drift=reference.drift,
     )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from math import comb
-from statistics import NormalDist, fmean
+from math import comb, log, sqrt
+from statistics import NormalDist, fmean, median
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -30,11 +30,21 @@ class Told:
     high_s: float
     measured_s: float
 
+    @property
+    def least(self) -> float:
+        """The lower end, above zero."""
+        return max(self.low_s, 1e-9 * self.high_s)
+
+    @property
+    def half_width(self) -> float:
+        """By what factor the interval reaches beyond its middle, minus 1."""
+        return sqrt(self.high_s / self.least) - 1
+
     def inside(self, level: float = STATED) -> bool:
-        """Whether the measurement lies in the interval of that level, for errors that are normal."""
-        half = (self.high_s - self.low_s) / 2
+        """Whether the measurement lies in the interval of that level, for errors that are a log-normal factor."""
+        middle, half = log(self.least * self.high_s) / 2, log(self.high_s / self.least) / 2
         wider = NormalDist().inv_cdf((1 + level) / 2) / NormalDist().inv_cdf((1 + STATED) / 2)
-        return abs(self.measured_s - (self.low_s + self.high_s) / 2) <= wider * half
+        return abs(log(self.measured_s) - middle) <= wider * half * (1 + 1e-9)
 
 
 @noun
@@ -87,6 +97,7 @@ def scores(intervals: Sequence[Told], choices: Sequence[Outcome]) -> dict[str, A
         "coverage_low": low,
         "coverage_high": high,
         "stated": STATED,
+        "half_width": median(t.half_width for t in intervals) if intervals else None,
         "honest": bool(intervals) and low <= STATED <= high,
         "choices": len(choices),
         "best": share,

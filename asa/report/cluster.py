@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from rich.console import RenderableType
 
 from asa.ir.cluster import Cluster, CollectiveTable
+from asa.ir.drift import Drift
 from asa.report.tables import line, table
-from asa.report.units import seconds, size
+from asa.report.units import percent, seconds, size
 
 
 def bus_factor(op: str, ranks: int) -> float:
@@ -35,6 +36,14 @@ def overview(found: Sequence[tuple[str, Cluster]]) -> RenderableType:
     return made
 
 
+def drifted(drift: Drift) -> str:
+    """One line on how the machine changed while it was measured."""
+    return (
+        f"the machine's speed changed by {percent(drift.deviation)} (standard deviation of {len(drift.readings)} "
+        "readings) while this was measured; times are at its mean"
+    )
+
+
 def render(cluster: Cluster) -> list[RenderableType]:
     """Device, contention, and a bandwidth table per level."""
     d = cluster.device
@@ -46,6 +55,8 @@ def render(cluster: Cluster) -> list[RenderableType]:
             f"{cluster.overlap.communication_slowdown:.2f}x"
         ),
     ]
+    if cluster.drift is not None:
+        said.append(line(drifted(cluster.drift)))
     if cluster.devices is not None:
         made = table("Devices", ("device", "ranks", "speed", "memory"), left=2)
         for (name, speed, memory), ranks in unequal(cluster).items():

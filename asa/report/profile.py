@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich.console import RenderableType
 
 from asa.ir.profile import Profile, Timing
+from asa.report.cluster import drifted
 from asa.report.tables import line, table
 from asa.report.units import flops, percent, seconds, size
 
@@ -89,6 +90,8 @@ def _check(profile: Profile) -> Sequence[RenderableType]:
 
 def _remarks(profile: Profile) -> list[RenderableType]:
     said: list[RenderableType] = [line(f"dispatch floor {seconds(profile.dispatch_floor_s)} a component")]
+    if profile.drift is not None:
+        said.append(line(drifted(profile.drift)))
     said += [line(f"skipped, {why}: {'; '.join(what)}") for why, what in _by_reason(profile.skipped).items()]
     if profile.provenance.origin == "estimated":
         said.append(line("Estimated from FLOPs and data-sheet peaks, not measured: uncalibrated.", "yellow"))

@@ -1,0 +1,81 @@
+"""A reference beside what is measured: how fast the machine is just now, and what a time would be at its usual speed.
+
+A shared machine is some per cent faster or slower from one ten seconds to the next, so components measured one after
+the other are measured on different machines. One and the same piece of work is therefore timed between them, and each
+time is stated at the mean speed of the whole measurement (of the logarithms, as errors are stated of them):
+
+    time * (mean reference / reference around it) ** trust,    trust = drift^2 / (drift^2 + noise^2 / 2)
+
+since the reference around it is the mean of two readings, which have noise of their own: on a machine that does not
+drift nothing is corrected.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable
+from math import exp, log, sqrt
+from statistics import fmean, median
+
+from asa.ir.drift import Drift
+
+_REPEATS = 3
+_EFFICIENCY = 1.2533
+"""Standard error of a normal's median over that of its mean."""
+
+
+class Reference:
+    """Readings of ``work``, which runs once and returns its seconds.
+
+    Read at most once in ``every_s`` seconds, unless told otherwise. ``now`` is the clock that places readings and what
+    is measured between them.
+    """
+
+    def __init__(
+        self, work: Callable[[], float], *, every_s: float = 0.0, now: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._work, self._every_s, self.now = work, every_s, now
+        self._began = now()
+        self._at: list[float] = []
+        self._taken: list[float] = []
+        self._squares: list[float] = []
+
+    def read(self, *, due: bool = False) -> None:
+        """Take a reading; with ``due`` only where the last one is old enough. The first run of the work warms up."""
+        if due and self._at and self.now() - self._began - self._at[-1] < self._every_s:
+            return
+        self._work()
+        begun = self.now()
+        runs = [max(self._work(), 1e-12) for _ in range(_REPEATS)]
+        self._at.append((begun + self.now()) / 2 - self._began)
+        self._taken.append(median(runs))
+        logs = [log(s) for s in runs]
+        self._squares.append(sum((x - fmean(logs)) ** 2 for x in logs) / (_REPEATS - 1))
+
+    @property
+    def drift(self) -> Drift | None:
+        """What was read; None where nothing was."""
+        if not self._at:
+            return None
+        noise = _EFFICIENCY * sqrt(fmean(self._squares) / _REPEATS)
+        return Drift(readings=tuple(zip(self._at, self._taken, strict=True)), noise=min(1.0, noise))
+
+    def factor(self, begun: float, ended: float) -> float:
+        """By what to multiply times measured between two moments of ``now``."""
+        drift = self.drift
+        if drift is None or drift.deviation == 0:
+            return 1.0
+        trust = drift.deviation**2 / (drift.deviation**2 + drift.noise**2 / 2)
+        around = self._around((begun + ended) / 2 - self._began)
+        return exp(trust * (fmean(log(s) for s in self._taken) - around))
+
+    def _around(self, at: float) -> float:
+        """Logarithm of the reference at a moment: on the line between the readings before and after it."""
+        logs = [log(s) for s in self._taken]
+        after = bisect_left(self._at, at)
+        if after == 0 or after == len(logs):
+            return logs[0 if after == 0 else -1]
+        first, last = self._at[after - 1], self._at[after]
+        share = (at - first) / (last - first) if last > first else 0.5
+        return logs[after - 1] + share * (logs[after] - logs[after - 1])
