@@ -7,7 +7,7 @@ A plan of plain data parallel, fully sharded, tensor parallel or 1F1B runs besid
 same samples, same optimizer, the same traffic to the byte (checked before anything is timed). A pair is a step of
 each in changing order, and the hand-written one once more: its ratio to itself (A/A) is what noise alone makes. A step
 takes as long as its slowest rank. Printed: the median of paired ratios with its 95 % interval (bootstrap; the tax is
-what its upper end says), and the Python that asa adds to a step.
+what its upper end says), and the Python that asa adds to a step (``own_python.py`` says how that is known).
 
 ResNet-18 at 3x32x32 (data parallel, fully sharded, pipeline), a stack of MLPs (tensor parallel); one thread a rank.
 About 0.4 s a pair on two cores: 200 pairs of all four take some six minutes.
@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from own_python import own_python
+from own_python import added_python, own_calls, thin
 
 from asa.executor.clock import StepClock
 from asa.executor.materialize import materialize
@@ -61,8 +61,11 @@ MICROBATCHES = 4
 LR, MOMENTUM, DECAY = 0.01, 0.9, 5e-4
 SEED = 1
 WARM_UP = 5
-PROFILED = 9
-"""Steps of each under a profiler; their median counts."""
+PYTHON_PAIRS = 60
+"""Steps of each, in turns, of which the Python is timed."""
+
+THIN_BATCH = 8
+"""Samples of a step on networks thin enough to see the Python around them."""
 
 
 class MLPs(nn.Module):
@@ -84,15 +87,23 @@ class MLPs(nn.Module):
         return self.head(x)
 
 
-def network(strategy: str) -> nn.Module:
-    """The model of a comparison, with the same weights whenever it is asked for."""
+def network(strategy: str, *, slim: bool = False) -> nn.Module:
+    """The model of a comparison, with the same weights whenever it is asked for; ``slim``: with hardly any."""
     torch.manual_seed(0)
-    return MLPs() if strategy == "tensor" else torchvision.models.resnet18(num_classes=CLASSES)
+    if strategy == "tensor":
+        return MLPs(width=16, hidden=32) if slim else MLPs()
+    found = torchvision.models.resnet18(num_classes=CLASSES)
+    return thin(found) if slim else found
 
 
-def plan_of(strategy: str, ranks: int) -> Plan:
+def batch_of(strategy: str, *, slim: bool = False) -> int:
+    """Samples of a step on all ranks."""
+    return THIN_BATCH if slim else BATCH[strategy]
+
+
+def plan_of(strategy: str, ranks: int, *, slim: bool = False) -> Plan:
     """The whole strategy as a plan, its prediction left empty."""
-    graph_of = trace(network(strategy), torch.zeros((2, *INPUT)), name="tax")
+    graph_of = trace(network(strategy, slim=slim), torch.zeros((2, *INPUT)), name="tax")
     graph = layer_graph(graph_of, model="tax", input_shape=INPUT, num_classes=CLASSES)
     staged = strategy == "1f1b"
     cut = next((i for i, c in enumerate(graph.components) if c.name.startswith("layer3")), 0)
@@ -112,7 +123,7 @@ def plan_of(strategy: str, ranks: int) -> Plan:
     return Plan(
         model_spec="tax", model_fingerprint=graph_of.model_fingerprint, profile_fingerprint="", cluster="none",
         cluster_fingerprint="", input_shape=INPUT, num_classes=CLASSES, strategy=strategy, gpus=ranks,
-        global_batch=BATCH[strategy], precision="fp32", optimizer="sgd", device_type="cpu",
+        global_batch=batch_of(strategy, slim=slim), precision="fp32", optimizer="sgd", device_type="cpu",
         components=tuple(components), stages=stages, schedule="1f1b" if staged else "none",
         num_microbatches=MICROBATCHES if staged else 1,
         prediction=Prediction(
@@ -132,11 +143,12 @@ Step = Callable[[Tensor, int], None]
 class Planned:
     """The step as ``asa train`` does it."""
 
-    def __init__(self, strategy: str, rank: int, votes: Votes, images: ImageSet, ranks: int) -> None:
-        plan, device = plan_of(strategy, ranks), torch.device("cpu")
+    def __init__(self, strategy: str, rank: int, votes: Votes, images: ImageSet, ranks: int, *, slim: bool) -> None:
+        plan, device = plan_of(strategy, ranks, slim=slim), torch.device("cpu")
         model = materialize(
-            plan, network(strategy), torch.zeros((2, *INPUT)), rank=rank, strategies=offered(), device=device, seed=SEED
-        )
+            plan, network(strategy, slim=slim), torch.zeros((2, *INPUT)), rank=rank, strategies=offered(),
+            device=device, seed=SEED,
+        )  # fmt: skip
         model.train()
         optimizer = build_optimizer("sgd", model.updated, lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
         self.worker = Worker(
@@ -149,9 +161,9 @@ class Planned:
         self.worker.train(self.images, indices, epoch=0, step=step, tally=self.tally)
 
 
-def by_hand(strategy: str, rank: int, images: ImageSet, ranks: int) -> Step:
+def by_hand(strategy: str, rank: int, images: ImageSet, ranks: int, *, slim: bool) -> Step:
     """The step as its documentation shows it."""
-    net = network(strategy).train()
+    net = network(strategy, slim=slim).train()
     split = strategy in ("ddp", "fsdp")
     if strategy == "1f1b":
         return _pipeline(net, rank, images)
@@ -249,20 +261,39 @@ def traffic(step: Step, indices: Tensor, number: int) -> tuple[dict[str, int], d
     return {k: int(n) for k, n in sorted(seen.calls.items())}, dict(sorted(seen.bytes.items()))
 
 
-def measure(rank: int, strategy: str, pairs: int, ranks: int) -> dict[str, Any]:
-    """One strategy on one rank; the figures are those of the slowest rank, and the same on all."""
-    votes = Votes()
+def entrants_of(strategy: str, rank: int, votes: Votes, ranks: int, *, slim: bool) -> dict[str, Step]:
+    """The planned step and the hand-written one, on the same samples."""
     generator = torch.Generator().manual_seed(SEED)
     images = ImageSet(
         images=torch.randint(256, (1024, *INPUT), dtype=torch.uint8, generator=generator),
         labels=torch.randint(CLASSES, (1024,), generator=generator), num_classes=CLASSES, mean=(0.5,) * 3,
         std=(0.25,) * 3, name="noise", source="noise", shape=INPUT,
     )  # fmt: skip
-    order = GlobalOrder(len(images), BATCH[strategy], SEED, drop_last=True)
-    entrants: dict[str, Step] = {
-        "asa": Planned(strategy, rank, votes, images, ranks),
-        "stock": by_hand(strategy, rank, images, ranks),
+    return {
+        "asa": Planned(strategy, rank, votes, images, ranks, slim=slim),
+        "stock": by_hand(strategy, rank, images, ranks, slim=slim),
     }
+
+
+def python_of(strategy: str, rank: int, votes: Votes, ranks: int) -> tuple[int, float]:
+    """Calls of asa's own functions in a step, and the seconds of Python that asa adds to one."""
+    indices = GlobalOrder(1024, THIN_BATCH, SEED, drop_last=True).batch(0, 0)
+    entrants = entrants_of(strategy, rank, votes, ranks, slim=True)
+    ours, stock = (partial(entrants[name], indices, 10**6) for name in ("asa", "stock"))
+    for _ in range(WARM_UP):
+        ours()
+        stock()
+    calls = own_calls(ours)
+    stock()
+    return calls, added_python(ours, stock, lambda: votes.gather([0.0]), PYTHON_PAIRS)
+
+
+def measure(rank: int, strategy: str, pairs: int, ranks: int) -> dict[str, Any]:
+    """One strategy on one rank; the figures are those of the slowest rank, and the same on all."""
+    votes = Votes()
+    python = python_of(strategy, rank, votes, ranks)
+    order = GlobalOrder(1024, BATCH[strategy], SEED, drop_last=True)
+    entrants = entrants_of(strategy, rank, votes, ranks, slim=False)
     numbers = dict.fromkeys(entrants, 0)
 
     def turn(name: str) -> float:
@@ -277,15 +308,6 @@ def measure(rank: int, strategy: str, pairs: int, ranks: int) -> dict[str, Any]:
     for name in [*entrants] * WARM_UP:
         turn(name)
     moved = {name: traffic(step, order.batch(0, 0), 10**6) for name, step in entrants.items()}
-    spent: dict[str, list[tuple[int, float]]] = {name: [] for name in entrants}
-    for _ in range(PROFILED):
-        for name, step in entrants.items():
-            spent[name].append(own_python(partial(step, order.batch(0, 0), 10**6)))
-    of_asa, of_stock = (spent[name] for name in ("asa", "stock"))
-    python = (
-        of_asa[-1][0] - of_stock[-1][0],
-        statistics.median(s for _, s in of_asa) - statistics.median(s for _, s in of_stock),
-    )
     times: dict[str, list[float]] = {"asa": [], "stock": [], "again": []}
     for pair in range(pairs):
         turns = ["asa", "stock", "again"]

@@ -28,7 +28,7 @@ def script(name: str) -> ModuleType:
 @pytest.fixture(scope="module")
 def tax() -> Any:
     found = script("tax")
-    found.WARM_UP, found.PROFILED = 3, 3
+    found.WARM_UP, found.PYTHON_PAIRS = 3, 3
     found.BATCH["tensor"] = 32
     return found
 
@@ -44,8 +44,8 @@ def test_planned_and_hand_written_steps_move_the_same(tax: Any) -> None:
 def test_a_collective_more_is_noticed(tax: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     usual = tax.by_hand
 
-    def with_one_more(*args: Any) -> Any:
-        step = usual(*args)
+    def with_one_more(*args: Any, **options: Any) -> Any:
+        step = usual(*args, **options)
 
         def longer(indices: torch.Tensor, number: int) -> None:
             step(indices, number)
@@ -56,6 +56,31 @@ def test_a_collective_more_is_noticed(tax: Any, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(tax, "by_hand", with_one_more)
     with pytest.raises(AssertionError, match="tensor, rank 0"):
         tax.compare("tensor", 0, 2)
+
+
+def test_python_added_is_the_difference_of_two_steps(tax: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(tax.time, "thread_time", lambda: clock[0])
+
+    def taking(seconds: float) -> Any:
+        def step() -> None:
+            clock[0] += seconds
+
+        return step
+
+    def meet() -> None:
+        clock[0] += 5.0  # is in neither
+
+    assert tax.added_python(taking(3.0), taking(1.0), meet, 5) == 2.0
+    assert tax.own_calls(lambda: None) == 0
+    assert tax.own_calls(lambda: tax.bounds(7, 2, 1)) == 1
+
+
+def test_a_thin_network_has_every_module_and_little_to_compute(tax: Any) -> None:
+    thin, whole = tax.network("ddp", slim=True), tax.network("ddp")
+    assert [n for n, _ in thin.named_parameters()] == [n for n, _ in whole.named_parameters()]
+    assert 100 * sum(p.numel() for p in thin.parameters()) < sum(p.numel() for p in whole.parameters())
+    assert thin(torch.zeros(2, *tax.INPUT)).shape == (2, tax.CLASSES)
 
 
 def test_the_interval_is_that_of_the_median(tax: Any) -> None:

@@ -164,6 +164,33 @@ def test_a_copy_stands_on_its_own() -> None:
     assert not any(p.data_ptr() in mine for p in clone.parameters())
 
 
+def test_a_settled_component_computes_the_same_with_whatever_parameters_it_has_by_then() -> None:
+    model = torchvision.models.VisionTransformer(8, 4, num_layers=2, num_heads=2, hidden_dim=8, mlp_dim=16)
+    x = torch.rand(2, 3, 8, 8)
+    first = trace(model, x, name="vit").components[0].eval()
+    wanted = first(x)[0]
+    first.settle()
+    assert torch.equal(first(x)[0], wanted)
+    assert copy.deepcopy(first)(x)[0].equal(wanted)
+    first.register_parameter("class_token", nn.Parameter(first.class_token + 1))  # as fully_shard puts others there
+    first.conv_proj.register_parameter("weight", nn.Parameter(torch.zeros_like(first.conv_proj.weight)))
+    after = first(x)[0]
+    unsettled = copy.deepcopy(first)
+    assert unsettled._settled is None
+    assert torch.equal(after, unsettled(x)[0])
+    assert not torch.equal(after, wanted)
+
+
+def test_a_settled_component_still_has_two_modes() -> None:
+    model, x = build("googlenet")
+    components = trace(model, x, name="g").components
+    component = next(c for c in components if c.name == "inception4a")
+    component.settle()
+    value = torch.randn(2, 480, 4, 4)
+    assert len(component.train()(value)) == 2
+    assert len(component.eval()(value)) == 1
+
+
 def test_fingerprint_tells_structures_apart_and_nothing_else() -> None:
     model, x = build("resnet18", "meta")
     first = trace(model, x, name="a").model_fingerprint

@@ -251,6 +251,7 @@ def materialize(
         if assignment.checkpoint:
             recompute(component, context, alone=tensor_axis.size == 1 and batch_norm == "local")
         component.to(device)
+        component.settle()
     placed = _place(plan, traced, crossings, context, strategies, around)
     return ParallelModel(
         plan, traced, placed, crossings[-1], context, around.groups, rank, device,

@@ -45,11 +45,12 @@ class Segment(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """(main, *sides) from this rank's rows."""
         sides: list[Tensor] = []
-        for crossing, component in zip(self.crossings, self.components, strict=True):
+        for crossing, component in zip(self.crossings, self._traced, strict=True):
             if crossing is not None:
                 x = crossing(x, self.context.total)
             x, *more = component(x)
-            sides += more
+            if more:
+                sides += more
         return (x, *sides)
 
 
@@ -76,6 +77,11 @@ class Links:
     gradient_out: Link | None = None
     gradient_in: Link | None = None
     input_shape: tuple[int, ...] = ()
+
+    @property
+    def linked(self) -> bool:
+        """Whether there is another stage on either side."""
+        return self.arriving is not None or self.leaving is not None
 
     def settle(self, keep: int = 0) -> None:
         """Wait until at most ``keep`` microbatches are still being sent in each direction."""
@@ -107,6 +113,7 @@ class ParallelModel:
         self._updates = [u for u in map(shared_update, modules) if u is not None]
         self.owner = {p: i for u in self._updates for p, i in zip(u.parameters, u.owner, strict=True)}
         self.training = True
+        self._rows: dict[int, list[slice]] = {}
 
     @property
     def components(self) -> list[TracedComponent]:
@@ -199,6 +206,12 @@ class ParallelModel:
         start, stop = self.output_rows(batch)
         return (stop - start) * self.layouts[-1].data / batch
 
+    def _rows_of(self, total: int) -> list[slice]:
+        """This rank's rows of a microbatch of ``total`` in every segment: looked up in every step, and few."""
+        if total not in self._rows:
+            self._rows[total] = [slice(*p.layout.rows_of(total, self.position.place)) for p in self._placed]
+        return self._rows[total]
+
     def compute(self, value: Tensor, samples: Tensor, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         """The stage from its entry to its exit: the main value and the side outputs.
 
@@ -207,14 +220,14 @@ class ParallelModel:
         context, total = self.context, len(samples)
         context.step, context.total = step, total
         sides: dict[str, Tensor] = {}
-        for place in self._placed:
+        for place, rows in zip(self._placed, self._rows_of(total), strict=True):
             if place.entry is not None:
                 value = place.entry(value, total)
-            start, stop = place.layout.rows_of(total, self.position.place)
-            context.samples = samples[start:stop]
+            context.samples = samples[rows]
             value, *extra = place.module(value)
-            for name, side in zip(place.segment.side_names(), extra, strict=True):
-                sides[name] = side if place.side_exit is None else place.side_exit(side, total)
+            if extra:
+                for name, side in zip(place.segment.side_names(), extra, strict=True):
+                    sides[name] = side if place.side_exit is None else place.side_exit(side, total)
         return value if self._last is None else self._last(value, total), sides
 
     def forward(self, x: Tensor | None, samples: Tensor, step: int) -> Any:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from asa.sharding.sharded import GATHERED_ONCE, SCALARS
+
+_NOTHING = nullcontext()
 
 
 class Reduction:
@@ -24,6 +26,7 @@ class Reduction:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._replicated = [m for m in modules if isinstance(m, DistributedDataParallel)]
         self._sharded = [m for m in modules if isinstance(m, FSDPModule)]
+        self._releases: dict[FSDPModule, bool] = {}
         self._expecting = False
         self._reduced = False
         self.quiet = False
@@ -44,38 +47,49 @@ class Reduction:
                 if isinstance(module, FSDPModule):
                     module.reshard()
 
-    @contextmanager
-    def forward(self, *, straight_to_last: bool) -> Iterator[None]:
+    def forward(self, *, straight_to_last: bool) -> AbstractContextManager[None]:
         """Around a microbatch's forward; ``straight_to_last``: the step's last backward follows at once."""
-        expect = straight_to_last and not self.quiet
-        self._expecting = expect
+        self._expecting = straight_to_last and not self.quiet
+        return _NOTHING if self._expecting or not self._replicated else self._accumulating()
+
+    @contextmanager
+    def _accumulating(self) -> Iterator[None]:
         for module in self._replicated:
-            module.require_backward_grad_sync = expect
+            module.require_backward_grad_sync = False
         try:
             yield
         finally:
             for module in self._replicated:
                 module.require_backward_grad_sync = True
 
-    @contextmanager
-    def backward(self, *, last: bool, in_flight: int) -> Iterator[None]:
+    def backward(self, *, last: bool, in_flight: int) -> AbstractContextManager[None]:
         """Around a microbatch's backward; ``last`` of the step, ``in_flight`` others still to come back."""
         reduce = last and not self.quiet
         if reduce and not self._expecting:
             for module in self._replicated:
                 module.reducer.prepare_for_backward([])
         self._expecting = False
+        return self._scattering(reduce, last, in_flight == 0) if self._sharded else _NOTHING
+
+    @contextmanager
+    def _scattering(self, reduce: bool, last: bool, none_in_flight: bool) -> Iterator[None]:
+        # Telling a sharded module anything is a walk over all it consists of.
+        tells = not (reduce and none_in_flight)
         for sharded in self._sharded:
-            sharded.set_requires_gradient_sync(reduce)
-            getattr(sharded, SCALARS).reduce = reduce
-            # Weights are prefetched in the order of the forwards since; with none in flight there are none.
-            sharded.set_is_last_backward(in_flight == 0)
-            sharded.set_reshard_after_backward(last or not getattr(sharded, GATHERED_ONCE))
+            if tells:
+                sharded.set_requires_gradient_sync(reduce)
+                getattr(sharded, SCALARS).reduce = reduce
+                # Weights are prefetched in the order of the forwards since; with none in flight there are none.
+                sharded.set_is_last_backward(none_in_flight)
+            releases = last or not getattr(sharded, GATHERED_ONCE)
+            if self._releases.get(sharded) != releases:
+                self._releases[sharded] = releases
+                sharded.set_reshard_after_backward(releases)
         try:
             yield
             self._reduced = self._reduced or reduce
         finally:
-            for sharded in self._sharded:
+            for sharded in self._sharded if tells else ():
                 sharded.set_requires_gradient_sync(True)
                 getattr(sharded, SCALARS).reduce = True
                 sharded.set_is_last_backward(True)

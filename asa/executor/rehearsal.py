@@ -64,7 +64,7 @@ class _Supplied(Link):
     """A link whose other end is not there: what is sent is gone at once, what is received is random."""
 
     def __init__(self, link: Link, precision: Precision) -> None:
-        self._ends, self._rank = link._ends, link._rank
+        self._ends, self._rank, self._messages = link._ends, link._rank, link._messages
         self._dtype = DTYPE.get(precision, torch.float32)
         self._drawn: dict[tuple[int, ...], Tensor] = {}
 
@@ -72,10 +72,10 @@ class _Supplied(Link):
         x.detach().contiguous()
 
     def receive(self, rows: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Arrival:
-        start, stop = self._first_row(rows)
-        form = (stop - start, *shape)
+        count, _ = self._own(rows)
+        form = (count, *shape)
         if form not in self._drawn:
-            self._drawn[form] = torch.randn(form, dtype=dtype, device=device) / max(1, stop - start)
+            self._drawn[form] = torch.randn(form, dtype=dtype, device=device) / max(1, count)
         return Arrival(self._drawn[form].clone(), [])
 
     def tell_dtype(self, training: bool, dtype: torch.dtype, device: torch.device) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,12 +23,19 @@ from asa.sharding.transfer import Arrival
 
 @dataclass(frozen=True)
 class MicrobatchRows:
-    """Rows of the global batch: a whole microbatch, what this rank reads of it, and whose outputs it ends up with."""
+    """Rows of the global batch: a whole microbatch, what this rank reads of it, and whose outputs it ends up with.
+    ``weight``: of the mean loss over those outputs in what this rank differentiates."""
 
     start: int
     stop: int
     read: slice
     kept: slice
+    weight: float
+
+    @property
+    def size(self) -> int:
+        """Samples of the microbatch."""
+        return self.stop - self.start
 
 
 def microbatches_of(plan: Plan, batch: int) -> int:
@@ -39,15 +45,39 @@ def microbatches_of(plan: Plan, batch: int) -> int:
     return max(1, min(plan.num_microbatches, batch // widest))
 
 
-_known_rows: WeakKeyDictionary[ParallelModel, dict[int, list[MicrobatchRows]]] = WeakKeyDictionary()
+@dataclass(frozen=True)
+class _Turn:
+    """An action and what follows it. ``final``: nothing but its own backward does (a forward), or no backward at all
+    (a backward)."""
+
+    action: Action
+    following: Action | None
+    final: bool
+
+
+@dataclass(frozen=True)
+class _Script:
+    """What a rank does with a batch of some size, in every step the same."""
+
+    rows: list[MicrobatchRows]
+    turns: tuple[_Turn, ...]
+
+
+_scripts: WeakKeyDictionary[ParallelModel, dict[int, _Script]] = WeakKeyDictionary()
+
+
+def _script(model: ParallelModel, batch: int) -> _Script:
+    known = _scripts.setdefault(model, {})
+    found = known.get(batch)
+    if found is None:
+        rows = _microbatch_rows(model, batch)
+        found = known[batch] = _Script(rows, _turns(model.order(len(rows))) if rows else ())
+    return found
 
 
 def microbatch_rows(model: ParallelModel, batch: int) -> list[MicrobatchRows]:
     """This rank's rows of a global batch of ``batch`` samples, microbatch by microbatch. Not to be changed."""
-    known = _known_rows.setdefault(model, {})
-    if batch not in known:  # the same in every step
-        known[batch] = _microbatch_rows(model, batch)
-    return known[batch]
+    return _script(model, batch).rows
 
 
 def _microbatch_rows(model: ParallelModel, batch: int) -> list[MicrobatchRows]:
@@ -55,19 +85,14 @@ def _microbatch_rows(model: ParallelModel, batch: int) -> list[MicrobatchRows]:
     count = microbatches_of(model.plan, batch)
     for j in range(count):
         start, stop = bounds(batch, count, j)
-        if stop > start:
-            read, kept = (
-                slice(start + a, start + b)
-                for a, b in (model.input_rows(stop - start), model.output_rows(stop - start))
-            )
-            found.append(MicrobatchRows(start, stop, read, kept))
+        size = stop - start
+        if size:
+            read, kept = (slice(start + a, start + b) for a, b in (model.input_rows(size), model.output_rows(size)))
+            found.append(MicrobatchRows(start, stop, read, kept, model.loss_scale(size) * size / batch))
     return found
 
 
-@lru_cache(maxsize=64)
-def _turns(order: tuple[Action, ...]) -> tuple[tuple[Action, Action | None, bool], ...]:
-    """Every action, what follows it, and whether nothing but its own backward does (a forward), or no backward at all
-    (a backward)."""
+def _turns(order: tuple[Action, ...]) -> tuple[_Turn, ...]:
     found = []
     for i, action in enumerate(order):
         behind = order[i + 1 :]
@@ -75,7 +100,7 @@ def _turns(order: tuple[Action, ...]) -> tuple[tuple[Action, Action | None, bool
             final = behind == (replace(action, direction="backward"),)
         else:
             final = all(a.direction == "forward" for a in behind)
-        found.append((action, behind[0] if behind else None, final))
+        found.append(_Turn(action, behind[0] if behind else None, final))
     return tuple(found)
 
 
@@ -113,8 +138,8 @@ def _left(entry: Tensor, value: Tensor) -> _Flight:
 
 
 @dataclass(kw_only=True)
-class _Step:
-    """A step as one rank plays it."""
+class Step:
+    """A step as one rank plays it. ``losses``: the mean of every microbatch, and what it weighs."""
 
     model: ParallelModel
     samples: Tensor
@@ -124,80 +149,87 @@ class _Step:
     loss_fn: Callable[..., Tensor]
     precision: Callable[[], AbstractContextManager[object]]
     rows: list[MicrobatchRows]
-    loss: Tensor
+    losses: list[tuple[Tensor, float]] = field(default_factory=list)
     flights: dict[int, _Flight] = field(default_factory=dict)
-    coming: dict[Action, Arrival] = field(default_factory=dict)
+    coming: dict[int, Arrival] = field(default_factory=dict)
+    gradients: dict[int, Arrival] = field(default_factory=dict)
 
-    def play(self) -> None:
+    def play(self, turns: tuple[_Turn, ...]) -> None:
         """Every action of the order. What the next one waits for is on its way while this one computes."""
-        if self.rows and self.model.links.arriving is not None:
+        linked = self.model.links.linked
+        if turns and self.model.links.arriving is not None:
             self.model.reduction.gather()
-        for action, following, final in _turns(self.model.order(len(self.rows)) if self.rows else ()):
-            self._expect(action)
-            if following is not None:
-                self._expect(following)
+        for turn in turns:
+            action = turn.action
+            if linked:
+                self._expect(action)
+                if turn.following is not None:
+                    self._expect(turn.following)
             faults.reached(action.direction)
             if action.direction == "forward":
-                self._forward(action, straight_to_last=final)
+                self._forward(action.microbatch, straight_to_last=turn.final)
             else:
-                self._backward(action, last=final)
+                self._backward(action.microbatch, last=turn.final)
         self.model.links.settle()
 
-    def _size(self, action: Action) -> int:
-        part = self.rows[action.microbatch]
-        return part.stop - part.start
+    @property
+    def loss(self) -> Tensor:
+        """This rank's addend of the mean loss over the batch, float64."""
+        total = torch.zeros((), dtype=torch.float64, device=self.model.device)
+        for loss, weight in self.losses:
+            total += loss.to(total.dtype) * weight / self.model.layouts[-1].data
+        return total
 
     def _expect(self, action: Action) -> None:
         """Begin to receive what ``action`` starts from, if that comes from another stage and its form is known."""
-        model, links, size = self.model, self.model.links, self._size(action)
-        if action in self.coming:
-            return
-        if action.direction == "forward" and links.arriving is not None:
-            dtype = links.arriving.hear_dtype(model.training, model.device)
-            self.coming[action] = links.arriving.receive(size, links.input_shape, dtype, model.device)
-        elif action.direction == "backward" and links.gradient_in is not None and action.microbatch in self.flights:
-            left = self.flights[action.microbatch]
-            self.coming[action] = links.gradient_in.receive(size, left.shape, left.dtype, model.device)
+        model, links, j = self.model, self.model.links, action.microbatch
+        if action.direction == "forward":
+            if links.arriving is not None and j not in self.coming:
+                dtype = links.arriving.hear_dtype(model.training, model.device)
+                size = self.rows[j].size
+                self.coming[j] = links.arriving.receive(size, links.input_shape, dtype, model.device)
+        elif links.gradient_in is not None and j in self.flights and j not in self.gradients:
+            left, size = self.flights[j], self.rows[j].size
+            self.gradients[j] = links.gradient_in.receive(size, left.shape, left.dtype, model.device)
 
-    def _forward(self, action: Action, *, straight_to_last: bool) -> None:
-        model, links, part, size = self.model, self.model.links, self.rows[action.microbatch], self._size(action)
+    def _forward(self, j: int, *, straight_to_last: bool) -> None:
+        model, links, part = self.model, self.model.links, self.rows[j]
         if links.arriving is not None:
-            value = self.coming.pop(action).wait().requires_grad_(links.gradient_out is not None)
+            value = self.coming.pop(j).wait().requires_grad_(links.gradient_out is not None)
         else:
             value = self.inputs(part.read)
         entry = value
         with model.reduction.forward(straight_to_last=straight_to_last), self.precision():
             value, sides = model.compute(value, self.samples[part.start : part.stop], self.step)
-            if model.concludes:
+            if links.leaving is None:
                 loss = self.loss_fn(model.traced.assemble(value, sides), self.labels(part.kept))
         if links.leaving is not None:
             links.leaving.tell_dtype(model.training, value.dtype, model.device)
-            links.leaving.send(value, size)
-            self.flights[action.microbatch] = _left(entry, value)
+            links.leaving.send(value, part.size)
+            self.flights[j] = _left(entry, value)
             return
-        scale = model.loss_scale(size) * size / len(self.samples)
-        self.loss += loss.detach().to(self.loss.dtype) * scale / model.layouts[-1].data
-        self.flights[action.microbatch] = _Flight(entry, loss if scale == 1 else loss * scale)
+        self.losses.append((loss.detach(), part.weight))
+        self.flights[j] = _Flight(entry, loss if part.weight == 1 else loss * part.weight)
 
-    def _backward(self, action: Action, *, last: bool) -> None:
+    def _backward(self, j: int, *, last: bool) -> None:
         model, links = self.model, self.model.links
-        flight = self.flights.pop(action.microbatch)
+        flight, size = self.flights.pop(j), self.rows[j].size
         if links.gradient_in is not None:
             assert model.position.leaving is not None
             scale = model.position.leaving.gradient_scale
-            gradient = self.coming.pop(action).wait()
+            gradient = self.gradients.pop(j).wait()
             flight.arrived.append(gradient if scale == 1 else gradient * scale)
             del gradient
         if links.leaving is not None:
             # It has arrived by now, or is about to: what was sent need not be kept.
             links.leaving.settle(keep=len(self.flights))
-        sent = self._send_when_known(flight.entry, self._size(action))
+        sent = self._send_when_known(flight.entry, size)
         with model.reduction.backward(last=last, in_flight=len(self.flights)):
             if flight.exit.requires_grad:
                 flight.exit.backward()
         if links.gradient_out is not None:
             if not sent:
-                links.gradient_out.send(torch.zeros_like(flight.entry), self._size(action))
+                links.gradient_out.send(torch.zeros_like(flight.entry), size)
             links.gradient_out.settle(keep=UNDER_WAY)
 
     def _send_when_known(self, entry: Tensor, size: int) -> list[Tensor]:
@@ -215,6 +247,31 @@ class _Step:
         return sent
 
 
+def played(
+    model: ParallelModel,
+    samples: Tensor,
+    step: int,
+    inputs: Callable[[slice], Tensor],
+    labels: Callable[[slice], Tensor],
+    *,
+    loss_fn: Callable[..., Tensor] = loss_of,
+    precision: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Step:
+    """A step, to its gradients: those of the mean loss over ``samples`` (global indices of the whole batch).
+
+    ``inputs`` (asked on the first stage) and ``labels`` (on the last) give tensors on the model's device for rows of
+    the global batch. The losses of the ranks for which :meth:`ParallelModel.counts_rows` holds sum to the loss.
+    ``precision`` makes the context of forward and loss (autocast).
+    """
+    script = _script(model, len(samples))
+    found = Step(
+        model=model, samples=samples, step=step, inputs=inputs, labels=labels, loss_fn=loss_fn, precision=precision,
+        rows=script.rows,
+    )  # fmt: skip
+    found.play(script.turns)
+    return found
+
+
 def forward_backward(
     model: ParallelModel,
     samples: Tensor,
@@ -225,22 +282,5 @@ def forward_backward(
     loss_fn: Callable[..., Tensor] = loss_of,
     precision: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Tensor:
-    """Gradients of the mean loss over ``samples`` (global indices of the whole batch); this rank's addend of it.
-
-    ``inputs`` (asked on the first stage) and ``labels`` (on the last) give tensors on the model's device for rows of
-    the global batch. The addends of the ranks for which :meth:`ParallelModel.counts_rows` holds sum to the loss.
-    ``precision`` makes the context of forward and loss (autocast).
-    """
-    found = _Step(
-        model=model,
-        samples=samples,
-        step=step,
-        inputs=inputs,
-        labels=labels,
-        loss_fn=loss_fn,
-        precision=precision,
-        rows=microbatch_rows(model, len(samples)),
-        loss=torch.zeros((), dtype=torch.float64, device=model.device),
-    )
-    found.play()
-    return found.loss
+    """:func:`played`, and this rank's addend of the loss."""
+    return played(model, samples, step, inputs, labels, loss_fn=loss_fn, precision=precision).loss

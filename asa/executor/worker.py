@@ -13,7 +13,7 @@ from asa.executor.clock import StepClock
 from asa.executor.loss import hits_of, logits_of, loss_of
 from asa.executor.parallel import ParallelModel
 from asa.executor.precision import LossScale, autocast
-from asa.executor.step import MicrobatchRows, forward_backward, microbatch_rows
+from asa.executor.step import MicrobatchRows, microbatch_rows, played
 from asa.executor.votes import Votes
 from asa.ir.profile import Precision
 from asa.launch import faults
@@ -22,38 +22,43 @@ from asa.zoo.data import ImageSet, fetch
 
 @dataclass
 class Tally:
-    """Loss and hits over the rows a rank counts; the sums stay on the device until they are asked for."""
+    """Loss and hits over the rows a rank counts; the figures stay on the device until they are asked for."""
 
     device: torch.device
     rows: int = 0
-    _sums: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+    _noted: list[tuple[Tensor, Tensor | None, int]] = field(default_factory=list)
+    """Losses, hits, and what a loss is to be multiplied by."""
 
     @torch.no_grad()
     def add(self, loss: Tensor, output: object, labels: Tensor) -> None:
         """``loss``: the mean over ``labels``."""
-        hits = hits_of(output, labels).sum()
-        self._sums += torch.stack((loss.detach().double() * len(labels), hits.double()))
-        self.rows += len(labels)
+        rows = labels.shape[0]
+        self._noted.append((loss.detach(), hits_of(output, labels).sum(), rows))
+        self.rows += rows
 
-    @torch.no_grad()
     def note(self, losses: Tensor, rows: int) -> None:
         """``losses``: their sum over ``rows``."""
-        self._sums[0] += losses
+        self._noted.append((losses.detach(), None, 1))
         self.rows += rows
 
     def take(self) -> tuple[float, float, float]:
         """(sum of losses, hits, rows) since the last call. Waits for the device."""
-        loss, hits = self._sums.tolist()
+        noted, self._noted = self._noted, []
+        loss = hits = 0.0
+        if noted:
+            counted = [h for _, h, _ in noted if h is not None]
+            figures = torch.stack([t.double() for t in (*(x for x, _, _ in noted), *counted)]).tolist()
+            for value, (_, _, times) in zip(figures, noted, strict=False):
+                loss += value * times
+            hits = sum(figures[len(noted) :])
         rows, self.rows = self.rows, 0
-        self._sums.zero_()
         return loss, hits, float(rows)
 
 
 def _rows_read(indices: Tensor, parts: Sequence[MicrobatchRows]) -> Tensor:
     """The samples a rank reads in a step, microbatch after microbatch."""
+    if len(parts) == 1:
+        return indices[parts[0].read]
     return torch.cat([indices[part.read] for part in parts])
 
 
@@ -95,9 +100,11 @@ class Worker:
         inputs, labels = self._fetch(images, indices, epoch)
         self.clock.mark()
 
+        counts = model.counts_rows()
+
         def scaled_loss(output: object, wanted: Tensor) -> Tensor:
             loss = loss_of(output, wanted, self.label_smoothing)
-            if model.counts_rows():
+            if counts:
                 tally.add(loss, output, wanted)
             return self.scale.scaled(loss)
 
@@ -105,7 +112,7 @@ class Worker:
             self._held = model.parameters()
         for p in self._held:
             p.grad = None
-        forward_backward(
+        played(
             model,
             indices,
             step,
@@ -132,17 +139,24 @@ class Worker:
     def _fetch(self, images: ImageSet, indices: Tensor, epoch: int) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         """This rank's inputs and labels of every microbatch, each by its first row in the batch."""
         model, parts = self.model, microbatch_rows(self.model, len(indices))
-        inputs, labels = {}, {}
+        inputs: dict[int, Tensor] = {}
+        wanted: Tensor | None = None
         if model.reads:
             mine = _rows_read(indices, parts)
             gathered = None if self.ahead is None else self.ahead.take(mine)
-            x, _ = fetch(images, mine, train=True, seed=self.seed, epoch=epoch, device=model.device, gathered=gathered)
-            rows = x.split([part.read.stop - part.read.start for part in parts])  # views, in one go
-            inputs = {part.read.start: r for part, r in zip(parts, rows, strict=True)}
-        if model.concludes:
-            wanted = images.labels[indices.to(images.labels.device)].to(model.device)
-            labels = {part.kept.start: wanted[part.kept] for part in parts}
-        return inputs, labels
+            x, y = fetch(images, mine, train=True, seed=self.seed, epoch=epoch, device=model.device, gathered=gathered)
+            if len(parts) == 1:
+                inputs[parts[0].read.start] = x
+                wanted = y if parts[0].read == parts[0].kept else None
+            else:
+                rows = x.split([part.read.stop - part.read.start for part in parts])  # views, in one go
+                inputs = {part.read.start: r for part, r in zip(parts, rows, strict=True)}
+        if not model.concludes:
+            return inputs, {}
+        if wanted is not None:
+            return inputs, {parts[0].kept.start: wanted}
+        wanted = images.labels[indices.to(images.labels.device)].to(model.device)
+        return inputs, {part.kept.start: wanted[part.kept] for part in parts}
 
     @torch.no_grad()
     def validate(self, images: ImageSet, batch: int, given_up: Callable[[], bool] = lambda: False) -> Tally | None:

@@ -46,23 +46,34 @@ class Link:
         self._rank, self._group = rank, group
         self._sends: deque[tuple[list[dist.Work], Tensor]] = deque()
         self._dtypes: dict[bool, torch.dtype] = {}
+        self._messages: dict[int, tuple[int, list[tuple[int, slice]]]] = {}
 
-    def _first_row(self, rows: int) -> tuple[int, int]:
-        source, source_ranks, target, target_ranks = self._ends
-        layout, ranks = (source, source_ranks) if self._rank in source_ranks else (target, target_ranks)
-        return layout.rows_of(rows, ranks.index(self._rank))
+    def _own(self, rows: int) -> tuple[int, list[tuple[int, slice]]]:
+        """How many rows of a microbatch of ``rows`` this rank has, and which of them it sends to whom, or gets from
+        whom: the same in every step."""
+        known = self._messages.get(rows)
+        if known is None:
+            source, source_ranks, target, target_ranks = self._ends
+            sends = self._rank in source_ranks
+            layout, ranks = (source, source_ranks) if sends else (target, target_ranks)
+            start, stop = layout.rows_of(rows, ranks.index(self._rank))
+            parts = [
+                (m.target if sends else m.source, slice(m.start - start, m.stop - start))
+                for m in transfers(*self._ends, rows)
+                if self._rank == (m.source if sends else m.target)
+            ]
+            known = self._messages[rows] = stop - start, parts
+        return known
 
     def send(self, x: Tensor, rows: int) -> None:
         """Hand on what others need of ``x``, this rank's rows of a microbatch of ``rows``; returns at once."""
-        start, _ = self._first_row(rows)
         x = x.detach().contiguous()
         works = []
-        for m in transfers(*self._ends, rows):
-            if m.source == self._rank:
-                part = x[m.start - start : m.stop - start]
-                if is_silent():
-                    part = part.reshape(-1)[:1].clone()
-                works.append(self._started(dist.isend(part, m.target, group=self._group)))
+        for peer, part_of in self._own(rows)[1]:
+            part = x[part_of]
+            if is_silent():
+                part = part.reshape(-1)[:1].clone()
+            works.append(self._started(dist.isend(part, peer, group=self._group)))
         self._sends.append((works, x))
         while self._sends and all(work.is_completed() for work in self._sends[0][0]):
             self.settle(len(self._sends) - 1)
@@ -70,16 +81,13 @@ class Link:
     def receive(self, rows: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Arrival:
         """Begin to receive this rank's rows, each of ``shape``. Silenced, one number comes in place of each message:
         nothing but the waiting is left."""
-        start, stop = self._first_row(rows)
+        count, parts = self._own(rows)
         silent = is_silent()
-        buffer = (torch.zeros if silent else torch.empty)((stop - start, *shape), dtype=dtype, device=device)
+        buffer = (torch.zeros if silent else torch.empty)((count, *shape), dtype=dtype, device=device)
         works = []
-        for m in transfers(*self._ends, rows):
-            if m.target == self._rank:
-                part = (
-                    torch.empty(1, dtype=dtype, device=device) if silent else buffer[m.start - start : m.stop - start]
-                )
-                works.append(self._started(dist.irecv(part, m.source, group=self._group)))
+        for peer, part_of in parts:
+            part = torch.empty(1, dtype=dtype, device=device) if silent else buffer[part_of]
+            works.append(self._started(dist.irecv(part, peer, group=self._group)))
         return Arrival(buffer, works)
 
     @staticmethod

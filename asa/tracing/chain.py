@@ -94,7 +94,8 @@ class TracedModel:
                 return leaf
             return sides[leaf.side] if leaf.side else main
 
-        return pytree.tree_map(fill, self.structures[0 if training else 1])
+        structure = self.structures[0 if training else 1]
+        return fill(structure) if isinstance(structure, Slot) else pytree.tree_map(fill, structure)
 
     def run(self, x: Tensor) -> Any:
         """The components one after the other: the model's own output for ``x`` [batch, ...]."""

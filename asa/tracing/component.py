@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Self, cast
 
 import torch
@@ -44,17 +46,39 @@ def cut_out(nodes: list[fx.Node], entry: fx.Node, leaving: list[fx.Node], fixed:
     return graph
 
 
+class _Names:
+    """What the targets of a graph stand for, an attribute each."""
+
+
+def _looked_up(module: fx.GraphModule) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    """The graph of ``module`` as a function that knows its submodules: finding one by its path, in every call anew,
+    takes as long as a small kernel. Parameters and buffers are read where they are when they are needed."""
+    graph, names = copy.deepcopy(module.graph), _Names()
+    for i, node in enumerate(graph.nodes):
+        if node.op == "call_module":
+            setattr(names, f"m{i}", module.get_submodule(node.target))
+            node.target = f"m{i}"
+        elif node.op == "get_attr":
+            path, _, leaf = node.target.rpartition(".")
+            setattr(names, f"m{i}", module.get_submodule(path))
+            node.target = f"m{i}.{leaf}"
+    holder = fx.GraphModule(nn.Module(), fx.Graph(), class_name="SettledGraph")
+    holder.graph = graph
+    return partial(cast(Any, type(holder)).forward, names)
+
+
 class TracedComponent(nn.Module):
     """One component, callable in both modes: ``forward(x)`` returns ``(main, *sides)``.
 
     Its submodules, parameters and buffers are the model's own objects under their names in the model, so
     ``state_dict`` keys are the model's. ``train_graph`` and ``eval_graph`` (one object when the modes agree)
-    look names up in this very module: replacing ``component.layer1.conv`` replaces it in both.
+    look names up in this very module: replacing ``component.layer1.conv`` replaces it in both, until :meth:`settle`.
     """
 
     name: str
     train_graph: fx.GraphModule
     eval_graph: fx.GraphModule
+    _settled: dict[fx.GraphModule, Callable[[Tensor], tuple[Tensor, ...]]] | None
     input_shape: tuple[int, ...] = ()
     """Shape of one sample of what the component reads; set by :func:`asa.tracing.build.trace`."""
     input_dtype: torch.dtype = torch.float32
@@ -124,12 +148,17 @@ class TracedComponent(nn.Module):
         first = over(train)
         self.__dict__["train_graph"] = first
         self.__dict__["eval_graph"] = first if evaluate is train else over(evaluate)
+        self.__dict__["_settled"] = None
+
+    def settle(self) -> None:
+        """No submodule is replaced from now on: what the graphs call is looked up once, when they first run."""
+        self.__dict__["_settled"] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TracedComponent:
         """A copy with its own tensors, whose graphs look them up in the copy."""
         new = self.__class__.__new__(self.__class__)
         memo[id(self)] = new
-        graphs = ("train_graph", "eval_graph")
+        graphs = ("train_graph", "eval_graph", "_settled")
         new.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k not in graphs})
         train = copy.deepcopy(self.train_graph.graph)
         same = self.eval_graph is self.train_graph
@@ -158,7 +187,12 @@ class TracedComponent(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """``x``: what the previous component's main output is, batch first."""
         graph = self.train_graph if self.training else self.eval_graph
-        return cast(tuple[Tensor, ...], graph(x))
+        if self._settled is None or not isinstance(graph, fx.GraphModule):
+            return cast(tuple[Tensor, ...], graph(x))
+        run = self._settled.get(graph)
+        if run is None:
+            run = self._settled[graph] = _looked_up(graph)
+        return run(x)
 
     def extra_repr(self) -> str:
         """Name and side outputs."""
