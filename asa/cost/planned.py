@@ -84,9 +84,9 @@ def _rank_peaks(pricer: Pricer, start: int, ways: Sequence[Way], in_flight: int)
         if mine not in known:
             own = pricer.holder(place)
             parts = [own.component(i, way).footprint for i, way in enumerate(ways, start)]
-            between = [own.boundary(i, a.layout, b.layout) for i, (a, b) in enumerate(pairwise(ways), start + 1)]
-            inlets = (own.inlet(start, ways[0].layout), *between)
-            outlet = own.outlet(start + len(ways) - 1, ways[-1].layout)
+            between = [own.edges.boundary(i, a.layout, b.layout) for i, (a, b) in enumerate(pairwise(ways), start + 1)]
+            inlets = (own.edges.inlet(start, ways[0].layout), *between)
+            outlet = own.edges.outlet(start + len(ways) - 1, ways[-1].layout)
             held = peak(ended(parts, outlet.footprint), [b.footprint for b in inlets], in_flight)
             known[mine] = replace(held, index=start + held.index)
         found.append(known[mine])
@@ -98,9 +98,9 @@ def price_stage(pricer: Pricer, start: int, ways: Sequence[Way], overlap: Overla
     components = tuple(
         _moved(pricer.component(i, way), start) for i, way in enumerate(ways, start)
     )  # fmt: skip
-    between = [pricer.boundary(i, a.layout, b.layout) for i, (a, b) in enumerate(pairwise(ways), start + 1)]
+    between = [pricer.edges.boundary(i, a.layout, b.layout) for i, (a, b) in enumerate(pairwise(ways), start + 1)]
     stop = start + len(ways)
-    boundaries = (pricer.inlet(start, ways[0].layout), *between, pricer.outlet(stop - 1, ways[-1].layout))
+    boundaries = (pricer.edges.inlet(start, ways[0].layout), *between, pricer.edges.outlet(stop - 1, ways[-1].layout))
     cost = step(components, boundaries, overlap)
     own = ended([c.footprint for c in components], boundaries[-1].footprint)
     held = peak(own, [b.footprint for b in boundaries[:-1]], in_flight)

@@ -205,10 +205,10 @@ def _edges(
     known: dict[tuple[object, ...], dict[tuple[int, int], Edge]] = {}
     edges = []
     for i in range(1, len(found)):
-        key = (pricer.alike(i), found[i - 1], found[i])
+        key = (pricer.edges.alike(i), found[i - 1], found[i])
         if key not in known:
             known[key] = {
-                (numbers[a], numbers[b]): _edge(pricer.boundary(i, a, b)) for a in found[i - 1] for b in found[i]
+                (numbers[a], numbers[b]): _edge(pricer.edges.boundary(i, a, b)) for a in found[i - 1] for b in found[i]
             }
         edges.append(known[key])
     return tuple(edges)
@@ -219,7 +219,7 @@ def _ends(
 ) -> tuple[dict[int, Edge], ...]:
     """What beginning (or ending) a stage with each component costs; only at the very ends for a single stage. Ends that
     look alike are one and the same."""
-    price, used = (pricer.inlet, 0) if inlet else (pricer.outlet, len(found) - 1)
+    price, used = (pricer.edges.inlet, 0) if inlet else (pricer.edges.outlet, len(found) - 1)
     known: dict[tuple[object, ...], dict[int, Edge]] = {}
     ends: list[dict[int, Edge]] = []
     for i, layouts in enumerate(found):
@@ -227,7 +227,7 @@ def _ends(
             ends.append({})
             continue
         place = i if inlet else i + 1
-        key = (pricer.alike(place) if 0 < place < len(found) else place, layouts)
+        key = (pricer.edges.alike(place) if 0 < place < len(found) else place, layouts)
         if key not in known:
             known[key] = {numbers[x]: _edge(price(i, x)) for x in layouts}
         ends.append(known[key])

@@ -1,0 +1,140 @@
+"""What lies between components, and where stages begin and end: seconds and bytes of boundaries."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from asa.cost.buckets import wrapper_seconds
+from asa.cost.collectives import Links
+from asa.cost.constants import constant
+from asa.cost.ends import Ends
+from asa.cost.memory import Footprint, margin
+from asa.cost.shards import Keeping
+from asa.cost.states import States
+from asa.cost.step import BoundaryCost
+from asa.ir.graph import LayerGraph
+from asa.ir.layout import Boundary, Layout, largest_shard
+from asa.ir.transfer import UNDER_WAY, whole
+
+
+class Edges:
+    """Boundaries of one model on stages of one width, ``microbatch`` samples at a time over all ranks,
+    ``num_microbatches`` to a step; ``keeping`` says how much of a tensor a rank has. Each is priced once."""
+
+    def __init__(
+        self, graph: LayerGraph, states: States, keeping: Keeping, *, microbatch: int, num_microbatches: int
+    ) -> None:
+        self.graph, self.states, self.keeping = graph, states, keeping
+        self.microbatch, self.num_microbatches = microbatch, num_microbatches
+        self._links: Links = states.links
+        self._inlets: dict[tuple[float, Ends | None, Layout], BoundaryCost] = {}
+        self._outlets: dict[tuple[float, Ends, Layout, bool], BoundaryCost] = {}
+        self._boundaries: dict[tuple[object, ...], BoundaryCost] = {}
+        self._errors: dict[Layout, float] = {}
+        self._wrappers: dict[Layout, float] = {}
+
+    def alike(self, index: int) -> tuple[float, Ends]:
+        """What a boundary in front of component ``index`` depends on, beside the layouts."""
+        before, after = self.graph.components[index - 1], self.graph.components[index]
+        return before.output_bytes_per_sample, Ends.between(before, after)
+
+    def boundary(self, index: int, source: Layout, target: Layout) -> BoundaryCost:
+        """The boundary in front of component ``index`` (1 <= index < number of components)."""
+        size, ends = self.alike(index)
+        key = (size, ends, source, target)
+        if key not in self._boundaries:
+            self._boundaries[key] = self._crossing(ends, source, target, size * self.microbatch)
+        return self._boundaries[key]
+
+    def _crossing(
+        self, ends: Ends, source: Layout, target: Layout, size: float, *, inside: bool = True
+    ) -> BoundaryCost:
+        boundary, traffic = self.states.crossing(ends, source, target)
+        wrapper = self.wrapper(target) if inside and source != target else 0.0
+        gathered = size * sum(c.bytes for c in traffic if c.op == "all_gather" and c.phase == "backward")
+        forward, backward = (
+            sum(self._links.taken(c.op, size * c.bytes, c.ranks, c.stride) for c in traffic if c.phase == phase)
+            for phase in ("forward", "backward")
+        )
+        blocking = self.num_microbatches * (forward + backward) + wrapper
+        return BoundaryCost(
+            num_microbatches=self.num_microbatches,
+            forward_s=forward,
+            backward_s=backward,
+            wrapper_s=wrapper,
+            link_error_s=blocking * max(self.link_error(source), self.link_error(target)),
+            footprint=Footprint(
+                activations=self._converted(boundary, size) * margin(),
+                transient=gathered * margin(),
+            ),
+        )
+
+    def _converted(self, boundary: Boundary, size: float) -> float:
+        """Bytes of what a boundary makes of ``size`` bytes and the target keeps, where that is another tensor."""
+        source, target = boundary.source, boundary.target
+        if boundary.cuts_tokens:
+            tokens = boundary.entry_tokens
+            return self.keeping.part(size, target) * largest_shard(tokens, target.tensor) / tokens
+        if source.data != target.data or boundary.gathers_tokens:
+            return self.keeping.part(size, target)
+        return 0.0
+
+    def inlet(self, index: int, layout: Layout) -> BoundaryCost:
+        """Where component ``index`` begins a stage: it holds what it was sent, and its gradient leaves whole. Of
+        several microbatches, the next is on its way, and two gradients may wait for the stage before to take them."""
+        size = self.graph.components[index - 1].output_bytes_per_sample if index else 0.0
+        ends = Ends.between(None, self.graph.components[index]) if index else None
+        key = (size, ends, layout)
+        if key not in self._inlets:
+            self._inlets[key] = (
+                self.entry(layout) if ends is None else self._inlet(self.microbatch * size, ends, layout)
+            )
+        return self._inlets[key]
+
+    def _inlet(self, size: float, ends: Ends, layout: Layout) -> BoundaryCost:
+        found = self._crossing(ends, whole(layout), layout, size, inside=False)
+        part, m = self.keeping.part(size, layout), self.num_microbatches
+        held = Footprint(
+            state=part * (1 + min(UNDER_WAY, m - 1)) if m > 1 else 0.0,
+            activations=part * margin(),
+            transient=found.footprint.transient + part,
+        )
+        return replace(found, wrapper_s=self.wrapper(layout), footprint=held)
+
+    def outlet(self, index: int, layout: Layout) -> BoundaryCost:
+        """Where component ``index`` ends a stage: its output is made whole; the loss, or a transfer, comes next. Of
+        several microbatches, the gradient of the next is on its way."""
+        component = self.graph.components[index]
+        size, ends = component.output_bytes_per_sample, Ends.between(component, None)
+        key = (size, ends, layout, index + 1 < len(self.graph))
+        if key not in self._outlets:
+            found = self._crossing(ends, layout, whole(layout), self.microbatch * size, inside=False)
+            if self.num_microbatches > 1 and index + 1 < len(self.graph):
+                coming = self.keeping.part(self.microbatch * size, layout)
+                found = replace(found, footprint=replace(found.footprint, state=coming))
+            self._outlets[key] = found
+        return self._outlets[key]
+
+    def entry(self, layout: Layout) -> BoundaryCost:
+        """The model's input: every rank reads its own samples of all microbatches, nothing moves and no gradient is
+        wanted."""
+        later = (self.num_microbatches - 1) * self.keeping.shards.largest(layout) * self.graph.input_bytes_per_sample
+        return BoundaryCost(
+            num_microbatches=self.num_microbatches,
+            forward_s=0.0,
+            backward_s=0.0,
+            wrapper_s=self.wrapper(layout),
+            link_error_s=0.0,
+            footprint=Footprint(state=(self.keeping.input(layout) + later) * margin()),
+        )
+
+    def wrapper(self, layout: Layout) -> float:
+        if layout not in self._wrappers:
+            self._wrappers[layout] = wrapper_seconds(self.graph, self._links, layout.data, layout.inner)
+        return self._wrappers[layout]
+
+    def link_error(self, layout: Layout) -> float:
+        if layout not in self._errors:
+            assumed = self._links.assumed(layout.data, layout.inner) or self._links.assumed(layout.tensor)
+            self._errors[layout] = constant("link_error_assumed" if assumed else "link_error_measured")
+        return self._errors[layout]
