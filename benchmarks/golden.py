@@ -32,9 +32,10 @@ from asa.ir.cluster import Cluster  # noqa: E402
 from asa.ir.plan import Plan  # noqa: E402
 from asa.ir.profile import Profile  # noqa: E402
 from asa.ir.units import GIB  # noqa: E402
-from asa.planner import Request, baselines, plan  # noqa: E402
-from asa.planner.candidate import Prices  # noqa: E402
-from asa.planner.space import Space  # noqa: E402
+from asa.planner import Request, plan  # noqa: E402
+from asa.planner.space import baselines  # noqa: E402
+from asa.planner.space.candidate import Prices  # noqa: E402
+from asa.planner.space.space import Space  # noqa: E402
 from asa.strategies import offered  # noqa: E402
 
 CLUSTERS = (

@@ -33,8 +33,8 @@ from asa.ir.plan import Plan
 from asa.ir.profile import Precision, Profile
 from asa.ir.sealed import FIRST, Claim, newest, read, sealed
 from asa.planner import Request, plan
-from asa.planner.candidate import Prices
-from asa.planner.space import Space
+from asa.planner.space.candidate import Prices
+from asa.planner.space.space import Space
 from asa.sharding.describe import layer_graph
 from asa.strategies import offered
 from asa.tracing import trace

@@ -10,12 +10,13 @@ from asa.interfaces.strategy import Strategies
 from asa.ir.cluster import Cluster
 from asa.ir.plan import Assignment, Plan, Stage
 from asa.ir.profile import Profile
-from asa.planner import Request, baselines, plan
-from asa.planner.candidate import Candidate, Prices
+from asa.planner import Request, plan
+from asa.planner.answer.finalists import candidate_of
+from asa.planner.answer.prediction import predict
 from asa.planner.decide import table
-from asa.planner.finalists import candidate_of
-from asa.planner.prediction import predict
-from asa.planner.space import Space
+from asa.planner.space import baselines
+from asa.planner.space.candidate import Candidate, Prices
+from asa.planner.space.space import Space
 
 _TRIES = 200
 

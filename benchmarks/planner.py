@@ -48,10 +48,10 @@ from asa.ir.graph import Component, LayerGraph, TensorSplit  # noqa: E402
 from asa.ir.profile import Profile  # noqa: E402
 from asa.ir.units import GIB  # noqa: E402
 from asa.planner import Request, plan  # noqa: E402
-from asa.planner.candidate import Prices  # noqa: E402
-from asa.planner.certificate import check  # noqa: E402
-from asa.planner.leanest import leanest  # noqa: E402
-from asa.planner.space import Space  # noqa: E402
+from asa.planner.answer.certificate import check  # noqa: E402
+from asa.planner.answer.leanest import leanest  # noqa: E402
+from asa.planner.space.candidate import Prices  # noqa: E402
+from asa.planner.space.space import Space  # noqa: E402
 from asa.strategies import offered  # noqa: E402
 
 SHIPPED = ("resnet50", "vit_b_16", "vgg16")

@@ -51,7 +51,7 @@ from asa.ir.cluster import Cluster
 from asa.ir.plan import Plan
 from asa.ir.profile import Profile, Stat
 from asa.planner import Request, plan
-from asa.planner.prediction import predict
+from asa.planner.answer.prediction import predict
 from asa.profiler.machine import choose_device, free_memory
 from asa.strategies import offered
 from asa.zoo.models import build

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from asa.ir.layout import Layout
 from asa.ir.plan import DataDegree, TensorDegree
-from asa.planner.problem import Chain, Config, Edge
+from asa.planner.stage.problem import Chain, Config, Edge
 from asa.schedules import schedules
 
 STRATEGIES = ("replicate", "zero1", "zero2", "zero3")

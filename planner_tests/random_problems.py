@@ -7,8 +7,8 @@ from math import prod
 
 from asa.ir.layout import Layout
 from asa.ir.plan import DataDegree, TensorDegree
-from asa.planner import exhaustive
-from asa.planner.problem import Config, Edge, Problem
+from asa.planner.stage import exhaustive
+from asa.planner.stage.problem import Config, Edge, Problem
 
 LAYOUTS = (
     Layout(width=4, data=4, tensor=1),

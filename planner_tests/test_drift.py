@@ -22,7 +22,7 @@ from asa.ir.codec import dumps, loads
 from asa.ir.drift import Drift
 from asa.ir.profile import Profile
 from asa.planner import Request, plan
-from asa.planner.prediction import predict
+from asa.planner.answer.prediction import predict
 from asa.profiler.drift import Reference
 from asa.report.cluster import drifted
 from asa.report.cluster import render as render_cluster

@@ -25,8 +25,8 @@ from asa.ir.plan import DataDegree, Plan
 from asa.ir.traffic import Beside, Collective
 from asa.launch import run_ranks
 from asa.planner import Request, parse_pin, plan, why_not
-from asa.planner.candidate import Prices
-from asa.planner.space import Space
+from asa.planner.space.candidate import Prices
+from asa.planner.space.space import Space
 from asa.scheduler import adapt
 from asa.strategies import offered
 from asa.strategies.hsdp import HybridShard

@@ -30,8 +30,8 @@ from asa.ir.plan import Plan
 from asa.ir.profile import Profile
 from asa.launch import run_ranks
 from asa.planner import Request, plan
-from asa.planner.candidate import Prices
-from asa.planner.space import Space
+from asa.planner.space.candidate import Prices
+from asa.planner.space.space import Space
 from asa.scheduler import adapt
 from asa.strategies import offered
 from planner_tests.hand_plans import hand_plan, uniform

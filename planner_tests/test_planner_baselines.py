@@ -8,7 +8,7 @@ from itertools import accumulate, combinations, pairwise
 import numpy as np
 import pytest
 
-from asa.planner.baselines import _first_stages
+from asa.planner.space.baselines import _first_stages
 
 
 @pytest.mark.parametrize("seed", range(40))

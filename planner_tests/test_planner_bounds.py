@@ -15,15 +15,17 @@ from random_pipelines import RandomPipelines
 from asa.cost import presets
 from asa.cost.pipeline import StageTimes, makespan
 from asa.ir.units import GIB
-from asa.planner import Request, exhaustive, joint, labels, plan
+from asa.planner import Request, plan
 from asa.planner.beside import Beside, possible
-from asa.planner.candidate import Prices
-from asa.planner.formulate import formulate
-from asa.planner.lattice import Numbers, divisors, relaxed
-from asa.planner.skeletons import filled_up
-from asa.planner.space import Space, anything
-from asa.planner.staged import StagedSpace
-from asa.planner.stages import Explorer
+from asa.planner.pipeline import joint
+from asa.planner.pipeline.lattice import Numbers, divisors, relaxed
+from asa.planner.pipeline.skeletons import filled_up
+from asa.planner.pipeline.staged import StagedSpace
+from asa.planner.pipeline.stages import Explorer
+from asa.planner.space.candidate import Prices
+from asa.planner.space.space import Space, anything
+from asa.planner.stage import exhaustive, labels
+from asa.planner.stage.formulate import formulate
 from asa.schedules import schedules
 from asa.strategies import offered
 
@@ -101,7 +103,7 @@ def test_rounded_and_merged_labels_stand_for_every_way_of_running_a_stage():
 
 
 def test_rounding_up_would_be_noticed(monkeypatch):
-    monkeypatch.setattr("asa.planner.thinning._ROUNDED", -0.2)
+    monkeypatch.setattr("asa.planner.pipeline.thinning._ROUNDED", -0.2)
     with pytest.raises(AssertionError):
         shares(12)
 

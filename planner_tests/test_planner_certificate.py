@@ -13,7 +13,7 @@ import pytest
 from asa.cost import presets
 from asa.ir.plan import Plan
 from asa.planner import Request, plan
-from asa.planner.certificate import Evaluator, check, moves
+from asa.planner.answer.certificate import Evaluator, check, moves
 from asa.schedules import schedules
 
 STAGED = replace(fake_strategies.FULL, schedules=schedules(), checkpoint=True)

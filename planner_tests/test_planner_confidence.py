@@ -10,10 +10,10 @@ import pytest
 
 from asa.cost import presets
 from asa.planner import Request, plan
-from asa.planner.candidate import Prices
-from asa.planner.confidence import confidence
+from asa.planner.answer.confidence import confidence
 from asa.planner.decide import table
-from asa.planner.space import Space
+from asa.planner.space.candidate import Prices
+from asa.planner.space.space import Space
 from asa.schedules import schedules
 
 STAGED = replace(fake_strategies.FULL, schedules=schedules())

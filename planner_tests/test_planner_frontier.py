@@ -15,10 +15,12 @@ from asa.errors import InfeasibleError
 from asa.ir import codec
 from asa.ir.cluster import Device
 from asa.ir.units import GIB
-from asa.planner import Request, frontier, parameter_server, plan
-from asa.planner.candidate import Prices
+from asa.planner import Request, plan
+from asa.planner.answer import frontier
 from asa.planner.decide import table
-from asa.planner.space import Space
+from asa.planner.space import parameter_server
+from asa.planner.space.candidate import Prices
+from asa.planner.space.space import Space
 from asa.report import frontier as report
 from asa.report import tables
 

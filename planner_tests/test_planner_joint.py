@@ -10,10 +10,10 @@ import joint_oracle
 import pytest
 from random_pipelines import RandomPipelines
 
-from asa.planner.floors import floors
-from asa.planner.joint import search
-from asa.planner.pipelines import Skeleton, stage_times, value_of
-from asa.planner.problem import Chain
+from asa.planner.pipeline.floors import floors
+from asa.planner.pipeline.joint import search
+from asa.planner.pipeline.pipelines import Skeleton, stage_times, value_of
+from asa.planner.stage.problem import Chain
 
 INF = float("inf")
 

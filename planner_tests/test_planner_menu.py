@@ -18,8 +18,8 @@ from asa.cost.step import ComponentCost
 from asa.ir.cluster import Cluster, Sharding, Waiting
 from asa.ir.profile import Profile
 from asa.planner import Request, plan
-from asa.planner.candidate import Prices
-from asa.planner.space import Space, anything
+from asa.planner.space.candidate import Prices
+from asa.planner.space.space import Space, anything
 from asa.strategies import offered
 
 WAITING = (Waiting(ranks=4, points=((1e-5, 1.5), (1e-3, 1.2), (1.0, 1.0))),)

@@ -21,10 +21,10 @@ from asa.ir.plan import Plan
 from asa.ir.profile import Profile
 from asa.ir.units import GIB, MIB
 from asa.planner import Request, decide, parse_pin, plan, verify
-from asa.planner.candidate import Prices
 from asa.planner.decide import table
 from asa.planner.search import Outcome
-from asa.planner.space import Space, layouts, widths
+from asa.planner.space.candidate import Prices
+from asa.planner.space.space import Space, layouts, widths
 
 FULL, PLAIN = fake_strategies.FULL, fake_strategies.PLAIN
 

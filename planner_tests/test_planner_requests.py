@@ -13,7 +13,7 @@ from asa.ir.cluster import Cluster
 from asa.ir.profile import Profile
 from asa.ir.units import GIB, MIB
 from asa.planner import Request, parse_pin, plan
-from asa.planner.space import Space
+from asa.planner.space.space import Space
 
 FULL, PLAIN = fake_strategies.FULL, fake_strategies.PLAIN
 

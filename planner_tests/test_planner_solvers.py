@@ -12,8 +12,9 @@ import random_problems
 
 from asa.errors import AsaError, UnavailableError, UsageError
 from asa.ir.plan import DataDegree, TensorDegree
-from asa.planner import dp, dual, exhaustive, ilp, labels, search
-from asa.planner.problem import Config, Edge, Problem, Solution
+from asa.planner import search
+from asa.planner.stage import dp, dual, exhaustive, ilp, labels
+from asa.planner.stage.problem import Config, Edge, Problem, Solution
 
 
 def same(a: float, b: float) -> bool:

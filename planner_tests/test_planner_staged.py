@@ -19,14 +19,15 @@ from asa.ir import codec
 from asa.ir.layout import Layout
 from asa.ir.plan import Plan
 from asa.ir.units import GIB
-from asa.planner import Request, exhaustive, plan, verify
+from asa.planner import Request, plan, verify
 from asa.planner.beside import Beside, Told
-from asa.planner.candidate import Candidate, Prices
 from asa.planner.decide import table
-from asa.planner.pipelines import Skeleton
-from asa.planner.problem import MS
-from asa.planner.space import Space, anything
-from asa.planner.staged import StagedSpace
+from asa.planner.pipeline.pipelines import Skeleton
+from asa.planner.pipeline.staged import StagedSpace
+from asa.planner.space.candidate import Candidate, Prices
+from asa.planner.space.space import Space, anything
+from asa.planner.stage import exhaustive
+from asa.planner.stage.problem import MS
 from asa.schedules import schedules
 from asa.simulator.plan import play, simulate
 

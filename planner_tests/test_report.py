@@ -16,7 +16,7 @@ import pytest
 from asa.ir import codec
 from asa.ir.bench import Bench, BenchResult
 from asa.ir.equivalence import Equivalence, TensorError
-from asa.planner.explain import Difference, Term
+from asa.planner.answer.explain import Difference, Term
 from asa.report import bench, charts, checks, cluster, explain, page, plan, profile, tables, training, units, verify
 
 FIGURES = ("training_time", "speedup", "compute_communication", "accuracy", "memory", "assignment")

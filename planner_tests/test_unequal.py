@@ -17,12 +17,14 @@ from asa.interfaces.strategy import Strategies
 from asa.ir.cluster import Cluster, RankDevice
 from asa.ir.layout import Layout, bounds
 from asa.ir.plan import Plan, Stage
-from asa.planner import Request, baselines, certificate, plan, verify
-from asa.planner.candidate import Candidate, Prices
-from asa.planner.explain import explain
-from asa.planner.kinds import KindSpace, kinds, numbering, views, weights
-from asa.planner.pipelines import Skeleton
-from asa.planner.space import Space
+from asa.planner import Request, plan, verify
+from asa.planner.answer import certificate
+from asa.planner.answer.explain import explain
+from asa.planner.pipeline.kinds import KindSpace, kinds, numbering, views, weights
+from asa.planner.pipeline.pipelines import Skeleton
+from asa.planner.space import baselines
+from asa.planner.space.candidate import Candidate, Prices
+from asa.planner.space.space import Space
 from asa.report import cluster as shown
 from asa.report import whole
 from asa.simulator import simulate

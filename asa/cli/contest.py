@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from asa.executor.benchmark import Cell
     from asa.planner import Request
-    from asa.planner.posterior import Belief
+    from asa.planner.answer.posterior import Belief
 
 BUDGET_S = 60.0
 FEWEST = 2
@@ -59,8 +59,8 @@ def verify(
     Raises:
         As :func:`asa.planner.plan`; WorkersFailedError: a rank died.
     """
-    from asa.planner.finalists import finalists
-    from asa.planner.posterior import Policy, choose
+    from asa.planner.answer.finalists import finalists
+    from asa.planner.answer.posterior import Policy, choose
     from asa.strategies import offered
 
     plans, draws, stock = finalists(profile, cluster, offered(), request, count)
@@ -134,7 +134,7 @@ def _measured(
     machine = ground.environment(cluster.device.type, cluster, max(p.num_ranks for p in plans))
 
     def confidence(belief: Belief, plan: int) -> Confidence:
-        from asa.planner.posterior import DRAWS
+        from asa.planner.answer.posterior import DRAWS
 
         return Confidence(
             p_best=belief.p_best[plan], expected_regret=belief.expected_regret[plan], finalists=len(plans), draws=DRAWS

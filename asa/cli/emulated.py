@@ -94,7 +94,7 @@ def pretended(name: EmulatedName, plan: Plan, console: Console) -> tuple[Emulate
     """
     from asa.cost.planned import price_plan
     from asa.executor.emulation import EmulatedDevice
-    from asa.planner.prediction import predict
+    from asa.planner.answer.prediction import predict
     from asa.strategies import offered
 
     profile = name.profile()

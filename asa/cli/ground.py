@@ -57,7 +57,7 @@ def check(args: Arguments, folder: Path, gpus: int) -> None:
         InvalidInputError: files of the data set that cannot be used.
         UnavailableError: ``folder`` cannot be written.
     """
-    from asa.planner import baselines
+    from asa.planner.space import baselines
     from asa.strategies import offered
     from asa.zoo.models import build, default_input, names
 

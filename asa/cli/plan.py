@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from asa.ir.plan import Plan
     from asa.ir.profile import Profile
     from asa.planner import Request
-    from asa.planner.frontier import Frontier
+    from asa.planner.answer.frontier import Frontier
 
 
 _OBJECTS = 50_000
@@ -101,7 +101,7 @@ def _few_collections() -> Iterator[None]:
 
 def _frontier(args: Arguments, profile: Profile, cluster: Cluster, request: Request, answer: Plan) -> Frontier:
     """The curves asked for."""
-    from asa.planner import frontier as f
+    from asa.planner.answer import frontier as f
     from asa.strategies import offered
 
     memory = f.against_memory(profile, cluster, offered(), request, answer=answer) if args.frontier else ()

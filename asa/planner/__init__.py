@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from asa.planner.admission import check_request
+from asa.planner.answer.explain import (
+    Alternative,
+    ComponentExplanation,
+    Difference,
+    Explanation,
+    Term,
+    explain,
+    why_not,
+)
+from asa.planner.answer.verify import verify
 from asa.planner.decide import plan
-from asa.planner.explain import Alternative, ComponentExplanation, Difference, Explanation, Term, explain, why_not
-from asa.planner.request import Pin, Request, SolverName, parse_pin, usual_limit
-from asa.planner.verify import verify
+from asa.planner.space.admission import check_request
+from asa.planner.space.request import Pin, Request, SolverName, parse_pin, usual_limit
 
 __all__ = [
     "Alternative",

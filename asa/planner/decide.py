@@ -17,18 +17,19 @@ from asa.ir.codec import noun
 from asa.ir.plan import Assignment, Baseline, Certificate, CurvePoint, Plan, Stage
 from asa.ir.profile import Profile
 from asa.ir.units import GIB
-from asa.planner import baselines, infeasible, leanest, parameter_server
-from asa.planner.admission import check_request
-from asa.planner.candidate import Candidate, Prices
-from asa.planner.circumstances import circumstances
-from asa.planner.confidence import confidence
+from asa.planner.answer import infeasible, leanest
+from asa.planner.answer.circumstances import circumstances
+from asa.planner.answer.confidence import confidence
+from asa.planner.answer.prediction import noise, predict
 from asa.planner.garbage import uncollected
-from asa.planner.prediction import noise, predict
-from asa.planner.problem import MS
-from asa.planner.request import Request
 from asa.planner.search import Outcome, next_best, search
-from asa.planner.singles import TOLERANCE_GIB
-from asa.planner.space import Space
+from asa.planner.space import baselines, parameter_server
+from asa.planner.space.admission import check_request
+from asa.planner.space.candidate import Candidate, Prices
+from asa.planner.space.request import Request
+from asa.planner.space.space import Space
+from asa.planner.stage.problem import MS
+from asa.planner.stage.singles import TOLERANCE_GIB
 
 _WORTH = 0.02
 """A gap from which on a longer search is worth mentioning."""
@@ -60,7 +61,7 @@ class Row:
 def plan(
     profile: Profile, cluster: Cluster, strategies: Strategies, request: Request, *, known: Prices | None = None
 ) -> list[Plan]:
-    """The best ``request.top_k`` plans, best first. ``known`` as for :class:`asa.planner.candidate.Prices`.
+    """The best ``request.top_k`` plans, best first. ``known`` as for :class:`asa.planner.space.candidate.Prices`.
 
     The answer is never predicted to be slower than any whole strategy that fits. A plan of the search's own that
     beats the best whole strategy by less than the noise gives way to it (``request.prefer_simple``); the

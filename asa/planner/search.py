@@ -1,11 +1,11 @@
 """The search: single stages and pipelines, best-first by their bounds, with a certificate over all.
 
-First single stages alone (:mod:`asa.planner.singles`), for a part of the time, then all together with the pipelines
-(:mod:`asa.planner.joint`): what has the lowest bound is taken a step further, until that bound reaches the best plan.
-What is left cannot hold a better one.
+First single stages alone (:mod:`asa.planner.stage.singles`), for a part of the time, then all together with the
+pipelines (:mod:`asa.planner.pipeline.joint`): what has the lowest bound is taken a step further, until that bound
+reaches the best plan. What is left cannot hold a better one.
 
-The label program finds and proves (:mod:`asa.planner.dp`). Where the answer is a single stage and the ILP was asked
-for, that solves the same problem once more, by itself. Where both have proved an optimum and they differ, the
+The label program finds and proves (:mod:`asa.planner.stage.dp`). Where the answer is a single stage and the ILP was
+asked for, that solves the same problem once more, by itself. Where both have proved an optimum and they differ, the
 definition of the problem decides.
 """
 
@@ -18,19 +18,20 @@ from dataclasses import dataclass
 from functools import partial
 
 from asa.errors import AsaError
-from asa.planner import exhaustive, ilp, joint
 from asa.planner.beside import Beside, Told, possible
-from asa.planner.candidate import Candidate, Prices
-from asa.planner.climb import first_plans
-from asa.planner.floors import floors
-from asa.planner.formulate import Formulation
-from asa.planner.kinds import pipelines, views
-from asa.planner.pipelines import Pipelined
-from asa.planner.problem import MS, Choice, Problem, Solution
-from asa.planner.request import SolverName
-from asa.planner.singles import TOLERANCE_GIB, Places, Single, singles
-from asa.planner.space import Allowed, anything
-from asa.planner.staged import StagedSpace
+from asa.planner.pipeline import joint
+from asa.planner.pipeline.climb import first_plans
+from asa.planner.pipeline.floors import floors
+from asa.planner.pipeline.kinds import pipelines, views
+from asa.planner.pipeline.pipelines import Pipelined
+from asa.planner.pipeline.staged import StagedSpace
+from asa.planner.space.candidate import Candidate, Prices
+from asa.planner.space.request import SolverName
+from asa.planner.space.space import Allowed, anything
+from asa.planner.stage import exhaustive, ilp
+from asa.planner.stage.formulate import Formulation
+from asa.planner.stage.problem import MS, Choice, Problem, Solution
+from asa.planner.stage.singles import TOLERANCE_GIB, Places, Single, singles
 
 _LOG = logging.getLogger("asa")
 _FIRST, _SHARE = 0.15, 0.35

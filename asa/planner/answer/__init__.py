@@ -1,0 +1,1 @@
+"""What is said of a plan: prediction, certificate, doubt, alternatives, and why nothing fits."""

@@ -1,0 +1,284 @@
+"""Holds a certificate to account, with nothing of the search in it: no array, table or bound of the solvers.
+
+Two questions about a plan and its ``lower_bound_s``. Does any plan break it? Plans of the stated space near the
+answer, and the whole strategies, are priced one by one by the closed forms (:mod:`asa.cost.planned`): none may be
+faster than the bound, and none faster than an answer called optimal. And is the bound worth anything? :func:`floor`
+is what follows from compute alone, by a few lines of its own:
+
+    a step takes at least  sum_{j<i} T_j + m T_i  for every stage i, T the least compute of a microbatch, there and back
+
+(the first microbatch has to reach stage i and the last one to leave it again), least over cuts and widths. A bound
+below it was no search at all.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import accumulate, pairwise
+
+from asa.cost.estimate import on_device
+from asa.cost.planned import schedule_of, ways_of
+from asa.cost.pricing import Way
+from asa.interfaces.strategy import Strategies
+from asa.ir.cluster import Cluster
+from asa.ir.codec import noun
+from asa.ir.layout import Layout
+from asa.ir.plan import Plan
+from asa.ir.profile import Profile
+from asa.planner.pipeline.kinds import kinds, views
+from asa.planner.space.candidate import Candidate, Prices
+from asa.planner.space.request import Request
+from asa.planner.space.space import MOST_IN_A_PIPELINE, Space, widths
+
+_CLOSE = 1e-9
+_ROOM = 16 * 2**10
+"""Bytes by which a plan may overstep the memory limit: solvers have a tolerance."""
+
+
+@noun
+class Trial:
+    """What became of ``tried`` plans that fit: the fastest of them, and ``floor_s`` (seconds, as the others).
+
+    ``refuted``: one was faster than the certificate's bound, or than a plan called optimal.
+    """
+
+    tried: int
+    fastest_s: float
+    lower_bound_s: float
+    floor_s: float
+    answer_s: float
+    refuted: bool
+
+
+class Evaluator:
+    """Prices plans of one problem: profile, cluster, strategies and what the plan was asked for."""
+
+    def __init__(
+        self, plan: Plan, profile: Profile, cluster: Cluster, strategies: Strategies, request: Request | None = None
+    ) -> None:
+        if request is None:
+            request = Request(
+                gpus=plan.gpus, global_batch=plan.global_batch, optimizer=plan.optimizer, compression=plan.compression
+            )
+        self.space = Space(on_device(profile, cluster), cluster, strategies, request)
+        self.prices = Prices(self.space)
+        schedule_of(plan, strategies)
+        self.answer = Candidate(
+            origin=plan.strategy,
+            widths=tuple(len(s.ranks) for s in plan.stages),
+            starts=plan.starts(),
+            schedule=plan.schedule,
+            num_microbatches=plan.num_microbatches,
+            ways=ways_of(plan, profile, strategies),
+        )
+        self.space = self.space.weighted(self.answer.weights)
+        self._ways = lru_cache(maxsize=100_000)(self._all_ways)
+
+    def seconds(self, candidate: Candidate) -> float | None:
+        """The step time of a candidate; None where it does not fit, or is not in the space: a pipeline has devices of
+        one kind in each stage."""
+        if len(candidate.widths) > 1 and self.space.cluster.unequal:
+            own = kinds(self.space.cluster, candidate.ranks)
+            ends = [0, *accumulate(candidate.widths)]
+            if any(len(set(own[a:b])) > 1 for a, b in pairwise(ends)):
+                return None
+        price = self.prices.of(candidate)
+        return price.cost.total_s if price.peak.total <= self.prices.capacity(candidate) + _ROOM else None
+
+    def ways(self, index: int, width: int, num_microbatches: int) -> tuple[Way, ...]:
+        """Every way to run a component in a stage of that width."""
+        return self._ways(index, width, num_microbatches)
+
+    def _all_ways(self, index: int, width: int, num_microbatches: int) -> tuple[Way, ...]:
+        return tuple(self.space.ways(index, width, num_microbatches, self.space.pinned))
+
+    def floor(self) -> float:
+        """Seconds that no plan can beat, by compute alone."""
+        found = float("inf")
+        for m in (2**k for k in range(self.space.request.global_batch.bit_length())):
+            for prices, among in views(self.prices):
+                found = min([found, *(m * sum(prices.compute(w, m)) for w in among)])
+            if self.space.schedules and m <= MOST_IN_A_PIPELINE:
+                found = min(found, self._pipelines(m, found))
+        return found
+
+    def _fastest(self, width: int, m: int) -> list[float]:
+        """The least compute of a stage, wherever it stands."""
+        gpus = self.space.request.gpus
+        places = range(gpus - width + 1) if self.space.cluster.unequal else (0,)
+        return [min(times) for times in zip(*(self.prices.compute(width, m, gpus, r) for r in places), strict=True)]
+
+    def _pipelines(self, m: int, best: float) -> float:
+        """The same of several stages: least[r] of what is behind a cut on r ranks, from the last cut to the first."""
+        gpus, n = self.space.request.gpus, len(self.space.profile.graph)
+        taken = {w: self._fastest(w, m) for w in widths(gpus) if w < gpus}
+        none = float("inf")
+        least = [[none] * (gpus + 1) for _ in range(n)] + [[0.0] * (gpus + 1)]
+        for start in range(n - 1, -1, -1):
+            row = least[start]
+            for w, own in taken.items():
+                time = 0.0
+                for stop in range(start + 1, n + 1):
+                    time += own[stop - 1]
+                    if m * time >= best:
+                        break
+                    behind = least[stop]
+                    for r in range(w, gpus + 1):
+                        found = max(m * time, time + behind[r - w])
+                        if found < row[r]:
+                            row[r] = found
+        return least[0][gpus]
+
+
+def moves(evaluator: Evaluator, rng: random.Random, count: int) -> Iterator[Candidate]:
+    """Plans of the space beside the answer: another way for one or a few components, a cut or a rank moved, a stage
+    more or fewer, other microbatches or another schedule; some of them from one another, a few steps away."""
+    at, made = evaluator.answer, 0
+    while made < count:
+        if rng.random() < 0.3:
+            at = evaluator.answer
+        found = _moved(evaluator, at, rng)
+        if found is None:
+            at = evaluator.answer
+            continue
+        made += 1
+        yield found
+        at = found if rng.random() < 0.4 else evaluator.answer
+
+
+def _moved(e: Evaluator, at: Candidate, rng: random.Random) -> Candidate | None:
+    kind = rng.random()
+    if kind < 0.6 or len(at.ways) == 1:
+        return _other_ways(e, at, rng)
+    if kind < 0.9 and e.space.schedules and e.space.request.gpus > 1:
+        return _other_stages(e, at, rng)
+    if len(at.widths) == 1:
+        return _rebuilt(e, at, at.starts, at.widths, max(1, at.num_microbatches // 2), at.schedule, rng)
+    if rng.random() < 0.3:
+        return replace(at, schedule=rng.choice(list(e.space.schedules)))  # type: ignore[arg-type]
+    m = rng.choice([max(1, at.num_microbatches // 2), 2 * at.num_microbatches])
+    return _rebuilt(e, at, at.starts, at.widths, m, at.schedule, rng)
+
+
+def _other_ways(e: Evaluator, at: Candidate, rng: random.Random) -> Candidate:
+    """One to three components in a row, or apart, run otherwise."""
+    ways = list(at.ways)
+    first, count, together = rng.randrange(len(ways)), rng.choice([1, 1, 1, 2, 3]), rng.random() < 0.5
+    picked = None
+    for k in range(count):
+        i = (first + k) % len(ways) if together else rng.randrange(len(ways))
+        offered = e.ways(i, at.width(i), at.num_microbatches) or (ways[i],)
+        if together and picked in offered:
+            ways[i] = picked
+            continue
+        picked = ways[i] = rng.choice(offered)
+    return replace(at, ways=tuple(ways))
+
+
+def _other_stages(e: Evaluator, at: Candidate, rng: random.Random) -> Candidate | None:
+    """A cut moved, a rank handed to another stage, two stages joined or one halved."""
+    starts, sizes, n = list(at.starts), list(at.widths), len(at.ways)
+    kind = rng.randrange(4)
+    s = rng.randrange(len(sizes))
+    if kind == 0 and s:
+        starts[s] += rng.choice([-1, 1])
+    elif kind == 1 and len(sizes) > 1:
+        other = rng.choice([k for k in range(len(sizes)) if k != s])
+        sizes[s], sizes[other] = sizes[s] - 1, sizes[other] + 1
+    elif kind == 2 and s:
+        sizes[s - 1] += sizes[s]
+        del starts[s], sizes[s]
+    elif sizes[s] > 1:
+        a, b = starts[s], starts[s + 1] if s + 1 < len(starts) else n
+        if b - a < 2:
+            return None
+        starts.insert(s + 1, rng.randrange(a + 1, b))
+        left = rng.randrange(1, sizes[s])
+        sizes[s : s + 1] = [left, sizes[s] - left]
+    else:
+        return None
+    schedule = at.schedule if at.schedule != "none" else rng.choice(list(e.space.schedules))
+    if len(sizes) == 1:
+        schedule = "none"
+    return _rebuilt(e, at, tuple(starts), tuple(sizes), at.num_microbatches, schedule, rng)
+
+
+def _rebuilt(
+    e: Evaluator, at: Candidate, starts: Sequence[int], sizes: Sequence[int], m: int, schedule: str,
+    rng: random.Random,
+) -> Candidate | None:  # fmt: skip
+    """The same components in other stages, each as it was as far as it can be; None where that is no plan."""
+    n, gpus = len(at.ways), e.space.request.gpus
+    allowed = set(widths(gpus))
+    if sum(sizes) > gpus or any(w not in allowed for w in sizes) or m > e.space.request.global_batch:
+        return None
+    if any(a >= b for a, b in zip(starts, [*starts[1:], n], strict=True)):
+        return None
+    if not all(e.space.profile.graph.cuttable(start) for start in starts[1:]):
+        return None
+    offsets = [sum(sizes[:s]) for s in range(len(sizes))]
+    if len(sizes) > 1:
+        refused = e.space.strategies.schedules[schedule].refusal(len(sizes), m)
+        placed = all(e.space.placed(o, w) for o, w in zip(offsets, sizes, strict=True))
+        if refused or not placed or m > MOST_IN_A_PIPELINE:
+            return None
+    elif m > at.num_microbatches or len(at.widths) > 1 < m:
+        return None  # a single stage has more microbatches only while memory binds
+    found = replace(
+        at,
+        starts=tuple(starts),
+        widths=tuple(sizes),
+        num_microbatches=m,
+        schedule=schedule,  # type: ignore[arg-type]
+    )
+    ways = []
+    for i, way in enumerate(at.ways):
+        offered = e.ways(i, found.width(i), m)
+        if not offered:
+            return None
+        ways.append(way if way in offered else _nearest(way, offered, rng))
+    return replace(found, ways=tuple(ways))
+
+
+def _nearest(way: Way, offered: Sequence[Way], rng: random.Random) -> Way:
+    """Of the same kind, in the layout that is most like the old one."""
+
+    def far(x: Way) -> tuple[bool, int, bool]:
+        return x.tensor.degree != way.tensor.degree, abs(_repeats(x.layout) - _repeats(way.layout)), x.data != way.data
+
+    best = min(far(x)[:2] for x in offered)
+    return rng.choice([x for x in offered if far(x)[:2] == best])
+
+
+def _repeats(layout: Layout) -> int:
+    return layout.width // (layout.data * layout.tensor)
+
+
+def check(
+    plan: Plan, profile: Profile, cluster: Cluster, strategies: Strategies, request: Request | None = None, *,
+    tries: int = 1000, seed: int = 0,
+) -> Trial:  # fmt: skip
+    """Try to break the certificate of ``plan`` with so many plans near it and with its own table of whole strategies.
+
+    ``request``: what was asked, where a memory limit or pins say more than the plan does.
+
+    Raises:
+        InvalidInputError: the plan and the profile do not belong together.
+    """
+    evaluator = Evaluator(plan, profile, cluster, strategies, request)
+    certificate, answer = plan.certificate, evaluator.seconds(evaluator.answer)
+    times = [b.step_time_s for b in plan.baselines if b.fits and b.step_time_s is not None]
+    times += [t for c in moves(evaluator, random.Random(seed), tries) if (t := evaluator.seconds(c)) is not None]
+    fastest = min(times, default=float("inf"))
+    least = certificate.lower_bound_s if certificate.status == "feasible" else plan.prediction.step_time_s
+    return Trial(
+        tried=len(times),
+        fastest_s=fastest,
+        lower_bound_s=certificate.lower_bound_s,
+        floor_s=evaluator.floor(),
+        answer_s=plan.prediction.step_time_s,
+        refuted=answer is None or fastest < least * (1 - _CLOSE) or answer < certificate.lower_bound_s * (1 - _CLOSE),
+    )

@@ -1,0 +1,306 @@
+"""Why this plan: what each component costs in it, what the next best choice would have cost, and why not another."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from asa.cost.estimate import on_device
+from asa.cost.planned import Price, ways_of
+from asa.errors import UsageError
+from asa.interfaces.strategy import Strategies
+from asa.ir.cluster import Cluster
+from asa.ir.codec import noun
+from asa.ir.plan import DataDegree, Plan, TensorDegree
+from asa.ir.profile import Profile
+from asa.ir.units import GIB
+from asa.planner.answer.prediction import noise
+from asa.planner.decide import row
+from asa.planner.search import search
+from asa.planner.space import baselines, parameter_server
+from asa.planner.space.candidate import Candidate, Prices
+from asa.planner.space.request import Request, parse_pin
+from asa.planner.space.space import Space, pinned
+from asa.planner.stage.formulate import formulate
+from asa.planner.stage.singles import TOLERANCE_GIB
+
+
+@noun
+class Alternative:
+    """The best other way for one component, all others left as they are. ``fits``: within the memory limit."""
+
+    data: DataDegree
+    tensor: TensorDegree
+    extra_s: float
+    fits: bool
+    checkpoint: bool = False
+    offload: bool = False
+
+
+@noun
+class ComponentExplanation:
+    """What one component costs in the plan: seconds per step on the busiest rank, bytes at the peak of a step.
+
+    ``boundary_s`` is the boundary in front; ``sync_s`` gradient synchronisation, hidden or not.
+    """
+
+    name: str
+    data: DataDegree
+    tensor: TensorDegree
+    samples_per_rank: int
+    forward_s: float
+    backward_s: float
+    inside_s: float
+    boundary_s: float
+    sync_s: float
+    update_s: float
+    state_bytes: float
+    activation_bytes: float
+    transient_bytes: float
+    alternative: Alternative | None
+    stage: int = 0
+    checkpoint: bool = False
+    offload: bool = False
+
+
+@noun
+class Explanation:
+    """A plan taken apart. ``binding`` says what keeps it from being faster."""
+
+    components: tuple[ComponentExplanation, ...]
+    overlap_s: float
+    hidden_s: float
+    peak_component: str
+    peak_bytes: float
+    capacity_bytes: float
+    binding: Literal["memory", "compute", "communication"]
+
+
+@noun
+class Term:
+    """One term of the step time, in both plans (seconds)."""
+
+    name: str
+    plan_s: float
+    other_s: float
+
+
+@noun
+class Difference:
+    """A plan beside another one. ``other_s`` is None where the other cannot be run; ``changed`` names components;
+    ``remark``: why the plan is not the other one, where that is the faster of the two."""
+
+    other: str
+    plan_s: float
+    other_s: float | None
+    fits: bool
+    why_not: str
+    terms: tuple[Term, ...]
+    changed: tuple[str, ...]
+    remark: str = ""
+
+
+def _prices(
+    plan: Plan, profile: Profile, cluster: Cluster, strategies: Strategies, memory_bytes: int | None, other: str = ""
+) -> tuple[Candidate, Prices]:
+    forced = re.split("[=@]", other)
+    by_tokens = "sequence" in (*(c.tensor.strategy for c in plan.components), *forced)
+    named = (*(("sequence",) if by_tokens else ()), *(("hsdp",) if "hsdp" in forced else ()))
+    request = Request(
+        gpus=plan.gpus, global_batch=plan.global_batch, optimizer=plan.optimizer, compression=plan.compression,
+        memory_bytes=plan.memory_bytes if memory_bytes is None else memory_bytes,
+        strategies=("asa", *named) if named else None,
+    )  # fmt: skip
+    candidate = Candidate(
+        origin=plan.strategy,
+        widths=tuple(len(s.ranks) for s in plan.stages),
+        starts=plan.starts(),
+        schedule=plan.schedule,
+        num_microbatches=plan.num_microbatches,
+        ways=ways_of(plan, profile, strategies),
+    )
+    space = Space(on_device(profile, cluster), cluster, strategies, request)
+    return candidate, Prices(space.weighted(candidate.weights))
+
+
+def explain(
+    plan: Plan, profile: Profile, cluster: Cluster, strategies: Strategies, *, memory_bytes: int | None = None
+) -> Explanation:
+    """Every component of ``plan`` with its costs and its best alternative. ``memory_bytes``: of a device; None: what it
+    was planned with.
+
+    Raises:
+        InvalidInputError: the plan and the profile do not belong together.
+    """
+    candidate, prices = _prices(plan, profile, cluster, strategies, memory_bytes)
+    price = prices.of(candidate)
+    m, capacity = candidate.num_microbatches, prices.capacity(candidate)
+    rows = []
+    for i, (way, c) in enumerate(zip(candidate.ways, price.components, strict=True)):
+        rows.append(
+            ComponentExplanation(
+                name=plan.components[i].name,
+                data=way.data,
+                tensor=way.tensor,
+                samples_per_rank=prices.pricer(candidate.width(i), m, prices.busy(candidate)).local(way.layout),
+                forward_s=m * c.forward_s,
+                backward_s=m * c.backward_s + c.bucket_s,
+                inside_s=c.blocking_s,
+                boundary_s=price.boundaries[i].blocking_s,
+                sync_s=c.sync_s,
+                update_s=c.update_s + c.update_communication_s,
+                state_bytes=c.footprint.state + c.footprint.gradients,
+                activation_bytes=c.footprint.activations
+                + price.boundaries[i].footprint.activations
+                + price.boundaries[i].footprint.state,
+                transient_bytes=c.footprint.transient + price.boundaries[i].footprint.transient,
+                alternative=_alternative(prices, candidate, price, i, capacity),
+                stage=candidate.stage(i),
+                checkpoint=way.checkpoint,
+                offload=way.offload,
+            )
+        )
+    tight = capacity - price.peak.total < 0.02 * capacity
+    exposed = price.cost.exposed_s > 0.5 * price.cost.total_s
+    return Explanation(
+        components=tuple(rows),
+        overlap_s=price.cost.overlap_s,
+        hidden_s=price.cost.hidden_s,
+        peak_component=plan.components[price.peak.index].name,
+        peak_bytes=price.peak.total,
+        capacity_bytes=max(0.0, capacity),
+        binding="memory" if tight else "communication" if exposed else "compute",
+    )
+
+
+def _alternative(prices: Prices, candidate: Candidate, price: Price, index: int, capacity: float) -> Alternative | None:
+    found: Alternative | None = None
+    for way in prices.space.ways(index, candidate.width(index), candidate.num_microbatches):
+        if way == candidate.ways[index]:
+            continue
+        other = prices.of(candidate.with_way(index, way))
+        fits = other.peak.total <= capacity + TOLERANCE_GIB * GIB
+        extra = other.cost.total_s - price.cost.total_s
+        if found is None or (not fits, extra) < (not found.fits, found.extra_s):
+            found = Alternative(
+                data=way.data, tensor=way.tensor, extra_s=extra, fits=fits, checkpoint=way.checkpoint,
+                offload=way.offload,
+            )  # fmt: skip
+    return found
+
+
+def why_not(
+    plan: Plan,
+    profile: Profile,
+    cluster: Cluster,
+    strategies: Strategies,
+    other: str,
+    *,
+    memory_bytes: int | None = None,
+) -> Difference:
+    """``plan`` beside the best plan with ``other`` forced: a whole strategy, or ``COMPONENT=STRATEGY[@DEGREE]``.
+
+    Raises:
+        UsageError: ``other`` names no strategy and no component.
+        InvalidInputError: the plan and the profile do not belong together.
+    """
+    candidate, prices = _prices(plan, profile, cluster, strategies, memory_bytes, other)
+    price = prices.of(candidate)
+    if other in parameter_server.WHY_NOT:
+        return _served(plan, candidate, prices, other)
+    rival, reason = _forced(prices, other) if "=" in other else _whole(prices, other)
+    if rival is None:
+        return Difference(
+            other=other, plan_s=price.cost.total_s, other_s=None, fits=False, why_not=reason, terms=(), changed=()
+        )  # fmt: skip
+    theirs = prices.of(rival)
+    capacity = prices.capacity(rival)
+    fits = theirs.peak.total <= capacity + TOLERANCE_GIB * GIB
+    lacking = f"{theirs.peak.total / GIB:.3g} GiB of {max(0.0, capacity) / GIB:.3g} GiB"
+    return Difference(
+        other=other,
+        plan_s=price.cost.total_s,
+        other_s=theirs.cost.total_s,
+        fits=fits,
+        why_not="" if fits else lacking,
+        terms=_terms(price, theirs),
+        changed=_changed(plan, candidate, rival),
+        remark=_remark(price, theirs) if fits else "",
+    )
+
+
+def _remark(mine: Price, theirs: Price) -> str:
+    """Why a plan that is slower than another one may be the answer."""
+    gain, unclear = mine.cost.total_s - theirs.cost.total_s, noise(mine, theirs)
+    if gain <= 1e-6 * mine.cost.total_s:
+        return ""
+    told = f"predicted {100 * gain / mine.cost.total_s:.2g} % faster than this plan"
+    if gain < unclear:
+        return f"{told}, below the noise of {100 * unclear / mine.cost.total_s:.2g} %"
+    return f"{told}: not allowed when it was made, or not found in its time; try a longer --time-limit"
+
+
+def _served(plan: Plan, candidate: Candidate, prices: Prices, other: str) -> Difference:
+    """``plan`` beside a parameter server on the workers of data parallelism, which is priced and not run."""
+    price, workers = prices.of(candidate), row("ddp", prices)
+    if workers.candidate is None:
+        return Difference(
+            other=other, plan_s=price.cost.total_s, other_s=None, fits=False, why_not=workers.why_not, terms=(),
+            changed=(),
+        )  # fmt: skip
+    theirs = parameter_server.priced(prices, workers.candidate)[other]
+    return Difference(
+        other=other,
+        plan_s=price.cost.total_s,
+        other_s=theirs.cost.total_s,
+        fits=False,
+        why_not=parameter_server.WHY_NOT[other],
+        terms=_terms(price, theirs),
+        changed=_changed(plan, candidate, workers.candidate),
+    )
+
+
+def _changed(plan: Plan, mine: Candidate, theirs: Candidate) -> tuple[str, ...]:
+    return tuple(c.name for c, a, b in zip(plan.components, mine.ways, theirs.ways, strict=True) if a != b)
+
+
+def _terms(mine: Price, theirs: Price) -> tuple[Term, ...]:
+    """The step times as sums, of the busiest stage: overlap counts as what it saves."""
+
+    def parts(p: Price) -> dict[str, float]:
+        stage = max(p.stages, key=lambda s: s.cost.total_s)
+        sync = sum(c.sync_s for c in stage.components)
+        blocking = sum(c.blocking_s + c.update_communication_s for c in stage.components)
+        boundaries = sum(b.blocking_s for b in stage.boundaries)
+        return {
+            "compute": sum(c.compute_s for c in stage.components),
+            "optimizer": sum(c.update_s for c in stage.components),
+            "collectives inside components": blocking,
+            "boundaries": boundaries,
+            "gradient synchronisation": sync,
+            "hidden by overlap": stage.cost.total_s - stage.cost.compute_s - sync - blocking - boundaries,
+            "waiting for other stages": p.cost.total_s - stage.cost.total_s,
+        }
+
+    a, b = parts(mine), parts(theirs)
+    return tuple(Term(name=n, plan_s=a[n], other_s=b[n]) for n in a)
+
+
+def _whole(prices: Prices, name: str) -> tuple[Candidate | None, str]:
+    space = prices.space
+    baselines.check((name,), space.strategies, space.request.gpus)
+    if name == "asa":
+        raise UsageError("asa is the search's own answer; name another strategy, or COMPONENT=STRATEGY[@DEGREE]")
+    rows = [row(member, prices) for member in baselines.members(name, space.strategies, space.request.gpus)]
+    best = min(rows, key=lambda r: (not r.fits, r.seconds))
+    return best.candidate, f"{best.name}: {best.why_not}"
+
+
+def _forced(prices: Prices, text: str) -> tuple[Candidate | None, str]:
+    space = prices.space
+    allowed = pinned(space.profile, (parse_pin(text),))
+    found = search(prices, solver="dp", time_limit_s=5.0, allowed=allowed)
+    if found.best is not None:
+        return found.best, ""
+    runs = any(formulate(prices, w, 1, allowed) is not None for w in range(1, space.request.gpus + 1))
+    return None, "nothing fits with it" if runs else "no stage of these devices can run it"

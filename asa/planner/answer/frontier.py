@@ -1,0 +1,274 @@
+"""What another memory, or another number of devices, would buy: the optimum as a curve and not a point.
+
+Every point is a solve of its own with a short time limit, with its gap. A plan that a looser limit already gave is
+not solved for again: the fastest plan under a limit is the fastest under every lower limit that it still fits.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+from asa.cost.estimate import on_device
+from asa.cost.memory import needed
+from asa.errors import InfeasibleError
+from asa.interfaces.strategy import Strategies
+from asa.ir.cluster import Cluster
+from asa.ir.codec import noun
+from asa.ir.plan import Assignment, Plan
+from asa.ir.profile import Profile
+from asa.planner.answer.leanest import leanest
+from asa.planner.decide import plan
+from asa.planner.space.candidate import Prices
+from asa.planner.space.request import Request
+from asa.planner.space.space import Space
+
+POINTS = 8
+BUDGET_S = 4.0
+"""All solves of one curve together, about: each may take its part of what is left, and at least a quarter second."""
+
+CIFAR_SAMPLES = 50_000
+"""Training images of CIFAR-10 and CIFAR-100."""
+
+_BOUNDLESS = 2**60
+_ROOM = 1.0005  # solvers take limits in GiB, with a tolerance
+
+
+@noun
+class MemoryPoint:
+    """The fastest plan in devices of ``limit_bytes``, the least it fits in; its peak is ``memory_bytes_max``.
+
+    ``fits``: whether the devices asked about have that much. ``changed``: against the point with more memory.
+    """
+
+    limit_bytes: int
+    fits: bool
+    memory_bytes_max: int
+    step_time_s: float
+    gap: float
+    num_ranks: int
+    num_microbatches: int
+    changed: str
+
+
+@noun
+class CostPoint:
+    """The fastest plan on up to ``gpus`` devices, of which it uses ``num_ranks``; only those are paid for. It is the
+    answer for up to ``up_to`` devices.
+
+    Times and the cost are of an epoch, None where nothing fits (``why_not``). ``on_frontier``: no other point is
+    both faster and cheaper.
+    """
+
+    gpus: int
+    up_to: int
+    num_ranks: int
+    step_time_s: float | None
+    epoch_s: float | None
+    epoch_cost: float | None
+    gap: float
+    memory_bytes_max: int
+    on_frontier: bool
+    why_not: str = ""
+
+
+@noun
+class Frontier:
+    """Time against memory, loosest first; and time against cost, fewest devices first. Empty where not asked for."""
+
+    memory: tuple[MemoryPoint, ...] = ()
+    cost: tuple[CostPoint, ...] = ()
+
+
+def against_memory(
+    profile: Profile, cluster: Cluster, strategies: Strategies, request: Request, *, points: int = POINTS,
+    answer: Plan | None = None,
+) -> tuple[MemoryPoint, ...]:  # fmt: skip
+    """Optima under up to ``points`` falling limits, from what the optimum of boundless devices needs to the least that
+    fits anything at all. No plan gives way to a simpler one here, so time never falls with memory. ``answer``: the plan
+    that was made for ``request``, with more time to search; the curve is not above it.
+
+    Raises:
+        InfeasibleError: nothing runs, whatever the memory.
+    """
+    have = cluster.device.memory_bytes if request.memory_bytes is None else request.memory_bytes
+    clock = _Clock(request, points)
+    asked = replace(request, prefer_simple=False, top_k=1, memory_bytes=_BOUNDLESS, time_limit_s=clock.limit(0))
+    prices = Prices(Space(on_device(profile, cluster), cluster, strategies, asked))
+    found = [_faster(plan(profile, cluster, strategies, asked, known=prices)[0], answer)]
+    least = leanest(prices, prices.space.pinned)
+    top = _limit(found[0], cluster)
+    floor = top if least is None else _ceil(needed(cluster.device, least.price.peak.total, least.candidate.ranks))
+    for done, limit in enumerate(_falling(top, min(top, floor), points)[1:], 1):
+        if limit >= _limit(found[-1], cluster):
+            continue
+        tighter = replace(asked, memory_bytes=limit, time_limit_s=clock.limit(done))
+        try:
+            found.append(plan(profile, cluster, strategies, tighter, known=prices)[0])
+        except InfeasibleError:
+            break
+    return _as_points(found, cluster, have)
+
+
+def against_cost(
+    profile: Profile, cluster: Cluster, strategies: Strategies, request: Request, *, price: float,
+    epoch_samples: int = CIFAR_SAMPLES, answer: Plan | None = None,
+) -> tuple[CostPoint, ...]:  # fmt: skip
+    """The optimum on 1, 2, 3 ... 8, 16, 32 ... devices, at ``price`` of one device for an hour, in any currency.
+
+    The global batch stays, so an epoch of ``epoch_samples`` takes the same number of steps at every point. Where more
+    devices change nothing, one point stands for all (``up_to``). ``answer`` as for :func:`against_memory`.
+    """
+    steps = math.ceil(epoch_samples / request.global_batch)
+    made: list[CostPoint] = []
+    asked_for = counts(request.gpus)
+    clock = _Clock(request, len(asked_for))
+    prices = Prices(Space(on_device(profile, cluster), cluster, strategies, request))
+    for done, gpus in enumerate(asked_for):
+        asked = replace(request, gpus=gpus, top_k=1, time_limit_s=clock.limit(done))
+        try:
+            best = plan(profile, cluster, strategies, asked, known=prices)[0]
+        except InfeasibleError as error:
+            made.append(_nothing(gpus, str(error)))
+            continue
+        best = _faster(best, answer) if gpus == request.gpus else best
+        step = best.prediction.step_time_s
+        if made and made[-1].num_ranks == best.num_ranks and made[-1].step_time_s == step:
+            made[-1] = replace(made[-1], up_to=gpus)
+            continue
+        made.append(
+            CostPoint(
+                gpus=gpus,
+                up_to=gpus,
+                num_ranks=best.num_ranks,
+                step_time_s=step,
+                epoch_s=steps * step,
+                epoch_cost=best.num_ranks * price * steps * step / 3600,
+                gap=best.certificate.gap,
+                memory_bytes_max=max(best.prediction.memory_bytes_per_rank),
+                on_frontier=False,
+            )
+        )
+    return tuple(replace(p, on_frontier=_undominated(p, made)) for p in made)
+
+
+def _faster(found: Plan, answer: Plan | None) -> Plan:
+    """The faster of two plans for the same request."""
+    if answer is None or answer.prediction.step_time_s >= found.prediction.step_time_s:
+        return found
+    return answer
+
+
+class _Clock:
+    """Shares :data:`BUDGET_S` among points that are still to come."""
+
+    def __init__(self, request: Request, points: int) -> None:
+        self._most, self._points = request.time_limit_s, points
+        self._ends = time.monotonic() + BUDGET_S
+
+    def limit(self, done: int) -> float:
+        """Seconds of the next solve, ``done`` points being made."""
+        share = (self._ends - time.monotonic()) / max(1, self._points - done)
+        return min(self._most, max(0.25, share))
+
+
+def counts(gpus: int) -> tuple[int, ...]:
+    """Numbers of devices worth a point: all up to 8, powers of two beyond, and all there are.
+
+    >>> counts(24)
+    (1, 2, 3, 4, 5, 6, 7, 8, 16, 24)
+    """
+    doubled = {2**k for k in range(gpus.bit_length())}
+    return tuple(sorted({*range(1, min(gpus, 8) + 1), *doubled, gpus}))
+
+
+def changes(before: Plan, after: Plan) -> str:
+    """How ``after`` runs otherwise than ``before``, in a few words."""
+    said = []
+    for what, old, new in (
+        ("ranks", before.num_ranks, after.num_ranks),
+        ("stages", len(before.stages), len(after.stages)),
+        ("microbatches", before.num_microbatches, after.num_microbatches),
+        ("schedule", before.schedule, after.schedule),
+    ):
+        if old != new:
+            said.append(f"{what} {old} -> {new}")
+    moved: dict[str, int] = {}
+    for a, b in zip(before.components, after.components, strict=True):
+        if (a.data, a.tensor, a.checkpoint, a.offload) != (b.data, b.tensor, b.checkpoint, b.offload):
+            way = _way(b)
+            moved[way] = moved.get(way, 0) + 1
+    said += [f"{count} to {way}" for way, count in sorted(moved.items(), key=lambda x: -x[1])]
+    if not said and before.starts() != after.starts():
+        said.append("cuts moved")
+    return ", ".join(said)
+
+
+def _way(a: Assignment) -> str:
+    words = [a.data.text] if a.data.degree > 1 else []
+    words += [f"{a.tensor.strategy} x{a.tensor.degree}"] if a.tensor.degree > 1 else []
+    return " and ".join(words or ["whole"]) + " checkpointed" * a.checkpoint + " offloaded" * a.offload
+
+
+def _limit(found: Plan, cluster: Cluster) -> int:
+    """The smallest device that ``found`` fits."""
+    return _ceil(needed(cluster.device, max(found.prediction.memory_bytes_per_rank), found.num_ranks))
+
+
+def _ceil(limit: float) -> int:
+    return math.ceil(limit * _ROOM)
+
+
+def _falling(top: int, floor: int, points: int) -> list[int]:
+    """``points`` limits from ``top`` to ``floor``, in equal ratios."""
+    ratio = (floor / top) ** (1 / max(1, points - 1)) if floor < top else 1.0
+    return [top, *(round(top * ratio**k) for k in range(1, points - 1)), floor]
+
+
+def _as_points(found: Sequence[Plan], cluster: Cluster, have: int) -> tuple[MemoryPoint, ...]:
+    """Loosest first, without what is neither faster nor smaller than the next (a solve that ran out of time).
+
+    What bounds the plans of one limit bounds those of every lower one, so gaps profit from all looser points.
+    """
+    bounds = list(accumulate((p.certificate.lower_bound_s for p in found), max))
+    kept: list[tuple[Plan, float]] = []
+    for p, bound in zip(reversed(found), reversed(bounds), strict=True):
+        if not kept or p.prediction.step_time_s < kept[-1][0].prediction.step_time_s:
+            kept.append((p, bound))
+    kept.reverse()
+    return tuple(
+        MemoryPoint(
+            limit_bytes=_limit(p, cluster),
+            fits=_limit(p, cluster) <= have,
+            memory_bytes_max=max(p.prediction.memory_bytes_per_rank),
+            step_time_s=p.prediction.step_time_s,
+            gap=max(0.0, 1 - bound / p.prediction.step_time_s) if p.certificate.gap > 0 else 0.0,
+            num_ranks=p.num_ranks,
+            num_microbatches=p.num_microbatches,
+            changed=changes(kept[i - 1][0], p) if i else "",
+        )
+        for i, (p, bound) in enumerate(kept)
+    )
+
+
+def _nothing(gpus: int, why_not: str) -> CostPoint:
+    return CostPoint(
+        gpus=gpus, up_to=gpus, num_ranks=0, step_time_s=None, epoch_s=None, epoch_cost=None, gap=0.0,
+        memory_bytes_max=0, on_frontier=False, why_not=why_not,
+    )  # fmt: skip
+
+
+def _undominated(point: CostPoint, others: Sequence[CostPoint]) -> bool:
+    """Whether none is at least as fast and as cheap, and better in one of both."""
+    if point.epoch_s is None or point.epoch_cost is None:
+        return False
+    mine = (point.epoch_s, point.epoch_cost)
+    for other in others:
+        if other.epoch_s is not None and other.epoch_cost is not None:
+            theirs = (other.epoch_s, other.epoch_cost)
+            if theirs != mine and theirs[0] <= mine[0] and theirs[1] <= mine[1]:
+                return False
+    return True

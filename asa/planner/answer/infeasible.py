@@ -1,0 +1,210 @@
+"""Why nothing fits, in numbers, and the nearest change that would make something fit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from asa.cost.memory import usable
+from asa.errors import InfeasibleError
+from asa.ir.units import GIB
+from asa.planner.answer.leanest import leanest
+from asa.planner.space import baselines
+from asa.planner.space.candidate import Candidate, Prices
+from asa.planner.space.request import Pin
+from asa.planner.space.space import Allowed, Space, anything, widths
+
+_MOST_DEVICES = 64
+_LOOK_S = 1.0
+
+MOST_MEMORY = 2**20 * GIB
+"""Of one device, by far."""
+
+
+def overfull(space: Space) -> bool:
+    """Whether nothing is left for a plan, or less than the weights alone take, each of them held once."""
+    gpus = space.request.gpus
+    free = sum(max(0.0, space.room(rank, 1, 1)) for rank in range(gpus))
+    return free <= 0 or sum(c.parameter_bytes for c in space.profile.graph.components) > free
+
+
+def hopeless(prices: Prices, allowed: Allowed = anything) -> bool:
+    """Whether state, gradients and gathered weights alone leave no plan, activations for nothing.
+
+    A necessary condition that is quickly tested: every component at its leanest, and one at a time with what it needs
+    while it computes, in stages of every width and any split of the components over them.
+    """
+    space, n = prices.space, len(prices.space.profile.graph)
+    if overfull(space):
+        return True
+    lean: dict[int, list[tuple[float, float]]] = {}
+    for width in widths(space.request.gpus):
+        lean[width] = [_leanest_component(prices, i, width, allowed) for i in range(n)]
+        working = max(w for _, w in lean[width])
+        if working < float("inf") and sum(h for h, _ in lean[width]) + working <= space.capacity(width):
+            return False
+    if not space.schedules or space.request.gpus < 2:
+        return True
+    gpus = space.request.gpus
+    free = max(space.room(r, 1, gpus) for r in range(gpus))
+    # fewest[i]: the fewest devices that could hold the components from i on.
+    fewest = [float("inf")] * n + [0.0]
+    for i in range(n - 1, -1, -1):
+        for width, rows in lean.items():
+            held = working = 0.0
+            for stop in range(i, n):
+                held, working = held + rows[stop][0], max(working, rows[stop][1])
+                if held + working > free:
+                    break
+                fewest[i] = min(fewest[i], width + fewest[stop + 1])
+    return fewest[0] > space.request.gpus
+
+
+def _leanest_component(prices: Prices, index: int, width: int, allowed: Allowed) -> tuple[float, float]:
+    """The least state of a component, and the least by which it exceeds that while it computes, in bytes."""
+    space, pricer = prices.space, prices.pricer(width, 1)
+    component = space.profile.graph.components[index]
+    found = []
+    for way in space.ways(index, width, 1, allowed):
+        share = space.strategies.tensor[way.tensor.strategy].share(component, way.layout.tensor)
+        data = space.strategies.data[way.data.strategy].of(way.data)
+        gathered = data.memory(share, way.layout.data, space.request.optimizer).transient
+        footprint = pricer.component(index, way).footprint
+        found.append((footprint.state + footprint.gradients, gathered))
+    if not found:
+        return float("inf"), float("inf")
+    least = min(held for held, _ in found)
+    return least, min(held + gathered for held, gathered in found) - least
+
+
+def explain(prices: Prices, allowed: Allowed = anything, *, proved: bool = True) -> InfeasibleError:
+    """The error to raise: what binds, and the nearest batch, memory or number of devices that fits.
+
+    Not ``proved``: time was up before the search had seen that there is none.
+    """
+    space, request = prices.space, prices.space.request
+    found = leanest(prices, allowed, few=True) if overfull(space) else None
+    found = found or leanest(prices, allowed)
+    if found is None:
+        return InfeasibleError(_nothing_runs(space, allowed))
+    ranks, peak = prices.busy(found.candidate), found.price.peak
+    name = space.profile.graph.components[peak.index].name
+    total = space.cluster.device.memory_bytes if request.memory_bytes is None else request.memory_bytes
+    needed = _memory_for(space, peak.total, ranks)
+    tries = _told(needed)
+    fewer = _smaller_batch(space)
+    if fewer is not None:
+        tries.append(f"--global-batch {fewer}")
+    more = _more_devices(space)
+    if more is not None:
+        tries.append(f"--gpus {more}")
+    aside = total - usable(space.cluster.device, total, ranks)
+    kept = f" (less {aside / GIB:.2f} GiB for the context and the allocator)" if aside > 0 else ""
+    tried = f"; try {' or '.join(tries)}" if tries else "; the model is too large for any device"
+    return InfeasibleError(
+        f"{'no plan fits' if proved else 'no plan was found in time'}: {name} needs {peak.total / GIB:.3g} GiB in its "
+        f"backward ({peak.state / GIB:.3g} GiB state, {peak.activations / GIB:.3g} GiB activations) under every "
+        f"strategy up to {request.gpus} devices, devices have {total / GIB:.3g} GiB{kept}{tried}"
+    )
+
+
+def remedy(prices: Prices, names: Sequence[str]) -> str:
+    """What to try where only the whole strategies ``names`` were asked for, and none of them can be had."""
+    space = prices.space
+    needed = [_memory_for(space, prices.of(c).peak.total, prices.busy(c)) for n in names for c in _uniform(n, prices)]
+    said = _told(min(needed)) if needed else []
+    found = leanest(prices, space.pinned)
+    if found is not None and found.excess <= 0:
+        said.append("--strategies asa")
+    return f"try {' or '.join(said)}" if said else "change --gpus, --global-batch, --memory or the pins"
+
+
+def _told(memory: float) -> list[str]:
+    """So much memory as an option, where devices could have it."""
+    return [f"--memory {memory / GIB:.3g}"] if memory <= MOST_MEMORY else []
+
+
+def _uniform(name: str, prices: Prices) -> Iterator[Candidate]:
+    """One whole strategy in one microbatch and in all powers of two, as far as it and the pins go."""
+    try:
+        for candidate in baselines.candidates(name, prices):
+            if all(prices.space.pinned(i, way) for i, way in enumerate(candidate.ways)):
+                yield candidate
+    except baselines.Unavailable:
+        return
+
+
+def _memory_for(space: Space, active: float, width: int) -> float:
+    """Device memory that leaves ``active`` bytes usable."""
+    low, high = active, 2 * active + 8 * GIB
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if usable(space.cluster.device, int(middle), width) >= active else (middle, high)
+    return high * 1.005  # room for the rounding of the figure that is printed
+
+
+def _with(space: Space, **changes: object) -> Prices:
+    request = replace(space.request, **changes)  # type: ignore[arg-type]
+    return Prices(Space(space.profile, space.cluster, space.strategies, request))
+
+
+def _fits(prices: Prices) -> bool:
+    if hopeless(prices, prices.space.pinned):
+        return False
+    found = leanest(prices, prices.space.pinned)
+    return found is not None and found.excess <= 0
+
+
+def _smaller_batch(space: Space) -> int | None:
+    """The largest halving of the global batch under which something fits, if it is soon found."""
+    batch, ends = space.request.global_batch // 2, time.monotonic() + _LOOK_S
+    if batch and hopeless(_with(space, global_batch=batch), space.pinned):
+        return None  # what does not depend on the batch is too much already
+    while batch >= 1 and time.monotonic() < ends:
+        if _fits(_with(space, global_batch=batch)):
+            return batch
+        batch //= 2
+    return None
+
+
+def _more_devices(space: Space) -> int | None:
+    """The fewest devices, within the cluster, under which something fits: doubled, then by halves between, while
+    there is time."""
+    most, ends = min(space.cluster.num_devices, _MOST_DEVICES), time.monotonic() + _LOOK_S
+    low, high = space.request.gpus, min(2 * space.request.gpus, most)
+    while high > low and not _fits(_with(space, gpus=high)):
+        low, high = high, min(2 * high, most)
+    if high <= low:
+        return None
+    while high - low > 1 and time.monotonic() < ends:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _fits(_with(space, gpus=middle)) else (middle, high)
+    return high
+
+
+def _nothing_runs(space: Space, allowed: Allowed) -> str:
+    """No width lets every component run at all: samples or pins forbid it."""
+    request = space.request
+    graph = space.profile.graph
+    for i, component in enumerate(graph.components):
+        if not any(True for w in widths(request.gpus) for _ in space.ways(i, w, 1, allowed)):
+            free = any(True for w in widths(request.gpus) for _ in space.ways(i, w, 1))
+            if free:
+                return (
+                    f"no plan: {component.name} cannot run as pinned ({_shown(request.pins)}) on up to "
+                    f"{request.gpus} devices at global batch {request.global_batch}: a data degree times a tensor "
+                    "degree divides the ranks of the stage, and every rank needs a sample; change the pin or --gpus"
+                )
+            return (
+                f"no plan: {component.name} needs at least 2 samples for BatchNorm, the global batch is "
+                f"{request.global_batch}; try --global-batch {2 * request.global_batch}"
+            )
+    return (
+        f"no plan: no stage of up to {request.gpus} ranks suits all pins "
+        f"({_shown(request.pins)}) at once; change a pin or --gpus"
+    )
+
+
+def _shown(pins: tuple[Pin, ...]) -> str:
+    return " ".join(str(p) for p in pins)

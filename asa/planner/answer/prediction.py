@@ -1,0 +1,72 @@
+"""A price as the prediction that goes into a plan, with its error bar."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from asa.cost.constants import constant
+from asa.cost.planned import Price
+from asa.cost.spread import Z90, drift
+from asa.ir.cluster import Cluster
+from asa.ir.plan import Prediction
+from asa.ir.profile import Profile
+
+
+def deviation(price: Price, profile: Profile, cluster: Cluster) -> float:
+    """Standard deviation of the step time around its prediction, in seconds.
+
+    In quadrature: the standard errors of the measured times, the model's usual error on compute and on a stage's
+    waiting for another's (a far larger one on estimated profiles), that of the links on what they leave exposed, and
+    by how much the machine will be faster or slower than it was when it was measured. That is the same for the whole
+    step, and for every other plan: it says nothing of which is the fastest.
+    """
+    model = constant("step_error" if profile.provenance.origin == "measured" else "estimate_error")
+    moved = price.cost.exposed_s + price.cost.hidden_s
+    exposed = price.cost.exposed_s / moved if moved > 0 else 0.0
+    worked = max(0.0, price.cost.total_s - price.cost.exposed_s)
+    common = drift(profile) * worked + drift(cluster) * price.cost.exposed_s
+    return math.hypot(price.compute_error_s, model * worked, exposed * price.link_error_s, common)
+
+
+def predict(
+    price: Price, profile: Profile, cluster: Cluster, *, widths: Sequence[int], global_batch: int
+) -> Prediction:
+    """The prediction of one step, of stages of ``widths`` ranks. Ranks with equal shares of a batch all hold what the
+    busiest one does.
+
+    The interval is that of a factor (log-normal, as in :mod:`asa.planner.answer.confidence`): a machine in another
+    state than when it was profiled is so many times slower or faster, and more often slower.
+    """
+    total = price.cost.total_s
+    factor = math.exp(Z90 * deviation(price, profile, cluster) / total) if total > 0 else 1.0
+    return Prediction(
+        step_time_s=total,
+        step_time_low_s=total / factor,
+        step_time_high_s=total * factor,
+        compute_s=price.cost.compute_s,
+        exposed_communication_s=price.cost.exposed_s,
+        hidden_communication_s=price.cost.hidden_s,
+        update_s=price.cost.update_s,
+        bubble_s=price.cost.bubble_s,
+        memory_bytes_per_rank=tuple(
+            math.ceil(stage.held(place))
+            for stage, width in zip(price.stages, widths, strict=True)
+            for place in range(width)
+        ),
+        samples_per_s=global_batch / total if total > 0 else 0.0,
+    )
+
+
+def noise(one: Price, other: Price) -> float:
+    """How far two predicted step times must lie apart, in seconds, to be told apart.
+
+    Errors of what both do alike cancel, so only components that differ count: 90 % of their standard errors, and
+    the error of the links on the difference in communication. Never less than the share of a step by which stock
+    data parallelism differs from itself.
+    """
+    pairs = list(zip(one.components, other.components, strict=True))
+    mine, theirs = [a.error_s for a, b in pairs if a != b], [b.error_s for a, b in pairs if a != b]
+    links = abs(one.link_error_s - other.link_error_s)
+    floor = constant("claim_floor") * min(one.cost.total_s, other.cost.total_s)
+    return max(floor, Z90 * math.hypot(*mine, *theirs, links))

@@ -1,0 +1,269 @@
+"""Bounds on every plan of several stages with one number of microbatches and one schedule: arrays over where a stage
+begins, on which rank, and how many stages there are from it to the last.
+
+A step of a pipeline is a longest path (:mod:`asa.cost.pipeline`). With T a microbatch forward and back through a stage,
+C there and back over a link, and D what comes once per step, these paths need no more than T, C and D of each stage:
+
+* through all microbatches of one stage, reached by the first one and left by the last one;
+* once through all stages, with all microbatches over one link;
+* the round trip of a microbatch from some stage on, as often as the schedule waits for it there;
+
+and each ends in the once-per-step work of a stage on its way back. Looking from the front, ``back`` is the least time
+from a microbatch's arrival at a stage to the last gradient leaving it, ``done`` to the end of all stages from there on,
+``trip`` that of a single microbatch. Looking from behind, ``late`` is the least time from the first microbatch's start
+to the end of the stages in front, but for what happens further on. Each is a least value of its own, so what they say
+together is a bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from asa.planner.pipeline.lattice import INF, Table, divisors
+
+NEVER = -1e30
+"""Earlier than anything; finite, so that it can be added to what is infinite."""
+
+Tables = Callable[[int, int], Table | None]
+"""Of a stage width, and how many stages there are from it to the last: what such stages take at least."""
+
+
+class Keys:
+    """Widths and data degrees at the ends of stages, numbered."""
+
+    def __init__(self, widths: Sequence[int], degrees: Callable[[int], tuple[int, ...]] = divisors) -> None:
+        self.widths = tuple(sorted(widths))
+        self.pairs = [(w, d) for w in self.widths for d in degrees(w)]
+        self.of: dict[int, slice] = {}
+        at = 0
+        for w in self.widths:
+            self.of[w] = slice(at, at + len(degrees(w)))
+            at += len(degrees(w))
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+
+class Links:
+    """Transfers: forward and back, arrays cut x key in front x key behind, for each kind of hop; and which ranks a
+    stage may begin at."""
+
+    def __init__(self, gpus: int, hops: Sequence[int], ahead: Any, back: Any, m: int, offsets: dict[int, Any]) -> None:
+        self.gpus = gpus
+        self.hops = np.array(hops)
+        self.ahead, self.back = ahead, back
+        self.both = ahead + back
+        self.crowd = np.maximum(m * ahead + back, ahead + m * back)
+        self.offsets = offsets
+
+
+@dataclass
+class Stages:
+    """Stages of one width and place that may be in a plan: start and stop, in order of starts; values by entry and
+    exit degree as in :class:`Table`; on which ranks they can begin; ``groups``: where each start begins."""
+
+    start: Any
+    stop: Any
+    steady: Any
+    forward: Any
+    whole: Any
+    single: Any
+    offsets: Any
+    groups: Any
+    back: Any = None
+    done: Any = None
+
+
+class Frame:
+    """The arrays. ``lead(r)``: microbatches that go forward first in a stage with r stages to the last, or None where
+    the schedule does not wait for one to come back before it lets the next in. ``near(w, r)``: which stages (start x
+    stop) may be in a plan at all."""
+
+    def __init__(
+        self, n: int, m: int, keys: Keys, links: Links, tables: Tables, stages: int,
+        lead: Callable[[int], int | None], near: Callable[[int, int], Any],
+    ) -> None:  # fmt: skip
+        self.n, self.m, self.keys, self.links = n, m, keys, links
+        self.stages, self.lead = stages, lead
+        self.parts: dict[tuple[int, int], Stages] = {}
+        for r in range(1, stages + 1):
+            for w in keys.widths:
+                table = tables(w, r)
+                part = None if table is None else self._part(w, r, table, near(w, r))
+                if part is not None:
+                    self.parts[w, r] = part
+        shape = (stages + 1, n + 1, links.gpus + 1, len(keys))
+        self.back, self.done, self.trip = (np.full(shape, INF) for _ in range(3))
+        self.behind_back, self.behind_done, self.behind_trip, self.behind_crowd = (
+            np.full(shape, INF) for _ in range(4)
+        )
+        self._look_behind()
+        self.front_late = self.front_ahead = self.front_over = np.zeros(0)
+        self._through: dict[tuple[int, int], Any] = {}
+
+    def _part(self, w: int, r: int, table: Table, near: Any) -> Stages | None:
+        offsets = self.links.offsets[w]
+        if r > 1:
+            offsets = offsets[offsets + w < self.links.gpus]
+        start, stop = np.nonzero(near)
+        good = (stop == self.n) if r == 1 else (stop < self.n)
+        start, stop = start[good], stop[good]
+        if not len(start) or not len(offsets):
+            return None
+        steady = table.steady[start, stop]
+        good = np.isfinite(steady).any(axis=(1, 2))
+        start, stop = start[good], stop[good]
+        if not len(start):
+            return None
+        return Stages(
+            start=start, stop=stop, steady=steady[good], forward=table.forward[start, stop],
+            whole=table.whole[start, stop], single=table.single[start, stop], offsets=offsets,
+            groups=np.flatnonzero(np.r_[True, np.diff(start) != 0]),
+        )  # fmt: skip
+
+    def _look_behind(self) -> None:
+        m, keys = self.m, self.keys
+        for r in range(1, self.stages + 1):
+            if r > 1:
+                self._over_links(r - 1)
+            for w in keys.widths:
+                x = self.parts.get((w, r))
+                if x is None:
+                    continue
+                k, at = keys.of[w], x.start[x.groups]
+                where = (r, at[:, None], x.offsets[None, :], k)
+                if r == 1:
+                    for into, values in ((self.back, m * x.steady), (self.done, x.whole), (self.trip, x.steady)):
+                        into[where] = values.min(axis=-1)[:, None]
+                    continue
+                # stage x offset x entry x exit
+                steady, whole, single, forward = (v[:, None] for v in (x.steady, x.whole, x.single, x.forward))
+                behind = (r - 1, x.stop[:, None], x.offsets[None, :] + w, k)
+                trip = self.behind_trip[behind][:, :, None, :]
+                x.back = np.maximum(self.behind_back[behind], self.behind_crowd[behind])
+                x.done = self.behind_done[behind]
+                rest, done = x.back[:, :, None, :], x.done[:, :, None, :]
+                found_back = np.maximum(m * steady, steady + rest)
+                found_done = np.maximum(np.maximum(whole, single + rest), forward + done)
+                lead = self.lead(r)
+                if lead:
+                    loops, steps = divmod(m - 1, lead)
+                    turns = (loops + 1) * trip
+                    if loops:
+                        turns = turns + (loops + steps) * steady
+                    elif steps:  # filling up, one forward after the other
+                        turns = turns + steps * forward
+                    found_back = np.maximum(found_back, turns + steady)
+                    found_done = np.maximum(found_done, turns + single)
+                for into, values in (
+                    (self.back, found_back), (self.done, found_done), (self.trip, steady + trip),
+                ):  # fmt: skip
+                    into[where] = np.minimum.reduceat(values.min(axis=-1), x.groups, axis=0)
+
+    def _over_links(self, r: int) -> None:
+        """What is behind a cut, the link included, by the key in front of it."""
+        links = self.links
+        cuts, used = _used(self.trip[r])
+        for hop in sorted(set(links.hops[used].tolist())):
+            o = used[links.hops[used] == hop]
+            where = np.ix_(cuts, o)
+            both, ahead, crowd = (v[hop][cuts][:, None] for v in (links.both, links.ahead, links.crowd))
+            # cut x offset x key in front x key behind
+            back, done, trip = (v[r][where][:, :, None, :] for v in (self.back, self.done, self.trip))
+            self.behind_back[r][where] = (both + back).min(axis=-1)
+            self.behind_done[r][where] = (ahead + done).min(axis=-1)
+            self.behind_trip[r][where] = (both + trip).min(axis=-1)
+            self.behind_crowd[r][where] = (crowd + trip).min(axis=-1)
+
+    def look_ahead(self, stages: Iterable[int]) -> None:
+        """The arrays that look from behind, for plans of so many stages: in front of a stage with r to the last."""
+        n, m, keys, links = self.n, self.m, self.keys, self.links
+        wanted = set(stages)
+        shape = (self.stages + 1, n + 1, links.gpus + 1, len(keys))
+        self.front_late, self.front_ahead = np.full(shape, INF), np.full(shape, INF)
+        self.front_over = np.full(shape[:3], INF)
+        late, ahead, over = (np.full(shape[1:], INF) for _ in range(3))
+        for r in range(self.stages, 0, -1):
+            front_late, front_ahead, front_over = self.front_late[r], self.front_ahead[r], self.front_over[r]
+            cuts, used = _used(ahead)
+            for hop in sorted(set(links.hops[used].tolist())):
+                o = used[links.hops[used] == hop]
+                where = np.ix_(cuts, o)
+                both, one = links.both[hop][cuts][:, None], links.ahead[hop][cuts][:, None]
+                front_late[where] = (late[where][..., None] + both).min(axis=2)
+                front_ahead[where] = (ahead[where][..., None] + one).min(axis=2)
+            front_over[:] = over.min(axis=-1)
+            if r in wanted:
+                front_late[0, 0], front_ahead[0, 0], front_over[0, 0] = NEVER, 0.0, NEVER
+            late, ahead, over = (np.full(shape[1:], INF) for _ in range(3))
+            if r == 1:
+                break
+            for w in keys.widths:
+                x = self.parts.get((w, r))
+                if x is None:
+                    continue
+                k = keys.of[w]
+                where = (x.start[:, None], x.offsets[None, :])
+                into_late, into_ahead = (v[(*where, k)][..., None] for v in (front_late, front_ahead))
+                into_over = front_over[where][:, :, None, None]
+                steady, whole, single, forward = (v[:, None] for v in (x.steady, x.whole, x.single, x.forward))
+                order = np.argsort(x.stop, kind="stable")
+                groups = np.flatnonzero(np.r_[True, np.diff(x.stop[order]) != 0])
+                there = (x.stop[order][groups][:, None], x.offsets[None, :] + w, k)
+                for into, values in (
+                    (late, np.maximum(into_late + steady, into_ahead + single)),
+                    (ahead, into_ahead + forward),
+                    (over, np.maximum(into_over, np.maximum(into_late + m * steady, into_ahead + whole))),
+                ):
+                    into[there] = np.minimum.reduceat(values.min(axis=2)[order], groups, axis=0)
+
+    def value(self, stages: Iterable[int]) -> float:
+        """A bound on every plan of one of these numbers of stages."""
+        return min((float(self.done[p, 0, 0].min(initial=INF)) for p in stages), default=INF)
+
+    def through(self, w: int, r: int) -> Any:
+        """A bound on every plan with such a stage in it, r stages to the last: start x stop."""
+        if (w, r) in self._through:
+            return self._through[w, r]
+        found = self._through[w, r] = np.full((self.n, self.n + 1), INF)
+        x = self.parts.get((w, r))
+        if x is None:
+            return found
+        m, k = self.m, self.keys.of[w]
+        where = (r, x.start[:, None], x.offsets[None, :])
+        late, ahead = (v[(*where, k)][..., None] for v in (self.front_late, self.front_ahead))
+        over = self.front_over[where][:, :, None, None]
+        steady, whole, single, forward = (v[:, None] for v in (x.steady, x.whole, x.single, x.forward))
+        here = np.maximum(over, np.maximum(late + m * steady, ahead + whole))
+        if r > 1:
+            rest = np.maximum(late + steady, ahead + single) + x.back[:, :, None, :]
+            here = np.maximum(here, np.maximum(rest, ahead + forward + x.done[:, :, None, :]))
+        found[x.start, x.stop] = here.min(axis=(1, 2, 3))
+        return found
+
+    def room(self, w: int, r: int, cut: float) -> tuple[Any, Any]:
+        """What stages may take at most, per start and stop, in a plan that is done by ``cut``: steady and whole ms."""
+        shape = (self.n, self.n + 1)
+        steady, whole = np.zeros(shape), np.zeros(shape)
+        x = self.parts.get((w, r))
+        if x is None:
+            return steady, whole
+        k = self.keys.of[w]
+        where = (r, x.start[:, None], x.offsets[None, :], k)
+        late = np.maximum(self.front_late[where], 0.0).min(axis=(1, 2))
+        ahead = self.front_ahead[where].min(axis=(1, 2))
+        most = np.minimum((cut - late) / self.m, (cut - ahead) / self.m)
+        if r > 1:
+            most = np.minimum(most, cut - late - x.back.min(axis=(1, 2)))
+        steady[x.start, x.stop], whole[x.start, x.stop] = most, cut - ahead
+        return steady, whole
+
+
+def _used(values: Any) -> tuple[Any, Any]:
+    """Of an array cut x offset x key, the cuts and the offsets with anything finite."""
+    some = np.isfinite(values).any(axis=-1)
+    return np.flatnonzero(some.any(axis=1)), np.flatnonzero(some.any(axis=0))

@@ -1,0 +1,353 @@
+"""One number of microbatches and one schedule: a bound on all plans with them that rises in steps, and plans.
+
+First compute alone bounds them, then prices without the memory limit, then prices of memory. After that, limit by
+limit: every stage that could be part of a plan below the limit is explored in full, which raises the bounds of the
+others; what is left is listed, and timed by the clock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from asa.cost.pipeline import shape
+from asa.interfaces.schedule import Schedule
+from asa.planner.pipeline import guess
+from asa.planner.pipeline.bounds import Frame, Keys, Links
+from asa.planner.pipeline.lattice import INF, Table, divisors
+from asa.planner.pipeline.pipelines import Skeleton, value_of
+from asa.planner.pipeline.points import OutOfTimeError, Points
+from asa.planner.pipeline.shop import Shop
+from asa.planner.pipeline.skeletons import Leaves, Options, plans
+from asa.planner.pipeline.stages import MOST, UTMOST
+from asa.planner.stage.problem import Choice
+
+_CLOSE = 1e-9
+_FOREVER = 1e15
+"""Ms that no plan takes: a limit where none is known."""
+_FAR = 0.99
+"""Of the best plan: a bound below it calls for better plans, too."""
+_LEAST = 1e-4
+"""Of a bound: the least step upwards."""
+_STRIDE, _LEAP = 0.3, 0.06
+"""Of the way from the bound to the best plan, at least, at a time; and up to which share of the bound that is all of
+it: what is explored up to one limit is explored anew up to the next."""
+_NEAR = 0.002
+"""By how much a plan may exceed what its stages were taken for, and not be looked at more closely."""
+_MANY = 24
+"""Widths and degrees at the ends of stages, together, from which they are first looked at without degrees."""
+_TRIED = 12
+"""Plans filled in at a time, where stages are known as bounds only."""
+
+
+_NOTHING = Table(steady=None, forward=None, whole=None, single=None)
+
+
+@dataclass
+class _Known:
+    """A stage explored up to plans of ``limit`` ms."""
+
+    limit: float
+    points: Points | None
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """A stage with ``place`` stages to the last, to be explored up to ``steady`` and ``whole`` ms."""
+
+    place: int
+    stop: int
+    steady: float
+    whole: float
+    most: int
+
+
+class Case:
+    """Plans of ``stages`` stages (any of them), all else open. ``bound`` holds for all; ``found`` is called with plans:
+    (ms, skeleton, choices), and says whether it takes them."""
+
+    value = INF
+
+    def __init__(
+        self, shop: Shop, m: int, name: str, schedule: Schedule, stages: Sequence[int],
+        found: Callable[[float, Skeleton, tuple[Choice, ...]], bool], bound: float = 0.0,
+    ) -> None:  # fmt: skip
+        self.shop, self.m, self.name, self.schedule, self.stages = shop, m, name, schedule, tuple(stages)
+        self.most = max(stages)
+        self.found = found
+        self.bound, self.level = bound, 0
+        self.in_flight = {
+            r: min(schedule.in_flight(p - r, p, m) for p in stages if p >= r) for r in range(1, self.most + 1)
+        }  # fmt: skip
+        self._leads = {r: self._lead(r) for r in range(1, self.most + 1)}
+        self.widths = tuple(w for w in shop.offsets if w < shop.gpus)
+        self.keys = Keys(self.widths)
+        self.tables: dict[tuple[int, int], Table | None] = {}
+        self._links: Links | None = None
+        every = np.arange(shop.n + 1)[None, :] > np.arange(shop.n)[:, None]
+        self._near = {(w, r): every for w in self.widths for r in range(1, self.most + 1)}
+        self._stages: dict[tuple[int, int, int, int], _Known] = {}
+        self.stuck = False
+        self._detail: dict[tuple[int, int, int, int], int] = {}
+        self.share, self._short = 0.003, False
+
+    def _lead(self, r: int) -> int | None:
+        """Microbatches in flight with r stages to the last, where the schedule waits for each to come back."""
+        found = {shape(self.schedule, p, self.m)[p - r] for p in self.stages if p >= r}
+        lead, _, strict = next(iter(found))
+        return lead if len(found) == 1 and strict else None
+
+    def frame(self, links: Links, keys: Keys) -> Frame:
+        """Bounds by the tables of now."""
+
+        def tables(w: int, r: int) -> Table | None:
+            return self.tables.get((w, r))
+
+        def near(w: int, r: int) -> Any:
+            return self._near[w, r]
+
+        return Frame(self.shop.n, self.m, keys, links, tables, self.most, self._leads.__getitem__, near)
+
+    def step(self, best: float, ends: float) -> None:
+        """Raise the bound. ``best``: what is known already, plans from there on are of no interest."""
+        if self.level == 0:
+            self._by_compute(best)
+        elif self.level in (1, 2):
+            try:
+                self._by_prices(best, ends, limit=self.level == 2)
+            except OutOfTimeError:
+                if self.level == 1:
+                    self._roughly(best, 0.0)
+                return
+        elif self.level == 3 and best >= _FOREVER:
+            guess.likely(self, self._frame, best)
+        else:
+            with suppress(OutOfTimeError):
+                self._by_plans(best, ends)
+            if not self.stuck and self.bound < best * _FAR and time.monotonic() < ends:
+                guess.likely(self, self._frame, best)
+        self.level += 1
+
+    def _by_compute(self, best: float) -> None:
+        frame = self.shop.by_compute(self.m)
+        for w, r in frame.parts:
+            self.tables[w, r] = _NOTHING
+        self._alive(frame, best)
+
+    def _alive(self, frame: Frame, best: float) -> None:
+        """Note the bound, and drop the widths that are in no plan below ``best``."""
+        self.bound = max(self.bound, frame.value(self.stages))
+        if self.bound >= best:
+            return
+        if not len(frame.front_late):
+            frame.look_ahead(self.stages)
+        alive = []
+        for w in self.widths:
+            some = False
+            for r in range(1, self.most + 1):
+                near = self._near[w, r] = frame.through(w, r) < best
+                if near.any():
+                    some = True
+                else:
+                    self.tables[w, r] = None
+            if some:
+                alive.append(w)
+        self.widths = tuple(alive)
+        self.most = max((r for r in range(1, self.most + 1) if any(self._near[w, r].any() for w in alive)), default=1)
+        self.stages = tuple(p for p in self.stages if p <= self.most)
+        self._frame = frame
+
+    def _roughly(self, best: float, ends: float) -> None:
+        """By prices of stages without what lies between them, whatever the degrees at their ends: as far as there is
+        time for prices, by compute alone beyond."""
+        keys = Keys(self.widths, lambda _w: (1,))
+        rough = {w: self.shop.rough(w, self.m, ends) for w in self.widths}
+
+        def tables(w: int, r: int) -> Table | None:
+            return None if self.tables.get((w, r)) is None else rough[w]
+
+        links = self.shop.links(self.m, keys, free=True)
+        self._alive(
+            Frame(
+                self.shop.n, self.m, keys, links, tables, self.most, self._leads.__getitem__,
+                lambda w, r: self._near[w, r],
+            ),
+            best,
+        )  # fmt: skip
+
+    def _by_prices(self, best: float, ends: float, *, limit: bool) -> None:
+        if not limit:
+            if sum(len(divisors(w)) for w in self.widths) > _MANY:
+                self._roughly(best, ends)
+                if self.bound >= best:
+                    return
+            self.keys = Keys(self.widths)
+            self._links = self.shop.links(self.m, self.keys, ends=ends)
+        assert self._links is not None
+        changed = not limit
+        for w in self.widths:
+            if time.monotonic() > ends:
+                raise OutOfTimeError
+            for r in range(1, self.most + 1):
+                before = self.tables.get((w, r))
+                if before is None:
+                    continue
+                table = self.shop.limited(w, self.m, self.in_flight[r]) if limit else self.shop.relaxed(w, self.m)
+                changed = changed or table is not before
+                self.tables[w, r] = table
+        if changed:
+            self._alive(self.frame(self._links, self.keys), best)
+        self._base = dict(self.tables)
+
+    def tell(self, starts: tuple[int, ...], widths: tuple[int, ...], choices: tuple[Choice, ...]) -> tuple[float, bool]:
+        skeleton = Skeleton(starts=starts, widths=widths, num_microbatches=self.m, schedule=self.name)
+        value = value_of(self.shop.pipelines, skeleton, choices)
+        return value, self.found(value, skeleton, choices)
+
+    def _by_plans(self, best: float, ends: float) -> None:
+        """All plans up to a limit, a little further each time."""
+        if self.bound > 0 and best < _FOREVER and not self._short:  # far from the best plan, in longer strides
+            left = best / self.bound - 1
+            self.share = max(self.share, left if left <= _LEAP else left * _STRIDE)
+        limit = min(best, self.bound * (1 + self.share)) if self.share < 10 else best
+        limit = min(limit, _FOREVER)
+        self.share *= 4
+        while True:
+            self._tighten(limit)
+            frame = self.frame(self._links, self.keys)  # type: ignore[arg-type]
+            low = frame.value(self.stages)
+            if low >= limit:
+                self.bound = max(self.bound, limit if limit < _FOREVER else INF)
+                return
+            self.bound = max(self.bound, low)
+            frame.look_ahead(self.stages)
+            self._frame = frame
+            if not self._explored(frame, limit, ends):
+                break
+            if time.monotonic() > ends:
+                return
+        options = {(r, a): x for r in range(1, self.most + 1) for a, x in self._options(r, limit).items()}
+        wanted = limit
+        leaves, limit = plans(frame, options, self.stages, self.schedule, limit)
+        proved, again, blurred = limit, False, set[tuple[int, int, int, int]]()
+        if limit < wanted and self.bound > 0:  # too many: not as far, the next time
+            self.share, self._short = min(self.share, wanted / self.bound - 1) / 8, True
+            again = self.share > _LEAST
+        for x in leaves:
+            for i in np.argsort(x.values, kind="stable")[:_TRIED]:
+                if x.values[i] >= min(best, limit):
+                    break
+                proved = min(proved, float(x.values[i]))
+                value, vague, taken = self._fill(x, int(i), options)
+                near = value <= float(x.values[i]) * (1 + _NEAR) and (taken or value >= best)
+                best = min(best, value)
+                if near or not vague:
+                    break
+                blurred.update(vague)
+        for key in blurred:  # the next time in more detail
+            again = True
+            self._stages[key].limit = 0.0
+            self._detail[key] = 2 * self._detail.get(key, MOST)
+            self.stuck = self.stuck or self._detail[key] > UTMOST
+        self.stuck = self.stuck or (proved <= self.bound and not again)
+        self.bound = max(self.bound, proved if proved < _FOREVER else INF)
+
+    def _fill(
+        self, leaf: Leaves, i: int, options: dict[tuple[int, int], Options]
+    ) -> tuple[float, list[tuple[int, int, int, int]], bool]:
+        """The time of the plan behind a leaf, which of its stages may not be what they were taken for, and whether it
+        was taken."""
+        p, choices, widths = leaf.starts.shape[1], [], []
+        vague: list[tuple[int, int, int, int]] = []
+        for s in range(p):
+            r, start = p - s, int(leaf.starts[i, s])
+            x, k = options[r, start], int(leaf.options[i, s])
+            w, stop = int(x.width[k]), int(x.stop[k])
+            points = self._stages[w, r, start, stop].points
+            assert points is not None
+            choices.append(points.choice(int(x.point[k])))
+            widths.append(w)
+            if not points.exact:
+                vague.append((w, r, start, stop))
+        value, taken = self.tell(tuple(int(a) for a in leaf.starts[i]), tuple(widths), tuple(choices))
+        return value, vague, taken
+
+    def _explored(self, frame: Frame, limit: float, ends: float) -> bool:
+        """Explore the stages that a plan below ``limit`` could have; whether there were new ones."""
+        wanted: dict[tuple[int, int, int], dict[int, list[_Wanted]]] = {}
+        for r in range(1, self.most + 1):
+            for w in self.widths:
+                if self._base.get((w, r)) is None:
+                    continue
+                room: tuple[Any, Any] | None = None
+                for a, b in np.argwhere(frame.through(w, r) < limit).tolist():
+                    known = self._stages.get((w, r, a, b))
+                    if known is not None and known.limit >= limit * (1 - _CLOSE):
+                        continue
+                    steady, whole = room = room or frame.room(w, r, limit)
+                    place = self.shop.place(w, self.m, self.in_flight[r])
+                    most = self._detail.get((w, r, a, b), MOST)
+                    wanted.setdefault(place, {}).setdefault(a, []).append(
+                        _Wanted(r, b, float(steady[a, b]), float(whole[a, b]), most)
+                    )
+        for place, starts in wanted.items():
+            for a, some in starts.items():
+                asked: dict[int, tuple[float, float, int]] = {}
+                for x in some:
+                    before = asked.get(x.stop, (0.0, 0.0, 0))
+                    asked[x.stop] = (max(before[0], x.steady), max(before[1], x.whole), max(before[2], x.most))
+                found = self.shop.explored(place, a, asked, ends)
+                for x in some:
+                    points = found[x.stop]
+                    self._stages[place[0], x.place, a, x.stop] = _Known(
+                        limit, None if points is None else points.within(self.m, x.steady, x.whole)
+                    )
+                if time.monotonic() > ends:
+                    return True
+        return bool(wanted)
+
+    def _tighten(self, limit: float) -> None:
+        """Tables that know what was explored up to ``limit``, as far as plans below it are concerned."""
+        self.tables = dict(self._base)
+        copied: set[tuple[int, int]] = set()
+        for (w, r, a, b), known in self._stages.items():
+            if known.limit < limit * (1 - _CLOSE):
+                continue
+            table = self.tables[w, r]
+            assert table is not None
+            if (w, r) not in copied:
+                copied.add((w, r))
+                table = self.tables[w, r] = Table(
+                    steady=table.steady.copy(),
+                    forward=table.forward.copy(),
+                    whole=table.whole.copy(),
+                    single=table.single.copy(),
+                )
+            arrays = (table.steady, table.forward, table.whole, table.single)
+            for x in arrays:
+                x[a, b] = INF
+            if known.points is not None:
+                f, back, _, once = known.points.least
+                steady = f + back
+                at = (known.points.entry, known.points.exit)
+                for x, values in zip(arrays, (steady, f, self.m * steady + once, steady + once), strict=True):
+                    np.minimum.at(x[a, b], at, values)
+
+    def _options(self, r: int, limit: float) -> dict[int, Options]:
+        parts: dict[int, list[Any]] = {}
+        for (w, rank, a, b), known in self._stages.items():
+            if rank != r or known.points is None or known.limit < limit * (1 - _CLOSE):
+                continue
+            x, k = known.points, self.keys.of[w].start
+            size = np.full(len(x), 1)
+            parts.setdefault(a, []).append((size * w, size * b, x.entry + k, x.exit + k, x.least, np.arange(len(x))))
+        found = {}
+        for a, some in parts.items():
+            width, stop, entry, leaving, times, point = (np.concatenate(x, axis=-1) for x in zip(*some, strict=True))
+            found[a] = Options(width, stop, entry, leaving, times, point, point)
+        return found

@@ -1,0 +1,232 @@
+"""The joint search over stages, cuts, widths, microbatches, schedules and configurations.
+
+Every (microbatches, schedule) is a case with a bound that rises in steps (:mod:`asa.planner.pipeline.case`). Always the
+one with the lowest bound is taken a step further, until that bound has reached the best plan: nothing faster is left.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from asa.interfaces.schedule import Schedule
+from asa.planner.pipeline.case import Case
+from asa.planner.pipeline.floors import floors
+from asa.planner.pipeline.lattice import INF
+from asa.planner.pipeline.pipelines import Pipelined, Pipelines, Skeleton
+from asa.planner.pipeline.shop import Shop
+from asa.planner.stage import exhaustive
+from asa.planner.stage.problem import Choice
+
+_CLOSE = 1e-9
+MOST_COMPONENTS, MOST_RANKS = 100, 128
+"""Beyond these, plans of several stages are bounded by compute, but not searched in full."""
+SLACK_GIB = 1e-9
+"""By how much a plan may overstep the memory limit (rounding)."""
+
+
+class Item(Protocol):
+    """A part of the space, with a bound on all plans in it that rises in steps: a case, or single stages.
+
+    ``value``: ms of the best plan of its own, for those that keep it. ``stuck``: the bound rises no further.
+    """
+
+    bound: float
+    level: int
+    stuck: bool
+
+    @property
+    def value(self) -> float: ...
+
+    def step(self, best: float, ends: float) -> None:
+        """Raise the bound; plans from ``best`` ms on are of no interest, and time is up at ``ends``."""
+
+
+class Best:
+    """The best plan so far, and the curve. ``limit``: ms of the best of all, ``value``: of the best pipeline."""
+
+    def __init__(self, pipelines: Pipelines | None, incumbent_ms: float, started: float | None = None) -> None:
+        self.pipelines = pipelines
+        self.limit, self.value = incumbent_ms, float("inf")
+        self.skeleton: Skeleton | None = None
+        self.choices: tuple[Choice, ...] = ()
+        self.started = time.monotonic() if started is None else started
+        self.curve: list[tuple[float, float, float]] = []
+        self.bound = 0.0
+
+    def other(self, value: float) -> None:
+        """A plan of ``value`` ms that somebody else keeps."""
+        if value < self.limit:
+            self.limit, self.value, self.skeleton, self.choices = value, float("inf"), None, ()
+            self.note(self.bound)
+
+    def found(self, value: float, skeleton: Skeleton, choices: tuple[Choice, ...]) -> bool:
+        """Take it if it is better and fits; whether it was taken."""
+        if value >= self.limit or not self._fits(skeleton, choices):
+            return False
+        self.limit = self.value = value
+        self.skeleton, self.choices = skeleton, choices
+        self.note(self.bound)
+        return True
+
+    def note(self, bound: float) -> None:
+        """A point of the curve."""
+        self.bound = max(self.bound, min(bound, self.limit))
+        point = (time.monotonic() - self.started, self.limit, self.bound)
+        if not self.curve or point[1:] != self.curve[-1][1:]:
+            self.curve.append(point)
+
+    def _fits(self, skeleton: Skeleton, choices: tuple[Choice, ...]) -> bool:
+        x, p = self.pipelines, len(skeleton.widths)
+        assert x is not None
+        schedule = x.schedules[skeleton.schedule]
+        if any(x.crossing(start) < 0 for start in skeleton.starts[1:]):
+            return False
+        for s, (w, start, choice) in enumerate(zip(skeleton.widths, skeleton.starts, choices, strict=True)):
+            chain = x.chain(w, skeleton.num_microbatches)
+            if chain is None:
+                return False
+            problem = chain.chosen(start, choice, schedule.in_flight(s, p, skeleton.num_microbatches))
+            if exhaustive.peak(problem, (0,) * len(choice)) > problem.capacity + SLACK_GIB:
+                return False
+        return True
+
+
+def searched(pipelines: Pipelines) -> bool:
+    """Whether plans of several stages are searched for in full, and not only bounded."""
+    return len(pipelines.names) <= MOST_COMPONENTS and pipelines.gpus <= MOST_RANKS
+
+
+def search(
+    pipelines: Pipelines,
+    *,
+    incumbent_ms: float = float("inf"),
+    time_limit_s: float = 60.0,
+    gap: float = 0.0,
+    patience_s: float = 0.0,
+    others: Sequence[Item] = (),
+    started: float | None = None,
+    floor: dict[int, float] | None = None,
+    news: Callable[[float], float] | None = None,
+) -> Pipelined:
+    """The fastest plan of two or more stages, if it beats ``incumbent_ms``, and a proof of how good it is.
+
+    ``others`` are searched along with it; what they find they keep, and the proof holds for them, too. The search ends
+    when the bound has reached the best, or after ``patience_s`` ``(1 - gap)`` of it, or time is up. ``started``: when
+    the clock of the curve did. ``floor``: the numbers of microbatches to search, with a bound on each
+    (:mod:`asa.planner.pipeline.floors`); all where None. ``news``: as for :func:`best_first`.
+    """
+    best = Best(pipelines, incumbent_ms, started)
+    ends = time.monotonic() + time_limit_s
+    queue: list[Item] = [*others]
+    floor = floors(pipelines, incumbent_ms, ends) if floor is None else floor
+    if not searched(pipelines):
+        queue.append(Closed(min(floor.values(), default=incumbent_ms)))
+    else:
+        shop = Shop(pipelines)
+        for m in floor:
+            for name, schedule in _distinct(pipelines.schedules, min(shop.n, shop.gpus), m).items():
+                for stages in _alike(schedule, min(shop.n, shop.gpus), m):
+                    queue.append(Case(shop, m, name, schedule, stages, best.found, bound=floor[m]))
+    counts = best_first(queue, best, ends, gap=gap, patience=time.monotonic() + patience_s, news=news)
+    return Pipelined(
+        skeleton=best.skeleton,
+        choices=best.choices,
+        value=best.value,
+        bound=best.bound,
+        curve=tuple(best.curve),
+        counts=counts,
+    )
+
+
+class Closed:
+    """What is bounded, but not searched."""
+
+    level, stuck, value = 0, False, float("inf")
+
+    def __init__(self, bound: float) -> None:
+        self.bound = bound
+
+    def step(self, best: float, ends: float) -> None:
+        """There is nothing to do."""
+        self.stuck = True
+
+
+def joined(a: Pipelined, b: Pipelined) -> Pipelined:
+    """Of two searches through two parts of a space."""
+    better = min(a, b, key=lambda x: x.value)
+    curve, now = [], [(INF, 0.0), (INF, 0.0)]
+    for at, value, bound, k in sorted((t, v, low, k) for k, x in enumerate((a, b)) for t, v, low in x.curve):
+        now[k] = (value, bound)
+        curve.append((at, min(v for v, _ in now), min(low for _, low in now)))
+    return replace(
+        better, bound=min(a.bound, b.bound), curve=tuple(curve),
+        counts={name: a.counts[name] + b.counts[name] for name in a.counts},
+    )  # fmt: skip
+
+
+def best_first(
+    items: Sequence[Item], best: Best, ends: float, *, gap: float = 0.0, patience: float,
+    news: Callable[[float], float] | None = None,
+) -> dict[str, int]:  # fmt: skip
+    """Always take the item with the lowest bound a step further, until that bound has reached the best plan.
+
+    From the time ``patience`` on, ``(1 - gap)`` of it is enough. ``best.bound`` is what is proved of all. ``news``:
+    told the ms of the best plan, it says those of one that somebody else may have found by now.
+    """
+    queue = [(item.bound, k, item) for k, item in enumerate(items)]
+    heapq.heapify(queue)
+    steps = len(queue)
+    lowest = float("inf")
+    while queue:
+        bound, number, item = heapq.heappop(queue)
+        if news is not None:
+            best.other(news(best.limit))
+        best.note(min(bound, lowest))
+        allowed = gap if time.monotonic() >= patience else 0.0
+        if bound >= best.limit * (1 - max(allowed, _CLOSE)) or time.monotonic() > ends:
+            heapq.heappush(queue, (bound, number, item))
+            break
+        item.step(best.limit * (1 - _CLOSE), ends)
+        steps += 1
+        if isinstance(item, Case) and item.level == 3 and item.bound < best.limit == INF:
+            item.step(best.limit, ends)  # a first plan, early
+        best.other(item.value)
+        if item.stuck:
+            lowest = min(lowest, item.bound)  # as far as it goes; the others may still hold better plans
+        else:
+            heapq.heappush(queue, (item.bound, number, item))
+    proved = min([best.limit, lowest, *(b for b, _, _ in queue)])
+    if proved >= best.limit * (1 - 2 * _CLOSE):
+        proved = best.limit
+    best.note(proved)
+    return {"cases": len(items), "steps": steps}
+
+
+def _alike(schedule: Schedule, most: int, m: int) -> list[list[int]]:
+    """Numbers of stages that may be searched together: memory and order depend on the stages behind alone."""
+    allowed = [p for p in range(2, most + 1) if not schedule.refusal(p, m)]
+    if not allowed:
+        return []
+    held = {p: [schedule.in_flight(p - r, p, m) for r in range(1, p + 1)] for p in allowed}
+    longest = held[allowed[-1]]
+    if all(h == longest[: len(h)] for h in held.values()):
+        return [allowed]
+    return [[p] for p in allowed]
+
+
+def _distinct(schedules: dict[str, Schedule], most: int, m: int) -> dict[str, Schedule]:
+    """Those that differ: of a single microbatch they usually have the same order."""
+    if m > 1:
+        return schedules
+    found: dict[tuple[object, ...], str] = {}
+    for name, schedule in schedules.items():
+        allowed = [p for p in range(2, most + 1) if not schedule.refusal(p, m)]
+        key = tuple(
+            (p, s, schedule.in_flight(s, p, m), tuple(schedule.order(s, p, m))) for p in allowed for s in range(p)
+        )
+        found.setdefault(key, name)
+    return {name: schedules[name] for name in found.values()}

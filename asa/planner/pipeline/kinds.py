@@ -1,0 +1,210 @@
+"""Unequal devices: which ranks are of one kind, by which weights a stage may cut its batch, and stages of one kind.
+
+The search over pipelines knows of a stage how many devices it has, and of a place how many are in front of it. Where
+devices are of several kinds it is told other numbers: a device of kind k counts ``u_k``, chosen so that the number of a
+stage says of which kind its devices are, too. Places are sums of what is in front, as before, and what may stand where
+follows from :meth:`KindSpace.placed`. Nothing else changes, so what is proved holds.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, groupby
+
+from asa.ir.cluster import Cluster
+from asa.ir.layout import Layout, lowest_terms
+from asa.planner.pipeline.pipelines import Skeleton
+from asa.planner.pipeline.staged import StagedSpace, ways_of
+from asa.planner.space.candidate import Candidate, Prices
+from asa.planner.space.space import Allowed, widths
+from asa.planner.stage.formulate import Formulation, formulate
+from asa.planner.stage.problem import MS, Choice
+
+_STEPS = 24
+"""Weights that are tried of a stage with devices of two speeds, beside equal ones and those in proportion to speed."""
+_FINEST = 2**16
+"""Samples that weights tell apart at most."""
+_FINE = 1000
+"""The weight of the fastest rank, where weights are in proportion to speed."""
+_NEVER_MS = 1e9
+
+
+def kinds(cluster: Cluster, ranks: int) -> tuple[int, ...]:
+    """Per rank the number of its kind, counted in order: devices of one speed and memory."""
+    memories = cluster.memories()
+    found = [(cluster.speed(r), memories[r]) for r in range(ranks)]
+    order = list(dict.fromkeys(found))
+    return tuple(order.index(x) for x in found)
+
+
+def weights(cluster: Cluster, width: int, batch: int) -> tuple[tuple[int, ...], ...]:
+    """How a stage of the first ``width`` ranks may cut a batch, beside evenly.
+
+    Of two speeds, every whole number of samples for a rank of the one (in steps, where there are many), the rest spread
+    over the others: what is tried does not depend on how fast they are. In steps, or of more than two speeds, in
+    proportion to speed, too.
+
+    >>> from asa.cost import presets
+    >>> weights(presets.load("a100-nvlink-8"), 8, 64)
+    ()
+    """
+    speeds = [cluster.speed(r) for r in range(width)]
+    order = list(dict.fromkeys(speeds))
+    if len(order) < 2:
+        return ()
+    found, batch = [], min(batch, _FINEST)
+    if len(order) == 2:
+        one, other = (speeds.count(s) for s in order)
+        most = (batch - other) // one
+        step = max(1, -(-most // _STEPS))
+        for rows in range(1, most + 1, step):
+            pair = {order[0]: rows * other, order[1]: batch - rows * one}
+            found.append(tuple(pair[s] for s in speeds))
+        if step == 1:
+            return _distinct(found)
+    return _distinct([*found, tuple(max(1, round(_FINE * s / max(speeds))) for s in speeds)])
+
+
+def _distinct(found: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """In lowest terms, each once, without equal ones."""
+    return tuple(w for w in dict.fromkeys(lowest_terms(w) for w in found) if w)
+
+
+def views(prices: Prices) -> list[tuple[Prices, tuple[int, ...]]]:
+    """The same prices with one choice of weights for each of the widths that have devices of several speeds: none for
+    all widths first, then every choice with the widths that it differs for."""
+    space = prices.space
+    found = [(prices, widths(space.request.gpus))]
+    if not space.cluster.unequal or not space.request.uneven:
+        return found
+    batch = space.request.global_batch
+    choices = {w: weights(space.cluster, w, batch) for w in widths(space.request.gpus)}
+    for k in range(max(len(c) for c in choices.values())):
+        own = {w: c[k] for w, c in choices.items() if k < len(c)}
+        found.append((Prices(space.weighted(own), prices), tuple(own)))
+    return found
+
+
+class KindSpace(StagedSpace):
+    """Stages whose devices are all of one kind, numbered as the module says."""
+
+    def __init__(self, prices: Prices, allowed: Allowed) -> None:
+        super().__init__(prices, allowed)
+        self._busy = prices.space.request.gpus
+        own = kinds(prices.space.cluster, self._busy)
+        longest = dict.fromkeys(own, 0)
+        for k, run in groupby(own):
+            longest[k] = max(longest[k], len(list(run)))
+        units = numbering(longest)
+        self._kinds = own
+        self._starts = [0, *accumulate(units[k] for k in own)]
+        self._stages = {u * w: (k, w) for k, u in units.items() for w in widths(longest[k])}
+        self.gpus = self._starts[-1]
+
+    def first(self, offset: int) -> int:
+        """The rank at a place."""
+        return min(bisect_right(self._starts, offset) - 1, self._busy)
+
+    def width(self, number: int) -> int:
+        """The devices of a stage."""
+        return self._stages.get(number, (0, number))[1]
+
+    def widths(self) -> tuple[int, ...]:
+        """The numbers of all stages, rising; at least one device is left for another stage."""
+        return tuple(sorted(n for n in self._stages if n < self.gpus))
+
+    def placed(self, offset: int, width: int) -> bool:
+        """Whether a stage may begin there: devices of its kind, inside a node or in whole ones."""
+        kind, count = self._stages[width]
+        first = self.first(offset)
+        if self._starts[first] != offset or set(self._kinds[first : first + count]) != {kind}:
+            return False
+        return first + count <= self._busy and self._prices.space.placed(first, count)
+
+    def hop(self, offset: int) -> int:
+        """The level of the links in front of the rank at that place."""
+        return super().hop(self.first(offset))
+
+    def compute(self, width: int, num_microbatches: int) -> list[float]:
+        """As of every :class:`StagedSpace`."""
+        key = (width, num_microbatches)
+        if key not in self._computes:
+            kind, count = self._stages[width]
+            found = self._prices.compute(count, num_microbatches, self._busy, self._kinds.index(kind))
+            self._computes[key] = [x * MS for x in found]
+        return self._computes[key]
+
+    def formulation(self, width: int, num_microbatches: int) -> Formulation | None:
+        """As of every :class:`StagedSpace`."""
+        key = (width, num_microbatches)
+        if key not in self._formulations:
+            kind, count = self._stages[width]
+            made = formulate(
+                self._prices, count, num_microbatches, self._allowed, busy=self._busy, first=self._run(kind, count)
+            )  # fmt: skip
+            numbered = None if made is None else Formulation(replace(made.chain, width=width), made.ways)
+            self._formulations[key] = numbered
+        return self._formulations[key]
+
+    def _run(self, kind: int, count: int) -> int:
+        """The first rank of so many devices of a kind in a row."""
+        return next(r for r in range(self._busy) if self._kinds[r : r + count] == (kind,) * count)
+
+    def transfer(
+        self, cut: int, num_microbatches: int, source: Layout, target: Layout, offset: int
+    ) -> tuple[float, float]:
+        """As of every :class:`StagedSpace`; the layouts may be given with the numbers of their stages."""
+        ends = []
+        for layout in (source, target):
+            width = self.width(layout.width)
+            if width % layout.data:
+                return _NEVER_MS, _NEVER_MS
+            ends.append(Layout(width=width, data=layout.data, tensor=1))
+        size = self.crossing(cut)
+        if size < 0:
+            return _NEVER_MS, _NEVER_MS
+        (a, b), hop = ends, self.hop(offset)
+        key = (size, num_microbatches, a.width, a.data, b.width, b.data, hop)
+        if key not in self._transfers:
+            pricer = self._prices.pricer(a.width, num_microbatches, self._busy)
+            on, back = pricer.handover(cut, a, b, self.first(offset))
+            self._transfers[key] = (on * MS, back * MS)
+        return self._transfers[key]
+
+    def candidate(self, skeleton: Skeleton, choices: Sequence[Choice]) -> Candidate:
+        """The candidate that choices of a pipeline stand for."""
+        return Candidate(
+            origin="asa",
+            widths=tuple(self.width(w) for w in skeleton.widths),
+            starts=skeleton.starts,
+            schedule=skeleton.schedule,  # type: ignore[arg-type]
+            num_microbatches=skeleton.num_microbatches,
+            ways=ways_of(skeleton, choices, self.formulation),
+        )
+
+
+def numbering(longest: dict[int, int]) -> dict[int, int]:
+    """What a device of each kind counts, so that up to ``longest[k]`` in a row of kind k are told from all others.
+
+    The kind with most in a row counts 1, so that numbers of devices mean themselves.
+
+    >>> numbering({0: 4, 1: 4}), numbering({0: 1, 1: 3})
+    ({0: 1, 1: 5}, {1: 1, 0: 4})
+    """
+    found: dict[int, int] = {}
+    taken: set[int] = set()
+    for kind, most in sorted(longest.items(), key=lambda x: -x[1]):
+        unit = next(u for u in range(1, 10**6) if not taken & {u * w for w in range(1, most + 1)})
+        found[kind] = unit
+        taken |= {unit * w for w in range(1, most + 1)}
+    return found
+
+
+def pipelines(prices: Prices, allowed: Allowed) -> StagedSpace:
+    """The space of pipelines on the cluster's devices."""
+    return KindSpace(prices, allowed) if prices.space.cluster.unequal else StagedSpace(prices, allowed)
+
+
+__all__ = ["KindSpace", "kinds", "numbering", "pipelines", "views", "weights"]

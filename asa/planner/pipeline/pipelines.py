@@ -1,0 +1,145 @@
+"""What the joint search is handed, and what it answers: numbers in ms and GiB, no cluster arithmetic.
+
+A plan of several stages cuts the chain of components into intervals. Stage s runs its components on ``widths[s]``
+ranks, taken in order from rank 0 on; it begins at rank ``sum(widths[:s])``. All stages work on the same number of
+microbatches, in the order of one schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Protocol
+
+from asa.cost.pipeline import StageTimes, makespan
+from asa.interfaces.schedule import Schedule
+from asa.ir.layout import Layout
+from asa.planner.stage.problem import Chain, Choice, Problem
+
+
+class Pipelines(Protocol):
+    """The numbers behind all plans of several stages. Prices do not depend on how many ranks a plan leaves unused."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the components."""
+
+    @property
+    def gpus(self) -> int:
+        """Ranks there are; a plan may use fewer."""
+
+    @property
+    def schedules(self) -> dict[str, Schedule]:
+        """By name."""
+
+    def widths(self) -> tuple[int, ...]:
+        """Stage widths in the space."""
+
+    def microbatches(self) -> tuple[int, ...]:
+        """Numbers of microbatches in the space."""
+
+    def compute(self, width: int, num_microbatches: int) -> Sequence[float] | None:
+        """Per component the least ms of forward and backward of one microbatch, nothing communicated; infinite where it
+        cannot run, None where nothing can. Cheap."""
+
+    def chain(self, width: int, num_microbatches: int) -> Chain | None:
+        """All there is to know about stages of that width; None where some component cannot run. Asked for once."""
+
+    def placed(self, offset: int, width: int) -> bool:
+        """Whether a stage of that width may begin at that rank."""
+
+    def hop(self, offset: int) -> int:
+        """Which links a handover to a stage takes that begins at rank ``offset`` (equal: the same transfers)."""
+
+    def crossing(self, cut: int) -> float:
+        """What of the cut in front of component ``cut`` decides its transfers, such as bytes of a sample (equal: the
+        same transfers). Below zero: no stage may begin there."""
+
+    def transfer(
+        self, cut: int, num_microbatches: int, source: Layout, target: Layout, offset: int
+    ) -> tuple[float, float]:
+        """Ms of one microbatch in front of component ``cut`` to a stage that begins at rank ``offset``, and back.
+
+        Of the layouts only widths and data degrees count.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Skeleton:
+    """A plan of several stages but for what is chosen inside them: stage s begins with component ``starts[s]``."""
+
+    starts: tuple[int, ...]
+    widths: tuple[int, ...]
+    num_microbatches: int
+    schedule: str
+
+    def offsets(self) -> tuple[int, ...]:
+        """First rank of every stage."""
+        return (0, *accumulate(self.widths[:-1]))
+
+    def stops(self, components: int) -> tuple[int, ...]:
+        """One past the last component of every stage."""
+        return (*self.starts[1:], components)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipelined:
+    """What the search found and proved, in ms.
+
+    ``choices[s]`` indexes into ``chain(widths[s], m).configs[start:stop]``. Without a ``skeleton`` nothing is faster
+    than the incumbent (or nothing fits). No plan of several stages takes less than ``bound``; where that is the
+    incumbent, none is worth having. ``curve``: (seconds, best, bound) as they got better, the incumbent included.
+    """
+
+    skeleton: Skeleton | None
+    choices: tuple[Choice, ...]
+    value: float
+    bound: float
+    curve: tuple[tuple[float, float, float], ...] = ()
+    counts: dict[str, int] = field(default_factory=dict)
+
+
+def stage_times(problem: Problem, choice: Choice) -> StageTimes:
+    """One stage under ``choice`` as the clock of a pipeline sees it, in ms (:mod:`asa.cost.step` has the formulas)."""
+    m, n = problem.num_microbatches, len(problem)
+    picked = [problem.configs[i][c] for i, c in enumerate(choice)]
+    joints = [problem.edges[i][a.layout, b.layout] for i, (a, b) in enumerate(pairwise(picked))]
+    forward = sum(x.forward for x in picked) + sum(x.forward for x in joints)
+    backward = sum(x.backward for x in picked) + sum(x.backward for x in joints)
+    leaving = [c.prompt for c in picked]
+    for c, release in zip(picked, problem.release, strict=True):
+        leaving[release] += c.late
+    before, behind, both = 0.0, sum(leaving), float("inf")
+    for k in range(n):
+        behind -= leaving[k]
+        both = min(both, problem.sp * before + problem.sc * behind)
+        before += picked[k].window
+    both = max(0.0, both) if problem.saving > 0 else 0.0
+    extra = sum(c.bucket for c in picked) + both * (1 - 1 / problem.sp)
+    total = sum(c.work for c in picked) + sum(e.cost for e in joints) - problem.saving * both
+    return StageTimes(
+        forward=forward,
+        backward=backward,
+        last_backward_extra=extra,
+        after=max(0.0, total - m * (forward + backward) - extra),
+    )
+
+
+def value_of(pipelines: Pipelines, skeleton: Skeleton, choices: Sequence[Choice]) -> float:
+    """Ms of a step of that plan, by the clock."""
+    m, schedule = skeleton.num_microbatches, pipelines.schedules[skeleton.schedule]
+    times, ends = [], []
+    for width, start, choice in zip(skeleton.widths, skeleton.starts, choices, strict=True):
+        chain = pipelines.chain(width, m)
+        if chain is None:
+            return float("inf")
+        stage = chain.chosen(start, choice)
+        times.append(stage_times(stage, (0,) * len(choice)))
+        ends.append((chain.layouts[stage.configs[0][0].layout], chain.layouts[stage.configs[-1][0].layout]))
+    transfers = [
+        pipelines.transfer(skeleton.starts[s], m, ends[s - 1][1], ends[s][0], offset)
+        for s, offset in enumerate(skeleton.offsets())
+        if s
+    ]
+    return makespan(times, transfers, schedule, m)

@@ -1,0 +1,60 @@
+"""Ways to run a stage, as the search over stages sees them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from asa.planner.stage.problem import Choice
+
+
+@dataclass(frozen=True, kw_only=True)
+class Points:
+    """Ways to run one stage, none better in everything: one entry of each array per way, ms.
+
+    ``least`` holds forward, backward, what lengthens the last backward, and all that comes once per step (that length
+    included), never more than in truth; ``exact`` says whether they are the truth. ``entry`` and ``exit`` are data
+    degrees by number. ``picks`` leads back to the choices.
+    """
+
+    least: Any
+    entry: Any
+    exit: Any
+    exact: bool
+    extra: Any
+    origin: Any
+    stop: int
+    history: list[tuple[Any, Any]]
+
+    def __len__(self) -> int:
+        return len(self.entry)
+
+    def within(self, m: int, steady: float, whole: float) -> Points | None:
+        """Those that take no longer."""
+        forward, backward, _, once = self.least
+        good = forward + backward <= steady * (1 + 1e-9)
+        good &= m * (forward + backward) + once <= whole * (1 + 1e-9)
+        if good.all():
+            return self
+        if not good.any():
+            return None
+        kept = np.flatnonzero(good)
+        return replace(
+            self, least=self.least[:, kept], entry=self.entry[kept], exit=self.exit[kept], extra=self.extra[kept],
+            origin=self.origin[kept],
+        )  # fmt: skip
+
+    def choice(self, index: int) -> Choice:
+        """The choice behind a point."""
+        found: list[int] = []
+        label = int(self.origin[index])
+        for parents, configs in reversed(self.history):
+            found.append(int(configs[label]))
+            label = int(parents[label])
+        return tuple(reversed(found))
+
+
+class OutOfTimeError(Exception):
+    """Nothing can be said in time."""

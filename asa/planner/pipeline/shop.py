@@ -1,0 +1,171 @@
+"""What the cases of a search share: chains as arrays, tables, explorers and transfers, each made once."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from asa.ir.layout import Layout
+from asa.planner.pipeline.bounds import Frame, Keys, Links
+from asa.planner.pipeline.lattice import INF, Numbers, Table, limited, relaxed
+from asa.planner.pipeline.pipelines import Pipelines
+from asa.planner.pipeline.points import OutOfTimeError, Points
+from asa.planner.pipeline.stages import Explorer
+
+
+class Shop:
+    """What cases share: chains as arrays, tables and transfers, each made once."""
+
+    def __init__(self, pipelines: Pipelines) -> None:
+        self.pipelines = pipelines
+        self.n = len(pipelines.names)
+        self.gpus = pipelines.gpus
+        self.offsets = {
+            w: np.array([o for o in range(self.gpus - w + 1) if pipelines.placed(o, w)], dtype=np.int64)
+            for w in pipelines.widths() if w <= self.gpus
+        }  # fmt: skip
+        hops = [pipelines.hop(o) for o in range(self.gpus + 1)]
+        kinds = sorted(set(hops))
+        self.hops = [kinds.index(h) for h in hops]
+        self.example = [hops.index(h) for h in kinds]
+        self._numbers: dict[tuple[int, int], Numbers | None] = {}
+        self._relaxed: dict[tuple[int, int], Table] = {}
+        self._limited: dict[tuple[int, int, int], Table] = {}
+        self._points: dict[tuple[int, int, int, int, int], tuple[float, float, int, Points | None]] = {}
+        self._explorers: dict[tuple[int, int, int], Explorer] = {}
+        self._sent: dict[tuple[Any, ...], tuple[float, float]] = {}
+        self._computed: dict[int, Frame] = {}
+        self._alone: dict[int, dict[int, Table]] = {}
+        self.hurried: dict[tuple[int, int, int, int, int], Points] = {}
+        self._links: dict[Any, Links] = {}
+
+    def by_compute(self, m: int) -> Frame:
+        """Bounds by compute alone, whatever the schedule."""
+        if m in self._computed:
+            return self._computed[m]
+        n, tables = self.n, self._alone.setdefault(m, {})
+        widths = [w for w in self.offsets if w < self.gpus]
+        for w in widths:
+            row = self.pipelines.compute(w, m)
+            if row is None:
+                continue
+            sums = np.concatenate([[0.0], np.cumsum(np.minimum(np.asarray(row, dtype=float), 1e18))])
+            steady = np.where(np.arange(n + 1)[None, :] > np.arange(n)[:, None], sums[None, :] - sums[:n, None], INF)
+            steady = np.where(steady >= 1e17, INF, steady)[:, :, None, None]
+            free = np.where(steady < INF, 0.0, INF)
+            tables[w] = Table(steady=steady, forward=free, whole=m * steady, single=steady)
+        keys = Keys(widths, lambda _w: (1,))
+        every = np.ones((n, n + 1), dtype=bool)
+        stages = min(n, self.gpus)
+        frame = Frame(
+            n, m, keys, self.links(m, keys, free=True), lambda w, _r: tables.get(w), stages, lambda _r: None,
+            lambda _w, _r: every,
+        )  # fmt: skip
+        frame.look_ahead(range(2, stages + 1))
+        self._computed[m] = frame
+        return frame
+
+    def rough(self, w: int, m: int, ends: float) -> Table | None:
+        """Stages of any degrees at their ends, without the memory limit; by compute alone where time is up and nothing
+        better is known."""
+        if (w, m) in self._relaxed or time.monotonic() < ends:
+            table = self.relaxed(w, m)
+            return None if table is None else table.anyhow()
+        return self._alone[m].get(w)
+
+    def numbers(self, w: int, m: int) -> Numbers | None:
+        """The chain as arrays."""
+        if (w, m) not in self._numbers:
+            chain = self.pipelines.chain(w, m)
+            self._numbers[w, m] = None if chain is None else Numbers(chain)
+        return self._numbers[w, m]
+
+    def relaxed(self, w: int, m: int) -> Table | None:
+        """Stages without the memory limit."""
+        numbers = self.numbers(w, m)
+        if numbers is None:
+            return None
+        if (w, m) not in self._relaxed:
+            self._relaxed[w, m] = relaxed(numbers)
+        return self._relaxed[w, m]
+
+    def limited(self, w: int, m: int, in_flight: int) -> Table | None:
+        """Stages with it."""
+        numbers, table = self.numbers(w, m), self.relaxed(w, m)
+        if numbers is None or table is None or numbers.roomy(in_flight):
+            return table
+        fewer = 1 << (in_flight.bit_length() - 1)  # fewer in flight take less memory: a bound for more, too
+        if numbers.roomy(fewer):
+            fewer = in_flight
+        key = (w, m, fewer)
+        if key not in self._limited:
+            self._limited[key] = limited(numbers, table, fewer)
+        return self._limited[key]
+
+    def place(self, w: int, m: int, in_flight: int) -> tuple[int, int, int]:
+        """What stages are explored by; alike wherever memory cannot bind."""
+        numbers = self.numbers(w, m)
+        assert numbers is not None
+        return w, m, 0 if numbers.roomy(in_flight) else in_flight
+
+    def explorer(self, place: tuple[int, int, int]) -> Explorer:
+        """Of such stages."""
+        w, m, in_flight = place
+        numbers, table = self.numbers(w, m), self.relaxed(w, m)
+        assert numbers is not None
+        assert table is not None
+        if place not in self._explorers:
+            self._explorers[place] = Explorer(numbers, table, max(1, in_flight))
+        return self._explorers[place]
+
+    def explored(
+        self, place: tuple[int, int, int], start: int, asked: dict[int, tuple[float, float, int]], ends: float
+    ) -> dict[int, Points | None]:
+        """The points of stages from ``start`` to each stop that is asked for, up to (steady, whole) ms at least, with
+        so many labels."""
+        missing = {}
+        for stop, (steady, whole, most) in asked.items():
+            known = self._points.get((*place, start, stop))
+            if known is None or known[0] < steady or known[1] < whole or known[2] < most:
+                missing[stop] = (steady * (1 + 1e-3), whole * (1 + 1e-3), most)
+        if missing:
+            most = max(x[2] for x in missing.values())
+            found = self.explorer(place).explore(start, {b: x[:2] for b, x in missing.items()}, most, ends=ends)
+            for stop, (steady, whole, _) in missing.items():
+                self._points[(*place, start, stop)] = (steady, whole, most, found.get(stop))
+        return {stop: self._points[(*place, start, stop)][3] for stop in asked}
+
+    def links(self, m: int, keys: Keys, *, free: bool = False, ends: float = INF) -> Links:
+        """Transfers between stages of these keys; nothing where ``free``.
+
+        Raises:
+            OutOfTimeError: the clock has passed ``ends``.
+        """
+        key = (m, tuple(keys.pairs), free)
+        if key in self._links:
+            return self._links[key]
+        kinds, count = len(self.example), len(keys)
+        ahead, back = (np.zeros((kinds, self.n + 1, count, count)) for _ in range(2))
+        if not free:
+            classes: dict[float, list[int]] = {}
+            for cut in range(1, self.n):
+                classes.setdefault(self.pipelines.crossing(cut), []).append(cut)
+            layouts = [Layout(width=w, data=d, tensor=1) for w, d in keys.pairs]
+            for size, cuts in classes.items():
+                on, home = (np.zeros((kinds, count, count)) for _ in range(2))
+                for a, (w, d) in enumerate(keys.pairs):
+                    if time.monotonic() > ends:
+                        raise OutOfTimeError
+                    for b, (v, e) in enumerate(keys.pairs):
+                        if w + v > self.gpus:
+                            continue
+                        for kind, offset in enumerate(self.example):
+                            sent = (size, m, w, d, v, e, kind)
+                            if sent not in self._sent:
+                                self._sent[sent] = self.pipelines.transfer(cuts[0], m, layouts[a], layouts[b], offset)
+                            on[kind, a, b], home[kind, a, b] = self._sent[sent]
+                ahead[:, cuts], back[:, cuts] = on[:, None], home[:, None]
+        self._links = {key: Links(self.gpus, self.hops, ahead, back, m, self.offsets)}
+        return self._links[key]

@@ -1,0 +1,244 @@
+"""Every plan below a limit, stage by stage from the front; what is behind a cut is known as a bound, so that hardly
+anything is followed in vain. Then the clock, for many of them at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from asa.cost.pipeline import makespans, shape
+from asa.interfaces.schedule import Schedule
+from asa.planner.pipeline.bounds import NEVER, Frame
+from asa.planner.pipeline.lattice import INF
+
+MOST_ROWS = 60_000
+"""Partial plans kept; the bound of the best one dropped limits what is proved."""
+MOST_LEAVES = 400_000
+"""The same for whole plans."""
+MOST_TURNS = 40_000_000
+"""Forwards and backwards that are timed, of all whole plans together."""
+
+
+@dataclass
+class Options:
+    """Stages that begin with one component, r stages to the last: one entry of each array per way to run one.
+
+    ``times``: forward, backward, what lengthens the last backward, once per step (that length included); ``source``
+    and ``point`` say where it comes from.
+    """
+
+    width: Any
+    stop: Any
+    entry: Any
+    exit: Any
+    times: Any
+    source: Any
+    point: Any
+
+
+@dataclass
+class _Rows:
+    """Partial plans: what is behind them begins at ``cut`` on rank ``offset``; bounds as in :class:`Frame`.
+
+    ``trip``: of a microbatch through all of it and back; ``most_ahead`` and ``most_back``: of a stage or link, on
+    either way."""
+
+    cut: Any
+    offset: Any
+    key: Any
+    late: Any
+    ahead: Any
+    over: Any
+    trip: Any
+    most_ahead: Any
+    most_back: Any
+    bound: Any
+    parent: Any
+    start: Any
+    option: Any
+
+    def taken(self, index: Any) -> _Rows:
+        return _Rows(**{name: value[index] for name, value in self.__dict__.items()})
+
+
+@dataclass
+class Leaves:
+    """Whole plans with as many stages, in order of their bounds. ``starts`` and ``options``: plan x stage, the options
+    being entries of the :class:`Options` of that start and place; ``values``: the clock of their times."""
+
+    starts: Any
+    options: Any
+    values: Any
+
+
+def _row_of_start() -> _Rows:
+    zero, whole = np.zeros(1), np.zeros(1, dtype=np.int64)
+    return _Rows(
+        cut=whole, offset=whole, key=whole - 1, late=zero + NEVER, ahead=zero, over=zero + NEVER, trip=zero,
+        most_ahead=zero, most_back=zero, bound=zero, parent=whole - 1, start=whole, option=whole,
+    )  # fmt: skip
+
+
+def _joined(rows: list[_Rows]) -> _Rows:
+    return _Rows(**{name: np.concatenate([r.__dict__[name] for r in rows]) for name in rows[0].__dict__})
+
+
+def plans(
+    frame: Frame, options: dict[tuple[int, int], Options], stages: Iterable[int], schedule: Schedule, limit: float
+) -> tuple[list[Leaves], float]:
+    """All plans whose bound is below ``limit``, and that limit, lowered where there were too many.
+
+    ``options[r, start]``: the ways to run a stage there.
+    """
+    levels: dict[int, _Rows] = {}
+    wanted = set(stages)
+    m = frame.m
+    filled = all(lead == m for p in wanted for lead, _, _ in shape(schedule, p, m))
+    for r in range(frame.stages, 0, -1):
+        levels[r] = _joined(
+            ([levels[r]] if r in levels else []) + ([_row_of_start()] if r in wanted else [])
+        ) if r in levels or r in wanted else _row_of_start().taken(np.zeros(0, dtype=np.int64))  # fmt: skip
+        grown = _grown(frame, options, r, levels[r], limit, filled=filled)
+        most = MOST_ROWS if r > 1 else min(MOST_LEAVES, MOST_TURNS // (2 * m * frame.stages))
+        if len(grown.cut) > most:
+            order = np.argpartition(grown.bound, most)
+            limit = min(limit, float(grown.bound[order[most:]].min()))
+            grown = grown.taken(order[:most])
+        levels[r - 1] = grown
+    return _leaves(frame, options, levels, schedule, limit), limit
+
+
+def filled_up(trip: Any, ahead: Any, back: Any, m: int) -> Any:
+    """A bound where every stage goes forward with all microbatches before it goes back with one: a ``trip`` through all
+    stages and back, and m - 1 more microbatches in the stage or link that takes longest forward, and back."""
+    return trip + (m - 1) * (ahead + back)
+
+
+def _grown(
+    frame: Frame, options: dict[tuple[int, int], Options], r: int, rows: _Rows, limit: float, *, filled: bool
+) -> _Rows:  # fmt: skip
+    """One more stage, r - 1 to come. ``filled``: see :func:`filled_up`."""
+    m, links, found = frame.m, frame.links, []
+    code = (rows.cut * (links.gpus + 1) + rows.offset) * (len(frame.keys) + 1) + rows.key + 1
+    order = np.argsort(code, kind="stable")
+    if not len(order):
+        return rows
+    begins = np.flatnonzero(np.r_[True, np.diff(code[order]) != 0])
+    places: dict[tuple[int, int], Any] = {}
+    for begin, end in zip(begins, [*begins[1:], len(order)], strict=True):
+        index = order[begin:end]
+        cut, offset, key = int(rows.cut[index[0]]), int(rows.offset[index[0]]), int(rows.key[index[0]])
+        x = options.get((r, cut))
+        if x is None:
+            continue
+        if (cut, offset) not in places:
+            fits = np.zeros(int(x.width.max()) + 1, dtype=bool)
+            for w in np.unique(x.width):
+                room = offset + w < links.gpus if r > 1 else offset + w <= links.gpus
+                fits[w] = room and offset in links.offsets[int(w)]
+            which = np.flatnonzero(fits[x.width])
+            steady, once = x.times[0, which] + x.times[1, which], x.times[3, which]
+            after, trip = NEVER, 0.0
+            done = np.full(len(which), NEVER)
+            if r > 1:
+                at = (x.stop[which], offset + x.width[which], x.exit[which])
+                after = np.maximum(frame.behind_back[r - 1][at], frame.behind_crowd[r - 1][at])
+                done, trip = frame.behind_done[r - 1][at], frame.behind_trip[r - 1][at]
+            places[cut, offset] = (which, steady, once, x.times[0, which], after, done, trip)
+        which, steady, once, forward, after, done, behind = places[cut, offset]
+        if not len(which):
+            continue
+        both = ahead_over = 0.0
+        if key >= 0:
+            hop = links.hops[offset]
+            both = links.both[hop][cut, key, x.entry[which]]
+            ahead_over = links.ahead[hop][cut, key, x.entry[which]]
+        late, ahead = rows.late[index][:, None] + both, rows.ahead[index][:, None] + ahead_over
+        over = np.maximum(rows.over[index][:, None], np.maximum(late + m * steady, ahead + m * steady + once))
+        late = np.maximum(late + steady, ahead + steady + once)
+        ahead = ahead + forward
+        bound = np.maximum(over, np.maximum(late + after, ahead + done)) if r > 1 else over
+        trip = rows.trip[index][:, None] + both + steady
+        most_ahead = np.maximum(np.maximum(rows.most_ahead[index][:, None], ahead_over), forward)
+        most_back = np.maximum(np.maximum(rows.most_back[index][:, None], both - ahead_over), steady - forward)
+        if filled:
+            bound = np.maximum(bound, filled_up(trip + behind, most_ahead, most_back, m))
+        i, j = np.nonzero(bound < limit)
+        if not len(i):
+            continue
+        k = which[j]
+        found.append(
+            _Rows(
+                cut=x.stop[k], offset=offset + x.width[k], key=x.exit[k], late=late[i, j], ahead=ahead[i, j],
+                over=over[i, j], trip=trip[i, j], most_ahead=most_ahead[i, j], most_back=most_back[i, j],
+                bound=bound[i, j], parent=index[i], start=np.full(len(i), cut), option=k,
+            )
+        )  # fmt: skip
+    return _joined(found) if found else _row_of_start().taken(np.zeros(0, dtype=np.int64))
+
+
+def _leaves(
+    frame: Frame, options: dict[tuple[int, int], Options], levels: dict[int, _Rows], schedule: Schedule, limit: float
+) -> list[Leaves]:
+    """Traced back to the front, and timed."""
+    last = levels[0]
+    good = np.flatnonzero(last.bound < limit)
+    if not len(good):
+        return []
+    good = good[np.argsort(last.bound[good], kind="stable")]
+    starts, picked = [last.start[good]], [last.option[good]]
+    at, begun = last.parent[good], np.zeros(len(good), dtype=np.int64)
+    for r in range(1, frame.stages + 1):
+        level = levels[r]
+        # A row at this level is either where a plan begins, or was made from one more stage to come.
+        inside = at >= 0
+        root = inside & (level.parent[np.where(inside, at, 0)] < 0)
+        begun[root] = r
+        inside &= ~root
+        row = np.where(inside, at, 0)
+        if not inside.any():
+            break
+        starts.append(np.where(inside, level.start[row], -1))
+        picked.append(np.where(inside, level.option[row], -1))
+        at = np.where(inside, level.parent[row], -1)
+    found = []
+    for p in np.unique(begun):
+        which = np.flatnonzero(begun == p)
+        begin = np.stack([s[which] for s in starts[:p]][::-1], axis=1)
+        option = np.stack([o[which] for o in picked[:p]][::-1], axis=1)
+        found.append(_timed(frame, options, begin, option, schedule))
+    return found
+
+
+def _timed(
+    frame: Frame, options: dict[tuple[int, int], Options], starts: Any, picked: Any, schedule: Schedule
+) -> Leaves:
+    count, p = starts.shape
+    links = frame.links
+    times, moves = np.zeros((p, 4, count)), np.zeros((p - 1, 2, count))
+    offset, before = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
+    for s in range(p):
+        width, entry, leaving = (np.zeros(count, dtype=np.int64) for _ in range(3))
+        for start in np.unique(starts[:, s]):
+            mine = np.flatnonzero(starts[:, s] == start)
+            x = options[p - s, int(start)]
+            k = picked[mine, s]
+            f, b, extra, once = x.times[:, k]
+            times[s][:, mine] = f, b, extra, np.maximum(0.0, once - extra)
+            width[mine], entry[mine], leaving[mine] = x.width[k], x.entry[k], x.exit[k]
+        if s:
+            for hop in np.unique(links.hops):
+                mine = np.flatnonzero(links.hops[offset] == hop)
+                where = (starts[mine, s], before[mine], entry[mine])
+                moves[s - 1][:, mine] = links.ahead[hop][where], links.back[hop][where]
+        offset += width
+        before = leaving
+    values = np.full(count, INF)
+    for begin in range(0, count, 4096):
+        part = slice(begin, begin + 4096)
+        values[part] = makespans(times[:, :, part], moves[:, :, part], schedule, frame.m)
+    return Leaves(starts=starts, options=picked, values=values)

@@ -1,0 +1,301 @@
+"""First plans of several stages, before anything is proved: every stage runs all its components alike.
+
+For each number of microbatches, and each slowest stage that is allowed, the cuts and widths that make a microbatch's
+way there and back shortest, by a dynamic program over stages from the last to the first. What looks best is priced in
+full and improved (:mod:`asa.planner.pipeline.climb`). Good plans early are what a best-first search lives on; what this
+one misses costs time, never the proof.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from asa.cost.pricing import Way
+from asa.ir.layout import Layout
+from asa.ir.plan import DataDegree, DataStrategyName, TensorDegree
+from asa.planner.space.candidate import Candidate, Prices
+from asa.planner.space.space import Allowed, widths
+
+INF = float("inf")
+_LEVELS = 8
+"""Slowest stages that are tried."""
+_MOST_CUTS = 48
+"""Cuts that are looked at: of more components, as many as cut the computation evenly."""
+_MOST_STAGES = 32
+_FREE = 16
+"""Ranks up to which stages may have any widths; beyond, all stages have the same one."""
+_PRICED = 6
+"""Plans per number of microbatches that are priced in full."""
+_SEVERAL = 64
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How all components of a stage run."""
+
+    data: int
+    tensor: int
+    strategy: DataStrategyName
+    checkpoint: bool
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A plan in which stage s runs all its components in the manner ``manners[s]``."""
+
+    starts: tuple[int, ...]
+    widths: tuple[int, ...]
+    manners: tuple[Manner, ...]
+    num_microbatches: int
+    schedule: str
+
+
+@dataclass
+class _Stages:
+    """Stages of one width: the least steady seconds, what comes once per step, and the manner, by stages to the last
+    (from 0), start and stop."""
+
+    steady: Any
+    once: Any
+    manner: Any
+    manners: list[Manner]
+
+
+class Sketch:
+    """First plans of one space."""
+
+    def __init__(self, prices: Prices, allowed: Allowed, ends: float) -> None:
+        self.prices, self.allowed, self.ends = prices, allowed, ends
+        space = prices.space
+        self.space, self.gpus, self.graph = space, space.request.gpus, space.profile.graph
+        self.n = len(self.graph)
+        self.cuts = self._cuts()
+        """Components that a stage may begin with, and the number of components behind them."""
+        self.schedule = "1f1b" if "1f1b" in space.schedules else next(iter(space.schedules))
+        self.tight = False
+        """Whether memory has been seen to bind: manners that save some are then looked at from the first."""
+        self.most = min(self.gpus, len(self.cuts) - 1, _MOST_STAGES)
+
+    def _cuts(self) -> list[int]:
+        inside = [i for i in range(1, self.n) if self.graph.cuttable(i)]
+        if len(inside) >= _MOST_CUTS:
+            flops = np.cumsum([c.flops_per_sample + 1.0 for c in self.graph.components])
+            wanted = np.searchsorted(flops, flops[-1] * np.arange(1, _MOST_CUTS) / _MOST_CUTS)
+            inside = sorted({min(inside, key=lambda i: abs(i - int(k))) for k in wanted})
+        return [0, *inside, self.n]
+
+    def plans(self, m: int) -> Iterator[Outline]:
+        """Likely plans with ``m`` microbatches, the likeliest first."""
+        sizes = [w for w in widths(self.gpus) if w < self.gpus]
+        if self.gpus <= _FREE:
+            yield from self._free(m, sizes)
+            return
+        for w in sizes:
+            if self.gpus // w <= self.most and (w <= 8 or self.gpus % w == 0) and time.monotonic() < self.ends:
+                yield from self._free(m, [w])
+
+    def _free(self, m: int, sizes: Sequence[int]) -> Iterator[Outline]:
+        stages = {w: s for w in sizes if (s := self._stages(w, m)) is not None}
+        if not stages:
+            return
+        unit = 1 if self.gpus <= _FREE else next(iter(stages))
+        ranks = self.gpus // unit
+        placed = {
+            w: np.array([self.space.placed(o * unit, w) if o * unit + w <= self.gpus else False for o in range(ranks)])
+            for w in stages
+        }
+        links = {w: self._links(w, m) for w in stages}
+        whole = min(float(s.steady[0, 0, -1]) for s in stages.values())
+        every = np.concatenate([s.steady[0][np.isfinite(s.steady[0])] for s in stages.values()])
+        if not len(every):
+            return
+        longest = min(whole, float(every.max()))
+        each = range(len(self.cuts) - 1)
+        shortest = max(float(min(s.steady[0, k, k + 1] for s in stages.values())) for k in each)
+        shortest = max(shortest, longest / (2 * ranks))
+        if not np.isfinite(shortest) or shortest <= 0:
+            shortest = longest / (2 * ranks)
+        if longest <= 0:
+            return  # components that take no time: one stage is as fast as any
+        found: dict[Any, tuple[float, Outline]] = {}
+        for level in np.geomspace(shortest * 1.001, max(longest, shortest * 1.01), _LEVELS):
+            for value, candidate in self._below(m, float(level), stages, links, placed, unit, ranks):
+                found.setdefault((candidate.starts, candidate.widths), (value, candidate))
+            if time.monotonic() > self.ends:
+                break
+        for _, candidate in sorted(found.values(), key=lambda x: x[0])[:_PRICED]:
+            yield candidate
+
+    def _below(
+        self, m: int, level: float, stages: dict[int, _Stages], links: dict[int, Any], placed: dict[int, Any],
+        unit: int, ranks: int,
+    ) -> Iterator[tuple[float, Outline]]:  # fmt: skip
+        """Of each number of stages, the plan with the shortest way there and back in which no stage is slower."""
+        count = len(self.cuts)
+        behind = np.full((count, ranks + 1), INF)
+        behind[-1] = 0.0
+        turns: list[Any] = []
+        for r in range(min(self.most, ranks)):
+            best, turn = np.full((count, ranks + 1), INF), np.full((count, ranks + 1, 2), -1)
+            for w, s in stages.items():
+                k = w // unit
+                own = np.where(s.steady[r] <= level, s.steady[r] + s.once[r] / m, INF)
+                if r == 0:
+                    own = np.where(np.arange(count)[None, :] == count - 1, own, INF)
+                rest = np.full((count, ranks), INF)
+                rest[:, : ranks - k + 1] = behind[:, k:] if r == 0 else behind[:, k:] + links[w][:, None]
+                total = own[:, :, None] + np.where(placed[w], rest, INF)[None]
+                stop = total.argmin(axis=1)
+                value = np.take_along_axis(total, stop[:, None, :], axis=1)[:, 0]
+                better = value < best[:count, :ranks]
+                best[:, :ranks] = np.where(better, value, best[:, :ranks])
+                turn[:, :ranks, 0] = np.where(better, stop, turn[:, :ranks, 0])
+                turn[:, :ranks, 1] = np.where(better, w, turn[:, :ranks, 1])
+            turns.append(turn)
+            behind = best
+            if r and np.isfinite(best[0, 0]):
+                yield self._read(m, r, float(best[0, 0]), stages, links, turns, unit)
+
+    def _read(
+        self, m: int, r: int, trip: float, stages: dict[int, _Stages], links: dict[int, Any], turns: list[Any],
+        unit: int,
+    ) -> tuple[float, Outline]:  # fmt: skip
+        starts, sizes, manners = [], [], []
+        at = offset = 0
+        slowest = longest = 0.0
+        for k in range(r, -1, -1):
+            stop, w = (int(x) for x in turns[k][at, offset])
+            s = stages[w]
+            starts.append(self.cuts[at])
+            sizes.append(w)
+            manners.append(s.manners[int(s.manner[k, at, stop])])
+            slowest = max(slowest, float(s.steady[k, at, stop]), float(links[w][at]) / 2 if at else 0.0)
+            longest = max(longest, float(s.once[k, at, stop]))
+            at, offset = stop, offset + w // unit
+        # A microbatch's round trip holds up the steady state, where links take long.
+        period = max(slowest, trip / (r + 1))
+        return (m - 1) * period + trip + longest, Outline(tuple(starts), tuple(sizes), tuple(manners), m, self.schedule)
+
+    def candidate(self, x: Outline) -> Candidate:
+        """The plan that an outline stands for."""
+        stops = (*x.starts[1:], self.n)
+        return Candidate(
+            origin="asa",
+            num_microbatches=x.num_microbatches,
+            ways=tuple(
+                self.way(i, w, manner)
+                for a, b, w, manner in zip(x.starts, stops, x.widths, x.manners, strict=True)
+                for i in range(a, b)
+            ),
+            widths=x.widths,
+            starts=x.starts,
+            schedule=x.schedule,  # type: ignore[arg-type]
+        )
+
+    def _links(self, w: int, m: int) -> Any:
+        """Seconds of a microbatch over each cut and back, to a stage of ``w`` ranks from one like it."""
+        layout = Layout(width=w, data=self._degree(w, m), tensor=1)
+        pricer = self.prices.pricer(w, m, self.gpus)
+        known: dict[float, float] = {}
+        found = np.zeros(len(self.cuts))
+        for k, cut in enumerate(self.cuts[1:-1], 1):
+            size = float(self.graph.components[cut - 1].output_bytes_per_sample)
+            if size not in known:
+                known[size] = sum(pricer.handover(cut, layout, layout, w))
+            found[k] = known[size]
+        return found
+
+    def _degree(self, w: int, m: int) -> int:
+        fewest = max(self.space.fewest_samples(i) for i in range(self.n))
+        samples = self.space.request.global_batch // m // fewest
+        return max((d for d in range(1, w + 1) if w % d == 0 and d <= samples), default=1)
+
+    def manners(self, w: int, m: int, *, lean: bool) -> list[Manner]:
+        """Manners worth trying; ``lean``: those that save memory, too."""
+        most = self._degree(w, m)
+        found = []
+        for d in (d for d in range(1, most + 1) if w % d == 0):
+            t = w // d
+            if t > 1 and ("tensor" not in self.space.strategies.tensor or t > _SEVERAL or (w > 8 and d != most)):
+                continue
+            kinds: list[DataStrategyName] = ["replicate"]
+            if lean and d > 1:
+                kinds += [k for k in ("zero1", "zero3") if k in self.space.strategies.data]
+            again = (False, True) if lean and self.space.strategies.checkpoint else (False,)
+            found += [Manner(d, t, kind, c) for kind in kinds for c in again]
+        if not any(x.data == most for x in found):
+            found.append(Manner(most, 1, "replicate", False))
+        return found
+
+    def way(self, i: int, w: int, x: Manner) -> Way:
+        """A component in that manner, as far as it can be: what cannot be split is repeated."""
+        splits = x.tensor > 1 and self.space.splits(i, x.tensor)
+        component = self.graph.components[i]
+        strategy = x.strategy
+        if component.parameter_bytes == 0 or self.space.strategies.data[strategy].refusal(component, x.data):
+            strategy = "replicate"
+        forgets = x.checkpoint and component.saved_bytes_per_sample > component.output_bytes_per_sample
+        return Way(
+            layout=Layout(width=w, data=x.data, tensor=x.tensor if splits else 1),
+            data=DataDegree(strategy=strategy, degree=x.data),
+            tensor=TensorDegree(strategy="tensor" if splits else "none", degree=x.tensor if splits else 1),
+            checkpoint=forgets,
+        )
+
+    def _stages(self, w: int, m: int) -> _Stages | None:
+        plain = None if self.tight else self._table(w, m, lean=False)
+        even = min(len(self.cuts) - 1, 2 * (-(-(len(self.cuts) - 1) // self.most)))
+        each = np.arange(len(self.cuts) - even)
+        if plain is not None and np.isfinite(plain.steady[:, each, each + even]).all():
+            return plain
+        self.tight = True
+        return self._table(w, m, lean=True) if time.monotonic() < self.ends else plain
+
+    def _table(self, w: int, m: int, *, lean: bool) -> _Stages | None:
+        pricer = self.prices.pricer(w, m, self.gpus)
+        schedule = self.space.strategies.schedules[self.schedule]
+        room = self.space.capacity(self.gpus)
+        overlap = self.space.cluster.overlap
+        saved = overlap.compute_slowdown * max(0.0, overlap.saving)
+        count, at = len(self.cuts), np.array(self.cuts)
+        manners = self.manners(w, m, lean=lean)
+        flights = np.array([min(schedule.in_flight(0, r + 1, m), m) if r else 1 for r in range(self.most)])
+        steady = np.full((self.most, count, count), INF)
+        once, manner = np.zeros_like(steady), np.full(steady.shape, -1)
+        forward = np.arange(count)[None, :] > np.arange(count)[:, None]
+        for number, x in enumerate(manners):
+            if number and time.monotonic() > self.ends:
+                break
+            rows, cannot = np.zeros((self.n, 7)), np.zeros(self.n)
+            for i in range(self.n):
+                way = self.way(i, w, x)
+                if not self.space.enough_samples(i, x.data, m) or not self.allowed(i, way):
+                    cannot[i] = 1
+                    continue
+                c = pricer.component(i, way)
+                f = c.footprint
+                both = c.forward_s + c.backward_s + c.forward_communication_s + c.backward_communication_s
+                rows[i] = (both, c.sync_s, c.window_s, c.update_s + c.update_communication_s + c.bucket_s,
+                           f.state + f.gradients, f.activations, f.transient)  # fmt: skip
+            missing = np.concatenate([[0.0], np.cumsum(cannot)])[at]
+            possible = forward & (missing[None, :] == missing[:, None])
+            sums = np.concatenate([np.zeros((1, 7)), np.cumsum(rows, axis=0)])[at]
+            own = np.moveaxis(sums[None, :] - sums[:, None], 2, 0)
+            moving = np.zeros((count, count))
+            for a in range(count - 1):
+                pieces = np.maximum.reduceat(rows[at[a] :, 6], at[a : count - 1] - at[a])
+                moving[a, a + 1 :] = np.maximum.accumulate(pieces)
+            late = np.maximum(0.0, own[1] - saved * own[2]) + own[3]
+            for r, flight in enumerate(flights):
+                fits = possible & (own[4] + flight * own[5] + moving <= room)
+                total = own[0] + late / m
+                better = fits & (total < steady[r] + once[r] / m)
+                steady[r] = np.where(better, own[0], steady[r])
+                once[r] = np.where(better, late, once[r])
+                manner[r] = np.where(better, number, manner[r])
+        return _Stages(steady, once, manner, manners) if np.isfinite(steady).any() else None

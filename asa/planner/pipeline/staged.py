@@ -1,0 +1,118 @@
+"""The space of pipelines as numbers: what :mod:`asa.planner.pipeline.joint` asks for, made when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from asa.cost.pricing import Way
+from asa.interfaces.schedule import Schedule
+from asa.ir.layout import Layout
+from asa.planner.pipeline.pipelines import Skeleton
+from asa.planner.space.candidate import Candidate, Prices
+from asa.planner.space.space import MOST_IN_A_PIPELINE, Allowed, widths
+from asa.planner.stage.formulate import Formulation, formulate
+from asa.planner.stage.problem import MS, Chain, Choice
+
+_NEVER_MS = 1e9
+"""A hand-over where no stage may begin: finite, so that bounds can be subtracted, and never worth it."""
+
+
+def ways_of(
+    skeleton: Skeleton, choices: Sequence[Choice], formulated: Callable[[int, int], Formulation | None]
+) -> tuple[Way, ...]:
+    """How each component runs, of a pipeline whose stages chose from ``formulated(width, microbatches)``."""
+    ways: list[Way] = []
+    for start, width, choice in zip(skeleton.starts, skeleton.widths, choices, strict=True):
+        found = formulated(width, skeleton.num_microbatches)
+        assert found is not None
+        ways += found.picked(start, choice)
+    return tuple(ways)
+
+
+class StagedSpace:
+    """Stages of every width and number of microbatches in one space. Prices take all devices to be at work.
+
+    ``every``: with the ways that only save memory also where it cannot bind."""
+
+    def __init__(self, prices: Prices, allowed: Allowed, *, every: bool = False) -> None:
+        space = prices.space
+        self._prices = prices
+        self._allowed, self._every = allowed, every
+        self._formulations: dict[tuple[int, int], Formulation | None] = {}
+        self._computes: dict[tuple[int, int], list[float]] = {}
+        self._transfers: dict[tuple[float, int, int, int, int, int, int], tuple[float, float]] = {}
+        self.names = tuple(c.name for c in space.profile.graph.components)
+        self.global_batch = space.request.global_batch
+        self.gpus = space.request.gpus
+        self.schedules: dict[str, Schedule] = space.schedules
+
+    def widths(self) -> tuple[int, ...]:
+        """Stage widths, rising; at least one device is left for another stage."""
+        return tuple(sorted(w for w in widths(self.gpus) if w < self.gpus))
+
+    def microbatches(self) -> tuple[int, ...]:
+        """Powers of two up to the batch, and to what a pipeline may have."""
+        return tuple(2**k for k in range(min(self.global_batch, MOST_IN_A_PIPELINE).bit_length()))
+
+    def compute(self, width: int, num_microbatches: int) -> list[float]:
+        """Least ms per component of forward and backward of one microbatch; infinite where it cannot run."""
+        key = (width, num_microbatches)
+        if key not in self._computes:
+            self._computes[key] = [x * MS for x in self._prices.compute(*key, self.gpus)]
+        return self._computes[key]
+
+    def formulation(self, width: int, num_microbatches: int) -> Formulation | None:
+        """Stages of that width, in full; None where some component cannot run in one."""
+        key = (width, num_microbatches)
+        if key not in self._formulations:
+            self._formulations[key] = formulate(
+                self._prices, *key, self._allowed, busy=self.gpus, every=self._every
+            )  # fmt: skip
+        return self._formulations[key]
+
+    def chain(self, width: int, num_microbatches: int) -> Chain | None:
+        """The numbers of :meth:`formulation`."""
+        found = self.formulation(width, num_microbatches)
+        return None if found is None else found.chain
+
+    def placed(self, offset: int, width: int) -> bool:
+        """Whether a stage may begin at that rank: inside a node, or in whole nodes."""
+        return self._prices.space.placed(offset, width)
+
+    def hop(self, offset: int) -> int:
+        """The level of the links in front of that rank."""
+        return self._prices.space.cluster.hop(offset)
+
+    def crossing(self, cut: int) -> float:
+        """Bytes of a sample in front of component ``cut``; -1 where no stage may begin."""
+        if not self._prices.space.profile.graph.cuttable(cut):
+            return -1.0
+        return float(self._prices.space.profile.graph.components[cut - 1].output_bytes_per_sample)
+
+    def transfer(
+        self, cut: int, num_microbatches: int, source: Layout, target: Layout, offset: int
+    ) -> tuple[float, float]:
+        """ms to hand a microbatch over in front of component ``cut``, on and back; the later stage begins at rank
+        ``offset``."""
+        size, hop = self.crossing(cut), self.hop(offset)
+        if size < 0:
+            return _NEVER_MS, _NEVER_MS
+        key = (size, num_microbatches, source.width, source.data, target.width, target.data, hop)
+        if key not in self._transfers:
+            pricer = self._prices.pricer(source.width, num_microbatches, self.gpus)
+            on, back = pricer.handover(cut, source, target, offset)
+            self._transfers[key] = (on * MS, back * MS)
+            # The other way round the same happens in the other order.
+            self._transfers[key[0], key[1], *key[4:6], *key[2:4], hop] = (back * MS, on * MS)
+        return self._transfers[key]
+
+    def candidate(self, skeleton: Skeleton, choices: Sequence[Choice]) -> Candidate:
+        """The candidate that choices of a pipeline stand for."""
+        return Candidate(
+            origin="asa",
+            widths=skeleton.widths,
+            starts=skeleton.starts,
+            schedule=skeleton.schedule,  # type: ignore[arg-type]
+            num_microbatches=skeleton.num_microbatches,
+            ways=ways_of(skeleton, choices, self.formulation),
+        )

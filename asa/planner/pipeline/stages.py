@@ -1,0 +1,250 @@
+"""Every way of running a stage that could matter: labels front to back over its components, for all stops at once.
+
+A label is a partial choice, reduced to what the rest can see: forward and backward of a microbatch, the clocks of
+gradient synchronisation (:mod:`asa.planner.stage.dp` derives them; here without the work that is done per microbatch),
+the memory held and its peak. One that is no better in anything than another with the same entry degree and layout is
+dropped, and so is one whose best completion is beyond what a stage may take there. Where labels get too many
+(:mod:`asa.planner.pipeline.thinning`), what comes out is still a bound.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from asa.planner.pipeline import lattice as at
+from asa.planner.pipeline.lattice import INF, Numbers, Priced, Table, priced_memory, rows_of, unit, weights_of
+from asa.planner.pipeline.points import OutOfTimeError, Points
+from asa.planner.pipeline.thinning import BKT, BWD, FWD, HELD, LAST, PEAK, SUM, C, Front, P, Thinning, V
+from asa.planner.stage.pareto import efficient
+
+_CLOSE = 1 + 1e-12
+MOST, UTMOST = 200, 12_000
+"""Labels kept per component, beyond which they are rounded, and similar ones merged."""
+
+
+class Completions:
+    """Least cost of what lies behind a component, under several objectives."""
+
+    def __init__(self, numbers: Numbers, table: Table, in_flight: int, tight: bool) -> None:
+        n, m = numbers.n, numbers.m
+        rows = rows_of(n, m) + (priced_memory(n, m, unit(numbers, table)) if tight else [])
+        self.rows = np.array(rows)
+        weights = weights_of(rows, n)
+        self.hidden = weights.hidden
+        priced = Priced(numbers, weights, in_flight)
+        self.behind = priced.completions()
+        self.over = priced.edges + np.minimum(priced.inner, priced.last)[1:, :, None, :]
+        """Of passing from a layout to another and the next component in it: component in front x objective x both."""
+        self.capacity = numbers.capacity if tight else 0.0
+
+    def limits(self, steady: float, whole: float) -> Any:
+        """What each objective may come to, where a stage may take that long."""
+        base = np.where(self.rows[:, 2] > 0, whole, np.where(self.rows[:, 0] > 0, steady, 0.0))
+        return base * (1 + 1e-9) + self.rows[:, 3] * self.capacity * _CLOSE + 1e-9
+
+    def values(self, labels: Any, i: int) -> Any:
+        """Objectives of labels behind component i so far: label x objective."""
+        steady = labels[:, FWD] + labels[:, BWD]
+        once = np.maximum(labels[:, V], labels[:, C])
+        hidden = self.hidden[:, i]
+        once = once[:, None] * hidden + labels[:, P][:, None] * (1 - hidden)
+        return steady[:, None] * self.rows[:, 0] + once * self.rows[:, 2] + labels[:, HELD][:, None] * self.rows[:, 3]
+
+
+class Explorer:
+    """Stages of one chain with one number of microbatches in flight."""
+
+    def __init__(self, numbers: Numbers, table: Table, in_flight: int) -> None:
+        self.numbers, self.in_flight = numbers, in_flight
+        self.tight = not numbers.roomy(in_flight)
+        self.bounds = Completions(numbers, table, in_flight, self.tight)
+        x = numbers
+        self.thin = Thinning(x, tight=self.tight)
+        self.by_layout: list[list[tuple[int, Any, Any]]] = []
+        known: dict[int, list[tuple[int, Any, Any]]] = {}
+        for i in range(x.n):
+            key = id(x.chain.configs[i])
+            if key not in known:
+                known[key] = self._undominated(i)
+            self.by_layout.append(known[key])
+
+    def _undominated(self, i: int) -> list[tuple[int, Any, Any]]:
+        """Per layout, the configurations that no other one beats in everything."""
+        x, row = self.numbers, self.numbers.rows[i]
+        columns = [at.F, at.B, at.BUCKET, at.ONCE, at.PROMPT, at.LATE]
+        values = [row[:, columns], -row[:, [at.WINDOW]]]
+        if self.tight:
+            values.append(row[:, [at.STATE, at.ACT, at.GRAD, at.TRANS]])
+        if self.thin.slowed:
+            values.append(row[:, [at.WINDOW]])
+        kept = np.sort(efficient(np.concatenate(values, axis=1), x.layout[i]))
+        return [
+            (int(layout), kept[x.layout[i][kept] == layout], row[kept[x.layout[i][kept] == layout]])
+            for layout in np.unique(x.layout[i][kept])
+        ]
+
+    def explore(
+        self, start: int, caps: Mapping[int, tuple[float, float]], most: int = MOST, *, hurry: bool = False,
+        ends: float = INF,
+    ) -> dict[int, Points]:  # fmt: skip
+        """Points of the stages from ``start`` to each stop in ``caps``, up to the steady and whole ms named there.
+
+        ``most`` labels are kept per component, others merged with them; in a ``hurry`` they are forgotten, so that
+        the points are true ones, and not all.
+
+        Raises:
+            OutOfTimeError: the clock has passed ``ends``.
+        """
+        stops = sorted(caps)
+        limits = np.stack([self.bounds.limits(*caps[b]) for b in stops], axis=1)
+        grain = self.thin.grain(start, caps)
+        exact = True
+        history: list[tuple[Any, Any]] = []
+        found: dict[int, Points] = {}
+        front: Front | None = None
+        for i in range(start, stops[-1]):
+            if time.monotonic() > ends:
+                raise OutOfTimeError
+            later = [k for k, b in enumerate(stops) if b > i]
+            # Per objective and layout, what a label may have come to.
+            room = limits[:, later, None] - self.bounds.behind[i][:, [stops[k] for k in later], :]
+            room = np.where(np.isnan(room), -INF, room).max(axis=1)
+            front = self._begin(i) if front is None else self._over(front, i, room)
+            if front is not None:
+                front = self._through(front, i, start, room)
+            if front is None or not len(front.labels):
+                break
+            front, merged = self.thin.thinned(front, i + 1 in caps, most, None if hurry else grain)
+            exact = exact and not merged
+            history.append((front.parent, front.config))
+            if i + 1 in caps:
+                points = self._ended(front, i, caps[i + 1], exact, history)
+                if points is not None:
+                    found[i + 1] = points
+        return found
+
+    def _begin(self, i: int) -> Front | None:
+        """Layouts in which component i can begin a stage; the configuration comes next."""
+        x, more = self.numbers, self.in_flight - 1
+        inlet = x.inlets[i]
+        layouts = np.flatnonzero(np.isfinite(inlet[at.EF]))
+        inlet = inlet[:, layouts]
+        labels = np.zeros((len(layouts), 12))
+        labels[:, FWD], labels[:, BWD] = inlet[at.EF], inlet[at.EB]
+        labels[:, V] = labels[:, C] = -INF
+        labels[:, P] = labels[:, SUM] = inlet[at.EONCE]
+        held = inlet[at.ESTATE] + more * inlet[at.EACT]
+        labels[:, PEAK] = 0.0
+        labels[:, HELD] = held + inlet[at.EACT]
+        labels[:, 10] = labels[:, HELD] + inlet[at.ETRANS]
+        none = np.zeros(len(layouts), dtype=np.int64)
+        return Front(labels, x.degree[layouts], layouts, none, none)
+
+    def _over(self, front: Front, i: int, room: Any) -> Front | None:
+        """What arrives in each layout of component i, before its configuration."""
+        x, more = self.numbers, self.in_flight - 1
+        edges = x.edges[i - 1][:, front.layout, :]
+        possible = np.isfinite(edges[at.EF])
+        base = self.bounds.values(front.labels, i - 1).T[:, :, None]
+        possible &= (base + self.bounds.over[i - 1][:, front.layout] <= room[:, None, :]).all(axis=0)
+        source, layout = np.nonzero(possible)
+        if not len(source):
+            return None
+        e = edges[:, source, layout]
+        labels = front.labels[source]
+        labels = np.concatenate([labels[:, :10], np.zeros((len(source), 2))], axis=1)
+        labels[:, FWD] += e[at.EF]
+        labels[:, BWD] += e[at.EB]
+        for column in (V, C, P, SUM):
+            labels[:, column] += e[at.EONCE]
+        held = e[at.ESTATE] + more * e[at.EACT]
+        labels[:, PEAK] = np.maximum(labels[:, PEAK], labels[:, LAST]) + held
+        labels[:, HELD] += held + e[at.EACT]
+        labels[:, 10] = labels[:, HELD] + e[at.ETRANS]
+        arrived = Front(labels, front.entry[source], layout, source, np.zeros(len(source), dtype=np.int64))
+        if len(source) > 40:
+            kept = self.thin.best(labels, arrived.entry * x.count + layout, arriving=True)
+            arrived = arrived.taken(kept)
+        return arrived
+
+    def _through(self, front: Front, i: int, start: int, room: Any) -> Front | None:
+        """With every configuration of component i."""
+        x, more = self.numbers, self.in_flight - 1
+        picked, config, rows = [], [], []
+        for layout, numbers, row in self.by_layout[i]:
+            there = np.flatnonzero(front.layout == layout)
+            if len(there):
+                picked.append(np.repeat(there, len(numbers)))
+                config.append(np.tile(numbers, len(there)))
+                rows.append(np.tile(row, (len(there), 1)))
+        if not picked:
+            return None
+        index, chosen, row = np.concatenate(picked), np.concatenate(config), np.concatenate(rows)
+        labels = front.labels[index]
+        moving = labels[:, 10]
+        labels = labels[:, :10].copy()
+        labels[:, FWD] += row[:, at.F]
+        labels[:, BWD] += row[:, at.B]
+        labels[:, BKT] += row[:, at.BUCKET]
+        sync = row[:, at.PROMPT] + row[:, at.LATE]
+        paid = row[:, at.ONCE] + sync
+        prompt = x.saving * x.sc * row[:, at.PROMPT]
+        v = labels[:, V] + paid - prompt - x.saving * x.sc * row[:, at.LATE]
+        c = labels[:, C] + paid - prompt
+        p = labels[:, P] + paid
+        if i + 1 >= x.n or max(x.release[i + 1], start) >= i:  # no bucket reaches across this component
+            v, c = np.maximum(v, c), p.copy()
+        else:
+            c = np.maximum(c, p)
+        labels[:, V], labels[:, C], labels[:, P] = v, c, p - x.saving * x.sp * row[:, at.WINDOW]
+        labels[:, SUM] += paid
+        state = row[:, at.STATE] + more * row[:, at.ACT]
+        grown = state + row[:, at.ACT]
+        labels[:, PEAK] += state + row[:, at.GRAD]
+        labels[:, LAST] = moving + grown + row[:, at.GRAD] + row[:, at.TRANS]
+        labels[:, HELD] += grown
+        layout = front.layout[index]
+        good = (self.bounds.values(labels, i) <= room[:, layout].T).all(axis=1)
+        if self.tight:
+            good &= np.maximum(labels[:, PEAK], labels[:, LAST]) <= x.capacity * _CLOSE
+        return Front(labels[good], front.entry[index][good], layout[good], front.parent[index][good], chosen[good])
+
+    def _ended(
+        self, front: Front, i: int, caps: tuple[float, float], exact: bool, history: list[tuple[Any, Any]]
+    ) -> Points | None:
+        """The stage stops behind component i."""
+        x, more = self.numbers, self.in_flight - 1
+        e = x.outlets[i][:, front.layout]
+        labels = front.labels
+        forward, backward = labels[:, FWD] + e[at.EF], labels[:, BWD] + e[at.EB]
+        once = np.maximum(labels[:, V], labels[:, C]) + e[at.EONCE]
+        held = e[at.ESTATE] + more * e[at.EACT]
+        peak = np.maximum(labels[:, PEAK], labels[:, LAST] + e[at.EACT] + e[at.ETRANS]) + held
+        good = np.isfinite(forward) & (forward + backward <= caps[0] * (1 + 1e-9))
+        good &= x.m * (forward + backward) + once <= caps[1] * (1 + 1e-9)
+        if self.tight:
+            good &= peak <= x.capacity * _CLOSE
+        if not good.any():
+            return None
+        extra = labels[:, BKT].copy()
+        if self.thin.slowed:
+            both = (labels[:, SUM] + e[at.EONCE] - once) / x.saving
+            extra += np.maximum(0.0, both) * (1 - 1 / x.sp)
+        least = np.stack([forward, backward, labels[:, BKT] if not exact else extra, once])
+        index = np.flatnonzero(good)
+        leaving = x.degree[front.layout]
+        kept = index[efficient(least[:, index].T, front.entry[index] * x.degrees + leaving[index])]
+        return Points(
+            least=least[:, kept],
+            entry=front.entry[kept],
+            exit=leaving[kept],
+            exact=exact,
+            extra=extra[kept],
+            origin=kept,
+            stop=i + 1,
+            history=list(history),
+        )

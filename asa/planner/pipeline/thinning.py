@@ -1,0 +1,110 @@
+"""Labels of stages, and how they are kept few.
+
+Those that others beat are dropped. Where that leaves too many, their numbers are rounded down a little, so that more of
+them beat each other; where that is not enough, similar ones are merged, the least of each number standing for all of
+them. The choice behind a label is then no longer all that it stands for, but none of these is better than the label.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from asa.planner.pipeline import lattice as at
+from asa.planner.pipeline.lattice import Numbers
+from asa.planner.stage.pareto import efficient
+
+_ROUNDED, _ROUNDED_MEMORY = 5e-4, 2e-4
+"""By what part of a stage's time, and of the memory, all its components together are rounded down at most."""
+
+# Columns of a label.
+FWD, BWD, BKT, V, C, P, PEAK, LAST, HELD, SUM = range(10)
+
+
+class Front:
+    """Labels behind one component."""
+
+    def __init__(self, labels: Any, entry: Any, layout: Any, parent: Any, config: Any) -> None:
+        self.labels, self.entry, self.layout, self.parent, self.config = labels, entry, layout, parent, config
+
+    def taken(self, index: Any) -> Front:
+        return Front(
+            self.labels[index], self.entry[index], self.layout[index], self.parent[index], self.config[index]
+        )  # fmt: skip
+
+
+class Thinning:
+    """Of labels of one chain; memory counts where it is ``tight``."""
+
+    def __init__(self, numbers: Numbers, *, tight: bool) -> None:
+        self.numbers, self.tight = numbers, tight
+        self.slowed = numbers.saving > 0 and numbers.sp > 1
+        self.bucket = any(r[:, at.BUCKET].any() for r in numbers.rows)
+        ends = np.where(np.isfinite(numbers.outlets), numbers.outlets, 0.0)
+        self.outlets_hold = bool(ends[:, at.ESTATE :].any())
+
+    def best(self, labels: Any, group: Any, *, arriving: bool, ending: bool = False) -> Any:
+        columns = [labels[:, FWD], labels[:, BWD], labels[:, V], labels[:, C], labels[:, P]]
+        columns = [np.where(np.isfinite(c), c, 0.0) for c in columns]
+        if self.bucket:
+            columns.append(labels[:, BKT])
+        if self.slowed:
+            columns += [np.where(np.isfinite(labels[:, k]), labels[:, SUM] - labels[:, k], 0.0) for k in (V, C, P)]
+        if self.tight:
+            if arriving:
+                columns += [labels[:, PEAK], labels[:, HELD], labels[:, 10]]
+            elif ending and self.outlets_hold:
+                columns += [labels[:, PEAK], labels[:, LAST], labels[:, HELD]]
+            else:
+                columns += [np.maximum(labels[:, PEAK], labels[:, LAST]), labels[:, HELD]]
+        return efficient(np.stack(columns, axis=1), group)
+
+    def grain(self, start: int, caps: Mapping[int, tuple[float, float]]) -> Any:
+        """What each number of a label may be rounded by behind each component, in stages from ``start``."""
+        found = np.full(10, _ROUNDED * max(1e-9, min(whole / (b - start) for b, (_, whole) in caps.items())))
+        found[[FWD, BWD]] = _ROUNDED * max(1e-9, min(steady / (b - start) for b, (steady, _) in caps.items())) / 2
+        found[[PEAK, LAST, HELD]] = _ROUNDED_MEMORY * self.numbers.capacity / self.numbers.n if self.tight else 1.0
+        return found
+
+    def thinned(self, front: Front, ending: bool, most: int, grain: Any) -> tuple[Front, bool]:
+        """At most so many labels, and whether they are less than the truth; without a ``grain`` some are forgotten."""
+        group = front.entry * self.numbers.count + front.layout
+        if len(front.labels) > 1:
+            front = front.taken(self.best(front.labels, group, arriving=False, ending=ending))
+        if len(front.labels) <= most:
+            return front, False
+        if grain is not None:
+            total = front.labels[:, SUM].copy()
+            front.labels = (np.floor(front.labels / grain) - 1e-9) * grain
+            front.labels[:, SUM] = total
+            group = front.entry * self.numbers.count + front.layout
+            front = front.taken(self.best(front.labels, group, arriving=False, ending=ending))
+            if len(front.labels) <= most:
+                return front, True
+        return self._merged(front, most, grain is None), grain is not None
+
+    def _merged(self, front: Front, most: int, hurry: bool) -> Front:
+        """Similar labels become one: the least of each number, and one of their choices."""
+        group = front.entry * self.numbers.count + front.layout
+        labels = front.labels
+        steady = labels[:, FWD] + labels[:, BWD]
+        keys = np.stack([self.numbers.m * steady + np.maximum(labels[:, V], labels[:, C]),
+                         labels[:, HELD] if self.tight else steady], axis=1)  # fmt: skip
+        low, span = keys.min(axis=0), np.maximum(np.ptp(keys, axis=0), 1e-12)
+        cells = 64
+        while True:
+            cell = ((keys - low) / span * (cells - 1e-6)).astype(np.int64)
+            code = (group * cells + cell[:, 0]) * cells + cell[:, 1]
+            order = np.lexsort((keys[:, 1 if self.tight and not hurry else 0], code))
+            begins = np.flatnonzero(np.r_[True, np.diff(code[order]) != 0])
+            if len(begins) <= most or cells == 1:
+                break
+            cells = max(1, cells * 2 // 3)
+        merged = front.taken(order[begins])
+        if hurry:
+            return merged
+        merged.labels = np.minimum.reduceat(labels[order], begins, axis=0)
+        merged.labels[:, SUM] = labels[order[begins], SUM]
+        return merged

@@ -1,0 +1,30 @@
+"""What can be said against a request before any model is looked at."""
+
+from __future__ import annotations
+
+from asa.errors import UsageError
+from asa.interfaces.strategy import Strategies
+from asa.ir.cluster import Cluster
+from asa.planner.space import baselines
+from asa.planner.space.request import Request
+from asa.planner.space.space import check
+
+
+def check_request(cluster: Cluster, strategies: Strategies, request: Request) -> None:
+    """Refuse what no model changes.
+
+    Raises:
+        UsageError: unknown strategies, contradictory pins, more devices than the cluster has.
+    """
+    if request.gpus > cluster.num_devices:
+        raise UsageError(
+            f"asked for {request.gpus} devices, cluster {cluster.name} has {cluster.num_devices}; lower --gpus, name "
+            "a larger --cluster, or measure one"
+        )
+    if request.offload == "always" and cluster.device.type == "cpu":
+        raise UsageError(
+            f"offload saves nothing on {cluster.name}: what a CPU rank holds is in host memory already; leave it out, "
+            "or name a cluster of CUDA devices (`asa verify PLAN --device cpu` runs such a plan here)"
+        )
+    baselines.check(request.strategies or ("asa",), strategies, request.gpus)
+    check(strategies, request.pins)

@@ -1,0 +1,304 @@
+"""The whole strategies: one choice for the whole network, as points of the same space.
+
+Where a component refuses its part (nothing to split, nothing to shard), it is run whole, repeated by the ranks that
+would have split it: what the stock implementations do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from asa.cost.pricing import Way
+from asa.errors import UsageError
+from asa.interfaces.strategy import Strategies
+from asa.ir.codec import noun
+from asa.ir.layout import Layout
+from asa.ir.plan import DataStrategyName, ScheduleName, TensorDegree, TensorStrategyName
+from asa.planner.space.candidate import Candidate, Prices
+from asa.planner.space.space import MOST_IN_A_PIPELINE, Space
+
+_DATA: dict[str, DataStrategyName] = {
+    "ddp": "replicate",
+    "zero1": "zero1",
+    "zero2": "zero2",
+    "fsdp": "zero3",
+    "hsdp": "hsdp",
+}
+_PIPELINES: tuple[ScheduleName, ...] = ("layers", "gpipe", "1f1b")
+_LATER = ("interleaved", "zero_bubble")
+_SERVERS = ("ps_sync", "ps_async", "ps_bounded")
+_HYBRID = re.compile(r"hybrid:(?:d(\d{1,5}))?(?:t(\d{1,5}))?(?:p(\d{1,5}))?")
+
+
+@noun
+class Degrees:
+    """A uniform strategy: data, tensor and pipeline degree, what is done with the data, and how a pipeline runs.
+    ``sequence``: what is split cuts its tokens, too, where it can."""
+
+    data: DataStrategyName
+    d: int
+    t: int
+    p: int = 1
+    schedule: ScheduleName = "none"
+    sequence: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """All of them."""
+        return self.d * self.t * self.p
+
+
+class Unavailable(Exception):
+    """A whole strategy that cannot be run as asked; the message says why, in few words."""
+
+
+def names(strategies: Strategies, gpus: int) -> tuple[str, ...]:
+    """Every whole strategy that is built, with each proper hybrid of ``gpus`` devices."""
+    found = ["single", *(n for n, data in _DATA.items() if data in strategies.data)]
+    if "tensor" in strategies.tensor:
+        found.append("tensor")
+    found += [n for n in _PIPELINES if n in strategies.schedules]
+    found += _hybrids(strategies, gpus)
+    if "tensor" in strategies.tensor or "1f1b" in strategies.schedules:
+        found.append("hybrid")
+    return tuple(found)
+
+
+def _hybrids(strategies: Strategies, gpus: int) -> list[str]:
+    """Every split of the devices over at least two of data, tensor and pipeline."""
+    factors = [x for x in range(gpus, 0, -1) if gpus % x == 0]
+    splits = [(d, t, gpus // d // t) for d in factors for t in factors if gpus % (d * t) == 0]
+    return [
+        "hybrid:" + "".join(f"{letter}{x}" for letter, x in zip("dtp", split, strict=True) if x > 1)
+        for split in splits
+        if sum(x > 1 for x in split) > 1
+        and (split[1] == 1 or "tensor" in strategies.tensor)
+        and (split[2] == 1 or "1f1b" in strategies.schedules)
+    ]
+
+
+def check(asked: tuple[str, ...], strategies: Strategies, gpus: int) -> None:
+    """Refuse whole strategies that are unknown or not built.
+
+    Raises:
+        UsageError: naming those that are.
+    """
+    known = ("asa", *names(strategies, gpus), *(["sequence"] if "sequence" in strategies.tensor else []))
+    for name in asked:
+        hybrid = _HYBRID.fullmatch(name) if name != "hybrid:" else None
+        if name in known or (hybrid is not None and (hybrid.group(3) is None or "1f1b" in strategies.schedules)):
+            continue
+        if name in _SERVERS:
+            raise UsageError(f"strategy {name} is priced beside every plan, and not run; one of {', '.join(known)}")
+        if hybrid is not None or name in (*_LATER, *_DATA, *_PIPELINES):
+            raise UsageError(f"strategy {name} is not built yet; one of {', '.join(known)}")
+        raise UsageError(f"no strategy {name!r}; one of {', '.join(known)}")
+
+
+def members(name: str, strategies: Strategies, gpus: int) -> tuple[str, ...]:
+    """The whole strategies that ``name`` stands for: itself, and for ``hybrid`` every uniform split of the devices."""
+    if name != "hybrid":
+        return (name,)
+    ends = [n for n in ("tensor", "gpipe", "1f1b") if n in names(strategies, gpus)]
+    return ("ddp", *_hybrids(strategies, gpus), *ends) if gpus > 1 else ("single",)
+
+
+def candidates(name: str, prices: Prices) -> Iterator[Candidate]:
+    """One whole strategy (other than ``asa`` and ``hybrid``) with one microbatch, and with all powers of two.
+
+    Raises:
+        Unavailable: fewer samples, devices or components than it needs even in one microbatch.
+    """
+    batch, m = prices.space.request.global_batch, 1
+    while m <= batch:
+        try:
+            found = uniform(name, prices, m)
+        except Unavailable:
+            if m == 1:
+                raise
+            return
+        yield found
+        m *= 2
+        if found.schedule == "layers" or (len(found.widths) > 1 and m > MOST_IN_A_PIPELINE):
+            return
+
+
+def uniform(name: str, prices: Prices, num_microbatches: int) -> Candidate:
+    """The candidate of one whole strategy (other than ``asa`` and ``hybrid``).
+
+    Raises:
+        Unavailable: fewer samples, devices or components than it needs.
+    """
+    space = prices.space
+    gpus = space.request.gpus
+    degrees = _degrees(name, gpus)
+    width = degrees.d * degrees.t
+    if degrees.ranks > gpus:
+        raise Unavailable(f"needs {degrees.ranks} devices, there are {gpus}")
+    if name != "single" and degrees.ranks == 1:
+        raise Unavailable("needs at least 2 devices")
+    if degrees.t > 1 and "tensor" not in space.strategies.tensor:
+        raise Unavailable("strategy tensor is not offered")
+    _check_samples(space, degrees, num_microbatches)
+    if degrees not in prices.uniform:
+        prices.uniform[degrees] = [_way(i, degrees, space) for i in range(len(space.profile.graph))]
+    ways = prices.uniform[degrees]
+    if degrees.t > 1 and all(w.layout.tensor == 1 for w in ways):
+        raise Unavailable(f"no component can be split {degrees.t} ways")
+    if degrees.sequence and not any(w.layout.sequence for w in ways):
+        raise Unavailable(f"no component can be cut by tokens {degrees.t} ways")
+    starts = (0,) if degrees.p == 1 else _balanced(prices, ways, degrees, num_microbatches)
+    return Candidate(
+        origin=name,
+        widths=(width,) * degrees.p,
+        starts=starts,
+        schedule=degrees.schedule,
+        num_microbatches=num_microbatches,
+        ways=tuple(ways),
+    )
+
+
+def _check_samples(space: Space, degrees: Degrees, num_microbatches: int) -> None:
+    """Whether every component has samples on every rank.
+
+    Raises:
+        Unavailable: the first that has too few.
+    """
+    for i, component in enumerate(space.profile.graph.components):
+        if not space.enough_samples(i, degrees.d, num_microbatches):
+            per_rank = space.request.global_batch / num_microbatches / degrees.d
+            least = "1 sample" if per_rank < 1 else "2 samples for BatchNorm"
+            raise Unavailable(f"{component.name} needs {least} per rank, gets {per_rank:.3g}")
+
+
+def _way(index: int, degrees: Degrees, space: Space) -> Way:
+    component, d, t = space.profile.graph.components[index], degrees.d, degrees.t
+    pages: list[TensorStrategyName] = ["sequence", "tensor"] if degrees.sequence else ["tensor"]
+    able = [n for n in pages if t > 1 and not space.strategies.tensor[n].refusal(component, t)]
+    split: TensorStrategyName = able[0] if able else "none"
+    layout = Layout(width=d * t, data=d, tensor=t if able else 1, sequence=split == "sequence")
+    data = degrees.data
+    has_parameters = component.parameter_bytes > 0
+    shards = data in space.strategies.data and not space.strategies.data[data].refusal(component, d)
+    shards = shards and not component.tied
+    choice = space.data_degree(data if d > 1 and has_parameters and shards else "replicate", layout)
+    if choice is None:
+        one = len(space.cluster.levels) == 1
+        raise Unavailable("one node; by name, over half of it" if one else "needs several nodes of several devices")
+    return Way(
+        layout=layout,
+        data=choice,
+        tensor=TensorDegree(strategy=split, degree=layout.tensor),
+        offload=space.request.offload == "always" and space.offloading and has_parameters,
+    )
+
+
+def _balanced(prices: Prices, ways: list[Way], degrees: Degrees, num_microbatches: int) -> tuple[int, ...]:
+    """Cuts into ``p`` stages such that the one with the most computation has the least.
+
+    Raises:
+        Unavailable: fewer components than stages, or a schedule that refuses them.
+    """
+    p, n = degrees.p, len(ways)
+    schedule = prices.space.strategies.schedules.get(degrees.schedule)
+    if schedule is None:
+        raise Unavailable(f"schedule {degrees.schedule} is not offered")
+    refusal = f"{p} stages of {n} components" if p > n else schedule.refusal(p, num_microbatches)
+    if refusal:
+        raise Unavailable(refusal)
+    graph = prices.space.profile.graph
+    if prices.space.cluster.unequal:
+        return _by_speed(prices, ways, degrees, num_microbatches)
+    alone = prices.alone([w.layout for w in ways], num_microbatches, prices.space.request.gpus)
+    before = np.concatenate([[0.0], np.cumsum(alone)])
+    # best[i]: the least maximum of the components from i on in the stages still to come; ends: where the first ends.
+    best, ends = before[n] - before[:n], [np.full(n, n)]
+    for left in range(2, p + 1):
+        best, stop = _first_stages(before, best, n - left)
+        ends.append(stop)
+    starts = [0]
+    for left in range(p, 1, -1):
+        starts.append(int(ends[left - 1][starts[-1]]))
+    if all(graph.cuttable(start) for start in starts):
+        return tuple(starts)
+    return _elsewhere(before.tolist(), [i for i in range(n) if graph.cuttable(i)], p)
+
+
+def _by_speed(prices: Prices, ways: list[Way], degrees: Degrees, num_microbatches: int) -> tuple[int, ...]:
+    """The same where stages have unequal devices: each by what its own ranks take, so slow ones get less.
+
+    Raises:
+        Unavailable: fewer cuts than stages.
+    """
+    n, p, width, gpus = len(ways), degrees.p, degrees.d * degrees.t, prices.space.request.gpus
+    allowed = [i for i in range(n) if prices.space.profile.graph.cuttable(i)]
+    if len(allowed) < p:
+        raise Unavailable(f"may be cut into {len(allowed)} stages, not {p}")
+    best: dict[int, tuple[float, tuple[int, ...]]] = {n: (0.0, ())}
+    for stage in range(p - 1, -1, -1):
+        pricer = prices.pricer(width, num_microbatches, gpus, stage * width)
+        before = [0.0, *accumulate(pricer.compute_alone(i, w.layout) for i, w in enumerate(ways))]
+        best = {
+            i: min((max(before[j] - before[i], value), (i, *rest)) for j, (value, rest) in best.items() if j > i)
+            for i in allowed
+            if any(j > i for j in best)
+        }
+    return best[0][1]
+
+
+def _elsewhere(before: list[float], allowed: list[int], stages: int) -> tuple[int, ...]:
+    """Starts out of ``allowed`` such that the stage with the most computation has the least; ``before``: computation
+    in front of each component, and in all.
+
+    Raises:
+        Unavailable: fewer of them than stages.
+    """
+    if len(allowed) < stages:
+        raise Unavailable(f"may be cut into {len(allowed)} stages, not {stages}")
+    best: dict[int, tuple[float, tuple[int, ...]]] = {i: (before[-1] - before[i], (i,)) for i in allowed}
+    for _ in range(stages - 1):
+        best = {
+            i: min((max(before[j] - before[i], value), (i, *rest)) for j, (value, rest) in best.items() if j > i)
+            for i in allowed
+            if any(j > i for j in best)
+        }
+    return best[0][1]
+
+
+def _first_stages(before: Any, behind: Any, last: int) -> tuple[Any, Any]:
+    """For every start up to ``last`` the least maximum of a stage from there on and of what is ``behind`` it, and its
+    earliest end; infinite further on.
+
+    With a later end the stage takes longer and what is behind it less, so the least maximum is where they cross.
+    """
+    start = np.arange(last + 1)
+    cross = np.searchsorted((before[: last + 2] - behind[: last + 2])[1:], before[start]) + 1
+    near = np.clip(cross[:, None] + np.arange(-2, 2), start[:, None] + 1, last + 1)
+    least = np.maximum(before[near] - before[start, None], behind[near]).min(axis=1)
+    first = np.searchsorted(-behind[: last + 2], -least)
+    found, stop = np.full(len(behind), np.inf), np.full(len(behind), len(behind))
+    found[start], stop[start] = least, np.maximum(first, start + 1)
+    return found, stop
+
+
+def _degrees(name: str, gpus: int) -> Degrees:
+    if name == "single":
+        return Degrees(data="replicate", d=1, t=1)
+    if name == "tensor":
+        return Degrees(data="replicate", d=1, t=gpus)
+    if name == "sequence":
+        return Degrees(data="replicate", d=1, t=gpus, sequence=True)
+    if name in _PIPELINES:
+        return Degrees(data="replicate", d=1, t=1, p=gpus, schedule=name)
+    hybrid = _HYBRID.fullmatch(name)
+    if hybrid is not None:
+        d, t, p = (int(x) if x else 1 for x in hybrid.groups())
+        if min(d, t, p) < 1:
+            raise UsageError(f"{name}: degrees are at least 1")
+        return Degrees(data="replicate", d=d, t=t, p=p, schedule="1f1b" if p > 1 else "none")
+    return Degrees(data=_DATA[name], d=gpus, t=1)

@@ -1,0 +1,275 @@
+"""A plan in the making, and what it costs by the closed forms: no solver, no numbers of a solver."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import numpy as np
+
+from asa.cost.chain_times import ChainTimes
+from asa.cost.compute import Times
+from asa.cost.menu import Menu
+from asa.cost.planned import Price, price
+from asa.cost.pricing import Pricer, Way, times_of
+from asa.cost.shards import Shards
+from asa.cost.spread import slowest_rank, working
+from asa.cost.states import States
+from asa.ir.codec import noun
+from asa.ir.layout import Layout, largest_shard
+from asa.ir.plan import DataDegree, ScheduleName, TensorDegree
+from asa.planner.space.space import Allowed, Space
+
+
+@noun
+class Candidate:
+    """A way for every component, in stages of ``widths`` ranks that begin with components ``starts``.
+
+    ``origin``: who proposed it. One stage has the schedule ``none``.
+    """
+
+    origin: str
+    num_microbatches: int
+    ways: tuple[Way, ...]
+    widths: tuple[int, ...]
+    starts: tuple[int, ...] = (0,)
+    schedule: ScheduleName = "none"
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that take part."""
+        return sum(self.widths)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for candidates that run the same way."""
+        return (self.widths, self.starts, self.schedule, self.num_microbatches, self.ways)
+
+    def stage(self, index: int) -> int:
+        """The stage of component ``index``."""
+        return bisect_right(self.starts, index) - 1
+
+    def width(self, index: int) -> int:
+        """Ranks of the stage of component ``index``."""
+        return self.widths[self.stage(index)]
+
+    @property
+    def weights(self) -> dict[int, tuple[int, ...]]:
+        """By width, those by which a stage cuts its batch, where there are any."""
+        cut = {w: self.ways[start].layout.weights for w, start in zip(self.widths, self.starts, strict=True)}
+        return {w: x for w, x in cut.items() if x}
+
+    def with_way(self, index: int, way: Way) -> Candidate:
+        """The same, but for one component."""
+        return replace(self, ways=(*self.ways[:index], way, *self.ways[index + 1 :]))
+
+
+class Prices:
+    """Prices of ways and candidates in one space, each computed once.
+
+    ``known``: prices of the same profile, cluster, strategies, batch and optimizer, under another limit of memory or
+    devices; what they have in common is not computed again.
+    """
+
+    def __init__(self, space: Space, known: Prices | None = None) -> None:
+        self.space = space
+        self._times: Times = times_of(space.profile, space.strategies) if known is None else known._times
+        self._chain_times: ChainTimes = (
+            ChainTimes(self._times, space.profile.graph.components) if known is None else known._chain_times
+        )
+        self.fewest = np.array([space.fewest_samples(i) for i in range(len(space.profile.graph))])
+        self._slow: dict[float, float] = {}
+        self._computes: dict[tuple[int, int, bool], np.ndarray] = {} if known is None else known._computes
+        self._pricers: dict[tuple[object, ...], Pricer] = {} if known is None else known._pricers
+        self._states: dict[tuple[int, int], States] = {} if known is None else known._states
+        self._menus: dict[tuple[object, ...], Menu] = {}
+        self._splits: dict[int, np.ndarray] = {}
+        self.uniform: dict[object, list[Way]] = {}
+        """Ways of the whole strategies: they are the same for any number of microbatches."""
+        self._leasts: dict[tuple[object, ...], np.ndarray] = {}
+        offload, tokens = space.may_offload and space.request.offload == "auto", space.may_cut_tokens
+        if (offload or (tokens and not space.by_tokens)) and not self._plain_fits():
+            space.offloading, space.by_tokens = offload or space.offloading, tokens or space.by_tokens
+
+    def _plain_fits(self) -> bool:
+        """Whether plain data parallelism on all devices fits, in some number of microbatches."""
+        space, gpus, count = self.space, self.space.request.gpus, len(self.space.profile.graph)
+
+        def enough(degree: int, m: int) -> bool:
+            return all(space.enough_samples(i, degree, m) for i in range(count))
+
+        degree = next((d for d in range(gpus, 0, -1) if gpus % d == 0 and enough(d, 1)), 1)
+        way = Way(
+            layout=Layout(width=gpus, data=degree, tensor=1),
+            data=DataDegree(strategy="replicate", degree=degree),
+            tensor=TensorDegree(strategy="none", degree=1),
+        )
+        for m in (2**k for k in range(space.request.global_batch.bit_length())):
+            if not enough(degree, m):
+                break
+            plain = Candidate(origin="ddp", widths=(gpus,), num_microbatches=m, ways=(way,) * count)
+            if self.of(plain).peak.total <= space.capacity(gpus):
+                return True
+        return False
+
+    def pricer(self, width: int, num_microbatches: int, busy: int | None = None, first: int = 0) -> Pricer:
+        """The pricer for stages of ``width`` ranks from ``first`` on, ``busy`` of which work at once (``width`` for a
+        single stage)."""
+        working, s = width if busy is None else busy, self.space
+        speeds = s.cluster.speeds(range(first, first + width))
+        spare = self._spare(first, width)
+        key = (width, num_microbatches, working, speeds, spare)
+        if key not in self._pricers:
+            self._pricers[key] = Pricer(
+                s.profile,
+                self._times,
+                s.cluster,
+                s.strategies,
+                width=width,
+                global_batch=s.request.global_batch,
+                num_microbatches=num_microbatches,
+                optimizer=s.request.optimizer,
+                busy=working,
+                compression=s.request.compression,
+                speeds=speeds,
+                spare=spare,
+                states=self._states.get((width, working)),
+            )
+            self._states.setdefault((width, working), self._pricers[key].states)
+        return self._pricers[key]
+
+    def menu(self, pricer: Pricer, allowed: Allowed) -> Menu:
+        """All ways of all components on such stages that ``allowed`` lets through, whatever samples they need."""
+        space, width, m = self.space, pricer.width, pricer.num_microbatches
+        layouts = space.layouts(width, m)
+        key = (width, pricer.busy, layouts, allowed)
+        if key not in self._menus:
+            ways = [
+                [w for layout in layouts for w in space.ways_in(i, layout) if allowed(i, w)]
+                for i in range(len(space.profile.graph))
+            ]
+            self._menus[key] = Menu(
+                space.profile.graph, pricer.states, self._chain_times, space.request.optimizer, ways,
+                forgetting=lambda i, way: allowed(i, replace(way, checkpoint=False)),
+            )  # fmt: skip
+        return self._menus[key]
+
+    def _spare(self, first: int, width: int) -> tuple[float, ...]:
+        """Per rank of a stage, how many bytes more its device has than the smallest; none where all have the same."""
+        space = self.space
+        if space.cluster.devices is None:
+            return ()
+        if space.request.memory_bytes is not None or len(set(space.cluster.memories()[first : first + width])) < 2:
+            return ()
+        least = space.room(first, width, width)
+        return tuple(space.room(r, 1, width) - least for r in range(first, first + width))
+
+    def compute_alone(self, width: int, num_microbatches: int) -> float:
+        """Lower bound in seconds on every plan of one stage of that width: :meth:`compute` of all components."""
+        return num_microbatches * sum(self.compute(width, num_microbatches))
+
+    def compute(self, width: int, num_microbatches: int, busy: int | None = None, first: int = 0) -> list[float]:
+        """Per component the least seconds of forward and backward of one microbatch in a stage of that width which
+        begins with rank ``first``, nothing communicated; infinite where it cannot run there at all."""
+        busy = width if busy is None else busy
+        at_once = working(width, busy, num_microbatches)
+        if at_once not in self._slow:
+            self._slow[at_once] = slowest_rank(self.space.profile, self.space.cluster, at_once)
+        found: list[float] = (self._least(width, num_microbatches, first) * self._slow[at_once]).tolist()
+        return found
+
+    def _least(self, width: int, num_microbatches: int, first: int) -> np.ndarray:
+        """The same with nobody else at work."""
+        space, batch = self.space, self.space.request.global_batch
+        speeds = space.cluster.speeds(range(first, first + width))
+        key = (width, num_microbatches, speeds)
+        if key in self._leasts:
+            return self._leasts[key]
+        microbatch, smallest = largest_shard(batch, num_microbatches), batch // num_microbatches
+        least = np.full(len(space.profile.graph), np.inf)
+        cut = Shards(width=width, global_batch=batch, num_microbatches=num_microbatches, speeds=speeds)
+        seen = set()
+        for layout in space.layouts(width, num_microbatches):
+            if layout.weights or speeds:
+                least = np.minimum(least, self._unequal(layout, cut))
+                continue
+            shard = (largest_shard(microbatch, layout.data), layout.tensor, smallest // layout.data)
+            if shard[2] and shard not in seen:
+                seen.add(shard)
+                least = np.minimum(least, np.where(self.fewest <= shard[2], self._alone(*shard[:2]), np.inf))
+        self._leasts[key] = least
+        return least
+
+    def _unequal(self, layout: Layout, cut: Shards) -> np.ndarray:
+        """Of a layout with uneven shards, or on unequal devices: the rank that takes longest."""
+        fewest = min(layout.fewest(size) for size in cut.sizes)
+        if fewest < 1:
+            return np.full(len(self.fewest), np.inf)
+        taken = [self._alone(n, layout.tensor) / speed for n, speed in cut.timed(layout)]
+        return np.where(self.fewest <= fewest, np.max(taken, axis=0), np.inf)
+
+    def alone(self, layouts: Sequence[Layout], num_microbatches: int, busy: int) -> np.ndarray:
+        """Per component the seconds of forward and backward of one microbatch in a layout of its own, nothing
+        communicated: :meth:`asa.cost.pricing.Pricer.compute_alone` of all components, on equal devices."""
+        found = np.zeros(len(layouts))
+        for layout in dict.fromkeys(layouts):
+            pricer = self.pricer(layout.width, num_microbatches, busy)
+            samples = pricer.local(layout)
+            times = self._chain_times.least if layout.sequence else self._chain_times.both
+            taken = times(samples, layout.tensor) * pricer.slowed(samples)
+            found = np.where([x is layout or x == layout for x in layouts], taken, found)
+        return found
+
+    def at_least(self, candidate: Candidate) -> float:
+        """Seconds that a pipeline takes if nothing is communicated: a microbatch through all stages in front of one,
+        and all of them through that."""
+        if self.space.cluster.unequal or len(candidate.widths) == 1:
+            return 0.0
+        m = candidate.num_microbatches
+        taken = self.alone([w.layout for w in candidate.ways], m, self.busy(candidate))
+        stages = np.add.reduceat(taken, candidate.starts)
+        front = np.cumsum(stages) - stages
+        return float((front + m * stages).max())
+
+    def _alone(self, samples: int, tensor: int) -> np.ndarray:
+        """Per component forward and backward on one rank of a device that does nothing else."""
+        key = (samples, tensor, self.space.by_tokens)
+        if key not in self._computes:
+            if tensor not in self._splits:
+                count = len(self.space.profile.graph)
+                self._splits[tensor] = np.array([self.space.splits(i, tensor) for i in range(count)])
+            times = self._chain_times
+            found = (times.least if self.space.by_tokens else times.both)(samples, tensor)
+            found = found * self._times.whole_ratio(samples)
+            self._computes[key] = np.where(self._splits[tensor], found, np.inf)
+        return self._computes[key]
+
+    def capacity(self, candidate: Candidate) -> float:
+        """Bytes of active memory a rank of ``candidate`` may use."""
+        return self.space.capacity(self.busy(candidate))
+
+    def busy(self, candidate: Candidate) -> int:
+        """Ranks whose work is taken to slow each other down: those of a single stage, all that a pipeline may use."""
+        return candidate.ranks if len(candidate.widths) == 1 else self.space.request.gpus
+
+    def of(self, candidate: Candidate) -> Price:
+        """All of a candidate."""
+        m, busy = candidate.num_microbatches, self.busy(candidate)
+        schedule = self.space.strategies.schedules[candidate.schedule] if len(candidate.widths) > 1 else None
+        firsts = [0, *accumulate(candidate.widths[:-1])]
+        pricers = [self.pricer(w, m, busy, first) for w, first in zip(candidate.widths, firsts, strict=True)]
+        found = price(pricers, candidate.starts, candidate.ways, self.space.cluster.overlap, schedule)
+        return self._levelled(found, candidate, firsts) if schedule and self.space.cluster.devices else found
+
+    def _levelled(self, price: Price, candidate: Candidate, firsts: list[int]) -> Price:
+        """With the peak of the stage that comes closest to its devices' memory, less what they have more than
+        :meth:`capacity`."""
+        busy, free = self.busy(candidate), self.capacity(candidate)
+        places = zip(price.stages, firsts, candidate.widths, strict=True)
+        peaks = [
+            replace(s.peak, total=s.peak.total + free - self.space.room(first, width, busy))
+            for s, first, width in places
+        ]
+        return replace(price, peak=max(peaks, key=lambda p: p.total))

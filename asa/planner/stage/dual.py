@@ -1,0 +1,291 @@
+"""The problem inside a stage as arrays, and what it costs at least when memory and overlap have a price.
+
+Two things tie the components of a stage together beyond their neighbours: the memory limit, once for every component k
+whose backward may be the peak, and the overlap, which is the least of one sum per component k. With a price
+``memory[k] >= 0`` (ms per GiB) on the first and weights ``pivot[k] >= 0`` that sum to 1 on the second,
+
+    value  >=  sum work + sum edge - saving * sum_k pivot[k] (sp * windows in front of k + sc * released behind k)
+               + sum_k memory[k] (peak in component k - capacity)
+
+for every choice that fits (Lagrangian relaxation). The right side is a shortest path through layouts, so its least
+value is a bound on every choice, and what lies behind a component can be bounded by it, too. Any prices do; good ones
+are looked for along subgradients, and on the way there are choices that fit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from asa.planner.stage.problem import Choice, Problem
+
+INF = float("inf")
+_SIDES = 64
+"""Components from which the overlap is looked at alone, to begin with."""
+WORK, WINDOW, PROMPT, LATE, STATE, ACT, GRAD, TRANS = range(8)
+_FIELDS = ("work", "window", "prompt", "late", "state", "activations", "gradients", "transient")
+COST, ESTATE, EACT, ETRANS = range(4)
+
+
+class Arrays:
+    """One problem. Configurations are kept per component, in order of layouts."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        n = self.n = len(problem)
+        used = sorted({c.layout for row in problem.configs for c in row})
+        number = {layout: k for k, layout in enumerate(used)}
+        count = self.count = len(used)
+        self.saving, self.sp, self.sc, self.capacity = problem.saving, problem.sp, problem.sc, problem.capacity
+        self.release = problem.release
+        self.rows: list[Any] = []
+        self.layout: list[Any] = []
+        self.index: list[Any] = []
+        known: dict[int, tuple[Any, Any, Any]] = {}
+        for configs in problem.configs:
+            if id(configs) not in known:
+                layout = np.array([number[c.layout] for c in configs], dtype=np.int64)
+                order = np.argsort(layout, kind="stable")
+                row = np.array([[getattr(c, f) for f in _FIELDS] for c in configs], dtype=float)
+                known[id(configs)] = (row[order], layout[order], order)
+            row, layout, order = known[id(configs)]
+            self.rows.append(row)
+            self.layout.append(layout)
+            self.index.append(order)
+        for i in range(n):
+            if self.release[i] == i:  # what leaves with its own component leaves at once
+                row = self.rows[i].copy()
+                row[:, PROMPT] += row[:, LATE]
+                row[:, LATE] = 0.0
+                self.rows[i] = row
+        self.begins = [np.flatnonzero(np.r_[True, np.diff(x) != 0]) for x in self.layout]
+        self.there = [x[b] for x, b in zip(self.layout, self.begins, strict=True)]
+        self.edges = np.full((max(0, n - 1), 4, count, count), INF)
+        joints: dict[int, Any] = {}
+        for i, edges in enumerate(problem.edges):
+            if id(edges) not in joints:
+                one = np.full((4, count, count), 0.0)
+                one[COST] = INF
+                for (a, b), e in edges.items():
+                    if a in number and b in number:
+                        one[:, number[a], number[b]] = (e.cost, e.state, e.activations, e.transient)
+                joints[id(edges)] = one
+            self.edges[i] = joints[id(edges)]
+        self._pad()
+        dearest = sum(float(r[:, WORK].max()) for r in self.rows)
+        finite = np.where(np.isfinite(self.edges[:, COST]), self.edges[:, COST], 0.0)
+        self.dearest = dearest + float(finite.max(axis=(1, 2)).sum()) if n > 1 else dearest
+        """No choice takes longer: a bound beyond says that none fits."""
+
+    def _pad(self) -> None:
+        """All rows in one array, component x layout x configurations of it, absent ones infinitely dear."""
+        n, count = self.n, self.count
+        most = max(int(np.diff(np.r_[b, len(x)]).max()) for b, x in zip(self.begins, self.layout, strict=True))
+        self.padded = np.zeros((8, n, count, most))
+        self.padded[WORK] = INF
+        self.slot = np.full((n, count, most), -1)
+        for i in range(n):
+            begin = self.begins[i]
+            place = np.arange(len(self.layout[i])) - np.repeat(begin, np.diff(np.r_[begin, len(self.layout[i])]))
+            self.padded[:, i, self.layout[i], place] = self.rows[i].T
+            self.slot[i, self.layout[i], place] = np.arange(len(self.layout[i]))
+
+    def choice(self, picked: list[int]) -> Choice:
+        """The choice of the problem behind rows picked here."""
+        return tuple(int(self.index[i][k]) for i, k in enumerate(picked))
+
+
+@dataclass
+class Weights:
+    """What one ms or GiB of each field of a component weighs, under a batch of prices; ``offset`` comes on top."""
+
+    pivot: Any
+    memory: Any
+    window: Any
+    prompt: Any
+    late: Any
+    state: Any
+    activations: Any
+    gradients: Any
+    offset: Any
+
+    def __len__(self) -> int:
+        return len(self.offset)
+
+
+def weigh(x: Arrays, pivot: Any, memory: Any) -> Weights:
+    """Of prices, batch x component each."""
+    before = np.cumsum(pivot, axis=1) - pivot
+    behind = pivot.sum(axis=1, keepdims=True) - before - pivot
+    upto = np.cumsum(memory, axis=1)
+    total = upto[:, -1:]
+    return Weights(
+        pivot=pivot,
+        memory=memory,
+        window=x.saving * x.sp * behind,
+        prompt=x.saving * x.sc * before,
+        late=x.saving * x.sc * before[:, list(x.release)],
+        state=total[:, 0],
+        activations=total - upto + memory,
+        gradients=upto,
+        offset=-total[:, 0] * x.capacity if x.capacity < INF else 0.0 * total[:, 0],
+    )
+
+
+def config_costs(x: Arrays, w: Weights, i: int) -> Any:
+    """Of component i: batch x configuration."""
+    r = x.rows[i]
+    found = r[:, WORK] - w.window[:, i, None] * r[:, WINDOW] - w.prompt[:, i, None] * r[:, PROMPT]
+    found = found - w.late[:, i, None] * r[:, LATE]
+    found += w.state[:, None] * r[:, STATE] + w.activations[:, i, None] * r[:, ACT]
+    return found + w.gradients[:, i, None] * r[:, GRAD] + w.memory[:, i, None] * r[:, TRANS]
+
+
+def edge_costs(x: Arrays, w: Weights, i: int) -> Any:
+    """In front of component i: batch x layout x layout."""
+    e = x.edges[i - 1]
+    found = e[COST] + w.state[:, None, None] * e[ESTATE] + w.activations[:, i, None, None] * e[EACT]
+    return found + w.memory[:, i, None, None] * e[ETRANS]
+
+
+class Priced:
+    """Least costs under a batch of prices: of components and edges, and of all behind a component."""
+
+    def __init__(self, x: Arrays, w: Weights) -> None:
+        n = x.n
+        self.weights = w
+        self.configs = [config_costs(x, w, i) for i in range(n)]
+        self.least = np.full((n, len(w), x.count), INF)
+        for i in range(n):
+            self.least[i][:, x.there[i]] = np.minimum.reduceat(self.configs[i], x.begins[i], axis=1)
+        self.edges = [np.zeros(0)] + [edge_costs(x, w, i) for i in range(1, n)]
+        self.behind = np.zeros((n, len(w), x.count))
+        for i in range(n - 1, 0, -1):
+            self.behind[i - 1] = (self.edges[i] + (self.least[i] + self.behind[i])[:, None, :]).min(axis=2)
+
+    @property
+    def value(self) -> Any:
+        """The bound that each of the prices gives."""
+        return (self.least[0] + self.behind[0]).min(axis=1) + self.weights.offset
+
+
+class Search:
+    """Good prices. ``bound``: the best value of :class:`Priced`; ``value`` and ``picked``: the best choice that fits
+    among those that came up; ``loose``: the value of the best one that came up, whether or not it fits."""
+
+    def __init__(self, x: Arrays) -> None:
+        self.x = x
+        n = x.n
+        self.value = self.loose = INF
+        self.picked: list[int] = []
+        single = np.eye(n)[np.unique(np.linspace(0, n - 1, min(n, _SIDES)).astype(np.int64))]
+        sides = Priced(x, weigh(x, single, np.zeros_like(single))).value
+        at = int(sides.argmax())
+        self.bound = float(sides[at])
+        self.best = (single[at], np.zeros(n))
+
+    def run(self, steps: int, *, cutoff: float = INF, gap: float = 0.0) -> None:
+        """So many subgradient steps, or until the bound has reached the cutoff or the best choice."""
+        x, n = self.x, self.x.n
+        tight = x.capacity < INF
+        pivot, memory = (a.copy() for a in self.best)
+        reach, since = 1.0, 0
+        drift: Any = None
+        for _ in range(steps):
+            low, path = self._shortest(pivot, memory)
+            if not low <= x.dearest * (1 + 1e-9):
+                self.bound = INF
+                return
+            peaks, hidden, exact = self._looked_at(path)
+            self.loose = min(self.loose, exact)
+            if exact < self.value and (not tight or peaks.max() <= x.capacity * (1 + 1e-12)):
+                self.value, self.picked = exact, path
+            since += 1
+            if low > self.bound:
+                since = 0 if low > self.bound + 1e-3 * abs(self.bound) else since
+                self.bound, self.best = low, (pivot.copy(), memory.copy())
+            top = min(self.value, cutoff)
+            if self.bound >= top * (1 - gap) - 1e-12:
+                return
+            if since >= 5:
+                since, reach = 0, reach / 2
+                pivot, memory = (a.copy() for a in self.best)
+                drift = None
+                if reach < 0.01:
+                    return
+                continue
+            unit = max(1e-9, abs(self.bound)) / x.capacity if tight else 1.0
+            aim = max(top if top < INF else 2 * self.bound, self.bound * (1 + 1e-6))
+            slope_pivot = -x.saving * hidden
+            some = pivot > 0
+            slope_pivot = np.maximum(slope_pivot - slope_pivot[some].mean(), np.where(some, -INF, 0.0))
+            slope_memory = (peaks - x.capacity) * unit if tight else np.zeros(n)
+            slope_memory = np.where((memory <= 0) & (slope_memory < 0), 0.0, slope_memory)
+            slope = np.concatenate([slope_pivot, slope_memory])
+            drift = slope if drift is None else slope + 0.3 * drift
+            size = float((drift * drift).sum())
+            if size <= 0:
+                return
+            far = reach * max(aim - low, 1e-9) / size
+            pivot = _on_simplex(pivot + far * drift[:n]) if x.saving > 0 else pivot
+            memory = np.maximum(0.0, memory + far * drift[n:] * unit)
+
+    def _shortest(self, pivot: Any, memory: Any) -> tuple[float, list[int]]:
+        """The least value under these prices and a choice that has it."""
+        x, n = self.x, self.x.n
+        w = weigh(x, pivot[None], memory[None])
+        p = x.padded
+        cost = p[WORK] - w.window[0][:, None, None] * p[WINDOW] - w.prompt[0][:, None, None] * p[PROMPT]
+        cost -= w.late[0][:, None, None] * p[LATE]
+        if memory.any():
+            cost += w.state[0] * p[STATE] + w.activations[0][:, None, None] * p[ACT]
+            cost += w.gradients[0][:, None, None] * p[GRAD] + memory[:, None, None] * p[TRANS]
+            e = x.edges
+            edges = e[:, COST] + w.state[0] * e[:, ESTATE] + w.activations[0][1:, None, None] * e[:, EACT]
+            edges += memory[1:, None, None] * e[:, ETRANS]
+        else:
+            edges = x.edges[:, COST]
+        which = cost.argmin(axis=2)
+        least = np.take_along_axis(cost, which[:, :, None], axis=2)[:, :, 0]
+        behind = least[n - 1]
+        turns = []
+        for i in range(n - 1, 0, -1):
+            there = edges[i - 1] + behind
+            turn = there.argmin(axis=1)
+            turns.append(turn)
+            behind = least[i - 1] + there[np.arange(x.count), turn]
+        at = int(behind.argmin())
+        low = float(behind[at] + w.offset[0])
+        path = []
+        for i in range(n):
+            path.append(int(x.slot[i, at, which[i, at]]))
+            if i + 1 < n:
+                at = int(turns[n - 2 - i][at])
+        return low, path
+
+    def _looked_at(self, path: list[int]) -> tuple[Any, Any, float]:
+        """Of a choice: the peak in every component, what each pivot says of the overlap, and the exact value."""
+        x, n = self.x, self.x.n
+        r = np.array([x.rows[i][k] for i, k in enumerate(path)])
+        layout = [int(x.layout[i][k]) for i, k in enumerate(path)]
+        e = np.zeros((n, 4))
+        for i in range(1, n):
+            e[i] = x.edges[i - 1][:, layout[i - 1], layout[i]]
+        leaving = r[:, PROMPT].copy()
+        np.add.at(leaving, list(x.release), r[:, LATE])
+        hidden = x.sp * (np.cumsum(r[:, WINDOW]) - r[:, WINDOW]) + x.sc * (leaving.sum() - np.cumsum(leaving))
+        exact = float(r[:, WORK].sum() + e[:, COST].sum() - x.saving * hidden.min())
+        held = np.cumsum(r[:, ACT] + e[:, EACT])
+        grads = np.cumsum(r[::-1, GRAD])[::-1]
+        peaks = r[:, STATE].sum() + e[:, ESTATE].sum() + held + grads + r[:, TRANS] + e[:, ETRANS]
+        return peaks, hidden, exact
+
+
+def _on_simplex(v: Any) -> Any:
+    """The nearest point whose entries are no less than 0 and sum to 1."""
+    u = np.sort(v)[::-1]
+    over = (np.cumsum(u) - 1) / np.arange(1, len(v) + 1)
+    k = int(np.flatnonzero(u > over)[-1])
+    return np.maximum(v - over[k], 0.0)

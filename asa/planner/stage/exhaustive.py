@@ -1,0 +1,68 @@
+"""The oracle: the value and peak of one choice, straight from the definition, and the best of all choices."""
+
+from __future__ import annotations
+
+from itertools import product
+from math import prod
+
+from asa.errors import UsageError
+from asa.planner.stage.problem import Choice, Problem, Solution
+
+LIMIT = 5_000_000
+"""Choices beyond which brute force is refused (minutes)."""
+
+
+def value(problem: Problem, choice: Choice) -> float:
+    """Milliseconds of a step under ``choice``; infinite where two neighbours' layouts cannot meet."""
+    picked = [problem.configs[i][c] for i, c in enumerate(choice)]
+    total = sum(c.work for c in picked)
+    for edges, a, b in zip(problem.edges, picked, picked[1:], strict=False):
+        edge = edges.get((a.layout, b.layout))
+        if edge is None:
+            return float("inf")
+        total += edge.cost
+    n = len(picked)
+    tau = min(
+        problem.sp * sum(picked[j].window for j in range(k))
+        + problem.sc * sum(picked[j].prompt for j in range(k + 1, n))
+        + problem.sc * sum(picked[j].late for j in range(n) if problem.release[j] > k)
+        for k in range(n)
+    )
+    return total - problem.saving * tau
+
+
+def peak(problem: Problem, choice: Choice) -> float:
+    """GiB at the peak of a step under ``choice``."""
+    picked = [problem.configs[i][c] for i, c in enumerate(choice)]
+    n = len(picked)
+    entry = [None, *(e.get((a.layout, b.layout)) for e, a, b in zip(problem.edges, picked, picked[1:], strict=False))]
+    standing = sum(e.state for e in entry if e)
+    held = [e.activations if e else 0.0 for e in entry]
+    moving = [e.transient if e else 0.0 for e in entry]
+    return max(
+        sum(c.state for c in picked)
+        + standing
+        + sum(picked[j].activations + held[j] for j in range(k + 1))
+        + sum(picked[j].gradients for j in range(k, n))
+        + picked[k].transient
+        + moving[k]
+        for k in range(n)
+    )
+
+
+def solve(problem: Problem) -> Solution:
+    """Try every choice.
+
+    Raises:
+        UsageError: more than :data:`LIMIT` choices.
+    """
+    count = prod(len(c) for c in problem.configs)
+    if count > LIMIT:
+        raise UsageError(f"--solver exhaustive would try {count:.1e} plans, the most is {LIMIT:.0e}; use ilp or dp")
+    best: Choice | None = None
+    lowest = float("inf")
+    for choice in product(*(range(len(c)) for c in problem.configs)):
+        found = value(problem, choice)
+        if found < lowest and peak(problem, choice) <= problem.capacity:
+            best, lowest = choice, found
+    return Solution(choice=best, value=lowest, bound=lowest, solver="exhaustive")

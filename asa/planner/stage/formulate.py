@@ -1,0 +1,247 @@
+"""From a space to numbers: all components on stages of one width with one number of microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from asa.cost.menu import Menu
+from asa.cost.pricing import Pricer, Way
+from asa.cost.step import BoundaryCost
+from asa.ir.layout import Layout
+from asa.ir.units import GIB
+from asa.planner.space.candidate import Candidate, Prices
+from asa.planner.space.space import Allowed, anything
+from asa.planner.stage.problem import MS, Chain, Choice, Edge, Problem
+from asa.planner.stage.rows import COLUMNS, Row
+
+
+class Formulation:
+    """A :class:`Chain` and the way back from choices in it to candidates."""
+
+    def __init__(self, chain: Chain, ways: tuple[tuple[Way, ...], ...]) -> None:
+        self.chain = chain
+        self.ways = ways
+        self._problem: Problem | None = None
+
+    @property
+    def problem(self) -> Problem:
+        """All of it as a single stage."""
+        if self._problem is None:
+            self._problem = self.chain.stage(0, len(self.chain.names))
+        return self._problem
+
+    def picked(self, start: int, choice: Choice) -> tuple[Way, ...]:
+        """The ways that a choice for components from ``start`` on stands for."""
+        return tuple(self.ways[i][c] for i, c in enumerate(choice, start))
+
+    def candidate(self, choice: Choice, origin: str = "asa") -> Candidate:
+        """The candidate of a single stage that a choice stands for."""
+        return Candidate(
+            origin=origin,
+            widths=(self.chain.width,),
+            num_microbatches=self.chain.num_microbatches,
+            ways=self.picked(0, choice),
+        )
+
+
+def formulate(
+    prices: Prices,
+    width: int,
+    num_microbatches: int,
+    allowed: Allowed = anything,
+    *,
+    busy: int | None = None,
+    first: int = 0,
+    every: bool = False,
+) -> Formulation | None:
+    """The numbers, or None where some component cannot run at all in a stage of that width.
+
+    ``busy``: ranks of the whole pipeline that such stages are part of; None for a single stage. ``first``: its first
+    rank, where devices are unequal. Where memory cannot bind, whatever is chosen, ways that only save memory are left
+    out (a checkpoint takes as long again in backward as forward, of which less can hide synchronisation), but with
+    ``every``.
+    """
+    space, overlap = prices.space, prices.space.cluster.overlap
+    pricer = prices.pricer(width, num_microbatches, busy, first)
+    menu = prices.menu(pricer, allowed)
+    samples = [space.samples(layout, num_microbatches) for layout in menu.layouts]
+    offered = menu.enough(samples, prices.fewest)
+    if len(set(menu.component[offered].tolist())) < len(space.profile.graph):
+        return None
+    forced = max(0.0, -overlap.saving) * overlap.communication_slowdown
+    hidden = max(0.0, overlap.saving) * overlap.communication_slowdown
+    found = _layouts(menu, offered, len(space.profile.graph))
+    numbers = {menu.layouts[k]: j for j, k in enumerate(dict.fromkeys(k for row in found for k in row))}
+    used = [tuple(menu.layouts[k] for k in row) for row in found]
+    ends = (
+        _ends(pricer, used, numbers, inlet=True, whole=busy is None),
+        _ends(pricer, used, numbers, inlet=False, whole=busy is None),
+    )
+    edges = _edges(pricer, used, numbers)
+    capacity = space.room(first, width, width if busy is None else busy) / GIB
+    plain = offered if every else offered & ~menu.saving
+    options = _Options(menu, pricer, np.flatnonzero(plain), forced)
+    most = _most(options, (*edges, *ends[0], *ends[1]), 1 if busy is None else num_microbatches)
+    roomy = not every and most <= capacity and overlap.communication_slowdown >= 1
+    if not roomy and (plain != offered).any():
+        options = _Options(menu, pricer, np.flatnonzero(offered), forced)
+    rows = options.rows(options.undominated(hidden, piped=busy is not None, roomy=roomy), numbers)
+    chain = Chain(
+        width=width,
+        num_microbatches=num_microbatches,
+        names=tuple(c.name for c in space.profile.graph.components),
+        layouts=tuple(numbers),
+        configs=rows,
+        edges=edges,
+        inlets=ends[0],
+        outlets=ends[1],
+        release=pricer.releases,
+        saving=max(0.0, overlap.saving),
+        sp=overlap.compute_slowdown,
+        sc=overlap.communication_slowdown,
+        capacity=capacity,
+    )
+    return Formulation(chain, tuple(tuple(row.ways) for row in rows))
+
+
+def _layouts(menu: Menu, which: Any, count: int) -> list[list[int]]:
+    """Per component the layouts it may have, in the order of its ways."""
+    found: list[dict[int, None]] = [{} for _ in range(count)]
+    for i, k in zip(menu.component[which].tolist(), menu.layout[which].tolist(), strict=True):
+        found[i][k] = None
+    return [list(row) for row in found]
+
+
+class _Options:
+    """Ways of a menu with their prices: ms and GiB, a row a way, columns as in
+    :data:`asa.planner.stage.rows.COLUMNS`."""
+
+    def __init__(self, menu: Menu, pricer: Pricer, which: Any, forced: float) -> None:
+        self._menu, self.which = menu, which
+        self.component, self.layout = menu.component[which], menu.layout[which]
+        x = menu.priced(pricer, which)
+        sync = x.prompt + x.late
+        once = x.once + sync * forced
+        times = [x.forward, x.backward, x.bucket, once, x.prompt, x.late, x.window]
+        held = [x.state, x.activations, x.gradients, x.transient]
+        self.values = np.stack([t * MS for t in times] + [h / GIB for h in held], axis=1)
+        self.work = (pricer.num_microbatches * (x.forward + x.backward) + once + sync) * MS
+
+    def most(self, column: str) -> Any:
+        """Of each component, the largest value."""
+        values = self.values[:, COLUMNS.index(column)]
+        return np.maximum.reduceat(values, np.flatnonzero(np.r_[True, np.diff(self.component) != 0]))
+
+    def undominated(self, hidden: float, *, piped: bool, roomy: bool) -> Any:
+        """Which are left without those that another one of the same component and layout replaces in every plan at no
+        loss; of time alone where memory is ``roomy``.
+
+        ``hidden`` is what a ms of synchronisation saves at most: a configuration with more of it may gain that much.
+        ``piped``: a microbatch's time may hide behind other stages where work once per step does not, so both count.
+        """
+        cell = self.component * len(self._menu.layouts) + self.layout
+        order = np.argsort(cell, kind="stable")
+        begins = np.flatnonzero(np.r_[True, np.diff(cell[order]) != 0])
+        sizes = np.diff(np.r_[begins, len(order)])
+        place = np.arange(sizes.max())
+        good = place[None, :] < sizes[:, None]
+        table = order[np.where(good, begins[:, None] + place[None, :], 0)]
+
+        # group x way that might replace x way that might be replaced
+        better = good[:, :, None] & good[:, None, :]
+
+        def pair(values: Any) -> tuple[Any, Any]:
+            return values[table][:, :, None], values[table][:, None, :]
+
+        def column(name: str) -> Any:
+            return self.values[:, COLUMNS.index(name)]
+
+        less = ["forward", "backward"] + ([] if roomy else ["state", "activations", "gradients", "transient"])
+        for name in less:
+            a, b = pair(column(name))
+            better &= a <= b
+        a, b = pair(column("window"))
+        better &= a >= b
+        gain = 0.0
+        for name in ("prompt", "late") if hidden else ():
+            a, b = pair(column(name))
+            gain = gain + hidden * np.maximum(0.0, b - a)
+        a, b = pair(self.work)
+        better &= a <= b - gain
+        if piped:
+            a, b = pair(column("once") + column("prompt") + column("late"))
+            better &= a <= b - gain
+        first = place[:, None] < place[None, :]
+        beaten = (better & (first | ~better.swapaxes(1, 2)) & (place[:, None] != place[None, :])).any(axis=1)
+        return np.sort(table[good & ~beaten])
+
+    def rows(self, kept: Any, numbers: dict[Layout, int]) -> tuple[Row, ...]:
+        """Those that are left, a row a component."""
+        number = np.array([numbers.get(x, -1) for x in self._menu.layouts])
+        found = []
+        for some in np.split(kept, np.flatnonzero(np.diff(self.component[kept])) + 1):
+            ways = [self._menu.ways[w] for w in self.which[some].tolist()]
+            found.append(Row(self.values[some], self.work[some], number[self.layout[some]], ways))
+        return tuple(found)
+
+
+def _most(options: _Options, between: Iterable[dict[Any, Edge]], in_flight: int) -> float:
+    """GiB that no choice for any of the components, however they are cut into stages, has at its peak."""
+    found = float((options.most("state") + options.most("gradients") + in_flight * options.most("activations")).sum())
+    moving, passing = float(options.most("transient").max()), 0.0
+    for edges in between:
+        if edges:
+            found += max(e.state + in_flight * e.activations for e in edges.values())
+            passing = max(passing, max(e.transient for e in edges.values()))
+    return found + moving + 3 * passing
+
+
+def _edges(
+    pricer: Pricer, found: list[tuple[Layout, ...]], numbers: dict[Layout, int]
+) -> tuple[dict[tuple[int, int], Edge], ...]:
+    """Boundaries that look alike, as between repeated blocks, are one and the same."""
+    known: dict[tuple[object, ...], dict[tuple[int, int], Edge]] = {}
+    edges = []
+    for i in range(1, len(found)):
+        key = (pricer.edges.alike(i), found[i - 1], found[i])
+        if key not in known:
+            known[key] = {
+                (numbers[a], numbers[b]): _edge(pricer.edges.boundary(i, a, b)) for a in found[i - 1] for b in found[i]
+            }
+        edges.append(known[key])
+    return tuple(edges)
+
+
+def _ends(
+    pricer: Pricer, found: list[tuple[Layout, ...]], numbers: dict[Layout, int], *, inlet: bool, whole: bool
+) -> tuple[dict[int, Edge], ...]:
+    """What beginning (or ending) a stage with each component costs; only at the very ends for a single stage. Ends that
+    look alike are one and the same."""
+    price, used = (pricer.edges.inlet, 0) if inlet else (pricer.edges.outlet, len(found) - 1)
+    known: dict[tuple[object, ...], dict[int, Edge]] = {}
+    ends: list[dict[int, Edge]] = []
+    for i, layouts in enumerate(found):
+        if whole and i != used:
+            ends.append({})
+            continue
+        place = i if inlet else i + 1
+        key = (pricer.edges.alike(place) if 0 < place < len(found) else place, layouts)
+        if key not in known:
+            known[key] = {numbers[x]: _edge(price(i, x)) for x in layouts}
+        ends.append(known[key])
+    return tuple(ends)
+
+
+def _edge(cost: BoundaryCost) -> Edge:
+    return Edge(
+        cost=cost.blocking_s * MS,
+        state=cost.footprint.state / GIB,
+        activations=cost.footprint.activations / GIB,
+        transient=cost.footprint.transient / GIB,
+        forward=cost.forward_s * MS,
+        backward=cost.backward_s * MS,
+        once=cost.wrapper_s * MS,
+    )

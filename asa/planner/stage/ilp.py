@@ -1,0 +1,224 @@
+"""The problem inside a stage as an integer linear program, through PuLP to HiGHS (or CBC).
+
+Variables, for component i, configuration c, layouts a and b:
+
+    x[i,c]   in {0,1}   component i runs in configuration c
+    y[i,a,b] in [0,1]   component i has layout a and component i+1 layout b   (integral where x is)
+    tau      >= 0       ms during which backward and gradient synchronisation run side by side
+    B[k]                sum of windows of the components in front of k
+    G[k]                synchronisation released behind k
+    S                   all state (GiB);  A[k] activations up to k;  D[k] gradients from k on
+
+    minimise  sum_i,c work[i,c] x[i,c]  +  sum_i,a,b edge[i,a,b] y[i,a,b]  -  saving tau          (_objective)
+    sum_c x[i,c] = 1                                                    for every i               (_choose)
+    sum_b y[i,a,b] = sum_{c in layout a} x[i,c]                         for every i, a            (_flow)
+    sum_a y[i,a,b] = sum_{c in layout b} x[i+1,c]                       for every i, b            (_flow)
+    tau <= sp B[k] + sc G[k]                                            for every k               (_overlap)
+    S + A[k] + D[k] + transient[k] <= capacity                          for every k               (_memory)
+
+The flow *equalities* are the tight linearisation: without overlap and memory the relaxation is a shortest path and
+integral. B, G, S, A, D are running sums, which keeps the rows short.
+
+What the solver says is not believed: HiGHS through PuLP reports "Optimal" after a time-out (only ``sol_status``
+tells), so the choice is read off x, and its value recomputed by the caller.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+from asa.errors import UnavailableError
+from asa.planner.stage.problem import Choice, Problem, Solution
+
+_GAP = 0.0
+
+
+@dataclass
+class _Model:
+    problem: Problem
+    lp: Any
+    x: list[list[Any]] = field(default_factory=list)
+    y: list[dict[tuple[int, int], Any]] = field(default_factory=list)
+
+    def picked(self, i: int, attribute: str) -> list[tuple[Any, float]]:
+        """Terms of the value of ``attribute`` that component i contributes."""
+        return [
+            (x, getattr(c, attribute)) for x, c in zip(self.x[i], self.problem.configs[i], strict=True)
+            if getattr(c, attribute)
+        ]  # fmt: skip
+
+    def passed(self, i: int, attribute: str) -> list[tuple[Any, float]]:
+        """Terms of the value of ``attribute`` that the edge in front of component i contributes."""
+        if i == 0:
+            return []
+        edges = self.problem.edges[i - 1]
+        return [(y, getattr(edges[ab], attribute)) for ab, y in self.y[i - 1].items() if getattr(edges[ab], attribute)]
+
+
+def solve(
+    problem: Problem,
+    *,
+    time_limit_s: float = 60.0,
+    backend: str | None = None,
+    forbidden: tuple[Choice, ...] = (),
+    cutoff: float = float("inf"),
+) -> Solution:
+    """The best choice. ``backend``: ``highs`` or ``cbc``; the first that is installed where None.
+
+    ``forbidden`` choices are cut off, to enumerate the best plans one after the other. Choices that are not faster
+    than ``cutoff`` ms are of no interest: where there is none, ``choice`` is None and ``cutoff`` a proved bound.
+
+    Raises:
+        UnavailableError: no solver is installed, or it failed.
+    """
+    pulp = _pulp()
+    model = _Model(problem, pulp.LpProblem("stage", pulp.LpMinimize))
+    _choose(model, pulp)
+    _flow(model, pulp)
+    tau = _overlap(model, pulp)
+    if problem.capacity < float("inf"):
+        _memory(model, pulp)
+    for choice in forbidden:
+        model.lp += pulp.lpSum(model.x[i][c] for i, c in enumerate(choice)) <= len(choice) - 1
+    goal = _objective(model, pulp, tau)
+    if cutoff < float("inf"):
+        model.lp += goal <= cutoff
+    solver, name = _solver(pulp, backend, time_limit_s)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.lp.solve(solver)
+    return _read(model, pulp, name, cutoff)
+
+
+def available() -> tuple[str, ...]:
+    """Backends that can run here, best first."""
+    pulp = _pulp()
+    found = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if pulp.HiGHS(msg=False).available():
+            found.append("highs")
+        if any(cls(msg=False).available() for cls in _cbc(pulp)):
+            found.append("cbc")
+    return tuple(found)
+
+
+def _choose(model: _Model, pulp: Any) -> None:
+    for i, configs in enumerate(model.problem.configs):
+        model.x.append([model.lp.add_variable(f"x_{i}_{c}", cat="Binary") for c in range(len(configs))])
+        model.lp += pulp.lpSum(model.x[i]) == 1
+
+
+def _flow(model: _Model, pulp: Any) -> None:
+    problem = model.problem
+    for i, edges in enumerate(problem.edges):
+        y = {ab: model.lp.add_variable(f"y_{i}_{ab[0]}_{ab[1]}", lowBound=0, upBound=1) for ab in edges}
+        model.y.append(y)
+        for side, j in ((0, i), (1, i + 1)):
+            for layout in sorted({c.layout for c in problem.configs[j]} | {ab[side] for ab in edges}):
+                there = [v for ab, v in y.items() if ab[side] == layout]
+                chosen = [x for x, c in zip(model.x[j], problem.configs[j], strict=True) if c.layout == layout]
+                model.lp += pulp.lpSum(there) == pulp.lpSum(chosen)
+
+
+def _overlap(model: _Model, pulp: Any) -> Any:
+    problem, n = model.problem, len(model.problem)
+    tau = model.lp.add_variable("tau", lowBound=0)
+    if problem.saving == 0:
+        return tau
+    leaving: list[list[tuple[Any, float]]] = [[] for _ in range(n)]
+    for i in range(n):
+        leaving[i] += model.picked(i, "prompt")
+        leaving[problem.release[i]] += model.picked(i, "late")
+    before = [model.lp.add_variable(f"B_{k}", lowBound=0) for k in range(n)]
+    behind = [model.lp.add_variable(f"G_{k}", lowBound=0) for k in range(n)]
+    for k in range(n):
+        earlier = [(before[k - 1], 1.0), *model.picked(k - 1, "window")] if k else []
+        model.lp += before[k] == pulp.LpAffineExpression(earlier)
+        later = [(behind[k + 1], 1.0), *leaving[k + 1]] if k + 1 < n else []
+        model.lp += behind[k] == pulp.LpAffineExpression(later)
+        model.lp += tau <= problem.sp * before[k] + problem.sc * behind[k]
+    return tau
+
+
+def _memory(model: _Model, pulp: Any) -> None:
+    problem, n = model.problem, len(model.problem)
+    state = model.lp.add_variable("S", lowBound=0)
+    standing = [t for i in range(n) for t in (*model.picked(i, "state"), *model.passed(i, "state"))]
+    model.lp += state == pulp.LpAffineExpression(standing)
+    kept = [model.lp.add_variable(f"A_{k}", lowBound=0) for k in range(n)]
+    made = [model.lp.add_variable(f"D_{k}", lowBound=0) for k in range(n)]
+    for k in range(n):
+        own = [*model.picked(k, "activations"), *model.passed(k, "activations")]
+        model.lp += kept[k] == pulp.LpAffineExpression([*([(kept[k - 1], 1.0)] if k else []), *own])
+        grads = [*([(made[k + 1], 1.0)] if k + 1 < n else []), *model.picked(k, "gradients")]
+        model.lp += made[k] == pulp.LpAffineExpression(grads)
+        moving = pulp.LpAffineExpression([*model.picked(k, "transient"), *model.passed(k, "transient")])
+        model.lp += state + kept[k] + made[k] + moving <= problem.capacity
+
+
+def _objective(model: _Model, pulp: Any, tau: Any) -> Any:
+    terms = [t for i in range(len(model.problem)) for t in (*model.picked(i, "work"), *model.passed(i, "cost"))]
+    goal = pulp.LpAffineExpression([*terms, (tau, -model.problem.saving)])
+    model.lp.setObjective(goal)
+    return goal
+
+
+def _read(model: _Model, pulp: Any, name: str, cutoff: float) -> Solution:
+    status = model.lp.sol_status
+    if status == pulp.LpSolutionInfeasible:
+        return Solution(choice=None, value=float("inf"), bound=cutoff, solver=name)
+    if status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+        return Solution(choice=None, value=float("inf"), bound=-float("inf"), solver=name)
+    choice = tuple(max(range(len(row)), key=lambda c: row[c].value() or 0.0) for row in model.x)
+    found = pulp.value(model.lp.objective)
+    proved = status == pulp.LpSolutionOptimal and not _timed_out(model.lp)
+    return Solution(choice=choice, value=found, bound=found if proved else _dual_bound(model.lp), solver=name)
+
+
+def _timed_out(lp: Any) -> bool:
+    """Whether HiGHS stopped at its limit, asked of HiGHS itself."""
+    inner = getattr(lp, "solverModel", None)
+    status = getattr(inner, "getModelStatus", None)
+    return status is not None and "kOptimal" not in str(status())
+
+
+def _dual_bound(lp: Any) -> float:
+    """The bound a solver had proved when it was stopped; nothing where it does not tell."""
+    info = getattr(getattr(lp, "solverModel", None), "getInfo", None)
+    bound = float(info().mip_dual_bound) if info is not None else -float("inf")
+    return bound if abs(bound) < 1e20 else -float("inf")
+
+
+def _pulp() -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import pulp
+    except ImportError as error:  # pragma: no cover - a dependency of the package
+        raise UnavailableError(f"the ILP needs PuLP ({error}); pip install pulp highspy, or --solver dp") from None
+    return pulp
+
+
+def _cbc(pulp: Any) -> list[Any]:
+    """CBC under the names that PuLP 3 and 4 give it."""
+    return [getattr(pulp, name) for name in ("COIN_CMD", "PULP_CBC_CMD") if hasattr(pulp, name)]
+
+
+def _solver(pulp: Any, backend: str | None, time_limit_s: float) -> tuple[Any, str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if backend in (None, "highs"):
+            # Always one thread: a second solve with another number returns "Not Solved".
+            highs = pulp.HiGHS(msg=False, gapRel=_GAP, timeLimit=time_limit_s, threads=1, mip_abs_gap=_GAP)
+            if highs.available():
+                return highs, "ilp (HiGHS)"
+        if backend in (None, "cbc"):
+            for cls in _cbc(pulp):
+                cbc = cls(msg=False, gapRel=_GAP, timeLimit=time_limit_s, threads=1)
+                if cbc.available():
+                    return cbc, "ilp (CBC)"
+    wanted = backend or "highs or cbc"
+    raise UnavailableError(f"no solver for the ILP: {wanted} is not installed; pip install highspy, or --solver dp")

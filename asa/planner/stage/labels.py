@@ -1,0 +1,262 @@
+"""The label program of :mod:`asa.planner.stage.dp` for problems in which memory binds: arrays instead of tuples, and
+prices of memory to see early what cannot be completed below a limit.
+
+A label carries what :mod:`asa.planner.stage.dp` says (``v``, ``c``, ``p``, ``u``, ``w``) and, for each of a few sets of
+prices, what its components have cost under them (:mod:`asa.planner.stage.dual`): with the least cost of what is behind,
+that is a bound on every completion. A pass looks for choices below a limit. Where labels get too many, those with the
+highest bounds are dropped, and the least of these bounds is as far as the pass proves anything. Limits rise from just
+above the bound of the relaxation, so that the first passes are short.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from asa.planner.stage import dual
+from asa.planner.stage.dual import ACT, COST, EACT, ESTATE, ETRANS, GRAD, INF, LATE, PROMPT, STATE, TRANS, WINDOW, WORK
+from asa.planner.stage.pareto import efficient
+from asa.planner.stage.problem import Problem, Solution
+
+_CLOSE = 1e-9
+_FEW, _MANY, _MOST = 250, 2_000, 20_000
+"""Labels behind a component, in a pass that looks for a choice, and in passes that prove."""
+_STEPS, _ROUNDS, _GAINED = 60, 4, 1e-3
+"""Subgradient steps before the first pass; how often they begin again with long ones, while that gains so much."""
+V, C, P, U, W, MOVING = range(6)
+
+
+@dataclass
+class _Labels:
+    """Labels behind one component: ``own`` as above, ``costs`` under each set of prices."""
+
+    own: Any
+    costs: Any
+    layout: Any
+    parent: Any
+    config: Any
+
+    def taken(self, index: Any) -> _Labels:
+        return _Labels(*(a[index] for a in (self.own, self.costs, self.layout, self.parent, self.config)))
+
+
+class _Pass:
+    """What passes over one problem share."""
+
+    def __init__(self, x: dual.Arrays, found: dual.Search) -> None:
+        self.x = x
+        self.seen = U if x.capacity == INF else MOVING
+        """Columns of a label that count behind a component; over an edge, one more."""
+        n = x.n
+        pivots, memories = [found.best[0]], [found.best[1]]
+        for k in sorted({0, n // 2, n - 1}):  # the overlap from one side alone
+            pivots.append(np.eye(n)[k])
+            memories.append(found.best[1])
+        for share in (0.5, 1.6):
+            pivots.append(found.best[0])
+            memories.append(share * found.best[1])
+        self.priced = dual.Priced(x, dual.weigh(x, np.array(pivots), np.array(memories)))
+        self.standing = self._least_memory(GRAD)
+        self.held = self._least_memory(ACT)
+
+    def _least_memory(self, beside: int) -> Any:
+        """Per component and layout, the least state behind it and of what is ``beside`` it."""
+        x, n = self.x, self.x.n
+        found = np.zeros((n, x.count))
+        for i in range(n - 1, 0, -1):
+            least = np.full(x.count, INF)
+            held = x.rows[i][:, STATE] + x.rows[i][:, beside]
+            least[x.there[i]] = np.minimum.reduceat(held, x.begins[i])
+            e = x.edges[i - 1]
+            between = np.where(np.isfinite(e[COST]), e[ESTATE] + (e[EACT] if beside == ACT else 0.0), INF)
+            found[i - 1] = (between + (least + found[i])[None, :]).min(axis=1)
+        return found
+
+    def run(self, limit: float, most: int, ends: float) -> tuple[float, list[int], float] | None:
+        """The best choice below ``limit`` that was met and its value, and below which value there is no other; None
+        where time is up."""
+        n = self.x.n
+        history: list[tuple[Any, Any]] = []
+        proved = limit
+        front: _Labels | None = None
+        for i in range(n):
+            if time.monotonic() > ends:
+                return None
+            arrived = self._begin() if front is None else self._over(front, i, limit)
+            front = self._through(arrived, i, limit)
+            if not len(front.layout):
+                return INF, [], proved
+            front = front.taken(_efficient(front.own[:, : self.seen], front.layout))
+            if len(front.layout) > most:
+                bounds = self._bounds(front, i)
+                order = np.argpartition(bounds, most)
+                proved = min(proved, float(bounds[order[most:]].min()))
+                front = front.taken(order[:most])
+            history.append((front.parent, front.config))
+        assert front is not None
+        values = np.maximum(front.own[:, V], front.own[:, C])
+        at = int(values.argmin())
+        value, picked = float(values[at]), []
+        for parents, configs in reversed(history):
+            picked.append(int(configs[at]))
+            at = int(parents[at])
+        return value, picked[::-1], min(proved, value)
+
+    def _begin(self) -> _Labels:
+        count = self.x.count
+        own = np.zeros((count, 6))
+        own[:, V] = own[:, C] = -INF
+        none = np.zeros(count, dtype=np.int64)
+        return _Labels(own, np.zeros((count, len(self.priced.weights))), np.arange(count), none, none)
+
+    def _over(self, front: _Labels, i: int, limit: float) -> _Labels:
+        """What arrives in each layout of component i, before its configuration."""
+        x, p = self.x, self.priced
+        ahead = p.edges[i] + (p.least[i] + p.behind[i])[:, None, :] + p.weights.offset[:, None, None]
+        possible = np.ones((len(front.layout), x.count), dtype=bool)
+        for j in range(len(p.weights)):
+            possible &= front.costs[:, j, None] + ahead[j][front.layout] < limit
+        source, layout = np.nonzero(possible)
+        e = x.edges[i - 1][:, front.layout[source], layout]
+        own = front.own[source]
+        own[:, :U] += e[COST][:, None]
+        own[:, U] += e[ESTATE]
+        own[:, W] += e[ESTATE] + e[EACT]
+        own[:, MOVING] = own[:, W] + e[ETRANS]
+        costs = front.costs[source] + p.edges[i][:, front.layout[source], layout].T
+        found = _Labels(own, costs, layout, source, np.zeros(len(source), dtype=np.int64))
+        return found.taken(_efficient(own[:, : self.seen + 1], layout)) if len(source) > 40 else found
+
+    def _through(self, front: _Labels, i: int, limit: float) -> _Labels:
+        """With every configuration of component i."""
+        x, p = self.x, self.priced
+        begins, ends = x.begins[i], np.r_[x.begins[i][1:], len(x.layout[i])]
+        picked, config = [], []
+        for layout, a, b in zip(x.there[i], begins, ends, strict=True):
+            there = np.flatnonzero(front.layout == layout)
+            picked.append(np.repeat(there, b - a))
+            config.append(np.tile(np.arange(a, b), len(there)))
+        index, chosen = np.concatenate(picked), np.concatenate(config)
+        costs = front.costs[index] + p.configs[i][:, chosen].T
+        layout = front.layout[index]
+        good = (costs + p.behind[i][:, layout].T + p.weights.offset < limit).all(axis=1)
+        index, chosen, costs, layout = index[good], chosen[good], costs[good], layout[good]
+        r, own = x.rows[i][chosen], front.own[index]
+        d, prompt, late = r[:, WORK], x.saving * x.sc * r[:, PROMPT], x.saving * x.sc * r[:, LATE]
+        v, c, pp = own[:, V] + d - prompt - late, own[:, C] + d - prompt, own[:, P] + d
+        if i + 1 == x.n or x.release[i + 1] >= i:  # no bucket reaches across this component
+            v, c = np.maximum(v, c), pp.copy()
+        else:
+            c = np.maximum(c, pp)
+        pp = pp - x.saving * x.sp * r[:, WINDOW]
+        grown = r[:, STATE] + r[:, ACT]
+        u = np.maximum(own[:, U] + r[:, STATE] + r[:, GRAD], own[:, MOVING] + grown + r[:, GRAD] + r[:, TRANS])
+        w = own[:, W] + grown
+        good = (u + self.standing[i][layout] <= x.capacity) & (w + self.held[i][layout] <= x.capacity)
+        good &= np.maximum(v, c) < limit
+        own = np.stack([v, c, pp, u, w, w], axis=1)[good]
+        return _Labels(own, costs[good], layout[good], front.parent[index][good], chosen[good])
+
+    def _bounds(self, front: _Labels, i: int) -> Any:
+        p = self.priced
+        return (front.costs + p.behind[i][:, front.layout].T + p.weights.offset).max(axis=1)
+
+
+def _efficient(own: Any, layout: Any) -> Any:
+    """As :func:`asa.planner.stage.pareto.efficient`; a clock that has not begun yet has not for any of the labels."""
+    return efficient(np.where(np.isfinite(own), own, 0.0), layout)
+
+
+class Solver:
+    """One problem, solved as far as the time given to it so far has sufficed.
+
+    ``bound`` holds for every choice that fits; ``value`` and ``picked`` are the best one so far. ``done``: there is
+    nothing more that this solver could do.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.x = dual.Arrays(problem)
+        self.prices = dual.Search(self.x)
+        self.bound = self.prices.bound
+        self.value, self.picked = INF, list[int]()
+        self.done = self.bound == INF
+        self._passes: _Pass | None = None
+        self._share, self._most, self._sought = 0.002, _FEW, False
+
+    @property
+    def binds(self) -> bool:
+        """Whether the fastest choice is known not to fit: something that does not fit is below the bound."""
+        return self.prices.loose < self.bound * (1 - _CLOSE)
+
+    def price(self, cutoff: float = INF, gap: float = 0.0) -> None:
+        """Look for good prices, of memory and of overlap; of a thousand components, not for long."""
+        steps = max(_STEPS // 6, min(_STEPS, 100 * _STEPS // self.x.n))
+        for _ in range(_ROUNDS):
+            before = self.prices.bound
+            self.prices.run(steps, cutoff=cutoff, gap=gap)
+            if self.prices.bound <= before + _GAINED * abs(before):
+                break
+        if self.prices.value < self.value:
+            self.value, self.picked = self.prices.value, self.prices.picked
+        self._raise(self.prices.bound)
+
+    def hurry(self, cutoff: float, ends: float) -> None:
+        """One short pass, for a first choice."""
+        seen = _Pass(self.x, self.prices).run(cutoff, _FEW, ends)
+        if seen is not None and seen[0] < min(cutoff, self.value):
+            self.value, self.picked = seen[0], seen[1]
+
+    def run(self, cutoff: float, ends: float, gap: float = 0.0) -> None:
+        """Pass by pass, until nothing below ``cutoff`` and the best choice is left, or time is up."""
+        while not self.done:
+            best = min(cutoff, self.value)
+            if self.bound >= best * (1 - 2 * _CLOSE) and not best == INF > self.bound:
+                self._raise(best)  # but for rounding
+            if self.bound >= best * (1 - gap) and not best == INF > self.bound:
+                return
+            if self._passes is None:
+                self._passes = _Pass(self.x, self.prices)
+            limit = best * (1 - _CLOSE)
+            if self._sought:
+                limit = min(limit, self.bound + self._share * max(abs(self.bound), 1e-9))
+            seen = self._passes.run(limit, self._most, ends)
+            if seen is None:
+                return
+            value, choice, proved = seen
+            if value < self.value:
+                self.value, self.picked = value, choice
+            self._raise(proved)
+            if not self._sought:
+                self._sought, self._most = True, _MANY
+            elif proved < limit and proved < value:  # labels were dropped
+                self.done = self._most >= _MOST
+                self._most = min(_MOST, 3 * self._most)
+            else:
+                self._share *= 4
+
+    def _raise(self, bound: float) -> None:
+        self.bound = max(self.bound, bound)
+        self.done = self.done or self.bound == INF
+
+    def answer(self, cutoff: float = INF, solver: str = "dp") -> Solution:
+        """What is known by now. Choices from ``cutoff`` on are of no interest."""
+        if not self.picked or self.value >= cutoff:
+            return Solution(choice=None, value=INF, bound=min(self.bound, cutoff), solver=solver)
+        choice = self.x.choice(self.picked)
+        return Solution(choice=choice, value=self.value, bound=min(self.bound, self.value), solver=solver)
+
+
+def solve(
+    problem: Problem, *, time_limit_s: float = 60.0, cutoff: float = INF, gap: float = 0.0, solver: str = "dp"
+) -> Solution:
+    """As :func:`asa.planner.stage.dp.solve`; a choice within ``gap`` of the bound is good enough."""
+    ends = time.monotonic() + time_limit_s
+    found = Solver(problem)
+    if found.bound < cutoff:
+        found.hurry(cutoff, ends)
+        found.price(min(cutoff, found.value), gap)
+    found.run(cutoff, ends, gap)
+    return found.answer(cutoff, solver)

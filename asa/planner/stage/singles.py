@@ -1,0 +1,305 @@
+"""Plans of a single stage: widths and microbatches one by one, each with a bound that rises in steps.
+
+First compute alone bounds a (width, microbatches), then synchronisation of every component by itself, then prices of
+memory and overlap (:mod:`asa.planner.stage.dual`), which give a first plan, too. Where these do not say that memory
+binds, the label program looks for the optimum *without* the limit; where that does not fit, for the one with it, for as
+long as it takes. Microbatches double only while memory binds, that is while the fastest plan without a limit does not
+fit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+from asa.ir.units import GIB
+from asa.planner.space.candidate import Prices
+from asa.planner.space.request import SolverName
+from asa.planner.space.space import Allowed, widths
+from asa.planner.stage import dp, exhaustive, labels
+from asa.planner.stage.formulate import Formulation, formulate
+from asa.planner.stage.problem import MS, Problem, Solution
+
+TOLERANCE_GIB = 1e-5
+"""By how much a solver may overstep the memory limit (10 KiB)."""
+_FIRST_S = 0.15
+"""For the label program under a memory limit, at first; four times as long each time it comes back."""
+_LONG_S, _FORMULATED = 0.2, 3.0
+"""Pricing components one by one for so long says that formulating takes so many times as long: thousands of them."""
+_HELD = ("state", "activations", "gradients", "transient")
+_NOTHING = Solution(choice=None, value=float("inf"), bound=float("inf"), solver="dp")
+_OPEN = Solution(choice=None, value=float("inf"), bound=0.0, solver="dp")
+
+
+class Place:
+    """One (width, microbatches): its formulation, and what is known of it with the memory limit and without. Without a
+    formulation, nothing fits."""
+
+    def __init__(self, formulation: Formulation | None) -> None:
+        self._formulation = formulation
+        self.free, self.fits, self.settled, self._looked = _OPEN, False, True, False
+        self._solver: labels.Solver | None = None
+        self._roomy: labels.Solver | None = None
+        self._possible = self.roomy = False
+        if formulation is None:
+            return
+        self.problem = formulation.problem
+        self._limit = self.problem.capacity + TOLERANCE_GIB
+        self._possible = dp.memory_floor(self.problem) <= self._limit
+        self.settled = not self._possible
+        self.roomy = self._possible and dp.memory_ceiling(self.problem) <= self.problem.capacity
+        """Whether every choice fits."""
+
+    @property
+    def solver(self) -> labels.Solver | None:
+        """With the memory limit; None where nothing fits."""
+        if self._solver is None and self._possible:
+            self._solver = labels.Solver(self.problem)
+        return self._solver
+
+    @property
+    def formulation(self) -> Formulation:
+        """Of a place where something fits."""
+        assert self._formulation is not None
+        return self._formulation
+
+    @property
+    def asked(self) -> Problem:
+        """The problem to solve: without the limit where the fastest plan fits anyway."""
+        return self.problem.without_memory_limit() if self.fits else self.problem
+
+    def look(self, cutoff: float) -> None:
+        """Look for good prices, once."""
+        if self.solver is not None and not self._looked:
+            self._looked = True
+            self.solver.price(cutoff)
+
+    def settle(self, cutoff: float, ends: float) -> None:
+        """Whether the fastest choice fits, which is ``free`` then. Open where there is none below ``cutoff``, or time
+        is up."""
+        if self.settled or self.solver is None:
+            return
+        self.look(cutoff)
+        if self.solver.binds:
+            self.settled = True
+            return
+        if self._roomy is None:
+            self._roomy = labels.Solver(self.problem.without_memory_limit())
+            self._roomy.price(cutoff)
+        self._roomy.run(cutoff, ends)
+        self.free = self._roomy.answer(cutoff)
+        self.settled = self._roomy.done or (self.free.choice is not None and self.free.proved)
+        if self.free.choice is not None:
+            self.fits = self.free.proved and exhaustive.peak(self.problem, self.free.choice) <= self._limit
+
+
+class Places:
+    """All (width, microbatches) of a space, formulated when first asked for."""
+
+    def __init__(self, prices: Prices, allowed: Allowed, among: tuple[int, ...] | None = None) -> None:
+        self._prices, self._allowed = prices, allowed
+        self._among = widths(prices.space.request.gpus) if among is None else among
+        self._known: dict[tuple[int, int], Place | None] = {}
+        self._apart: dict[tuple[int, int], tuple[float, float]] = {}
+
+    def bounds(self) -> Iterator[tuple[float, int, int]]:
+        """(ms of compute alone, width, microbatches) of each that could run."""
+        request = self._prices.space.request
+        for w in (w for w in self._among if self._prices.space.capacity(w) > 0):
+            for m in (2**k for k in range(request.global_batch.bit_length())):
+                alone = self._prices.compute_alone(w, m) * MS
+                if alone < float("inf"):
+                    yield alone, w, m
+
+    def apart(self, width: int, num_microbatches: int, alone_ms: float) -> float:
+        """A bound in ms that also counts gradient synchronisation, every component by itself, as with one microbatch.
+
+        Synchronisation hides behind backward at most, which is a part of one microbatch's computation.
+        """
+        if width == 1:
+            return alone_ms
+        whole, once = self._synchronised(width, 1)
+        m = num_microbatches
+        return whole if m == 1 else max(alone_ms, alone_ms * (1 - 1 / m) + once)
+
+    def priced(self, width: int, num_microbatches: int) -> float:
+        """The same by all that so many microbatches cost."""
+        return self._synchronised(width, num_microbatches)[0]
+
+    def _synchronised(self, width: int, num_microbatches: int) -> tuple[float, float]:
+        """In ms: a bound on a step, and on what comes once per step. A checkpoint saves no time."""
+        key = (width, num_microbatches)
+        if key in self._apart:
+            return self._apart[key]
+        space, pricer = self._prices.space, self._prices.pricer(*key)
+        hidden = max(0.0, space.cluster.overlap.saving) * space.cluster.overlap.compute_slowdown
+        whole = once = 0.0
+        for i in range(len(space.profile.graph)):
+            ways = (w for w in space.ways(i, *key, self._allowed) if not w.checkpoint)
+            costs = [pricer.component(i, way) for way in ways]
+            late = [c.sync_s + c.update_s + c.update_communication_s for c in costs]
+            whole += min(
+                (x + c.compute_s + c.blocking_s - hidden * c.window_s for x, c in zip(late, costs, strict=True)),
+                default=float("inf"),
+            )
+            once += min(late, default=float("inf"))
+        self._apart[key] = whole * MS, once * MS
+        return self._apart[key]
+
+    def get(self, width: int, num_microbatches: int) -> Place | None:
+        """The place, or None where it cannot run."""
+        key = (width, num_microbatches)
+        if key not in self._known:
+            self._known[key] = self._made(width, num_microbatches)
+        return self._known[key]
+
+    def enough(self, width: int, num_microbatches: int, cutoff: float, ends: float) -> bool | None:
+        """Whether fewer microbatches are enough, so that so many are not in the space: what is fastest with fewer, or
+        what would be, fits. None where that is open."""
+        if num_microbatches == 1:
+            return False
+        fewer = self.get(width, num_microbatches // 2)
+        if fewer is None:
+            return True
+        if not fewer.roomy:
+            fewer.settle(cutoff, ends)
+        if fewer.roomy or fewer.fits:
+            return True
+        before = self.enough(width, num_microbatches // 2, cutoff, ends)
+        return before if before or fewer.settled else None
+
+    def _made(self, width: int, num_microbatches: int) -> Place | None:
+        room = self._prices.space.capacity(width) + TOLERANCE_GIB * GIB
+        if all(self._floor(width, num_microbatches, again=again) > room for again in (False, True)):
+            return Place(None)
+        formulation = formulate(self._prices, width, num_microbatches, self._allowed)
+        return None if formulation is None else Place(formulation)
+
+    def _floor(self, width: int, num_microbatches: int, *, again: bool) -> float:
+        """Bytes below which no choice peaks, before all else is priced: every component at its leanest in each respect,
+        whether or not at once; without checkpoints first, which may be enough. Infinite where one cannot run."""
+        space, pricer = self._prices.space, self._prices.pricer(width, num_microbatches)
+        rows = []
+        for i in range(len(space.profile.graph)):
+            ways = (w for w in space.ways(i, width, num_microbatches, self._allowed) if again or not w.checkpoint)
+            held = [pricer.component(i, way).footprint for way in ways]
+            if not held:
+                return 0.0  # not in the space at all
+            rows.append(tuple(min(getattr(f, name) for f in held) for name in _HELD))
+        state, behind, before, found = sum(r[0] for r in rows), sum(r[2] for r in rows), 0.0, 0.0
+        for _, activations, gradients, transient in rows:
+            before += activations
+            found = max(found, state + before + behind + transient)
+            behind -= gradients
+        return found
+
+
+class Single:
+    """All plans of one stage of that width with so many microbatches, for the queue of
+    :mod:`asa.planner.pipeline.joint`.
+
+    ``bound`` holds for all of them; ``solution`` is the best one so far. ``stuck``: nothing more can be proved.
+    """
+
+    def __init__(self, places: Places, alone_ms: float, width: int, num_microbatches: int, solver: SolverName) -> None:
+        self._places, self.width, self.num_microbatches, self._solver = places, width, num_microbatches, solver
+        self.bound, self.level, self.stuck = alone_ms, 0, False
+        self.place: Place | None = None
+        self._settled: bool | None = None
+        self.solution = _NOTHING
+        self._took = 0.0
+
+    @property
+    def value(self) -> float:
+        """Ms of the best plan so far."""
+        return self.solution.value
+
+    def step(self, best: float, ends: float) -> None:
+        """Raise the bound. Plans from ``best`` on are of no interest."""
+        self.level += 1
+        self.stuck = False
+        began = time.monotonic()
+        if self.level == 1:
+            self._raise(self._places.apart(self.width, self.num_microbatches, self.bound))
+            self._took = time.monotonic() - began
+        elif self.level == 2 and self._took > _LONG_S and began + _FORMULATED * self._took > ends:
+            self.level, self.stuck = 1, True  # would not be done in time, in this search
+        elif self.level == 2 and self.num_microbatches > 1:
+            self._several(best, min(ends, began + _FIRST_S))
+        elif self.place is None:
+            self._look(best)
+        elif self._settled is None:
+            self._settle(best, ends)
+        else:
+            self._solve(best, ends)
+
+    def _raise(self, bound: float) -> None:
+        self.bound = max(self.bound, bound)
+
+    def _several(self, best: float, until: float) -> None:
+        """Not in the space at all where one microbatch is enough; by their prices elsewhere."""
+        one = self._places.get(self.width, 1)
+        if one is None or one.roomy:
+            self.bound = float("inf")
+            return
+        self._raise(self._places.priced(self.width, self.num_microbatches))
+        if self.bound < best:
+            one.settle(float("inf"), until)
+            self.bound = float("inf") if one.fits else self.bound
+
+    def _look(self, best: float) -> None:
+        """By prices of memory and overlap."""
+        place = self.place = self._places.get(self.width, self.num_microbatches)
+        if place is None or place.solver is None:
+            self.bound = float("inf")
+            return
+        place.look(best)
+        self._raise(place.solver.bound)
+        if self.num_microbatches == 1 and self._solver != "exhaustive":
+            self._take(place.solver.answer(min(best, self.value)))
+
+    def _settle(self, best: float, ends: float) -> None:
+        """Whether it is in the space, and what would be fastest without the memory limit."""
+        place, until = self.place, min(ends, time.monotonic() + _FIRST_S * 4 ** min(8, max(0, self.level - 4)))
+        assert place is not None
+        enough = self._places.enough(self.width, self.num_microbatches, best, until)
+        if enough:
+            self.bound = float("inf")
+            return
+        place.settle(best, until)
+        self._settled = place.settled and enough is not None
+        if place.fits and self._solver != "exhaustive":
+            self._take(place.free)
+        self._raise(place.free.bound)
+
+    def _solve(self, best: float, ends: float) -> None:
+        """With it, as far as it gets. A plan found is put back as the limit of what is looked for."""
+        assert self.place is not None
+        if self._solver == "exhaustive":
+            self._take(exhaustive.solve(self.place.asked))
+            return
+        slice_s = min(max(0.05, ends - time.monotonic()), _FIRST_S * 4 ** min(8, max(0, self.level - 4)))
+        if not self._settled:
+            self._settle(best, time.monotonic() + slice_s)
+        if self.place.fits or self.bound >= best:  # solved as far as it can be
+            self.stuck = self.bound < min(best, self.value) * (1 - 1e-9)
+            return
+        assert self.place.solver is not None
+        cutoff, solver = min(best, self.value), self.place.solver
+        solver.run(cutoff, time.monotonic() + slice_s)
+        self._take(solver.answer(cutoff))
+        self.stuck = solver.done and self.bound < min(best, self.value) * (1 - 1e-9)
+
+    def _take(self, found: Solution) -> None:
+        self._raise(found.bound)
+        if found.value < self.value:
+            self.solution = replace(found, bound=min(found.bound, found.value))
+        if self.value <= self.bound:
+            self.bound = self.value
+            self.solution = replace(self.solution, bound=self.value)
+
+
+def singles(places: Places, solver: SolverName) -> list[Single]:
+    """One for every width and number of microbatches that could run."""
+    return [Single(places, alone, w, m, solver) for alone, w, m in places.bounds()]
