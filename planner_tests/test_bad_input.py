@@ -102,6 +102,7 @@ def test_a_comparison_is_refused_before_anything_is_measured(argv, code, words, 
 def test_folders_that_cannot_be_used_are_seen_before_anything_is_started(argv, code, words, place, capsys, monkeypatch):
     monkeypatch.setattr("asa.cli.train._train", lambda *_: pytest.fail("started to train"))
     (place / "file").write_text("")
+    codec.save(nouns.plan(), place / "plan.json")
     assert words in refused(capsys, code, "train", "plan.json", *argv)
     assert not (place / "nowhere").exists()
 

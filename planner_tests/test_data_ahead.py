@@ -75,18 +75,18 @@ def test_a_run_fed_ahead_ends_with_the_same_weights(tmp_path: Path, monkeypatch:
 def test_running_out_of_memory_names_the_rank_the_promise_and_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usual = worker.forward_backward
+    usual = worker.played
 
     def hungry(model: Any, samples: Any, step: int, *args: Any, **kwargs: Any) -> Any:
         if step == 4 and model.rank == 1:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return usual(model, samples, step, *args, **kwargs)
 
-    monkeypatch.setattr(worker, "forward_backward", hungry)
+    monkeypatch.setattr(worker, "played", hungry)
     settings = training.settings(tmp_path, steps_per_epoch=3)
     with pytest.raises(WorkersFailedError, match=r"rank 1 ran out of memory in step 4: the plan promised 1024.00 GiB"):
         train(training.plan(ranks=2), settings, strategies=offered(), adapt=adapt)
-    monkeypatch.setattr(worker, "forward_backward", usual)
+    monkeypatch.setattr(worker, "played", usual)
     assert checkpoint.find(tmp_path / outdir.CHECKPOINTS).manifest.step == 3
     result = train(
         training.plan(ranks=2), dataclasses.replace(settings, resume=True), strategies=offered(), adapt=adapt

@@ -50,7 +50,7 @@ def _fails(
     monkeypatch: pytest.MonkeyPatch, steps: set[int], plan: Plan = DDP, error: BaseException | None = None
 ) -> None:
     """Rank 1 runs out of memory in these steps under ``plan``, between a collective and the next."""
-    usual = worker.forward_backward
+    usual = worker.played
 
     def hungry(model: Any, samples: Any, step: int, *args: Any, **kwargs: Any) -> Any:
         if step in steps and model.rank == 1 and model.plan == plan:
@@ -59,7 +59,7 @@ def _fails(
             raise error  # type: ignore[misc]
         return usual(model, samples, step, *args, **kwargs)
 
-    monkeypatch.setattr(worker, "forward_backward", hungry)
+    monkeypatch.setattr(worker, "played", hungry)
 
 
 OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")

@@ -14,7 +14,7 @@ from asa import __version__
 from asa.errors import UsageError
 from asa.ir.graph import LayerGraph
 from asa.ir.profile import Precision, Profile, Provenance
-from asa.launch import keep_freed_memory
+from asa.launch import give_back_freed_memory, keep_freed_memory
 from asa.profiler.chain import Chain
 from asa.profiler.clock import one_thread, scaled, solo_clock_of
 from asa.profiler.components import Subject, Surveyor
@@ -142,6 +142,7 @@ def profile_module(
         ended = reference.now()
         reference.read()
     sweep, factor = surveyor.steadied(), reference.factor(begun, ended)
+    give_back_freed_memory()
     say(1.0, "done")
     note = f"{time.perf_counter() - started:.0f} s of measuring"
     if device.type == "cpu" and lost > _DISTURBED:
