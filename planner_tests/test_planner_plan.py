@@ -21,10 +21,12 @@ from asa.ir.plan import Plan
 from asa.ir.profile import Profile
 from asa.ir.units import GIB, MIB
 from asa.planner import Request, decide, parse_pin, plan, verify
+from asa.planner.answer.leanest import lean
 from asa.planner.decide import table
 from asa.planner.search import Outcome
 from asa.planner.space.candidate import Prices
-from asa.planner.space.space import Space, layouts, widths
+from asa.planner.space.space import MOST_IN_A_PIPELINE, Space, layouts, widths
+from asa.strategies import offered
 
 FULL, PLAIN = fake_strategies.FULL, fake_strategies.PLAIN
 
@@ -307,3 +309,11 @@ def test_planning_never_imports_torch():
         [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
     )
     assert done.stdout.strip() == "False", done.stderr
+
+
+def test_an_absurd_batch_is_no_reason_to_look_at_absurdly_long_pipelines():
+    """What a pipeline of millions of microbatches takes is known after hours, and it is in no space that is searched."""
+    request = Request(gpus=2, global_batch=2**24, memory_bytes=MIB)
+    found = list(lean(Prices(Space(nouns.profile(), nouns.cluster(2), offered(), request))))
+    assert any(len(x.candidate.widths) > 1 for x in found)
+    assert all(x.candidate.num_microbatches <= MOST_IN_A_PIPELINE for x in found if len(x.candidate.widths) > 1)

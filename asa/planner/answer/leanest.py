@@ -10,7 +10,7 @@ from asa.ir.codec import noun
 from asa.planner.pipeline.pipelines import Skeleton
 from asa.planner.pipeline.staged import StagedSpace
 from asa.planner.space.candidate import Candidate, Prices
-from asa.planner.space.space import Allowed, Space, anything, widths
+from asa.planner.space.space import MOST_IN_A_PIPELINE, Allowed, Space, anything, widths
 from asa.planner.stage import dp
 from asa.planner.stage.formulate import formulate
 from asa.planner.stage.problem import Chain
@@ -67,7 +67,7 @@ def _leanest_pipelines(prices: Prices, allowed: Allowed) -> Iterator[Candidate]:
     for stages in range(2, min(space.request.gpus, n) + 1):
         width = space.request.gpus // stages
         for w in sorted({width, 2 ** (width.bit_length() - 1)}):
-            counts = _microbatches(space)
+            counts = [m for m in _microbatches(space) if m <= MOST_IN_A_PIPELINE]
             least = next((m for m in counts if staged.chain(w, m) is not None), None)
             many = next((m for m in reversed(counts) if staged.chain(w, m) is not None), None)
             for m in dict.fromkeys(m for m in (least, many) if m is not None):
