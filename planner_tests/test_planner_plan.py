@@ -312,7 +312,7 @@ def test_planning_never_imports_torch():
 
 
 def test_an_absurd_batch_is_no_reason_to_look_at_absurdly_long_pipelines():
-    """What a pipeline of millions of microbatches takes is known after hours, and it is in no space that is searched."""
+    """A pipeline of millions of microbatches takes hours to price, and is in no space that is searched."""
     request = Request(gpus=2, global_batch=2**24, memory_bytes=MIB)
     found = list(lean(Prices(Space(nouns.profile(), nouns.cluster(2), offered(), request))))
     assert any(len(x.candidate.widths) > 1 for x in found)
