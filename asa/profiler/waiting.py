@@ -120,14 +120,18 @@ def _update(device: torch.device, clock: Clock, group: dist.ProcessGroup, *, sli
     """Seconds per tensor by which an optimizer step over small sharded ones exceeds that over small whole ones."""
     plain, shards = _chain(_SMALL, device), _chain(_SMALL, device)
     _shard(shards, DeviceMesh.from_group(group, device.type))
-    taken = []
+    steps = []
     for chain in (plain, shards):
         chain(torch.randn(4, _SMALL, device=device)).sum().backward()
         optimizer = build_optimizer("sgd", chain.parameters())
         if chain is shards:
             step_over_parts(optimizer)  # as the executor has it
-        taken.append(time_together(optimizer.step, clock, slice_s=slice_s / 2, group=group))
-    return max(0.0, taken[1] - taken[0]) / _UNITS
+        steps.append(optimizer.step)
+    taken: list[float] = []
+    for _ in range(_LEAST_ROUNDS):  # in turns: what slows the machine for a while slows both
+        times = [time_together(step, clock, slice_s=slice_s / (2 * _LEAST_ROUNDS), group=group) for step in steps]
+        taken.append(times[1] - times[0])
+    return max(0.0, median(taken)) / _UNITS
 
 
 def _shard(chain: nn.Sequential, mesh: DeviceMesh) -> None:
