@@ -31,7 +31,7 @@ from asa.planner.space.space import Allowed, anything
 from asa.planner.stage import exhaustive, ilp
 from asa.planner.stage.formulate import Formulation
 from asa.planner.stage.problem import MS, Choice, Problem, Solution
-from asa.planner.stage.singles import TOLERANCE_GIB, Places, Single, singles
+from asa.planner.stage.singles import TOLERANCE_GIB, Places, Single, crowded, singles
 
 _LOG = logging.getLogger("asa")
 _FIRST, _SHARE = 0.15, 0.35
@@ -156,7 +156,7 @@ def _first(
         until = time.monotonic() + _SHARE * (ends - time.monotonic())
         joint.best_first(alone, best, until, patience=time.monotonic(), gap=_NEARLY, news=news)
         if apart and joint.searched(staged):
-            floor = floors(staged, best.limit, ends)
+            floor = floors(staged, best.limit, ends, crowded=crowded(alone))
             if min(floor.values()) >= best.limit:  # no plan of several stages is better
                 return None, floor
             _prepare(staged, floor, best, lambda: sketch.ready)
@@ -183,7 +183,8 @@ def _piped(
 ) -> Pipelined:
     """All that is left, single stages and several, in two halves where that helps: every other number of microbatches,
     in the order of what they take at least."""
-    floor = floor or floors(staged, best.limit, max(ends, time.monotonic() + _FLOORS_S))
+    tight = crowded(alone)
+    floor = floor or floors(staged, best.limit, max(ends, time.monotonic() + _FLOORS_S), crowded=tight)
     order = sorted((m for m in floor if floor[m] < best.limit), key=floor.__getitem__)
     rest = {m: floor[m] for m in floor if m not in order}
     apart = len(order) > 1 and joint.searched(staged) and possible()
@@ -195,6 +196,7 @@ def _piped(
             staged, incumbent_ms=best.limit, time_limit_s=max(0.1, ends - time.monotonic()), gap=_ENOUGH,
             patience_s=max(0.0, started + _PATIENCE_S - time.monotonic()), others=others, started=started,
             floor={m: floor[m] for m in some} | rest, news=None if told is None else partial(told.exchange, side),
+            crowded=tight,
         )  # fmt: skip
 
     if not apart:

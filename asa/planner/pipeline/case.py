@@ -58,9 +58,11 @@ class _Known:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """A stage with ``place`` stages to the last, to be explored up to ``steady`` and ``whole`` ms."""
+    """A stage (start, stop) with ``place`` stages to the last, to be explored up to ``steady`` and ``whole`` ms by way
+    of an equal one that stops at ``stop``."""
 
     place: int
+    stage: tuple[int, int]
     stop: int
     steady: float
     whole: float
@@ -95,6 +97,7 @@ class Case:
         self.stuck = False
         self._detail: dict[tuple[int, int, int, int], int] = {}
         self.share, self._short = 0.003, False
+        self._tight = False
 
     def _lead(self, r: int) -> int | None:
         """Microbatches in flight with r stages to the last, where the schedule waits for each to come back."""
@@ -134,6 +137,10 @@ class Case:
         self.level += 1
 
     def _by_compute(self, best: float) -> None:
+        if self.shop.crowded:
+            for w in self.shop.alone(self.m):
+                self.tables.update({(w, r): _NOTHING for r in range(1, self.most + 1)})
+            return
         frame = self.shop.by_compute(self.m)
         for w, r in frame.parts:
             self.tables[w, r] = _NOTHING
@@ -166,10 +173,11 @@ class Case:
         """By prices of stages without what lies between them, whatever the degrees at their ends: as far as there is
         time for prices, by compute alone beyond."""
         keys = Keys(self.widths, lambda _w: (1,))
-        rough = {w: self.shop.rough(w, self.m, ends) for w in self.widths}
+        alive = {w: [r for r in range(1, self.most + 1) if self.tables.get((w, r)) is not None] for w in self.widths}
+        rough = {w: self.shop.rough(w, self.m, [self.in_flight[r] for r in alive[w]], ends) for w in self.widths}
 
         def tables(w: int, r: int) -> Table | None:
-            return None if self.tables.get((w, r)) is None else rough[w]
+            return rough[w][self.in_flight[r]] if r in alive[w] else None
 
         links = self.shop.links(self.m, keys, free=True)
         self._alive(
@@ -181,28 +189,33 @@ class Case:
         )  # fmt: skip
 
     def _by_prices(self, best: float, ends: float, *, limit: bool) -> None:
+        """Without the memory limit, and then with it. Where it may bind, roughly first, and then with it at once."""
         if not limit:
-            if sum(len(divisors(w)) for w in self.widths) > _MANY:
+            for w in self.widths:
+                if time.monotonic() > ends:
+                    raise OutOfTimeError
+                self.shop.numbers(w, self.m)
+            self._tight = any(self.shop.tight(w, self.m, max(self.in_flight.values())) for w in self.widths)
+            if self._tight or sum(len(divisors(w)) for w in self.widths) > _MANY:
                 self._roughly(best, ends)
-                if self.bound >= best:
+                if self.bound >= best or self._tight:
                     return
+        if self._tight or not limit:
             self.keys = Keys(self.widths)
             self._links = self.shop.links(self.m, self.keys, ends=ends)
-        assert self._links is not None
-        changed = not limit
+            self._priced(ends)
+            self._alive(self.frame(self._links, self.keys), best)
+        self._base = dict(self.tables)
+
+    def _priced(self, ends: float) -> None:
+        """Tables of prices, with the memory limit where it may bind."""
         for w in self.widths:
             if time.monotonic() > ends:
                 raise OutOfTimeError
-            for r in range(1, self.most + 1):
-                before = self.tables.get((w, r))
-                if before is None:
-                    continue
-                table = self.shop.limited(w, self.m, self.in_flight[r]) if limit else self.shop.relaxed(w, self.m)
-                changed = changed or table is not before
-                self.tables[w, r] = table
-        if changed:
-            self._alive(self.frame(self._links, self.keys), best)
-        self._base = dict(self.tables)
+            places = [r for r in range(1, self.most + 1) if self.tables.get((w, r)) is not None]
+            limited = self.shop.limited(w, self.m, [self.in_flight[r] for r in places]) if self._tight else {}
+            for r in places:
+                self.tables[w, r] = limited[self.in_flight[r]] if self._tight else self.shop.relaxed(w, self.m)
 
     def tell(self, starts: tuple[int, ...], widths: tuple[int, ...], choices: tuple[Choice, ...]) -> tuple[float, bool]:
         skeleton = Skeleton(starts=starts, widths=widths, num_microbatches=self.m, schedule=self.name)
@@ -292,19 +305,20 @@ class Case:
                     steady, whole = room = room or frame.room(w, r, limit)
                     place = self.shop.place(w, self.m, self.in_flight[r])
                     most = self._detail.get((w, r, a, b), MOST)
-                    wanted.setdefault(place, {}).setdefault(a, []).append(
-                        _Wanted(r, b, float(steady[a, b]), float(whole[a, b]), most)
+                    twin = self.shop.twin(w, self.m, a, b)
+                    wanted.setdefault(place, {}).setdefault(twin[0], []).append(
+                        _Wanted(r, (a, b), twin[1], float(steady[a, b]), float(whole[a, b]), most)
                     )
         for place, starts in wanted.items():
-            for a, some in starts.items():
+            for start, some in starts.items():
                 asked: dict[int, tuple[float, float, int]] = {}
                 for x in some:
                     before = asked.get(x.stop, (0.0, 0.0, 0))
                     asked[x.stop] = (max(before[0], x.steady), max(before[1], x.whole), max(before[2], x.most))
-                found = self.shop.explored(place, a, asked, ends)
+                found = self.shop.explored(place, start, asked, ends)
                 for x in some:
                     points = found[x.stop]
-                    self._stages[place[0], x.place, a, x.stop] = _Known(
+                    self._stages[place[0], x.place, *x.stage] = _Known(
                         limit, None if points is None else points.within(self.m, x.steady, x.whole)
                     )
                 if time.monotonic() > ends:

@@ -7,13 +7,14 @@ doubles or halves the microbatches, or takes another schedule. Stages are priced
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from asa.cost.pipeline import StageTimes, makespan
-from asa.cost.planned import price_stage
+from asa.cost.planned import StagePrice, price_stage
+from asa.cost.pricing import Pricer, Way
 from asa.ir.layout import Layout
 from asa.planner.pipeline.sketch import INF, Manner, Outline, Sketch
 from asa.planner.space.candidate import Candidate, Prices
@@ -34,6 +35,7 @@ class Climber:
         self.sketch, self.prices, self.space = sketch, sketch.prices, sketch.space
         self.n, self.gpus = sketch.n, sketch.gpus
         self._stages: dict[tuple[object, ...], tuple[StageTimes, Layout, Layout] | None] = {}
+        self._ways: dict[tuple[object, ...], list[Way]] = {}
         self._manners: dict[tuple[int, int], list[Manner]] = {}
         self._sent: dict[tuple[object, ...], tuple[float, float]] = {}
         self._values: dict[Outline, float] = {}
@@ -84,11 +86,52 @@ class Climber:
         for i, way in enumerate(ways, a):
             if not self.space.enough_samples(i, manner.data, m) or not self.sketch.allowed(i, way):
                 return None
-        overlap = self.space.cluster.overlap
-        found = price_stage(self.prices.pricer(w, m, self.gpus), a, ways, overlap, flight)
-        if found.peak.total > self.space.capacity(self.gpus):
+        overlap, room = self.space.cluster.overlap, self.space.capacity(self.gpus)
+        pricer = self.prices.pricer(w, m, self.gpus)
+        found = price_stage(pricer, a, ways, overlap, flight)
+        if found.peak.total > room:
             return None
+        if manner.checkpoint:
+            kept = self._kept(pricer, a, ways, found, flight)
+            while kept:
+                some = [replace(y, checkpoint=False) if i in kept else y for i, y in enumerate(ways)]
+                better = price_stage(pricer, a, some, overlap, flight)
+                if better.peak.total <= room:
+                    ways, found = some, better
+                    break
+                kept = kept[: -1 - len(kept) // 8]
+        self._ways[a, b, w, manner, m, flight] = ways
         return found.times, ways[0].layout, ways[-1].layout
+
+    def _kept(self, pricer: Pricer, start: int, ways: Sequence[Way], found: StagePrice, flight: int) -> list[int]:
+        """Components that need not be computed again: those that gain most time for their memory, as many as there is
+        room for."""
+        gains = []
+        for i, (way, again) in enumerate(zip(ways, found.components, strict=True)):
+            once = replace(way, checkpoint=False)
+            if way.checkpoint and self.sketch.allowed(start + i, once):
+                c = pricer.component(start + i, once)
+                more = max(1.0, flight * (c.footprint.activations - again.footprint.activations))
+                gain = again.backward_s + again.backward_communication_s - c.backward_s - c.backward_communication_s
+                gains.append((gain / more, i, more))
+        room, kept = self.space.capacity(self.gpus) - found.peak.total, []
+        for _, i, more in sorted(gains, reverse=True):
+            if more <= room:
+                kept.append(i)
+                room -= more
+        return kept
+
+    def candidate(self, x: Outline) -> Candidate:
+        """The plan that a priced outline stands for."""
+        p, schedule = len(x.starts), self.space.strategies.schedules[x.schedule]
+        ways: list[Way] = []
+        for s, (a, b, w, manner) in enumerate(zip(x.starts, (*x.starts[1:], self.n), x.widths, x.manners, strict=True)):
+            flight = schedule.in_flight(s, p, x.num_microbatches)
+            ways += self._ways[a, b, w, manner, x.num_microbatches, flight]
+        return Candidate(
+            origin="asa", num_microbatches=x.num_microbatches, ways=tuple(ways), widths=x.widths, starts=x.starts,
+            schedule=x.schedule,  # type: ignore[arg-type]
+        )  # fmt: skip
 
     def _handover(self, cut: int, m: int, source: Layout, target: Layout, offset: int) -> tuple[float, float]:
         hop = self.space.cluster.hop(offset)
@@ -227,7 +270,7 @@ def first_plans(
             best_s = min(best_s, found[better])
     if not found:
         return None
-    candidate = sketch.candidate(min(found, key=found.__getitem__))
+    candidate = climber.candidate(min(found, key=found.__getitem__))
     price = prices.of(candidate)
     m = candidate.num_microbatches
     possible = all(w in set(prices.space.ways(i, w.layout.width, m, allowed)) for i, w in enumerate(candidate.ways))

@@ -27,11 +27,14 @@ _MOST_ENTRIES = 4e8
 """Of all tables that are looked through for one halving, beyond which none are made: seconds."""
 
 
-def floors(pipelines: Pipelines, best: float = INF, ends: float = INF) -> dict[int, float]:
+def floors(
+    pipelines: Pipelines, best: float = INF, ends: float = INF, *, crowded: bool = False
+) -> dict[int, float]:  # fmt: skip
     """Ms per number of microbatches, a bound on every plan of several stages; ``best`` where it is no less.
 
-    Time ``ends`` (a second from now at least) for the last of them only, which takes longest; the others are had
-    whatever time is left: without them nothing is proved.
+    ``crowded``: memory is likely to bind, so that what follows from compute alone is not followed far. Time ``ends`` (a
+    second from now at least) for the last of them only, which takes longest; the others are had whatever time is left:
+    without them nothing is proved.
     """
     ends = max(ends, time.monotonic() + _LEAST_S)
     found = dict.fromkeys(pipelines.microbatches(), 0.0)
@@ -49,7 +52,7 @@ def floors(pipelines: Pipelines, best: float = INF, ends: float = INF) -> dict[i
             found[m] = best
             continue
         found[m] = max(low, m * _slowest(own, widths, gpus, low / m, best / m))
-        if found[m] < best < INF:
+        if found[m] < best < INF and not crowded:
             found[m] = max(found[m], _paced(own, widths, gpus, m, found[m], best, ends))
     return found
 

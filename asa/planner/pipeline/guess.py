@@ -68,11 +68,12 @@ def _hurry(case: Case, leaf: Leaves, i: int, options: dict[tuple[int, int], Any]
             float(case.m * (x.times[0, k] + x.times[1, k]) + x.times[3, k]),
         )
         place = case.shop.place(w, case.m, case.in_flight[r])
-        key = (*place, start, stop)
+        a, b = case.shop.twin(w, case.m, start, stop)
+        key = (*place, a, b)
         points = case.shop.hurried.get(key)
         for more in (1.02, 1.2, 2.0) if points is None else ():
             explorer = case.shop.explorer(place)
-            points = explorer.explore(start, {stop: (steady * more, whole * more)}, 60, hurry=True).get(stop)
+            points = explorer.explore(a, {b: (steady * more, whole * more)}, 60, hurry=True).get(b)
             if points is not None:
                 case.shop.hurried[key] = points
                 break

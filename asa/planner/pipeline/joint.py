@@ -111,13 +111,15 @@ def search(
     started: float | None = None,
     floor: dict[int, float] | None = None,
     news: Callable[[float], float] | None = None,
+    crowded: bool = False,
 ) -> Pipelined:
     """The fastest plan of two or more stages, if it beats ``incumbent_ms``, and a proof of how good it is.
 
     ``others`` are searched along with it; what they find they keep, and the proof holds for them, too. The search ends
     when the bound has reached the best, or after ``patience_s`` ``(1 - gap)`` of it, or time is up. ``started``: when
     the clock of the curve did. ``floor``: the numbers of microbatches to search, with a bound on each
-    (:mod:`asa.planner.pipeline.floors`); all where None. ``news``: as for :func:`best_first`.
+    (:mod:`asa.planner.pipeline.floors`); all where None. ``news``: as for :func:`best_first`. ``crowded``:
+    memory is likely to bind.
     """
     best = Best(pipelines, incumbent_ms, started)
     ends = time.monotonic() + time_limit_s
@@ -126,7 +128,7 @@ def search(
     if not searched(pipelines):
         queue.append(Closed(min(floor.values(), default=incumbent_ms)))
     else:
-        shop = Shop(pipelines)
+        shop = Shop(pipelines, crowded=crowded)
         for m in floor:
             for name, schedule in _distinct(pipelines.schedules, min(shop.n, shop.gpus), m).items():
                 for stages in _alike(schedule, min(shop.n, shop.gpus), m):

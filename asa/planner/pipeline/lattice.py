@@ -5,7 +5,9 @@ A *key* is the width and data degree of a stage at one of its ends: all that a n
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
@@ -21,9 +23,6 @@ _CONFIG = attrgetter(*COLUMNS)
 _EDGE = attrgetter(*EDGE)
 F, B, BUCKET, ONCE, PROMPT, LATE, WINDOW, STATE, ACT, GRAD, TRANS = range(11)
 EF, EB, EONCE, ESTATE, EACT, ETRANS = range(6)
-
-MULTIPLIERS = (0.1, 0.4, 1.5, 6.0)
-"""Prices of memory that bounds are tried with, in units of a stage's time over its capacity."""
 
 
 def divisors(width: int) -> tuple[int, ...]:
@@ -74,8 +73,33 @@ class Numbers:
             for i, edges_of in enumerate(ends):
                 for layout, e in edges_of.items():
                     found[i, :, layout] = _EDGE(e)
-        self._classes: tuple[int, ...] | None = None
         self.release = chain.release
+
+    @cached_property
+    def kinds(self) -> list[int]:
+        """Of each component a number, equal where all configurations are: of repeated blocks."""
+        return _numbered((row.tobytes(), at.tobytes()) for row, at in zip(self.rows, self.layout, strict=True))
+
+    def twin(self, start: int, stop: int) -> tuple[int, int]:
+        """The first stage that is the same as this one, component by component and in between."""
+        return self._twins[start, stop]
+
+    @cached_property
+    def _twins(self) -> dict[tuple[int, int], tuple[int, int]]:
+        edges, inlets, outlets = (
+            _numbered(x.tobytes() for x in values) for values in (self.edges, self.inlets, self.outlets)
+        )
+        whole: dict[tuple[int, int], tuple[int, int]] = {}
+        inside: dict[tuple[int, ...], int] = {}
+        found: dict[tuple[int, int], tuple[int, int]] = {}
+        for a in range(self.n):
+            at = inside.setdefault((inlets[a], self.kinds[a]), len(inside))
+            for b in range(a + 1, self.n + 1):
+                if b > a + 1:
+                    across = b - 2 > a and self.release[b - 1] < b - 2  # a bucket reaches across the one before
+                    at = inside.setdefault((at, edges[b - 2], self.kinds[b - 1], across), len(inside))
+                found[a, b] = whole.setdefault((at, outlets[b - 1]), (a, b))
+        return found
 
     def roomy(self, in_flight: int) -> bool:
         """Whether memory cannot bind, whatever is chosen."""
@@ -101,10 +125,17 @@ class Numbers:
         return state + in_flight * held + moving <= self.capacity
 
 
+def _numbered(values: Iterable[object]) -> list[int]:
+    """Of each a number: equal values have the same."""
+    known: dict[object, int] = {}
+    return [known.setdefault(x, len(known)) for x in values]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Weights:
     """One objective per row of a batch: ``steady`` per ms of a microbatch forward and back, ``ahead`` per ms forward
-    alone, ``once`` per ms of once-per-step work, ``memory`` per GiB held to the end of forward.
+    alone, ``once`` per ms of once-per-step work, ``memory`` per GiB held in the last component's backward with the
+    activations of ``flight`` microbatches.
 
     What synchronisation and backward take side by side is bounded, for every component k of a stage, by the windows in
     front of k and the synchronisation behind it. ``hidden`` is 0 for components in front of k, 1 for those behind (row
@@ -115,6 +146,7 @@ class Weights:
     ahead: Any
     once: Any
     memory: Any
+    flight: Any
     hidden: Any
     pivot: Any
 
@@ -122,49 +154,49 @@ class Weights:
         return len(self.steady)
 
 
-def _weighed(weights: Weights, f: Any, b: Any, once: Any, memory: Any) -> Any:
+def _weighed(weights: Weights, f: Any, b: Any, once: Any, state: Any, act: Any) -> Any:
     """Batch first, then the shape of the arguments."""
     shape = (-1, *([1] * f.ndim))
     total = weights.steady.reshape(shape) * (f + b) + weights.ahead.reshape(shape) * f
     total = total + weights.once.reshape(shape) * once
     if weights.memory.any():
-        total = total + weights.memory.reshape(shape) * memory
+        total = total + weights.memory.reshape(shape) * state
+        total = total + (weights.memory * weights.flight).reshape(shape) * act
     return total
 
 
 class Priced:
     """A chain under a batch of weights: least cost per component and layout, edges and ends."""
 
-    def __init__(self, numbers: Numbers, weights: Weights, in_flight: int) -> None:
+    def __init__(self, numbers: Numbers, weights: Weights) -> None:
         x, n = numbers, numbers.n
         batch = len(weights)
         self.numbers, self.batch = x, batch
         # Component x batch x layout: inside a stage, at its begin, its end, and alone in it.
         self.inner, self.first, self.last, self.alone = (np.full((n, batch, x.count), INF) for _ in range(4))
         row, component, begins = x.flat
-        sync, held = row[:, PROMPT] + row[:, LATE], row[:, STATE] + in_flight * row[:, ACT]
-        alone = _weighed(weights, row[:, F], row[:, B], row[:, ONCE] + sync, held)
+        sync, once_ = row[:, PROMPT] + row[:, LATE], row[:, ONCE]
+        inside = _weighed(weights, row[:, F], row[:, B], once_ + sync, row[:, STATE], row[:, ACT])
+        ending = inside
+        if weights.memory.any():  # in its backward, the last component holds more
+            ending = inside + weights.memory[:, None] * (row[:, GRAD] + row[:, TRANS])
         hidden = weights.hidden[:, component]
         once = weights.once[:, None] * x.saving * (weights.pivot[:, None] != component)
-        behind = alone - once * x.sc * hidden * sync
+        behind = once * x.sc * hidden * sync
         seen = once * x.sp * (1 - hidden) * row[:, WINDOW]
         where = (component[begins], slice(None), x.flat_layout[begins])
         for into, cost in (
-            (self.inner, behind - seen), (self.first, alone - seen), (self.last, behind), (self.alone, alone),
+            (self.inner, inside - behind - seen), (self.first, inside - seen), (self.last, ending - behind),
+            (self.alone, ending),
         ):  # fmt: skip
             into[where] = np.minimum.reduceat(cost, begins, axis=1).T
         with np.errstate(invalid="ignore"):
-            e = x.edges
-            self.edges = np.nan_to_num(
-                _weighed(weights, e[:, EF], e[:, EB], e[:, EONCE], e[:, ESTATE] + in_flight * e[:, EACT]),
-                nan=INF, posinf=INF,
-            ).swapaxes(0, 1)  # fmt: skip
-            ends = []
-            for end in (x.inlets, x.outlets):
-                held = end[:, ESTATE] + in_flight * end[:, EACT]
-                cost = _weighed(weights, end[:, EF], end[:, EB], end[:, EONCE], held)
-                ends.append(np.nan_to_num(cost, nan=INF, posinf=INF))
-        self.inlets, self.outlets = (e.swapaxes(0, 1) for e in ends)
+            found = []
+            for e, moving in ((x.edges, False), (x.inlets, False), (x.outlets, True)):
+                state = e[:, ESTATE] + e[:, ETRANS] if moving else e[:, ESTATE]
+                cost = _weighed(weights, e[:, EF], e[:, EB], e[:, EONCE], state, e[:, EACT])
+                found.append(np.nan_to_num(cost, nan=INF, posinf=INF).swapaxes(0, 1))
+        self.edges, self.inlets, self.outlets = found
 
     def intervals(self) -> Any:
         """Least cost of every stage: batch x start x stop x entry degree x exit degree."""
@@ -217,74 +249,3 @@ class Table:
         """The least of each value, whatever the degrees at the ends."""
         values = (self.steady, self.forward, self.whole, self.single)
         return Table(*(x.min(axis=(2, 3), keepdims=True) for x in values))
-
-
-Objective = tuple[float, float, float, float, float]
-
-
-def weights_of(rows: list[Objective], n: int) -> Weights:
-    """From (steady, ahead, once, memory, hidden) per row; ``hidden`` beyond 1 is 2 + k for a pivot at component k."""
-    a = np.array(rows, dtype=float)
-    pivot = np.where(a[:, 4] > 1, a[:, 4] - 2, -1).astype(np.int64)
-    behind = (np.arange(n)[None, :] >= pivot[:, None]).astype(float)
-    hidden = np.where(pivot[:, None] >= 0, behind, a[:, 4:5])
-    return Weights(steady=a[:, 0], ahead=a[:, 1], once=a[:, 2], memory=a[:, 3], hidden=hidden, pivot=pivot)
-
-
-def pivots(n: int, count: int) -> list[float]:
-    """Some components, spread over the chain, as ``hidden`` of a row."""
-    return sorted({2.0 + n * (k + 1) // (count + 1) for k in range(count)})
-
-
-def rows_of(n: int, m: int) -> list[Objective]:
-    """Objectives without memory: steady time, and all of a step from several sides."""
-    once = [1.0, 0.5, 0.0, *pivots(n, 5)]
-    return [(1.0, 0.0, 0.0, 0.0, 1.0)] + [(float(m), 0.0, 1.0, 0.0, h) for h in once]
-
-
-def priced_memory(n: int, m: int, one: float) -> list[Objective]:
-    """Objectives with prices of memory, of ``one`` ms per GiB and multiples: first its amount alone, then for each
-    price steady time and all of a step."""
-    rows: list[Objective] = [(0.0, 0.0, 0.0, 1.0, 1.0)]
-    for x in MULTIPLIERS:
-        rows += [(1.0, 0.0, 0.0, x * one, 1.0)] + [(float(m), 0.0, 1.0, m * x * one, h) for h in (1.0, *pivots(n, 2))]
-    return rows
-
-
-def relaxed(numbers: Numbers) -> Table:
-    """Without the memory limit."""
-    n, m = numbers.n, numbers.m
-    rows = [(0.0, 1.0, 0.0, 0.0, 1.0), *rows_of(n, m)]
-    k = len(rows)
-    rows += [(1.0, 0.0, 1.0, 0.0, r[4]) for r in rows[2:]]
-    found = Priced(numbers, weights_of(rows, n), 1).intervals()
-    return Table(steady=found[1], forward=found[0], whole=found[2:k].max(axis=0), single=found[k:].max(axis=0))
-
-
-def unit(numbers: Numbers, table: Table) -> float:
-    """Ms per GiB: a typical price of memory for stages of this chain."""
-    whole = table.steady[0, numbers.n]
-    time = float(whole.min())
-    return time / numbers.capacity if np.isfinite(time) else 1.0
-
-
-def limited(numbers: Numbers, table: Table, in_flight: int) -> Table:
-    """The same with the memory limit, as far as prices of memory tell: no stage without memory, and others dearer."""
-    m, capacity = numbers.m, numbers.capacity
-    one = unit(numbers, table)
-    rows = priced_memory(numbers.n, m, one)
-    found = Priced(numbers, weights_of(rows, numbers.n), in_flight).intervals()
-    full = found[0] > capacity * (1 + 1e-9)
-    steady, whole = table.steady, table.whole
-    for row, values in zip(rows[1:], found[1:], strict=True):
-        free = values - row[3] * capacity
-        if row[2]:
-            whole = np.maximum(whole, free)
-        else:
-            steady = np.maximum(steady, free)
-    return Table(
-        steady=np.where(full, INF, steady),
-        forward=np.where(full, INF, table.forward),
-        whole=np.where(full, INF, np.maximum(whole, m * steady)),
-        single=np.where(full, INF, np.maximum(table.single, steady)),
-    )

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from asa.ir.layout import Layout
 from asa.planner.pipeline.bounds import Frame, Keys, Links
-from asa.planner.pipeline.lattice import INF, Numbers, Table, limited, relaxed
+from asa.planner.pipeline.lattice import INF, Numbers, Table
 from asa.planner.pipeline.pipelines import Pipelines
 from asa.planner.pipeline.points import OutOfTimeError, Points
 from asa.planner.pipeline.stages import Explorer
+from asa.planner.pipeline.tables import limited, relaxed, rough
 
 
 class Shop:
-    """What cases share: chains as arrays, tables and transfers, each made once."""
+    """What cases share: chains as arrays, tables and transfers, each made once. ``crowded``: memory is likely to bind,
+    so that bounds by compute alone are not worth their time."""
 
-    def __init__(self, pipelines: Pipelines) -> None:
-        self.pipelines = pipelines
+    def __init__(self, pipelines: Pipelines, *, crowded: bool = False) -> None:
+        self.pipelines, self.crowded = pipelines, crowded
         self.n = len(pipelines.names)
         self.gpus = pipelines.gpus
         self.offsets = {
@@ -37,17 +40,17 @@ class Shop:
         self._explorers: dict[tuple[int, int, int], Explorer] = {}
         self._sent: dict[tuple[Any, ...], tuple[float, float]] = {}
         self._computed: dict[int, Frame] = {}
+        self._rough: dict[tuple[int, int, int], Table | None] = {}
         self._alone: dict[int, dict[int, Table]] = {}
         self.hurried: dict[tuple[int, int, int, int, int], Points] = {}
         self._links: dict[Any, Links] = {}
 
-    def by_compute(self, m: int) -> Frame:
-        """Bounds by compute alone, whatever the schedule."""
-        if m in self._computed:
-            return self._computed[m]
+    def alone(self, m: int) -> dict[int, Table]:
+        """Stages of each width that can run at all, by compute alone."""
+        if m in self._alone:
+            return self._alone[m]
         n, tables = self.n, self._alone.setdefault(m, {})
-        widths = [w for w in self.offsets if w < self.gpus]
-        for w in widths:
+        for w in (w for w in self.offsets if w < self.gpus):
             row = self.pipelines.compute(w, m)
             if row is None:
                 continue
@@ -56,7 +59,14 @@ class Shop:
             steady = np.where(steady >= 1e17, INF, steady)[:, :, None, None]
             free = np.where(steady < INF, 0.0, INF)
             tables[w] = Table(steady=steady, forward=free, whole=m * steady, single=steady)
-        keys = Keys(widths, lambda _w: (1,))
+        return tables
+
+    def by_compute(self, m: int) -> Frame:
+        """Bounds by compute alone, whatever the schedule."""
+        if m in self._computed:
+            return self._computed[m]
+        n, tables = self.n, self.alone(m)
+        keys = Keys([w for w in self.offsets if w < self.gpus], lambda _w: (1,))
         every = np.ones((n, n + 1), dtype=bool)
         stages = min(n, self.gpus)
         frame = Frame(
@@ -67,13 +77,21 @@ class Shop:
         self._computed[m] = frame
         return frame
 
-    def rough(self, w: int, m: int, ends: float) -> Table | None:
-        """Stages of any degrees at their ends, without the memory limit; by compute alone where time is up and nothing
+    def rough(self, w: int, m: int, in_flight: Iterable[int], ends: float) -> dict[int, Table | None]:
+        """Stages of any degrees at their ends, by microbatches in flight; by compute alone where time is up and nothing
         better is known."""
-        if (w, m) in self._relaxed or time.monotonic() < ends:
-            table = self.relaxed(w, m)
-            return None if table is None else table.anyhow()
-        return self._alone[m].get(w)
+        found: dict[int, Table | None] = {}
+        for f in set(in_flight):
+            if (w, m, f) not in self._rough and ((w, m) in self._numbers or time.monotonic() < ends):
+                numbers = self.numbers(w, m)
+                self._rough[w, m, f] = None if numbers is None else rough(numbers, f)
+            found[f] = self._rough[w, m, f] if (w, m, f) in self._rough else self.alone(m).get(w)
+        return found
+
+    def tight(self, w: int, m: int, in_flight: int) -> bool:
+        """Whether memory may bind, of what is formulated."""
+        numbers = self._numbers.get((w, m))
+        return numbers is not None and not numbers.roomy(in_flight)
 
     def numbers(self, w: int, m: int) -> Numbers | None:
         """The chain as arrays."""
@@ -91,18 +109,16 @@ class Shop:
             self._relaxed[w, m] = relaxed(numbers)
         return self._relaxed[w, m]
 
-    def limited(self, w: int, m: int, in_flight: int) -> Table | None:
-        """Stages with it."""
-        numbers, table = self.numbers(w, m), self.relaxed(w, m)
-        if numbers is None or table is None or numbers.roomy(in_flight):
-            return table
-        fewer = 1 << (in_flight.bit_length() - 1)  # fewer in flight take less memory: a bound for more, too
-        if numbers.roomy(fewer):
-            fewer = in_flight
-        key = (w, m, fewer)
-        if key not in self._limited:
-            self._limited[key] = limited(numbers, table, fewer)
-        return self._limited[key]
+    def limited(self, w: int, m: int, in_flight: Iterable[int]) -> dict[int, Table | None]:
+        """Stages with it, by microbatches in flight."""
+        numbers, table, asked = self.numbers(w, m), self.relaxed(w, m), sorted(set(in_flight))
+        if numbers is None or table is None:
+            return dict.fromkeys(asked, table)
+        tight = [f for f in asked if not numbers.roomy(f)]
+        missing = [f for f in tight if (w, m, f) not in self._limited]
+        for f, found in zip(missing, limited(numbers, table, missing), strict=True):
+            self._limited[w, m, f] = found
+        return {f: self._limited[w, m, f] if f in tight else table for f in asked}
 
     def place(self, w: int, m: int, in_flight: int) -> tuple[int, int, int]:
         """What stages are explored by; alike wherever memory cannot bind."""
@@ -110,14 +126,19 @@ class Shop:
         assert numbers is not None
         return w, m, 0 if numbers.roomy(in_flight) else in_flight
 
+    def twin(self, w: int, m: int, start: int, stop: int) -> tuple[int, int]:
+        """The first stage that is equal to this one: to be explored in its place."""
+        numbers = self.numbers(w, m)
+        assert numbers is not None
+        return numbers.twin(start, stop)
+
     def explorer(self, place: tuple[int, int, int]) -> Explorer:
         """Of such stages."""
         w, m, in_flight = place
-        numbers, table = self.numbers(w, m), self.relaxed(w, m)
+        numbers = self.numbers(w, m)
         assert numbers is not None
-        assert table is not None
         if place not in self._explorers:
-            self._explorers[place] = Explorer(numbers, table, max(1, in_flight))
+            self._explorers[place] = Explorer(numbers, max(1, in_flight))
         return self._explorers[place]
 
     def explored(

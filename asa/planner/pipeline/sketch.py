@@ -1,4 +1,5 @@
-"""First plans of several stages, before anything is proved: every stage runs all its components alike.
+"""First plans of several stages, before anything is proved: every stage runs all its components alike, but that where
+it computes activations again, some components need not.
 
 For each number of microbatches, and each slowest stage that is allowed, the cuts and widths that make a microbatch's
 way there and back shortest, by a dynamic program over stages from the last to the first. What looks best is priced in
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import numpy as np
 from asa.cost.pricing import Way
 from asa.ir.layout import Layout
 from asa.ir.plan import DataDegree, DataStrategyName, TensorDegree
-from asa.planner.space.candidate import Candidate, Prices
+from asa.planner.space.candidate import Prices
 from asa.planner.space.space import Allowed, widths
 
 INF = float("inf")
@@ -181,22 +182,6 @@ class Sketch:
         period = max(slowest, trip / (r + 1))
         return (m - 1) * period + trip + longest, Outline(tuple(starts), tuple(sizes), tuple(manners), m, self.schedule)
 
-    def candidate(self, x: Outline) -> Candidate:
-        """The plan that an outline stands for."""
-        stops = (*x.starts[1:], self.n)
-        return Candidate(
-            origin="asa",
-            num_microbatches=x.num_microbatches,
-            ways=tuple(
-                self.way(i, w, manner)
-                for a, b, w, manner in zip(x.starts, stops, x.widths, x.manners, strict=True)
-                for i in range(a, b)
-            ),
-            widths=x.widths,
-            starts=x.starts,
-            schedule=x.schedule,  # type: ignore[arg-type]
-        )
-
     def _links(self, w: int, m: int) -> Any:
         """Seconds of a microbatch over each cut and back, to a stage of ``w`` ranks from one like it."""
         layout = Layout(width=w, data=self._degree(w, m), tensor=1)
@@ -268,6 +253,8 @@ class Sketch:
         steady = np.full((self.most, count, count), INF)
         once, manner = np.zeros_like(steady), np.full(steady.shape, -1)
         forward = np.arange(count)[None, :] > np.arange(count)[:, None]
+        counts = np.maximum(1, at[None, :] - at[:, None])
+        before: tuple[Any, Any] | None = None
         for number, x in enumerate(manners):
             if number and time.monotonic() > self.ends:
                 break
@@ -291,11 +278,21 @@ class Sketch:
                 pieces = np.maximum.reduceat(rows[at[a] :, 6], at[a : count - 1] - at[a])
                 moving[a, a + 1 :] = np.maximum.accumulate(pieces)
             late = np.maximum(0.0, own[1] - saved * own[2]) + own[3]
+            plain = before if number and replace(x, checkpoint=False) == manners[number - 1] else None
+            plain = plain if x.checkpoint else None
+            before = (own, moving)
             for r, flight in enumerate(flights):
-                fits = possible & (own[4] + flight * own[5] + moving <= room)
-                total = own[0] + late / m
+                held = own[4] + flight * own[5] + moving
+                fits = possible & (held <= room)
+                both = own[0]
+                if plain is not None:  # as many as there is room for are not computed again
+                    more = plain[0][4] + flight * plain[0][5] + plain[1] - held
+                    share = np.clip((room - held) / np.maximum(more, 1.0), 0.0, 1.0)
+                    share = np.floor(share * counts) / counts
+                    both = both - share * np.maximum(0.0, both - plain[0][0])
+                total = both + late / m
                 better = fits & (total < steady[r] + once[r] / m)
-                steady[r] = np.where(better, own[0], steady[r])
+                steady[r] = np.where(better, both, steady[r])
                 once[r] = np.where(better, late, once[r])
                 manner[r] = np.where(better, number, manner[r])
         return _Stages(steady, once, manner, manners) if np.isfinite(steady).any() else None

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from asa.planner.pipeline import lattice as at
-from asa.planner.pipeline.lattice import INF, Numbers, Priced, Table, priced_memory, rows_of, unit, weights_of
+from asa.planner.pipeline.lattice import INF, Numbers, Priced
 from asa.planner.pipeline.points import OutOfTimeError, Points
+from asa.planner.pipeline.tables import priced_memory, rows_of, weights_of
 from asa.planner.pipeline.thinning import BKT, BWD, FWD, HELD, LAST, PEAK, SUM, C, Front, P, Thinning, V
 from asa.planner.stage.pareto import efficient
 
@@ -29,13 +30,13 @@ MOST, UTMOST = 200, 12_000
 class Completions:
     """Least cost of what lies behind a component, under several objectives."""
 
-    def __init__(self, numbers: Numbers, table: Table, in_flight: int, tight: bool) -> None:
+    def __init__(self, numbers: Numbers, in_flight: int, tight: bool) -> None:
         n, m = numbers.n, numbers.m
-        rows = rows_of(n, m) + (priced_memory(n, m, unit(numbers, table)) if tight else [])
+        rows = rows_of(n, m) + (priced_memory(numbers, in_flight) if tight else [])
         self.rows = np.array(rows)
         weights = weights_of(rows, n)
         self.hidden = weights.hidden
-        priced = Priced(numbers, weights, in_flight)
+        priced = Priced(numbers, weights)
         self.behind = priced.completions()
         self.over = priced.edges + np.minimum(priced.inner, priced.last)[1:, :, None, :]
         """Of passing from a layout to another and the next component in it: component in front x objective x both."""
@@ -58,16 +59,16 @@ class Completions:
 class Explorer:
     """Stages of one chain with one number of microbatches in flight."""
 
-    def __init__(self, numbers: Numbers, table: Table, in_flight: int) -> None:
+    def __init__(self, numbers: Numbers, in_flight: int) -> None:
         self.numbers, self.in_flight = numbers, in_flight
         self.tight = not numbers.roomy(in_flight)
-        self.bounds = Completions(numbers, table, in_flight, self.tight)
+        self.bounds = Completions(numbers, in_flight, self.tight)
         x = numbers
         self.thin = Thinning(x, tight=self.tight)
         self.by_layout: list[list[tuple[int, Any, Any]]] = []
         known: dict[int, list[tuple[int, Any, Any]]] = {}
         for i in range(x.n):
-            key = id(x.chain.configs[i])
+            key = x.kinds[i]
             if key not in known:
                 known[key] = self._undominated(i)
             self.by_layout.append(known[key])

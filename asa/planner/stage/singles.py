@@ -10,7 +10,7 @@ fit.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from asa.ir.units import GIB
@@ -18,6 +18,7 @@ from asa.planner.space.candidate import Prices
 from asa.planner.space.request import SolverName
 from asa.planner.space.space import Allowed, widths
 from asa.planner.stage import dp, exhaustive, labels
+from asa.planner.stage.floor import Floor, floor
 from asa.planner.stage.formulate import Formulation, formulate
 from asa.planner.stage.problem import MS, Problem, Solution
 
@@ -27,7 +28,6 @@ _FIRST_S = 0.15
 """For the label program under a memory limit, at first; four times as long each time it comes back."""
 _LONG_S, _FORMULATED = 0.2, 3.0
 """Pricing components one by one for so long says that formulating takes so many times as long: thousands of them."""
-_HELD = ("state", "activations", "gradients", "transient")
 _NOTHING = Solution(choice=None, value=float("inf"), bound=float("inf"), solver="dp")
 _OPEN = Solution(choice=None, value=float("inf"), bound=0.0, solver="dp")
 
@@ -101,7 +101,7 @@ class Places:
         self._prices, self._allowed = prices, allowed
         self._among = widths(prices.space.request.gpus) if among is None else among
         self._known: dict[tuple[int, int], Place | None] = {}
-        self._apart: dict[tuple[int, int], tuple[float, float]] = {}
+        self._floors: dict[tuple[int, int], Floor] = {}
 
     def bounds(self) -> Iterator[tuple[float, int, int]]:
         """(ms of compute alone, width, microbatches) of each that could run."""
@@ -112,40 +112,23 @@ class Places:
                 if alone < float("inf"):
                     yield alone, w, m
 
+    def floor(self, width: int, num_microbatches: int) -> Floor:
+        """What is known of such a stage before it is formulated."""
+        key = (width, num_microbatches)
+        if key not in self._floors:
+            self._floors[key] = floor(self._prices, *key, self._allowed)
+        return self._floors[key]
+
     def apart(self, width: int, num_microbatches: int, alone_ms: float) -> float:
-        """A bound in ms that also counts gradient synchronisation, every component by itself, as with one microbatch.
+        """A bound in ms that also counts gradient synchronisation and memory, every component by itself; of several
+        microbatches only what comes once per step, which is as with one.
 
         Synchronisation hides behind backward at most, which is a part of one microbatch's computation.
         """
-        if width == 1:
-            return alone_ms
-        whole, once = self._synchronised(width, 1)
-        m = num_microbatches
-        return whole if m == 1 else max(alone_ms, alone_ms * (1 - 1 / m) + once)
-
-    def priced(self, width: int, num_microbatches: int) -> float:
-        """The same by all that so many microbatches cost."""
-        return self._synchronised(width, num_microbatches)[0]
-
-    def _synchronised(self, width: int, num_microbatches: int) -> tuple[float, float]:
-        """In ms: a bound on a step, and on what comes once per step. A checkpoint saves no time."""
-        key = (width, num_microbatches)
-        if key in self._apart:
-            return self._apart[key]
-        space, pricer = self._prices.space, self._prices.pricer(*key)
-        hidden = max(0.0, space.cluster.overlap.saving) * space.cluster.overlap.compute_slowdown
-        whole = once = 0.0
-        for i in range(len(space.profile.graph)):
-            ways = (w for w in space.ways(i, *key, self._allowed) if not w.checkpoint)
-            costs = [pricer.component(i, way) for way in ways]
-            late = [c.sync_s + c.update_s + c.update_communication_s for c in costs]
-            whole += min(
-                (x + c.compute_s + c.blocking_s - hidden * c.window_s for x, c in zip(late, costs, strict=True)),
-                default=float("inf"),
-            )
-            once += min(late, default=float("inf"))
-        self._apart[key] = whole * MS, once * MS
-        return self._apart[key]
+        m, one = num_microbatches, self.floor(width, 1)
+        if m == 1:
+            return one.whole
+        return max(alone_ms, alone_ms * (1 - 1 / m) + (one.once if one.once < float("inf") else 0.0))
 
     def get(self, width: int, num_microbatches: int) -> Place | None:
         """The place, or None where it cannot run."""
@@ -170,29 +153,11 @@ class Places:
         return before if before or fewer.settled else None
 
     def _made(self, width: int, num_microbatches: int) -> Place | None:
-        room = self._prices.space.capacity(width) + TOLERANCE_GIB * GIB
-        if all(self._floor(width, num_microbatches, again=again) > room for again in (False, True)):
+        room = self._prices.space.capacity(width) / GIB + TOLERANCE_GIB
+        if self.floor(width, num_microbatches).memory > room:
             return Place(None)
         formulation = formulate(self._prices, width, num_microbatches, self._allowed)
         return None if formulation is None else Place(formulation)
-
-    def _floor(self, width: int, num_microbatches: int, *, again: bool) -> float:
-        """Bytes below which no choice peaks, before all else is priced: every component at its leanest in each respect,
-        whether or not at once; without checkpoints first, which may be enough. Infinite where one cannot run."""
-        space, pricer = self._prices.space, self._prices.pricer(width, num_microbatches)
-        rows = []
-        for i in range(len(space.profile.graph)):
-            ways = (w for w in space.ways(i, width, num_microbatches, self._allowed) if again or not w.checkpoint)
-            held = [pricer.component(i, way).footprint for way in ways]
-            if not held:
-                return 0.0  # not in the space at all
-            rows.append(tuple(min(getattr(f, name) for f in held) for name in _HELD))
-        state, behind, before, found = sum(r[0] for r in rows), sum(r[2] for r in rows), 0.0, 0.0
-        for _, activations, gradients, transient in rows:
-            before += activations
-            found = max(found, state + before + behind + transient)
-            behind -= gradients
-        return found
 
 
 class Single:
@@ -214,6 +179,11 @@ class Single:
     def value(self) -> float:
         """Ms of the best plan so far."""
         return self.solution.value
+
+    @property
+    def crowded(self) -> bool:
+        """Whether some plans of one microbatch are known to hold more than there is."""
+        return self.level > 0 and self._places.floor(self.width, 1).crowded
 
     def step(self, best: float, ends: float) -> None:
         """Raise the bound. Plans from ``best`` on are of no interest."""
@@ -239,11 +209,15 @@ class Single:
 
     def _several(self, best: float, until: float) -> None:
         """Not in the space at all where one microbatch is enough; by their prices elsewhere."""
+        if self._places.floor(self.width, 1).crowded:
+            self._raise(self._places.floor(self.width, self.num_microbatches).whole)
+            if self.bound >= best:
+                return
         one = self._places.get(self.width, 1)
         if one is None or one.roomy:
             self.bound = float("inf")
             return
-        self._raise(self._places.priced(self.width, self.num_microbatches))
+        self._raise(self._places.floor(self.width, self.num_microbatches).whole)
         if self.bound < best:
             one.settle(float("inf"), until)
             self.bound = float("inf") if one.fits else self.bound
@@ -303,3 +277,8 @@ class Single:
 def singles(places: Places, solver: SolverName) -> list[Single]:
     """One for every width and number of microbatches that could run."""
     return [Single(places, alone, w, m, solver) for alone, w, m in places.bounds()]
+
+
+def crowded(some: Sequence[Single]) -> bool:
+    """Whether memory is known to bind where it may: likely also in pipelines."""
+    return any(x.crowded for x in some)

@@ -1,0 +1,177 @@
+"""What stages of a chain take at least: tables from objectives, a pass over the components for all of them at once.
+
+Where memory binds it is given prices: of all choices that fit, none takes less than what time and memory cost together
+at a price, less what the capacity costs (Lagrangian relaxation). Good prices are what a GiB saved costs in time, a
+microbatch with fewer activations or a step with less state: the slopes of the lower hull of what all components take
+and hold, each at its best for a price (:func:`rates`). Where few ways differ, as in repeated blocks, these are all
+prices that matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from asa.planner.pipeline import lattice as at
+from asa.planner.pipeline.lattice import INF, Numbers, Priced, Table, Weights
+
+Objective = tuple[float, float, float, float, float, float]
+"""Prices of steady time, of forward alone, of once-per-step time, of memory; microbatches in flight; ``hidden``."""
+
+_STEADY, _WHOLE = 5, 3
+"""Prices of memory: for a microbatch's time, and for a step's."""
+_FINE, _DECADES = 28, (-3.0, 2.0)
+"""Prices that are looked at, and between which powers of ten, in units of a chain's time over the capacity."""
+_ENTRIES = 6_000_000
+"""Of tables made in one pass."""
+
+
+def weights_of(rows: Sequence[Objective], n: int) -> Weights:
+    """Of objectives; ``hidden`` beyond 1 is 2 + k for a pivot at component k."""
+    a = np.array(rows, dtype=float)
+    pivot = np.where(a[:, 5] > 1, a[:, 5] - 2, -1).astype(np.int64)
+    behind = (np.arange(n)[None, :] >= pivot[:, None]).astype(float)
+    hidden = np.where(pivot[:, None] >= 0, behind, a[:, 5:6])
+    return Weights(
+        steady=a[:, 0], ahead=a[:, 1], once=a[:, 2], memory=a[:, 3], flight=a[:, 4], hidden=hidden, pivot=pivot
+    )
+
+
+def pivots(n: int, count: int) -> list[float]:
+    """Some components, spread over the chain, as ``hidden`` of a row."""
+    return sorted({2.0 + n * (k + 1) // (count + 1) for k in range(count)})
+
+
+def rows_of(n: int, m: int) -> list[Objective]:
+    """Objectives without memory: steady time, and all of a step from several sides."""
+    once = [1.0, 0.5, 0.0, *pivots(n, 5)]
+    return [(1.0, 0.0, 0.0, 0.0, 1.0, 1.0)] + [(float(m), 0.0, 1.0, 0.0, 1.0, h) for h in once]
+
+
+def rates(numbers: Numbers, in_flight: int, most: int, *, whole: bool) -> list[float]:
+    """What a GiB saved costs in ms of a microbatch, or of a step where ``whole``: at most so many rates, neighbours
+    made one where little memory is between them."""
+    x, (row, component, _) = numbers, numbers.flat
+    held = row[:, at.STATE] + in_flight * row[:, at.ACT]
+    time = row[:, at.F] + row[:, at.B]
+    if whole:
+        time = x.m * time + row[:, at.ONCE] + max(0.0, 1 - x.saving * x.sc) * (row[:, at.PROMPT] + row[:, at.LATE])
+    each = np.flatnonzero(np.r_[True, np.diff(component) != 0])
+    unit = max(1e-12, float(np.minimum.reduceat(time, each).sum())) / x.capacity
+    price = unit * np.geomspace(10.0 ** _DECADES[0], 10.0 ** _DECADES[1], _FINE)
+    step = 1e-6
+    asked = np.r_[price, price * (1 + step)]
+    cost = np.minimum.reduceat(time + asked[:, None] * held, each, axis=1).sum(axis=1)
+    memory = np.minimum.accumulate((cost[_FINE:] - cost[:_FINE]) / (step * price))
+    taken = cost[:_FINE] - price * memory
+    longer, saved = np.diff(taken), -np.diff(memory)
+    some = saved > 1e-4 * max(1e-12, float(memory[0]))
+    longer, saved = longer[some].tolist(), saved[some].tolist()
+    while len(saved) > most:
+        k = min(range(len(saved) - 1), key=lambda j: saved[j] + saved[j + 1])
+        longer[k : k + 2], saved[k : k + 2] = [longer[k] + longer[k + 1]], [saved[k] + saved[k + 1]]
+    return [max(0.0, a / b) for a, b in zip(longer, saved, strict=True)]
+
+
+def priced_memory(numbers: Numbers, in_flight: int) -> list[Objective]:
+    """Objectives with prices of memory: first its amount alone, then for each price steady time, then all of a step."""
+    n, m, flight = numbers.n, numbers.m, float(in_flight)
+    rows: list[Objective] = [(0.0, 0.0, 0.0, 1.0, flight, 1.0)]
+    rows += [(1.0, 0.0, 0.0, p, flight, 1.0) for p in rates(numbers, in_flight, _STEADY, whole=False)]
+    for p in rates(numbers, in_flight, _WHOLE, whole=True):
+        rows += [(float(m), 0.0, 1.0, p, flight, h) for h in (1.0, *pivots(n, 2))]
+    return rows
+
+
+def relaxed(numbers: Numbers) -> Table:
+    """Without the memory limit."""
+    n, m = numbers.n, numbers.m
+    rows = [(0.0, 1.0, 0.0, 0.0, 1.0, 1.0), *rows_of(n, m)]
+    k = len(rows)
+    rows += [(1.0, 0.0, 1.0, 0.0, 1.0, r[5]) for r in rows[2:]]
+    found = Priced(numbers, weights_of(rows, n)).intervals()
+    return Table(steady=found[1], forward=found[0], whole=found[2:k].max(axis=0), single=found[k:].max(axis=0))
+
+
+def limited(numbers: Numbers, table: Table, in_flight: Sequence[int]) -> list[Table]:
+    """The same with the memory limit, as far as prices of memory tell, for each of these numbers of microbatches in
+    flight: no stage without memory, and others dearer."""
+    x, found = numbers, list[Table]()
+    rows = [priced_memory(x, f) for f in in_flight]
+    if not rows:
+        return []
+    most = max(1, _ENTRIES // (x.n * (x.n + 1) * x.degrees**2 * max(len(r) for r in rows)))
+    for begin in range(0, len(rows), most):
+        some = rows[begin : begin + most]
+        values = Priced(x, weights_of([r for part in some for r in part], x.n)).intervals()
+        for part in some:
+            found.append(_dearer(x, table, part, values[: len(part)]))
+            values = values[len(part) :]
+    return found
+
+
+def rough(numbers: Numbers, in_flight: int) -> Table:
+    """With the limit, but every component as if its neighbours had its layout, and whatever the degrees at the ends:
+    sums of least values, so of all stages at once."""
+    x, n, m = numbers, numbers.n, numbers.m
+    slow, fast = x.saving * x.sc, x.saving * x.sp
+    prices = [0.0] if x.roomy(in_flight) else [0.0, *rates(x, in_flight, _STEADY, whole=False)]
+    steps = [0.0] if x.roomy(in_flight) else [0.0, *rates(x, in_flight, _WHOLE, whole=True)]
+    # Of forward, backward, once, synchronisation, its window and memory.
+    kinds = [(1.0, 0.0, 0.0, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0, 0.0, 0.0, 1.0)]
+    kinds += [(1.0, 1.0, 0.0, 0.0, 0.0, p) for p in prices]
+    kinds += [(m, m, 1.0, 1 - slow, 0.0, p) for p in steps] + [(m, m, 1.0, 1.0, -fast, 0.0)]
+    kinds += [(1.0, 1.0, 1.0, 1 - slow, 0.0, 0.0)]
+    weight = np.array(kinds)
+    row, component, _ = x.flat
+    each = np.flatnonzero(np.r_[True, np.diff(component) != 0])
+    held = row[:, at.STATE] + in_flight * row[:, at.ACT]
+    times = [row[:, at.F], row[:, at.B], row[:, at.ONCE], row[:, at.PROMPT] + row[:, at.LATE], row[:, at.WINDOW]]
+    cost = weight @ np.stack([*times, held])
+    inner = np.minimum.reduceat(cost, each, axis=1)
+    moving = row[:, at.GRAD] + row[:, at.TRANS]
+    last = np.minimum.reduceat(cost + weight[:, 5:] * moving, each, axis=1)
+    ends = []
+    for e, staying in ((x.inlets, False), (x.outlets, True)):
+        zero = np.zeros_like(e[:, at.EF])
+        held = e[:, at.ESTATE] + in_flight * e[:, at.EACT]
+        held = held + e[:, at.ETRANS] if staying else held
+        with np.errstate(invalid="ignore"):
+            cost = np.tensordot(
+                weight, np.stack([e[:, at.EF], e[:, at.EB], e[:, at.EONCE], zero, zero, held]), axes=1
+            )  # fmt: skip
+        ends.append(np.where(np.isfinite(cost), cost, INF).min(axis=2))
+    sums = np.concatenate([np.zeros((len(weight), 1)), np.cumsum(inner, axis=1)], axis=1)
+    # objective x start x stop
+    found = sums[:, None, :-1] - sums[:, :-1, None] + (last + ends[1])[:, None, :] + ends[0][:, :, None]
+    found = np.where(np.arange(n)[None, :] >= np.arange(n)[:, None], found, INF)
+    found = np.concatenate([np.full((len(weight), n, 1), INF), found], axis=2)[..., None, None]
+    found -= (weight[:, 5] * x.capacity * (np.arange(len(weight)) != 1))[:, None, None, None, None]
+    k = 2 + len(prices)
+    full = np.zeros(found.shape[1:], dtype=bool) if x.roomy(in_flight) else found[1] > x.capacity * (1 + 1e-9)
+    steady, whole = found[2:k].max(axis=0), found[k:-1].max(axis=0)
+    return Table(
+        steady=np.where(full, INF, steady),
+        forward=np.where(full, INF, found[0]),
+        whole=np.where(full, INF, np.maximum(whole, m * steady)),
+        single=np.where(full, INF, np.maximum(found[-1], steady)),
+    )
+
+
+def _dearer(x: Numbers, table: Table, rows: list[Objective], values: Any) -> Table:
+    full = values[0] > x.capacity * (1 + 1e-9)
+    steady, whole = table.steady, table.whole
+    for row, value in zip(rows[1:], values[1:], strict=True):
+        free = value - row[3] * x.capacity
+        if row[2]:
+            whole = np.maximum(whole, free)
+        else:
+            steady = np.maximum(steady, free)
+    return Table(
+        steady=np.where(full, INF, steady),
+        forward=np.where(full, INF, table.forward),
+        whole=np.where(full, INF, np.maximum(whole, x.m * steady)),
+        single=np.where(full, INF, np.maximum(table.single, steady)),
+    )

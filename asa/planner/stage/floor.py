@@ -1,0 +1,103 @@
+"""What a single stage takes at least, before it is formulated: every component at its best, whatever its neighbours do.
+
+Where memory may bind it has a price, and a component may take and hold what is least together; that price is looked for
+which says most. With that price, and no boundary between components, this is the optimum of the linear relaxation of a
+multiple-choice knapsack: what a GiB too much costs at least, in recomputation, gathers and smaller shards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from asa.cost.menu import Priced
+from asa.ir.units import GIB
+from asa.planner.space.candidate import Prices
+from asa.planner.space.space import Allowed
+from asa.planner.stage.problem import MS
+
+INF = float("inf")
+_PRICES, _FINER = 24, 8
+_LOWEST, _HIGHEST = 1e-3, 1e2
+"""Prices of memory that are tried, in units of a step's time over the capacity; once more about the best of them."""
+_PIVOTS = 4
+"""Components in whose backward memory is looked at, spread over the chain."""
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Bounds on a single stage: ms of a step, and of what comes once per step; GiB that a choice holds. ``crowded``:
+    some choices hold more than there is."""
+
+    whole: float
+    once: float
+    memory: float
+    crowded: bool
+
+
+def floor(prices: Prices, width: int, num_microbatches: int, allowed: Allowed) -> Floor:
+    """Of stages of that width."""
+    space, overlap = prices.space, prices.space.cluster.overlap
+    pricer = prices.pricer(width, num_microbatches)
+    menu = prices.menu(pricer, allowed)
+    samples = [space.samples(layout, num_microbatches) for layout in menu.layouts]
+    offered = menu.enough(samples, prices.fewest)
+    capacity = space.room(0, width, width) / GIB
+    which = np.flatnonzero(offered & ~menu.saving)  # a checkpoint saves no time
+    each = np.flatnonzero(np.r_[True, np.diff(menu.component[which]) != 0])
+    if len(which) == 0 or len(each) < len(space.profile.graph):
+        return Floor(INF, INF, 0.0, False)
+    x = menu.priced(pricer, which)
+    held = np.maximum.reduceat(x.state + x.activations + x.gradients, each).sum() + x.transient.max()
+    crowded = bool(held / GIB > capacity)
+    if crowded:
+        which = np.flatnonzero(offered)
+        each = np.flatnonzero(np.r_[True, np.diff(menu.component[which]) != 0])
+        x = menu.priced(pricer, which)
+    sync = x.prompt + x.late
+    late = x.once + sync * (1 + max(0.0, -overlap.saving) * overlap.communication_slowdown)
+    work, saving = num_microbatches * (x.forward + x.backward) + late, max(0.0, overlap.saving)
+    sides = np.stack([
+        work - saving * overlap.compute_slowdown * x.window,
+        work - saving * overlap.communication_slowdown * sync,
+    ]) * MS  # fmt: skip
+    whole = float(np.minimum.reduceat(sides, each, axis=1).sum(axis=1).max())
+    once = float(np.minimum.reduceat(late, each).sum()) * MS
+    if not crowded:
+        return Floor(whole, once, 0.0, False)
+    memory, peaks = _held(x, each)
+    found = [_dearer(side, held, each, capacity - beside) for side in sides for held, beside in peaks]
+    return Floor(max(whole, *found), once, memory, True)
+
+
+def _held(x: Priced, each: Any) -> tuple[float, list[tuple[Any, float]]]:
+    """GiB below which no choice peaks: every component at its leanest in each respect, whether or not at once. And for
+    some components in whose backward the peak may be, what each choice of each component holds then, and what the one
+    at work holds beside."""
+    n, count = len(each), np.diff(np.r_[each, len(x.state)])
+    component = np.repeat(np.arange(n), count)
+    columns = [v / GIB for v in (x.state, x.activations, x.gradients, x.transient)]
+    state, activations, gradients, transient = (np.minimum.reduceat(v, each) for v in columns)
+    behind = gradients[::-1].cumsum()[::-1]
+    memory = float((state.sum() + activations.cumsum() + behind + transient).max())
+    some = [n - 1] if not x.gradients.any() else sorted({n * k // (_PIVOTS - 1) for k in range(_PIVOTS - 1)} | {n - 1})
+    peaks = []
+    for k in some:
+        held = columns[0] + np.where(component <= k, columns[1], 0.0) + np.where(component >= k, columns[2], 0.0)
+        peaks.append((held, float(transient[k])))
+    return memory, peaks
+
+
+def _dearer(time: Any, held: Any, each: Any, capacity: float) -> float:
+    """What the best of the prices of a GiB says: the least sum of ``time`` and what is ``held`` over the capacity."""
+    unit = max(1e-9, abs(float(np.minimum.reduceat(time, each).sum()))) / max(1e-9, capacity)
+    price = unit * np.geomspace(_LOWEST, _HIGHEST, _PRICES)
+    for _ in range(2):
+        cost = np.minimum.reduceat(time + price[:, None] * held, each, axis=1).sum(axis=1) - price * capacity
+        at = int(cost.argmax())
+        best = float(cost[at])
+        low, high = price[max(0, at - 1)], price[min(len(price) - 1, at + 1)]
+        price = np.geomspace(low, high, _FINER)
+    return best

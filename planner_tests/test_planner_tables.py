@@ -1,0 +1,118 @@
+"""Bounds on stages under a memory limit: never above what brute force finds, and near it."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import known_models
+import numpy as np
+import pytest
+from random_pipelines import RandomPipelines
+
+from asa.cost import presets
+from asa.ir.units import GIB
+from asa.planner import Request
+from asa.planner.pipeline.lattice import Numbers
+from asa.planner.pipeline.pipelines import stage_times
+from asa.planner.pipeline.stages import Explorer
+from asa.planner.pipeline.tables import limited, rates, relaxed, rough
+from asa.planner.space.candidate import Prices
+from asa.planner.space.space import Space, anything
+from asa.planner.stage import dp, exhaustive
+from asa.planner.stage.floor import floor
+from asa.planner.stage.formulate import formulate
+from asa.planner.stage.labels import Solver
+from asa.strategies import offered
+
+INF = float("inf")
+FIELDS = ("steady", "forward", "whole", "single")
+
+
+def truth(chain, a: int, b: int, in_flight: int) -> tuple[float, ...]:
+    """Of a stage, the least of each field of a table over all choices that fit; infinite where none does."""
+    problem, m = chain.stage(a, b, in_flight), chain.num_microbatches
+    found = [INF] * len(FIELDS)
+    for choice in product(*(range(len(c)) for c in problem.configs)):
+        if exhaustive.peak(problem, choice) <= problem.capacity:
+            x = stage_times(problem, choice)
+            steady, once = x.forward + x.backward, x.last_backward_extra + x.after
+            values = (steady, x.forward, m * steady + once, steady + once)
+            found = [min(pair) for pair in zip(found, values, strict=True)]
+    return tuple(found)
+
+
+def test_tables_with_a_memory_limit_are_bounds_and_near():
+    near, dearer, full, count = 0, 0, 0, 0
+    for seed in range(8):
+        pipelines = RandomPipelines(
+            seed, components=3, gpus=4, most=4, speed=0.05, memory=(1.2, 0.8)[seed % 2], strategies=2, sp=1.2,
+        )  # fmt: skip
+        for w in (1, 2):
+            chain = pipelines.chain(w, 4)
+            assert chain is not None
+            x = Numbers(chain)
+            free = relaxed(x)
+            flights = [1, 3]
+            for f, table in zip(flights, limited(x, free, flights), strict=True):
+                about = rough(x, f)
+                for a, b in ((0, 1), (0, 2), (1, 3), (0, 3)):
+                    true = truth(chain, a, b, f)
+                    for name, value in zip(FIELDS, true, strict=True):
+                        exact = float(getattr(table, name)[a, b].min())
+                        assert exact <= value * (1 + 1e-9)
+                        assert float(getattr(about, name)[a, b].min()) <= min(value, exact) * (1 + 1e-9)
+                    low, least = float(table.steady[a, b].min()), float(free.steady[a, b].min())
+                    count += 1
+                    full += low == true[0] == INF
+                    near += low < INF and low > 0.97 * true[0]
+                    dearer += least * 1.02 < low < INF
+    assert dearer > count / 8, "memory binds"
+    assert near + full > 0.8 * count
+    assert full > 0
+
+
+def test_rates_of_repeated_blocks_are_those_of_a_block():
+    x = Numbers(RandomPipelines(3, components=6, gpus=2, most=4, speed=0.05, memory=0.4, equal=True).chain(1, 4))
+    row = x.rows[2]
+    plain, again = (row[k, :2].sum() for k in (0, 1))
+    kept, less = row[0, -3], row[1, -3]
+    found = rates(x, 2, 5, whole=False)
+    assert any(r == pytest.approx((again - plain) / (2 * (kept - less)), rel=1e-3) for r in found)
+
+
+def test_a_stage_is_explored_by_its_twin():
+    x = Numbers(RandomPipelines(3, components=6, gpus=2, most=4, speed=0.05, memory=0.4, equal=True).chain(2, 4))
+    assert [x.twin(a, a + 2) for a in range(5)] == [(0, 2), (1, 3), (1, 3), (1, 3), (4, 6)]
+    caps = (1e3, 1e4)
+    found = Explorer(x, 2).explore(1, {3: caps}, 10_000)[3]
+    other = Explorer(x, 2).explore(2, {4: caps}, 10_000)[4]
+    assert len(found) == len(other) > 1
+    assert np.allclose(np.sort(found.least, axis=1), np.sort(other.least, axis=1), rtol=1e-12)
+    drawn = Numbers(RandomPipelines(3, components=6, gpus=2, most=4, speed=0.05, memory=0.4).chain(2, 4))
+    assert all(drawn.twin(a, b) == (a, b) for a in range(6) for b in range(a + 1, 7))
+
+
+@pytest.mark.parametrize("model", ["vgg16", "transformer"])
+def test_what_a_single_stage_takes_at_least(model):
+    graph = known_models.vgg16(64, 10) if model == "vgg16" else known_models.transformer(4, 256)
+    profile, cluster = known_models.profile(graph, 900.0, 32), presets.load("t4-8x1-25g-tcp")
+
+    def prices(limit: int | None) -> Prices:
+        return Prices(Space(profile, cluster, offered(), Request(gpus=4, global_batch=64, memory_bytes=limit)))
+
+    free = floor(prices(None), 4, 1, anything)
+    assert not free.crowded
+    least = dp.least_memory(formulate(prices(None), 4, 1, anything, every=True).problem).value  # type: ignore[union-attr]
+    reserved = prices(2 * GIB).space.capacity(4)
+    for m in (1, 4):
+        tight = prices(int(1.3 * least * GIB + 2 * GIB - reserved))
+        found, formulation = floor(tight, 4, m, anything), formulate(tight, 4, m)
+        assert formulation is not None
+        solver = Solver(formulation.problem)
+        solver.run(INF, INF)
+        assert found.crowded
+        assert free.whole < found.whole <= solver.value * (1 + 1e-9)
+        assert found.whole > 0.6 * solver.value
+        assert found.memory <= dp.least_memory(formulation.problem).value * (1 + 1e-9)
+    none = prices(int(0.3 * least * GIB + 2 * GIB - reserved))
+    assert floor(none, 4, 1, anything).memory > none.space.capacity(4) / GIB
