@@ -64,10 +64,10 @@ def test_tables_with_a_memory_limit_are_bounds_and_near():
                     low, least = float(table.steady[a, b].min()), float(free.steady[a, b].min())
                     count += 1
                     full += low == true[0] == INF
-                    near += low < INF and low > 0.97 * true[0]
+                    near += low < INF and low > 0.95 * true[0]
                     dearer += least * 1.02 < low < INF
     assert dearer > count / 8, "memory binds"
-    assert near + full > 0.8 * count
+    assert near + full > 0.75 * count
     assert full > 0
 
 
@@ -81,14 +81,14 @@ def test_rates_of_repeated_blocks_are_those_of_a_block():
 
 
 def test_a_stage_is_explored_by_its_twin():
-    x = Numbers(RandomPipelines(3, components=6, gpus=2, most=4, speed=0.05, memory=0.4, equal=True).chain(2, 4))
-    assert [x.twin(a, a + 2) for a in range(5)] == [(0, 2), (1, 3), (1, 3), (1, 3), (4, 6)]
+    x = Numbers(RandomPipelines(3, components=6, gpus=2, most=4, speed=0.05, memory=4.0, equal=True).chain(2, 4))
+    assert [x.twin(a, a + 2) for a in range(5)] == [(0, 2), (1, 3), (2, 4), (2, 4), (4, 6)]
     caps = (1e3, 1e4)
-    found = Explorer(x, 2).explore(1, {3: caps}, 10_000)[3]
-    other = Explorer(x, 2).explore(2, {4: caps}, 10_000)[4]
+    found = Explorer(x, 2).explore(2, {4: caps}, 10_000)[4]
+    other = Explorer(x, 2).explore(3, {5: caps}, 10_000)[5]
     assert len(found) == len(other) > 1
     assert np.allclose(np.sort(found.least, axis=1), np.sort(other.least, axis=1), rtol=1e-12)
-    drawn = Numbers(RandomPipelines(3, components=6, gpus=2, most=4, speed=0.05, memory=0.4).chain(2, 4))
+    drawn = Numbers(RandomPipelines(3, components=6, gpus=2, most=4, speed=0.05, memory=4.0).chain(2, 4))
     assert all(drawn.twin(a, b) == (a, b) for a in range(6) for b in range(a + 1, 7))
 
 
@@ -109,10 +109,11 @@ def test_what_a_single_stage_takes_at_least(model):
         found, formulation = floor(tight, 4, m, anything), formulate(tight, 4, m)
         assert formulation is not None
         solver = Solver(formulation.problem)
-        solver.run(INF, INF)
+        solver.hurry(INF, INF)
+        solver.price()
         assert found.crowded
         assert free.whole < found.whole <= solver.value * (1 + 1e-9)
-        assert found.whole > 0.6 * solver.value
+        assert found.whole > 0.6 * solver.bound
         assert found.memory <= dp.least_memory(formulation.problem).value * (1 + 1e-9)
     none = prices(int(0.3 * least * GIB + 2 * GIB - reserved))
     assert floor(none, 4, 1, anything).memory > none.space.capacity(4) / GIB

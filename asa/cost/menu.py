@@ -180,19 +180,24 @@ class Menu:
             cut = self._parameters[which] < self._size[which]
             update = update + np.where(cut, pricer.cluster.sharding.tensor_s * self._tensors[which], 0.0)
         update = update / pricer.shards.slowest
-        for at in np.flatnonzero(self.offload[which]).tolist():
-            size = float(part[at] * self._size[which[at]])
-            update[at] = host_update(pricer.cluster, pricer.optimizer, size, pricer.busy)
+        away = np.flatnonzero(self.offload[which])
+        if len(away):
+            sizes = part[away] * self._size[which[away]]
+            update[away] = host_update(pricer.cluster, pricer.optimizer, sizes, pricer.busy)
         return update
 
     def _transient(self, pricer: Pricer, which: Any, saved: Any) -> Any:
         """Bytes beside the component's own, of strategies that say it by what is around."""
         found = self._apart[which]
+        known: dict[tuple[object, ...], float] = {}  # alike whether or not its state is on the host
         for at in np.flatnonzero(self._own[which]).tolist():
             w = int(which[at])
-            way = self.ways[w]
-            beside = pricer.around.of(int(self.component[w]), way.tensor, float(saved[at]))
-            found[at] = self._page[w].transient(self._share[w], way.layout.data, beside)
+            key = (self.component[w], self.layout[w], id(self._page[w]), saved[at])
+            if key not in known:
+                way = self.ways[w]
+                beside = pricer.around.of(int(self.component[w]), way.tensor, float(saved[at]))
+                known[key] = self._page[w].transient(self._share[w], way.layout.data, beside)
+            found[at] = known[key]
         return found
 
     def _in_cells(self, pricer: Pricer, which: Any) -> Any:

@@ -6,14 +6,17 @@ an update is theirs together; the link is each one's own.
 
 from __future__ import annotations
 
+from typing import Any
+
 from asa.cost.compute import PASSES
 from asa.cost.constants import constant
 from asa.ir.cluster import Cluster
 from asa.ir.plan import OptimizerName
 
 
-def host_update(cluster: Cluster, optimizer: OptimizerName, updated_bytes: float, busy: int) -> float:
-    """Seconds to update ``updated_bytes`` of parameters of a device on its host while ``busy`` devices do so."""
+def host_update(cluster: Cluster, optimizer: OptimizerName, updated_bytes: Any, busy: int) -> Any:
+    """Seconds to update ``updated_bytes`` (a number, or an array of them) of parameters of a device on its host while
+    ``busy`` devices do so."""
     link = cluster.device.host_bandwidth or constant("fallback_host_bandwidth")
     neighbours = max(1, min(busy, cluster.host))
     arithmetic = PASSES[optimizer] * updated_bytes * neighbours / constant("host_update_bandwidth")

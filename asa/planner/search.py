@@ -156,7 +156,8 @@ def _first(
         until = time.monotonic() + _SHARE * (ends - time.monotonic())
         joint.best_first(alone, best, until, patience=time.monotonic(), gap=_NEARLY, news=news)
         if apart and joint.searched(staged):
-            floor = floors(staged, best.limit, ends, crowded=crowded(alone))
+            staged.crowded = crowded(alone)
+            floor = floors(staged, best.limit, ends, crowded=staged.crowded)
             if min(floor.values()) >= best.limit:  # no plan of several stages is better
                 return None, floor
             _prepare(staged, floor, best, lambda: sketch.ready)
@@ -183,8 +184,8 @@ def _piped(
 ) -> Pipelined:
     """All that is left, single stages and several, in two halves where that helps: every other number of microbatches,
     in the order of what they take at least."""
-    tight = crowded(alone)
-    floor = floor or floors(staged, best.limit, max(ends, time.monotonic() + _FLOORS_S), crowded=tight)
+    staged.crowded = crowded(alone)
+    floor = floor or floors(staged, best.limit, max(ends, time.monotonic() + _FLOORS_S), crowded=staged.crowded)
     order = sorted((m for m in floor if floor[m] < best.limit), key=floor.__getitem__)
     rest = {m: floor[m] for m in floor if m not in order}
     apart = len(order) > 1 and joint.searched(staged) and possible()
@@ -196,7 +197,7 @@ def _piped(
             staged, incumbent_ms=best.limit, time_limit_s=max(0.1, ends - time.monotonic()), gap=_ENOUGH,
             patience_s=max(0.0, started + _PATIENCE_S - time.monotonic()), others=others, started=started,
             floor={m: floor[m] for m in some} | rest, news=None if told is None else partial(told.exchange, side),
-            crowded=tight,
+            crowded=staged.crowded,
         )  # fmt: skip
 
     if not apart:

@@ -142,7 +142,8 @@ class KindSpace(StagedSpace):
         if key not in self._formulations:
             kind, count = self._stages[width]
             made = formulate(
-                self._prices, count, num_microbatches, self._allowed, busy=self._busy, first=self._run(kind, count)
+                self._prices, count, num_microbatches, self._allowed, busy=self._busy, first=self._run(kind, count),
+                crowded=self.crowded,
             )  # fmt: skip
             numbered = None if made is None else Formulation(replace(made.chain, width=width), made.ways)
             self._formulations[key] = numbered

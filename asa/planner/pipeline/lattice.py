@@ -80,6 +80,14 @@ class Numbers:
         """Of each component a number, equal where all configurations are: of repeated blocks."""
         return _numbered((row.tobytes(), at.tobytes()) for row, at in zip(self.rows, self.layout, strict=True))
 
+    @cached_property
+    def distinct(self) -> tuple[Any, Any, Any]:
+        """All configurations of components that differ, where the next of these begins, and which of them each one is
+        like."""
+        some = [self.rows[self.kinds.index(k)] for k in range(len(set(self.kinds)))]
+        begins = np.cumsum([0, *(len(r) for r in some[:-1])])
+        return np.concatenate(some), begins, np.array(self.kinds)
+
     def twin(self, start: int, stop: int) -> tuple[int, int]:
         """The first stage that is the same as this one, component by component and in between."""
         return self._twins[start, stop]

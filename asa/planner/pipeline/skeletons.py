@@ -45,7 +45,8 @@ class _Rows:
     """Partial plans: what is behind them begins at ``cut`` on rank ``offset``; bounds as in :class:`Frame`.
 
     ``trip``: of a microbatch through all of it and back; ``most_ahead`` and ``most_back``: of a stage or link, on
-    either way."""
+    either way. ``turns``: row x place from the last, what a step takes for the round trips that the schedule waits for
+    in the stage there, but for what they take further on."""
 
     cut: Any
     offset: Any
@@ -56,6 +57,7 @@ class _Rows:
     trip: Any
     most_ahead: Any
     most_back: Any
+    turns: Any
     bound: Any
     parent: Any
     start: Any
@@ -75,11 +77,12 @@ class Leaves:
     values: Any
 
 
-def _row_of_start() -> _Rows:
+def _row_of_start(stages: int) -> _Rows:
     zero, whole = np.zeros(1), np.zeros(1, dtype=np.int64)
     return _Rows(
         cut=whole, offset=whole, key=whole - 1, late=zero + NEVER, ahead=zero, over=zero + NEVER, trip=zero,
-        most_ahead=zero, most_back=zero, bound=zero, parent=whole - 1, start=whole, option=whole,
+        most_ahead=zero, most_back=zero,
+        turns=np.full((1, stages), NEVER), bound=zero, parent=whole - 1, start=whole, option=whole,
     )  # fmt: skip
 
 
@@ -100,8 +103,8 @@ def plans(
     filled = all(lead == m for p in wanted for lead, _, _ in shape(schedule, p, m))
     for r in range(frame.stages, 0, -1):
         levels[r] = _joined(
-            ([levels[r]] if r in levels else []) + ([_row_of_start()] if r in wanted else [])
-        ) if r in levels or r in wanted else _row_of_start().taken(np.zeros(0, dtype=np.int64))  # fmt: skip
+            ([levels[r]] if r in levels else []) + ([_row_of_start(frame.stages)] if r in wanted else [])
+        ) if r in levels or r in wanted else _row_of_start(frame.stages).taken(np.zeros(0, dtype=np.int64))  # fmt: skip
         grown = _grown(frame, options, r, levels[r], limit, filled=filled)
         most = MOST_ROWS if r > 1 else min(MOST_LEAVES, MOST_TURNS // (2 * m * frame.stages))
         if len(grown.cut) > most:
@@ -129,6 +132,8 @@ def _grown(
         return rows
     begins = np.flatnonzero(np.r_[True, np.diff(code[order]) != 0])
     places: dict[tuple[int, int], Any] = {}
+    leads = [frame.lead(k + 1) for k in range(frame.stages)]
+    times = np.array([(m - 1) // lead + 1 if lead else 0 for lead in leads])
     for begin, end in zip(begins, [*begins[1:], len(order)], strict=True):
         index = order[begin:end]
         cut, offset, key = int(rows.cut[index[0]]), int(rows.offset[index[0]]), int(rows.key[index[0]])
@@ -159,26 +164,38 @@ def _grown(
             ahead_over = links.ahead[hop][cut, key, x.entry[which]]
         late, ahead = rows.late[index][:, None] + both, rows.ahead[index][:, None] + ahead_over
         over = np.maximum(rows.over[index][:, None], np.maximum(late + m * steady, ahead + m * steady + once))
+        waited, own = rows.turns[index], None
+        if r > 1 and times[r - 1]:
+            loops, steps = divmod(m - 1, frame.lead(r) or m)
+            own = np.maximum(late, ahead + once) + steady + ((loops + steps) * steady if loops else steps * forward)
         late = np.maximum(late + steady, ahead + steady + once)
         ahead = ahead + forward
         bound = np.maximum(over, np.maximum(late + after, ahead + done)) if r > 1 else over
         trip = rows.trip[index][:, None] + both + steady
         most_ahead = np.maximum(np.maximum(rows.most_ahead[index][:, None], ahead_over), forward)
         most_back = np.maximum(np.maximum(rows.most_back[index][:, None], both - ahead_over), steady - forward)
+        way = both + steady
+        for k in np.flatnonzero((waited > NEVER / 2).any(axis=0)).tolist():
+            bound = np.maximum(bound, waited[:, k, None] + times[k] * (way + behind))
+        if own is not None:
+            bound = np.maximum(bound, own + times[r - 1] * behind)
         if filled:
             bound = np.maximum(bound, filled_up(trip + behind, most_ahead, most_back, m))
         i, j = np.nonzero(bound < limit)
         if not len(i):
             continue
         k = which[j]
+        turns = waited[i] + times * np.broadcast_to(way, bound.shape)[i, j][:, None]
+        if own is not None:
+            turns[:, r - 1] = own[i, j]
         found.append(
             _Rows(
                 cut=x.stop[k], offset=offset + x.width[k], key=x.exit[k], late=late[i, j], ahead=ahead[i, j],
-                over=over[i, j], trip=trip[i, j], most_ahead=most_ahead[i, j], most_back=most_back[i, j],
+                over=over[i, j], trip=trip[i, j], most_ahead=most_ahead[i, j], most_back=most_back[i, j], turns=turns,
                 bound=bound[i, j], parent=index[i], start=np.full(len(i), cut), option=k,
             )
         )  # fmt: skip
-    return _joined(found) if found else _row_of_start().taken(np.zeros(0, dtype=np.int64))
+    return _joined(found) if found else _row_of_start(frame.stages).taken(np.zeros(0, dtype=np.int64))
 
 
 def _leaves(

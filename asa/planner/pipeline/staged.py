@@ -38,6 +38,8 @@ class StagedSpace:
         space = prices.space
         self._prices = prices
         self._allowed, self._every = allowed, every
+        self.crowded = False
+        """Whether memory is likely to bind: what is asked for first, then."""
         self._formulations: dict[tuple[int, int], Formulation | None] = {}
         self._computes: dict[tuple[int, int], list[float]] = {}
         self._transfers: dict[tuple[float, int, int, int, int, int, int], tuple[float, float]] = {}
@@ -66,7 +68,7 @@ class StagedSpace:
         key = (width, num_microbatches)
         if key not in self._formulations:
             self._formulations[key] = formulate(
-                self._prices, *key, self._allowed, busy=self.gpus, every=self._every
+                self._prices, *key, self._allowed, busy=self.gpus, every=self._every, crowded=self.crowded
             )  # fmt: skip
         return self._formulations[key]
 

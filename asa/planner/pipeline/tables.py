@@ -53,17 +53,17 @@ def rows_of(n: int, m: int) -> list[Objective]:
 def rates(numbers: Numbers, in_flight: int, most: int, *, whole: bool) -> list[float]:
     """What a GiB saved costs in ms of a microbatch, or of a step where ``whole``: at most so many rates, neighbours
     made one where little memory is between them."""
-    x, (row, component, _) = numbers, numbers.flat
+    x, (row, each, like) = numbers, numbers.distinct
+    count = np.bincount(like)
     held = row[:, at.STATE] + in_flight * row[:, at.ACT]
     time = row[:, at.F] + row[:, at.B]
     if whole:
         time = x.m * time + row[:, at.ONCE] + max(0.0, 1 - x.saving * x.sc) * (row[:, at.PROMPT] + row[:, at.LATE])
-    each = np.flatnonzero(np.r_[True, np.diff(component) != 0])
-    unit = max(1e-12, float(np.minimum.reduceat(time, each).sum())) / x.capacity
+    unit = max(1e-12, float(np.minimum.reduceat(time, each) @ count)) / x.capacity
     price = unit * np.geomspace(10.0 ** _DECADES[0], 10.0 ** _DECADES[1], _FINE)
     step = 1e-6
     asked = np.r_[price, price * (1 + step)]
-    cost = np.minimum.reduceat(time + asked[:, None] * held, each, axis=1).sum(axis=1)
+    cost = np.minimum.reduceat(time + asked[:, None] * held, each, axis=1) @ count
     memory = np.minimum.accumulate((cost[_FINE:] - cost[:_FINE]) / (step * price))
     taken = cost[:_FINE] - price * memory
     longer, saved = np.diff(taken), -np.diff(memory)
@@ -125,14 +125,13 @@ def rough(numbers: Numbers, in_flight: int) -> Table:
     kinds += [(m, m, 1.0, 1 - slow, 0.0, p) for p in steps] + [(m, m, 1.0, 1.0, -fast, 0.0)]
     kinds += [(1.0, 1.0, 1.0, 1 - slow, 0.0, 0.0)]
     weight = np.array(kinds)
-    row, component, _ = x.flat
-    each = np.flatnonzero(np.r_[True, np.diff(component) != 0])
+    row, each, like = x.distinct
     held = row[:, at.STATE] + in_flight * row[:, at.ACT]
     times = [row[:, at.F], row[:, at.B], row[:, at.ONCE], row[:, at.PROMPT] + row[:, at.LATE], row[:, at.WINDOW]]
     cost = weight @ np.stack([*times, held])
-    inner = np.minimum.reduceat(cost, each, axis=1)
+    inner = np.minimum.reduceat(cost, each, axis=1)[:, like]
     moving = row[:, at.GRAD] + row[:, at.TRANS]
-    last = np.minimum.reduceat(cost + weight[:, 5:] * moving, each, axis=1)
+    last = np.minimum.reduceat(cost + weight[:, 5:] * moving, each, axis=1)[:, like]
     ends = []
     for e, staying in ((x.inlets, False), (x.outlets, True)):
         zero = np.zeros_like(e[:, at.EF])

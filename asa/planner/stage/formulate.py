@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -56,13 +57,14 @@ def formulate(
     busy: int | None = None,
     first: int = 0,
     every: bool = False,
+    crowded: bool = False,
 ) -> Formulation | None:
     """The numbers, or None where some component cannot run at all in a stage of that width.
 
     ``busy``: ranks of the whole pipeline that such stages are part of; None for a single stage. ``first``: its first
     rank, where devices are unequal. Where memory cannot bind, whatever is chosen, ways that only save memory are left
     out (a checkpoint takes as long again in backward as forward, of which less can hide synchronisation), but with
-    ``every``.
+    ``every``. ``crowded``: it is likely to bind.
     """
     space, overlap = prices.space, prices.space.cluster.overlap
     pricer = prices.pricer(width, num_microbatches, busy, first)
@@ -83,10 +85,13 @@ def formulate(
     edges = _edges(pricer, used, numbers)
     capacity = space.room(first, width, width if busy is None else busy) / GIB
     plain = offered if every else offered & ~menu.saving
-    options = _Options(menu, pricer, np.flatnonzero(plain), forced)
-    most = _most(options, (*edges, *ends[0], *ends[1]), 1 if busy is None else num_microbatches)
+    options = _Options(menu, pricer, np.flatnonzero(offered if crowded else plain), forced)
+    some = options if not crowded else options.among(plain)
+    most = _most(some, (*edges, *ends[0], *ends[1]), 1 if busy is None else num_microbatches)
     roomy = not every and most <= capacity and overlap.communication_slowdown >= 1
-    if not roomy and (plain != offered).any():
+    if roomy:
+        options = some
+    elif not crowded and (plain != offered).any():
         options = _Options(menu, pricer, np.flatnonzero(offered), forced)
     rows = options.rows(options.undominated(hidden, piped=busy is not None, roomy=roomy), numbers)
     chain = Chain(
@@ -129,6 +134,13 @@ class _Options:
         held = [x.state, x.activations, x.gradients, x.transient]
         self.values = np.stack([t * MS for t in times] + [h / GIB for h in held], axis=1)
         self.work = (pricer.num_microbatches * (x.forward + x.backward) + once + sync) * MS
+
+    def among(self, which: Any) -> _Options:
+        """Those of these that are in a mask over the menu."""
+        found, kept = copy(self), which[self.which]
+        found.which, found.values, found.work = self.which[kept], self.values[kept], self.work[kept]
+        found.component, found.layout = self.component[kept], self.layout[kept]
+        return found
 
     def most(self, column: str) -> Any:
         """Of each component, the largest value."""

@@ -1,10 +1,10 @@
 """Plans of a single stage: widths and microbatches one by one, each with a bound that rises in steps.
 
-First compute alone bounds a (width, microbatches), then synchronisation of every component by itself, then prices of
-memory and overlap (:mod:`asa.planner.stage.dual`), which give a first plan, too. Where these do not say that memory
-binds, the label program looks for the optimum *without* the limit; where that does not fit, for the one with it, for as
-long as it takes. Microbatches double only while memory binds, that is while the fastest plan without a limit does not
-fit.
+First compute alone bounds a (width, microbatches), then every component by itself, memory included
+(:mod:`asa.planner.stage.floor`), then prices of memory and overlap (:mod:`asa.planner.stage.dual`), which give a
+first plan, too. Where these do not say that memory binds, the label program looks for the optimum *without* the
+limit; where that does not fit, for the one with it, for as long as it takes. Microbatches double only while memory
+binds, that is while the fastest plan without a limit does not fit.
 """
 
 from __future__ import annotations
@@ -154,9 +154,10 @@ class Places:
 
     def _made(self, width: int, num_microbatches: int) -> Place | None:
         room = self._prices.space.capacity(width) / GIB + TOLERANCE_GIB
-        if self.floor(width, num_microbatches).memory > room:
+        known = self.floor(width, num_microbatches)
+        if known.memory > room:
             return Place(None)
-        formulation = formulate(self._prices, width, num_microbatches, self._allowed)
+        formulation = formulate(self._prices, width, num_microbatches, self._allowed, crowded=known.crowded)
         return None if formulation is None else Place(formulation)
 
 
@@ -182,8 +183,8 @@ class Single:
 
     @property
     def crowded(self) -> bool:
-        """Whether some plans of one microbatch are known to hold more than there is."""
-        return self.level > 0 and self._places.floor(self.width, 1).crowded
+        """Whether some plans of one microbatch hold more than there is."""
+        return self._places.floor(self.width, 1).crowded
 
     def step(self, best: float, ends: float) -> None:
         """Raise the bound. Plans from ``best`` on are of no interest."""
@@ -280,5 +281,5 @@ def singles(places: Places, solver: SolverName) -> list[Single]:
 
 
 def crowded(some: Sequence[Single]) -> bool:
-    """Whether memory is known to bind where it may: likely also in pipelines."""
-    return any(x.crowded for x in some)
+    """Whether memory may bind in the widest: likely also in pipelines."""
+    return bool(some) and max(some, key=lambda x: x.width).crowded
