@@ -13,7 +13,6 @@ from dataclasses import replace
 import numpy as np
 
 from asa.cost.pipeline import StageTimes, makespan
-from asa.cost.planned import price_stage
 from asa.ir.layout import Layout
 from asa.planner.pipeline.sketch import INF, Manner, Outline, Sketch
 from asa.planner.space.candidate import Candidate, Prices
@@ -80,15 +79,13 @@ class Climber:
     def _priced(
         self, a: int, b: int, w: int, manner: Manner, m: int, flight: int
     ) -> tuple[StageTimes, Layout, Layout] | None:
-        ways = [self.sketch.way(i, w, manner) for i in range(a, b)]
-        for i, way in enumerate(ways, a):
-            if not self.space.enough_samples(i, manner.data, m) or not self.sketch.allowed(i, way):
-                return None
-        overlap = self.space.cluster.overlap
-        found = price_stage(self.prices.pricer(w, m, self.gpus), a, ways, overlap, flight)
-        if found.peak.total > self.space.capacity(self.gpus):
+        if not self.sketch.possible(w, m, manner)[a:b].all():
             return None
-        return found.times, ways[0].layout, ways[-1].layout
+        uniform = self.sketch.uniform(w, m, manner)
+        times, peak = uniform.stage(a, b, flight)
+        if peak > self.space.capacity(self.gpus):
+            return None
+        return times, uniform.ways[a].layout, uniform.ways[b - 1].layout
 
     def _handover(self, cut: int, m: int, source: Layout, target: Layout, offset: int) -> tuple[float, float]:
         hop = self.space.cluster.hop(offset)

@@ -18,6 +18,7 @@ from asa.planner.space.candidate import Prices
 from asa.planner.space.request import SolverName
 from asa.planner.space.space import Allowed, widths
 from asa.planner.stage import dp, exhaustive, labels
+from asa.planner.stage.apart import Apart
 from asa.planner.stage.formulate import Formulation, formulate
 from asa.planner.stage.problem import MS, Problem, Solution
 
@@ -27,7 +28,6 @@ _FIRST_S = 0.15
 """For the label program under a memory limit, at first; four times as long each time it comes back."""
 _LONG_S, _FORMULATED = 0.2, 3.0
 """Pricing components one by one for so long says that formulating takes so many times as long: thousands of them."""
-_HELD = ("state", "activations", "gradients", "transient")
 _NOTHING = Solution(choice=None, value=float("inf"), bound=float("inf"), solver="dp")
 _OPEN = Solution(choice=None, value=float("inf"), bound=0.0, solver="dp")
 
@@ -128,23 +128,10 @@ class Places:
         return self._synchronised(width, num_microbatches)[0]
 
     def _synchronised(self, width: int, num_microbatches: int) -> tuple[float, float]:
-        """In ms: a bound on a step, and on what comes once per step. A checkpoint saves no time."""
+        """In ms: a bound on a step, and on what comes once per step."""
         key = (width, num_microbatches)
-        if key in self._apart:
-            return self._apart[key]
-        space, pricer = self._prices.space, self._prices.pricer(*key)
-        hidden = max(0.0, space.cluster.overlap.saving) * space.cluster.overlap.compute_slowdown
-        whole = once = 0.0
-        for i in range(len(space.profile.graph)):
-            ways = (w for w in space.ways(i, *key, self._allowed) if not w.checkpoint)
-            costs = [pricer.component(i, way) for way in ways]
-            late = [c.sync_s + c.update_s + c.update_communication_s for c in costs]
-            whole += min(
-                (x + c.compute_s + c.blocking_s - hidden * c.window_s for x, c in zip(late, costs, strict=True)),
-                default=float("inf"),
-            )
-            once += min(late, default=float("inf"))
-        self._apart[key] = whole * MS, once * MS
+        if key not in self._apart:
+            self._apart[key] = Apart(self._prices, self._allowed, *key).times()
         return self._apart[key]
 
     def get(self, width: int, num_microbatches: int) -> Place | None:
@@ -171,28 +158,11 @@ class Places:
 
     def _made(self, width: int, num_microbatches: int) -> Place | None:
         room = self._prices.space.capacity(width) + TOLERANCE_GIB * GIB
-        if all(self._floor(width, num_microbatches, again=again) > room for again in (False, True)):
+        apart = Apart(self._prices, self._allowed, width, num_microbatches)
+        if all(apart.memory(again=again) > room for again in (False, True)):
             return Place(None)
         formulation = formulate(self._prices, width, num_microbatches, self._allowed)
         return None if formulation is None else Place(formulation)
-
-    def _floor(self, width: int, num_microbatches: int, *, again: bool) -> float:
-        """Bytes below which no choice peaks, before all else is priced: every component at its leanest in each respect,
-        whether or not at once; without checkpoints first, which may be enough. Infinite where one cannot run."""
-        space, pricer = self._prices.space, self._prices.pricer(width, num_microbatches)
-        rows = []
-        for i in range(len(space.profile.graph)):
-            ways = (w for w in space.ways(i, width, num_microbatches, self._allowed) if again or not w.checkpoint)
-            held = [pricer.component(i, way).footprint for way in ways]
-            if not held:
-                return 0.0  # not in the space at all
-            rows.append(tuple(min(getattr(f, name) for f in held) for name in _HELD))
-        state, behind, before, found = sum(r[0] for r in rows), sum(r[2] for r in rows), 0.0, 0.0
-        for _, activations, gradients, transient in rows:
-            before += activations
-            found = max(found, state + before + behind + transient)
-            behind -= gradients
-        return found
 
 
 class Single:

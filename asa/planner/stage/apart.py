@@ -1,0 +1,57 @@
+"""What a single stage takes and holds at least, every component by itself: before anything is formulated.
+
+Each component is run the way that is best in one respect, whatever its neighbours do and whether or not another way is
+better in the next: least values of the arrays of a :class:`asa.cost.menu.Menu`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from asa.cost.menu import Menu
+from asa.planner.space.candidate import Prices
+from asa.planner.space.space import Allowed
+from asa.planner.stage.problem import MS
+
+INF = float("inf")
+
+
+class Apart:
+    """Stages of one width with so many microbatches."""
+
+    def __init__(self, prices: Prices, allowed: Allowed, width: int, num_microbatches: int) -> None:
+        self._count, self._m = len(prices.space.profile.graph), num_microbatches
+        overlap = prices.space.cluster.overlap
+        self._hidden = max(0.0, overlap.saving) * overlap.compute_slowdown
+        self._pricer = prices.pricer(width, num_microbatches)
+        self._menu: Menu = prices.menu(self._pricer, allowed)
+        samples = [prices.space.samples(layout, num_microbatches) for layout in self._menu.layouts]
+        self._offered = self._menu.enough(samples, prices.fewest)
+
+    def _least(self, values: Any, which: Any) -> Any:
+        """Per component the least of ``values``, an entry for each of the ways ``which``; infinite without any."""
+        found = np.full(self._count, INF)
+        np.minimum.at(found, self._menu.component[which], values)
+        return found
+
+    def times(self) -> tuple[float, float]:
+        """In ms: a bound on a step, and on what comes once per step. A checkpoint saves no time."""
+        which = np.flatnonzero(self._offered & ~self._menu.checkpoint)
+        x = self._menu.priced(self._pricer, which)
+        late = x.prompt + x.late + x.once - x.bucket
+        whole = late + self._m * (x.forward + x.backward) + x.bucket - self._hidden * x.window
+        return float(self._least(whole, which).sum()) * MS, float(self._least(late, which).sum()) * MS
+
+    def memory(self, *, again: bool) -> float:
+        """Bytes below which no choice peaks: every component at its leanest in each respect, whether or not at once.
+        With checkpoints, or (enough, where that fits) without. 0 where some component cannot run."""
+        which = np.flatnonzero(self._offered if again else self._offered & ~self._menu.checkpoint)
+        x = self._menu.priced(self._pricer, which)
+        held = (x.state, x.activations, x.gradients, x.transient)
+        state, activations, gradients, transient = (self._least(v, which) for v in held)
+        if not np.isfinite(state).all():
+            return 0.0
+        behind = gradients[::-1].cumsum()[::-1]
+        return float((state.sum() + activations.cumsum() + behind + transient).max())
