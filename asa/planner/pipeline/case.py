@@ -1,7 +1,7 @@
 """One number of microbatches and one schedule: a bound on all plans with them that rises in steps, and plans.
 
-First compute alone bounds them, then prices without the memory limit, then prices of memory. After that, limit by
-limit: every stage that could be part of a plan below the limit is explored in full, which raises the bounds of the
+First components one by one bound them, then prices without the memory limit, then prices of memory. After that, limit
+by limit: every stage that could be part of a plan below the limit is explored in full, which raises the bounds of the
 others; what is left is listed, and timed by the clock.
 """
 
@@ -22,7 +22,7 @@ from asa.planner.pipeline.bounds import Frame, Keys, Links
 from asa.planner.pipeline.lattice import INF, Table, divisors
 from asa.planner.pipeline.pipelines import Skeleton, value_of
 from asa.planner.pipeline.points import OutOfTimeError, Points
-from asa.planner.pipeline.shop import Shop
+from asa.planner.pipeline.shop import MANY, Shop
 from asa.planner.pipeline.skeletons import Leaves, Options, plans
 from asa.planner.pipeline.stages import MOST, UTMOST
 from asa.planner.stage.problem import Choice
@@ -39,8 +39,6 @@ _STRIDE, _LEAP = 0.3, 0.06
 it: what is explored up to one limit is explored anew up to the next."""
 _NEAR = 0.002
 """By how much a plan may exceed what its stages were taken for, and not be looked at more closely."""
-_MANY = 24
-"""Widths and degrees at the ends of stages, together, from which they are first looked at without degrees."""
 _TRIED = 12
 """Plans filled in at a time, where stages are known as bounds only."""
 
@@ -116,7 +114,7 @@ class Case:
     def step(self, best: float, ends: float) -> None:
         """Raise the bound. ``best``: what is known already, plans from there on are of no interest."""
         if self.level == 0:
-            self._by_compute(best)
+            self._by_components(best, ends)
         elif self.level in (1, 2):
             try:
                 self._by_prices(best, ends, limit=self.level == 2)
@@ -133,8 +131,8 @@ class Case:
                 guess.likely(self, self._frame, best)
         self.level += 1
 
-    def _by_compute(self, best: float) -> None:
-        frame = self.shop.by_compute(self.m)
+    def _by_components(self, best: float, ends: float) -> None:
+        frame = self.shop.by_components(self.m, ends)
         for w, r in frame.parts:
             self.tables[w, r] = _NOTHING
         self._alive(frame, best)
@@ -182,7 +180,7 @@ class Case:
 
     def _by_prices(self, best: float, ends: float, *, limit: bool) -> None:
         if not limit:
-            if sum(len(divisors(w)) for w in self.widths) > _MANY:
+            if sum(len(divisors(w)) for w in self.widths) > MANY:
                 self._roughly(best, ends)
                 if self.bound >= best:
                     return

@@ -111,13 +111,14 @@ def search(
     started: float | None = None,
     floor: dict[int, float] | None = None,
     news: Callable[[float], float] | None = None,
+    elsewhere: Callable[[int, bool], bool] | None = None,
 ) -> Pipelined:
     """The fastest plan of two or more stages, if it beats ``incumbent_ms``, and a proof of how good it is.
 
     ``others`` are searched along with it; what they find they keep, and the proof holds for them, too. The search ends
     when the bound has reached the best, or after ``patience_s`` ``(1 - gap)`` of it, or time is up. ``started``: when
     the clock of the curve did. ``floor``: the numbers of microbatches to search, with a bound on each
-    (:mod:`asa.planner.pipeline.floors`); all where None. ``news``: as for :func:`best_first`.
+    (:mod:`asa.planner.pipeline.floors`); all where None. ``news`` and ``elsewhere``: as for :func:`best_first`.
     """
     best = Best(pipelines, incumbent_ms, started)
     ends = time.monotonic() + time_limit_s
@@ -131,7 +132,8 @@ def search(
             for name, schedule in _distinct(pipelines.schedules, min(shop.n, shop.gpus), m).items():
                 for stages in _alike(schedule, min(shop.n, shop.gpus), m):
                     queue.append(Case(shop, m, name, schedule, stages, best.found, bound=floor[m]))
-    counts = best_first(queue, best, ends, gap=gap, patience=time.monotonic() + patience_s, news=news)
+    counts = best_first(queue, best, ends, gap=gap, patience=time.monotonic() + patience_s, news=news,
+                        elsewhere=elsewhere)  # fmt: skip
     return Pipelined(
         skeleton=best.skeleton,
         choices=best.choices,
@@ -170,19 +172,27 @@ def joined(a: Pipelined, b: Pipelined) -> Pipelined:
 
 def best_first(
     items: Sequence[Item], best: Best, ends: float, *, gap: float = 0.0, patience: float,
-    news: Callable[[float], float] | None = None,
+    news: Callable[[float], float] | None = None, elsewhere: Callable[[int, bool], bool] | None = None,
 ) -> dict[str, int]:  # fmt: skip
     """Always take the item with the lowest bound a step further, until that bound has reached the best plan.
 
     From the time ``patience`` on, ``(1 - gap)`` of it is enough. ``best.bound`` is what is proved of all. ``news``:
-    told the ms of the best plan, it says those of one that somebody else may have found by now.
+    told the ms of the best plan, it says those of one that somebody else may have found by now. ``elsewhere``: whether
+    somebody else searches cases of so many microbatches, which are then not searched here, nor is anything proved of
+    them; with True, they are searched here from now on, unless somebody else has begun.
     """
+
+    def others(item: Item, *, begin: bool) -> bool:
+        return elsewhere is not None and isinstance(item, Case) and elsewhere(item.m, begin)
+
     queue = [(item.bound, k, item) for k, item in enumerate(items)]
     heapq.heapify(queue)
     steps = len(queue)
     lowest = float("inf")
     while queue:
         bound, number, item = heapq.heappop(queue)
+        if others(item, begin=False):
+            continue
         if news is not None:
             best.other(news(best.limit))
         best.note(min(bound, lowest))
@@ -190,6 +200,8 @@ def best_first(
         if bound >= best.limit * (1 - max(allowed, _CLOSE)) or time.monotonic() > ends:
             heapq.heappush(queue, (bound, number, item))
             break
+        if others(item, begin=True):
+            continue
         item.step(best.limit * (1 - _CLOSE), ends)
         steps += 1
         if isinstance(item, Case) and item.level == 3 and item.bound < best.limit == INF:
@@ -199,7 +211,7 @@ def best_first(
             lowest = min(lowest, item.bound)  # as far as it goes; the others may still hold better plans
         else:
             heapq.heappush(queue, (item.bound, number, item))
-    proved = min([best.limit, lowest, *(b for b, _, _ in queue)])
+    proved = min([best.limit, lowest, *(b for b, _, item in queue if not others(item, begin=False))])
     if proved >= best.limit * (1 - 2 * _CLOSE):
         proved = best.limit
     best.note(proved)

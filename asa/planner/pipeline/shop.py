@@ -9,10 +9,13 @@ import numpy as np
 
 from asa.ir.layout import Layout
 from asa.planner.pipeline.bounds import Frame, Keys, Links
-from asa.planner.pipeline.lattice import INF, Numbers, Table, limited, relaxed
+from asa.planner.pipeline.lattice import INF, Numbers, Table, divisors, limited, relaxed
 from asa.planner.pipeline.pipelines import Pipelines
 from asa.planner.pipeline.points import OutOfTimeError, Points
 from asa.planner.pipeline.stages import Explorer
+
+MANY = 24
+"""Widths and degrees at the ends of stages, together, from which they are first looked at without degrees."""
 
 
 class Shop:
@@ -41,21 +44,29 @@ class Shop:
         self.hurried: dict[tuple[int, int, int, int, int], Points] = {}
         self._links: dict[Any, Links] = {}
 
-    def by_compute(self, m: int) -> Frame:
-        """Bounds by compute alone, whatever the schedule."""
+    def by_components(self, m: int, ends: float) -> Frame:
+        """Bounds by what each component takes by itself, whatever the schedule: by all that it costs where there are
+        not too many widths, and there is time for it; by compute alone elsewhere."""
         if m in self._computed:
             return self._computed[m]
         n, tables = self.n, self._alone.setdefault(m, {})
         widths = [w for w in self.offsets if w < self.gpus]
+        few = sum(len(divisors(w)) for w in widths) <= MANY
         for w in widths:
             row = self.pipelines.compute(w, m)
             if row is None:
                 continue
-            sums = np.concatenate([[0.0], np.cumsum(np.minimum(np.asarray(row, dtype=float), 1e18))])
-            steady = np.where(np.arange(n + 1)[None, :] > np.arange(n)[:, None], sums[None, :] - sums[:n, None], INF)
-            steady = np.where(steady >= 1e17, INF, steady)[:, :, None, None]
-            free = np.where(steady < INF, 0.0, INF)
-            tables[w] = Table(steady=steady, forward=free, whole=m * steady, single=steady)
+            apart = self.pipelines.apart(w, m) if few and time.monotonic() < ends and max(row) < INF else None
+            if apart is None:
+                steady = _summed(row)
+                free = np.where(steady < INF, 0.0, INF)
+                tables[w] = Table(steady=steady, forward=free, whole=m * steady, single=steady)
+            else:
+                forward, steady, whole, single = (_summed(x) for x in apart)
+                tables[w] = Table(
+                    steady=steady, forward=forward, whole=np.maximum(whole, m * steady),
+                    single=np.maximum(single, steady),
+                )  # fmt: skip
         keys = Keys(widths, lambda _w: (1,))
         every = np.ones((n, n + 1), dtype=bool)
         stages = min(n, self.gpus)
@@ -169,3 +180,11 @@ class Shop:
                 ahead[:, cuts], back[:, cuts] = on[:, None], home[:, None]
         self._links = {key: Links(self.gpus, self.hops, ahead, back, m, self.offsets)}
         return self._links[key]
+
+
+def _summed(row: Any) -> Any:
+    """Sums over all stages: start x stop, and one degree at either end."""
+    n, never = len(row), 1e17
+    sums = np.concatenate([[0.0], np.cumsum(np.minimum(np.asarray(row, dtype=float), 10 * never))])
+    found = np.where(np.arange(n + 1)[None, :] > np.arange(n)[:, None], sums[None, :] - sums[:n, None], INF)
+    return np.where(found >= never, INF, found)[:, :, None, None]

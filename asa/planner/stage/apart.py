@@ -19,13 +19,16 @@ INF = float("inf")
 
 
 class Apart:
-    """Stages of one width with so many microbatches."""
+    """Stages of one width with so many microbatches; ``busy``: ranks of the pipeline they are part of, None for a
+    single stage."""
 
-    def __init__(self, prices: Prices, allowed: Allowed, width: int, num_microbatches: int) -> None:
+    def __init__(
+        self, prices: Prices, allowed: Allowed, width: int, num_microbatches: int, busy: int | None = None
+    ) -> None:
         self._count, self._m = len(prices.space.profile.graph), num_microbatches
         overlap = prices.space.cluster.overlap
         self._hidden = max(0.0, overlap.saving) * overlap.compute_slowdown
-        self._pricer = prices.pricer(width, num_microbatches)
+        self._pricer = prices.pricer(width, num_microbatches, busy)
         self._menu: Menu = prices.menu(self._pricer, allowed)
         samples = [prices.space.samples(layout, num_microbatches) for layout in self._menu.layouts]
         self._offered = self._menu.enough(samples, prices.fewest)
@@ -43,6 +46,16 @@ class Apart:
         late = x.prompt + x.late + x.once - x.bucket
         whole = late + self._m * (x.forward + x.backward) + x.bucket - self._hidden * x.window
         return float(self._least(whole, which).sum()) * MS, float(self._least(late, which).sum()) * MS
+
+    def rows(self) -> Any:
+        """In ms per component: of one microbatch forward, and forward and back; of all of a step; and of one
+        microbatch with what comes once per step. Infinite where it cannot run."""
+        which = np.flatnonzero(self._offered & ~self._menu.checkpoint)
+        x = self._menu.priced(self._pricer, which)
+        both = x.forward + x.backward
+        once = x.prompt + x.late + x.once - self._hidden * x.window
+        values = (x.forward, both, self._m * both + once, both + once)
+        return np.stack([self._least(v, which) for v in values]) * MS
 
     def memory(self, *, again: bool) -> float:
         """Bytes below which no choice peaks: every component at its leanest in each respect, whether or not at once.
