@@ -11,7 +11,7 @@ import pytest
 from random_pipelines import RandomPipelines
 
 from asa.planner.pipeline.floors import floors
-from asa.planner.pipeline.joint import search
+from asa.planner.pipeline.joint import joined, search
 from asa.planner.pipeline.pipelines import Skeleton, stage_times, value_of
 from asa.planner.stage.problem import Chain
 
@@ -173,6 +173,28 @@ def test_nothing_faster_than_the_incumbent_is_a_proof():
     assert beaten.bound == pytest.approx(0.9 * best)
     again = search(pipelines, incumbent_ms=1.1 * best)
     assert again.value == pytest.approx(best)
+
+
+def test_what_is_searched_elsewhere_is_not_searched_here_and_nothing_is_said_of_it():
+    pipelines = small(2, components=3, gpus=3, memory=50)
+    whole = search(pipelines)
+    assert whole.skeleton is not None
+    taken = whole.skeleton.num_microbatches
+    begun: list[int] = []
+
+    def elsewhere(m: int, begin: bool) -> bool:
+        if begin and m != taken:
+            begun.append(m)
+        return m == taken
+
+    here = search(pipelines, elsewhere=elsewhere)
+    there = search(pipelines, elsewhere=lambda m, _begin: m != taken)
+    assert begun
+    assert there.value == pytest.approx(whole.value)
+    assert there.bound == pytest.approx(whole.value)
+    assert here.value > whole.value * (1 + 1e-9)
+    assert here.bound > whole.bound * (1 + 1e-9)
+    assert joined(here, there).bound == pytest.approx(whole.bound)
 
 
 def test_a_search_without_time_states_a_true_bound():

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from asa.cost.pipeline import StageTimes, makespan
+from asa.cost.pipeline import StageTimes, lower_bound, makespan
 from asa.ir.layout import Layout
 from asa.planner.pipeline.sketch import INF, Manner, Outline, Sketch
 from asa.planner.space.candidate import Candidate, Prices
@@ -38,13 +38,16 @@ class Climber:
         self._values: dict[Outline, float] = {}
         self.widths = tuple(w for w in widths(self.gpus) if w < self.gpus)
 
-    def seconds(self, x: Outline) -> float:
-        """Of a step, infinite where it does not fit or is no plan."""
+    def seconds(self, x: Outline, below: float = INF) -> float:
+        """Of a step, infinite where it does not fit or is no plan; ``below``: or if it cannot be less than that."""
         if x not in self._values:
-            self._values[x] = self._seconds(x)
+            found = self._seconds(x, below)
+            if found == INF and below < INF:
+                return INF
+            self._values[x] = found
         return self._values[x]
 
-    def _seconds(self, x: Outline) -> float:
+    def _seconds(self, x: Outline, below: float) -> float:
         m, p = x.num_microbatches, len(x.starts)
         schedule = self.space.strategies.schedules[x.schedule]
         if p < 2 or sum(x.widths) > self.gpus or schedule.refusal(p, m):
@@ -62,6 +65,8 @@ class Climber:
                 moves.append(self._handover(a, m, left, entry, offset))
             times.append(own)
             left, offset = leaving, offset + w
+        if below < INF and lower_bound(times, moves, schedule, m) >= below:
+            return INF
         if m <= 2 * _STEADY:
             return makespan(times, moves, schedule, m)
         # In the steady state every further microbatch takes as long.
@@ -103,7 +108,7 @@ class Climber:
             for other in self._beside(x):
                 if time.monotonic() > ends:
                     return x
-                found = self.seconds(other)
+                found = self.seconds(other, value * (1 - 1e-6))
                 if found < value * (1 - 1e-6):
                     x, value, moved = other, found, True
                     break
