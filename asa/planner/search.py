@@ -175,13 +175,13 @@ class _Ways:
         def elsewhere(side: int, m: int, begin: bool) -> bool:
             return not board.mine(side, place[m]) if begin else board.elsewhere(side, place[m])
 
-        def there() -> tuple[Candidate | None, Pipelined]:
+        def there() -> tuple[Candidate | None, float, Pipelined]:
             found, value = self._sketched()
             self.best.other(told.exchange(1, value))
             self.best.other(value)
             numbers = board.read()
             floor = self._floors() if numbers is None else dict(zip(counts, numbers, strict=True))
-            return found, self._rest((), floor, partial(told.exchange, 1), partial(elsewhere, 1))
+            return found, value, self._rest((), floor, partial(told.exchange, 1), partial(elsewhere, 1))
 
         other = Beside(there, apart=True)
         try:
@@ -191,7 +191,8 @@ class _Ways:
             if min(floor.values()) >= self.best.limit < told.exchange(0, self.best.limit):  # no pipeline is better
                 return None, self._rest(self.alone, floor)
             here = self._rest(self.alone, floor, partial(told.exchange, 0), partial(elsewhere, 0))
-            found, rest = other.result()
+            found, value, rest = other.result()
+            self.best.other(value)
             return found, joint.joined(here, rest)
         finally:
             other.stop()
@@ -209,7 +210,9 @@ class _Ways:
         joint.best_first(self.alone, self.best, now + _SHARE * (self.ends - now), patience=now, gap=_NEARLY, news=news)
 
     def _floors(self) -> dict[int, float]:
-        return floors(self.staged, self.best.limit, max(self.ends, time.monotonic() + _FLOORS_S))
+        """Whether compute alone says that no pipeline is better; closer bounds only where there are no others."""
+        ends = max(self.ends, time.monotonic() + _FLOORS_S)
+        return floors(self.staged, self.best.limit, ends, **({"halvings": 1} if joint.searched(self.staged) else {}))
 
     def _rest(
         self, others: Sequence[Single], floor: dict[int, float], news: Callable[[float], float] | None = None,

@@ -21,7 +21,7 @@ from asa.planner.pipeline import guess
 from asa.planner.pipeline.bounds import Frame, Keys, Links
 from asa.planner.pipeline.lattice import INF, Table, divisors
 from asa.planner.pipeline.pipelines import Skeleton, value_of
-from asa.planner.pipeline.points import OutOfTimeError, Points
+from asa.planner.pipeline.points import OutOfTimeError, Points, Room
 from asa.planner.pipeline.shop import MANY, Shop
 from asa.planner.pipeline.skeletons import Leaves, Options, plans
 from asa.planner.pipeline.stages import MOST, UTMOST
@@ -39,6 +39,8 @@ _STRIDE, _LEAP = 0.3, 0.06
 it: what is explored up to one limit is explored anew up to the next."""
 _NEAR = 0.002
 """By how much a plan may exceed what its stages were taken for, and not be looked at more closely."""
+_FINER = 4
+"""Times as many labels, for stages whose labels turned out to be too rough."""
 _TRIED = 12
 """Plans filled in at a time, where stages are known as bounds only."""
 
@@ -56,12 +58,11 @@ class _Known:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """A stage with ``place`` stages to the last, to be explored up to ``steady`` and ``whole`` ms."""
+    """A stage with ``place`` stages to the last, to be explored as far as there is ``room``."""
 
     place: int
     stop: int
-    steady: float
-    whole: float
+    room: Room
     most: int
 
 
@@ -250,7 +251,7 @@ class Case:
         for key in blurred:  # the next time in more detail
             again = True
             self._stages[key].limit = 0.0
-            self._detail[key] = 2 * self._detail.get(key, MOST)
+            self._detail[key] = _FINER * self._detail.get(key, MOST)
             self.stuck = self.stuck or self._detail[key] > UTMOST
         self.stuck = self.stuck or (proved <= self.bound and not again)
         self.bound = max(self.bound, proved if proved < _FOREVER else INF)
@@ -282,28 +283,28 @@ class Case:
             for w in self.widths:
                 if self._base.get((w, r)) is None:
                     continue
-                room: tuple[Any, Any] | None = None
+                rooms: Any = None
                 for a, b in np.argwhere(frame.through(w, r) < limit).tolist():
                     known = self._stages.get((w, r, a, b))
                     if known is not None and known.limit >= limit * (1 - _CLOSE):
                         continue
-                    steady, whole = room = room or frame.room(w, r, limit)
+                    rooms = frame.room(w, r, limit) if rooms is None else rooms
                     place = self.shop.place(w, self.m, self.in_flight[r])
                     most = self._detail.get((w, r, a, b), MOST)
                     wanted.setdefault(place, {}).setdefault(a, []).append(
-                        _Wanted(r, b, float(steady[a, b]), float(whole[a, b]), most)
+                        _Wanted(r, b, Room(*rooms[:, a, b].tolist()), most)
                     )
         for place, starts in wanted.items():
             for a, some in starts.items():
-                asked: dict[int, tuple[float, float, int]] = {}
+                asked: dict[int, tuple[Room, int]] = {}
                 for x in some:
-                    before = asked.get(x.stop, (0.0, 0.0, 0))
-                    asked[x.stop] = (max(before[0], x.steady), max(before[1], x.whole), max(before[2], x.most))
+                    room, most = asked.get(x.stop, (x.room, 0))
+                    asked[x.stop] = (room.joined(x.room), max(most, x.most))
                 found = self.shop.explored(place, a, asked, ends)
                 for x in some:
                     points = found[x.stop]
                     self._stages[place[0], x.place, a, x.stop] = _Known(
-                        limit, None if points is None else points.within(self.m, x.steady, x.whole)
+                        limit, None if points is None else points.within(self.m, x.room)
                     )
                 if time.monotonic() > ends:
                     return True

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from asa.planner.pipeline.bounds import Frame
+from asa.planner.pipeline.points import Room
 from asa.planner.pipeline.skeletons import Leaves, Options, plans
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def _hurry(case: Case, leaf: Leaves, i: int, options: dict[tuple[int, int], Opti
         points = case.shop.hurried.get(key)
         for more in (1.02, 1.2, 2.0) if points is None else ():
             explorer = case.shop.explorer(place)
-            points = explorer.explore(start, {stop: (steady * more, whole * more)}, 60, hurry=True).get(stop)
+            points = explorer.explore(start, {stop: Room(steady * more, whole * more)}, 60, hurry=True).get(stop)
             if points is not None:
                 case.shop.hurried[key] = points
                 break

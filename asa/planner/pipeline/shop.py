@@ -11,7 +11,7 @@ from asa.ir.layout import Layout
 from asa.planner.pipeline.bounds import Frame, Keys, Links
 from asa.planner.pipeline.lattice import INF, Numbers, Table, divisors, limited, relaxed
 from asa.planner.pipeline.pipelines import Pipelines
-from asa.planner.pipeline.points import OutOfTimeError, Points
+from asa.planner.pipeline.points import OutOfTimeError, Points, Room
 from asa.planner.pipeline.stages import Explorer
 
 MANY = 24
@@ -36,7 +36,7 @@ class Shop:
         self._numbers: dict[tuple[int, int], Numbers | None] = {}
         self._relaxed: dict[tuple[int, int], Table] = {}
         self._limited: dict[tuple[int, int, int], Table] = {}
-        self._points: dict[tuple[int, int, int, int, int], tuple[float, float, int, Points | None]] = {}
+        self._points: dict[tuple[int, int, int, int, int], tuple[Room, int, Points | None]] = {}
         self._explorers: dict[tuple[int, int, int], Explorer] = {}
         self._sent: dict[tuple[Any, ...], tuple[float, float]] = {}
         self._computed: dict[int, Frame] = {}
@@ -132,21 +132,21 @@ class Shop:
         return self._explorers[place]
 
     def explored(
-        self, place: tuple[int, int, int], start: int, asked: dict[int, tuple[float, float, int]], ends: float
+        self, place: tuple[int, int, int], start: int, asked: dict[int, tuple[Room, int]], ends: float
     ) -> dict[int, Points | None]:
-        """The points of stages from ``start`` to each stop that is asked for, up to (steady, whole) ms at least, with
+        """The points of stages from ``start`` to each stop that is asked for, up to so many ms at least, with
         so many labels."""
         missing = {}
-        for stop, (steady, whole, most) in asked.items():
+        for stop, (room, most) in asked.items():
             known = self._points.get((*place, start, stop))
-            if known is None or known[0] < steady or known[1] < whole or known[2] < most:
-                missing[stop] = (steady * (1 + 1e-3), whole * (1 + 1e-3), most)
+            if known is None or not known[0].holds(room) or known[1] < most:
+                missing[stop] = (room.larger(1 + 1e-3), most)
         if missing:
-            most = max(x[2] for x in missing.values())
-            found = self.explorer(place).explore(start, {b: x[:2] for b, x in missing.items()}, most, ends=ends)
-            for stop, (steady, whole, _) in missing.items():
-                self._points[(*place, start, stop)] = (steady, whole, most, found.get(stop))
-        return {stop: self._points[(*place, start, stop)][3] for stop in asked}
+            most = max(x[1] for x in missing.values())
+            found = self.explorer(place).explore(start, {b: x[0] for b, x in missing.items()}, most, ends=ends)
+            for stop, (room, _) in missing.items():
+                self._points[(*place, start, stop)] = (room, most, found.get(stop))
+        return {stop: self._points[(*place, start, stop)][2] for stop in asked}
 
     def links(self, m: int, keys: Keys, *, free: bool = False, ends: float = INF) -> Links:
         """Transfers between stages of these keys; nothing where ``free``.

@@ -16,8 +16,18 @@ from typing import Any
 import numpy as np
 
 from asa.planner.pipeline import lattice as at
-from asa.planner.pipeline.lattice import INF, Numbers, Priced, Table, priced_memory, rows_of, unit, weights_of
-from asa.planner.pipeline.points import OutOfTimeError, Points
+from asa.planner.pipeline.lattice import (
+    INF,
+    Numbers,
+    Objective,
+    Priced,
+    Table,
+    priced_memory,
+    rows_of,
+    unit,
+    weights_of,
+)
+from asa.planner.pipeline.points import OutOfTimeError, Points, Room
 from asa.planner.pipeline.thinning import BKT, BWD, FWD, HELD, LAST, PEAK, SUM, C, Front, P, Thinning, V
 from asa.planner.stage.pareto import efficient
 
@@ -31,8 +41,10 @@ class Completions:
 
     def __init__(self, numbers: Numbers, table: Table, in_flight: int, tight: bool) -> None:
         n, m = numbers.n, numbers.m
-        rows = rows_of(n, m) + (priced_memory(n, m, unit(numbers, table)) if tight else [])
+        single: list[Objective] = [(1.0, 0.0, 1.0, 0.0, h) for h in (1.0, 0.5, 0.0)] if m > 1 else []
+        rows = rows_of(n, m) + (priced_memory(n, m, unit(numbers, table)) if tight else []) + single
         self.rows = np.array(rows)
+        self.single = np.arange(len(rows)) >= len(rows) - len(single)
         weights = weights_of(rows, n)
         self.hidden = weights.hidden
         priced = Priced(numbers, weights, in_flight)
@@ -41,9 +53,10 @@ class Completions:
         """Of passing from a layout to another and the next component in it: component in front x objective x both."""
         self.capacity = numbers.capacity if tight else 0.0
 
-    def limits(self, steady: float, whole: float) -> Any:
+    def limits(self, room: Room) -> Any:
         """What each objective may come to, where a stage may take that long."""
-        base = np.where(self.rows[:, 2] > 0, whole, np.where(self.rows[:, 0] > 0, steady, 0.0))
+        once = np.where(self.single, room.single, room.whole)
+        base = np.where(self.rows[:, 2] > 0, once, np.where(self.rows[:, 0] > 0, room.steady, 0.0))
         return base * (1 + 1e-9) + self.rows[:, 3] * self.capacity * _CLOSE + 1e-9
 
     def values(self, labels: Any, i: int) -> Any:
@@ -88,10 +101,10 @@ class Explorer:
         ]
 
     def explore(
-        self, start: int, caps: Mapping[int, tuple[float, float]], most: int = MOST, *, hurry: bool = False,
+        self, start: int, caps: Mapping[int, Room], most: int = MOST, *, hurry: bool = False,
         ends: float = INF,
     ) -> dict[int, Points]:  # fmt: skip
-        """Points of the stages from ``start`` to each stop in ``caps``, up to the steady and whole ms named there.
+        """Points of the stages from ``start`` to each stop in ``caps``, up to the ms named there.
 
         ``most`` labels are kept per component, others merged with them; in a ``hurry`` they are forgotten, so that
         the points are true ones, and not all.
@@ -100,7 +113,7 @@ class Explorer:
             OutOfTimeError: the clock has passed ``ends``.
         """
         stops = sorted(caps)
-        limits = np.stack([self.bounds.limits(*caps[b]) for b in stops], axis=1)
+        limits = np.stack([self.bounds.limits(caps[b]) for b in stops], axis=1)
         grain = self.thin.grain(start, caps)
         exact = True
         history: list[tuple[Any, Any]] = []
@@ -213,9 +226,7 @@ class Explorer:
             good &= np.maximum(labels[:, PEAK], labels[:, LAST]) <= x.capacity * _CLOSE
         return Front(labels[good], front.entry[index][good], layout[good], front.parent[index][good], chosen[good])
 
-    def _ended(
-        self, front: Front, i: int, caps: tuple[float, float], exact: bool, history: list[tuple[Any, Any]]
-    ) -> Points | None:
+    def _ended(self, front: Front, i: int, caps: Room, exact: bool, history: list[tuple[Any, Any]]) -> Points | None:
         """The stage stops behind component i."""
         x, more = self.numbers, self.in_flight - 1
         e = x.outlets[i][:, front.layout]
@@ -224,8 +235,9 @@ class Explorer:
         once = np.maximum(labels[:, V], labels[:, C]) + e[at.EONCE]
         held = e[at.ESTATE] + more * e[at.EACT]
         peak = np.maximum(labels[:, PEAK], labels[:, LAST] + e[at.EACT] + e[at.ETRANS]) + held
-        good = np.isfinite(forward) & (forward + backward <= caps[0] * (1 + 1e-9))
-        good &= x.m * (forward + backward) + once <= caps[1] * (1 + 1e-9)
+        good = np.isfinite(forward) & (forward + backward <= caps.steady * (1 + 1e-9))
+        good &= x.m * (forward + backward) + once <= caps.whole * (1 + 1e-9)
+        good &= forward + backward + once <= caps.single * (1 + 1e-9)
         if self.tight:
             good &= peak <= x.capacity * _CLOSE
         if not good.any():
