@@ -180,16 +180,29 @@ def test_what_is_searched_elsewhere_is_not_searched_here_and_nothing_is_said_of_
     whole = search(pipelines)
     assert whole.skeleton is not None
     taken = whole.skeleton.num_microbatches
-    begun: list[int] = []
 
-    def elsewhere(m: int, begin: bool) -> bool:
-        if begin and m != taken:
-            begun.append(m)
-        return m == taken
+    class Other:
+        """Somebody who searches those microbatches, or is asked to, and does it or not."""
 
-    here = search(pipelines, elsewhere=elsewhere)
-    there = search(pipelines, elsewhere=lambda m, _begin: m != taken)
-    assert begun
+        def __init__(self, searched, left):
+            self.searched, self.left, self.begun = searched, left, []
+
+        def elsewhere(self, m):
+            return self.searched(m)
+
+        def take(self, m):
+            self.begun.append(m)
+            return not self.left(m)
+
+        def all(self):
+            return Other(self.searched, lambda _m: False)
+
+    here = search(pipelines, shared=Other(lambda m: m == taken, lambda _m: False))
+    there = search(pipelines, shared=Other(lambda m: m != taken, lambda _m: False))
+    left = Other(lambda _m: False, lambda m: m == taken)
+    assert search(pipelines, shared=left).value == pytest.approx(whole.value)
+    assert taken in left.begun
+    assert len(set(left.begun)) > 1
     assert there.value == pytest.approx(whole.value)
     assert there.bound == pytest.approx(whole.value)
     assert here.value > whole.value * (1 + 1e-9)

@@ -127,6 +127,34 @@ def search(
     )
 
 
+@dataclass(frozen=True)
+class _Half:
+    """What one of two processes takes of numbers of microbatches: every other one of ``places``, or ``whatever`` there
+    is. ``places``: pieces of the board, in the order in which they are taken."""
+
+    board: Board
+    side: int
+    places: dict[int, int]
+    whatever: bool = False
+
+    @staticmethod
+    def of(board: Board, side: int, floor: dict[int, float]) -> _Half:
+        """``floor`` as for :func:`asa.planner.pipeline.joint.search`."""
+        return _Half(board, side, {m: k for k, m in enumerate(sorted(floor, key=lambda m: (floor[m], m)))})
+
+    def elsewhere(self, m: int) -> bool:
+        """As of :class:`asa.planner.pipeline.joint.Shared`."""
+        return self.board.elsewhere(self.side, m.bit_length())
+
+    def take(self, m: int) -> bool:
+        """The same."""
+        return (self.whatever or self.places[m] % 2 == self.side) and self.board.mine(self.side, m.bit_length())
+
+    def all(self) -> _Half:
+        """The same."""
+        return replace(self, whatever=True)
+
+
 @dataclass
 class _Ways:
     """Single stages and pipelines of one space, searched on one core or two. ``best``: so far; ``alone``: single
@@ -166,31 +194,28 @@ class _Ways:
             sketch.stop()
 
     def both(self) -> tuple[Candidate | None, Pipelined]:
-        """The same in two processes: single stages here, first plans of pipelines there; then each takes the number of
-        microbatches with the lowest bound that the other one has not taken, until none is left."""
+        """The same in two processes: single stages here, first plans of pipelines there; then each takes every other
+        number of microbatches, in order of their bounds, and when it is done with these, what the other has not begun.
+        """
         counts = self.staged.microbatches()
-        told, board = Told(), Board(len(counts))
-        place = {m: k for k, m in enumerate(counts)}
-
-        def elsewhere(side: int, m: int, begin: bool) -> bool:
-            return not board.mine(side, place[m]) if begin else board.elsewhere(side, place[m])
+        told, board = Told(), Board(max(counts).bit_length() + 1)
 
         def there() -> tuple[Candidate | None, float, Pipelined]:
             found, value = self._sketched()
             self.best.other(told.exchange(1, value))
             self.best.other(value)
             numbers = board.read()
-            floor = self._floors() if numbers is None else dict(zip(counts, numbers, strict=True))
-            return found, value, self._rest((), floor, partial(told.exchange, 1), partial(elsewhere, 1))
+            floor = self._floors() if numbers is None else {m: numbers[m.bit_length()] for m in counts}
+            return found, value, self._rest((), floor, partial(told.exchange, 1), _Half.of(board, 1, floor))
 
         other = Beside(there, apart=True)
         try:
             self._singles(partial(told.exchange, 0))
             floor = self._floors()
-            board.write([floor[m] for m in counts])
+            board.write([floor.get(1 << k >> 1, 0.0) for k in range(max(counts).bit_length() + 1)])
             if min(floor.values()) >= self.best.limit < told.exchange(0, self.best.limit):  # no pipeline is better
                 return None, self._rest(self.alone, floor)
-            here = self._rest(self.alone, floor, partial(told.exchange, 0), partial(elsewhere, 0))
+            here = self._rest(self.alone, floor, partial(told.exchange, 0), _Half.of(board, 0, floor))
             found, value, rest = other.result()
             self.best.other(value)
             return found, joint.joined(here, rest)
@@ -216,14 +241,14 @@ class _Ways:
 
     def _rest(
         self, others: Sequence[Single], floor: dict[int, float], news: Callable[[float], float] | None = None,
-        elsewhere: Callable[[int, bool], bool] | None = None,
+        shared: joint.Shared | None = None,
     ) -> Pipelined:  # fmt: skip
         """All that is left; the curve begins with what was known before."""
         best, left = self.best, self.ends - time.monotonic()
         found = joint.search(
             self.staged, incumbent_ms=best.limit, time_limit_s=max(0.1, left), gap=_ENOUGH,
             patience_s=max(0.0, best.started + _PATIENCE_S - time.monotonic()), others=others, started=best.started,
-            floor=floor, news=news, elsewhere=elsewhere,
+            floor=floor, news=news, shared=shared,
         )  # fmt: skip
         least = min((b for _, _, b in found.curve), default=0.0)
         before = [(t, v, min(b, least)) for t, v, b in best.curve]

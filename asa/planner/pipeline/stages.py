@@ -32,7 +32,7 @@ from asa.planner.pipeline.thinning import BKT, BWD, FWD, HELD, LAST, PEAK, SUM, 
 from asa.planner.stage.pareto import efficient
 
 _CLOSE = 1 + 1e-12
-MOST, UTMOST = 200, 12_000
+MOST, UTMOST = 100, 12_000
 """Labels kept per component, beyond which they are rounded, and similar ones merged."""
 
 
