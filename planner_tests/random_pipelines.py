@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
+
+import numpy as np
 
 from asa.ir.layout import Layout
 from asa.ir.plan import DataDegree, TensorDegree
@@ -67,6 +70,18 @@ class RandomPipelines:
 
     def compute(self, width: int, m: int) -> list[float]:
         return [3 * (launch / 3 + c / m / width) * (1 - self.noise) for c, _, _, launch, _, _ in self.parts]
+
+    def apart(self, width: int, m: int) -> Any | None:
+        chain, rows = self.chain(width, m), list[tuple[float, ...]]()
+        if chain is None:
+            return None
+        for configs in chain.configs:
+            both = [c.forward + c.backward for c in configs]
+            once = [c.once + c.prompt + c.late - chain.saving * chain.sp * c.window for c in configs]
+            pairs = list(zip(both, once, strict=True))
+            rows.append((min(c.forward for c in configs), min(both), min(m * x + y for x, y in pairs),
+                         min(x + y for x, y in pairs)))  # fmt: skip
+        return np.array(rows).T
 
     def chain(self, width: int, m: int) -> Chain | None:
         if (width, m) not in self._chains:

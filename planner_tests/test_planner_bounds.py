@@ -19,6 +19,7 @@ from asa.planner import Request, plan
 from asa.planner.beside import Beside, possible
 from asa.planner.pipeline import joint
 from asa.planner.pipeline.lattice import Numbers, divisors
+from asa.planner.pipeline.points import Room
 from asa.planner.pipeline.skeletons import filled_up
 from asa.planner.pipeline.staged import StagedSpace
 from asa.planner.pipeline.stages import Explorer
@@ -82,7 +83,7 @@ def shares(most: int) -> list[float]:
         )  # fmt: skip
         chain = pipelines.chain(2, 2)
         numbers = Numbers(chain)
-        points = Explorer(numbers, 2).explore(0, {4: (1e3, 1e4)}, most).get(4)
+        points = Explorer(numbers, 2).explore(0, {4: Room(1e3, 1e4)}, most).get(4)
         degrees = divisors(2)
         for (forward, backward, longer, after), entry, leaving, _ in joint_oracle.stage(chain, 0, 4, 2):
             assert points is not None

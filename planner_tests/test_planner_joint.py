@@ -11,7 +11,7 @@ import pytest
 from random_pipelines import RandomPipelines
 
 from asa.planner.pipeline.floors import floors
-from asa.planner.pipeline.joint import search
+from asa.planner.pipeline.joint import joined, search
 from asa.planner.pipeline.pipelines import Skeleton, stage_times, value_of
 from asa.planner.stage.problem import Chain
 
@@ -173,6 +173,41 @@ def test_nothing_faster_than_the_incumbent_is_a_proof():
     assert beaten.bound == pytest.approx(0.9 * best)
     again = search(pipelines, incumbent_ms=1.1 * best)
     assert again.value == pytest.approx(best)
+
+
+def test_what_is_searched_elsewhere_is_not_searched_here_and_nothing_is_said_of_it():
+    pipelines = small(2, components=3, gpus=3, memory=50)
+    whole = search(pipelines)
+    assert whole.skeleton is not None
+    taken = whole.skeleton.num_microbatches
+
+    class Other:
+        """Somebody who searches those microbatches, or is asked to, and does it or not."""
+
+        def __init__(self, searched, left):
+            self.searched, self.left, self.begun = searched, left, []
+
+        def elsewhere(self, m):
+            return self.searched(m)
+
+        def take(self, m):
+            self.begun.append(m)
+            return not self.left(m)
+
+        def all(self):
+            return Other(self.searched, lambda _m: False)
+
+    here = search(pipelines, shared=Other(lambda m: m == taken, lambda _m: False))
+    there = search(pipelines, shared=Other(lambda m: m != taken, lambda _m: False))
+    left = Other(lambda _m: False, lambda m: m == taken)
+    assert search(pipelines, shared=left).value == pytest.approx(whole.value)
+    assert taken in left.begun
+    assert len(set(left.begun)) > 1
+    assert there.value == pytest.approx(whole.value)
+    assert there.bound == pytest.approx(whole.value)
+    assert here.value > whole.value * (1 + 1e-9)
+    assert here.bound > whole.bound * (1 + 1e-9)
+    assert joined(here, there).bound == pytest.approx(whole.bound)
 
 
 def test_a_search_without_time_states_a_true_bound():

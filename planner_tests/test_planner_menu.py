@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from dataclasses import replace
 
 import known_models
@@ -13,13 +14,19 @@ import test_sequence
 import test_unequal
 
 from asa.cost import presets
+from asa.cost.planned import price_stage
 from asa.cost.spread import waiting, waitings
 from asa.cost.step import ComponentCost
 from asa.ir.cluster import Cluster, Sharding, Waiting
 from asa.ir.profile import Profile
+from asa.ir.units import GIB
 from asa.planner import Request, plan
+from asa.planner.pipeline.sketch import Sketch
 from asa.planner.space.candidate import Prices
 from asa.planner.space.space import Space, anything
+from asa.planner.stage.formulate import formulate
+from asa.planner.stage.problem import MS
+from asa.planner.stage.rows import JOINT
 from asa.strategies import offered
 
 WAITING = (Waiting(ranks=4, points=((1e-5, 1.5), (1e-3, 1.2), (1.0, 1.0))),)
@@ -88,6 +95,41 @@ def test_at_once_and_one_by_one(name: str) -> None:
                 check(exact, {field: float(values[k]) for field, values in vars(found).items()})
                 seen += 1
     assert seen > 50
+
+
+@pytest.mark.parametrize("name", list(spaces()))
+def test_boundaries_at_once_and_one_by_one(name: str) -> None:
+    space = spaces()[name]
+    prices, gpus, seen = Prices(space), space.request.gpus, 0
+    for width, m in ((gpus, 1), (gpus, 4), (gpus // 2, 2)):
+        found = formulate(prices, width, m, busy=gpus)
+        if found is None:
+            continue
+        pricer, layouts = prices.pricer(width, m, gpus), found.chain.layouts
+        for i, joints in enumerate(found.chain.edges, 1):
+            for (a, b), edge in joints.items():
+                exact = pricer.edges.boundary(i, layouts[a], layouts[b])
+                held = exact.footprint
+                seconds = (exact.blocking_s, exact.forward_s, exact.backward_s, exact.wrapper_s)
+                said = (*(MS * x for x in seconds), *(x / GIB for x in (held.state, held.activations, held.transient)))
+                assert tuple(getattr(edge, field) for field in JOINT) == said
+                seen += edge.cost > 0
+    assert seen > 10
+
+
+@pytest.mark.parametrize("name", ["slow links", "processors", "halves"])
+def test_stages_that_run_alike(name: str) -> None:
+    space = spaces()[name]
+    prices, overlap, count = Prices(space), space.cluster.overlap, len(space.profile.graph)
+    sketch = Sketch(prices, anything, time.monotonic() + 600)
+    for width, m in ((2, 1), (4, 4), (1, 2)):
+        for manner in sketch.manners(width, m, lean=True):
+            alike, pricer = sketch.uniform(width, m, manner), prices.pricer(width, m, space.request.gpus)
+            for start, stop, in_flight in ((0, count, 1), (1, count, 2), (0, 2, 3)):
+                exact = price_stage(pricer, start, alike.ways[start:stop], overlap, in_flight)
+                times, peak = alike.stage(start, stop, in_flight)
+                assert vars(times) == pytest.approx(vars(exact.times), rel=1e-9, abs=1e-15)
+                assert peak == pytest.approx(exact.peak.total, rel=1e-9)
 
 
 def test_waiting_for_many_stretches() -> None:

@@ -14,6 +14,7 @@ from asa.ir.units import GIB
 from asa.planner import Request
 from asa.planner.pipeline.lattice import Numbers
 from asa.planner.pipeline.pipelines import stage_times
+from asa.planner.pipeline.points import Room
 from asa.planner.pipeline.stages import Explorer
 from asa.planner.pipeline.tables import limited, rates, relaxed, rough
 from asa.planner.space.candidate import Prices
@@ -83,7 +84,7 @@ def test_rates_of_repeated_blocks_are_those_of_a_block():
 def test_a_stage_is_explored_by_its_twin():
     x = Numbers(RandomPipelines(3, components=6, gpus=2, most=4, speed=0.05, memory=4.0, equal=True).chain(2, 4))
     assert [x.twin(a, a + 2) for a in range(5)] == [(0, 2), (1, 3), (2, 4), (2, 4), (4, 6)]
-    caps = (1e3, 1e4)
+    caps = Room(1e3, 1e4)
     found = Explorer(x, 2).explore(2, {4: caps}, 10_000)[4]
     other = Explorer(x, 2).explore(3, {5: caps}, 10_000)[5]
     assert len(found) == len(other) > 1

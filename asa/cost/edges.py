@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
+
+import numpy as np
 
 from asa.cost.buckets import wrapper_seconds
 from asa.cost.collectives import Links
 from asa.cost.constants import constant
+from asa.cost.crossings import Crossed, even
 from asa.cost.ends import Ends
 from asa.cost.memory import Footprint, margin
 from asa.cost.shards import Keeping
@@ -45,6 +49,22 @@ class Edges:
         if key not in self._boundaries:
             self._boundaries[key] = self._crossing(ends, source, target, size * self.microbatch)
         return self._boundaries[key]
+
+    def boundaries(self, index: int, sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> tuple[Crossed, Any]:
+        """All boundaries in front of component ``index``, those from the first of ``sources`` first, and seconds of the
+        wrappers that begin there."""
+        size, ends = self.alike(index)
+        if not even(sources):
+            made = [self.boundary(index, a, b) for a in sources for b in targets]
+            rows = [
+                (x.forward_s, x.backward_s, x.wrapper_s, x.footprint.activations, x.footprint.transient) for x in made
+            ]
+            forward, backward, wrapper, activations, transient = np.array(rows).T
+            moved = np.array([a != b for a in sources for b in targets])
+            return Crossed(forward, backward, moved, activations, transient), wrapper
+        found = self.states.between(ends, sources, targets).priced(self._links, size * self.microbatch)
+        wrappers = np.tile(np.array([self.wrapper(b) for b in targets]), len(sources))
+        return found, np.where(found.moved, wrappers, 0.0)
 
     def _crossing(
         self, ends: Ends, source: Layout, target: Layout, size: float, *, inside: bool = True

@@ -68,6 +68,7 @@ class Menu:
         for at in np.flatnonzero(self.checkpoint).tolist():
             self.saving[at] = forgetting(int(self.component[at]), self.ways[at])
         self.offload = np.array([w.offload for w in self.ways], dtype=bool)
+        self._known: dict[tuple[Pricer, bytes], Priced] = {}
         self._cells: dict[tuple[int, int], Way] = {}
         for i, k, way in zip(self.component.tolist(), self.layout.tolist(), self.ways, strict=True):
             self._cells.setdefault((i, k), way)
@@ -130,7 +131,13 @@ class Menu:
         return np.array(samples)[self.layout] >= np.asarray(fewest)[self.component]
 
     def priced(self, pricer: Pricer, which: Any) -> Priced:
-        """The ways ``which`` (indices), on the stages that ``pricer`` prices."""
+        """The ways ``which`` (indices), on the stages that ``pricer`` prices; others have these arrays, too."""
+        key = (pricer, which.tobytes())
+        if key not in self._known:
+            self._known[key] = self._priced(pricer, which)
+        return self._known[key]
+
+    def _priced(self, pricer: Pricer, which: Any) -> Priced:
         m, several = pricer.num_microbatches, pricer.num_microbatches > 1
         i, k = self.component[which], self.layout[which]
         cells = self._in_cells(pricer, which)

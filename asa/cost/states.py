@@ -13,6 +13,7 @@ from asa.cost.collectives import Links
 from asa.cost.compression import remaining
 from asa.cost.compute import Times
 from asa.cost.constants import constant
+from asa.cost.crossings import Crossings
 from asa.cost.ends import Ends
 from asa.cost.way import Way
 from asa.interfaces.strategy import DataStrategy, Strategies
@@ -62,6 +63,7 @@ class States:
         self._updates: dict[tuple[int, TensorDegree], float] = {}
         self._kept: dict[tuple[object, ...], Kept] = {}
         self._crossings: dict[tuple[Ends, Layout, Layout], tuple[Boundary, tuple[Collective, ...]]] = {}
+        self._between: dict[tuple[Ends, tuple[Layout, ...], tuple[Layout, ...]], Crossings] = {}
 
     def share(self, index: int, tensor: TensorDegree) -> Share:
         """What a tensor rank has of component ``index``."""
@@ -126,6 +128,13 @@ class States:
             boundary = ends.boundary(source, target)
             self._crossings[key] = boundary, boundary.traffic(1.0)
         return self._crossings[key]
+
+    def between(self, ends: Ends, sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> Crossings:
+        """All boundaries from some layouts to others, those from the first one first."""
+        key = (ends, sources, targets)
+        if key not in self._between:
+            self._between[key] = Crossings([self.crossing(ends, a, b) for a in sources for b in targets])
+        return self._between[key]
 
     def handled(self, traffic: Iterable[Collective], phase: Phase) -> float:
         """Seconds of a rank, beside the links', on what stock sharding gathers and scatters."""

@@ -14,11 +14,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from asa.errors import AsaError
-from asa.planner.beside import Beside, Told, possible
+from asa.planner.beside import Beside, Board, Told, possible
 from asa.planner.pipeline import joint
 from asa.planner.pipeline.climb import first_plans
 from asa.planner.pipeline.floors import floors
@@ -100,10 +100,9 @@ def search(
         bound_ms, limit_ms, curve = best.bound, best.limit, best.curve
     else:
         staged = pipelines(prices, allowed)
-        found, floor = _first(prices, staged, allowed, baselines, best, alone, ends)
-        piped = _piped(staged, best, alone, ends, started, floor)
-        least = min((b for _, _, b in piped.curve), default=0.0)
-        curve = [(t, v, min(b, least)) for t, v, b in best.curve] + list(piped.curve)
+        ways = _Ways(prices, staged, allowed, baselines, best, alone, ends)
+        found, piped = ways.both() if possible() and joint.searched(staged) else ways.in_turn()
+        curve = list(piped.curve)
         bound_ms, limit_ms = piped.bound, min(best.limit, piped.value, *(x.value for x in alone))
         if piped.skeleton is not None and piped.value <= limit_ms:
             found = staged.candidate(piped.skeleton, piped.choices)
@@ -128,85 +127,133 @@ def search(
     )
 
 
-def _first(
-    prices: Prices, staged: StagedSpace, allowed: Allowed, baselines: Sequence[Candidate], best: joint.Best,
-    alone: Sequence[Single], ends: float,
-) -> tuple[Candidate | None, dict[int, float]]:  # fmt: skip
-    """Single stages for a part of the time, and a first plan of several: beside them, where that is possible. With
-    quick bounds per number of microbatches, if there was time for them."""
-    likely = bool(baselines) and (len(baselines[0].widths) > 1 or baselines[0].ranks < prices.space.request.gpus)
-    near = baselines[0].num_microbatches if baselines else 1
-    apart, began, limit_s = possible(), time.monotonic(), ends - best.started
-    if not apart:
-        joint.best_first(alone, best, began + _FIRST * limit_s, patience=ends)
-        began = time.monotonic()
+@dataclass(frozen=True)
+class _Half:
+    """What one of two processes takes of numbers of microbatches: every other one of ``places``, or ``whatever`` there
+    is. ``places``: pieces of the board, in the order in which they are taken."""
 
-    def sketched() -> tuple[Candidate | None, float]:
-        until = began + (_SKETCH if likely else _SKETCH / 2) * limit_s
-        found = first_plans(prices, allowed, best.limit / MS, until, near if near > 1 else None)
-        return found, float("inf") if found is None else prices.of(found).cost.total_s * MS
+    board: Board
+    side: int
+    places: dict[int, int]
+    whatever: bool = False
 
-    def news(_best: float) -> float:
-        return sketch.result()[1] if sketch.ready else float("inf")
+    @staticmethod
+    def of(board: Board, side: int, floor: dict[int, float]) -> _Half:
+        """``floor`` as for :func:`asa.planner.pipeline.joint.search`."""
+        return _Half(board, side, {m: k for k, m in enumerate(sorted(floor, key=lambda m: (floor[m], m)))})
 
-    sketch, floor = Beside(sketched, apart=apart), dict[int, float]()
-    try:
+    def elsewhere(self, m: int) -> bool:
+        """As of :class:`asa.planner.pipeline.joint.Shared`."""
+        return self.board.elsewhere(self.side, m.bit_length())
+
+    def take(self, m: int) -> bool:
+        """The same."""
+        return (self.whatever or self.places[m] % 2 == self.side) and self.board.mine(self.side, m.bit_length())
+
+    def all(self) -> _Half:
+        """The same."""
+        return replace(self, whatever=True)
+
+
+@dataclass
+class _Ways:
+    """Single stages and pipelines of one space, searched on one core or two. ``best``: so far; ``alone``: single
+    stages; ``baselines`` as for :func:`search`."""
+
+    prices: Prices
+    staged: StagedSpace
+    allowed: Allowed
+    baselines: Sequence[Candidate]
+    best: joint.Best
+    alone: Sequence[Single]
+    ends: float
+
+    def __post_init__(self) -> None:
+        gpus, first = self.prices.space.request.gpus, next(iter(self.baselines), None)
+        self.likely = first is not None and (len(first.widths) > 1 or first.ranks < gpus)
+        self.near = 1 if first is None else first.num_microbatches
+        self.limit_s = self.ends - self.best.started
+
+    def in_turn(self) -> tuple[Candidate | None, Pipelined]:
+        """Single stages, first plans of pipelines (beside them, where that is possible), then all that is left."""
+        apart, best, began = possible(), self.best, time.monotonic()
         if not apart:
+            joint.best_first(self.alone, best, began + _FIRST * self.limit_s, patience=self.ends)
+
+        def news(_best: float) -> float:
+            return sketch.result()[1] if sketch.ready else float("inf")
+
+        sketch = Beside(self._sketched, apart=apart)
+        try:
+            if not apart:
+                best.other(sketch.result()[1])
+            self._singles(news)
             best.other(sketch.result()[1])
-        until = time.monotonic() + _SHARE * (ends - time.monotonic())
-        joint.best_first(alone, best, until, patience=time.monotonic(), gap=_NEARLY, news=news)
-        if apart and joint.searched(staged):
-            staged.crowded = crowded(alone)
-            floor = floors(staged, best.limit, ends, crowded=staged.crowded)
-            if min(floor.values()) >= best.limit:  # no plan of several stages is better
-                return None, floor
-            _prepare(staged, floor, best, lambda: sketch.ready)
-        best.other(sketch.result()[1])
-        return sketch.result()[0], floor
-    finally:
-        sketch.stop()
+            self.staged.crowded = crowded(self.alone)
+            return sketch.result()[0], self._rest(self.alone, self._floors())
+        finally:
+            sketch.stop()
 
+    def both(self) -> tuple[Candidate | None, Pipelined]:
+        """The same in two processes: single stages here, first plans of pipelines there; then each takes every other
+        number of microbatches, in order of their bounds, and when it is done with these, what the other has not begun.
+        """
+        counts = self.staged.microbatches()
+        told, board = Told(), Board(max(counts).bit_length() + 1)
 
-def _prepare(
-    staged: StagedSpace, floor: dict[int, float], best: joint.Best, enough: Callable[[], bool]
-) -> None:  # fmt: skip
-    """Formulate stages that will be asked for, while there is nothing better to do."""
-    for m in sorted(floor, key=floor.__getitem__):
-        for w in staged.widths():
-            if enough() or floor[m] >= best.limit:
-                return
-            if max(staged.compute(w, m)) < float("inf"):
-                staged.formulation(w, m)
+        def there() -> tuple[Candidate | None, float, Pipelined]:
+            found, value = self._sketched()
+            self.best.other(told.exchange(1, value))
+            self.best.other(value)
+            numbers = board.read()
+            floor = self._floors() if numbers is None else {m: numbers[m.bit_length()] for m in counts}
+            return found, value, self._rest((), floor, partial(told.exchange, 1), _Half.of(board, 1, floor))
 
+        other = Beside(there, apart=True)
+        try:
+            self._singles(partial(told.exchange, 0))
+            floor = self._floors()
+            board.write([floor.get(1 << k >> 1, 0.0) for k in range(max(counts).bit_length() + 1)])
+            if min(floor.values()) >= self.best.limit < told.exchange(0, self.best.limit):  # no pipeline is better
+                return None, self._rest(self.alone, floor)
+            here = self._rest(self.alone, floor, partial(told.exchange, 0), _Half.of(board, 0, floor))
+            found, value, rest = other.result()
+            self.best.other(value)
+            return found, joint.joined(here, rest)
+        finally:
+            other.stop()
 
-def _piped(
-    staged: StagedSpace, best: joint.Best, alone: Sequence[Single], ends: float, started: float, floor: dict[int, float]
-) -> Pipelined:
-    """All that is left, single stages and several, in two halves where that helps: every other number of microbatches,
-    in the order of what they take at least."""
-    staged.crowded = crowded(alone)
-    floor = floor or floors(staged, best.limit, max(ends, time.monotonic() + _FLOORS_S), crowded=staged.crowded)
-    order = sorted((m for m in floor if floor[m] < best.limit), key=floor.__getitem__)
-    rest = {m: floor[m] for m in floor if m not in order}
-    apart = len(order) > 1 and joint.searched(staged) and possible()
+    def _sketched(self) -> tuple[Candidate | None, float]:
+        """A first plan of several stages, and its ms."""
+        until = time.monotonic() + (_SKETCH if self.likely else _SKETCH / 2) * self.limit_s
+        near = self.near if self.near > 1 else None
+        found = first_plans(self.prices, self.allowed, self.best.limit / MS, until, near)
+        return found, float("inf") if found is None else self.prices.of(found).cost.total_s * MS
 
-    told = Told() if apart else None
+    def _singles(self, news: Callable[[float], float]) -> None:
+        """Single stages for a part of the time."""
+        now = time.monotonic()
+        joint.best_first(self.alone, self.best, now + _SHARE * (self.ends - now), patience=now, gap=_NEARLY, news=news)
 
-    def part(some: Sequence[int], others: Sequence[Single], side: int = 0) -> Pipelined:
-        return joint.search(
-            staged, incumbent_ms=best.limit, time_limit_s=max(0.1, ends - time.monotonic()), gap=_ENOUGH,
-            patience_s=max(0.0, started + _PATIENCE_S - time.monotonic()), others=others, started=started,
-            floor={m: floor[m] for m in some} | rest, news=None if told is None else partial(told.exchange, side),
-            crowded=staged.crowded,
+    def _floors(self) -> dict[int, float]:
+        """Whether compute alone says that no pipeline is better; closer bounds only where there are no others."""
+        ends = max(self.ends, time.monotonic() + _FLOORS_S)
+        return floors(self.staged, self.best.limit, ends, **({"halvings": 1} if joint.searched(self.staged) else {}))
+
+    def _rest(
+        self, others: Sequence[Single], floor: dict[int, float], news: Callable[[float], float] | None = None,
+        shared: joint.Shared | None = None,
+    ) -> Pipelined:  # fmt: skip
+        """All that is left; the curve begins with what was known before."""
+        best, left = self.best, self.ends - time.monotonic()
+        found = joint.search(
+            self.staged, incumbent_ms=best.limit, time_limit_s=max(0.1, left), gap=_ENOUGH,
+            patience_s=max(0.0, best.started + _PATIENCE_S - time.monotonic()), others=others, started=best.started,
+            floor=floor, news=news, shared=shared,
         )  # fmt: skip
-
-    if not apart:
-        return part(order, alone)
-    other = Beside(lambda: part(order[1::2], (), 1), apart=True)
-    try:
-        return joint.joined(part(order[::2], alone), other.result())
-    finally:
-        other.stop()
+        least = min((b for _, _, b in found.curve), default=0.0)
+        before = [(t, v, min(b, least)) for t, v, b in best.curve]
+        return replace(found, curve=(*before, *found.curve))
 
 
 def _again(single: Single, solver: SolverName, ends: float) -> tuple[Solution, str]:

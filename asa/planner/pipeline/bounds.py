@@ -245,22 +245,23 @@ class Frame:
         found[x.start, x.stop] = here.min(axis=(1, 2, 3))
         return found
 
-    def room(self, w: int, r: int, cut: float) -> tuple[Any, Any]:
-        """What stages may take at most, per start and stop, in a plan that is done by ``cut``: steady and whole ms."""
-        shape = (self.n, self.n + 1)
-        steady, whole = np.zeros(shape), np.zeros(shape)
+    def room(self, w: int, r: int, cut: float) -> Any:
+        """What stages may take at most, per start and stop, in a plan that is done by ``cut``: ms as in
+        :class:`asa.planner.pipeline.points.Room`."""
+        found = np.zeros((3, self.n, self.n + 1))
         x = self.parts.get((w, r))
         if x is None:
-            return steady, whole
+            return found
         k = self.keys.of[w]
         where = (r, x.start[:, None], x.offsets[None, :], k)
         late = np.maximum(self.front_late[where], 0.0).min(axis=(1, 2))
         ahead = self.front_ahead[where].min(axis=(1, 2))
-        most = np.minimum((cut - late) / self.m, (cut - ahead) / self.m)
+        most, single = np.minimum((cut - late) / self.m, (cut - ahead) / self.m), cut - ahead
         if r > 1:
-            most = np.minimum(most, cut - late - x.back.min(axis=(1, 2)))
-        steady[x.start, x.stop], whole[x.start, x.stop] = most, cut - ahead
-        return steady, whole
+            back = x.back.min(axis=(1, 2))
+            most, single = np.minimum(most, cut - late - back), single - back
+        found[:, x.start, x.stop] = most, cut - ahead, single
+        return found
 
 
 def _used(values: Any) -> tuple[Any, Any]:

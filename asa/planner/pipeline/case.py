@@ -1,9 +1,9 @@
 """One number of microbatches and one schedule: a bound on all plans with them that rises in steps, and plans.
 
-First compute alone bounds them, then prices without the memory limit, then prices of memory; where that may bind,
-sums of least values at prices of memory, then all of it. After that, limit by limit: every stage that could be part
-of a plan below the limit is explored in full, which raises the bounds of the others; what is left is listed, and
-timed by the clock.
+First components one by one bound them, then prices without the memory limit, then prices of memory; where that may
+bind, sums of least values at prices of memory, then all of it. After that, limit by limit: every stage that could be part
+of a plan below the limit is explored in full, which raises the bounds of the others; what is left is listed, and timed by
+the clock.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from asa.planner.pipeline import guess
 from asa.planner.pipeline.bounds import Frame, Keys, Links
 from asa.planner.pipeline.lattice import INF, Table, divisors
 from asa.planner.pipeline.pipelines import Skeleton, value_of
-from asa.planner.pipeline.points import OutOfTimeError, Points
-from asa.planner.pipeline.shop import Shop
+from asa.planner.pipeline.points import OutOfTimeError, Points, Room
+from asa.planner.pipeline.shop import MANY, Shop
 from asa.planner.pipeline.skeletons import Leaves, Options, plans
 from asa.planner.pipeline.stages import MOST, UTMOST
 from asa.planner.stage.problem import Choice
@@ -40,8 +40,8 @@ _STRIDE, _LEAP = 0.3, 0.06
 it: what is explored up to one limit is explored anew up to the next."""
 _NEAR = 0.002
 """By how much a plan may exceed what its stages were taken for, and not be looked at more closely."""
-_MANY = 24
-"""Widths and degrees at the ends of stages, together, from which they are first looked at without degrees."""
+_FINER = 4
+"""Times as many labels, for stages whose labels turned out to be too rough."""
 _TRIED = 12
 """Plans filled in at a time, where stages are known as bounds only."""
 
@@ -59,14 +59,13 @@ class _Known:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """A stage (start, stop) with ``place`` stages to the last, to be explored up to ``steady`` and ``whole`` ms by way
-    of an equal one that stops at ``stop``."""
+    """A stage (start, stop) with ``place`` stages to the last, to be explored as far as there is ``room``, by way of an
+    equal one that stops at ``stop``."""
 
     place: int
     stage: tuple[int, int]
     stop: int
-    steady: float
-    whole: float
+    room: Room
     most: int
 
 
@@ -120,7 +119,7 @@ class Case:
     def step(self, best: float, ends: float) -> None:
         """Raise the bound. ``best``: what is known already, plans from there on are of no interest."""
         if self.level == 0:
-            self._by_compute(best)
+            self._by_components(best, ends)
         elif self.level in (1, 2):
             try:
                 self._by_prices(best, ends, limit=self.level == 2)
@@ -137,12 +136,12 @@ class Case:
                 guess.likely(self, self._frame, best)
         self.level += 1
 
-    def _by_compute(self, best: float) -> None:
+    def _by_components(self, best: float, ends: float) -> None:
         if self.shop.crowded:
             for w in self.shop.alone(self.m):
                 self.tables.update({(w, r): _NOTHING for r in range(1, self.most + 1)})
             return
-        frame = self.shop.by_compute(self.m)
+        frame = self.shop.by_components(self.m, ends)
         for w, r in frame.parts:
             self.tables[w, r] = _NOTHING
         self._alive(frame, best)
@@ -197,7 +196,7 @@ class Case:
                     raise OutOfTimeError
                 self.shop.numbers(w, self.m)
             self._tight = any(self.shop.tight(w, self.m, max(self.in_flight.values())) for w in self.widths)
-            if self._tight or sum(len(divisors(w)) for w in self.widths) > _MANY:
+            if self._tight or sum(len(divisors(w)) for w in self.widths) > MANY:
                 self._roughly(best, ends)
                 if self.bound >= best or self._tight:
                     return
@@ -266,7 +265,7 @@ class Case:
         for key in blurred:  # the next time in more detail
             again = True
             self._stages[key].limit = 0.0
-            self._detail[key] = 2 * self._detail.get(key, MOST)
+            self._detail[key] = _FINER * self._detail.get(key, MOST)
             self.stuck = self.stuck or self._detail[key] > UTMOST
         self.stuck = self.stuck or (proved <= self.bound and not again)
         self.bound = max(self.bound, proved if proved < _FOREVER else INF)
@@ -298,29 +297,29 @@ class Case:
             for w in self.widths:
                 if self._base.get((w, r)) is None:
                     continue
-                room: tuple[Any, Any] | None = None
+                rooms: Any = None
                 for a, b in np.argwhere(frame.through(w, r) < limit).tolist():
                     known = self._stages.get((w, r, a, b))
                     if known is not None and known.limit >= limit * (1 - _CLOSE):
                         continue
-                    steady, whole = room = room or frame.room(w, r, limit)
+                    rooms = frame.room(w, r, limit) if rooms is None else rooms
                     place = self.shop.place(w, self.m, self.in_flight[r])
                     most = self._detail.get((w, r, a, b), MOST)
                     twin = self.shop.twin(w, self.m, a, b)
                     wanted.setdefault(place, {}).setdefault(twin[0], []).append(
-                        _Wanted(r, (a, b), twin[1], float(steady[a, b]), float(whole[a, b]), most)
+                        _Wanted(r, (a, b), twin[1], Room(*rooms[:, a, b].tolist()), most)
                     )
         for place, starts in wanted.items():
             for start, some in starts.items():
-                asked: dict[int, tuple[float, float, int]] = {}
+                asked: dict[int, tuple[Room, int]] = {}
                 for x in some:
-                    before = asked.get(x.stop, (0.0, 0.0, 0))
-                    asked[x.stop] = (max(before[0], x.steady), max(before[1], x.whole), max(before[2], x.most))
+                    room, most = asked.get(x.stop, (x.room, 0))
+                    asked[x.stop] = (room.joined(x.room), max(most, x.most))
                 found = self.shop.explored(place, start, asked, ends)
                 for x in some:
                     points = found[x.stop]
                     self._stages[place[0], x.place, *x.stage] = _Known(
-                        limit, None if points is None else points.within(self.m, x.steady, x.whole)
+                        limit, None if points is None else points.within(self.m, x.room)
                     )
                 if time.monotonic() > ends:
                     return True

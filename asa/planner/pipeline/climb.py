@@ -7,16 +7,16 @@ doubles or halves the microbatches, or takes another schedule. Stages are priced
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 
-from asa.cost.pipeline import StageTimes, makespan
-from asa.cost.planned import StagePrice, price_stage
-from asa.cost.pricing import Pricer, Way
+from asa.cost.pipeline import StageTimes, lower_bound, makespan
+from asa.cost.pricing import Way
 from asa.ir.layout import Layout
 from asa.planner.pipeline.sketch import INF, Manner, Outline, Sketch
+from asa.planner.pipeline.uniform import Uniform
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.space import MOST_IN_A_PIPELINE, Allowed, widths
 
@@ -41,13 +41,16 @@ class Climber:
         self._values: dict[Outline, float] = {}
         self.widths = tuple(w for w in widths(self.gpus) if w < self.gpus)
 
-    def seconds(self, x: Outline) -> float:
-        """Of a step, infinite where it does not fit or is no plan."""
+    def seconds(self, x: Outline, below: float = INF) -> float:
+        """Of a step, infinite where it does not fit or is no plan; ``below``: or if it cannot be less than that."""
         if x not in self._values:
-            self._values[x] = self._seconds(x)
+            found = self._seconds(x, below)
+            if found == INF and below < INF:
+                return INF
+            self._values[x] = found
         return self._values[x]
 
-    def _seconds(self, x: Outline) -> float:
+    def _seconds(self, x: Outline, below: float) -> float:
         m, p = x.num_microbatches, len(x.starts)
         schedule = self.space.strategies.schedules[x.schedule]
         if p < 2 or sum(x.widths) > self.gpus or schedule.refusal(p, m):
@@ -65,6 +68,8 @@ class Climber:
                 moves.append(self._handover(a, m, left, entry, offset))
             times.append(own)
             left, offset = leaving, offset + w
+        if below < INF and lower_bound(times, moves, schedule, m) >= below:
+            return INF
         if m <= 2 * _STEADY:
             return makespan(times, moves, schedule, m)
         # In the steady state every further microbatch takes as long.
@@ -82,43 +87,37 @@ class Climber:
     def _priced(
         self, a: int, b: int, w: int, manner: Manner, m: int, flight: int
     ) -> tuple[StageTimes, Layout, Layout] | None:
-        ways = [self.sketch.way(i, w, manner) for i in range(a, b)]
-        for i, way in enumerate(ways, a):
-            if not self.space.enough_samples(i, manner.data, m) or not self.sketch.allowed(i, way):
-                return None
-        overlap, room = self.space.cluster.overlap, self.space.capacity(self.gpus)
-        pricer = self.prices.pricer(w, m, self.gpus)
-        found = price_stage(pricer, a, ways, overlap, flight)
-        if found.peak.total > room:
+        if not self.sketch.possible(w, m, manner)[a:b].all():
+            return None
+        uniform, room = self.sketch.uniform(w, m, manner), self.space.capacity(self.gpus)
+        times, peak = uniform.stage(a, b, flight)
+        if peak > room:
             return None
         if manner.checkpoint:
-            kept = self._kept(pricer, a, ways, found, flight)
+            plain = self.sketch.uniform(w, m, replace(manner, checkpoint=False))
+            kept = self._kept(uniform, plain, a, b, flight, room - peak)
             while kept:
-                some = [replace(y, checkpoint=False) if i in kept else y for i, y in enumerate(ways)]
-                better = price_stage(pricer, a, some, overlap, flight)
-                if better.peak.total <= room:
-                    ways, found = some, better
+                some = uniform.mixed(plain, kept)
+                better, peak = some.stage(a, b, flight)
+                if peak <= room:
+                    times, uniform = better, some
                     break
                 kept = kept[: -1 - len(kept) // 8]
-        self._ways[a, b, w, manner, m, flight] = ways
-        return found.times, ways[0].layout, ways[-1].layout
+        self._ways[a, b, w, manner, m, flight] = list(uniform.ways[a:b])
+        return times, uniform.ways[a].layout, uniform.ways[b - 1].layout
 
-    def _kept(self, pricer: Pricer, start: int, ways: Sequence[Way], found: StagePrice, flight: int) -> list[int]:
+    def _kept(self, again: Uniform, plain: Uniform, start: int, stop: int, flight: int, room: float) -> list[int]:
         """Components that need not be computed again: those that gain most time for their memory, as many as there is
-        room for."""
-        gains = []
-        for i, (way, again) in enumerate(zip(ways, found.components, strict=True)):
-            once = replace(way, checkpoint=False)
-            if way.checkpoint and self.sketch.allowed(start + i, once):
-                c = pricer.component(start + i, once)
-                more = max(1.0, flight * (c.footprint.activations - again.footprint.activations))
-                gain = again.backward_s + again.backward_communication_s - c.backward_s - c.backward_communication_s
-                gains.append((gain / more, i, more))
-        room, kept = self.space.capacity(self.gpus) - found.peak.total, []
-        for _, i, more in sorted(gains, reverse=True):
-            if more <= room:
-                kept.append(i)
-                room -= more
+        ``room`` for."""
+        own = slice(start, stop)
+        more = np.maximum(1.0, flight * (plain.priced.activations[own] - again.priced.activations[own]))
+        gain = (again.priced.backward[own] - plain.priced.backward[own]) / more
+        allowed = [self.sketch.allowed(i, plain.ways[i]) for i in range(start, stop)]
+        kept = []
+        for i in np.argsort(-gain, kind="stable").tolist():
+            if again.ways[start + i].checkpoint and allowed[i] and more[i] <= room:
+                kept.append(start + i)
+                room -= float(more[i])
         return kept
 
     def candidate(self, x: Outline) -> Candidate:
@@ -149,7 +148,7 @@ class Climber:
             for other in self._beside(x):
                 if time.monotonic() > ends:
                     return x
-                found = self.seconds(other)
+                found = self.seconds(other, value * (1 - 1e-6))
                 if found < value * (1 - 1e-6):
                     x, value, moved = other, found, True
                     break

@@ -28,13 +28,14 @@ _MOST_ENTRIES = 4e8
 
 
 def floors(
-    pipelines: Pipelines, best: float = INF, ends: float = INF, *, crowded: bool = False
+    pipelines: Pipelines, best: float = INF, ends: float = INF, *, halvings: int = _PACED
 ) -> dict[int, float]:  # fmt: skip
     """Ms per number of microbatches, a bound on every plan of several stages; ``best`` where it is no less.
 
-    ``crowded``: memory is likely to bind, so that what follows from compute alone is not followed far. Time ``ends`` (a
-    second from now at least) for the last of them only, which takes longest; the others are had whatever time is left:
-    without them nothing is proved.
+    ``halvings``: of what is left between a bound and ``best``, where that is not reached at once; 1 for none.
+
+    Time ``ends`` (a second from now at least) for the last of them only, which takes longest; the others are had
+    whatever time is left: without them nothing is proved.
     """
     ends = max(ends, time.monotonic() + _LEAST_S)
     found = dict.fromkeys(pipelines.microbatches(), 0.0)
@@ -52,12 +53,14 @@ def floors(
             found[m] = best
             continue
         found[m] = max(low, m * _slowest(own, widths, gpus, low / m, best / m))
-        if found[m] < best < INF and not crowded:
-            found[m] = max(found[m], _paced(own, widths, gpus, m, found[m], best, ends))
+        if found[m] < best < INF:
+            found[m] = max(found[m], _paced(own, widths, gpus, m, found[m], best, ends, halvings))
     return found
 
 
-def _paced(own: Any, widths: Any, gpus: int, m: int, low: float, high: float, ends: float) -> float:
+def _paced(
+    own: Any, widths: Any, gpus: int, m: int, low: float, high: float, ends: float, halvings: int
+) -> float:  # fmt: skip
     """A bound between ``low`` and ``high`` on the slowest stage with what is in front of it."""
     unit = 1 if gpus <= _MOST_RANKS else _NODE
     n, slots = own.shape[1], gpus // unit
@@ -66,7 +69,7 @@ def _paced(own: Any, widths: Any, gpus: int, m: int, low: float, high: float, en
         return low
     sums = np.concatenate([np.zeros((len(widths), 1)), np.cumsum(own, axis=1)], axis=1)
     least = {k: sums[widths // unit == k] for k in counts}
-    for step in range(_PACED):
+    for step in range(halvings):
         middle = high if step == 0 else (low + high) / 2
         if time.monotonic() > ends:
             break

@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby
+from typing import Any
 
 from asa.ir.cluster import Cluster
 from asa.ir.layout import Layout, lowest_terms
@@ -135,6 +136,10 @@ class KindSpace(StagedSpace):
             found = self._prices.compute(count, num_microbatches, self._busy, self._kinds.index(kind))
             self._computes[key] = [x * MS for x in found]
         return self._computes[key]
+
+    def apart(self, width: int, num_microbatches: int) -> Any | None:
+        """Of unequal devices, compute is all that is known quickly."""
+        return None
 
     def formulation(self, width: int, num_microbatches: int) -> Formulation | None:
         """As of every :class:`StagedSpace`."""

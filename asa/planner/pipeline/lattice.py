@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from asa.planner.stage.problem import Chain
-from asa.planner.stage.rows import COLUMNS, Row
+from asa.planner.stage.rows import COLUMNS, JOINT, Joints, Row
 
 INF = float("inf")
 
-EDGE = ("forward", "backward", "once", "state", "activations", "transient")
+EDGE = JOINT[1:]
 _CONFIG = attrgetter(*COLUMNS)
 _EDGE = attrgetter(*EDGE)
 F, B, BUCKET, ONCE, PROMPT, LATE, WINDOW, STATE, ACT, GRAD, TRANS = range(11)
@@ -62,7 +62,9 @@ class Numbers:
         for i, edges in enumerate(chain.edges):
             if id(edges) not in known:
                 one = np.full((len(EDGE), count, count), INF)
-                if edges:
+                if isinstance(edges, Joints):
+                    one[:, edges.source, edges.target] = edges.figures[1:]
+                elif edges:
                     at = np.array(list(edges))
                     one[:, at[:, 0], at[:, 1]] = np.array([_EDGE(e) for e in edges.values()]).T
                 known[id(edges)] = one
@@ -70,9 +72,12 @@ class Numbers:
         self.inlets = np.full((self.n, len(EDGE), count), INF)
         self.outlets = np.full((self.n, len(EDGE), count), INF)
         for found, ends in ((self.inlets, chain.inlets), (self.outlets, chain.outlets)):
+            made: dict[int, Any] = {}
             for i, edges_of in enumerate(ends):
-                for layout, e in edges_of.items():
-                    found[i, :, layout] = _EDGE(e)
+                if id(edges_of) not in made and edges_of:
+                    made[id(edges_of)] = np.array([_EDGE(e) for e in edges_of.values()]).T
+                if edges_of:
+                    found[i][:, list(edges_of)] = made[id(edges_of)]
         self.release = chain.release
 
     @cached_property

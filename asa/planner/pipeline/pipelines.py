@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 from asa.cost.pipeline import StageTimes, makespan
 from asa.interfaces.schedule import Schedule
@@ -42,6 +42,11 @@ class Pipelines(Protocol):
     def compute(self, width: int, num_microbatches: int) -> Sequence[float] | None:
         """Per component the least ms of forward and backward of one microbatch, nothing communicated; infinite where it
         cannot run, None where nothing can. Cheap."""
+
+    def apart(self, width: int, num_microbatches: int) -> Any | None:
+        """The same with all that a component costs by itself: per component the least ms of one microbatch forward, and
+        forward and back, of all of a step, and of one microbatch with what comes once per step; None where only
+        :meth:`compute` is known."""
 
     def chain(self, width: int, num_microbatches: int) -> Chain | None:
         """All there is to know about stages of that width; None where some component cannot run. Asked for once."""

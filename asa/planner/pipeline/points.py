@@ -3,11 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from asa.planner.stage.problem import Choice
+
+
+class Room(NamedTuple):
+    """What a stage may take, in ms: a microbatch forward and back; all of a step; one microbatch with what comes once
+    per step."""
+
+    steady: float
+    whole: float
+    single: float = float("inf")
+
+    def joined(self, other: Room) -> Room:
+        """Room for both."""
+        return Room(*map(max, self, other))
+
+    def larger(self, factor: float) -> Room:
+        """So many times as much."""
+        return Room(*(x * factor for x in self))
+
+    def holds(self, other: Room) -> bool:
+        """Whether it is no less in anything."""
+        return all(a >= b for a, b in zip(self, other, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +52,12 @@ class Points:
     def __len__(self) -> int:
         return len(self.entry)
 
-    def within(self, m: int, steady: float, whole: float) -> Points | None:
+    def within(self, m: int, room: Room) -> Points | None:
         """Those that take no longer."""
         forward, backward, _, once = self.least
-        good = forward + backward <= steady * (1 + 1e-9)
-        good &= m * (forward + backward) + once <= whole * (1 + 1e-9)
+        good = forward + backward <= room.steady * (1 + 1e-9)
+        good &= m * (forward + backward) + once <= room.whole * (1 + 1e-9)
+        good &= forward + backward + once <= room.single * (1 + 1e-9)
         if good.all():
             return self
         if not good.any():

@@ -10,11 +10,14 @@ import numpy as np
 
 from asa.ir.layout import Layout
 from asa.planner.pipeline.bounds import Frame, Keys, Links
-from asa.planner.pipeline.lattice import INF, Numbers, Table
+from asa.planner.pipeline.lattice import INF, Numbers, Table, divisors
 from asa.planner.pipeline.pipelines import Pipelines
-from asa.planner.pipeline.points import OutOfTimeError, Points
+from asa.planner.pipeline.points import OutOfTimeError, Points, Room
 from asa.planner.pipeline.stages import Explorer
 from asa.planner.pipeline.tables import limited, relaxed, rough
+
+MANY = 24
+"""Widths and degrees at the ends of stages, together, from which they are first looked at without degrees."""
 
 
 class Shop:
@@ -36,7 +39,7 @@ class Shop:
         self._numbers: dict[tuple[int, int], Numbers | None] = {}
         self._relaxed: dict[tuple[int, int], Table] = {}
         self._limited: dict[tuple[int, int, int], Table] = {}
-        self._points: dict[tuple[int, int, int, int, int], tuple[float, float, int, Points | None]] = {}
+        self._points: dict[tuple[int, int, int, int, int], tuple[Room, int, Points | None]] = {}
         self._explorers: dict[tuple[int, int, int], Explorer] = {}
         self._sent: dict[tuple[Any, ...], tuple[float, float]] = {}
         self._computed: dict[int, Frame] = {}
@@ -47,26 +50,34 @@ class Shop:
 
     def alone(self, m: int) -> dict[int, Table]:
         """Stages of each width that can run at all, by compute alone."""
-        if m in self._alone:
-            return self._alone[m]
-        n, tables = self.n, self._alone.setdefault(m, {})
-        for w in (w for w in self.offsets if w < self.gpus):
-            row = self.pipelines.compute(w, m)
-            if row is None:
-                continue
-            sums = np.concatenate([[0.0], np.cumsum(np.minimum(np.asarray(row, dtype=float), 1e18))])
-            steady = np.where(np.arange(n + 1)[None, :] > np.arange(n)[:, None], sums[None, :] - sums[:n, None], INF)
-            steady = np.where(steady >= 1e17, INF, steady)[:, :, None, None]
-            free = np.where(steady < INF, 0.0, INF)
-            tables[w] = Table(steady=steady, forward=free, whole=m * steady, single=steady)
-        return tables
+        if m not in self._alone:
+            tables = self._alone.setdefault(m, {})
+            for w in (w for w in self.offsets if w < self.gpus):
+                row = self.pipelines.compute(w, m)
+                if row is not None:
+                    steady = _summed(row)
+                    free = np.where(steady < INF, 0.0, INF)
+                    tables[w] = Table(steady=steady, forward=free, whole=m * steady, single=steady)
+        return self._alone[m]
 
-    def by_compute(self, m: int) -> Frame:
-        """Bounds by compute alone, whatever the schedule."""
+    def by_components(self, m: int, ends: float) -> Frame:
+        """Bounds by what each component takes by itself, whatever the schedule: by all that it costs where there are
+        not too many widths, and there is time for it; by compute alone elsewhere."""
         if m in self._computed:
             return self._computed[m]
         n, tables = self.n, self.alone(m)
-        keys = Keys([w for w in self.offsets if w < self.gpus], lambda _w: (1,))
+        widths = [w for w in self.offsets if w < self.gpus]
+        few = sum(len(divisors(w)) for w in widths) <= MANY
+        for w in list(tables):
+            possible = bool(np.isfinite(tables[w].steady[0, n]).any())
+            apart = self.pipelines.apart(w, m) if few and time.monotonic() < ends and possible else None
+            if apart is not None:
+                forward, steady, whole, single = (_summed(x) for x in apart)
+                tables[w] = Table(
+                    steady=steady, forward=forward, whole=np.maximum(whole, m * steady),
+                    single=np.maximum(single, steady),
+                )  # fmt: skip
+        keys = Keys(widths, lambda _w: (1,))
         every = np.ones((n, n + 1), dtype=bool)
         stages = min(n, self.gpus)
         frame = Frame(
@@ -142,21 +153,21 @@ class Shop:
         return self._explorers[place]
 
     def explored(
-        self, place: tuple[int, int, int], start: int, asked: dict[int, tuple[float, float, int]], ends: float
+        self, place: tuple[int, int, int], start: int, asked: dict[int, tuple[Room, int]], ends: float
     ) -> dict[int, Points | None]:
-        """The points of stages from ``start`` to each stop that is asked for, up to (steady, whole) ms at least, with
+        """The points of stages from ``start`` to each stop that is asked for, up to so many ms at least, with
         so many labels."""
         missing = {}
-        for stop, (steady, whole, most) in asked.items():
+        for stop, (room, most) in asked.items():
             known = self._points.get((*place, start, stop))
-            if known is None or known[0] < steady or known[1] < whole or known[2] < most:
-                missing[stop] = (steady * (1 + 1e-3), whole * (1 + 1e-3), most)
+            if known is None or not known[0].holds(room) or known[1] < most:
+                missing[stop] = (room.larger(1 + 1e-3), most)
         if missing:
-            most = max(x[2] for x in missing.values())
-            found = self.explorer(place).explore(start, {b: x[:2] for b, x in missing.items()}, most, ends=ends)
-            for stop, (steady, whole, _) in missing.items():
-                self._points[(*place, start, stop)] = (steady, whole, most, found.get(stop))
-        return {stop: self._points[(*place, start, stop)][3] for stop in asked}
+            most = max(x[1] for x in missing.values())
+            found = self.explorer(place).explore(start, {b: x[0] for b, x in missing.items()}, most, ends=ends)
+            for stop, (room, _) in missing.items():
+                self._points[(*place, start, stop)] = (room, most, found.get(stop))
+        return {stop: self._points[(*place, start, stop)][2] for stop in asked}
 
     def links(self, m: int, keys: Keys, *, free: bool = False, ends: float = INF) -> Links:
         """Transfers between stages of these keys; nothing where ``free``.
@@ -190,3 +201,11 @@ class Shop:
                 ahead[:, cuts], back[:, cuts] = on[:, None], home[:, None]
         self._links = {key: Links(self.gpus, self.hops, ahead, back, m, self.offsets)}
         return self._links[key]
+
+
+def _summed(row: Any) -> Any:
+    """Sums over all stages: start x stop, and one degree at either end."""
+    n, never = len(row), 1e17
+    sums = np.concatenate([[0.0], np.cumsum(np.minimum(np.asarray(row, dtype=float), 10 * never))])
+    found = np.where(np.arange(n + 1)[None, :] > np.arange(n)[:, None], sums[None, :] - sums[:n, None], INF)
+    return np.where(found >= never, INF, found)[:, :, None, None]

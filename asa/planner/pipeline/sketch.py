@@ -16,9 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from asa.cost.pricing import Way
+from asa.cost.menu import Menu, Priced
+from asa.cost.pricing import Pricer, Way
 from asa.ir.layout import Layout
 from asa.ir.plan import DataDegree, DataStrategyName, TensorDegree
+from asa.planner.pipeline.uniform import Uniform
 from asa.planner.space.candidate import Prices
 from asa.planner.space.space import Allowed, widths
 
@@ -33,6 +35,8 @@ _FREE = 16
 _PRICED = 6
 """Plans per number of microbatches that are priced in full."""
 _SEVERAL = 64
+_AT_ONCE = 1000
+"""Components in some manner that are priced together."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,9 @@ class Sketch:
         self.tight = False
         """Whether memory has been seen to bind: manners that save some are then looked at from the first."""
         self.most = min(self.gpus, len(self.cuts) - 1, _MOST_STAGES)
+        self._uniforms: dict[tuple[int, int, Manner], Uniform] = {}
+        self._menus: dict[tuple[object, ...], Menu] = {}
+        self._allowed: dict[tuple[int, Manner], Any] = {}
 
     def _cuts(self) -> list[int]:
         inside = [i for i in range(1, self.n) if self.graph.cuttable(i)]
@@ -232,6 +239,35 @@ class Sketch:
             checkpoint=forgets,
         )
 
+    def uniform(self, w: int, m: int, x: Manner) -> Uniform:
+        """All components on stages of ``w`` ranks in that manner."""
+        if (w, m, x) not in self._uniforms:
+            pricer = self.prices.pricer(w, m, self.gpus)
+            some = self.manners(w, m, lean=x not in self.manners(w, m, lean=False))
+            some = some if x in some and self.n * len(some) <= _AT_ONCE else [x]
+            menu, n = self._menu(pricer, some), len(some)
+            priced = menu.priced(pricer, np.arange(len(menu.ways)))
+            for k, manner in enumerate(some):
+                own = Priced(**{name: values[k::n] for name, values in vars(priced).items()})
+                made = Uniform(pricer, self.space.cluster.overlap, menu.ways[k::n], own)
+                self._uniforms[w, m, manner] = made
+        return self._uniforms[w, m, x]
+
+    def _menu(self, pricer: Pricer, manners: Sequence[Manner]) -> Menu:
+        """Every component in each of these manners."""
+        key = (pricer.width, tuple(manners))
+        if key not in self._menus:
+            self._menus[key] = self.prices.menu_of(
+                pricer, [[self.way(i, pricer.width, x) for x in manners] for i in range(self.n)]
+            )
+        return self._menus[key]
+
+    def possible(self, w: int, m: int, x: Manner) -> Any:
+        """Which components may run in that manner."""
+        if (w, x) not in self._allowed:
+            self._allowed[w, x] = np.array([self.allowed(i, self.way(i, w, x)) for i in range(self.n)])
+        return self._allowed[w, x] & (self.space.request.global_batch // m // x.data >= self.prices.fewest)
+
     def _stages(self, w: int, m: int) -> _Stages | None:
         plain = None if self.tight else self._table(w, m, lean=False)
         even = min(len(self.cuts) - 1, 2 * (-(-(len(self.cuts) - 1) // self.most)))
@@ -242,7 +278,6 @@ class Sketch:
         return self._table(w, m, lean=True) if time.monotonic() < self.ends else plain
 
     def _table(self, w: int, m: int, *, lean: bool) -> _Stages | None:
-        pricer = self.prices.pricer(w, m, self.gpus)
         schedule = self.space.strategies.schedules[self.schedule]
         room = self.space.capacity(self.gpus)
         overlap = self.space.cluster.overlap
@@ -258,17 +293,11 @@ class Sketch:
         for number, x in enumerate(manners):
             if number and time.monotonic() > self.ends:
                 break
-            rows, cannot = np.zeros((self.n, 7)), np.zeros(self.n)
-            for i in range(self.n):
-                way = self.way(i, w, x)
-                if not self.space.enough_samples(i, x.data, m) or not self.allowed(i, way):
-                    cannot[i] = 1
-                    continue
-                c = pricer.component(i, way)
-                f = c.footprint
-                both = c.forward_s + c.backward_s + c.forward_communication_s + c.backward_communication_s
-                rows[i] = (both, c.sync_s, c.window_s, c.update_s + c.update_communication_s + c.bucket_s,
-                           f.state + f.gradients, f.activations, f.transient)  # fmt: skip
+            c = self.uniform(w, m, x).priced
+            sync = c.prompt + c.late
+            rows = np.stack([c.forward + c.backward, sync, c.window, c.once, c.state + c.gradients, c.activations,
+                             c.transient], axis=1)  # fmt: skip
+            cannot = ~self.possible(w, m, x)
             missing = np.concatenate([[0.0], np.cumsum(cannot)])[at]
             possible = forward & (missing[None, :] == missing[:, None])
             sums = np.concatenate([np.zeros((1, 7)), np.cumsum(rows, axis=0)])[at]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from asa.cost.pricing import Way
 from asa.interfaces.schedule import Schedule
@@ -10,6 +11,7 @@ from asa.ir.layout import Layout
 from asa.planner.pipeline.pipelines import Skeleton
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.space import MOST_IN_A_PIPELINE, Allowed, widths
+from asa.planner.stage.apart import Apart
 from asa.planner.stage.formulate import Formulation, formulate
 from asa.planner.stage.problem import MS, Chain, Choice
 
@@ -62,6 +64,10 @@ class StagedSpace:
         if key not in self._computes:
             self._computes[key] = [x * MS for x in self._prices.compute(*key, self.gpus)]
         return self._computes[key]
+
+    def apart(self, width: int, num_microbatches: int) -> Any | None:
+        """As :meth:`compute`, with all that a component costs by itself."""
+        return Apart(self._prices, self._allowed, width, num_microbatches, self.gpus).rows()
 
     def formulation(self, width: int, num_microbatches: int) -> Formulation | None:
         """Stages of that width, in full; None where some component cannot run in one."""

@@ -17,13 +17,13 @@ import numpy as np
 
 from asa.planner.pipeline import lattice as at
 from asa.planner.pipeline.lattice import INF, Numbers, Priced
-from asa.planner.pipeline.points import OutOfTimeError, Points
-from asa.planner.pipeline.tables import priced_memory, rows_of, weights_of
+from asa.planner.pipeline.points import OutOfTimeError, Points, Room
+from asa.planner.pipeline.tables import Objective, priced_memory, rows_of, weights_of
 from asa.planner.pipeline.thinning import BKT, BWD, FWD, HELD, LAST, PEAK, SUM, C, Front, P, Thinning, V
 from asa.planner.stage.pareto import efficient
 
 _CLOSE = 1 + 1e-12
-MOST, UTMOST = 200, 12_000
+MOST, UTMOST = 100, 12_000
 """Labels kept per component, beyond which they are rounded, and similar ones merged."""
 
 
@@ -32,8 +32,10 @@ class Completions:
 
     def __init__(self, numbers: Numbers, in_flight: int, tight: bool) -> None:
         n, m = numbers.n, numbers.m
-        rows = rows_of(n, m) + (priced_memory(numbers, in_flight) if tight else [])
+        single: list[Objective] = [(1.0, 0.0, 1.0, 0.0, 1.0, h) for h in (1.0, 0.5, 0.0)] if m > 1 else []
+        rows = rows_of(n, m) + (priced_memory(numbers, in_flight) if tight else []) + single
         self.rows = np.array(rows)
+        self.single = np.arange(len(rows)) >= len(rows) - len(single)
         weights = weights_of(rows, n)
         self.hidden = weights.hidden
         priced = Priced(numbers, weights)
@@ -42,9 +44,10 @@ class Completions:
         """Of passing from a layout to another and the next component in it: component in front x objective x both."""
         self.capacity = numbers.capacity if tight else 0.0
 
-    def limits(self, steady: float, whole: float) -> Any:
+    def limits(self, room: Room) -> Any:
         """What each objective may come to, where a stage may take that long."""
-        base = np.where(self.rows[:, 2] > 0, whole, np.where(self.rows[:, 0] > 0, steady, 0.0))
+        once = np.where(self.single, room.single, room.whole)
+        base = np.where(self.rows[:, 2] > 0, once, np.where(self.rows[:, 0] > 0, room.steady, 0.0))
         return base * (1 + 1e-9) + self.rows[:, 3] * self.capacity * _CLOSE + 1e-9
 
     def values(self, labels: Any, i: int) -> Any:
@@ -89,10 +92,10 @@ class Explorer:
         ]
 
     def explore(
-        self, start: int, caps: Mapping[int, tuple[float, float]], most: int = MOST, *, hurry: bool = False,
+        self, start: int, caps: Mapping[int, Room], most: int = MOST, *, hurry: bool = False,
         ends: float = INF,
     ) -> dict[int, Points]:  # fmt: skip
-        """Points of the stages from ``start`` to each stop in ``caps``, up to the steady and whole ms named there.
+        """Points of the stages from ``start`` to each stop in ``caps``, up to the ms named there.
 
         ``most`` labels are kept per component, others merged with them; in a ``hurry`` they are forgotten, so that
         the points are true ones, and not all.
@@ -101,7 +104,7 @@ class Explorer:
             OutOfTimeError: the clock has passed ``ends``.
         """
         stops = sorted(caps)
-        limits = np.stack([self.bounds.limits(*caps[b]) for b in stops], axis=1)
+        limits = np.stack([self.bounds.limits(caps[b]) for b in stops], axis=1)
         grain = self.thin.grain(start, caps)
         exact = True
         history: list[tuple[Any, Any]] = []
@@ -214,9 +217,7 @@ class Explorer:
             good &= np.maximum(labels[:, PEAK], labels[:, LAST]) <= x.capacity * _CLOSE
         return Front(labels[good], front.entry[index][good], layout[good], front.parent[index][good], chosen[good])
 
-    def _ended(
-        self, front: Front, i: int, caps: tuple[float, float], exact: bool, history: list[tuple[Any, Any]]
-    ) -> Points | None:
+    def _ended(self, front: Front, i: int, caps: Room, exact: bool, history: list[tuple[Any, Any]]) -> Points | None:
         """The stage stops behind component i."""
         x, more = self.numbers, self.in_flight - 1
         e = x.outlets[i][:, front.layout]
@@ -225,8 +226,9 @@ class Explorer:
         once = np.maximum(labels[:, V], labels[:, C]) + e[at.EONCE]
         held = e[at.ESTATE] + more * e[at.EACT]
         peak = np.maximum(labels[:, PEAK], labels[:, LAST] + e[at.EACT] + e[at.ETRANS]) + held
-        good = np.isfinite(forward) & (forward + backward <= caps[0] * (1 + 1e-9))
-        good &= x.m * (forward + backward) + once <= caps[1] * (1 + 1e-9)
+        good = np.isfinite(forward) & (forward + backward <= caps.steady * (1 + 1e-9))
+        good &= x.m * (forward + backward) + once <= caps.whole * (1 + 1e-9)
+        good &= forward + backward + once <= caps.single * (1 + 1e-9)
         if self.tight:
             good &= peak <= x.capacity * _CLOSE
         if not good.any():

@@ -14,6 +14,7 @@ import numpy as np
 
 from asa.planner.pipeline import lattice as at
 from asa.planner.pipeline.lattice import Numbers
+from asa.planner.pipeline.points import Room
 from asa.planner.stage.pareto import efficient
 
 _ROUNDED, _ROUNDED_MEMORY = 5e-4, 2e-4
@@ -46,25 +47,25 @@ class Thinning:
         self.outlets_hold = bool(ends[:, at.ESTATE :].any())
 
     def best(self, labels: Any, group: Any, *, arriving: bool, ending: bool = False) -> Any:
-        columns = [labels[:, FWD], labels[:, BWD], labels[:, V], labels[:, C], labels[:, P]]
-        columns = [np.where(np.isfinite(c), c, 0.0) for c in columns]
-        if self.bucket:
-            columns.append(labels[:, BKT])
+        values = labels[:, [FWD, BWD, V, C, P]]
         if self.slowed:
-            columns += [np.where(np.isfinite(labels[:, k]), labels[:, SUM] - labels[:, k], 0.0) for k in (V, C, P)]
+            values = np.concatenate([values, labels[:, SUM, None] - values[:, 2:]], axis=1)
+        columns = [np.where(np.isfinite(values), values, 0.0)]
+        if self.bucket:
+            columns.append(labels[:, BKT, None])
         if self.tight:
             if arriving:
-                columns += [labels[:, PEAK], labels[:, HELD], labels[:, 10]]
+                columns.append(labels[:, [PEAK, HELD, 10]])
             elif ending and self.outlets_hold:
-                columns += [labels[:, PEAK], labels[:, LAST], labels[:, HELD]]
+                columns.append(labels[:, [PEAK, LAST, HELD]])
             else:
-                columns += [np.maximum(labels[:, PEAK], labels[:, LAST]), labels[:, HELD]]
-        return efficient(np.stack(columns, axis=1), group)
+                columns += [np.maximum(labels[:, PEAK, None], labels[:, LAST, None]), labels[:, HELD, None]]
+        return efficient(np.concatenate(columns, axis=1), group)
 
-    def grain(self, start: int, caps: Mapping[int, tuple[float, float]]) -> Any:
+    def grain(self, start: int, caps: Mapping[int, Room]) -> Any:
         """What each number of a label may be rounded by behind each component, in stages from ``start``."""
-        found = np.full(10, _ROUNDED * max(1e-9, min(whole / (b - start) for b, (_, whole) in caps.items())))
-        found[[FWD, BWD]] = _ROUNDED * max(1e-9, min(steady / (b - start) for b, (steady, _) in caps.items())) / 2
+        found = np.full(10, _ROUNDED * max(1e-9, min(whole / (b - start) for b, (_, whole, _) in caps.items())))
+        found[[FWD, BWD]] = _ROUNDED * max(1e-9, min(steady / (b - start) for b, (steady, _, _) in caps.items())) / 2
         found[[PEAK, LAST, HELD]] = _ROUNDED_MEMORY * self.numbers.capacity / self.numbers.n if self.tight else 1.0
         return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -150,11 +150,20 @@ class Prices:
                 [w for layout in layouts for w in space.ways_in(i, layout) if allowed(i, w)]
                 for i in range(len(space.profile.graph))
             ]
-            self._menus[key] = Menu(
-                space.profile.graph, pricer.states, self._chain_times, space.request.optimizer, ways,
-                forgetting=lambda i, way: allowed(i, replace(way, checkpoint=False)),
-            )  # fmt: skip
+            self._menus[key] = self.menu_of(
+                pricer, ways, forgetting=lambda i, way: allowed(i, replace(way, checkpoint=False))
+            )
         return self._menus[key]
+
+    def menu_of(
+        self, pricer: Pricer, ways: Sequence[Sequence[Way]], forgetting: Callable[[int, Way], bool] | None = None
+    ) -> Menu:
+        """These ways of all components, on stages of which ``pricer`` prices some; ``forgetting`` as for
+        :class:`asa.cost.menu.Menu`."""
+        return Menu(
+            self.space.profile.graph, pricer.states, self._chain_times, self.space.request.optimizer, ways,
+            forgetting=forgetting or (lambda _i, _way: True),
+        )  # fmt: skip
 
     def _spare(self, first: int, width: int) -> tuple[float, ...]:
         """Per rank of a stage, how many bytes more its device has than the smallest; none where all have the same."""

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from asa.planner.stage.problem import Choice, Problem
+from asa.planner.stage.rows import JOINT, Joints
 
 INF = float("inf")
 _SIDES = 64
@@ -27,6 +28,7 @@ _SIDES = 64
 WORK, WINDOW, PROMPT, LATE, STATE, ACT, GRAD, TRANS = range(8)
 _FIELDS = ("work", "window", "prompt", "late", "state", "activations", "gradients", "transient")
 COST, ESTATE, EACT, ETRANS = range(4)
+_JOINED = [JOINT.index(x) for x in ("cost", "state", "activations", "transient")]
 
 
 class Arrays:
@@ -68,9 +70,15 @@ class Arrays:
             if id(edges) not in joints:
                 one = np.full((4, count, count), 0.0)
                 one[COST] = INF
-                for (a, b), e in edges.items():
-                    if a in number and b in number:
-                        one[:, number[a], number[b]] = (e.cost, e.state, e.activations, e.transient)
+                if isinstance(edges, Joints):
+                    at = np.array([number.get(k, -1) for k in range(len(problem.layouts))], dtype=np.int64)
+                    source, target = at[edges.source], at[edges.target]
+                    there = (source >= 0) & (target >= 0)
+                    one[:, source[there], target[there]] = edges.figures[_JOINED][:, there]
+                else:
+                    for (a, b), e in edges.items():
+                        if a in number and b in number:
+                            one[:, number[a], number[b]] = (e.cost, e.state, e.activations, e.transient)
                 joints[id(edges)] = one
             self.edges[i] = joints[id(edges)]
         self._pad()

@@ -16,7 +16,7 @@ from asa.ir.units import GIB
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.space import Allowed, anything
 from asa.planner.stage.problem import MS, Chain, Choice, Edge, Problem
-from asa.planner.stage.rows import COLUMNS, Row
+from asa.planner.stage.rows import COLUMNS, JOINT, Joints, Row
 
 
 class Formulation:
@@ -87,7 +87,7 @@ def formulate(
     plain = offered if every else offered & ~menu.saving
     options = _Options(menu, pricer, np.flatnonzero(offered if crowded else plain), forced)
     some = options if not crowded else options.among(plain)
-    most = _most(some, (*edges, *ends[0], *ends[1]), 1 if busy is None else num_microbatches)
+    most = _most(some, edges, (*ends[0], *ends[1]), 1 if busy is None else num_microbatches)
     roomy = not every and most <= capacity and overlap.communication_slowdown >= 1
     if roomy:
         options = some
@@ -200,29 +200,33 @@ class _Options:
         return tuple(found)
 
 
-def _most(options: _Options, between: Iterable[dict[Any, Edge]], in_flight: int) -> float:
+def _most(options: _Options, joints: Iterable[Joints], ends: Iterable[dict[int, Edge]], in_flight: int) -> float:
     """GiB that no choice for any of the components, however they are cut into stages, has at its peak."""
     found = float((options.most("state") + options.most("gradients") + in_flight * options.most("activations")).sum())
     moving, passing = float(options.most("transient").max()), 0.0
-    for edges in between:
+    for joint in joints:
+        state, activations, transient = (joint.figures[JOINT.index(x)] for x in ("state", "activations", "transient"))
+        found += float((state + in_flight * activations).max())
+        passing = max(passing, float(transient.max()))
+    for edges in ends:
         if edges:
             found += max(e.state + in_flight * e.activations for e in edges.values())
             passing = max(passing, max(e.transient for e in edges.values()))
     return found + moving + 3 * passing
 
 
-def _edges(
-    pricer: Pricer, found: list[tuple[Layout, ...]], numbers: dict[Layout, int]
-) -> tuple[dict[tuple[int, int], Edge], ...]:
+def _edges(pricer: Pricer, found: list[tuple[Layout, ...]], numbers: dict[Layout, int]) -> tuple[Joints, ...]:
     """Boundaries that look alike, as between repeated blocks, are one and the same."""
-    known: dict[tuple[object, ...], dict[tuple[int, int], Edge]] = {}
+    known: dict[tuple[object, ...], Joints] = {}
     edges = []
     for i in range(1, len(found)):
         key = (pricer.edges.alike(i), found[i - 1], found[i])
         if key not in known:
-            known[key] = {
-                (numbers[a], numbers[b]): _edge(pricer.edges.boundary(i, a, b)) for a in found[i - 1] for b in found[i]
-            }
+            x, once = pricer.edges.boundaries(i, found[i - 1], found[i])
+            cost = pricer.num_microbatches * (x.forward + x.backward) + once
+            times = [t * MS for t in (cost, x.forward, x.backward, once)]
+            figures = np.stack([*times, 0.0 * cost, x.activations / GIB, x.transient / GIB])
+            known[key] = Joints([numbers[a] for a in found[i - 1]], [numbers[b] for b in found[i]], figures)
         edges.append(known[key])
     return tuple(edges)
 

@@ -10,6 +10,9 @@ import numpy as np
 _IN_FRONT = np.triu(np.ones((600, 600), dtype=bool), 1)
 """Rows come in order of their sums: what beats a row has a smaller one, and of equals the first one stays."""
 
+_SPARSE, _MOST_PAIRS = 8, 300_000
+"""Where so few of all pairs of rows are of one group, these are compared, and no others."""
+
 
 def efficient(values: Any, group: Any) -> Any:
     """Indices of rows that no other row of the same group beats or equals in everything."""
@@ -17,6 +20,11 @@ def efficient(values: Any, group: Any) -> Any:
     values, group = values[order], group[order]
     kept = np.ones(len(values), dtype=bool)
     edges = np.flatnonzero(np.diff(group)) + 1
+    sizes = np.diff(np.r_[0, edges, len(group)])
+    pairs = int((sizes * (sizes - 1)).sum()) // 2
+    if _SPARSE * pairs <= len(group) ** 2 and pairs <= _MOST_PAIRS:
+        kept[_beaten(values, sizes)] = False
+        return order[kept]
     begins = [0, *edges.tolist(), len(group)]
     if len(group) <= 250 or len(begins) == 2:
         begins = [0, len(group)]
@@ -38,6 +46,19 @@ def efficient(values: Any, group: Any) -> Any:
             beaten &= column[:, None] <= column[None, :]
         kept[a:b] = ~beaten.any(axis=0)
     return order[kept]
+
+
+def _beaten(values: Any, sizes: Any) -> Any:
+    """Rows that one in front beats, in groups of these ``sizes``."""
+    begin = np.repeat(np.cumsum(sizes) - sizes, sizes)
+    row = np.arange(len(begin))
+    before = row - begin
+    behind = np.repeat(row, before)
+    front = np.arange(len(behind)) - np.repeat(np.cumsum(before) - before - begin, before)
+    for column in np.ascontiguousarray(values.T):
+        good = column[front] <= column[behind]
+        front, behind = front[good], behind[good]
+    return behind
 
 
 def _swept(x: Any, group: Any) -> Any:

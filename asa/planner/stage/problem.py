@@ -15,7 +15,7 @@ backward and gradient synchronisation run side by side (:mod:`asa.cost.step` der
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -84,7 +84,7 @@ class Problem:
     names: tuple[str, ...]
     layouts: tuple[Layout, ...]
     configs: tuple[tuple[Config, ...], ...]
-    edges: tuple[dict[tuple[int, int], Edge], ...]
+    edges: tuple[Mapping[tuple[int, int], Edge], ...]
     release: tuple[int, ...]
     saving: float
     sp: float
@@ -141,7 +141,7 @@ class Chain:
     names: tuple[str, ...]
     layouts: tuple[Layout, ...]
     configs: tuple[Sequence[Config], ...]
-    edges: tuple[dict[tuple[int, int], Edge], ...]
+    edges: tuple[Mapping[tuple[int, int], Edge], ...]
     inlets: tuple[dict[int, Edge], ...]
     outlets: tuple[dict[int, Edge], ...]
     release: tuple[int, ...]

@@ -1,16 +1,22 @@
-"""The configurations of one component as an array, made into objects when one is asked for."""
+"""The configurations of one component, and the boundaries between two, as arrays: made into objects when one is asked
+for."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, overload
 
+import numpy as np
+
 from asa.cost.way import Way
-from asa.planner.stage.problem import Config
+from asa.planner.stage.problem import Config, Edge
 
 COLUMNS = ("forward", "backward", "bucket", "once", "prompt", "late", "window", "state", "activations", "gradients",
            "transient")  # fmt: skip
 """Of :attr:`Row.values`, named as in :class:`asa.planner.stage.problem.Config`."""
+
+JOINT = ("cost", "forward", "backward", "once", "state", "activations", "transient")
+"""Of :attr:`Joints.figures`, named as in :class:`asa.planner.stage.problem.Edge`."""
 
 
 class Row(Sequence[Config]):
@@ -44,3 +50,31 @@ class Row(Sequence[Config]):
                 **dict(zip(COLUMNS, self.values[index].tolist(), strict=True)),
             )
         return self._made[index]
+
+
+class Joints(Mapping[tuple[int, int], Edge]):
+    """Boundaries from each of ``sources`` to each of ``targets`` (layouts by number): ``source`` and ``target``, an
+    entry a boundary; ``figures``: column x boundary."""
+
+    def __init__(self, sources: Sequence[int], targets: Sequence[int], figures: Any) -> None:
+        self.source = np.repeat(np.array(sources, dtype=np.int64), len(targets))
+        self.target = np.tile(np.array(targets, dtype=np.int64), len(sources))
+        self.figures = figures
+        self._places: dict[tuple[int, int], int] = {}
+
+    @property
+    def places(self) -> dict[tuple[int, int], int]:
+        """Where each boundary is."""
+        if not self._places:
+            pairs = zip(self.source.tolist(), self.target.tolist(), strict=True)
+            self._places = {pair: k for k, pair in enumerate(pairs)}
+        return self._places
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return iter(self.places)
+
+    def __getitem__(self, pair: tuple[int, int]) -> Edge:
+        return Edge(**dict(zip(JOINT, self.figures[:, self.places[pair]].tolist(), strict=True)))

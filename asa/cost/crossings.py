@@ -1,0 +1,87 @@
+"""All boundaries between two components at once: from every layout of the one to every layout of the other.
+
+What :meth:`asa.cost.edges.Edges.boundary` says of one pair of layouts, this says of all pairs, by the same formulas and
+in the same order, to the last bit. What moves per byte does not depend on the number of microbatches and is looked up
+once; many pairs move the same messages, and each message is priced once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from asa.cost.collectives import Links
+from asa.cost.memory import margin
+from asa.ir.layout import Boundary, Layout, largest_shard
+from asa.ir.traffic import Collective, CollectiveOp, Phase
+
+_PHASES: tuple[Phase, ...] = ("forward", "backward")
+
+
+@dataclass
+class Crossed:
+    """Seconds of one microbatch and bytes, an entry a pair, as in :class:`asa.cost.step.BoundaryCost`; ``moved``:
+    whether the layouts differ."""
+
+    forward: Any
+    backward: Any
+    moved: Any
+    activations: Any
+    transient: Any
+
+
+class Crossings:
+    """``pairs``: for each pair of layouts the boundary between them and its traffic per byte of the whole microbatch's
+    tensor. Batches are cut evenly."""
+
+    def __init__(self, pairs: Sequence[tuple[Boundary, Sequence[Collective]]]) -> None:
+        self._count = len(pairs)
+        numbers: dict[tuple[CollectiveOp, float, int, int], int] = {}
+        entries: dict[Phase, list[tuple[int, int]]] = {p: [] for p in _PHASES}
+        for k, (_, traffic) in enumerate(pairs):
+            for c in traffic:
+                message = (c.op, c.bytes, c.ranks, c.stride)
+                entries[c.phase].append((k, numbers.setdefault(message, len(numbers))))
+        self._messages = list(numbers)
+        self._entries = {p: np.array(entries[p], dtype=np.int64).reshape(-1, 2).T for p in _PHASES}
+        self._gathered = np.array(
+            [sum(c.bytes for c in t if c.op == "all_gather" and c.phase == "backward") for _, t in pairs], dtype=float
+        )
+        self._moved = np.array([b.source != b.target for b, _ in pairs])
+        kept = [_kept(b) for b, _ in pairs]
+        self._part, self._shard, self._tokens = (np.array(x, dtype=float) for x in zip(*kept, strict=True))
+
+    def priced(self, links: Links, size: float) -> Crossed:
+        """Where ``size`` bytes cross."""
+        seconds = np.array([links.taken(op, size * b, ranks, stride) for op, b, ranks, stride in self._messages])
+        taken = []
+        for phase in _PHASES:
+            pair, which = self._entries[phase]
+            taken.append(np.bincount(pair, seconds[which], self._count) if len(pair) else np.zeros(self._count))
+        return Crossed(
+            forward=taken[0],
+            backward=taken[1],
+            moved=self._moved,
+            activations=size / self._part * self._shard / self._tokens * margin(),
+            transient=size * self._gathered * margin(),
+        )
+
+
+def _kept(boundary: Boundary) -> tuple[float, int, int]:
+    """Of what a boundary makes and the target keeps, where that is another tensor: into how many parts it is cut, and
+    of how many tokens a rank has how many."""
+    source, target = boundary.source, boundary.target
+    if boundary.cuts_tokens:
+        tokens = boundary.entry_tokens
+        return float(target.data), largest_shard(tokens, target.tensor), tokens
+    if source.data != target.data or boundary.gathers_tokens:
+        return float(target.data), 1, 1
+    return float("inf"), 1, 1
+
+
+def even(layouts: Sequence[Layout]) -> bool:
+    """Whether they all cut batches evenly."""
+    return not any(x.weights for x in layouts)
