@@ -207,13 +207,16 @@ class _Ways:
             self.best.other(value)
             numbers = board.read()
             floor = self._floors() if numbers is None else {m: numbers[m.bit_length()] for m in counts}
+            self.staged.crowded = crowded(self.alone) if numbers is None else bool(numbers[0])
             return found, value, self._rest((), floor, partial(told.exchange, 1), _Half.of(board, 1, floor))
 
         other = Beside(there, apart=True)
         try:
             self._singles(partial(told.exchange, 0))
             floor = self._floors()
-            board.write([floor.get(1 << k >> 1, 0.0) for k in range(max(counts).bit_length() + 1)])
+            self.staged.crowded = crowded(self.alone)
+            known = floor | {0: float(self.staged.crowded)}
+            board.write([known.get(1 << k >> 1, 0.0) for k in range(max(counts).bit_length() + 1)])
             if min(floor.values()) >= self.best.limit < told.exchange(0, self.best.limit):  # no pipeline is better
                 return None, self._rest(self.alone, floor)
             here = self._rest(self.alone, floor, partial(told.exchange, 0), _Half.of(board, 0, floor))
@@ -249,7 +252,7 @@ class _Ways:
         found = joint.search(
             self.staged, incumbent_ms=best.limit, time_limit_s=max(0.1, left), gap=_ENOUGH,
             patience_s=max(0.0, best.started + _PATIENCE_S - time.monotonic()), others=others, started=best.started,
-            floor=floor, news=news, shared=shared,
+            floor=floor, news=news, shared=shared, crowded=self.staged.crowded,
         )  # fmt: skip
         least = min((b for _, _, b in found.curve), default=0.0)
         before = [(t, v, min(b, least)) for t, v, b in best.curve]

@@ -1,9 +1,9 @@
 """One number of microbatches and one schedule: a bound on all plans with them that rises in steps, and plans.
 
 First components one by one bound them, then prices without the memory limit, then prices of memory; where that may
-bind, sums of least values at prices of memory, then all of it. After that, limit by limit: every stage that could be part
-of a plan below the limit is explored in full, which raises the bounds of the others; what is left is listed, and timed by
-the clock.
+bind, sums of least values at prices of memory, then all of it. After that, limit by limit: every stage that could be
+part of a plan below the limit is explored in full, which raises the bounds of the others; what is left is listed, and
+timed by the clock.
 """
 
 from __future__ import annotations

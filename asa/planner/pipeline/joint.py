@@ -124,7 +124,7 @@ def search(
     started: float | None = None,
     floor: dict[int, float] | None = None,
     news: Callable[[float], float] | None = None,
-    elsewhere: Callable[[int, bool], bool] | None = None,
+    shared: Shared | None = None,
     crowded: bool = False,
 ) -> Pipelined:
     """The fastest plan of two or more stages, if it beats ``incumbent_ms``, and a proof of how good it is.
@@ -132,7 +132,7 @@ def search(
     ``others`` are searched along with it; what they find they keep, and the proof holds for them, too. The search ends
     when the bound has reached the best, or after ``patience_s`` ``(1 - gap)`` of it, or time is up. ``started``: when
     the clock of the curve did. ``floor``: the numbers of microbatches to search, with a bound on each
-    (:mod:`asa.planner.pipeline.floors`); all where None. ``news`` and ``elsewhere``: as for :func:`best_first`.
+    (:mod:`asa.planner.pipeline.floors`); all where None. ``news`` and ``shared``: as for :func:`best_first`.
     ``crowded``: memory is likely to bind.
     """
     best = Best(pipelines, incumbent_ms, started)
