@@ -25,7 +25,7 @@ _STEADY, _WHOLE = 5, 3
 _FINE, _DECADES = 28, (-3.0, 2.0)
 """Prices that are looked at, and between which powers of ten, in units of a chain's time over the capacity."""
 _ENTRIES = 6_000_000
-"""Of tables made in one pass."""
+"""Of arrays in one pass, about as many: tables for several numbers of microbatches in flight at once."""
 
 
 def weights_of(rows: Sequence[Objective], n: int) -> Weights:
@@ -102,7 +102,8 @@ def limited(numbers: Numbers, table: Table, in_flight: Sequence[int]) -> list[Ta
     rows = [priced_memory(x, f) for f in in_flight]
     if not rows:
         return []
-    most = max(1, _ENTRIES // (x.n * (x.n + 1) * x.degrees**2 * max(len(r) for r in rows)))
+    each = max(len(r) for r in rows) * x.n * x.degrees * max((x.n + 1) * x.degrees, x.count**2)
+    most = max(1, _ENTRIES // each)
     for begin in range(0, len(rows), most):
         some = rows[begin : begin + most]
         values = Priced(x, weights_of([r for part in some for r in part], x.n)).intervals()
