@@ -174,7 +174,10 @@ class Case:
         time for prices, by compute alone beyond."""
         keys = Keys(self.widths, lambda _w: (1,))
         alive = {w: [r for r in range(1, self.most + 1) if self.tables.get((w, r)) is not None] for w in self.widths}
-        rough = {w: self.shop.rough(w, self.m, [self.in_flight[r] for r in alive[w]], ends) for w in self.widths}
+        tight = self._tight or self.shop.crowded
+        rough = {
+            w: self.shop.rough(w, self.m, [self.in_flight[r] for r in alive[w]], ends, tight=tight) for w in self.widths
+        }
 
         def tables(w: int, r: int) -> Table | None:
             return rough[w][self.in_flight[r]] if r in alive[w] else None
@@ -191,15 +194,18 @@ class Case:
     def _by_prices(self, best: float, ends: float, *, limit: bool) -> None:
         """Without the memory limit, and then with it. Where it may bind, roughly first, and then with it at once."""
         if not limit:
+            if not self.shop.crowded and sum(len(divisors(w)) for w in self.widths) > MANY:
+                self._roughly(best, ends)
+                if self.bound >= best:
+                    return
             for w in self.widths:
                 if time.monotonic() > ends:
                     raise OutOfTimeError
                 self.shop.numbers(w, self.m)
             self._tight = any(self.shop.tight(w, self.m, max(self.in_flight.values())) for w in self.widths)
-            if self._tight or sum(len(divisors(w)) for w in self.widths) > MANY:
+            if self._tight:
                 self._roughly(best, ends)
-                if self.bound >= best or self._tight:
-                    return
+                return
         if self._tight or not limit:
             self.keys = Keys(self.widths)
             self._links = self.shop.links(self.m, self.keys, ends=ends)

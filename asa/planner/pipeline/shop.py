@@ -88,15 +88,21 @@ class Shop:
         self._computed[m] = frame
         return frame
 
-    def rough(self, w: int, m: int, in_flight: Iterable[int], ends: float) -> dict[int, Table | None]:
+    def rough(self, w: int, m: int, in_flight: Iterable[int], ends: float, *, tight: bool) -> dict[int, Table | None]:
         """Stages of any degrees at their ends, by microbatches in flight; by compute alone where time is up and nothing
-        better is known."""
+        better is known. ``tight``: with the memory limit, but without what lies between components."""
         found: dict[int, Table | None] = {}
         for f in set(in_flight):
-            if (w, m, f) not in self._rough and ((w, m) in self._numbers or time.monotonic() < ends):
+            if tight and (w, m, f) not in self._rough and ((w, m) in self._numbers or time.monotonic() < ends):
                 numbers = self.numbers(w, m)
                 self._rough[w, m, f] = None if numbers is None else rough(numbers, f)
-            found[f] = self._rough[w, m, f] if (w, m, f) in self._rough else self.alone(m).get(w)
+            if (w, m, f) in self._rough:
+                found[f] = self._rough[w, m, f]
+            elif not tight and ((w, m) in self._relaxed or time.monotonic() < ends):
+                table = self.relaxed(w, m)
+                found[f] = None if table is None else table.anyhow()
+            else:
+                found[f] = self.alone(m).get(w)
         return found
 
     def tight(self, w: int, m: int, in_flight: int) -> bool:
