@@ -234,7 +234,6 @@ class Case:
             if frame.value(self.stages) >= limit:
                 self.bound = max(self.bound, limit if limit < _FOREVER else INF)
                 return
-            self.bound = max(self.bound, frame.value(self.stages))
             if not self._explored(frame, limit, ends):
                 break
             if time.monotonic() > ends:
