@@ -28,10 +28,6 @@ from asa.planner.pipeline.lattice import INF, Table, divisors
 NEVER = -1e30
 """Earlier than anything; finite, so that it can be added to what is infinite."""
 
-_NARROWED, _LESS, _MOST_KEYS = 4, 0.8, 24
-"""Times that what is left is narrowed at most, as long as less than such a part of it stays; widths and degrees beyond
-which that takes too long."""
-
 Tables = Callable[[int, int], Table | None]
 """Of a stage width, and how many stages there are from it to the last: what such stages take at least."""
 
@@ -68,8 +64,7 @@ class Links:
 @dataclass
 class Stages:
     """Stages of one width and place that may be in a plan: start and stop, in order of starts; values by entry and
-    exit degree as in :class:`Table`; on which ranks they can begin; ``groups``: where each start begins; ``shut``:
-    which are in no plan that is looked for, by stage, rank, entry and exit (none where None)."""
+    exit degree as in :class:`Table`; on which ranks they can begin; ``groups``: where each start begins."""
 
     start: Any
     stop: Any
@@ -81,27 +76,6 @@ class Stages:
     groups: Any
     back: Any = None
     done: Any = None
-    shut: Any = None
-
-    def open(self, size: int) -> int:
-        """Of so many, those that are not shut."""
-        return size if self.shut is None else int(size - self.shut.sum())
-
-    def but(self, values: Any) -> Any:
-        """``values`` (stage x rank x entry x exit), infinite for what is shut."""
-        return values if self.shut is None else np.where(self.shut, INF, values)
-
-    def narrowed(self, shut: Any) -> Stages | None:
-        """Without what is shut; None where nothing is left."""
-        rows = np.flatnonzero(~shut.all(axis=(1, 2, 3)))
-        if not len(rows):
-            return None
-        start = self.start[rows]
-        return Stages(
-            start=start, stop=self.stop[rows], steady=self.steady[rows], forward=self.forward[rows],
-            whole=self.whole[rows], single=self.single[rows], offsets=self.offsets,
-            groups=np.flatnonzero(np.r_[True, np.diff(start) != 0]), shut=shut[rows],
-        )  # fmt: skip
 
 
 class Frame:
@@ -122,7 +96,11 @@ class Frame:
                 part = None if table is None else self._part(w, r, table, near(w, r))
                 if part is not None:
                     self.parts[w, r] = part
-        self.limit = INF
+        shape = (stages + 1, n + 1, links.gpus + 1, len(keys))
+        self.back, self.done, self.trip = (np.full(shape, INF) for _ in range(3))
+        self.behind_back, self.behind_done, self.behind_trip, self.behind_crowd = (
+            np.full(shape, INF) for _ in range(4)
+        )
         self._look_behind()
         self.front_late = self.front_ahead = self.front_over = np.zeros(0)
         self._through: dict[tuple[int, int], Any] = {}
@@ -149,11 +127,6 @@ class Frame:
 
     def _look_behind(self) -> None:
         m, keys = self.m, self.keys
-        shape = (self.stages + 1, self.n + 1, self.links.gpus + 1, len(keys))
-        self.back, self.done, self.trip = (np.full(shape, INF) for _ in range(3))
-        self.behind_back, self.behind_done, self.behind_trip, self.behind_crowd = (
-            np.full(shape, INF) for _ in range(4)
-        )
         for r in range(1, self.stages + 1):
             if r > 1:
                 self._over_links(r - 1)
@@ -165,7 +138,7 @@ class Frame:
                 where = (r, at[:, None], x.offsets[None, :], k)
                 if r == 1:
                     for into, values in ((self.back, m * x.steady), (self.done, x.whole), (self.trip, x.steady)):
-                        into[where] = x.but(values[:, None]).min(axis=-1)
+                        into[where] = values.min(axis=-1)[:, None]
                     continue
                 # stage x offset x entry x exit
                 steady, whole, single, forward = (v[:, None] for v in (x.steady, x.whole, x.single, x.forward))
@@ -189,7 +162,7 @@ class Frame:
                 for into, values in (
                     (self.back, found_back), (self.done, found_done), (self.trip, steady + trip),
                 ):  # fmt: skip
-                    into[where] = np.minimum.reduceat(x.but(values).min(axis=-1), x.groups, axis=0)
+                    into[where] = np.minimum.reduceat(values.min(axis=-1), x.groups, axis=0)
 
     def _over_links(self, r: int) -> None:
         """What is behind a cut, the link included, by the key in front of it."""
@@ -246,11 +219,11 @@ class Frame:
                     (ahead, into_ahead + forward),
                     (over, np.maximum(into_over, np.maximum(into_late + m * steady, into_ahead + whole))),
                 ):
-                    into[there] = np.minimum.reduceat(x.but(values).min(axis=2)[order], groups, axis=0)
+                    into[there] = np.minimum.reduceat(values.min(axis=2)[order], groups, axis=0)
 
     def value(self, stages: Iterable[int]) -> float:
-        """A bound on every plan of one of these numbers of stages; no more than what it was narrowed to."""
-        return min(self.limit, *(float(self.done[p, 0, 0].min(initial=INF)) for p in stages))
+        """A bound on every plan of one of these numbers of stages."""
+        return min((float(self.done[p, 0, 0].min(initial=INF)) for p in stages), default=INF)
 
     def through(self, w: int, r: int) -> Any:
         """A bound on every plan with such a stage in it, r stages to the last: start x stop."""
@@ -258,12 +231,8 @@ class Frame:
             return self._through[w, r]
         found = self._through[w, r] = np.full((self.n, self.n + 1), INF)
         x = self.parts.get((w, r))
-        if x is not None:
-            found[x.start, x.stop] = self._here(x, w, r).min(axis=(1, 2, 3))
-        return found
-
-    def _here(self, x: Stages, w: int, r: int) -> Any:
-        """The same, by stage, rank, entry and exit."""
+        if x is None:
+            return found
         m, k = self.m, self.keys.of[w]
         where = (r, x.start[:, None], x.offsets[None, :])
         late, ahead = (v[(*where, k)][..., None] for v in (self.front_late, self.front_ahead))
@@ -273,22 +242,8 @@ class Frame:
         if r > 1:
             rest = np.maximum(late + steady, ahead + single) + x.back[:, :, None, :]
             here = np.maximum(here, np.maximum(rest, ahead + forward + x.done[:, :, None, :]))
-        return x.but(here)
-
-    def narrow(self, stages: Iterable[int], limit: float) -> None:
-        """Look at plans below ``limit`` only: without stages at places, and with neighbours, that are in none of them,
-        others turn out to be in none, too. What is said from then on holds for those plans."""
-        stages, self.limit = tuple(stages), min(self.limit, limit)
-        for _ in range(_NARROWED if len(self.keys) <= _MOST_KEYS else 0):
-            shut = {(w, r): ~(self._here(x, w, r) < limit) for (w, r), x in self.parts.items()}
-            before = sum(x.open(shut[at].size) for at, x in self.parts.items())
-            if sum(int(s.size - s.sum()) for s in shut.values()) > _LESS * before:
-                break
-            left = {at: x.narrowed(shut[at]) for at, x in self.parts.items()}
-            self.parts = {at: x for at, x in left.items() if x is not None}
-            self._through = {}
-            self._look_behind()
-            self.look_ahead(stages)
+        found[x.start, x.stop] = here.min(axis=(1, 2, 3))
+        return found
 
     def room(self, w: int, r: int, cut: float) -> Any:
         """What stages may take at most, per start and stop, in a plan that is done by ``cut``: ms as in

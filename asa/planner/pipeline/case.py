@@ -133,7 +133,7 @@ class Case:
         self.level += 1
 
     def _by_components(self, best: float, ends: float) -> None:
-        frame = self.shop.by_components(self.m, best, ends)
+        frame = self.shop.by_components(self.m, ends)
         for w, r in frame.parts:
             self.tables[w, r] = _NOTHING
         self._alive(frame, best)
@@ -145,11 +145,6 @@ class Case:
             return
         if not len(frame.front_late):
             frame.look_ahead(self.stages)
-            if best < _FOREVER:
-                frame.narrow(self.stages, best)
-                self.bound = max(self.bound, frame.value(self.stages))
-                if self.bound >= best:
-                    return
         alive = []
         for w in self.widths:
             some = False
@@ -230,10 +225,7 @@ class Case:
                 return
             self.bound = max(self.bound, low)
             frame.look_ahead(self.stages)
-            frame.narrow(self.stages, limit)
-            if frame.value(self.stages) >= limit:
-                self.bound = max(self.bound, limit if limit < _FOREVER else INF)
-                return
+            self._frame = frame
             if not self._explored(frame, limit, ends):
                 break
             if time.monotonic() > ends:

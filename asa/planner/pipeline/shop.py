@@ -44,10 +44,9 @@ class Shop:
         self.hurried: dict[tuple[int, int, int, int, int], Points] = {}
         self._links: dict[Any, Links] = {}
 
-    def by_components(self, m: int, best: float, ends: float) -> Frame:
+    def by_components(self, m: int, ends: float) -> Frame:
         """Bounds by what each component takes by itself, whatever the schedule: by all that it costs where there are
-        not too many widths, and there is time for it; by compute alone elsewhere. Of plans below ``best`` ms, which
-        may fall, but not rise."""
+        not too many widths, and there is time for it; by compute alone elsewhere."""
         if m in self._computed:
             return self._computed[m]
         n, tables = self.n, self._alone.setdefault(m, {})
@@ -76,8 +75,6 @@ class Shop:
             lambda _w, _r: every,
         )  # fmt: skip
         frame.look_ahead(range(2, stages + 1))
-        if best < INF:
-            frame.narrow(range(2, stages + 1), best)
         self._computed[m] = frame
         return frame
 
