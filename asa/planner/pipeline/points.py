@@ -9,6 +9,9 @@ import numpy as np
 
 from asa.planner.stage.problem import Choice
 
+_ANY = 1e15
+"""Ms that no stage takes."""
+
 
 class Room(NamedTuple):
     """What a stage may take, in ms: a microbatch forward and back; all of a step; one microbatch with what comes once
@@ -16,7 +19,7 @@ class Room(NamedTuple):
 
     steady: float
     whole: float
-    single: float = float("inf")
+    single: float = _ANY
 
     def joined(self, other: Room) -> Room:
         """Room for both."""
