@@ -68,8 +68,7 @@ class UserExecutor(PlannedExecutor):
         self._build, self._settings, self._rebinding, self._data = build, settings, rebinding, data
         self._place, self._votes, self.announce, self._folder = place, place.votes, announce, folder
         self.stop = StopRequest()
-        dataset = getattr(data.batches.loader, "dataset", None)
-        self._samples = len(dataset) if data.batches.indexed and dataset is not None else _UNCOUNTED
+        self._samples = data.batches.epoch_samples or _UNCOUNTED
         self._epoch = self._done = self._step = self._warm = 0
         self._saved: tuple[int, Path] | None = None
         self._running: Iterator[Share] | None = None
@@ -201,9 +200,11 @@ class UserExecutor(PlannedExecutor):
         self.model.train()
         tally = Tally(self.model.device)
         pace = Pace(self.plan, self._votes, self._worker.clock, self._settings.log_every, self._warm)
+        left_out = 0
         for share in self._running or self._batches():
             self._done += share.total
             if not self.trainable(share.total):
+                left_out += share.total
                 continue
             self._train(share, tally)
             if pace.stepped(full=share.total == self.plan.global_batch):
@@ -213,6 +214,9 @@ class UserExecutor(PlannedExecutor):
             self._exchange(pace, tally)
         if self._step == first:
             raise UsageError("the loader yields no batch that is large enough for all ranks")
+        if left_out:
+            message = f"{left_out} samples of epoch {epoch} were left out: too few for a batch on all ranks"
+            self.announce({"event": "note", "message": message})
         self._epoch, self._done, self._warm = epoch + 1, 0, pace.warm
         self.model.average_buffers()
         return EpochOutcome(

@@ -118,10 +118,12 @@ def measured(
     import copy
 
     from asa.profiler.measure import profile_module
+    from asa.tracing import histories
 
+    shaped(model)
     # Measuring feeds random samples through: the running statistics of a copy may see them.
     return profile_module(
-        copy.deepcopy(model),
+        copy.deepcopy(model, histories(model)),
         example,
         spec=spec_of(model),
         num_classes=num_classes or outputs_of(model, example),
@@ -131,6 +133,18 @@ def measured(
         time_limit_s=limit_s,
         max_tensor_degree=max_degree,
     )
+
+
+def shaped(model: nn.Module) -> None:
+    """Refuse a model whose lazy modules have not seen a sample yet.
+
+    Raises:
+        UsageError: as said.
+    """
+    from torch.nn.parameter import is_lazy
+
+    if any(is_lazy(t) for t in (*model.parameters(), *model.buffers())):
+        raise UsageError(f"{type(model).__name__} has lazy modules without a shape: run it on one batch first")
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -146,15 +160,19 @@ def spec_of(model: nn.Module) -> str:
 
 
 def outputs_of(model: nn.Module, example: Tensor) -> int:
-    """Classes a model tells apart: the second dimension of its main output, 1 where it has none."""
+    """Classes a model tells apart: the second dimension of its main output, 1 where it has none.
+
+    Raises:
+        InvalidInputError: the model fails on ``example``, or returns no tensor.
+    """
     import torch
 
-    from asa.executor.loss import logits_of
+    from asa.tracing import outcome
 
     modes = {m: m.training for m in model.modules()}
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            output = logits_of(model.eval()(example[:1].to(device_of(model))))
+            output = outcome(model.eval(), example[:1].to(device_of(model)))[0]
     finally:
         for module, mode in modes.items():
             module.training = mode
