@@ -124,6 +124,10 @@ def test_what_no_rank_can_do_is_refused() -> None:
         check_shared(torch.optim.LBFGS(nn.Linear(2, 2).parameters()))
     with pytest.raises(UsageError, match="run it on one batch first"):
         shaped(nn.Sequential(nn.LazyLinear(3)))
+    with pytest.raises(UsageError, match="example_input is dict, not one tensor"):
+        asa.plan(user.model(), {"x": X}, gpus=2)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"a tensor of shape \(\), not one"):
+        asa.plan(user.model(), torch.tensor(1.0), gpus=2)
 
 
 class Fails(nn.Module):

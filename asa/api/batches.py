@@ -135,8 +135,10 @@ class GlobalBatches:
     @property
     def epoch_samples(self) -> int | None:
         """Samples of an epoch (a sampler may draw more or fewer than there are), where the loader says."""
+        if not self.indexed or self.loader.batch_size is None:
+            return None
         try:
-            return len(self.loader.sampler) if self.indexed else None
+            return len(self.loader.sampler)
         except (TypeError, NotImplementedError):
             return None
 

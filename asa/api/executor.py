@@ -7,6 +7,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -207,11 +208,10 @@ class UserExecutor(PlannedExecutor):
                 left_out += share.total
                 continue
             self._train(share, tally)
-            if pace.stepped(full=share.total == self.plan.global_batch):
-                self._exchange(pace, tally)
+            if pace.stepped(full=share.total == self.plan.global_batch) and self._exchange(pace, tally):
+                self._preempt()
         self._running = None
-        if pace.pending:
-            self._exchange(pace, tally)
+        stopping = pace.pending and self._exchange(pace, tally)
         if self._step == first:
             raise UsageError("the loader yields no batch that is large enough for all ranks")
         if left_out:
@@ -219,6 +219,8 @@ class UserExecutor(PlannedExecutor):
             self.announce({"event": "note", "message": message})
         self._epoch, self._done, self._warm = epoch + 1, 0, pace.warm
         self.model.average_buffers()
+        if stopping:  # whoever asks may not wait for a validation
+            self.save(epoch)
         return EpochOutcome(
             step=self._step,
             seconds=time.perf_counter() - began,
@@ -229,12 +231,12 @@ class UserExecutor(PlannedExecutor):
             measurements=pace.measurements(None),
         )
 
-    def _exchange(self, pace: Pace, tally: Tally) -> None:
+    def _exchange(self, pace: Pace, tally: Tally) -> bool:
+        """Whether a rank was asked to stop."""
         interval = pace.exchange(tally, step=self._step, stop=self.stop.asked)
         self.announce({"event": "steps", "epoch": self._epoch, "step": self._step, "loss": interval.loss,
                        "step_time_s": (interval.seconds - interval.data_wait_s) / interval.steps})  # fmt: skip
-        if interval.stopping:
-            self._preempt()
+        return interval.stopping
 
     def _validate(self) -> float:
         """Mean loss over the loader that was given for it; not a number without one."""
@@ -263,7 +265,7 @@ class UserExecutor(PlannedExecutor):
         if self._folder is None:
             raise UsageError("nothing can be saved without out, the folder of the run")
         if self._saved is None or self._saved[0] != self._step:
-            position = self._epoch * self._samples + min(self._done, self._samples - 1)
+            position = self._epoch * self._samples + min(self._done, self._samples)
             self._saved = (self._step, self._keeper.save(self._worker, step=self._step, position=position))
         return self._saved[1]
 
@@ -279,6 +281,18 @@ class UserExecutor(PlannedExecutor):
         self._keeper.restore(self._worker, path, manifest)
         self._epoch, self._done = divmod(manifest.position, self._samples)
         self._step, self._saved, self._running = manifest.step, (manifest.step, path), None
+        if self._done:
+            self._running = self._rest()
+
+    def _rest(self) -> Iterator[Share] | None:
+        """What is left of an epoch that was stopped within; where nothing is, the next one stands at its beginning."""
+        running = self._batches()
+        for share in running:
+            if self.trainable(share.total):
+                return chain((share,), running)
+            self._done += share.total
+        self._epoch, self._done = self._epoch + 1, 0
+        return None
 
     def migrate(self, plan: Plan) -> None:
         """Continue under ``plan``: same weights, optimizer state and sample order. All ranks move, or none does.

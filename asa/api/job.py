@@ -20,7 +20,7 @@ from asa.api.names import StateNames
 from asa.api.optimizers import Rebinding, check_shared, elementwise, planned_as
 from asa.api.place import find_place, same_weights
 from asa.api.planned import Wishes, agreed_plan, checked_plan, on_all_ranks
-from asa.api.planning import device_of, shaped
+from asa.api.planning import device_of, one_tensor, shaped
 from asa.cost.slower import slower_links, slower_profile
 from asa.errors import UsageError
 from asa.executor import checkpoint
@@ -107,7 +107,7 @@ class Job:
         self._replan = replan
         votes = place.votes
         batches = GlobalBatches(loader, votes, lambda total: self._executor.rows(total))
-        example = example_of(batches) if example_input is None else example_input
+        example = example_of(batches) if example_input is None else one_tensor(example_input)
         shaped(model)
         check_shared(optimizer)
         rebinding = Rebinding(optimizer, model)

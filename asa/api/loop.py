@@ -14,7 +14,7 @@ from asa.api.optimizers import Rebinding, check_shared, elementwise, planned_as
 from asa.api.place import find_place, same_weights
 from asa.api.placed import PlacedLoader, PlacedModel, rows_here
 from asa.api.planned import Wishes, agreed_plan, checked_plan, usual_cache
-from asa.api.planning import device_of, shaped
+from asa.api.planning import device_of, one_tensor, shaped
 from asa.errors import UsageError
 from asa.executor.materialize import materialize
 from asa.ir.cluster import Cluster
@@ -90,7 +90,7 @@ def parallelize(
         return alone, optimizer, PlacedLoader(batches, alone)
     shaped(model)
     check_shared(optimizer)
-    example = example_of(batches) if example_input is None else example_input
+    example = example_of(batches) if example_input is None else one_tensor(example_input)
     same_weights(place, model)
     if plan == "auto":
         wishes = Wishes(

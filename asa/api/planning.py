@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import asa
 from asa.errors import InvalidInputError, UsageError
@@ -61,8 +61,8 @@ def plan(
         raise UsageError("planning for a module needs an example_input, a batch of at least one sample")
     else:
         profile = measured(
-            model, example_input, num_classes=num_classes, global_batch=global_batch or 64, precision=precision,
-            limit_s=time_limit_s,
+            model, one_tensor(example_input), num_classes=num_classes, global_batch=global_batch or 64,
+            precision=precision, limit_s=time_limit_s,
         )  # fmt: skip
     request = Request(
         gpus=gpus,
@@ -132,6 +132,23 @@ def measured(
         precision=precision,
         time_limit_s=limit_s,
         max_tensor_degree=max_degree,
+    )
+
+
+def one_tensor(example: Any) -> Tensor:
+    """``example``, if it is what a model can be planned with.
+
+    Raises:
+        UsageError: it is not one tensor of at least one sample.
+    """
+    import torch
+
+    if isinstance(example, torch.Tensor) and example.dim() and len(example):
+        return example
+    found = f"a tensor of shape {tuple(example.shape)}" if isinstance(example, torch.Tensor) else type(example).__name__
+    raise UsageError(
+        f"example_input is {found}, not one tensor [N, ...] of at least one sample; a model of other inputs can be put "
+        "into a module that takes one"
     )
 
 
