@@ -129,6 +129,48 @@ def test_asked_to_stop_in_the_last_step_of_an_epoch(tmp_path: Path, batch: int, 
     assert user.distance(again.state_dict(), whole.state_dict()) < 1e-12
 
 
+class Counting(torch.optim.Optimizer):
+    """Signs of averaged gradients, less and less; what it keeps are not only tensors."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Fails where a part of its state was lost."""
+        for p in (p for g in self.param_groups for p in g["params"] if p.grad is not None):
+            state = self.state[p]
+            if not state:
+                state.update(step=0, scale=1.0, best=None, average=torch.zeros_like(p))
+            state["step"] += 1
+            state["scale"] *= 0.9
+            assert state["best"] is None
+            state["average"].lerp_(p.grad, 0.5)
+            p.sub_(state["average"].sign(), alpha=0.01 * state["scale"] / state["step"])
+
+
+def test_an_optimizer_may_keep_plain_numbers(tmp_path: Path) -> None:
+    def job(out: Path, resume: bool = False) -> asa.Job:
+        net = user.model()
+        plan = in_float64(plan_of(uniform(1, 1), width=1))
+        return asa.Job(net, Counting(net.parameters()), user.loader(), loss_fn, plan, out=out, resume=resume)
+
+    whole, first = job(tmp_path / "whole"), job(tmp_path / "run")
+    whole.run(2)
+    first.run(1)
+    state = first.optimizer.state_dict()
+    assert state["state"][0].keys() == {"step", "scale", "best", "average"}
+    assert (state["state"][0]["step"], state["state"][0]["best"]) == (4, None)
+    first.optimizer.load_state_dict(state)
+    first.close()
+    again = job(tmp_path / "run", resume=True)
+    again.run(2)
+    assert user.distance(again.state_dict(), whole.state_dict()) < 1e-12
+    again.optimizer.state[again.model.parameters()[0]]["odd"] = []
+    with pytest.raises(UsageError, match="keeps a list as 'odd'"):
+        again.optimizer.state_dict()
+
+
 def moving(rank: int, plans: list[Plan]) -> Any:
     net = user.model()
     job = asa.Job(net, user.optimizer(net, "adamw"), user.loader(shuffle=False), loss_fn, plans[0])

@@ -189,12 +189,12 @@ class GlobalBatches:
             # A DataLoader draws a seed for its workers first: on one device the order is the same, therefore.
             torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator)
             return [list(one) for one in sampler]
-        generators = {getattr(s, "generator", None) for s in (sampler, getattr(sampler, "sampler", None))} - {None}
+        generators = {getattr(s, "generator", None) for s in (sampler, getattr(sampler, "sampler", None))}
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             for generator in generators:
-                assert isinstance(generator, torch.Generator)
-                generator.manual_seed(seed)
+                if isinstance(generator, torch.Generator):  # samplers of others may have one of another library
+                    generator.manual_seed(seed)
             return [list(one) for one in sampler]
 
 

@@ -12,7 +12,7 @@ from torch.optim import LBFGS, Optimizer
 from asa.api.optimizer_states import plain_states
 from asa.errors import UsageError
 from asa.executor.parallel import ParallelModel
-from asa.executor.state import held, load_full_optimizer_state
+from asa.executor.state import held, load_full_optimizer_state, stored
 from asa.ir.plan import OptimizerName
 from asa.sharding.parts import step_over_parts
 
@@ -71,8 +71,8 @@ class Rebinding:
                 for name in named[id(p)]:
                     self._group[name] = index
                     for key, value in optimizer.state.get(p, {}).items():
-                        if isinstance(value, Tensor):
-                            self._state[f"{name}/{key}"] = value.detach().cpu().clone()
+                        what, tensor = stored(key, value)
+                        self._state[f"{name}/{what}"] = tensor.detach().cpu().clone()
 
     def apply(self, model: ParallelModel) -> Optimizer:
         """Have the optimizer update what this rank is to update of ``model``; its state so far goes along."""
