@@ -281,18 +281,19 @@ class UserExecutor(PlannedExecutor):
         self._keeper.restore(self._worker, path, manifest)
         self._epoch, self._done = divmod(manifest.position, self._samples)
         self._step, self._saved, self._running = manifest.step, (manifest.step, path), None
-        if self._done:
-            self._running = self._rest()
+        self.advance()
 
-    def _rest(self) -> Iterator[Share] | None:
-        """What is left of an epoch that was stopped within; where nothing is, the next one stands at its beginning."""
-        running = self._batches()
+    def advance(self) -> None:
+        """Of an epoch that has begun and of which nothing is left, go on to the next (collective)."""
+        if not self._done:
+            return
+        running = self._running or self._batches()
         for share in running:
             if self.trainable(share.total):
-                return chain((share,), running)
+                self._running = chain((share,), running)
+                return
             self._done += share.total
-        self._epoch, self._done = self._epoch + 1, 0
-        return None
+        self._running, self._epoch, self._done = None, self._epoch + 1, 0
 
     def migrate(self, plan: Plan) -> None:
         """Continue under ``plan``: same weights, optimizer state and sample order. All ranks move, or none does.

@@ -208,6 +208,7 @@ class Job:
     def epochs(self, epochs: int) -> Iterator[EpochRecord]:
         """As :meth:`run`, one record at a time: a place for schedules of the learning rate."""
         executor = self._executor
+        executor.advance()
         with executor.stop.listening():
             able = self._replan and self._place.votes.tell(self._origins is not None)
             again = self._solve_again if able else None
