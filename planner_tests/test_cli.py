@@ -321,3 +321,16 @@ def test_work_goes_on_when_nobody_reads_its_lines_any_more(tmp_path):
     assert (process.wait(), process.stderr.read()) == (0, b"")
     process.stderr.close()
     assert (tmp_path / "end").exists()
+
+
+def test_a_closed_stdout_is_like_one_nobody_reads():
+    done = subprocess.run(
+        ["sh", "-c", f'"{sys.executable}" -m asa cluster list >&- 2>&-; echo $?'], capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == ("0\n", "")
+
+
+def test_a_flag_that_is_not_there_is_answered_with_the_nearest(capsys):
+    assert entry.run(["plan", "resnet50", "--gpu", "8"]) == 2
+    assert "unrecognized arguments: --gpu 8; did you mean --gpus?; see `asa plan --help`" in capsys.readouterr().err
