@@ -142,6 +142,8 @@ def test_an_error_in_a_model_names_its_line() -> None:
     assert outputs_of(several(), X.double()) == 1, "classes come first there"
     with pytest.raises(InvalidInputError, match=r"Fails .* fails: ValueError: no other \(test_api_outputs.py:\d+\)"):
         outputs_of(Fails(), X)
+    counting = type("Counts", (nn.Module,), {"n": 0, "forward": lambda self, x: setattr(self, "n", self.n + 1) or x})()
+    assert (outputs_of(counting, X), counting.n, counting.training) == (3, 0, True), "left as it was"
     with pytest.raises(InvalidInputError, match="returns a set in which there is no tensor"):
         outputs_of(type("Odd", (nn.Module,), {"forward": lambda _, x: {1}})(), X)
     with pytest.raises(RuntimeError) as caught:

@@ -185,12 +185,8 @@ def outputs_of(model: nn.Module, example: Tensor) -> int:
     import torch
 
     from asa.tracing import outcome
+    from asa.tracing.preserve import mode, preserved
 
-    modes = {m: m.training for m in model.modules()}
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            output = outcome(model.eval(), example[:1].to(device_of(model)))[0]
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    with preserved(model), mode(model, False), torch.no_grad():
+        output = outcome(model, example[:1].to(device_of(model)))[0]
     return int(output.shape[1]) if output.dim() > 1 else 1
