@@ -15,7 +15,12 @@ A message is one line: what was asked, the number that decides, the remedy.
 
 from __future__ import annotations
 
+import os
+import traceback
 from typing import ClassVar
+
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_INSTALLED = f"{os.sep}site-packages{os.sep}"
 
 
 class AsaError(Exception):
@@ -81,3 +86,12 @@ class PreemptedError(AsaError):
     """Stopped on request; everything needed to resume is on disk."""
 
     exit_code: ClassVar[int] = 75
+
+
+def place_of(error: BaseException) -> str:
+    """`` (model.py:12)``: the innermost line of the user's own code that ``error`` came through; empty without one."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        name = frame.filename
+        if not (name.startswith((_HERE, "<")) or _INSTALLED in name or f"{os.sep}lib{os.sep}python" in name):
+            return f" ({os.path.basename(name)}:{frame.lineno})"
+    return ""

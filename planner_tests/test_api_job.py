@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import asa
-from asa.errors import UsageError
+from asa.errors import PreemptedError, UsageError
 from asa.ir.plan import Plan
 from asa.launch import run_ranks
 from planner_tests import user_programs as user
@@ -94,6 +95,83 @@ def test_resume_under_another_plan(tmp_path: Path) -> None:
     whole = run_ranks(2, straight, plans[0], threads=1, timeout_s=60)[0]
     assert user.distance(resumed, whole) < 1e-11
     assert user.distance(whole, reference()) > 1e-6, "the order is shuffled, anew in every epoch"
+
+
+@pytest.mark.parametrize(("batch", "drop_last"), [(8, False), (27, False), (14, True)])
+def test_asked_to_stop_in_the_last_step_of_an_epoch(tmp_path: Path, batch: int, drop_last: bool) -> None:
+    """What is saved there is the end of that epoch: the next one follows, and no sample is seen twice."""
+    plan = replace(in_float64(plan_of(uniform(1, 1), width=1)), global_batch=batch)
+    steps = 27 // batch if drop_last else -(-27 // batch)
+
+    def job(out: Path, stop_at: int = 0, resume: bool = False) -> asa.Job:
+        net = user.model()
+        calls = []
+
+        def loss(output: Tensor, labels: Tensor) -> Tensor:
+            calls.append(1)
+            made._executor.stop.asked = made._executor.stop.asked or len(calls) == stop_at
+            return loss_fn(output, labels)
+
+        batches = DataLoader(user.loader(shuffle=False).dataset, batch, drop_last=drop_last)
+        made = asa.Job(net, user.optimizer(net), batches, loss, plan, out=out, resume=resume)
+        return made
+
+    whole = job(tmp_path / "whole")
+    assert [r.epoch for r in whole.epochs(2)] == [0, 1]
+    first = job(tmp_path / "run", steps)
+    with pytest.raises(PreemptedError, match="saved to"):
+        first.run(2)
+    assert first.step == steps
+    first.close()
+    again = job(tmp_path / "run", resume=True)
+    assert (again.epoch, again.step) == (1, steps)
+    for _ in range(steps):
+        again.train_step()
+    again.run(2)  # nothing is left to do
+    assert again.step == 2 * steps
+    assert user.distance(again.state_dict(), whole.state_dict()) < 1e-12
+
+
+class Counting(torch.optim.Optimizer):
+    """Signs of averaged gradients, less and less; what it keeps are not only tensors."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Fails where a part of its state was lost."""
+        for p in (p for g in self.param_groups for p in g["params"] if p.grad is not None):
+            state = self.state[p]
+            if not state:
+                state.update(step=0, scale=1.0, best=None, average=torch.zeros_like(p))
+            state["step"] += 1
+            state["scale"] *= 0.9
+            assert state["best"] is None
+            state["average"].lerp_(p.grad, 0.5)
+            p.sub_(state["average"].sign(), alpha=0.01 * state["scale"] / state["step"])
+
+
+def test_an_optimizer_may_keep_plain_numbers(tmp_path: Path) -> None:
+    def job(out: Path, resume: bool = False) -> asa.Job:
+        net = user.model()
+        plan = in_float64(plan_of(uniform(1, 1), width=1))
+        return asa.Job(net, Counting(net.parameters()), user.loader(), loss_fn, plan, out=out, resume=resume)
+
+    whole, first = job(tmp_path / "whole"), job(tmp_path / "run")
+    whole.run(2)
+    first.run(1)
+    state = first.optimizer.state_dict()
+    assert state["state"][0].keys() == {"step", "scale", "best", "average"}
+    assert (state["state"][0]["step"], state["state"][0]["best"]) == (4, None)
+    first.optimizer.load_state_dict(state)
+    first.close()
+    again = job(tmp_path / "run", resume=True)
+    again.run(2)
+    assert user.distance(again.state_dict(), whole.state_dict()) < 1e-12
+    again.optimizer.state[again.model.parameters()[0]]["odd"] = []
+    with pytest.raises(UsageError, match="keeps a list as 'odd'"):
+        again.optimizer.state_dict()
 
 
 def moving(rank: int, plans: list[Plan]) -> Any:

@@ -51,6 +51,7 @@ def _tensors(step: int) -> dict[str, dict[str, torch.Tensor]]:
         "a.count": torch.tensor(step),
         "a.empty": torch.empty(0, 3),
     }
+    weights["a.part"] = weights["a.weight"][:2]  # a buffer may be a view of another
     return {
         checkpoint.MODEL: weights,
         checkpoint.OPTIMIZER: {"a.weight/momentum_buffer": torch.randn(7, 5, generator=generator)},

@@ -5,6 +5,8 @@ from __future__ import annotations
 import doctest
 import json
 import os
+import subprocess
+import sys
 
 import nouns
 import pytest
@@ -306,3 +308,29 @@ def test_every_cluster_that_is_listed_can_be_named(capsys):
     assert "local-gloo-2" in listed, "shipped"
     for name in listed:
         assert choose.named_cluster(name).name == name
+
+
+def test_work_goes_on_when_nobody_reads_its_lines_any_more(tmp_path):
+    code = (
+        "import pathlib\nfrom asa.cli.console import Console\n"
+        "for i in range(9):\n    Console().line(f'epoch {i}')\n"
+        f"pathlib.Path({str(tmp_path / 'end')!r}).touch()\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert (process.wait(), process.stderr.read()) == (0, b"")
+    process.stderr.close()
+    assert (tmp_path / "end").exists()
+
+
+def test_a_closed_stdout_is_like_one_nobody_reads():
+    done = subprocess.run(
+        ["sh", "-c", f'"{sys.executable}" -m asa cluster list >&- 2>&-; echo $?'], capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == ("0\n", "")
+
+
+def test_a_flag_that_is_not_there_is_answered_with_the_nearest(capsys):
+    assert entry.run(["plan", "resnet50", "--gpu", "8"]) == 2
+    assert "unrecognized arguments: --gpu 8; did you mean --gpus?; see `asa plan --help`" in capsys.readouterr().err

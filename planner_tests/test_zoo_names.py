@@ -60,6 +60,9 @@ def test_a_factory_is_looked_for_here_and_among_packages(tmp_path: Path, monkeyp
         names.check("own_gone.deep:f")
     with pytest.raises(UsageError, match="is not of the form package"):
         names.check("own_file:")
+    for spec in ("own_folder/deep.py:f", "./own_folder/deep.py:f", "own_folder.deep.py:f"):
+        with pytest.raises(UsageError, match=r"names a file; name its module: own_folder.deep:f"):
+            names.check(spec)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UnavailableError, match="pip install timm"):
         names.check("timm:resnet18")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -86,6 +87,7 @@ class GlobalBatches:
         self.loader, self._votes, self._rows = loader, votes, rows
         self.indexed = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
         self.indexed = self.indexed and loader.batch_sampler is not None
+        self._ahead: list[Any] = []
         if self.indexed:
             sampler = getattr(loader, "sampler", None)
             if isinstance(sampler, DistributedSampler):
@@ -105,10 +107,19 @@ class GlobalBatches:
                 if not keys:
                     raise UsageError("the loader's dataset is empty")
                 return collate([dataset[k] for k in keys])
-        batch = next(iter(self.loader), None)
-        if batch is None:
-            raise UsageError("the loader yields no batch")
+        batch = self._first()
         return rows_of(batch, range(min(samples, samples_in(batch))))
+
+    def _first(self) -> Any:
+        """The first batch; kept for the epoch where the loader can be gone through only once (a generator)."""
+        if self._ahead:
+            return self._ahead[0]
+        batches = iter(self.loader)
+        for batch in batches:
+            if batches is self.loader:
+                self._ahead.append(batch)
+            return batch
+        raise UsageError("the loader yields no batch")
 
     @property
     def batch_size(self) -> int:
@@ -119,7 +130,17 @@ class GlobalBatches:
         if self.indexed:
             size = getattr(self.loader.batch_sampler, "batch_size", None)
             return size if isinstance(size, int) else max(map(len, self.loader.batch_sampler))
-        return samples_in(next(iter(self.loader)))
+        return samples_in(self._first())
+
+    @property
+    def epoch_samples(self) -> int | None:
+        """Samples of an epoch (a sampler may draw more or fewer than there are), where the loader says."""
+        if not self.indexed or self.loader.batch_size is None:
+            return None
+        try:
+            return len(self.loader.sampler)
+        except (TypeError, NotImplementedError):
+            return None
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -129,7 +150,8 @@ class GlobalBatches:
         torch's generator as it stands; the first ``skip`` batches are left out."""
         if not self.indexed:
             first = 0
-            for i, batch in enumerate(self.loader):
+            ahead, self._ahead = self._ahead, []
+            for i, batch in enumerate(chain(ahead, self.loader)):
                 total = samples_in(batch)
                 if i >= skip:
                     rows = self._rows(total)
@@ -167,12 +189,12 @@ class GlobalBatches:
             # A DataLoader draws a seed for its workers first: on one device the order is the same, therefore.
             torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator)
             return [list(one) for one in sampler]
-        generators = {getattr(s, "generator", None) for s in (sampler, getattr(sampler, "sampler", None))} - {None}
+        generators = {getattr(s, "generator", None) for s in (sampler, getattr(sampler, "sampler", None))}
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             for generator in generators:
-                assert isinstance(generator, torch.Generator)
-                generator.manual_seed(seed)
+                if isinstance(generator, torch.Generator):  # samplers of others may have one of another library
+                    generator.manual_seed(seed)
             return [list(one) for one in sampler]
 
 

@@ -7,6 +7,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,7 @@ class UserExecutor(PlannedExecutor):
         self._build, self._settings, self._rebinding, self._data = build, settings, rebinding, data
         self._place, self._votes, self.announce, self._folder = place, place.votes, announce, folder
         self.stop = StopRequest()
-        dataset = getattr(data.batches.loader, "dataset", None)
-        self._samples = len(dataset) if data.batches.indexed and dataset is not None else _UNCOUNTED
+        self._samples = data.batches.epoch_samples or _UNCOUNTED
         self._epoch = self._done = self._step = self._warm = 0
         self._saved: tuple[int, Path] | None = None
         self._running: Iterator[Share] | None = None
@@ -201,20 +201,26 @@ class UserExecutor(PlannedExecutor):
         self.model.train()
         tally = Tally(self.model.device)
         pace = Pace(self.plan, self._votes, self._worker.clock, self._settings.log_every, self._warm)
+        left_out = 0
         for share in self._running or self._batches():
             self._done += share.total
             if not self.trainable(share.total):
+                left_out += share.total
                 continue
             self._train(share, tally)
-            if pace.stepped(full=share.total == self.plan.global_batch):
-                self._exchange(pace, tally)
+            if pace.stepped(full=share.total == self.plan.global_batch) and self._exchange(pace, tally):
+                self._preempt()
         self._running = None
-        if pace.pending:
-            self._exchange(pace, tally)
+        stopping = pace.pending and self._exchange(pace, tally)
         if self._step == first:
             raise UsageError("the loader yields no batch that is large enough for all ranks")
+        if left_out:
+            message = f"{left_out} samples of epoch {epoch} were left out: too few for a batch on all ranks"
+            self.announce({"event": "note", "message": message})
         self._epoch, self._done, self._warm = epoch + 1, 0, pace.warm
         self.model.average_buffers()
+        if stopping:  # whoever asks may not wait for a validation
+            self.save(epoch)
         return EpochOutcome(
             step=self._step,
             seconds=time.perf_counter() - began,
@@ -225,12 +231,12 @@ class UserExecutor(PlannedExecutor):
             measurements=pace.measurements(None),
         )
 
-    def _exchange(self, pace: Pace, tally: Tally) -> None:
+    def _exchange(self, pace: Pace, tally: Tally) -> bool:
+        """Whether a rank was asked to stop."""
         interval = pace.exchange(tally, step=self._step, stop=self.stop.asked)
         self.announce({"event": "steps", "epoch": self._epoch, "step": self._step, "loss": interval.loss,
                        "step_time_s": (interval.seconds - interval.data_wait_s) / interval.steps})  # fmt: skip
-        if interval.stopping:
-            self._preempt()
+        return interval.stopping
 
     def _validate(self) -> float:
         """Mean loss over the loader that was given for it; not a number without one."""
@@ -259,7 +265,7 @@ class UserExecutor(PlannedExecutor):
         if self._folder is None:
             raise UsageError("nothing can be saved without out, the folder of the run")
         if self._saved is None or self._saved[0] != self._step:
-            position = self._epoch * self._samples + min(self._done, self._samples - 1)
+            position = self._epoch * self._samples + min(self._done, self._samples)
             self._saved = (self._step, self._keeper.save(self._worker, step=self._step, position=position))
         return self._saved[1]
 
@@ -275,6 +281,19 @@ class UserExecutor(PlannedExecutor):
         self._keeper.restore(self._worker, path, manifest)
         self._epoch, self._done = divmod(manifest.position, self._samples)
         self._step, self._saved, self._running = manifest.step, (manifest.step, path), None
+        self.advance()
+
+    def advance(self) -> None:
+        """Of an epoch that has begun and of which nothing is left, go on to the next (collective)."""
+        if not self._done:
+            return
+        running = self._running or self._batches()
+        for share in running:
+            if self.trainable(share.total):
+                self._running = chain((share,), running)
+                return
+            self._done += share.total
+        self._running, self._epoch, self._done = None, self._epoch + 1, 0
 
     def migrate(self, plan: Plan) -> None:
         """Continue under ``plan``: same weights, optimizer state and sample order. All ranks move, or none does.

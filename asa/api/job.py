@@ -17,10 +17,10 @@ from asa.api.batches import GlobalBatches
 from asa.api.executor import UserData, UserExecutor
 from asa.api.loop import cache_folder, example_of
 from asa.api.names import StateNames
-from asa.api.optimizers import Rebinding, elementwise, planned_as
+from asa.api.optimizers import Rebinding, check_shared, elementwise, planned_as
 from asa.api.place import find_place, same_weights
 from asa.api.planned import Wishes, agreed_plan, checked_plan, on_all_ranks
-from asa.api.planning import device_of
+from asa.api.planning import device_of, one_tensor, shaped
 from asa.cost.slower import slower_links, slower_profile
 from asa.errors import UsageError
 from asa.executor import checkpoint
@@ -37,6 +37,7 @@ from asa.ir.profile import Precision
 from asa.launch import faults
 from asa.scheduler.loop import adapt
 from asa.strategies import offered
+from asa.tracing import histories
 
 
 class Job:
@@ -106,7 +107,9 @@ class Job:
         self._replan = replan
         votes = place.votes
         batches = GlobalBatches(loader, votes, lambda total: self._executor.rows(total))
-        example = example_of(batches) if example_input is None else example_input
+        example = example_of(batches) if example_input is None else one_tensor(example_input)
+        shaped(model)
+        check_shared(optimizer)
         rebinding = Rebinding(optimizer, model)
         same_weights(place, model)
         wishes = Wishes(
@@ -205,6 +208,7 @@ class Job:
     def epochs(self, epochs: int) -> Iterator[EpochRecord]:
         """As :meth:`run`, one record at a time: a place for schedules of the learning rate."""
         executor = self._executor
+        executor.advance()
         with executor.stop.listening():
             able = self._replan and self._place.votes.tell(self._origins is not None)
             again = self._solve_again if able else None
@@ -240,7 +244,7 @@ class Blank:
 
     def __init__(self, model: nn.Module) -> None:
         empty = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
-        self._model = copy.deepcopy(model, dict(empty))
+        self._model = copy.deepcopy(model, {**histories(model), **empty})
 
     def copy(self) -> nn.Module:
         """A model with small random weights (a trace compares outputs, which must not all be equal)."""
@@ -249,7 +253,7 @@ class Blank:
             id(p): nn.Parameter(torch.randn(p.shape, generator=generator).mul_(0.02).to(p.dtype), p.requires_grad)
             for p in self._model.parameters()
         }
-        return copy.deepcopy(self._model, dict(made))
+        return copy.deepcopy(self._model, {**histories(self._model), **made})
 
 
 def _pair(batch: Any) -> tuple[Tensor, Any]:

@@ -10,11 +10,11 @@ from torch.optim import Optimizer
 
 from asa.api.batches import GlobalBatches
 from asa.api.names import StateNames
-from asa.api.optimizers import Rebinding, elementwise, planned_as
+from asa.api.optimizers import Rebinding, check_shared, elementwise, planned_as
 from asa.api.place import find_place, same_weights
 from asa.api.placed import PlacedLoader, PlacedModel, rows_here
 from asa.api.planned import Wishes, agreed_plan, checked_plan, usual_cache
-from asa.api.planning import device_of
+from asa.api.planning import device_of, one_tensor, shaped
 from asa.errors import UsageError
 from asa.executor.materialize import materialize
 from asa.ir.cluster import Cluster
@@ -83,12 +83,14 @@ def parallelize(
     """
     place = find_place(device, timeout_s)
     batches = GlobalBatches(loader, place.votes, lambda total: rows_here(total, place.ranks, place.rank))
-    example = example_of(batches) if example_input is None else example_input
     rebinding = Rebinding(optimizer, model)
     if place.ranks == 1 and plan == "auto":
         model.to(place.device)
         alone = PlacedModel(None, place, plain=model)
         return alone, optimizer, PlacedLoader(batches, alone)
+    shaped(model)
+    check_shared(optimizer)
+    example = example_of(batches) if example_input is None else one_tensor(example_input)
     same_weights(place, model)
     if plan == "auto":
         wishes = Wishes(

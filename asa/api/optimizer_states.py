@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from asa.errors import UsageError
 from asa.executor.parallel import ParallelModel
-from asa.executor.state import full_optimizer_state, load_full_optimizer_state
+from asa.executor.state import full_optimizer_state, load_full_optimizer_state, restored, stored
 
 Names = Sequence[Sequence[tuple[str, ...]]]
 """Per group and parameter, as they were handed in: all names of it in the model."""
@@ -22,10 +22,11 @@ def plain_states(optimizer: Optimizer, model: ParallelModel, names: Names) -> Ca
     first = [sum(map(len, names[:i])) for i in range(len(names))]
 
     def saved(_optimizer: Optimizer, found: dict[str, Any]) -> dict[str, Any]:
-        full: dict[str, dict[str, Tensor]] = {}
+        full: dict[str, dict[str, Any]] = {}
         for key, value in full_optimizer_state(model, optimizer).items():
             name, _, what = key.rpartition("/")
-            full.setdefault(name, {})[what] = value
+            plain, entry = restored(what, value)
+            full.setdefault(name, {})[plain] = entry
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
         for start, group, parameters in zip(first, found["param_groups"], names, strict=True):
@@ -47,8 +48,9 @@ def plain_states(optimizer: Optimizer, model: ParallelModel, names: Names) -> Ca
             for number, alike in zip(group["params"], parameters, strict=True):
                 name = next((n for n in alike if n in here), None)
                 for what, value in given["state"].get(number, {}).items():
-                    if name is not None and isinstance(value, Tensor):
-                        full[f"{name}/{what}"] = value
+                    if name is not None:
+                        key, tensor = stored(what, value)
+                        full[f"{name}/{key}"] = tensor
         load_full_optimizer_state(model, optimizer, full)
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []

@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from asa.api.optimizer_states import plain_states
 from asa.errors import UsageError
 from asa.executor.parallel import ParallelModel
-from asa.executor.state import held, load_full_optimizer_state
+from asa.executor.state import held, load_full_optimizer_state, stored
 from asa.ir.plan import OptimizerName
 from asa.sharding.parts import step_over_parts
 
@@ -31,6 +31,19 @@ def elementwise(optimizer: Optimizer) -> bool:
 def planned_as(optimizer: Optimizer) -> OptimizerName:
     """What the planner takes it for: its state is one word a parameter, or two."""
     return "sgd" if type(optimizer).__name__ in ("SGD", "Adagrad", "RMSprop") else "adamw"
+
+
+def check_shared(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that does not take the same steps on every rank.
+
+    Raises:
+        UsageError: it decides by a loss, of which each rank has its own.
+    """
+    if isinstance(optimizer, LBFGS):
+        raise UsageError(
+            "LBFGS decides by the loss how often it is evaluated, and every rank has a loss of its own: "
+            "choose an optimizer whose step needs no closure, or train on one device"
+        )
 
 
 class Rebinding:
@@ -58,8 +71,8 @@ class Rebinding:
                 for name in named[id(p)]:
                     self._group[name] = index
                     for key, value in optimizer.state.get(p, {}).items():
-                        if isinstance(value, Tensor):
-                            self._state[f"{name}/{key}"] = value.detach().cpu().clone()
+                        what, tensor = stored(key, value)
+                        self._state[f"{name}/{what}"] = tensor.detach().cpu().clone()
 
     def apply(self, model: ParallelModel) -> Optimizer:
         """Have the optimizer update what this rank is to update of ``model``; its state so far goes along."""

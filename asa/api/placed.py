@@ -69,12 +69,21 @@ class PlacedModel(nn.Module):
             understood_by_torch(parallel)
             self._independent = all(layout.data == place.ranks for layout in parallel.layouts)
 
-    def forward(self, x: Tensor) -> Any:
-        """The model's own output for this rank's samples ``x`` [N, ...]."""
+    def forward(self, x: Any, *more: Any, **options: Any) -> Any:
+        """The model's own output for this rank's samples ``x`` [N, ...]; alone, for whatever it takes.
+
+        Raises:
+            UsageError: on several ranks, anything but one tensor.
+        """
         parallel = self.parallel
-        x = x.to(self.place.device)
+        x = moved(x, self.place.device)
         if parallel is None:
-            return self.parts[0](x)
+            return self.parts[0](x, *moved(more, self.place.device), **moved(options, self.place.device))
+        if more or options or not isinstance(x, Tensor):
+            raise UsageError(
+                "on several ranks a model is called with one tensor; fix its other arguments before "
+                "asa.parallelize, in a module around it"
+            )
         total, weight, first = self._total(len(x))
         value, sides = parallel.compute(x, torch.arange(first, first + total), self.calls)
         if self.training:

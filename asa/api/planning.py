@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import asa
 from asa.errors import InvalidInputError, UsageError
@@ -61,8 +61,8 @@ def plan(
         raise UsageError("planning for a module needs an example_input, a batch of at least one sample")
     else:
         profile = measured(
-            model, example_input, num_classes=num_classes, global_batch=global_batch or 64, precision=precision,
-            limit_s=time_limit_s,
+            model, one_tensor(example_input), num_classes=num_classes, global_batch=global_batch or 64,
+            precision=precision, limit_s=time_limit_s,
         )  # fmt: skip
     request = Request(
         gpus=gpus,
@@ -118,10 +118,12 @@ def measured(
     import copy
 
     from asa.profiler.measure import profile_module
+    from asa.tracing import histories
 
+    shaped(model)
     # Measuring feeds random samples through: the running statistics of a copy may see them.
     return profile_module(
-        copy.deepcopy(model),
+        copy.deepcopy(model, histories(model)),
         example,
         spec=spec_of(model),
         num_classes=num_classes or outputs_of(model, example),
@@ -131,6 +133,35 @@ def measured(
         time_limit_s=limit_s,
         max_tensor_degree=max_degree,
     )
+
+
+def one_tensor(example: Any) -> Tensor:
+    """``example``, if it is what a model can be planned with.
+
+    Raises:
+        UsageError: it is not one tensor of at least one sample.
+    """
+    import torch
+
+    if isinstance(example, torch.Tensor) and example.dim() and len(example):
+        return example
+    found = f"a tensor of shape {tuple(example.shape)}" if isinstance(example, torch.Tensor) else type(example).__name__
+    raise UsageError(
+        f"example_input is {found}, not one tensor [N, ...] of at least one sample; a model of other inputs can be put "
+        "into a module that takes one"
+    )
+
+
+def shaped(model: nn.Module) -> None:
+    """Refuse a model whose lazy modules have not seen a sample yet.
+
+    Raises:
+        UsageError: as said.
+    """
+    from torch.nn.parameter import is_lazy
+
+    if any(is_lazy(t) for t in (*model.parameters(), *model.buffers())):
+        raise UsageError(f"{type(model).__name__} has lazy modules without a shape: run it on one batch first")
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -146,16 +177,16 @@ def spec_of(model: nn.Module) -> str:
 
 
 def outputs_of(model: nn.Module, example: Tensor) -> int:
-    """Classes a model tells apart: the second dimension of its main output, 1 where it has none."""
+    """Classes a model tells apart: the second dimension of its main output, 1 where it has none.
+
+    Raises:
+        InvalidInputError: the model fails on ``example``, or returns no tensor.
+    """
     import torch
 
-    from asa.executor.loss import logits_of
+    from asa.tracing import outcome
+    from asa.tracing.preserve import mode, preserved
 
-    modes = {m: m.training for m in model.modules()}
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            output = logits_of(model.eval()(example[:1].to(device_of(model))))
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    with preserved(model), mode(model, False), torch.no_grad():
+        output = outcome(model, example[:1].to(device_of(model)))[0]
     return int(output.shape[1]) if output.dim() > 1 else 1

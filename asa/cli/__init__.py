@@ -12,6 +12,13 @@ def main() -> None:
     from asa.cli.entry import run
     from asa.cli.heap import start_again
 
+    for number in (0, 1, 2):  # one that is closed would be taken by the next file that is opened
+        with suppress(OSError):
+            os.close(os.dup(number))
+            continue
+        os.dup2(os.open(os.devnull, os.O_RDWR), number)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
     start_again(sys.argv[1:])
     code = run(sys.argv[1:])
     if sys.argv[1:2] == ["plan"] and "torch" not in sys.modules:

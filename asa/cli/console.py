@@ -45,12 +45,16 @@ class Console:
             console.print(message, markup=False, highlight=False, soft_wrap=True)
 
     def line(self, text: str) -> None:
-        """A line of a report that grows while work goes on: on stdout, under --json on stderr."""
+        """A line of a report that grows while work goes on: on stdout, under --json on stderr. Work that is under way
+        does not end because nobody reads on."""
         if self.as_json or (self._bars is not None and sys.stdout.isatty()):
             self.say(text)  # above the bar, which is on the same terminal
         elif self.first_rank:
-            sys.stdout.write(text + "\n")
-            sys.stdout.flush()
+            try:
+                sys.stdout.write(text + "\n")
+                sys.stdout.flush()
+            except BrokenPipeError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
     def document(self, data: dict[str, Any]) -> None:
         """The one JSON document on stdout; nothing without --json."""

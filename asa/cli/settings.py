@@ -11,6 +11,7 @@ import argparse
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,7 +23,13 @@ class _Parser(argparse.ArgumentParser):
     """argparse, but a mistake is a UsageError of one line."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message[:1].lower()}{message[1:]}; see `{self.prog} --help`")
+        raise UsageError(f"{message[:1].lower()}{message[1:]}{self._meant(message)}; see `{self.prog} --help`")
+
+    def _meant(self, message: str) -> str:
+        """The flags that may have been meant by those that there are not."""
+        unknown = [word for word in message.split() if word.startswith("--")] if "unrecognized" in message else []
+        near = [match for word in unknown for match in get_close_matches(word, self._option_string_actions, n=1)]
+        return f"; did you mean {', '.join(near)}?" if near else ""
 
 
 def parser(verb: Verb) -> argparse.ArgumentParser:

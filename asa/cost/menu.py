@@ -8,7 +8,7 @@ strategies declare of a component in a layout, or of its state, is asked for onc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import numpy as np
 from asa.cost.chain_times import ChainTimes
 from asa.cost.memory import margin
 from asa.cost.offload import host_update
+from asa.cost.prefetch import Gathers, Hidden, hidden
 from asa.cost.pricing import Pricer
 from asa.cost.spread import waitings
 from asa.cost.states import Kept, States
@@ -123,6 +124,11 @@ class Menu:
         self._size, self._largest, self._tensors = (np.array(x, dtype=float) for x in (size, largest, tensors))
         self._update, self._apart = np.array(update), np.array(apart)
         full = OPTIMIZER_WORDS[optimizer] * self._size
+        ahead = [self._states.ahead(i, w) for i, w in zip(self.component.tolist(), self.ways, strict=True)]
+        none = Gathers(0.0, 0.0, 0.0, 0.0)
+        self._ahead: Any = None
+        if any(ahead):
+            self._ahead = np.array([[getattr(x or none, f.name) for x in ahead] for f in fields(Gathers)])
         self._part = np.divide(self._optimizer, full, out=np.zeros(len(full)), where=full > 0)
 
     def enough(self, samples: Sequence[int], fewest: Any) -> Any:
@@ -162,22 +168,41 @@ class Menu:
         back = back + np.where(again, inside["forward"], 0.0)
         backward = backward + np.where(again, forward, 0.0)
         copying = self._copied[which] * pricer.slow / pricer.shards.slowest + self._handled[which]
+        saved_s = self._prefetched(pricer, which, cells[:2], backward)
         transient_ = transient_ * margin() + self._transient(pricer, which, saved_)
         fresh = np.where(np.array([x.data == 1 for x in self.layouts])[k] & several, self._largest[which], 0.0)
         state = self._state[which] + (self._added[which] + self._kept[which] if several else 0.0)
         return Priced(
-            forward=forward + ahead,
-            backward=backward + back,
+            forward=forward + ahead - saved_s.forward,
+            backward=backward + back - saved_s.backward,
             bucket=copying,
-            once=copying + self._updated(pricer, which) + self._update_moved[which],
+            once=copying + self._updated(pricer, which) + self._update_moved[which] - saved_s.once,
             prompt=self._prompt[which],
             late=self._late[which],
-            window=backward + copying,
+            window=backward + copying - saved_s.covered,
             state=state - np.where(self.offload[which], self._optimizer[which], 0.0),
             activations=saved_ * margin() + (0.0 if several else self._kept[which]),
             gradients=0.0 * state if several else self._gradients[which],
             transient=np.maximum(transient_ + fresh, self._updating[which]),
         )
+
+    def _prefetched(self, pricer: Pricer, which: Any, passes: Any, own: Any) -> Hidden:
+        """What gathers ahead save. ``passes``: seconds forward and backward x layout x component; ``own``: of the ways'
+        backward."""
+        if self._ahead is None:
+            return Hidden(forward=0.0, backward=0.0, once=0.0, covered=0.0)
+        rows = self._ahead[:, which]
+        gathers = Gathers(*rows)
+        i, k, last = self.component[which], self.layout[which], len(self._graph) - 1
+        ahead = passes[0][k, np.maximum(0, i - 1)]
+        behind = passes[1][k, np.minimum(last, i + 1)]
+        behind = behind + np.where(self.checkpoint[which], passes[0][k, np.minimum(last, i + 1)], 0.0)
+        for at in np.flatnonzero(rows.any(axis=0)).tolist():  # looked up one by one, as cells are
+            way = self.ways[int(which[at])]
+            if way.layout.weights or way.layout.sequence or pricer.shards.speeds:
+                ahead[at] = pricer.pass_of(int(i[at]) - 1, way)[0] if rows[0, at] + rows[2, at] else 0.0
+                behind[at] = pricer.pass_of(int(i[at]) + 1, way)[1] if rows[1, at] else 0.0
+        return hidden(gathers, pricer.cluster.overlap, ahead=ahead, behind=behind, own=own, least=np.minimum)
 
     def _updated(self, pricer: Pricer, which: Any) -> Any:
         """Seconds of the optimizer step."""

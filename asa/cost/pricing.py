@@ -15,6 +15,7 @@ from asa.cost.edges import Edges
 from asa.cost.handovers import Handovers
 from asa.cost.memory import Footprint, margin
 from asa.cost.offload import host_update
+from asa.cost.prefetch import Hidden, hidden
 from asa.cost.shards import Keeping, Shards
 from asa.cost.spread import slowest_rank, waiting, working
 from asa.cost.states import States
@@ -27,6 +28,8 @@ from asa.ir.layout import Layout
 from asa.ir.plan import CompressionName, OptimizerName
 from asa.ir.profile import Profile
 from asa.ir.traffic import Collective, Memory, Phase
+
+_NOTHING_HIDDEN = Hidden(forward=0.0, backward=0.0, once=0.0, covered=0.0)
 
 
 class Pricer:
@@ -146,23 +149,41 @@ class Pricer:
             again = work.forward_s
             back += self._seconds(alone.inner, "forward")
         footprint, update = self._footprint(index, way)
+        saved = self._prefetched(index, way, (work.backward_s + again) * slow)
         blocking = m * (spread.ahead + back) + spread.update_moved + spread.prompt + spread.late
         return ComponentCost(
             num_microbatches=m,
             forward_s=work.forward_s * slow,
             backward_s=(work.backward_s + again) * slow,
-            forward_communication_s=spread.ahead,
-            backward_communication_s=back,
+            forward_communication_s=spread.ahead - saved.forward,
+            backward_communication_s=back - saved.backward,
             bucket_s=spread.copying,
             prompt_sync_s=spread.prompt,
             late_sync_s=spread.late,
             release=self._releases[index].index,
             update_s=update,
-            update_communication_s=spread.update_moved,
+            update_communication_s=spread.update_moved - saved.once,
             error_s=m * slow * work.error_s,
             link_error_s=blocking * self.edges.link_error(way.layout),
             footprint=footprint,
+            covered_s=saved.covered,
+            prefetched_s=m * (saved.forward + saved.backward) + saved.once,
         )
+
+    def _prefetched(self, index: int, way: Way, own: float) -> Hidden:
+        """What gathers ahead save; ``own`` is the component's backward, in seconds."""
+        gathers = self.states.ahead(index, way)
+        if gathers is None:
+            return _NOTHING_HIDDEN
+        ahead = self.pass_of(index - 1, way)[0] if gathers.forward + gathers.once else 0.0
+        behind = self.pass_of(index + 1, way)[1] if gathers.backward else 0.0
+        return hidden(gathers, self.cluster.overlap, ahead=ahead, behind=behind, own=own)
+
+    def pass_of(self, index: int, way: Way) -> tuple[float, float]:
+        """Seconds of compute of component ``index``, run that way, in forward and in backward of one microbatch."""
+        work, slow = self.longest(self.graph.components[index], way.layout)
+        again = work.forward_s if way.checkpoint else 0.0
+        return work.forward_s * slow, (work.backward_s + again) * slow
 
     def joint(self, way: Way) -> bool:
         """Whether what a component holds that way depends on its neighbours' ways."""

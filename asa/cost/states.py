@@ -6,7 +6,7 @@ Components that are alike in all but their names, such as repeated blocks, are p
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from asa.cost.buckets import Release, bucket_bytes, releases
 from asa.cost.collectives import Links
@@ -15,9 +15,10 @@ from asa.cost.compute import Times
 from asa.cost.constants import constant
 from asa.cost.crossings import Crossings
 from asa.cost.ends import Ends
+from asa.cost.prefetch import Gathers
 from asa.cost.way import Way
 from asa.interfaces.strategy import DataStrategy, Strategies
-from asa.ir.cluster import Cluster
+from asa.ir.cluster import Cluster, Sharding
 from asa.ir.graph import Component, LayerGraph
 from asa.ir.layout import Boundary, Layout
 from asa.ir.plan import CompressionName, OptimizerName, TensorDegree
@@ -62,6 +63,8 @@ class States:
         self._shares: dict[tuple[int, TensorDegree], Share] = {}
         self._updates: dict[tuple[int, TensorDegree], float] = {}
         self._kept: dict[tuple[object, ...], Kept] = {}
+        self._ahead: dict[tuple[int, Way], Gathers | None] = {}
+        self._prefetching = cluster.device.type != "cpu" and cluster.overlap.saving > 0
         self._crossings: dict[tuple[Ends, Layout, Layout], tuple[Boundary, tuple[Collective, ...]]] = {}
         self._between: dict[tuple[Ends, tuple[Layout, ...], tuple[Layout, ...]], Crossings] = {}
 
@@ -88,6 +91,35 @@ class States:
         if key not in self._kept:
             self._kept[key] = self._new(index, way)
         return self._kept[key]
+
+    def ahead(self, index: int, way: Way) -> Gathers | None:
+        """What is gathered ahead for component ``index``, and beside its backward; None where nothing is."""
+        if not (self._prefetching and self._strategies.data[way.data.strategy].prefetches and way.layout.data > 1):
+            return None
+        way = replace(way, checkpoint=False, offload=False)
+        if (index, way) not in self._ahead:
+            own, front, behind = (self._gathers(i, way) for i in (index, index - 1, index + 1))
+            found = Gathers(
+                forward=own["forward"] if front else 0.0,
+                backward=own["backward"] if behind else 0.0,
+                once=own["update"] if front else 0.0,
+                front=front["backward"] if front else 0.0,
+            )
+            self._ahead[index, way] = found
+        return self._ahead[index, way]
+
+    def _gathers(self, index: int, way: Way) -> dict[str, float]:
+        """Seconds of the gathers of component ``index`` by phase; empty where it does not exist or cannot be run so."""
+        if not 0 <= index < len(self._graph):
+            return {}
+        component = self._graph.components[index]
+        if self._strategies.tensor[way.tensor.strategy].refusal(component, way.tensor.degree):
+            return {}
+        moved = self.kept(index, way).moved
+        return {
+            p: sum(self.links.seconds(c) for c in moved if c.phase == p and c.op == "all_gather")
+            for p in ("forward", "backward", "update")
+        }
 
     def repeated(self, indices: range, way: Way) -> float:
         """Bytes of optimizer state that components ``indices``, run alike, count beyond what a rank has of them
@@ -137,10 +169,13 @@ class States:
         return self._between[key]
 
     def handled(self, traffic: Iterable[Collective], phase: Phase) -> float:
-        """Seconds of a rank, beside the links', on what stock sharding gathers and scatters."""
-        costs = self._cluster.sharding
+        """Seconds of a rank, beside the links', on what stock sharding gathers and scatters; where they were not
+        measured, those of its copies in the device's memory."""
+        costs, device = self._cluster.sharding, self._cluster.device
         if costs is None:
-            return 0.0
+            if device.type == "cpu" or device.memory_bandwidth <= 0:
+                return 0.0
+            costs = Sharding(unit_s=0.0, byte_s=constant("fsdp_copy_passes") / device.memory_bandwidth)
         moved = [c for c in traffic if c.phase == phase and c.op in ("all_gather", "reduce_scatter")]
         return sum(costs.unit_s + costs.byte_s * c.bytes for c in moved)
 

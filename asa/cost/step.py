@@ -28,10 +28,11 @@ class ComponentCost:
     """One component on one rank, in seconds (of the slowest rank) and bytes.
 
     ``forward_s`` and ``backward_s`` are compute of one microbatch, ``forward_communication_s`` and
-    ``backward_communication_s`` what blocks in it; ``bucket_s`` is compute on gradients in the last microbatch. The
-    rest is once per step: ``prompt_sync_s`` leaves when the last backward ends, ``late_sync_s`` after the backward of
-    component ``release``; then the optimizer. ``error_s`` is a standard error of a step's compute, ``link_error_s``
-    one of its communication.
+    ``backward_communication_s`` what blocks in it; ``bucket_s`` is compute on gradients in the last microbatch. Beside
+    ``covered_s`` of a backward the neighbour's weights are gathered, and gradients wait. The rest is once per step:
+    ``prompt_sync_s`` leaves when the last backward ends, ``late_sync_s`` after the backward of component ``release``;
+    then the optimizer. ``prefetched_s`` is what gathers of weights took beside the neighbours' compute. ``error_s`` is
+    a standard error of a step's compute, ``link_error_s`` one of its communication.
     """
 
     num_microbatches: int
@@ -48,6 +49,8 @@ class ComponentCost:
     error_s: float
     link_error_s: float
     footprint: Footprint
+    covered_s: float = 0.0
+    prefetched_s: float = 0.0
 
     def released_at(self, release: int) -> ComponentCost:
         """The same with another ``release``. (A thousand components of many plans are moved: `replace` checks each
@@ -69,7 +72,7 @@ class ComponentCost:
     @property
     def window_s(self) -> float:
         """Backward compute of the last microbatch, behind which others' synchronisation can hide."""
-        return self.backward_s + self.bucket_s
+        return self.backward_s + self.bucket_s - self.covered_s
 
     @property
     def sync_s(self) -> float:
@@ -140,7 +143,7 @@ def step(components: Sequence[ComponentCost], boundaries: Sequence[BoundaryCost]
         total_s=total,
         compute_s=compute,
         exposed_s=exposed,
-        hidden_s=max(0.0, sync + blocking - exposed),
+        hidden_s=max(0.0, sync + blocking - exposed) + sum(c.prefetched_s for c in components),
         update_s=sum(c.update_s + c.update_communication_s for c in components),
         overlap_s=both,
     )

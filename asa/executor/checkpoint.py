@@ -217,7 +217,15 @@ def _remove(path: Path) -> None:
 
 
 def _store(path: Path, named: Mapping[str, Tensor]) -> StoredFile:
-    save_file({k: v.detach().contiguous() for k, v in named.items()}, path)
+    whole: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in named.items():
+        value = tensor.detach().contiguous()
+        start = value.untyped_storage().data_ptr()
+        # Views of one another (a buffer that is part of another) are stored apart.
+        whole[name] = value.clone() if start in storages else value
+        storages.add(start)
+    save_file(whole, path)
     _flush(path)
     return StoredFile(name=path.name, bytes=path.stat().st_size, sha256=_sum(path))
 

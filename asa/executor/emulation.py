@@ -11,7 +11,7 @@ A component's gradients are all made when its backward ends, as the cost model h
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import distributed
 
@@ -32,10 +33,11 @@ from asa.ir.graph import Component
 from asa.ir.layout import bounds
 from asa.ir.plan import Assignment, Plan
 from asa.ir.profile import Profile
-from asa.ir.traffic import Collective
+from asa.ir.traffic import Collective, Phase
 from asa.sharding import direct
 from asa.sharding.axis import Axis
 from asa.sharding.collectives import all_gather, all_reduce, reduce_scatter
+from asa.sharding.sharded import GATHERED_ONCE
 from asa.tracing import TracedModel
 from asa.tracing.component import TracedComponent
 
@@ -86,7 +88,7 @@ class _Sleeper:
 
     def __init__(
         self, component: Component, traced: TracedComponent, form: _Form, assignment: Assignment, axis: Axis,
-        times: Times, clock: DeviceClock, zeros: Zeros, copying_s: float, page: TensorStrategy,
+        times: Times, clock: DeviceClock, zeros: Zeros, copying_s: Mapping[Phase, float], page: TensorStrategy,
     ) -> None:  # fmt: skip
         self._component, self._traced, self._form = component, traced, form
         self._degree, self._data, self._axis = assignment.tensor.degree, assignment.data.degree, axis
@@ -107,16 +109,18 @@ class _Sleeper:
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Outputs, after forward's time."""
         rows = x.shape[0]
+        self._clock.busy(self._copying_s["forward"])
         self._work("forward", rows)
         return tuple(self._zeros.of((rows, *shape), self._form.dtype) for shape in self._shapes)
 
     def backward(self, x: Tensor, parameters: Sequence[nn.Parameter]) -> tuple[Tensor | None, ...]:
         """Gradients of the input and the parameters, after backward's time. Those that no rank waits for, or that
         would only be added up, are left out."""
+        self._clock.busy(self._copying_s["backward"])
         self._work("backward", x.shape[0])
         last = self._clock.last and self._data > 1
         if last:
-            self._clock.busy(self._copying_s)
+            self._clock.busy(self._copying_s["gradient"])
         gradients = (self._gradient(p) if last and p.requires_grad else None for p in parameters)
         return (self._zeros.of(x.shape, x.dtype) if x.requires_grad else None, *gradients)
 
@@ -188,6 +192,20 @@ class _Stream:
         self._works.clear()
 
 
+def _gather_ahead(modules: Sequence[FSDPModule]) -> None:
+    """Have weights gathered while the unit before computes, as the streams of a GPU let them be: here FSDP has to be
+    told. A root has its units behind it."""
+    before: FSDPModule | None = None
+    for module in modules:
+        if GATHERED_ONCE in module.__dict__:
+            module._set_unshard_async_op(True)
+            before = None
+            continue
+        if before is not None:
+            before.set_modules_to_forward_prefetch([module])
+        before = module
+
+
 class SleepingUpdate(torch.optim.SGD):
     """An optimizer whose step takes ``seconds`` of the device, once gradients have come, and changes nothing."""
 
@@ -253,13 +271,24 @@ class Emulation:
             self._update_s += part * self._times.update(
                 component, assignment.tensor.degree, self._plan.optimizer, share.parameter_bytes, self._bandwidth
             )  # fmt: skip
-        copied = constant("ddp_bucket_passes") * memory.buckets
+        copied = self._copied(page.traffic(share, assignment.data.degree, 1))
+        copied["gradient"] += constant("ddp_bucket_passes") * memory.buckets
+        copied = {phase: size / self._bandwidth if self._bandwidth > 0 else 0.0 for phase, size in copied.items()}
+        self._update_s += copied["update"]
         sleeper = _Sleeper(
             component, traced, self._forms[traced.name], assignment, axis, self._times, self.clock, self._zeros,
-            copied / self._bandwidth if self._bandwidth > 0 else 0.0, splitting,
+            copied, splitting,
         )  # fmt: skip
         traced.__dict__["train_graph"] = traced.__dict__["eval_graph"] = sleeper
         self._sleepers.append(sleeper)
+
+    def _copied(self, traffic: Sequence[Collective]) -> dict[Phase, float]:
+        """Bytes that a GPU's sharding reads and writes beside its gathers and scatters, by when."""
+        found: dict[Phase, float] = dict.fromkeys(("forward", "backward", "gradient", "update"), 0.0)
+        for c in traffic if self._streams else ():
+            if c.op in ("all_gather", "reduce_scatter"):
+                found[c.phase] += constant("fsdp_copy_passes") * c.bytes
+        return found
 
     def settle(self, model: ParallelModel) -> SleepingUpdate:
         """Make the wrappers of ``model`` as idle as its components; the optimizer to train it with."""
@@ -270,6 +299,7 @@ class Emulation:
         if self._streams:
             for module in model.sharded:
                 module.set_custom_reduce_scatter(stream)  # type: ignore[arg-type]
+            _gather_ahead(model.sharded)
         usual = model.reduction.backward
 
         @contextmanager

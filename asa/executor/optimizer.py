@@ -36,11 +36,12 @@ def build_optimizer(
     trained = [p for p in parameters if p.requires_grad]
     away = [p for p in trained if p in offloaded]
     held = [p for p in trained if p not in offloaded] or [nn.Parameter(torch.empty(0))]
-    # One fused kernel does it all and allocates nothing.
-    groups: list[dict[str, Any]] = [{"params": held, "fused": True}]
+    # One fused kernel does it all and allocates nothing; torch has none for complex numbers.
+    fused = all(p.is_floating_point() for p in trained)
+    groups: list[dict[str, Any]] = [{"params": held, "fused": fused}]
     copies = HostCopies(away)
     if away:
-        groups.append({"params": list(copies.of.values()), "fused": True})
+        groups.append({"params": list(copies.of.values()), "fused": fused})
     made: torch.optim.Optimizer
     if name == "sgd":
         made = torch.optim.SGD(groups, lr=rate, momentum=momentum, weight_decay=decay)

@@ -227,8 +227,14 @@ class ParallelModel:
             value, *extra = place.module(value)
             if extra:
                 for name, side in zip(place.segment.side_names(), extra, strict=True):
-                    sides[name] = side if place.side_exit is None else place.side_exit(side, total)
+                    sides[name] = self._left(place.side_exit, side, total, name)
+        if self.concludes:
+            return self._left(self._last, value, total, ""), sides
         return value if self._last is None else self._last(value, total), sides
+
+    def _left(self, crossing: Crossing | None, output: Tensor, total: int, name: str) -> Tensor:
+        """An output of the model in the layout it leaves in."""
+        return output if crossing is None else crossing.leave(output, total, self.traced.batch_dims.get(name, 0))
 
     def forward(self, x: Tensor | None, samples: Tensor, step: int) -> Any:
         """The model's own output, for :meth:`output_rows` of the microbatch ``samples``; None before the last stage.

@@ -5,14 +5,16 @@ Everything is keyed by the plain model's names, so that any plan can read what a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from asa.errors import UsageError
 from asa.executor.exchange import united
 from asa.executor.offload import updated_in
 from asa.executor.parallel import ParallelModel
@@ -125,6 +127,33 @@ def load_full_state(model: ParallelModel, state: dict[str, Tensor]) -> None:
         item.tensor.copy_(cut(item, state[item.name]))
 
 
+_PLAIN: dict[str, Callable[[float], Any]] = {"int": int, "float": float, "bool": bool, "NoneType": lambda _: None}
+
+
+def stored(key: str, value: object) -> tuple[str, Tensor]:
+    """An entry of an optimizer's state as a tensor; of a plain number the key says what it was.
+
+    >>> stored("step", 3)
+    ('step:int', tensor(3))
+
+    Raises:
+        UsageError: it is neither a tensor nor a number.
+    """
+    if isinstance(value, Tensor):
+        return key, value
+    kind = type(value).__name__
+    if kind not in _PLAIN:
+        raise UsageError(f"the optimizer keeps a {kind} as {key!r}: only tensors and numbers can be saved and moved")
+    number: Any = 0 if value is None else value
+    return f"{key}:{kind}", torch.tensor(number, dtype=torch.float64 if kind == "float" else torch.int64)
+
+
+def restored(key: str, tensor: Tensor) -> tuple[str, object]:
+    """The entry that :func:`stored` was given."""
+    name, _, kind = key.rpartition(":")
+    return (name, _PLAIN[kind](tensor.item())) if name and kind in _PLAIN else (key, tensor)
+
+
 def full_optimizer_state(
     model: ParallelModel, optimizer: torch.optim.Optimizer, *, kept: bool = True, lent: bool = False
 ) -> dict[str, Tensor]:
@@ -134,15 +163,14 @@ def full_optimizer_state(
     kept = kept or model.state_axis is not None
     for item in held(model):
         known = updated_in(optimizer, item.tensor)
-        for key, value in sorted(optimizer.state.get(known, {}).items()):
-            if isinstance(value, Tensor):
-                alike = value.shape == known.shape
-                if alike and known is not item.tensor:
-                    value = as_held(item.tensor, value)
-                full = gather(item, value, kept=kept, lent=lent) if alike else value.detach().cpu().clone()
-                found[f"{item.name}/{key}"] = full
-                if item.speaker == model.position.place:
-                    spoken[f"{item.name}/{key}"] = full
+        for key, value in sorted((stored(*e) for e in optimizer.state.get(known, {}).items()), key=lambda e: e[0]):
+            alike = value.shape == known.shape
+            if alike and known is not item.tensor:
+                value = as_held(item.tensor, value)
+            full = gather(item, value, kept=kept, lent=lent) if alike else value.detach().cpu().clone()
+            found[f"{item.name}/{key}"] = full
+            if item.speaker == model.position.place:
+                spoken[f"{item.name}/{key}"] = full
     return found if model.state_axis is None else united(spoken, model.state_axis)
 
 
@@ -162,8 +190,12 @@ def load_full_optimizer_state(model: ParallelModel, optimizer: torch.optim.Optim
         item = shapes[name]
         if id(item.tensor) not in updated:
             continue
-        # A full tensor of the parameter's own shape is cut like it; scalars (AdamW's step) are the same everywhere.
         known = updated_in(optimizer, item.tensor)
+        plain_key, number = restored(key, full)
+        if plain_key != key:
+            optimizer.state[known][plain_key] = number
+            continue
+        # A full tensor of the parameter's own shape is cut like it; scalars (AdamW's step) are the same everywhere.
         value = full if full.dim() == 0 and item.tensor.dim() else cut(item, full)
         if known is not item.tensor:
             value = local(value)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import asa.errors
-from asa.errors import AsaError, WorkersFailedError
+from asa.errors import AsaError, WorkersFailedError, place_of
 
 T = TypeVar("T")
 
@@ -76,6 +76,8 @@ class Votes:
         if not failed:
             return
         text = " ".join(str(error).split())
+        if error is not None and not isinstance(error, AsaError):
+            text += place_of(error)
         name, message = self.tell([type(error).__name__, text], source=failed[0])
         cls = getattr(asa.errors, name, None)
         if isinstance(cls, type) and issubclass(cls, AsaError):

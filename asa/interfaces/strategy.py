@@ -59,6 +59,9 @@ class DataStrategy(ABC):
     joint: ClassVar[bool] = False
     """Whether what a component holds depends on what neighbours are run alike."""
 
+    prefetches: ClassVar[bool] = False
+    """Whether its weights are gathered while the neighbour before it computes, where a device has a stream for that."""
+
     def of(self, choice: DataDegree) -> DataStrategy:
         """The page of ``choice``: another one only where that says more than a degree."""
         return self

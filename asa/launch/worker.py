@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed exports no types
 
-from asa.errors import AsaError
+from asa.errors import AsaError, place_of
 from asa.launch import faults
 from asa.launch.apart import Surroundings
 from asa.launch.heap import keep_freed_memory
@@ -119,6 +119,7 @@ def failure(error: BaseException) -> Failure:
         line = f"called sys.exit({error.code!r}) before it was done"
     else:
         line = f"failed with {type(error).__name__}" + (f": {text}" if text else "")
+        line = (line if len(line) <= 400 else line[:397] + "...") + place_of(error)
     collective = isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError)
         and not isinstance(error, NotImplementedError)
@@ -126,7 +127,7 @@ def failure(error: BaseException) -> Failure:
     )
     trace = "".join(traceback.format_exception(error))
     return Failure(
-        line=line if len(line) <= 400 else line[:397] + "...",
+        line=line,
         collective=collective,
         trace=trace,
         error=error if isinstance(error, AsaError) and _pickles(error) else None,

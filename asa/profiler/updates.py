@@ -23,7 +23,8 @@ def build_optimizer(name: OptimizerName, parameters: Iterable[Tensor]) -> torch.
     The arithmetic is that of a real step, and the weights stay what they were.
     """
     held = list(parameters)
-    fused = bool(held)  # as in training: one pass that allocates nothing
+    # As in training: one pass that allocates nothing, where torch has it.
+    fused = bool(held) and all(p.is_floating_point() for p in held)
     if name == "sgd":
         return torch.optim.SGD(held, lr=0.0, momentum=0.9, weight_decay=5e-4, fused=fused)
     return torch.optim.AdamW(held, lr=0.0, weight_decay=0.05, fused=fused)

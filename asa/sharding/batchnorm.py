@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from asa.sharding.axis import Axis
+from asa.sharding.stock import stock
 
 
 def _channel_sum(x: Tensor) -> Tensor:
@@ -105,5 +106,5 @@ def synchronise(module: nn.Module, axis: Axis) -> None:
         return
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, nn.BatchNorm1d | nn.BatchNorm2d):
+            if isinstance(child, nn.BatchNorm1d | nn.BatchNorm2d) and stock(child):
                 setattr(parent, name, SynchronisedBatchNorm(child, axis))

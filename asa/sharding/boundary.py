@@ -60,6 +60,14 @@ class Crossing:
         """Convert ``x``, this rank's rows of a microbatch of ``samples`` in all."""
         return x if self.silent else _Cross.apply(x, self, samples)
 
+    def leave(self, x: Tensor, samples: int, dim: int | None) -> Tensor:
+        """As calling it, for an output whose batch is dimension ``dim``; one without (None) is a mean over samples."""
+        if dim == 0 or self.boundary.reduces_exit:
+            return self(x, samples)
+        if dim is not None:
+            return self(x.movedim(dim, 0), samples).movedim(0, dim)
+        return x if self.silent or not x.is_floating_point() else _Average.apply(x, self, samples)
+
     def forward(self, x: Tensor, samples: int) -> Tensor:
         """The forward conversion, without autograd."""
         b = self.boundary
@@ -111,3 +119,22 @@ class _Cross(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         return ctx.crossing.backward(gradient, ctx.samples), None, None
+
+
+class _Average(torch.autograd.Function):
+    """A mean over each source shard's samples becomes that over the samples of the shards that meet."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, crossing: Crossing, samples: int) -> Tensor:
+        rows = _rows(samples, crossing.boundary.source, crossing.gather_ranks)
+        ctx.crossing, ctx.share = crossing, rows[crossing.gather_axis.index] / max(1, sum(rows))
+        if crossing.boundary.gathers == 1:
+            return x.view_as(x)
+        return all_reduce(x * ctx.share, crossing.gather_axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        b = ctx.crossing.boundary
+        if b.slices > 1:
+            gradient = all_reduce(gradient.clone(memory_format=torch.contiguous_format), ctx.crossing.slice_axis)
+        return gradient * (ctx.share * b.source.data / b.target.data), None, None

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -26,15 +27,16 @@ def _on_one_host() -> bool:
     return os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
 
 
-class Pending:
+class Pending(dist.Work):
     """A collective under way: the messages that are, and what is done with them once they are there."""
 
     def __init__(self, works: Sequence[dist.Work | None], received: Tensor | None = None, into: Tensor | None = None,
                  *, mean: bool = False) -> None:  # fmt: skip
+        super().__init__()
         self._works, self._received, self._into, self._mean = works, received, into, mean
 
-    def wait(self) -> bool:
-        """Until the result is there."""
+    def wait(self, timeout: timedelta | None = None) -> bool:  # type: ignore[override]
+        """Until the result is there, however long that takes."""
         for work in self._works:
             if work is not None:
                 work.wait()

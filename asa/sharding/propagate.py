@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from asa.sharding.stock import stock
+
 Action = Literal["column", "row", "heads", "local", "depthwise"]
 
 
@@ -188,6 +190,9 @@ class Walk:
         m = self.module.get_submodule(path)
         source = node.args[0] if node.args else None
         cut = self._cut_of(source)
+        if not stock(m):
+            self._whole(node)
+            return None
         if path not in self.repeated and "tensor_meta" in node.meta:
             if isinstance(m, nn.Linear):
                 if cut is None:

@@ -13,6 +13,7 @@ from asa.sharding.axis import SOLO
 from asa.sharding.modules import HeadParallelAttention
 from asa.sharding.propagate import Cut, splits_by_heads
 from asa.sharding.samples import SampleContext, SampleDropout, replacement
+from asa.sharding.stock import stock
 from asa.tracing.component import TracedComponent
 
 
@@ -30,7 +31,7 @@ def make_reproducible(components: Iterable[TracedComponent], context: SampleCont
             _separate_calls(graph, component.name, context)
         for path, child in list(component.named_modules()):
             fresh: nn.Module | None = replacement(child, f"{component.name}.{path}", context)
-            if isinstance(child, nn.MultiheadAttention) and child.dropout > 0:
+            if isinstance(child, nn.MultiheadAttention) and child.dropout > 0 and stock(child):
                 fresh = _attention(component, child, path, context)
             if fresh is not None:
                 component.set_submodule(path, fresh.train(child.training))

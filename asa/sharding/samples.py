@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from asa.sharding.stock import stock
 from asa.zoo.data import draws
 
 
@@ -100,6 +101,8 @@ class SampleDropout(nn.Module):
 
 def replacement(module: nn.Module, site: str, context: SampleContext) -> SampleDropout | None:
     """The strategy-independent form of a stock dropout module; None for every other module."""
+    if not stock(module):
+        return None
     if isinstance(module, nn.Dropout):
         return SampleDropout(module.p, site=site, context=context)
     if isinstance(module, nn.Dropout1d | nn.Dropout2d | nn.Dropout3d):

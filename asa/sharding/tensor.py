@@ -21,6 +21,7 @@ from asa.sharding.propagate import Cut, SplitPlan, is_elementwise, propagate
 from asa.sharding.samples import SampleDropout
 from asa.sharding.tokens import propagate_tokens
 from asa.tracing.component import TracedComponent
+from asa.tracing.preserve import histories
 
 _SAMPLES = 2
 _SHAPES = "asa_shapes"
@@ -205,7 +206,7 @@ def _offset_dropout(module: nn.Module, cut: Cut | None, axis: Axis) -> None:
 
 def detached_copy(component: TracedComponent, device: torch.device | str) -> TracedComponent:
     """A copy with parameters and buffers of its own on ``device`` (``meta`` costs nothing)."""
-    memo: dict[int, object] = {}
+    memo = histories(component)
     for p in component.parameters():
         memo[id(p)] = nn.Parameter(p.detach().to(device, copy=True), requires_grad=p.requires_grad)
     for b in component.buffers():

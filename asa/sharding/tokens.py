@@ -24,6 +24,7 @@ from asa.sharding.propagate import (
     is_elementwise,
     splits_by_heads,
 )
+from asa.sharding.stock import stock
 
 
 class _TokenWalk(Walk):
@@ -57,6 +58,9 @@ class _TokenWalk(Walk):
         cut = self._cut_of(node.args[0] if node.args else None)
         if cut is None or not cut.tokens:
             return self._scattered(node, super()._visit_module(node))
+        if not stock(m):
+            self._whole(node)
+            return None
         if path not in self.repeated and "tensor_meta" in node.meta:
             if isinstance(m, nn.Linear):
                 return self._column(node, path, Cut(2, m.out_features), "column")

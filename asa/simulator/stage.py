@@ -37,7 +37,8 @@ class StageRun:
         for i in range(len(self._names) - 1, -1, -1):
             c, name = price.components[i], self._names[i]
             streams.block(name, "inside", c.backward_communication_s, microbatch)
-            streams.compute(name, "backward", c.backward_s + (c.bucket_s if last else 0.0), microbatch)
+            own = c.backward_s + (c.bucket_s if last else 0.0)
+            streams.compute(name, "backward", own, microbatch, c.covered_s)
             if last:
                 held[c.release] += c.late_sync_s
                 streams.release(name, held.pop(i, 0.0) + c.prompt_sync_s, microbatch)

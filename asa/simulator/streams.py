@@ -35,9 +35,10 @@ class Streams:
         self.now = 0.0
         self.events: list[Event] = []
 
-    def compute(self, name: str, kind: EventKind, seconds: float, microbatch: int) -> None:
-        """Computation: whatever synchronisation is waiting runs beside it."""
-        start, left = self.now, seconds
+    def compute(self, name: str, kind: EventKind, seconds: float, microbatch: int, covered: float = 0.0) -> None:
+        """Computation: whatever synchronisation is waiting runs beside it, once ``covered`` seconds of it are over."""
+        start, left = self.now, seconds - covered
+        self.now += covered
         while left > _NOTHING:
             if not self._waiting:
                 self.now += left

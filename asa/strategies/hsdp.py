@@ -27,6 +27,7 @@ class HybridShard(DataStrategy):
 
     identifier = "hsdp"
     joint = True
+    prefetches = True
 
     def __init__(self, shards: int | None = None) -> None:
         self.shards = shards

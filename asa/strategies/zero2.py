@@ -25,6 +25,7 @@ class ShardedGradients(DataStrategy):
 
     identifier = "zero2"
     joint = True
+    prefetches = True
 
     def refusal(self, component: Component, degree: int) -> str:
         """Anything with parameters can be sharded; uneven dimensions are padded."""

@@ -25,6 +25,7 @@ class FullyShard(DataStrategy):
 
     identifier = "zero3"
     joint = True
+    prefetches = True
 
     def refusal(self, component: Component, degree: int) -> str:
         """Anything with parameters can be sharded; uneven dimensions are padded."""

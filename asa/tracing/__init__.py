@@ -4,5 +4,7 @@ from asa.tracing.build import trace
 from asa.tracing.chain import TracedModel
 from asa.tracing.component import TracedComponent
 from asa.tracing.facts import ComponentFacts
+from asa.tracing.preserve import histories
+from asa.tracing.whole import outcome
 
-__all__ = ["ComponentFacts", "TracedComponent", "TracedModel", "trace"]
+__all__ = ["ComponentFacts", "TracedComponent", "TracedModel", "histories", "outcome", "trace"]

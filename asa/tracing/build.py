@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from asa.errors import InvalidInputError
 from asa.tracing import ties
 from asa.tracing.blocks import attends, describe, find_blocks, within
-from asa.tracing.chain import TracedModel, side_names, structure_of
+from asa.tracing.chain import BatchDims, TracedModel, batch_dims, side_names, structure_of
 from asa.tracing.component import TracedComponent, cut_out
 from asa.tracing.cuts import Cut, constants, find_cuts, in_both, observe, segments
 from asa.tracing.facts import ComponentFacts, measure
@@ -91,7 +91,7 @@ def _inside(paths: frozenset[str], objects: dict[str, Any]) -> frozenset[str]:
 
 def _components(
     model: nn.Module, programs: tuple[Program, Program], small: Tensor, large: Tensor
-) -> tuple[list[TracedComponent], list[str]]:
+) -> tuple[list[TracedComponent], list[str], BatchDims]:
     seen = []
     for program, training in zip(programs, (True, False), strict=True):
         with mode(model, training):
@@ -143,7 +143,8 @@ def _components(
     if tied:
         names = ", ".join(c.name for c in components if c.ties)
         notes.append(f"{names} share parameters: they stay whole, in one stage")
-    return components, notes
+    dims = [batch_dims(p, a.shapes, b.shapes) for p, (a, b) in zip(programs, seen, strict=True)]
+    return components, notes, dims[1] | dims[0]
 
 
 def _set_mode(components: list[TracedComponent], training: bool) -> None:
@@ -171,22 +172,22 @@ def trace(model: nn.Module, example: Tensor, *, name: str, known: str = "") -> T
         try:
             programs = (trace_mode(model, True, (small, large)), trace_mode(model, False, (small, large)))
             _rename_constants(*programs)
-            components, notes = _components(model, programs, small, large)
+            components, notes, dims = _components(model, programs, small, large)
             structures = (structure_of(programs[0]), structure_of(programs[1]))
             if known and known == model_fingerprint(model, components):
-                traced, reason = _chain(name, model, components, structures, notes, small, []), ""
+                traced, reason = _chain(name, model, components, structures, dims, notes, small, []), ""
             else:
                 facts = _weighed(model, components, small, large)
-                traced = _chain(name, model, components, structures, notes, small, facts)
+                traced = _chain(name, model, components, structures, dims, notes, small, facts)
                 reason = disagreement(model, traced.run, lambda t: _set_mode(components, t), small)
         except Exception as error:  # whatever a model's code may raise when it is run on symbols, or in pieces
             reason = reason_of(error)
         if traced is None or reason:
-            only, structures = whole(model, small)
+            only, structures, dims = whole(model, small, large)
             components = [only]
             facts = _weighed(model, components, small, large)
             traced = _chain(
-                name, model, components, structures, [f"the model is one component: {reason}"], small, facts
+                name, model, components, structures, dims, [f"the model is one component: {reason}"], small, facts
             )
     own = set(model.modules())
     for component in traced.components:
@@ -206,6 +207,7 @@ def _chain(
     model: nn.Module,
     components: list[TracedComponent],
     structures: tuple[Any, Any],
+    dims: BatchDims,
     notes: list[str],
     small: Tensor,
     facts: list[ComponentFacts],
@@ -220,4 +222,5 @@ def _chain(
         notes=tuple(notes),
         unused=tuple(n for n, _ in (*model.named_parameters(), *model.named_buffers()) if n not in held),
         structures=structures,
+        batch_dims=dims,
     )

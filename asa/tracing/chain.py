@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,10 @@ from torch.utils import _pytree as pytree
 from asa.tracing.component import TracedComponent
 from asa.tracing.facts import ComponentFacts
 from asa.tracing.program import Program, origin
+
+Shape = tuple[int, ...]
+BatchDims = dict[str, int | None]
+"""The dimension of each output that is the batch, None where none is; the main one is named ``""``."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,21 @@ def side_names(program: Program) -> dict[fx.Node, str]:
     return names
 
 
+def batch_dims(program: Program, small: Mapping[fx.Node, Shape], large: Mapping[fx.Node, Shape]) -> BatchDims:
+    """Where the outputs of ``program`` have their batch, from their shapes on two batches."""
+    names = side_names(program)
+    return {names.get(node, ""): differing(small.get(node, ()), large.get(node, ())) for node in program.outputs}
+
+
+def differing(small: Shape, large: Shape) -> int | None:
+    """The first dimension in which two shapes differ, if any.
+
+    >>> differing((4, 2, 8), (4, 3, 8))
+    1
+    """
+    return next((d for d, (a, b) in enumerate(zip(small, large, strict=False)) if a != b), None)
+
+
 def structure_of(program: Program) -> Any:
     """The model's output structure with a :class:`Slot` for every tensor."""
     names = side_names(program)
@@ -47,7 +67,7 @@ class TracedModel:
 
     ``notes``: what could not be traced or separated, and why. ``unused``: parameters and buffers of the model
     that no component holds, because ``forward`` never reads them. ``structures``: output structures in training
-    and in evaluation.
+    and in evaluation; ``batch_dims``: where their tensors have the batch.
     """
 
     name: str
@@ -58,6 +78,7 @@ class TracedModel:
     notes: tuple[str, ...]
     unused: tuple[str, ...]
     structures: tuple[Any, Any]
+    batch_dims: BatchDims
 
     @property
     def note(self) -> str:

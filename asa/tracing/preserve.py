@@ -46,6 +46,13 @@ def attributes(module: nn.Module) -> dict[str, Any]:
     return _shallow(module)
 
 
+def histories(model: nn.Module) -> dict[int, Any]:
+    """A memo for ``copy.deepcopy``: tensors that a module keeps with the way they came about (as
+    ``torch.nn.utils.weight_norm`` does), which cannot be copied, by their values."""
+    kept = (t for module in model.modules() for t in vars(module).values() if isinstance(t, torch.Tensor))
+    return {id(t): t.detach().clone() for t in kept if not t.is_leaf}
+
+
 @contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
     """Restore ``model``'s modes, attributes and buffer values, and the random state, on the way out."""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from asa.errors import InvalidInputError
-from asa.tracing.chain import Slot
+from asa.errors import InvalidInputError, place_of
+from asa.tracing.chain import BatchDims, Slot, differing
 from asa.tracing.component import TracedComponent
 from asa.tracing.preserve import mode
 from asa.tracing.tracer import reason_of
@@ -54,24 +54,46 @@ def _slots(output: Any, names: Iterator[str]) -> Any:
     return pytree.tree_map(lambda leaf: Slot(next(names)) if isinstance(leaf, Tensor) else leaf, output)
 
 
-def whole(model: nn.Module, example: Tensor) -> tuple[WholeModel, tuple[Any, Any]]:
-    """``model`` as one component, and its output structures in both modes; ``example`` is run once in each.
+def _run(model: nn.Module, example: Tensor) -> tuple[Any, tuple[Tensor, ...]]:
+    asked = f"{type(model).__name__} on an input of shape {tuple(example.shape[1:])}"
+    try:
+        output = model(example.clone())
+    except Exception as error:
+        raise InvalidInputError(f"{asked} fails: {reason_of(error)}{place_of(error)}") from error
+    tensors = tensors_of(output)
+    if not tensors:
+        raise InvalidInputError(
+            f"{asked} returns a {type(output).__name__} in which there is no tensor; return a tensor, or tensors in a "
+            "tuple, list or dictionary"
+        )
+    return output, tensors
+
+
+def outcome(model: nn.Module, example: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that ``model`` makes of ``example``, the main one first.
 
     Raises:
-        InvalidInputError: the model fails on ``example``, or returns no tensor.
+        InvalidInputError: it fails on ``example``, or returns no tensor.
+    """
+    output, tensors = _run(model, example)
+    return (output["out"], *tensors) if isinstance(output, dict) and "out" in output else tensors
+
+
+def whole(model: nn.Module, small: Tensor, large: Tensor) -> tuple[WholeModel, tuple[Any, Any], BatchDims]:
+    """``model`` as one component, its output structures in both modes, and where its outputs have their batch; both
+    batches are run once in each mode.
+
+    Raises:
+        InvalidInputError: the model fails on them, or returns no tensor.
     """
     structures, sides = [], []
-    asked = f"{type(model).__name__} on an input of shape {tuple(example.shape[1:])}"
+    dims: BatchDims = {}
     for training in (True, False):
-        try:
-            with mode(model, training), torch.no_grad():
-                output = model(example.clone())
-        except Exception as error:
-            raise InvalidInputError(f"{asked} fails: {reason_of(error)}") from error
-        count = len(tensors_of(output))
-        if not count:
-            raise InvalidInputError(f"{asked} returns no tensor")
-        names = tuple(f"output-{i}" for i in range(2, count + 1))
+        with mode(model, training), torch.no_grad():
+            (output, tensors), (_, others) = _run(model, small), _run(model, large)
+        names = tuple(f"output-{i}" for i in range(2, len(tensors) + 1))
         sides.append(names)
         structures.append(_slots(output, iter(("", *names))))
-    return WholeModel(model, (sides[0], sides[1])), (structures[0], structures[1])
+        found = [differing(tuple(a.shape), tuple(b.shape)) for a, b in zip(tensors, others, strict=False)]
+        dims = dict(zip(("", *names), found, strict=False)) | dims
+    return WholeModel(model, (sides[0], sides[1])), (structures[0], structures[1]), dims

@@ -14,17 +14,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from asa.errors import InvalidInputError, UnavailableError, UsageError
+from asa.errors import InvalidInputError, UnavailableError, UsageError, place_of
 from asa.zoo.names import check_installed
 
 Shape = tuple[int, int, int]
 
 
 def first_line(error: BaseException) -> str:
-    """``Kind: message`` of an exception, in one line of at most 200 characters."""
+    """``Kind: message`` of an exception, in one line of at most 200 characters, and where in the user's code it was."""
     text = str(error).strip().splitlines()
     line = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
-    return line if len(line) <= 200 else line[:197] + "..."
+    return (line if len(line) <= 200 else line[:197] + "...") + place_of(error)
 
 
 @contextlib.contextmanager

@@ -73,6 +73,9 @@ def check_module(spec: str, name: str) -> None:
     Raises:
         UsageError: there is none, or ``spec`` is not of that form.
     """
+    if name.endswith(".py") or "/" in name:
+        module = name.removesuffix(".py").strip("./").replace("/", ".")
+        raise UsageError(f"model {spec!r} names a file; name its module: {module}:{spec.partition(':')[2]}")
     if not all(part.isidentifier() for part in spec.replace(":", ".", 1).split(".")):
         raise UsageError(f"model {spec!r} is not of the form package.module:factory")
     first = name.partition(".")[0]

@@ -1,0 +1,54 @@
+"""Weights that are gathered while the neighbour computes, on devices that have a stream for it.
+
+Stock ``fully_shard`` gathers one unit ahead: in forward the weights of a component while the one in front of it
+computes, in backward while the one behind it does. With g the gather and w that compute, each by itself, both go on for
+tau = min(sc g, sp w) seconds, of which ``saving * tau`` are saved (:mod:`asa.cost.step`); what gradients are in the
+meantime synchronised beside that compute is not: the links are taken. The neighbour is taken to be run alike; one
+that cannot be belongs to another root, whose gathers nobody issues ahead.
+
+Zhao et al. 2023, "PyTorch FSDP", 3.3.2 (backward and forward prefetching); torch.distributed.fsdp._fully_shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from asa.ir.cluster import Overlap
+
+
+@dataclass
+class Gathers:
+    """Seconds of the gathers ahead of a component: in every forward, every backward, and once per step, each beside the
+    neighbour's compute; ``front``: in backward of the component in front of it, beside its own."""
+
+    forward: float
+    backward: float
+    once: float
+    front: float
+
+
+@dataclass
+class Hidden:
+    """Seconds saved in a forward, a backward and once per step; of the component's own backward, ``covered`` by the
+    gather for the component in front of it. Numbers, or arrays of them."""
+
+    forward: Any
+    backward: Any
+    once: Any
+    covered: Any
+
+
+def hidden(
+    gathers: Any, overlap: Overlap, *, ahead: Any, behind: Any, own: Any, least: Callable[[Any, Any], Any] = min
+) -> Hidden:
+    """What ``gathers`` hide: ``ahead`` is the forward of the component in front, ``behind`` the backward of the one
+    behind, ``own`` the component's backward, in seconds. With ``least=numpy.minimum`` of many at once."""
+    sp, sc, saving = overlap.compute_slowdown, overlap.communication_slowdown, overlap.saving
+    return Hidden(
+        forward=saving * least(sc * gathers.forward, sp * ahead),
+        backward=saving * least(sc * gathers.backward, sp * behind),
+        once=saving * least(sc * gathers.once, sp * ahead),
+        covered=least(sc * gathers.front, sp * own) / sp,
+    )
