@@ -71,7 +71,7 @@ def test_tensor_parallel_components_wait_and_replicas_do_not(cluster):
 
 
 def test_sharded_units_cost_their_handling(cluster):
-    quiet = replace(cluster, waiting=None)
+    quiet = replace(cluster, waiting=None, sharding=Sharding(unit_s=0.0, byte_s=0.0))
     costly = replace(quiet, sharding=Sharding(unit_s=1e-3, byte_s=1e-9))
     whole, sharded = TensorDegree(strategy="none", degree=1), DataDegree(strategy="zero3", degree=2)
     a, b = _component(quiet, sharded, whole), _component(costly, sharded, whole)
