@@ -36,9 +36,9 @@ from namespaces import NotPermitted, leave_network, rooms, shape
 
 import asa
 from asa.cli.emulated import joined
-from asa.cost import presets
-from asa.cost.estimate import estimate
-from asa.cost.slower import slower_profile
+from asa.cost.machine import presets
+from asa.cost.machine.estimate import estimate
+from asa.cost.machine.slower import slower_profile
 from asa.errors import InfeasibleError
 from asa.executor.emulated import EmulationOptions, measure_emulated
 from asa.executor.emulation import EmulatedDevice

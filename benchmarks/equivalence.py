@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 
-from asa.cost import presets
-from asa.cost.estimate import estimate
+from asa.cost.machine import presets
+from asa.cost.machine.estimate import estimate
 from asa.executor.equivalence import verify
 from asa.ir.codec import to_data
 from asa.ir.graph import Component, LayerGraph

@@ -24,8 +24,8 @@ sys.path.insert(0, str(ROOT / "planner_tests"))
 import known_models  # noqa: E402
 
 from asa.cost import presets  # noqa: E402
-from asa.cost.estimate import on_device  # noqa: E402
-from asa.cost.memory import needed  # noqa: E402
+from asa.cost.machine.estimate import on_device  # noqa: E402
+from asa.cost.memory.peak import needed  # noqa: E402
 from asa.errors import InfeasibleError  # noqa: E402
 from asa.ir import codec  # noqa: E402
 from asa.ir.cluster import Cluster  # noqa: E402

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from asa.cost.collectives import carried
+from asa.cost.traffic.collectives import carried
 from asa.ir import codec
 from asa.ir.cluster import Cluster, CollectiveTable, Contention, Device, Level, Overlap, RankDevice, Status
 from asa.ir.units import GIB

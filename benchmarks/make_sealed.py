@@ -22,9 +22,9 @@ from pathlib import Path
 import torch
 
 import asa
-from asa.cost import presets
-from asa.cost.estimate import estimate
-from asa.cost.nearest import same_gpu
+from asa.cost.machine import presets
+from asa.cost.machine.estimate import estimate
+from asa.cost.machine.nearest import same_gpu
 from asa.errors import InfeasibleError, InvalidInputError, UsageError
 from asa.ir import codec
 from asa.ir.cluster import Cluster

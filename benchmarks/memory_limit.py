@@ -5,8 +5,8 @@
 Every cell is a run of ``asa train`` from start to checkpoint, its plan made from a profile taken here: model x
 strategy, on two gloo ranks. First, without a limit, what its ranks take; then, ``--repeats`` times, under a limit of
 
-    the predicted reserved peak (``asa.cost.memory.reserved`` of the active peak the plan promises, and of the weights
-    that it gathers and lets go of)
+    the predicted reserved peak (``asa.cost.memory.peak.reserved`` of the active peak the plan promises, and of the
+    weights that it gathers and lets go of)
   + the base: what a rank takes that imports everything, joins its group, reads the data and trains a model of one
     linear layer, less what that model itself is predicted to take.
 
@@ -37,7 +37,7 @@ from typing import Any
 import torch
 
 from asa.cli.heap import start_program_again
-from asa.cost.memory import reserved as reserved_peak
+from asa.cost.memory.peak import reserved as reserved_peak
 from asa.errors import AsaError
 from asa.executor import run
 from asa.executor.keeper import Keeper

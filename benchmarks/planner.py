@@ -40,8 +40,8 @@ import known_models  # noqa: E402
 
 import asa  # noqa: E402
 from asa.cost import presets  # noqa: E402
-from asa.cost.estimate import on_device  # noqa: E402
-from asa.cost.memory import needed  # noqa: E402
+from asa.cost.machine.estimate import on_device  # noqa: E402
+from asa.cost.memory.peak import needed  # noqa: E402
 from asa.ir import codec  # noqa: E402
 from asa.ir.cluster import Cluster  # noqa: E402
 from asa.ir.graph import Component, LayerGraph, TensorSplit  # noqa: E402

@@ -32,8 +32,8 @@ from typing import Any
 import psutil
 import torch
 
-from asa.cost import presets
-from asa.cost.estimate import estimate
+from asa.cost.machine import presets
+from asa.cost.machine.estimate import estimate
 from asa.errors import AsaError
 from asa.executor.equivalence import (
     STEPS,

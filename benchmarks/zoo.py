@@ -30,7 +30,7 @@ import torch
 import torchvision
 from torch import Tensor
 
-from asa.cost.estimate import estimate
+from asa.cost.machine.estimate import estimate
 from asa.errors import AsaError
 from asa.executor.equivalence import alone
 from asa.executor.loss import loss_of

@@ -15,7 +15,7 @@ from asa import errors
 from asa.cli import choose, entry, options, places, settings
 from asa.cli.console import Console
 from asa.cli.verb import Arguments, Option, Verb
-from asa.cost import nearest
+from asa.cost.machine import nearest
 from asa.ir import codec
 
 ALL = [verb for word in entry.VERBS for verb in entry.verbs(word)]

@@ -12,9 +12,9 @@ import nouns
 import pytest
 
 from asa.cli.entry import run
-from asa.cost import presets
-from asa.cost.compression import remaining
+from asa.cost.machine import presets
 from asa.cost.planned import price_plan
+from asa.cost.traffic.compression import remaining
 from asa.errors import UsageError
 from asa.executor import tolerance
 from asa.executor.equivalence import verify

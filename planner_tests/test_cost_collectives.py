@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asa.cost import presets
-from asa.cost.collectives import Links, carried, read, seconds
+from asa.cost.machine import presets
+from asa.cost.traffic.collectives import Links, carried, read, seconds
 from asa.errors import InvalidInputError
 from asa.ir.cluster import Cluster, CollectiveTable, Contention, Device, Level, Overlap
 from asa.ir.traffic import COLLECTIVE_OPS, Collective

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asa.cost.chain_times import ChainTimes
-from asa.cost.compute import deviation, standard_error
 from asa.cost.pricing import times_of
-from asa.cost.spread import contention, expected_maximum, relative_deviation, slowest_rank
+from asa.cost.work.chain_times import ChainTimes
+from asa.cost.work.compute import deviation, standard_error
+from asa.cost.work.spread import contention, expected_maximum, relative_deviation, slowest_rank
 from asa.ir.cluster import Contention
 from asa.ir.profile import Stat
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asa.cost import around
-from asa.cost.memory import Footprint, peak, usable
+from asa.cost.memory import around
+from asa.cost.memory.peak import Footprint, peak, usable
 from asa.ir.cluster import Device
 from asa.ir.units import GIB, MIB
 

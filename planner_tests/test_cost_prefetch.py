@@ -7,10 +7,10 @@ from dataclasses import replace
 import known_models
 import pytest
 
-from asa.cost import presets
+from asa.cost.machine import presets
 from asa.cost.planned import price_plan
-from asa.cost.prefetch import Gathers, hidden
 from asa.cost.step import ComponentCost
+from asa.cost.traffic.prefetch import Gathers, hidden
 from asa.ir.cluster import Cluster, Overlap, Sharding
 from asa.ir.plan import Plan
 from asa.planner import Request, plan

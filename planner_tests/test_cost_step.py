@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asa.cost.buckets import bucket_bytes, releases
-from asa.cost.memory import Footprint, peak
+from asa.cost.memory.peak import Footprint, peak
 from asa.cost.pipeline import StageTimes
 from asa.cost.planned import Price, StagePrice
 from asa.cost.step import BoundaryCost, ComponentCost, StepCost, overlapped, step
+from asa.cost.traffic.buckets import bucket_bytes, releases
 from asa.ir.cluster import Overlap
 from asa.ir.units import MIB
 from asa.simulator.plan import play

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from asa.cost import presets
+from asa.cost.machine import presets
 from asa.cost.pricing import Pricer, Way, times_of
-from asa.cost.spread import waiting
+from asa.cost.work.spread import waiting
 from asa.errors import InvalidInputError
 from asa.ir.cluster import Sharding, Waiting
 from asa.ir.codec import build

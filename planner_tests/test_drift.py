@@ -15,7 +15,7 @@ import test_profiler_components as components
 
 from asa.cost.constants import constant
 from asa.cost.planned import price_plan
-from asa.cost.spread import Z90, drift, slowest_rank
+from asa.cost.work.spread import Z90, drift, slowest_rank
 from asa.errors import InvalidInputError
 from asa.ir.cluster import Cluster
 from asa.ir.codec import dumps, loads

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from asa.cli.emulated import EmulatedName, device, joined
-from asa.cost.estimate import estimate
+from asa.cost.machine.estimate import estimate
 from asa.executor.emulated import EmulationOptions, borrowed, emulated_worker, measure_emulated
 from asa.executor.emulation import EmulatedDevice
 from asa.executor.noise import noise

@@ -12,8 +12,8 @@ import nouns
 import pytest
 import training
 
-from asa.cost import presets
-from asa.cost.collectives import Links
+from asa.cost.machine import presets
+from asa.cost.traffic.collectives import Links
 from asa.errors import InfeasibleError, InvalidInputError
 from asa.executor import checkpoint, outdir
 from asa.executor.equivalence import verify

@@ -13,9 +13,9 @@ import pytest
 import torch
 import training
 
-from asa.cost import presets
 from asa.cost.constants import constant
-from asa.cost.memory import needed
+from asa.cost.machine import presets
+from asa.cost.memory.peak import needed
 from asa.errors import UsageError
 from asa.executor import checkpoint, outdir
 from asa.executor.equivalence import verify

@@ -12,7 +12,7 @@ import pytest
 import random_problems
 from random_pipelines import RandomPipelines
 
-from asa.cost import presets
+from asa.cost.machine import presets
 from asa.cost.pipeline import StageTimes, makespan
 from asa.ir.units import GIB
 from asa.planner import Request, plan

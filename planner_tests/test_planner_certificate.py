@@ -10,7 +10,7 @@ import fake_strategies
 import known_models
 import pytest
 
-from asa.cost import presets
+from asa.cost.machine import presets
 from asa.ir.plan import Plan
 from asa.planner import Request, plan
 from asa.planner.answer.certificate import Evaluator, check, moves

@@ -8,7 +8,7 @@ import fake_strategies
 import known_models
 import pytest
 
-from asa.cost import presets
+from asa.cost.machine import presets
 from asa.planner import Request, plan
 from asa.planner.answer.confidence import confidence
 from asa.planner.decide import table

@@ -9,7 +9,7 @@ import known_models
 import nouns
 import pytest
 
-from asa.cost import presets
+from asa.cost.machine import presets
 from asa.errors import InvalidInputError, UsageError
 from asa.ir.units import MIB
 from asa.planner import Request, explain, plan, why_not

@@ -10,7 +10,7 @@ import nouns
 import pytest
 
 from asa.cli import entry, places
-from asa.cost.memory import needed, usable
+from asa.cost.memory.peak import needed, usable
 from asa.errors import InfeasibleError
 from asa.ir import codec
 from asa.ir.cluster import Device

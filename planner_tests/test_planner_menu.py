@@ -13,10 +13,10 @@ import pytest
 import test_sequence
 import test_unequal
 
-from asa.cost import presets
+from asa.cost.machine import presets
 from asa.cost.planned import price_stage
-from asa.cost.spread import waiting, waitings
 from asa.cost.step import ComponentCost
+from asa.cost.work.spread import waiting, waitings
 from asa.ir.cluster import Cluster, Sharding, Waiting
 from asa.ir.profile import Profile
 from asa.ir.units import GIB

@@ -13,7 +13,7 @@ import known_models
 import nouns
 import pytest
 
-from asa.cost import presets
+from asa.cost.machine import presets
 from asa.errors import InfeasibleError, InvalidInputError
 from asa.ir import codec
 from asa.ir.cluster import Cluster

@@ -11,7 +11,7 @@ import known_models
 import nouns
 import pytest
 
-from asa.cost import presets
+from asa.cost.machine import presets
 from asa.cost.planned import price_plan
 from asa.cost.pricing import Pricer, times_of
 from asa.errors import InvalidInputError

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from random_pipelines import RandomPipelines
 
-from asa.cost import presets
+from asa.cost.machine import presets
 from asa.ir.units import GIB
 from asa.planner import Request
 from asa.planner.pipeline.lattice import Numbers

@@ -9,7 +9,7 @@ import fake_strategies
 import known_models
 import pytest
 
-from asa.cost import presets
+from asa.cost.machine import presets
 from asa.planner import Request, plan
 
 TRUTH = Path(__file__).resolve().parent.parent.parent / "shared" / "truth"

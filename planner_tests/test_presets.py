@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from asa.cost import presets
-from asa.cost.collectives import Links
+from asa.cost.machine import presets
+from asa.cost.traffic.collectives import Links
 from asa.errors import UsageError
 from asa.ir import codec
 from asa.ir.traffic import Collective

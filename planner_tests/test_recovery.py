@@ -19,9 +19,9 @@ import training
 import wide_model
 
 from asa.cli.replanning import relieve
-from asa.cost.estimate import estimate
-from asa.cost.heavier import heavier_profile
-from asa.cost.memory import reserved
+from asa.cost.machine.estimate import estimate
+from asa.cost.machine.heavier import heavier_profile
+from asa.cost.memory.peak import reserved
 from asa.errors import ExhaustedError, InfeasibleError, WorkersFailedError
 from asa.executor import checkpoint, exhausted, outdir, recovery, worker
 from asa.executor.run import train

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from asa.cost import presets
-from asa.cost.memory import needed
-from asa.cost.slower import slower_profile
+from asa.cost.machine import presets
+from asa.cost.machine.slower import slower_profile
+from asa.cost.memory.peak import needed
 from asa.errors import InfeasibleError, UsageError
 from asa.executor.equivalence import verify
 from asa.interfaces.schedule import Schedule

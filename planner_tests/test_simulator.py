@@ -12,7 +12,7 @@ import known_models
 import nouns
 import pytest
 
-from asa.cost import presets
+from asa.cost.machine import presets
 from asa.errors import UsageError
 from asa.planner import Request, plan
 from asa.simulator import chrome_trace, save_trace, simulate

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from asa.cost import presets
-from asa.cost.estimate import estimate
+from asa.cost.machine import presets
+from asa.cost.machine.estimate import estimate
 from asa.errors import UsageError
 from asa.executor.equivalence import verify
 from asa.ir.plan import Plan

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from asa.cost import presets
+from asa.cost.machine import presets
 from asa.errors import InvalidInputError
 from asa.planner.truth import replay, scaling, vtrain
 from asa.planner.truth.fit import least_squares

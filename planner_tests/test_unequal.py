@@ -10,7 +10,7 @@ import fake_strategies
 import nouns
 import pytest
 
-from asa.cost import presets
+from asa.cost.machine import presets
 from asa.cost.planned import price_plan, ways_of
 from asa.errors import InvalidInputError
 from asa.interfaces.strategy import Strategies

@@ -9,7 +9,7 @@ from dataclasses import replace
 import nouns
 import pytest
 
-from asa.cost.widen import possible
+from asa.cost.machine.widen import possible
 from asa.errors import InvalidInputError
 from asa.ir import codec
 from asa.ir.cluster import Cluster, RankDevice

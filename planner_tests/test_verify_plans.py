@@ -10,7 +10,7 @@ import pytest
 
 from asa.cli import contest, entry
 from asa.cli.console import Console
-from asa.cost import presets
+from asa.cost.machine import presets
 from asa.errors import UnavailableError, UsageError
 from asa.executor.benchmark import Cell
 from asa.ir import codec

@@ -21,7 +21,7 @@ from asa.api.optimizers import Rebinding, check_shared, elementwise, planned_as
 from asa.api.place import find_place, same_weights
 from asa.api.planned import Wishes, agreed_plan, checked_plan, on_all_ranks
 from asa.api.planning import device_of, one_tensor, shaped
-from asa.cost.slower import slower_links, slower_profile
+from asa.cost.machine.slower import slower_links, slower_profile
 from asa.errors import UsageError
 from asa.executor import checkpoint
 from asa.executor.checkpoint import Manifest

@@ -83,8 +83,8 @@ def cluster_of(cluster: Cluster | Path | str | None, profile: Profile, gpus: int
         UsageError: no preset of that name. InvalidInputError: a file that cannot be used.
         UnavailableError: none was named, and none is known.
     """
-    from asa.cost import presets
-    from asa.cost.nearest import nearest
+    from asa.cost.machine import presets
+    from asa.cost.machine.nearest import nearest
 
     if isinstance(cluster, Cluster):
         return cluster

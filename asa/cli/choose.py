@@ -32,14 +32,14 @@ def named_cluster(name: str) -> Cluster:
         local = folder / f"{places.CLUSTER_PREFIX}{places.slug(name)}.json"
         if local.is_file():
             return codec.load(Cluster, local)
-    from asa.cost import presets
+    from asa.cost.machine import presets
 
     return presets.load(name)
 
 
 def default_cluster(console: Console, device: str, device_name: str, gpus: int | None) -> Cluster:
-    """See :func:`asa.cost.nearest.nearest`."""
-    from asa.cost.nearest import nearest
+    """See :func:`asa.cost.machine.nearest.nearest`."""
+    from asa.cost.machine.nearest import nearest
 
     return nearest([c for _, c in places.clusters(console)], device, device_name, gpus)
 
@@ -158,7 +158,7 @@ def origins(
     if cluster_name is not None:
         clusters = [named_cluster(cluster_name)]
     else:
-        from asa.cost import presets, widen
+        from asa.cost.machine import presets, widen
 
         clusters = [c for _, c in places.clusters(console)]
         clusters += [widen.widened(c, plan.gpus) for c in clusters if widen.possible(c, plan.gpus)]

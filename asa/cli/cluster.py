@@ -13,7 +13,7 @@ from asa.ir import codec
 
 def run_list(_: Arguments, console: Console) -> None:
     """Measured clusters, then presets."""
-    from asa.cost import presets
+    from asa.cost.machine import presets
     from asa.report import cluster as report
 
     found = [(places.shown(path), c) for path, c in places.clusters(console)]

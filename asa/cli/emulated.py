@@ -39,7 +39,7 @@ class EmulatedName:
         Raises:
             InvalidInputError: the file cannot be used.
         """
-        from asa.cost.slower import slower_profile
+        from asa.cost.machine.slower import slower_profile
 
         found = codec.load(Profile, self.path)
         return found if self.dilation == 1 else slower_profile(found, self.dilation)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import asa
 from asa.cli import places
 from asa.cli.verb import Arguments
-from asa.cost.estimate import estimate
+from asa.cost.machine.estimate import estimate
 from asa.errors import InvalidInputError
 from asa.ir import codec
 from asa.ir.profile import Profile

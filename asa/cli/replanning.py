@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from asa.cli.choose import origins
 from asa.cli.console import Console
-from asa.cost.slower import slower_links, slower_profile
+from asa.cost.machine.slower import slower_links, slower_profile
 from asa.errors import AsaError
 from asa.ir.cluster import Cluster
 from asa.ir.measurements import EpochRecord, Measurements

@@ -12,7 +12,7 @@ from asa.cli import ground
 from asa.cli.comparison import now
 from asa.cli.console import Console
 from asa.cli.verb import Arguments
-from asa.cost.nearest import same_gpu
+from asa.cost.machine.nearest import same_gpu
 from asa.errors import AsaError, InvalidInputError
 from asa.ir import codec
 from asa.ir.sealed import CheckedCell, Seal, SealedCheck, newest, read

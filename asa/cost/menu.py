@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from asa.cost.chain_times import ChainTimes
-from asa.cost.memory import margin
-from asa.cost.offload import host_update
-from asa.cost.prefetch import Gathers, Hidden, hidden
+from asa.cost.memory.peak import margin
 from asa.cost.pricing import Pricer
-from asa.cost.spread import waitings
 from asa.cost.states import Kept, States
+from asa.cost.traffic.prefetch import Gathers, Hidden, hidden
 from asa.cost.way import Way
+from asa.cost.work.chain_times import ChainTimes
+from asa.cost.work.offload import host_update
+from asa.cost.work.spread import waitings
 from asa.interfaces.strategy import OPTIMIZER_WORDS, DataStrategy
 from asa.ir.graph import LayerGraph
 from asa.ir.layout import Layout

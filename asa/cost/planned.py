@@ -7,12 +7,12 @@ from dataclasses import replace
 from itertools import pairwise
 from math import hypot
 
-from asa.cost.estimate import on_device
-from asa.cost.memory import Peak, peak
+from asa.cost.machine.estimate import on_device
+from asa.cost.memory.peak import Peak, peak
+from asa.cost.memory.together import ended, overcounted
 from asa.cost.pipeline import StageTimes, makespan
 from asa.cost.pricing import Pricer, Way, times_of
 from asa.cost.step import BoundaryCost, ComponentCost, StepCost, step
-from asa.cost.together import ended, overcounted
 from asa.errors import InvalidInputError
 from asa.interfaces.schedule import Schedule
 from asa.interfaces.strategy import Strategies
@@ -28,7 +28,7 @@ class StagePrice:
 
     ``start`` is its first component. ``boundaries[i]`` lies in front of its component i, the last one behind the last.
     ``peaks``: one per rank where ranks hold different shards, ``peak`` otherwise. Peaks are sums over components, as
-    every solver counts them; ``overcounted`` bytes of them no rank has (:mod:`asa.cost.together`).
+    every solver counts them; ``overcounted`` bytes of them no rank has (:mod:`asa.cost.memory.together`).
     """
 
     start: int

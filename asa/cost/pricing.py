@@ -8,19 +8,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from copy import copy
 
-from asa.cost.around import Around
-from asa.cost.collectives import Links
-from asa.cost.compute import Times, Work
-from asa.cost.edges import Edges
-from asa.cost.handovers import Handovers
-from asa.cost.memory import Footprint, margin
-from asa.cost.offload import host_update
-from asa.cost.prefetch import Hidden, hidden
+from asa.cost.boundary.edges import Edges
+from asa.cost.memory.around import Around
+from asa.cost.memory.peak import Footprint, margin
 from asa.cost.shards import Keeping, Shards
-from asa.cost.spread import slowest_rank, waiting, working
 from asa.cost.states import States
 from asa.cost.step import ComponentCost
+from asa.cost.traffic.collectives import Links
+from asa.cost.traffic.handovers import Handovers
+from asa.cost.traffic.prefetch import Hidden, hidden
 from asa.cost.way import Alone, Spread, Way
+from asa.cost.work.compute import Times, Work
+from asa.cost.work.offload import host_update
+from asa.cost.work.spread import slowest_rank, waiting, working
 from asa.interfaces.strategy import OPTIMIZER_WORDS, Strategies
 from asa.ir.cluster import Cluster
 from asa.ir.graph import Component

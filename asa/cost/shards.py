@@ -9,8 +9,8 @@ from __future__ import annotations
 from copy import copy
 from functools import cached_property, lru_cache
 
-from asa.cost.compute import Times
-from asa.cost.memory import margin
+from asa.cost.memory.peak import margin
+from asa.cost.work.compute import Times
 from asa.ir.graph import Component, LayerGraph
 from asa.ir.layout import Layout, largest_shard
 from asa.ir.transfer import messages

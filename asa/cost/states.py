@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
-from asa.cost.buckets import Release, bucket_bytes, releases
-from asa.cost.collectives import Links
-from asa.cost.compression import remaining
-from asa.cost.compute import Times
+from asa.cost.boundary.crossings import Crossings
+from asa.cost.boundary.ends import Ends
 from asa.cost.constants import constant
-from asa.cost.crossings import Crossings
-from asa.cost.ends import Ends
-from asa.cost.prefetch import Gathers
+from asa.cost.traffic.buckets import Release, bucket_bytes, releases
+from asa.cost.traffic.collectives import Links
+from asa.cost.traffic.compression import remaining
+from asa.cost.traffic.prefetch import Gathers
 from asa.cost.way import Way
+from asa.cost.work.compute import Times
 from asa.interfaces.strategy import DataStrategy, Strategies
 from asa.ir.cluster import Cluster, Sharding
 from asa.ir.graph import Component, LayerGraph

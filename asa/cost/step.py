@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asa.cost.memory import Footprint
+from asa.cost.memory.peak import Footprint
 from asa.ir.cluster import Overlap
 from asa.ir.codec import noun
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from asa.cost.compute import Work
+from asa.cost.work.compute import Work
 from asa.interfaces.strategy import DataStrategy
 from asa.ir.codec import hashed, noun
 from asa.ir.layout import Layout

@@ -23,9 +23,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import distributed
 
-from asa.cost.compute import Times
 from asa.cost.constants import constant
 from asa.cost.pricing import times_of
+from asa.cost.work.compute import Times
 from asa.executor.hooks import summed
 from asa.executor.parallel import ParallelModel
 from asa.interfaces.strategy import OPTIMIZER_WORDS, Strategies, TensorStrategy

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from itertools import accumulate
 
-from asa.cost.estimate import on_device
+from asa.cost.machine.estimate import on_device
 from asa.cost.planned import Price
 from asa.errors import AsaError, InfeasibleError
 from asa.interfaces.strategy import Strategies

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from asa.cost.estimate import on_device
-from asa.cost.heavier import heavier_profile
-from asa.cost.memory import needed, usable, within
+from asa.cost.machine.estimate import on_device
+from asa.cost.machine.heavier import heavier_profile
+from asa.cost.memory.peak import needed, usable, within
 from asa.interfaces.strategy import Strategies
 from asa.ir.cluster import Cluster
 from asa.ir.codec import noun

@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
-from asa.cost.estimate import on_device
+from asa.cost.machine.estimate import on_device
 from asa.cost.planned import schedule_of, ways_of
 from asa.cost.pricing import Way
 from asa.interfaces.strategy import Strategies

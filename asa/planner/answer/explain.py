@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from asa.cost.estimate import on_device
+from asa.cost.machine.estimate import on_device
 from asa.cost.planned import Price, ways_of
 from asa.errors import UsageError
 from asa.interfaces.strategy import Strategies

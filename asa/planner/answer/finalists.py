@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from asa.cost.estimate import on_device
+from asa.cost.machine.estimate import on_device
 from asa.cost.planned import ways_of
 from asa.errors import InfeasibleError
 from asa.interfaces.strategy import Strategies

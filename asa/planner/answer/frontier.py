@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from asa.cost.estimate import on_device
-from asa.cost.memory import needed
+from asa.cost.machine.estimate import on_device
+from asa.cost.memory.peak import needed
 from asa.errors import InfeasibleError
 from asa.interfaces.strategy import Strategies
 from asa.ir.cluster import Cluster

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from asa.cost.memory import usable
+from asa.cost.memory.peak import usable
 from asa.errors import InfeasibleError
 from asa.ir.units import GIB
 from asa.planner.answer.leanest import leanest

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from asa.cost.constants import constant
 from asa.cost.planned import Price
-from asa.cost.spread import Z90, drift
+from asa.cost.work.spread import Z90, drift
 from asa.ir.cluster import Cluster
 from asa.ir.plan import Prediction
 from asa.ir.profile import Profile

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asa.cost.estimate import on_device
+from asa.cost.machine.estimate import on_device
 from asa.cost.planned import price_plan
 from asa.interfaces.strategy import Strategies
 from asa.ir.cluster import Cluster

@@ -9,14 +9,14 @@ from itertools import accumulate
 
 import numpy as np
 
-from asa.cost.chain_times import ChainTimes
-from asa.cost.compute import Times
 from asa.cost.menu import Menu
 from asa.cost.planned import Price, price
 from asa.cost.pricing import Pricer, Way, times_of
 from asa.cost.shards import Shards
-from asa.cost.spread import slowest_rank, working
 from asa.cost.states import States
+from asa.cost.work.chain_times import ChainTimes
+from asa.cost.work.compute import Times
+from asa.cost.work.spread import slowest_rank, working
 from asa.ir.codec import noun
 from asa.ir.layout import Layout, largest_shard
 from asa.ir.plan import DataDegree, ScheduleName, TensorDegree

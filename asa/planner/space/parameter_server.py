@@ -24,12 +24,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import sqrt
 
-from asa.cost.buckets import bucket_bytes
-from asa.cost.collectives import Links
-from asa.cost.memory import Footprint, peak
+from asa.cost.memory.peak import Footprint, peak
 from asa.cost.planned import Price
-from asa.cost.spread import expected_maximum, relative_deviation
 from asa.cost.step import ComponentCost, step
+from asa.cost.traffic.buckets import bucket_bytes
+from asa.cost.traffic.collectives import Links
+from asa.cost.work.spread import expected_maximum, relative_deviation
 from asa.interfaces.strategy import OPTIMIZER_WORDS
 from asa.ir.graph import Component
 from asa.ir.traffic import Collective

@@ -7,7 +7,7 @@ from copy import copy
 from dataclasses import replace
 from functools import cache
 
-from asa.cost.memory import usable
+from asa.cost.memory.peak import usable
 from asa.cost.pricing import Way
 from asa.errors import UsageError
 from asa.interfaces.schedule import Schedule

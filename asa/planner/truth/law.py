@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from asa.cost.collectives import Links
+from asa.cost.traffic.collectives import Links
 from asa.ir.cluster import Cluster
 from asa.ir.traffic import Collective, CollectiveOp
 from asa.planner.truth.downsets import Floats, Indices

@@ -1,8 +1,8 @@
 """Published throughput at 1 to n GPUs, and data parallelism as the project itself predicts it from a model's structure.
 
-Nothing is calibrated to the published rows: times come from :mod:`asa.cost.estimate`, links from the presets. An
-estimate states no spread, and a synchronous step waits for its slowest rank; so a step is given the spread that those
-in the project's own profiles have.
+Nothing is calibrated to the published rows: times come from :mod:`asa.cost.machine.estimate`, links from the presets.
+An estimate states no spread, and a synchronous step waits for its slowest rank; so a step is given the spread that
+those in the project's own profiles have.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from asa.cost import presets
-from asa.cost.estimate import estimate
+from asa.cost.machine import presets
+from asa.cost.machine.estimate import estimate
 from asa.errors import InvalidInputError
 from asa.interfaces.strategy import Strategies
 from asa.ir.cluster import Cluster

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from asa.cost import presets
-from asa.cost.collectives import Links
+from asa.cost.machine import presets
+from asa.cost.traffic.collectives import Links
 from asa.errors import UnavailableError
 from asa.interfaces.strategy import Strategies
 from asa.ir.graph import LayerGraph

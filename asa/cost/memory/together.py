@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from asa.cost.memory import Footprint, peak
+from asa.cost.memory.peak import Footprint, peak
 
 if TYPE_CHECKING:
     from asa.cost.pricing import Pricer

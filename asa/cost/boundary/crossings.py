@@ -1,8 +1,8 @@
 """All boundaries between two components at once: from every layout of the one to every layout of the other.
 
-What :meth:`asa.cost.edges.Edges.boundary` says of one pair of layouts, this says of all pairs, by the same formulas and
-in the same order, to the last bit. What moves per byte does not depend on the number of microbatches and is looked up
-once; many pairs move the same messages, and each message is priced once.
+What :meth:`asa.cost.boundary.edges.Edges.boundary` says of one pair of layouts, this says of all pairs, by the same
+formulas and in the same order, to the last bit. What moves per byte does not depend on the number of microbatches and
+is looked up once; many pairs move the same messages, and each message is priced once.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from asa.cost.collectives import Links
-from asa.cost.memory import margin
+from asa.cost.memory.peak import margin
+from asa.cost.traffic.collectives import Links
 from asa.ir.layout import Boundary, Layout, largest_shard
 from asa.ir.traffic import Collective, CollectiveOp, Phase
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from asa.cost.compute import deviation
 from asa.cost.constants import constant
+from asa.cost.work.compute import deviation
 from asa.ir.cluster import Cluster
 from asa.ir.profile import Profile
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from math import gcd
 
-from asa.cost.collectives import Links
 from asa.cost.shards import sending
+from asa.cost.traffic.collectives import Links
 from asa.ir.layout import Layout, largest_shard
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from asa.cost.collectives import carried
+from asa.cost.traffic.collectives import carried
 from asa.errors import UsageError
 from asa.ir.cluster import Cluster, CollectiveTable, Contention
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from asa.cost import presets, widen
+from asa.cost.machine import presets, widen
 from asa.errors import UnavailableError, UsageError
 from asa.ir.cluster import Cluster
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from asa.cost.compute import PASSES
 from asa.cost.constants import constant
+from asa.cost.work.compute import PASSES
 from asa.ir.cluster import Cluster
 from asa.ir.plan import OptimizerName
 

@@ -1,8 +1,8 @@
-"""Times and activations of all components of a graph at once: what :class:`asa.cost.compute.Times` says of each, as
-arrays.
+"""Times and activations of all components of a graph at once: what :class:`asa.cost.work.compute.Times` says of each,
+as arrays.
 
 Components that were measured at the same tensor degrees and microbatches are looked up together. The formulas are
-those of :mod:`asa.cost.compute`, in the same order, so that the figures are the same to the last bit.
+those of :mod:`asa.cost.work.compute`, in the same order, so that the figures are the same to the last bit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from asa.cost.compute import Times
+from asa.cost.work.compute import Times
 from asa.ir.graph import Component
 
 

@@ -11,8 +11,8 @@ Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel 
 
 from __future__ import annotations
 
-from asa.cost.collectives import Links
 from asa.cost.constants import constant
+from asa.cost.traffic.collectives import Links
 from asa.ir.codec import noun
 from asa.ir.graph import LayerGraph
 from asa.ir.traffic import Collective

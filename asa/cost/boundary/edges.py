@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from asa.cost.buckets import wrapper_seconds
-from asa.cost.collectives import Links
+from asa.cost.boundary.crossings import Crossed, even
+from asa.cost.boundary.ends import Ends
 from asa.cost.constants import constant
-from asa.cost.crossings import Crossed, even
-from asa.cost.ends import Ends
-from asa.cost.memory import Footprint, margin
+from asa.cost.memory.peak import Footprint, margin
 from asa.cost.shards import Keeping
 from asa.cost.states import States
 from asa.cost.step import BoundaryCost
+from asa.cost.traffic.buckets import wrapper_seconds
+from asa.cost.traffic.collectives import Links
 from asa.ir.graph import LayerGraph
 from asa.ir.layout import Boundary, Layout, largest_shard
 from asa.ir.transfer import UNDER_WAY, whole

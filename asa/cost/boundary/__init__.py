@@ -1,0 +1,1 @@
+"""What lies between components of different layouts."""

@@ -1,0 +1,1 @@
+"""Seconds of communication: collectives, messages between stages, and what of it hides."""
