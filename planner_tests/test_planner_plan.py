@@ -174,6 +174,18 @@ def test_a_win_below_the_noise_is_not_claimed_but_its_gap_is_stated():
         pytest.fail("this cluster was chosen because a uniform plan is as good as it gets")
 
 
+def test_a_small_lead_over_data_parallelism_is_said_to_be_unsure_where_it_can_be_tried():
+    profile, cluster = varied(2)
+    (level,) = cluster.levels
+    for faster_links, unsure in ((1.0, False), (50.0, True)):
+        tables = tuple(replace(t, points=tuple((s, v / faster_links) for s, v in t.points)) for t in level.tables)
+        links = replace(cluster, levels=(replace(level, tables=tables),))
+        found = plan(profile, links, FULL, Request(gpus=4, global_batch=8))[0]
+        assert any("faster than ddp with a probability" in n for n in found.notes) == unsure
+        guessed = plan(profile, replace(links, status="estimated"), FULL, Request(gpus=4, global_batch=8))[0]
+        assert not any("faster than ddp" in n for n in guessed.notes), "there is nothing to measure it on"
+
+
 def test_vgg_gets_data_parallel_convolutions_and_a_split_classifier():
     profile = known_models.profile(known_models.vgg16(32), 4000.0, 64)
     found = plan(profile, presets.load("3090-pcie-8"), PLAIN, Request(gpus=2, global_batch=64))[0]

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from itertools import accumulate
 
+from asa.cost.constants import constant
 from asa.cost.machine.estimate import on_device
 from asa.cost.planned import Price
 from asa.errors import AsaError, InfeasibleError
@@ -19,7 +20,7 @@ from asa.ir.profile import Profile
 from asa.ir.units import GIB
 from asa.planner.answer import infeasible, leanest
 from asa.planner.answer.circumstances import circumstances
-from asa.planner.answer.confidence import confidence
+from asa.planner.answer.confidence import confidence, faster
 from asa.planner.answer.prediction import noise, predict
 from asa.planner.garbage import uncollected
 from asa.planner.search import Outcome, next_best, search
@@ -95,6 +96,7 @@ def plan(
         baselines=[r.candidate for r in sorted(eligible, key=lambda r: r.seconds) if r.candidate],
     )
     chosen, notes = _choose(prices, outcome, simplest)
+    replicas = next((r for r in eligible if r.name == "ddp"), None)
     if chosen is None:
         chosen, notes = _least(prices, proved=outcome.lower_bound_s == float("inf"))
     candidates = [chosen, *([outcome.best] if outcome.best else []), *(r.candidate for r in eligible if r.candidate)]
@@ -107,7 +109,7 @@ def plan(
         certificate = _certificate(prices, candidate, outcome, time.monotonic() - started)
         strategy = "asa" if i == 0 else candidate.origin
         rivals = [c for c in (chosen, *others) if c.key != candidate.key]
-        said = (*notes, *_unfinished(prices, candidate, outcome)) if i == 0 else ()
+        said = (*notes, *_doubt(prices, chosen, replicas), *_unfinished(prices, candidate, outcome)) if i == 0 else ()
         made.append(_plan(profile, prices, candidate, strategy, certificate, rows, said, rivals))
     return made
 
@@ -252,6 +254,20 @@ def _choose(
     return found, (said, *circumstances(prices, found))
 
 
+def _doubt(prices: Prices, chosen: Candidate, replicas: Row | None) -> tuple[str, ...]:
+    """That ``chosen`` is not surely enough faster than plain data parallelism, on a machine where that can be tried."""
+    space = prices.space
+    if replicas is None or replicas.candidate is None or replicas.price is None or not space.measured:
+        return ()
+    ddp, own = (replicas.candidate, replicas.price), (chosen, prices.of(chosen))
+    if ddp[0].key == chosen.key:
+        return ()
+    sure = faster(own, ddp, space.profile, space.strategies, space.cluster.overlap)
+    if sure >= constant("sure_enough"):
+        return ()
+    return (f"faster than ddp with a probability of {100 * sure:.0f} % only: `asa plan --verify 3` measures both",)
+
+
 def _least(prices: Prices, *, proved: bool) -> tuple[Candidate, tuple[str, ...]]:
     """The fastest of the plans that need least memory, where the search found none in its time, and what is to be
     said about it.
@@ -313,7 +329,6 @@ def _plan(
         raise AsaError(
             f"the solver's plan needs {price.peak.total:.0f} bytes, more than it was given; please report this"
         )
-    assumed = space.profile.provenance.origin == "estimated" or space.cluster.status != "measured"
     return Plan(
         model_spec=profile.model_spec,
         model_fingerprint=profile.model_fingerprint,
@@ -356,7 +371,7 @@ def _plan(
             )
             for r in rows
         ),
-        origin="estimated" if assumed else "measured",
+        origin="measured" if space.measured else "estimated",
         notes=notes,
         confidence=confidence(
             [(candidate, price), *((c, prices.of(c)) for c in rivals[: max(3, _DRAWN // len(space.profile.graph))])],

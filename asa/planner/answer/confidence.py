@@ -74,6 +74,18 @@ def confidence(
     )
 
 
+def faster(
+    one: tuple[Candidate, Price], other: tuple[Candidate, Price], profile: Profile, strategies: Strategies,
+    overlap: Overlap,
+) -> float:  # fmt: skip
+    """The probability that ``one`` takes less than ``other``, under the same draws."""
+    known = joint_times([one, other], profile, strategies, overlap)
+    if known.min() <= 0:
+        return float((known[0] < known[1]).mean())
+    first, second = sample(*prior(known), SAMPLES).T
+    return float((first < second).mean())
+
+
 def joint_times(
     finalists: Sequence[tuple[Candidate, Price]], profile: Profile, strategies: Strategies, overlap: Overlap
 ) -> np.ndarray:

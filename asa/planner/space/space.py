@@ -87,6 +87,11 @@ class Space:
         found.weights, found._layouts, found._ways = weights, {}, {}
         return found
 
+    @property
+    def measured(self) -> bool:
+        """Whether the model was profiled and the links were timed: nothing is an estimate."""
+        return self.profile.provenance.origin != "estimated" and self.cluster.status == "measured"
+
     def capacity(self, width: int) -> float:
         """Bytes of active memory a rank may plan with: of unequal devices, the least that the first ``width`` have."""
         return self.room(0, width, width)
