@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT / "planner_tests"))
 
 import known_models  # noqa: E402
 
-from asa.cost import presets  # noqa: E402
+from asa.cost.machine import presets  # noqa: E402
 from asa.cost.machine.estimate import on_device  # noqa: E402
 from asa.cost.memory.peak import needed  # noqa: E402
 from asa.errors import InfeasibleError  # noqa: E402

@@ -39,7 +39,7 @@ sys.path.insert(0, str(ROOT / "planner_tests"))
 import known_models  # noqa: E402
 
 import asa  # noqa: E402
-from asa.cost import presets  # noqa: E402
+from asa.cost.machine import presets  # noqa: E402
 from asa.cost.machine.estimate import on_device  # noqa: E402
 from asa.cost.memory.peak import needed  # noqa: E402
 from asa.ir import codec  # noqa: E402

@@ -150,7 +150,7 @@ class Menu:
         forward, backward, saved, transient, kept, beside = (x[k, i] for x in cells[:6])
         again = self.checkpoint[which]
         saved_, transient_ = np.where(again, kept, saved), np.where(again, beside, transient)
-        split = np.array([x.tensor > 1 for x in self.layouts])[k]
+        split = np.array([x.tensor > 1 for x in self.layouts], dtype=bool)[k]
         inside = {p: x[k, i] for p, x in zip(_PHASES[:2], cells[6:8], strict=True)}
         counts = {p: x[k, i] for p, x in zip(_PHASES, cells[8:], strict=True)}
 
@@ -170,7 +170,9 @@ class Menu:
         copying = self._copied[which] * pricer.slow / pricer.shards.slowest + self._handled[which]
         saved_s = self._prefetched(pricer, which, cells[:2], backward)
         transient_ = transient_ * margin() + self._transient(pricer, which, saved_)
-        fresh = np.where(np.array([x.data == 1 for x in self.layouts])[k] & several, self._largest[which], 0.0)
+        fresh = np.where(
+            np.array([x.data == 1 for x in self.layouts], dtype=bool)[k] & several, self._largest[which], 0.0
+        )
         state = self._state[which] + (self._added[which] + self._kept[which] if several else 0.0)
         return Priced(
             forward=forward + ahead - saved_s.forward,

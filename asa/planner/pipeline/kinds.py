@@ -47,7 +47,7 @@ def weights(cluster: Cluster, width: int, batch: int) -> tuple[tuple[int, ...], 
     over the others: what is tried does not depend on how fast they are. In steps, or of more than two speeds, in
     proportion to speed, too.
 
-    >>> from asa.cost import presets
+    >>> from asa.cost.machine import presets
     >>> weights(presets.load("a100-nvlink-8"), 8, 64)
     ()
     """
