@@ -7,6 +7,7 @@ from dataclasses import replace
 import known_models
 import pytest
 
+from asa.cost.constants import constant
 from asa.cost.machine import presets
 from asa.cost.planned import price_plan
 from asa.cost.step import ComponentCost
@@ -77,7 +78,8 @@ def test_the_step_is_shorter_by_what_is_prefetched_and_the_simulator_agrees(stra
 
 
 def test_what_is_gathered_is_copied_out_and_what_is_scattered_copied_in():
-    free, links = cluster(), replace(cluster(), sharding=None)
+    launches = Sharding(unit_s=constant("fsdp_launch_s"), byte_s=0.0)
+    free, links = replace(cluster(), sharding=launches), replace(cluster(), sharding=None)
     found = made("fsdp", free)
     for before, after, c in zip(
         components(found, free), components(found, links), PROFILE.graph.components, strict=True

@@ -16,6 +16,7 @@ import numpy as np
 from asa.cost.memory.peak import margin
 from asa.cost.pricing import Pricer
 from asa.cost.states import Kept, States
+from asa.cost.traffic.launching import Launches, awaited
 from asa.cost.traffic.prefetch import Gathers, Hidden, hidden
 from asa.cost.way import Way
 from asa.cost.work.chain_times import ChainTimes
@@ -100,6 +101,12 @@ class Menu:
             p: spread([sum(taken(c) for c in x if c.phase == p) for x in present]) for p in _PHASES[:2]
         }  # fmt: skip
         self._touched = {p: spread([self._states.handled(k.moved, p) for k in distinct]) for p in _PHASES[:2]}
+        idle = Launches(0.0, 0.0, 0.0, 0.0)
+        self._launches: Any = None
+        if any(k.launches for k in distinct):
+            self._launches = np.stack(
+                [spread([getattr(k.launches or idle, f.name) for k in distinct]) for f in fields(Launches)]
+            )
         held = [k.held for k in distinct]
         self._state, self._gradients = spread([x.state for x in held]), spread([x.gradients for x in held])
         self._added = spread([x.gradients if x.accumulated is None else x.accumulated for x in held])
@@ -169,16 +176,18 @@ class Menu:
         backward = backward + np.where(again, forward, 0.0)
         copying = self._copied[which] * pricer.slow / pricer.shards.slowest + self._handled[which]
         saved_s = self._prefetched(pricer, which, cells[:2], backward)
+        host = self._awaited(pricer, which, forward, backward)
+        copying = copying + host.gradient
         transient_ = transient_ * margin() + self._transient(pricer, which, saved_)
         fresh = np.where(
             np.array([x.data == 1 for x in self.layouts], dtype=bool)[k] & several, self._largest[which], 0.0
         )
         state = self._state[which] + (self._added[which] + self._kept[which] if several else 0.0)
         return Priced(
-            forward=forward + ahead - saved_s.forward,
-            backward=backward + back - saved_s.backward,
+            forward=forward + ahead - saved_s.forward + host.forward,
+            backward=backward + back - saved_s.backward + host.backward,
             bucket=copying,
-            once=copying + self._updated(pricer, which) + self._update_moved[which] - saved_s.once,
+            once=copying + self._updated(pricer, which) + self._update_moved[which] - saved_s.once + host.update,
             prompt=self._prompt[which],
             late=self._late[which],
             window=backward + copying - saved_s.covered,
@@ -205,6 +214,13 @@ class Menu:
                 ahead[at] = pricer.pass_of(int(i[at]) - 1, way)[0] if rows[0, at] + rows[2, at] else 0.0
                 behind[at] = pricer.pass_of(int(i[at]) + 1, way)[1] if rows[1, at] else 0.0
         return hidden(gathers, pricer.cluster.overlap, ahead=ahead, behind=behind, own=own, least=np.minimum)
+
+    def _awaited(self, pricer: Pricer, which: Any, forward: Any, backward: Any) -> Launches:
+        """What devices wait for of their hosts' work on gathers and scatters."""
+        if self._launches is None:
+            return Launches(0.0, 0.0, 0.0, 0.0)
+        launches = Launches(*self._launches[:, which])
+        return awaited(launches, forward=forward, backward=backward, floor=pricer.times.floor, most=np.maximum)
 
     def _updated(self, pricer: Pricer, which: Any) -> Any:
         """Seconds of the optimizer step."""

@@ -16,6 +16,7 @@ from asa.cost.states import States
 from asa.cost.step import ComponentCost
 from asa.cost.traffic.collectives import Links
 from asa.cost.traffic.handovers import Handovers
+from asa.cost.traffic.launching import Launches, awaited
 from asa.cost.traffic.prefetch import Hidden, hidden
 from asa.cost.way import Alone, Spread, Way
 from asa.cost.work.compute import Times, Work
@@ -30,6 +31,7 @@ from asa.ir.profile import Profile
 from asa.ir.traffic import Collective, Memory, Phase
 
 _NOTHING_HIDDEN = Hidden(forward=0.0, backward=0.0, once=0.0, covered=0.0)
+_NOTHING_AWAITED = Launches(forward=0.0, backward=0.0, update=0.0, gradient=0.0)
 
 
 class Pricer:
@@ -149,20 +151,21 @@ class Pricer:
             again = work.forward_s
             back += self._seconds(alone.inner, "forward")
         footprint, update = self._footprint(index, way)
-        saved = self._prefetched(index, way, (work.backward_s + again) * slow)
+        ahead_s, back_s = work.forward_s * slow, (work.backward_s + again) * slow
+        saved, host = self._prefetched(index, way, back_s), self._awaited(index, way, ahead_s, back_s)
         blocking = m * (spread.ahead + back) + spread.update_moved + spread.prompt + spread.late
         return ComponentCost(
             num_microbatches=m,
-            forward_s=work.forward_s * slow,
-            backward_s=(work.backward_s + again) * slow,
-            forward_communication_s=spread.ahead - saved.forward,
-            backward_communication_s=back - saved.backward,
-            bucket_s=spread.copying,
+            forward_s=ahead_s,
+            backward_s=back_s,
+            forward_communication_s=spread.ahead - saved.forward + host.forward,
+            backward_communication_s=back - saved.backward + host.backward,
+            bucket_s=spread.copying + host.gradient,
             prompt_sync_s=spread.prompt,
             late_sync_s=spread.late,
             release=self._releases[index].index,
             update_s=update,
-            update_communication_s=spread.update_moved - saved.once,
+            update_communication_s=spread.update_moved - saved.once + host.update,
             error_s=m * slow * work.error_s,
             link_error_s=blocking * self.edges.link_error(way.layout),
             footprint=footprint,
@@ -178,6 +181,13 @@ class Pricer:
         ahead = self.pass_of(index - 1, way)[0] if gathers.forward + gathers.once else 0.0
         behind = self.pass_of(index + 1, way)[1] if gathers.backward else 0.0
         return hidden(gathers, self.cluster.overlap, ahead=ahead, behind=behind, own=own)
+
+    def _awaited(self, index: int, way: Way, forward: float, backward: float) -> Launches:
+        """What the device waits for of the host's work on gathers and scatters."""
+        launches = self.states.kept(index, way).launches
+        if launches is None:
+            return _NOTHING_AWAITED
+        return awaited(launches, forward=forward, backward=backward, floor=self.times.floor)
 
     def pass_of(self, index: int, way: Way) -> tuple[float, float]:
         """Seconds of compute of component ``index``, run that way, in forward and in backward of one microbatch."""

@@ -14,6 +14,7 @@ from asa.cost.constants import constant
 from asa.cost.traffic.buckets import Release, bucket_bytes, releases
 from asa.cost.traffic.collectives import Links
 from asa.cost.traffic.compression import remaining
+from asa.cost.traffic.launching import Launches
 from asa.cost.traffic.prefetch import Gathers
 from asa.cost.way import Way
 from asa.cost.work.compute import Times
@@ -28,12 +29,15 @@ _WORDS = ("name", "modules", "why_whole")
 """Fields of a component that nothing is priced by."""
 
 
+_PHASES: tuple[Phase, ...] = ("forward", "backward", "update", "gradient")
+
+
 @dataclass
 class Kept:
     """A component under a data strategy. ``moved``: all its traffic; ``repeated``: whether some is in every microbatch;
     ``blocking``: whether backward waits for all of it. Seconds once per step as in
     :class:`asa.cost.step.ComponentCost`; ``copied`` is compute on a rank as fast as the profile's device, ``handled``
-    on any."""
+    on any. ``launches``: what the host does meanwhile, where the device works apart from it."""
 
     page: DataStrategy
     held: Memory
@@ -45,6 +49,7 @@ class Kept:
     late: float
     copied: float
     handled: float
+    launches: Launches | None
 
 
 class States:
@@ -64,7 +69,8 @@ class States:
         self._updates: dict[tuple[int, TensorDegree], float] = {}
         self._kept: dict[tuple[object, ...], Kept] = {}
         self._ahead: dict[tuple[int, Way], Gathers | None] = {}
-        self._prefetching = cluster.device.type != "cpu" and cluster.overlap.saving > 0
+        self._apart = cluster.device.type != "cpu"  # of its host, which runs ahead of it
+        self._prefetching = self._apart and cluster.overlap.saving > 0
         self._crossings: dict[tuple[Ends, Layout, Layout], tuple[Boundary, tuple[Collective, ...]]] = {}
         self._between: dict[tuple[Ends, tuple[Layout, ...], tuple[Layout, ...]], Crossings] = {}
 
@@ -151,6 +157,7 @@ class States:
             late=late,
             copied=copied,
             handled=self.handled(moved, "gradient"),
+            launches=self._launches(moved),
         )  # fmt: skip
 
     def crossing(self, ends: Ends, source: Layout, target: Layout) -> tuple[Boundary, tuple[Collective, ...]]:
@@ -170,14 +177,22 @@ class States:
 
     def handled(self, traffic: Iterable[Collective], phase: Phase) -> float:
         """Seconds of a rank, beside the links', on what stock sharding gathers and scatters; where they were not
-        measured, those of its copies in the device's memory."""
+        measured, those of its copies in the device's memory. Without what the host of a device apart does meanwhile."""
         costs, device = self._cluster.sharding, self._cluster.device
         if costs is None:
-            if device.type == "cpu" or device.memory_bandwidth <= 0:
+            if not self._apart or device.memory_bandwidth <= 0:
                 return 0.0
             costs = Sharding(unit_s=0.0, byte_s=constant("fsdp_copy_passes") / device.memory_bandwidth)
-        moved = [c for c in traffic if c.phase == phase and c.op in ("all_gather", "reduce_scatter")]
-        return sum(costs.unit_s + costs.byte_s * c.bytes for c in moved)
+        unit_s = 0.0 if self._apart else costs.unit_s
+        return sum(unit_s + costs.byte_s * c.bytes for c in _sharding(traffic, phase))
+
+    def _launches(self, traffic: Sequence[Collective]) -> Launches | None:
+        """What the host of a device apart does for gathers and scatters; None for nothing."""
+        costs = self._cluster.sharding
+        unit_s = costs.unit_s if costs is not None else constant("fsdp_launch_s")
+        if not self._apart or not any(_sharding(traffic, phase) for phase in _PHASES):
+            return None
+        return Launches(*(unit_s * len(_sharding(traffic, phase)) for phase in _PHASES))
 
     def _sync(self, index: int, share: Share, moved: list[Collective], *, bucketed: bool) -> tuple[float, float, float]:
         """Seconds of gradient synchronisation: leaving at once, leaving with a later bucket, and copying for it.
@@ -199,6 +214,10 @@ class States:
                 passes = constant("ddp_bucket_passes") + (constant("compression_passes") if left < 1 else 0.0)
                 copied += passes * c.bytes / self._cluster.device.memory_bandwidth
         return prompt, late, copied
+
+
+def _sharding(traffic: Iterable[Collective], phase: Phase) -> list[Collective]:
+    return [c for c in traffic if c.phase == phase and c.op in ("all_gather", "reduce_scatter")]
 
 
 def alike(components: Sequence[Component]) -> tuple[int, ...]:
