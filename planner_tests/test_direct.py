@@ -13,8 +13,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from asa.launch import run_ranks
+from asa.sharding import direct
 from asa.sharding.axis import Axis
-from asa.sharding.direct import Pending, all_gather_into_tensor, directly, reduce_scatter_tensor
+from asa.sharding.direct import (
+    Pending,
+    all_gather_into_tensor,
+    all_reduce,
+    awaited,
+    directly,
+    reduce_scatter_tensor,
+)
 from asa.sharding.sharded import sharded
 
 
@@ -50,6 +58,64 @@ def _compare(rank: int, ranks: int, apart: bool) -> list[str]:
 @pytest.mark.parametrize(("ranks", "apart"), [(2, False), (3, False), (3, True)])
 def test_results_are_those_of_the_stock_operations(ranks: int, apart: bool) -> None:
     assert run_ranks(ranks, _compare, ranks, apart, threads=1, timeout_s=60) == [[]] * ranks
+
+
+def _summed(rank: int, ranks: int) -> list[bool]:
+    """Whether sums are the stock ones."""
+    right = []
+    for words in (0, 1, 7, 4096):
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            torch.manual_seed(rank)
+            found = torch.randn(words).to(dtype)
+            expected = found.clone()
+            all_reduce(found)
+            dist.all_reduce(expected)
+            right.append(torch.equal(found, expected))
+    return right
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_sums_are_the_stock_ones(ranks: int) -> None:
+    assert run_ranks(ranks, _summed, ranks, threads=1, timeout_s=60) == [[True] * 12] * ranks
+
+
+class _Work:
+    """Is done after so many looks at it, or once it is waited for."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks, self.waits = looks, 0
+
+    def is_completed(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+    def wait(self) -> None:
+        self.waits += 1
+
+
+@pytest.mark.parametrize(("ranks", "here", "cores", "awake"), [(2, 2, 2, 5), (2, 2, 1, 0), (2, 1, 2, 0)])
+def test_who_waits_keeps_a_core_of_its_own(
+    ranks: int, here: int, cores: int, awake: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    yields: list[int] = []
+    monkeypatch.setattr(direct.os, "sched_yield", lambda: yields.append(1))
+    monkeypatch.setattr(direct, "usable_cores", lambda: cores)
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
+    work = _Work(5)
+    awaited(work)  # type: ignore[arg-type]
+    assert (len(yields), work.waits) == (awake, 1)
+    awaited(None)
+
+
+def test_nobody_stays_awake_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter(range(100))
+    monkeypatch.setattr(direct.time, "perf_counter", lambda: 0.02 * next(seconds))
+    monkeypatch.setattr(direct, "_own_cores", lambda: True)
+    work = _Work(90)
+    awaited(work)  # type: ignore[arg-type]
+    assert work.waits == 1
+    assert work.looks >= 85, "it gave up"
 
 
 def _gathered_by(_rank: int, ranks_here: int) -> list[str]:

@@ -30,7 +30,7 @@ from asa.sharding.transfer import Link
 _BEGIN = "asa.timeline.begin"
 _COLLECTIVES = (
     (dist, "all_reduce"), (dist, "all_gather"), (dist, "broadcast"), (dist, "all_to_all_single"),
-    (direct, "all_gather_into_tensor"), (direct, "reduce_scatter_tensor"),
+    (direct, "all_reduce"), (direct, "all_gather_into_tensor"), (direct, "reduce_scatter_tensor"),
 )  # fmt: skip
 _SENDS: tuple[Stream, Stream] = ("sending on", "sending back")
 

@@ -71,7 +71,7 @@ def operation(op: CollectiveOp, words: int, group: dist.ProcessGroup, device: to
     whole = torch.zeros(words * ranks, device=device)
     part = torch.zeros(words, device=device)
     if op == "all_reduce":
-        return lambda: dist.all_reduce(whole, group=group)
+        return lambda: direct.all_reduce(whole, group=group)
     if op == "all_gather":
         return lambda: direct.all_gather_into_tensor(whole, part, group=group)
     if op == "reduce_scatter":

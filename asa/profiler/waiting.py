@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from statistics import median
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
@@ -18,15 +19,18 @@ from asa.profiler.collectives import operation
 from asa.profiler.interference import training_kernels
 from asa.profiler.rounds import agree, slowest, time_together
 from asa.profiler.updates import build_optimizer
+from asa.sharding import direct
 from asa.sharding.direct import directly
 from asa.sharding.parts import step_over_parts
 
-_STRETCHES = (1, 2, 4, 8, 16, 32, 64)
-"""Kernels between one meeting of the ranks and the next."""
+_MEETINGS = {1: 24, 2: 24, 4: 12, 8: 6, 16: 3, 32: 3, 64: 3}
+"""By rounds of kernels between one meeting of the ranks and the next: meetings in a sample. A step adds up dozens of
+them, of which every few take several times as long as most, so that one alone says little."""
 _MESSAGE_WORDS = 1 << 18
 """Of what ranks exchange where they meet: 1 MiB, about an activation."""
+_MESSAGES = 16
+"""Messages take turns: one that a step has just made was not sent before."""
 _LEAST_ROUNDS, _MOST_ROUNDS = 5, 40
-_MEETINGS = 6
 _UNITS = 6
 _SMALL, _LARGE = 64, 2048
 """Sides of the weights of a unit: next to nothing, and 16 MiB."""
@@ -37,9 +41,10 @@ def measure_waiting(
 ) -> tuple[Waiting, ...]:
     """How much a stretch of work grows when ranks meet at its end; called by all ranks, ``groups`` by their size.
 
-    Ranks run 1, 2, 4 ... kernels and an all_reduce, again and again; then as many kernels, and as many all_reduces, by
-    themselves. What the first takes longer than the others together is lost by meeting: waiting for the slowest,
-    caches that hold the message and not the work, a core that is not free at once.
+    Ranks run the kernels 1, 2, 4 ... times, make a message and sum it up, again and again; then as many kernels, and as
+    many all_reduces, by themselves. What the first takes longer than the others together is lost by meeting: waiting
+    for the slowest, caches that hold the work and not the message (the kernels go through more memory than a cache
+    holds, as a component does), a core that is not free at once.
     """
     found = []
     for ranks, group in sorted(groups.items()):
@@ -51,27 +56,28 @@ def measure_waiting(
 
 def _grown(device: torch.device, clock: Clock, group: dist.ProcessGroup, ranks: int, *, slice_s: float) -> Waiting:
     kernels = training_kernels(device, small=True)
-    run = kernels.work["convolution"]
-    message = torch.zeros(_MESSAGE_WORDS, device=device)
+    messages = cycle([torch.zeros(_MESSAGE_WORDS, device=device) for _ in range(_MESSAGES)])
+    sent = next(messages)
 
-    def meet() -> None:
-        dist.all_reduce(message, group=group)
+    def work(stretch: int) -> Tensor:
+        for _ in range(stretch):
+            kernels.step()
+        return next(messages).fill_(0.0)
 
     def seconds(stretch: int, meeting: bool) -> float:
+        times = _MEETINGS.get(stretch, max(_MEETINGS.values()))
         agree(group=group)
         clock.settle()
         start = clock.mark()
-        for _ in range(_MEETINGS):
-            for _ in range(stretch):
-                run()
+        for _ in range(times):
+            message = work(stretch) if stretch else sent
             if meeting:
-                meet()
-        return clock.seconds([start, clock.mark()])[0] / _MEETINGS
+                direct.all_reduce(message, group=group)
+        return clock.seconds([start, clock.mark()])[0] / times
 
     for _ in range(5):
-        run()
-        meet()
-    taken: dict[int, list[tuple[float, float, float]]] = {k: [] for k in _STRETCHES}
+        direct.all_reduce(work(1), group=group)
+    taken: dict[int, list[tuple[float, float, float]]] = {k: [] for k in _MEETINGS}
     started, rounds = time.perf_counter(), 0
     while rounds < _LEAST_ROUNDS or (
         rounds < _MOST_ROUNDS and agree(time.perf_counter() - started, group=group)[0] < slice_s
@@ -80,8 +86,9 @@ def _grown(device: torch.device, clock: Clock, group: dist.ProcessGroup, ranks: 
         for k, times in taken.items():
             times.append((seconds(k, True), seconds(k, False), seconds(0, True)))
     medians = {k: [slowest([t[i] for t in times], group) for i in range(3)] for k, times in taken.items()}
-    unit = medians[_STRETCHES[-1]][1] / _STRETCHES[-1]
-    points = [(k * unit, max(1.0, (both - alone) / work)) for k, (both, work, alone) in medians.items()]
+    longest = max(_MEETINGS)
+    unit = medians[longest][1] / longest
+    points = [(k * unit, max(1.0, (both - alone) / worked)) for k, (both, worked, alone) in medians.items()]
     return Waiting(ranks=ranks, points=_falling(points))
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from asa.sharding import direct
 from asa.sharding.axis import Axis
 from asa.sharding.stock import stock
 
@@ -31,12 +31,12 @@ class _Normalise(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, axis: Axis, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         count = torch.tensor([x.numel() / x.shape[1]], dtype=torch.float64, device=x.device)
         first = torch.cat([_channel_sum(x), count])
-        dist.all_reduce(first, group=axis.group)
+        direct.all_reduce(first, group=axis.group)
         count = first[-1:]
         mean = first[:-1] / count
         centred = x - _view(mean.to(x.dtype), x)
         squares = _channel_sum(centred * centred)
-        dist.all_reduce(squares, group=axis.group)
+        direct.all_reduce(squares, group=axis.group)
         variance = squares / count
         inverse = (variance + eps).rsqrt().to(x.dtype)
         y = centred * _view(inverse, x)
@@ -49,7 +49,7 @@ class _Normalise(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         y, inverse, count = ctx.saved_tensors
         sums = torch.stack([_channel_sum(gradient), _channel_sum(gradient * y)])
-        dist.all_reduce(sums, group=ctx.axis.group)
+        direct.all_reduce(sums, group=ctx.axis.group)
         mean_gradient, mean_product = (sums / count).to(gradient.dtype)
         corrected = gradient - _view(mean_gradient, y) - y * _view(mean_product, y)
         return corrected * _view(inverse, y), None, None

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from asa.ir.layout import bounds
@@ -83,7 +82,7 @@ def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     """Sum of ``x`` over the axis, into ``x`` where it is contiguous."""
     x = x.contiguous()
     if _live(axis):
-        dist.all_reduce(x, group=axis.group)
+        direct.all_reduce(x, group=axis.group)
     return x
 
 

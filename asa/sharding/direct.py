@@ -1,4 +1,4 @@
-"""``all_gather`` and ``reduce_scatter`` between CPU ranks, without the copies that gloo makes for itself.
+"""Collectives between CPU ranks, without the copies that gloo makes for itself, and without its naps.
 
 Gloo's own all_gather assembles everything in memory that it takes and gives back each time, and copies it out; its
 reduce_scatter does the like before it adds up. Here parts travel straight to where they belong: to gather, every rank
@@ -7,11 +7,15 @@ What moves is the same, (n-1)/n of the message. On a GPU both are the stock oper
 there gloo's ring, in which nobody sends to two at a time, is two to three times as fast as n broadcasts.
 
 What a part sums up to does not depend on which rank adds, and is added in the order of ranks.
+
+Who waits stays awake for a while (:func:`awaited`): gloo hands a message on from thread to thread, and where all of a
+rank sleep, milliseconds go by until they are back.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -21,10 +25,33 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from asa.launch import usable_cores
+
+_AWAKE_S = 0.05
+"""For how long a rank that waits keeps its core."""
+
 
 def _on_one_host() -> bool:
     """Whether all ranks are, by what every launcher says."""
     return os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+
+
+def _own_cores() -> bool:
+    """Whether there is a core for every rank, so that one that waits awake is in nobody's way."""
+    ranks = int(os.environ.get("WORLD_SIZE") or 0)
+    return hasattr(os, "sched_yield") and _on_one_host() and 0 < ranks <= usable_cores()
+
+
+def awaited(work: dist.Work | None) -> None:
+    """Wait for ``work``, a collective between CPU ranks: where each has a core of its own awake at first, yielding it
+    to gloo's threads all the time. (A send or receive would not say that it is done.)"""
+    if work is None:
+        return
+    if _own_cores():
+        ends = time.perf_counter() + _AWAKE_S
+        while not work.is_completed() and time.perf_counter() < ends:
+            os.sched_yield()
+    work.wait()
 
 
 class Pending(dist.Work):
@@ -38,8 +65,7 @@ class Pending(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:  # type: ignore[override]
         """Until the result is there, however long that takes."""
         for work in self._works:
-            if work is not None:
-                work.wait()
+            awaited(work)
         if self._received is not None and self._into is not None:
             rows, self._received = self._received, None
             if len(rows) == 2:  # a sum over so few goes row by row, and is slower
@@ -49,6 +75,15 @@ class Pending(dist.Work):
             if self._mean:
                 self._into.div_(len(rows))
         return True
+
+
+@torch.no_grad()
+def all_reduce(x: Tensor, *, group: dist.ProcessGroup | None = None) -> None:
+    """The sum of every rank's ``x`` (contiguous), in ``x``."""
+    if x.device.type != "cpu":
+        dist.all_reduce(x, group=group)
+    else:
+        awaited(dist.all_reduce(x, group=group, async_op=True))
 
 
 @torch.no_grad()
@@ -116,4 +151,4 @@ def directly(unit: nn.Module) -> None:
         unit.set_custom_reduce_scatter(_Scatter())  # type: ignore[arg-type]
 
 
-__all__ = ["Pending", "all_gather_into_tensor", "directly", "reduce_scatter_tensor"]
+__all__ = ["Pending", "all_gather_into_tensor", "all_reduce", "awaited", "directly", "reduce_scatter_tensor"]
