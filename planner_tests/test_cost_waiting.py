@@ -71,7 +71,8 @@ def test_tensor_parallel_components_wait_and_replicas_do_not(cluster):
 
 
 def test_sharded_units_cost_their_handling(cluster):
-    quiet = replace(cluster, waiting=None, sharding=Sharding(unit_s=0.0, byte_s=0.0))
+    on_cpu = replace(cluster, waiting=None, device=replace(cluster.device, type="cpu"))
+    quiet = replace(on_cpu, sharding=Sharding(unit_s=0.0, byte_s=0.0))
     costly = replace(quiet, sharding=Sharding(unit_s=1e-3, byte_s=1e-9))
     whole, sharded = TensorDegree(strategy="none", degree=1), DataDegree(strategy="zero3", degree=2)
     a, b = _component(quiet, sharded, whole), _component(costly, sharded, whole)
@@ -98,7 +99,8 @@ def test_where_ranks_are_cpus_they_also_meet_at_scattered_gradients_and_weights_
 
 
 def test_sharded_tensors_are_handed_to_the_update_one_by_one(cluster):
-    quiet = replace(cluster, waiting=None, sharding=Sharding(unit_s=0.0, byte_s=0.0))
+    on_cpu = replace(cluster, waiting=None, device=replace(cluster.device, type="cpu"))
+    quiet = replace(on_cpu, sharding=Sharding(unit_s=0.0, byte_s=0.0))
     costly = replace(quiet, sharding=Sharding(unit_s=0.0, byte_s=0.0, tensor_s=1e-4))
     whole = TensorDegree(strategy="none", degree=1)
     tensors = chain_profile().graph.components[1].num_parameter_tensors

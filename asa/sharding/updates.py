@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from asa.interfaces.strategy import SENT_BYTES
 from asa.sharding.axis import Axis
 from asa.sharding.collectives import is_silent
+from asa.sharding.direct import awaited
 
 
 def owners(sizes: Sequence[int], ranks: int) -> list[int]:
@@ -76,7 +77,9 @@ class SharedUpdate:
                 work = dist.broadcast(flat, group_src=index, group=self.axis.group, async_op=True)
                 sent.append((work, flat, [] if index == self.axis.index else chunk))
             for work, flat, chunk in sent:
-                if work is not None:
+                if flat.device.type == "cpu":
+                    awaited(work)
+                elif work is not None:
                     work.wait()
                 if chunk:
                     for p, part in zip(chunk, flat.split([p.numel() for p in chunk]), strict=True):
