@@ -264,6 +264,7 @@ def _again(single: Single, solver: SolverName, ends: float) -> tuple[Solution, s
     where that would not be done in time."""
     assert single.place is not None
     known, problem = single.solution, single.place.asked
+    known = replace(known, bound=min(known.value, max(known.bound, single.bound)))  # it may have risen since
     if solver == "ilp" and (single.by_ilp or (known.proved and not single.place.handy)):
         return known, known.solver
     if solver != "ilp":

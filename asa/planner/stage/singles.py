@@ -28,6 +28,8 @@ _FIRST_S = 0.15
 """For the label program under a memory limit, at first; four times as long each time it comes back."""
 HANDY = 1_000
 """Ways of all components together up to which the ILP proves a stage whose memory binds within a second, usually."""
+_ILP_S = 0.55
+"""Less time than that is better spent on labels: the ILP would not get to the end."""
 _LONG_S, _FORMULATED = 0.2, 3.0
 """Pricing components one by one for so long says that formulating takes so many times as long: thousands of them."""
 _CLOSE = 1e-9
@@ -274,7 +276,7 @@ class Single:
         cutoff, solver = min(best, self.value), self.place.solver
         self._turns += 1
         turn = (2 if self.place.handy else 3) if self._solver == "ilp" else 0
-        if self._turns == turn:
+        if self._turns == turn and slice_s >= _ILP_S:
             self._by_ilp(slice_s)
             return
         solver.run(cutoff, time.monotonic() + slice_s)
