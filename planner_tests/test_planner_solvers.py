@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from asa.ir.plan import DataDegree, TensorDegree
 from asa.planner import search
 from asa.planner.stage import dp, dual, exhaustive, ilp, labels
 from asa.planner.stage.problem import Config, Edge, Problem, Solution
+from asa.planner.stage.singles import Place, Single
 
 
 def same(a: float, b: float) -> bool:
@@ -307,3 +309,32 @@ def test_no_choice_peaks_above_the_ceiling_or_below_the_floor():
         ]
         assert dp.memory_floor(problem) <= min(peaks) + 1e-12
         assert max(peaks) <= dp.memory_ceiling(problem) + 1e-12
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_where_labels_get_too_many_the_ilp_proves_a_single_stage(seed):
+    rng, proved = random.Random(seed), 0
+    for _ in range(15):
+        problem = random_problems.draw(rng, components=5, configs=4, most=400, tight=True)
+        oracle = exhaustive.solve(problem)
+        single = Single(SimpleNamespace(), 0.0, problem.width, 1, "ilp")
+        single.place = Place(SimpleNamespace(problem=problem))
+        single._by_ilp(30.0)
+        assert single.bound <= oracle.value * (1 + 1e-9)
+        assert single.value >= oracle.value * (1 - 1e-9)
+        assert same(single.bound, oracle.value)
+        if oracle.choice is not None and single.by_ilp:
+            proved += 1
+            assert exhaustive.peak(problem, single.solution.choice) <= problem.capacity
+            assert search._again(single, "ilp", float("inf")) == (single.solution, single.solution.solver)
+    assert proved > 5
+
+
+def test_a_proved_stage_of_too_many_ways_is_not_solved_once_more(monkeypatch):
+    problem = random_problems.draw(random.Random(1), components=5, configs=4, most=400)
+    single = Single(SimpleNamespace(), 0.0, problem.width, 1, "ilp")
+    single.place = Place(SimpleNamespace(problem=problem))
+    single.solution = dp.solve(problem)
+    assert search._again(single, "ilp", float("inf"))[1].endswith("checked by dp")
+    monkeypatch.setattr("asa.planner.stage.singles.HANDY", 3)
+    assert search._again(single, "ilp", float("inf")) == (single.solution, single.solution.solver)

@@ -260,13 +260,17 @@ class _Ways:
 
 
 def _again(single: Single, solver: SolverName, ends: float) -> tuple[Solution, str]:
-    """The answer of a single stage, solved once more by whom was asked for, and who found and proved it."""
+    """The answer of a single stage, solved once more by whom was asked for, and who found and proved it; not by the ILP
+    where that would not be done in time."""
     assert single.place is not None
     known, problem = single.solution, single.place.asked
+    known = replace(known, bound=min(known.value, max(known.bound, single.bound)))  # it may have risen since
+    if solver == "ilp" and (single.by_ilp or (known.proved and not single.place.handy)):
+        return known, known.solver
     if solver != "ilp":
         return known, known.solver + (", checked by dp" if solver == "exhaustive" else "")
     left = min(_AGAIN_S, ends - time.monotonic()) if known.proved else ends - time.monotonic()
-    found = ilp.solve(problem, time_limit_s=max(0.1, left), cutoff=known.value * (1 + 1e-6))
+    found = ilp.solve(problem, time_limit_s=max(0.1, left))
     fits = found.choice is not None and exhaustive.peak(problem, found.choice) <= problem.capacity + TOLERANCE_GIB
     if fits and found.proved:
         return _arbitrate(known, found, float("inf"), problem), f"{found.solver}, checked by dp"

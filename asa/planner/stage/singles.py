@@ -17,7 +17,7 @@ from asa.ir.units import GIB
 from asa.planner.space.candidate import Prices
 from asa.planner.space.request import SolverName
 from asa.planner.space.space import Allowed, widths
-from asa.planner.stage import dp, exhaustive, labels
+from asa.planner.stage import dp, exhaustive, ilp, labels
 from asa.planner.stage.floor import Floor, floor
 from asa.planner.stage.formulate import Formulation, formulate
 from asa.planner.stage.problem import MS, Problem, Solution
@@ -26,8 +26,13 @@ TOLERANCE_GIB = 1e-5
 """By how much a solver may overstep the memory limit (10 KiB)."""
 _FIRST_S = 0.15
 """For the label program under a memory limit, at first; four times as long each time it comes back."""
+HANDY = 1_000
+"""Ways of all components together up to which the ILP proves a stage whose memory binds within a second, usually."""
+_ILP_S = 0.55
+"""Less time than that is better spent on labels: the ILP would not get to the end."""
 _LONG_S, _FORMULATED = 0.2, 3.0
 """Pricing components one by one for so long says that formulating takes so many times as long: thousands of them."""
+_CLOSE = 1e-9
 _NOTHING = Solution(choice=None, value=float("inf"), bound=float("inf"), solver="dp")
 _OPEN = Solution(choice=None, value=float("inf"), bound=0.0, solver="dp")
 
@@ -63,6 +68,11 @@ class Place:
         """Of a place where something fits."""
         assert self._formulation is not None
         return self._formulation
+
+    @property
+    def handy(self) -> bool:
+        """Whether the ILP is likely to prove it soon."""
+        return self.fits or sum(map(len, self.problem.configs)) <= HANDY
 
     @property
     def asked(self) -> Problem:
@@ -166,6 +176,7 @@ class Single:
     :mod:`asa.planner.pipeline.joint`.
 
     ``bound`` holds for all of them; ``solution`` is the best one so far. ``stuck``: nothing more can be proved.
+    ``by_ilp``: the ILP has proved it.
     """
 
     def __init__(self, places: Places, alone_ms: float, width: int, num_microbatches: int, solver: SolverName) -> None:
@@ -175,6 +186,7 @@ class Single:
         self._settled: bool | None = None
         self.solution = _NOTHING
         self._took = 0.0
+        self._turns, self.by_ilp = 0, False
 
     @property
     def value(self) -> float:
@@ -262,9 +274,25 @@ class Single:
             return
         assert self.place.solver is not None
         cutoff, solver = min(best, self.value), self.place.solver
+        self._turns += 1
+        turn = (2 if self.place.handy else 3) if self._solver == "ilp" else 0
+        if self._turns == turn and slice_s >= _ILP_S:
+            self._by_ilp(slice_s)
+            return
         solver.run(cutoff, time.monotonic() + slice_s)
         self._take(solver.answer(cutoff))
-        self.stuck = solver.done and self.bound < min(best, self.value) * (1 - 1e-9)
+        self.stuck = solver.done and self._turns > turn and self.bound < min(best, self.value) * (1 - 1e-9)
+
+    def _by_ilp(self, slice_s: float) -> None:
+        """The ILP's turn, where labels get too many. What it says of its choice is not believed; its bound is."""
+        assert self.place is not None
+        problem, found = self.place.asked, ilp.solve(self.place.asked, time_limit_s=slice_s)
+        if found.choice is not None and exhaustive.peak(problem, found.choice) <= problem.capacity:
+            self._take(replace(found, value=exhaustive.value(problem, found.choice), bound=0.0))
+        self._raise(min(found.bound, self.value))
+        if self.bound >= self.value * (1 - _CLOSE):
+            self.bound, self.by_ilp = self.value, True
+            self.solution = replace(self.solution, bound=self.value, solver=f"{found.solver} and dp")
 
     def _take(self, found: Solution) -> None:
         self._raise(found.bound)
