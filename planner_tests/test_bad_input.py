@@ -207,6 +207,18 @@ def test_a_place_that_cannot_be_written_is_told_before_the_work(argv, place, cap
     assert said.endswith("choose another -o")
 
 
+def test_a_trace_that_cannot_be_written_is_one_document(place, capsys):
+    (place / "file").write_text("")
+    assert entry.run(["plan", "--gpus", "1", "--time-limit", "0.1s", "-o", "p.json"]) == 0
+    capsys.readouterr()
+    assert entry.run(["simulate", "p.json", "--trace", "file/t.json", "--json"]) == 5
+    assert json.loads(capsys.readouterr().out)["exit_code"] == 5
+
+
+def test_a_component_strategy_is_answered_with_the_name_of_the_whole_one(capsys):
+    assert "of the whole model it is called fsdp" in refused(capsys, 2, "plan", "--strategies", "zero3")
+
+
 def test_nothing_to_resume_is_7_and_leaves_nothing(place, capsys):
     codec.save(nouns.plan(), place / "runs" / "plans" / "p.json")
     assert "no run in gone to resume" in refused(capsys, 7, "train", "--resume", "--out", "gone")

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import nouns
 import pytest
@@ -214,7 +215,7 @@ def test_flag_over_variable_over_file_over_default(elsewhere):
     assert resolved().global_batch == 7
     (elsewhere / "pyproject.toml").write_text("[tool.asa]\nglobal_batch = 5\n")
     assert resolved().origin["global_batch"] == "file pyproject.toml"
-    (elsewhere / "asa.toml").write_text("global-batch = 1\nother = 3\n[probe.sub]\nglobal-batch = 2\n")
+    (elsewhere / "asa.toml").write_text("global-batch = 1\ntop = 3\n[probe.sub]\nglobal-batch = 2\n")
     assert resolved().global_batch == 2
     assert resolved().origin["global_batch"] == "file asa.toml"
     found = resolved(environment={"ASA_GLOBAL_BATCH": "3"})
@@ -240,6 +241,14 @@ def test_bad_variables_and_files_are_told_apart(elsewhere):
         resolved(environment={"ASA_GLOBAL_BATCH": "many"})
     (elsewhere / "asa.toml").write_text("[probe.sub]\nglobal-batsch = 2\n")
     with pytest.raises(errors.InvalidInputError, match="has no option 'global-batsch'"):
+        resolved()
+    (elsewhere / "asa.toml").write_text("global-batsch = 2\n")
+    with pytest.raises(
+        errors.InvalidInputError, match="no command has an option 'global-batsch'; did you mean global-b"
+    ):
+        resolved()
+    (elsewhere / "asa.toml").write_text("[prove]\nx = 2\n")
+    with pytest.raises(errors.InvalidInputError, match="no command is called 'prove'; did you mean probe"):
         resolved()
     (elsewhere / "asa.toml").write_text("global-batch = true\n")
     with pytest.raises(errors.InvalidInputError, match=r"asa\.toml: global-batch"):
@@ -329,6 +338,22 @@ def test_a_closed_stdout_is_like_one_nobody_reads():
         check=False,
     )  # fmt: skip
     assert (done.stdout, done.stderr) == ("0\n", "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")
+def test_a_document_that_cannot_be_written_is_one_line():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "asa", "cluster", "list", "--json"], stdout=full, stderr=subprocess.PIPE, text=True,
+            check=False,
+        )  # fmt: skip
+    assert (done.returncode, len(done.stderr.splitlines())) == (5, 1)
+    assert "cannot write the document to stdout" in done.stderr
+
+
+def test_help_of_a_command_may_be_asked_for_by_its_name(capsys):
+    assert entry.run(["help", "cluster", "show"]) == 0
+    assert "usage: asa cluster show" in capsys.readouterr().out
 
 
 def test_a_flag_that_is_not_there_is_answered_with_the_nearest(capsys):

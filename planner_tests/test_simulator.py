@@ -13,7 +13,7 @@ import nouns
 import pytest
 
 from asa.cost.machine import presets
-from asa.errors import UsageError
+from asa.errors import UnavailableError
 from asa.planner import Request, plan
 from asa.simulator import chrome_trace, save_trace, simulate
 
@@ -67,9 +67,9 @@ def test_a_trace_opens_with_one_process_a_rank_and_one_thread_a_stream(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["deep", "trace.json"], "nothing temporary stays"
 
 
-def test_a_trace_that_cannot_be_written_is_a_usage_error(tmp_path):
+def test_a_trace_that_cannot_be_written_is_the_environment(tmp_path):
     profile, cluster = nouns.profile(), nouns.cluster(2)
     found = plan(profile, cluster, fake_strategies.PLAIN, Request(gpus=2, global_batch=8))[0]
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="cannot write the trace"):
+    with pytest.raises(UnavailableError, match="cannot write the trace"):
         save_trace(simulate(found, profile, cluster, fake_strategies.PLAIN), tmp_path / "file" / "trace.json")

@@ -12,7 +12,7 @@ import pytest
 
 from asa.cost.machine import presets
 from asa.cost.planned import price_plan, ways_of
-from asa.errors import InvalidInputError
+from asa.errors import InfeasibleError, InvalidInputError
 from asa.interfaces.strategy import Strategies
 from asa.ir.cluster import Cluster, RankDevice
 from asa.ir.layout import Layout, bounds
@@ -311,6 +311,12 @@ def test_a_large_device_may_hold_what_a_small_one_cannot():
     assert found.starts() == (0, 2)
     first, second = found.prediction.memory_bytes_per_rank
     assert first <= head // 4 < second
+
+
+def test_no_memory_on_the_first_devices_is_no_plan():
+    cluster = unequal(1, 1, 1, memories=(1, 2**34, 2**34))
+    with pytest.raises(InfeasibleError, match=r"devices have 9\.31e-10 GiB"):
+        plan(nouns.profile(), cluster, offered(), Request(gpus=3, global_batch=8))
 
 
 def test_a_fast_device_behind_a_slow_one_is_pointed_out():

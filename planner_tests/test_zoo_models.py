@@ -104,6 +104,19 @@ def test_inception_keeps_its_auxiliary_head_where_it_fits() -> None:
     assert models._why_not("inception_v3", 10, (3, 299, 299)) == ""
 
 
+def test_a_factory_that_takes_no_classes_has_its_own(here: Callable[[str, str], None]) -> None:
+    here(
+        "own_heads",
+        "import math\n"
+        "def seven(input_shape): return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(input_shape), 7))\n"
+        "def told(num_classes=5): return nn.Sequential(nn.Flatten(), nn.Linear(3072, num_classes))\n",
+    )
+    assert models.default_input("own_heads:seven") == (SMALL, 7)
+    assert models.default_input("own_heads:seven", (1, 8, 8)) == ((1, 8, 8), 7)
+    assert models.default_input("own_heads:seven", classes=3) == (SMALL, 3)
+    assert models.default_input("own_heads:told") == (SMALL, 100)
+
+
 def test_vit_takes_its_image_size_from_the_input() -> None:
     with torch.device("meta"):
         assert models._torchvision("vit_b_16", 10, (3, 64, 64)).image_size == 64

@@ -113,13 +113,13 @@ def measured(
     from asa.profiler.paths import profile_path
     from asa.zoo.models import default_input
 
-    usual, classes = default_input(model)
+    shape, classes = default_input(model, args.input, args.classes)
     chosen = choose_device(device).type
     with console.progress(f"profiling {model}") as report:
         made = profile_model(
             model,
-            input_shape=args.input or usual,
-            num_classes=args.classes or classes,
+            input_shape=shape,
+            num_classes=classes,
             global_batch=args.global_batch or (256 if chosen == "cuda" else 64),
             device=chosen,
             precision=args.precision,

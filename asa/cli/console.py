@@ -6,8 +6,10 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from typing import TYPE_CHECKING, Any, TextIO
+
+from asa.errors import UnavailableError
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
@@ -62,8 +64,13 @@ class Console:
             return
         text = json.dumps(data, indent=1, allow_nan=False) + "\n"
         stream = self._document_to or sys.stdout
-        stream.write(text)
-        stream.flush()
+        try:
+            stream.write(text)
+            stream.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise UnavailableError(f"cannot write the document to stdout: {error.strerror or error}") from None
 
     @contextmanager
     def keeping_stdout(self) -> Iterator[None]:
@@ -85,7 +92,8 @@ class Console:
             if ours is sys.stdout:
                 os.close(kept)
             else:
-                ours.close()
+                with suppress(OSError):  # what could not be written was told when it was flushed
+                    ours.close()
 
     def result(self, data: dict[str, Any], parts: Callable[[], Iterable[RenderableType]]) -> None:
         """The same thing twice: the document under --json, tables otherwise."""

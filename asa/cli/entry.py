@@ -6,7 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from importlib import import_module
 
@@ -69,6 +69,8 @@ def dispatch(argv: Sequence[str], console: Console) -> int | None:
     from asa.cli.settings import arguments
 
     words = list(argv)
+    if words[:1] == ["help"] and words[1:]:
+        words = [*words[1:], "--help"]
     if not words or words[0] in ("--help", "-h", "help"):
         sys.stdout.write(overview())
         return 0 if words else UsageError.exit_code
@@ -127,8 +129,10 @@ def _end(console: Console, message: str, code: int, debug: bool) -> int:
     if debug:
         traceback.print_exc()
     line = " ".join(message.split())
-    sys.stderr.write(f"asa: {line}\n")
-    console.document({"schema_version": SCHEMA_VERSION, "kind": "error", "exit_code": code, "error": line})
+    with suppress(OSError):  # nobody can be told more than the exit code
+        sys.stderr.write(f"asa: {line}\n")
+    with suppress(OSError, UnavailableError):
+        console.document({"schema_version": SCHEMA_VERSION, "kind": "error", "exit_code": code, "error": line})
     return code
 
 

@@ -59,8 +59,7 @@ def _traced(model: str, args: Arguments) -> tuple[LayerGraph, str]:
     from asa.tracing import trace
     from asa.zoo.models import build, default_input
 
-    usual, usual_classes = default_input(model)
-    shape, classes = args.input or usual, args.classes or usual_classes
+    shape, classes = default_input(model, args.input, args.classes)
     traced = trace(build(model, num_classes=classes, input_shape=shape), torch.zeros(2, *shape), name=model)
     graph = layer_graph(traced, model=model, input_shape=shape, num_classes=classes)
     return graph, traced.model_fingerprint

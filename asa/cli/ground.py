@@ -65,10 +65,10 @@ def check(args: Arguments, folder: Path, gpus: int) -> None:
     baselines.check(args.strategies or STRATEGIES, offered(), gpus)
     known = names()
     for model in args.models:
-        shape, classes = default_input(model)
+        shape, classes = default_input(model, args.input, args.classes)
         if model not in known:
-            build(model, num_classes=args.classes or classes, input_shape=args.input or shape)
-        train, _ = images(args.data, args.data_root, args.input or shape)
+            build(model, num_classes=classes, input_shape=shape)
+        train, _ = images(args.data, args.data_root, shape)
         check_data(args, train, args.classes or train.num_classes, args.global_batch or 1)
 
 

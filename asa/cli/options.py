@@ -130,7 +130,12 @@ PRECISION = Option(
     name="precision", help="arithmetic of forward and backward", choices=("fp32", "bf16", "fp16"), default="fp32"
 )
 INPUT = Option(name="input", help="input size (default: the model's own, 3x32x32)", parse=shape, metavar="CxHxW")
-CLASSES = Option(name="classes", help="number of classes (default: 100)", parse=count, metavar="K")
+CLASSES = Option(
+    name="classes",
+    help="number of classes (default: 100, or those of a factory that takes no num_classes)",
+    parse=count,
+    metavar="K",
+)
 GLOBAL_BATCH = Option(name="global-batch", help="samples per optimizer step, over all ranks", parse=count, metavar="B")
 GPUS = Option(name="gpus", help="devices, one rank each (CPU: cores)", parse=count, metavar="N")
 CLUSTER = Option(

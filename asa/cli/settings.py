@@ -144,10 +144,32 @@ def _for_verb(table: Mapping[str, Any], verb: Verb) -> dict[str, Any]:
     top = {k: v for k, v in table.items() if not isinstance(v, dict)}
     mine = {str(k).replace("_", "-"): v for k, v in own.items()} if isinstance(own, dict) else {}
     known = {o.name for o in verb.options if not o.positional}
+    if any(key not in known for key in top) or len(top) < len(table):
+        _check_names(table, verb)
     for key, value in mine.items():
         if key not in known and not isinstance(value, dict):
             raise InvalidInputError(f"[{verb.name.replace(' ', '.')}] has no option {key!r}", where=f"$.{key}")
     return {**top, **mine}
+
+
+def _check_names(table: Mapping[str, Any], own: Verb) -> None:
+    """Whether every key at the top of a configuration file is an option of a verb, and every table a verb's.
+
+    Raises:
+        InvalidInputError: naming the one that is not, and the nearest there is.
+    """
+    from asa.cli.entry import VERBS, verbs
+
+    every = [own, *(v for word in VERBS for v in verbs(word))]
+    words, options = {v.name.split()[0] for v in every}, {o.name for v in every for o in v.options if not o.positional}
+    for key, value in table.items():
+        inside = isinstance(value, dict)
+        names = words if inside else options
+        if key not in names:
+            near = get_close_matches(key, names, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            what = f"no command is called {key!r}" if inside else f"no command has an option {key!r}"
+            raise InvalidInputError(f"configuration: {what}{hint}", where=f"$.{key}")
 
 
 def _value(o: Option, raw: Any, where: str) -> Any:

@@ -29,9 +29,10 @@ def run(args: Arguments, console: Console) -> None:
         "predicted_step_time_s": plan.prediction.step_time_s,
         **codec.to_data(found),
     }
-    console.result(data, lambda: report.render(found))
     if args.trace:
         save_trace(found, Path(args.trace))
+    console.result(data, lambda: report.render(found))
+    if args.trace:
         console.say(f"asa: wrote {args.trace}; open it in Perfetto or chrome://tracing")
 
 

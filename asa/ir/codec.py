@@ -221,7 +221,9 @@ def build(cls: type[T], data: Any, *, source: str) -> T:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = "$" + "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in first["loc"])
-        raise InvalidInputError(f"{source}: {first['msg'].lower()}", where=where) from None
+        said = first["msg"].removeprefix("Value error, ")
+        said = said.lower() if said == first["msg"] else said  # what a noun says keeps its names
+        raise InvalidInputError(f"{source}: {said}", where=where) from None
     except InvalidInputError as error:  # raised by a noun, which does not know its file
         raise InvalidInputError(f"{source}: {error}") from None
     except (RecursionError, ValueError) as error:

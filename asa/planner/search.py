@@ -106,8 +106,8 @@ def search(
         bound_ms, limit_ms = piped.bound, min(best.limit, piped.value, *(x.value for x in alone))
         if piped.skeleton is not None and piped.value <= limit_ms:
             found = staged.candidate(piped.skeleton, piped.choices)
-    single = min(alone, key=lambda x: x.value)
-    if single.value > limit_ms * (1 + 1e-9) or single.value >= incumbent_s * MS:
+    single = min(alone, key=lambda x: x.value, default=None)  # none where the first devices have no memory
+    if single is None or single.value > limit_ms * (1 + 1e-9) or single.value >= incumbent_s * MS:
         return Outcome(
             best=found, choice=(), formulation=None, lower_bound_s=bound_ms / MS,
             solver="dp" if found is not None else "dp, as bounds",

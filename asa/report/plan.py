@@ -34,7 +34,9 @@ def render(plan: Plan) -> list[RenderableType]:
 
 def headline(plan: Plan) -> RenderableType:
     """What is planned, on what, for which batch."""
-    where = f"{plan.num_ranks} of {plan.gpus} devices" if plan.num_ranks < plan.gpus else f"{plan.gpus} devices"
+    where = f"{plan.gpus} device{'s' if plan.gpus > 1 else ''}"
+    if plan.num_ranks < plan.gpus:
+        where = f"{plan.num_ranks} of {where}"
     return line(
         f"{plan.model_spec} on {where} ({plan.device_type}, {plan.cluster}), global batch {plan.global_batch}, "
         f"{plan.precision}, {plan.optimizer}, strategy {plan.strategy}"

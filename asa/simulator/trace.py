@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from asa.errors import UsageError
+from asa.errors import UnavailableError
 from asa.ir.streams import piece, process
 from asa.simulator.timeline import Timeline
 
@@ -49,7 +49,7 @@ def save_trace(timeline: Timeline, path: Path) -> None:
     """Write the trace to ``path``, compressed where that ends in ``.gz``.
 
     Raises:
-        UsageError: it cannot be written there.
+        UnavailableError: it cannot be written there.
     """
     text = json.dumps(chrome_trace(timeline), allow_nan=False).encode()
     temporary = path.with_name(f".{path.name}.tmp")
@@ -60,4 +60,4 @@ def save_trace(timeline: Timeline, path: Path) -> None:
     except OSError as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-        raise UsageError(f"cannot write the trace to {path}: {error.strerror or error}") from None
+        raise UnavailableError(f"cannot write the trace to {path}: {error.strerror or error}") from None

@@ -59,8 +59,8 @@ def refusal(model: nn.Module, shape: Shape) -> str:
     return ""
 
 
-def check_outputs(model: nn.Module, spec: str, *, num_classes: int, shape: Shape) -> None:
-    """Hold a foreign model to its word: logits [N, at least ``num_classes``, ...] for a batch of N.
+def told_classes(model: nn.Module, spec: str, shape: Shape) -> int:
+    """How many classes a foreign model tells apart: it gives logits [N, classes, ...] for a batch of N.
 
     Raises:
         InvalidInputError: it fails on such an input, or its output has another form.
@@ -73,10 +73,20 @@ def check_outputs(model: nn.Module, spec: str, *, num_classes: int, shape: Shape
     if not isinstance(output, Tensor) or output.ndim < 2 or output.shape[0] != 2:
         found = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
         raise InvalidInputError(f"model {spec!r} gives {found} for 2 samples of {asked}, not logits [2, classes]")
-    if output.shape[1] < num_classes:
+    return output.shape[1]
+
+
+def check_outputs(model: nn.Module, spec: str, *, num_classes: int, shape: Shape) -> None:
+    """Hold a foreign model to its word: logits [N, at least ``num_classes``, ...] for a batch of N.
+
+    Raises:
+        InvalidInputError: it fails on such an input, its output has another form, or there is nothing to train.
+    """
+    told = told_classes(model, spec, shape)
+    if told < num_classes:
         raise InvalidInputError(
-            f"model {spec!r} tells {output.shape[1]} classes apart, {num_classes} were asked for; "
-            f"try --classes {output.shape[1]}, or let the factory take num_classes"
+            f"model {spec!r} tells {told} classes apart, {num_classes} were asked for; "
+            f"try --classes {told}, or let the factory take num_classes"
         )
     if not any(p.requires_grad for p in model.parameters()):
         raise InvalidInputError(f"model {spec!r} has no parameters to train")

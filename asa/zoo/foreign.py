@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from asa.errors import InvalidInputError, UnavailableError, UsageError, place_of
-from asa.zoo.names import check_installed
+from asa.zoo.names import PACKAGES, check_installed
 
 Shape = tuple[int, int, int]
 
@@ -83,6 +83,20 @@ def _accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         named |= offered.keys() - {"input_shape"}
     return {k: v for k, v in offered.items() if k in named}
+
+
+def takes_classes(spec: str) -> bool:
+    """Whether the model can be told a number of classes; only a factory of the user's own may not.
+
+    Raises:
+        UsageError: the spec does not lead to a function.
+        InvalidInputError: the module cannot be imported.
+    """
+    origin, colon, _ = spec.partition(":")
+    if not colon or origin in PACKAGES:
+        return True
+    with _at_home():
+        return bool(_accepted(_factory(spec), {"num_classes": 0}))
 
 
 def from_factory(spec: str, *, num_classes: int, input_shape: Shape) -> nn.Module:

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from asa.errors import UsageError
-from asa.zoo.admission import check_outputs, refusal
-from asa.zoo.foreign import Shape, first_line, from_factory, from_timm, from_transformers
+from asa.zoo.admission import check_outputs, refusal, told_classes
+from asa.zoo.foreign import Shape, first_line, from_factory, from_timm, from_transformers, takes_classes
 from asa.zoo.names import unknown
 from asa.zoo.plain import PLAIN
 
@@ -23,6 +23,9 @@ _USUAL_SIDES = (28, 32, 42, 48, 56, 64, 75, 96, 128, 160, 192, 224, 256, 299, 38
 
 _LARGER_DEFAULTS = {"alexnet": 64, "inception_v3": 75, "maxvit_t": 224, "vit_h_14": 42}
 """The models that cannot take CIFAR's 32 pixels, and the smallest usual side above that each can (a test asks them)."""
+
+_CLASSES = 100
+"""Those of CIFAR-100."""
 
 _INCEPTION_AUX_SIDE = 299
 """Below this side the map in front of inception's auxiliary head is too small for the head's 5x5 kernels."""
@@ -48,11 +51,20 @@ def names() -> list[str]:
     return sorted([*_torchvision_names(), *PLAIN])
 
 
-def default_input(spec: str) -> tuple[Shape, int]:
-    """Input shape (C, H, W) and number of classes a model gets when nothing is said: those of CIFAR-100, larger
-    where the model cannot take 32 pixels."""
+def default_input(spec: str, shape: Shape | None = None, classes: int | None = None) -> tuple[Shape, int]:
+    """Input shape (C, H, W) and number of classes a model gets where ``shape`` or ``classes`` are not said: those of
+    CIFAR-100, larger where the model cannot take 32 pixels. A ``package.module:factory`` that takes no
+    ``num_classes`` has as many as its model tells apart.
+
+    Raises:
+        UsageError, InvalidInputError: such a factory fails, as in :func:`build`.
+    """
     side = _LARGER_DEFAULTS.get(spec, 32)
-    return (3, side, side), 100
+    usual = shape or (3, side, side)
+    if classes or takes_classes(spec):
+        return usual, classes or _CLASSES
+    with _seeded(0):
+        return usual, told_classes(from_factory(spec, num_classes=_CLASSES, input_shape=usual), spec, usual)
 
 
 @contextlib.contextmanager

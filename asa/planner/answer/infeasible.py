@@ -90,7 +90,7 @@ def explain(prices: Prices, allowed: Allowed = anything, *, proved: bool = True)
         return InfeasibleError(_nothing_runs(space, allowed))
     ranks, peak = prices.busy(found.candidate), found.price.peak
     name = space.profile.graph.components[peak.index].name
-    total = space.cluster.device.memory_bytes if request.memory_bytes is None else request.memory_bytes
+    total = min(space.cluster.memories()[:ranks]) if request.memory_bytes is None else request.memory_bytes
     needed = _memory_for(space, peak.total, ranks)
     tries = _told(needed)
     fewer = _smaller_batch(space)

@@ -97,7 +97,8 @@ def check(asked: tuple[str, ...], strategies: Strategies, gpus: int) -> None:
             raise UsageError(f"strategy {name} is priced beside every plan, and not run; one of {', '.join(known)}")
         if hybrid is not None or name in (*_LATER, *_DATA, *_PIPELINES):
             raise UsageError(f"strategy {name} is not built yet; one of {', '.join(known)}")
-        raise UsageError(f"no strategy {name!r}; one of {', '.join(known)}")
+        called = "; of the whole model it is called fsdp" if name == "zero3" else ""
+        raise UsageError(f"no strategy {name!r}{called}; one of {', '.join(known)}")
 
 
 def members(name: str, strategies: Strategies, gpus: int) -> tuple[str, ...]:
