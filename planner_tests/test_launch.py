@@ -234,6 +234,8 @@ def _supervisor(mode: str, out: int) -> None:
         ("deaf", [signal.SIGTERM], -signal.SIGTERM),
         ("polite", [signal.SIGKILL], -signal.SIGKILL),
         ("polite", [signal.SIGINT], 130),
+        ("polite", [signal.SIGHUP], 75),
+        ("deaf", [signal.SIGHUP], -signal.SIGHUP),
     ],
 )
 def test_no_signal_to_the_parent_leaves_an_orphan(mode: str, signals: list[signal.Signals], code: int) -> None:

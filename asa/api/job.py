@@ -28,6 +28,7 @@ from asa.executor.checkpoint import Manifest
 from asa.executor.materialize import materialize
 from asa.executor.outdir import CHECKPOINTS, owned
 from asa.executor.parallel import ParallelModel
+from asa.executor.parameter_hooks import hooked
 from asa.executor.settings import TrainSettings
 from asa.ir import codec
 from asa.ir.cluster import Cluster
@@ -115,7 +116,7 @@ class Job:
         wishes = Wishes(
             global_batch=batches.batch_size, optimizer=planned_as(optimizer), pipelines=True, strategies=strategies,
             pins=pins, memory_bytes=memory_bytes, cluster=cluster, precision=precision, time_limit_s=time_limit_s,
-            cache=cache_folder(cache), elementwise=elementwise(optimizer),
+            cache=cache_folder(cache), elementwise=elementwise(optimizer) and not any(map(hooked, model.parameters())),
         )  # fmt: skip
         self._wishes, self._origins = wishes, None
         if plan == "auto":

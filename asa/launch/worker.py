@@ -148,8 +148,9 @@ def _send(connection: Connection, message: tuple[str, Any]) -> None:
 
 
 def _guard(parent: int) -> None:
-    """Die with the parent, and leave Ctrl-C to it; its own handlers are not for this process."""
+    """Die with the parent, and leave Ctrl-C and the terminal to it; its own handlers are not for this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
