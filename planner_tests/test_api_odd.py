@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import asa
+from asa.api.planning import outputs_of
 from asa.errors import AsaError, InvalidInputError, UsageError
 from asa.ir.plan import Plan
 from asa.launch import run_ranks
@@ -261,5 +262,6 @@ def test_torchscript_is_named(part: str, words: str) -> None:
         scripted = torch.jit.script(net.get_submodule(part) if part else nn.Sequential(nn.Flatten(1), net.first))
     if part:
         net.set_submodule(part, scripted)
-    with pytest.raises(InvalidInputError, match=words):
-        trace(net if part else scripted, torch.zeros((2, *user.SHAPE), dtype=torch.float64), name="model")
+    for ask in (partial(trace, name="model"), outputs_of):
+        with pytest.raises(InvalidInputError, match=words):
+            ask(net if part else scripted, torch.zeros((2, *user.SHAPE), dtype=torch.float64))

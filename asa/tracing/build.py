@@ -166,7 +166,6 @@ def trace(model: nn.Module, example: Tensor, *, name: str, known: str = "") -> T
     Raises:
         InvalidInputError: the model does not run on ``example``, or returns no tensor, or has TorchScript in it.
     """
-    _refuse_compiled(model)
     small, large = _batches(example)
     traced: TracedModel | None = None
     with preserved(model), torch.enable_grad():
@@ -195,15 +194,6 @@ def trace(model: nn.Module, example: Tensor, *, name: str, known: str = "") -> T
         for module in set(component.modules()) - own:
             module.training = model.training
     return traced
-
-
-def _refuse_compiled(model: nn.Module) -> None:
-    """What ``torch.jit`` made keeps parameters where Python cannot replace them, so that it can be neither looked at
-    nor spread."""
-    for path, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            what = f"{path} is" if path else "the model is"
-            raise InvalidInputError(f"{what} TorchScript; hand in the module that torch.jit made it from")
 
 
 def _weighed(model: nn.Module, components: list[TracedComponent], small: Tensor, large: Tensor) -> list[ComponentFacts]:
