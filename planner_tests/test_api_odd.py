@@ -79,7 +79,7 @@ def plan_for(name: str, make: Callable[[], nn.Module] = small, classes: int = us
 
 def plain_step(net: nn.Module, opt: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
     opt.zero_grad()
-    F.cross_entropy(net(x), y).backward()
+    F.cross_entropy(net(x).div_(0.7), y).backward()
     opt.step()
 
 

@@ -21,8 +21,8 @@ class Demands:
         wide = any(a.data.degree > 1 for a in model.plan.components)
         self._components = model.components if wide else []
 
-    def check(self) -> None:
-        """Called within a backward.
+    def check(self, _gradient: Tensor) -> None:
+        """A hook on an output.
 
         Raises:
             UsageError: it is to be differentiated again where ranks have parts, or gives gradients that are no sums.
@@ -49,26 +49,34 @@ class Demands:
 
 
 class _Weighed(torch.autograd.Function):
-    """The value as it is; its gradient times a factor, once the demands on it (where there are any) are checked."""
+    """The value as it is, in memory of its own (a program may change its outputs in place, which autograd forbids for
+    views made in here); its gradient times a factor."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float, demands: Demands | None) -> Tensor:
-        ctx.factor, ctx.demands = factor, demands
-        return x.view_as(x)
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        if ctx.demands is not None:
-            ctx.demands.check()
-        return gradient if ctx.factor == 1 else gradient * ctx.factor, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient * ctx.factor, None
+
+
+def _weighed(x: Tensor, factor: float) -> Tensor:
+    return _Weighed.apply(x, factor)  # type: ignore[no-any-return]
 
 
 def leaving(x: Tensor, weight: float, demands: Demands) -> Tensor:
-    """The output ``x``, whose gradient counts by ``weight``."""
-    return _Weighed.apply(x, weight, demands) if x.requires_grad else x  # type: ignore[no-any-return]
+    """The output ``x``, whose gradient counts by ``weight`` (other than 1 in uneven batches only)."""
+    if not x.requires_grad:
+        return x
+    left = x if weight == 1 else _weighed(x, weight)
+    if not left.is_leaf:
+        left.register_hook(demands.check)
+    return left
 
 
 def entering(x: Tensor, weight: float) -> Tensor:
     """The input ``x`` of a model whose outputs count by ``weight``: what is in front of it (another model, which weighs
     its own) gets the gradient of the loss as it is."""
-    return _Weighed.apply(x, 1 / weight, None) if x.requires_grad and weight not in (0, 1) else x  # type: ignore[no-any-return]
+    return _weighed(x, 1 / weight) if x.requires_grad and weight not in (0, 1) else x
