@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import asa
-from asa.errors import PreemptedError, UsageError
+from asa.errors import PreemptedError, UsageError, WorkersFailedError
 from asa.ir.plan import Plan
-from asa.launch import run_ranks
+from asa.launch import faults, run_ranks
 from planner_tests import user_programs as user
 from planner_tests.hand_plans import alternating, uniform
 from planner_tests.nouns import cluster
@@ -87,6 +87,12 @@ def straight(rank: int, plan: Plan) -> dict[str, Tensor]:
     job = asa.Job(net, user.optimizer(net), user.loader(), loss_fn, plan)
     job.run(epochs=2)
     return job.state_dict()
+
+
+def test_a_fault_asked_for_comes_at_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(faults.VARIABLE, "exception:boom@rank=1,step=2,point=optimizer")
+    with pytest.raises(WorkersFailedError, match="rank 1 of 2 failed with RuntimeError: boom"):
+        run_ranks(2, straight, in_float64(plan_of(uniform(2, 1))), threads=1, timeout_s=60)
 
 
 def test_resume_under_another_plan(tmp_path: Path) -> None:

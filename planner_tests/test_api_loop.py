@@ -153,6 +153,30 @@ def test_a_stream_is_cut_by_every_rank() -> None:
     assert torch.equal(torch.cat([torch.cat(pair) for pair in zip(first, second, strict=True)])[:27], torch.arange(27))
 
 
+def differing(rank: int, plan: Plan) -> list[str]:
+    """Loaders that yield other batches on another rank, and fewer of them."""
+    found = []
+    for sizes in ([8, 8 + rank], [8] * (2 + rank)):
+        net = user.model()
+        x, y = torch.zeros(16, *user.SHAPE, dtype=torch.float64), torch.zeros(16, dtype=torch.int64)
+        batches = [(x[:n], y[:n], 0) for n in sizes]
+        placed, opt, loader = asa.parallelize(net, user.optimizer(net), batches, plan=plan)
+        try:
+            user.loop(placed, opt, loader)
+        except UsageError as error:
+            found.append(str(error))
+    return found
+
+
+def test_loaders_that_differ_are_named() -> None:
+    plan = in_float64(plan_of(uniform(2, 1)))
+    for found in run_ranks(2, differing, plan, threads=1, timeout_s=60):
+        assert [text.split("by rank, ")[1].split(";")[0] for text in found] == [
+            "8 samples, 9 samples",
+            "none, 8 samples",
+        ]
+
+
 def test_alone_nothing_is_changed() -> None:
     weights, _ = reference()
     net = user.model()

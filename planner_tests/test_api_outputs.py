@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import asa
-from asa.api.batches import GlobalBatches
+from asa.api.batches import GlobalBatches, rows_of
 from asa.api.optimizers import check_shared
 from asa.api.planning import outputs_of, shaped
 from asa.errors import InvalidInputError, UsageError, place_of
@@ -117,6 +117,13 @@ def test_alone_a_model_is_called_as_ever() -> None:
     net, x = Pair(), torch.ones(3, 2)
     placed, _, batches = asa.parallelize(net, user.optimizer(net), [{"x": x}])
     assert torch.equal(placed(next(iter(batches)), x, scale=2.0), net({"x": x}, x, scale=2.0))
+
+
+def test_labels_have_a_row_for_every_sample() -> None:
+    weights, labels = torch.ones(7), torch.arange(4)
+    assert torch.equal(rows_of({"weights": weights, "y": labels}, range(2, 4), 4)["y"], labels[2:])
+    with pytest.raises(UsageError, match="labels of type Tensor have no tensor with a row for each of 4 samples"):
+        rows_of(torch.arange(9), range(2), 4)
 
 
 def test_what_no_rank_can_do_is_refused() -> None:

@@ -102,9 +102,16 @@ def _edit(path: Path) -> None:
     path.write_text(json.dumps(data))
 
 
+def _newer(path: Path) -> None:
+    data = json.loads(path.read_text())
+    del data["fingerprint"]
+    path.write_text(json.dumps(data | {"schema_version": 99}))
+
+
 @pytest.mark.parametrize(
     ("name", "damage", "words"),
     [
+        (checkpoint.MANIFEST, _newer, "schema_version"),
         (checkpoint.MODEL, _flip, "does not match its SHA-256"),
         (checkpoint.MODEL, _truncate, "bytes, not"),
         (checkpoint.MODEL, Path.unlink, "is missing"),
@@ -129,6 +136,21 @@ def test_damage_of_any_kind_falls_back_to_the_one_before(
     assert len(found.notes) == 1
     assert "step_00000010" in found.notes[0]
     assert words in found.notes[0]
+
+
+def test_a_file_that_cannot_be_read_falls_back_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _write(tmp_path, 5)
+    newest, sum_of = _write(tmp_path, 10), checkpoint._sum
+
+    def failing(path: Path) -> str:
+        if path.parent == newest:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return sum_of(path)
+
+    monkeypatch.setattr(checkpoint, "_sum", failing)
+    found = checkpoint.find(tmp_path)
+    assert found.manifest.step == 5
+    assert "cannot be read: Input/output error" in found.notes[0]
 
 
 def test_nothing_valid_is_said_so(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from asa.errors import InvalidInputError, PreemptedError, UnavailableError, Usag
 from asa.launch import Place, cuda_devices, forking, join, launched, run_ranks, tell
 from asa.launch.blame import Outcome, culprit
 from asa.launch.signals import take_sigterm
-from asa.launch.worker import Failure
+from asa.launch.worker import Failure, failure, others_may_leave
 
 
 def _alive(pid: int) -> bool:
@@ -234,6 +234,8 @@ def _supervisor(mode: str, out: int) -> None:
         ("deaf", [signal.SIGTERM], -signal.SIGTERM),
         ("polite", [signal.SIGKILL], -signal.SIGKILL),
         ("polite", [signal.SIGINT], 130),
+        ("polite", [signal.SIGHUP], 75),
+        ("deaf", [signal.SIGHUP], -signal.SIGHUP),
     ],
 )
 def test_no_signal_to_the_parent_leaves_an_orphan(mode: str, signals: list[signal.Signals], code: int) -> None:
@@ -299,6 +301,20 @@ def test_a_launcher_that_talks_nonsense_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(UnavailableError, match="MASTER_ADDR"), join(timeout_s=1):
         pass
+
+
+def test_a_report_is_one_line_and_tells_a_victim() -> None:
+    inner = "Traceback (most recent call last):\n  File a\nValueError: cannot decode image 21\n"
+    said = failure(ValueError(f"Caught ValueError in DataLoader worker process 0.\nOriginal {inner}"))
+    words = "Caught ValueError in DataLoader worker process 0. ValueError: cannot decode image 21"
+    assert said.line == f"failed with ValueError: {words}"
+    gone = "another rank is gone; this one failed with RuntimeError: Connection closed"
+    with pytest.raises(WorkersFailedError, match=gone) as caught, others_may_leave():
+        raise RuntimeError("[/a/pair.cc:561] Connection closed by peer")
+    assert failure(caught.value).collective
+    assert not failure(WorkersFailedError("the loss is no longer finite")).collective
+    with pytest.raises(RuntimeError, match="of its own"), others_may_leave():
+        raise RuntimeError("of its own")
 
 
 def test_blame_goes_by_evidence_not_by_arrival() -> None:

@@ -44,9 +44,18 @@ def samples_in(batch: Any) -> int:
     raise UsageError(f"a batch of type {type(batch).__name__} holds no tensor with a batch dimension")
 
 
-def rows_of(batch: Any, rows: Sequence[int]) -> Any:
-    """Those rows of every tensor in ``batch`` that has one per sample."""
-    total, wanted = samples_in(batch), list(rows)
+def rows_of(batch: Any, rows: Sequence[int], total: int | None = None) -> Any:
+    """Those rows of every tensor in ``batch`` that has one per sample. ``total``: how many samples there are, where
+    that is known; otherwise what :func:`samples_in` says.
+
+    Raises:
+        UsageError: no tensor has ``total`` rows.
+    """
+    wanted = list(rows)
+    if total is None:
+        total = samples_in(batch)
+    elif not any(isinstance(leaf, Tensor) and leaf.shape[:1] == (total,) for leaf in pytree.tree_leaves(batch)):
+        raise UsageError(f"labels of type {type(batch).__name__} have no tensor with a row for each of {total} samples")
     consecutive = wanted == list(range(wanted[0], wanted[0] + len(wanted))) if wanted else False
 
     def taken(leaf: Any) -> Any:
@@ -153,10 +162,12 @@ class GlobalBatches:
             ahead, self._ahead = self._ahead, []
             for i, batch in enumerate(chain(ahead, self.loader)):
                 total = samples_in(batch)
+                self._alike(total)
                 if i >= skip:
                     rows = self._rows(total)
                     yield Share(total=total, rows=rows, first=first, batch=rows_of(batch, rows))
                 first += total
+            self._alike(None)
             return
         batches = self._agreed(order_seed)
         starts = [0]
@@ -166,6 +177,23 @@ class GlobalBatches:
         self._picked.batches = [[one[r] for r in rows] for one, rows, _ in wanted]
         for (one, rows, first), batch in zip(wanted, self._own, strict=True):
             yield Share(total=len(one), rows=rows, first=first, batch=batch)
+
+    def _alike(self, total: int | None) -> None:
+        """Whether every rank has a batch of ``total`` samples next (None: no more); otherwise they would wait for one
+        another in vain, or mix what does not belong together.
+
+        Raises:
+            UsageError: they do not.
+        """
+        if self._votes.num_ranks == 1:
+            return
+        found = [int(each[0]) for each in self._votes.gather([-1.0 if total is None else float(total)])]
+        if len(set(found)) > 1:
+            said = ", ".join(f"{n} samples" if n >= 0 else "none" for n in found)
+            raise UsageError(
+                f"the loaders of the ranks differ: the next batch has, by rank, {said}; a loader without indices is "
+                "read by every rank and must yield the same on all"
+            )
 
     def _agreed(self, seed: int | None) -> list[list[Any]]:
         """Rank 0's batches of indices, on every rank."""

@@ -35,6 +35,7 @@ from asa.executor.stopping import StopRequest
 from asa.executor.worker import Tally, Worker
 from asa.interfaces.executor import EpochOutcome
 from asa.ir.plan import Plan
+from asa.launch import faults
 
 _UNCOUNTED = 1 << 40
 """Samples of an epoch, for the place in a checkpoint, where the loader does not say."""
@@ -163,6 +164,8 @@ class UserExecutor(PlannedExecutor):
         torch.manual_seed(self._settings.seed * 1_000_003 + self._step)
         worker, model, scale = self._worker, self.model, self._worker.scale
         worker.clock.mark()
+        faults.at_step(self._step)
+        faults.reached("data")
         inputs, labels = self._data.split(moved(share.batch, model.device))
         worker.clock.mark()
 
@@ -170,18 +173,24 @@ class UserExecutor(PlannedExecutor):
             first = bisect_left(share.rows, rows.start)
             return range(first, first + rows.stop - rows.start)
 
+        def labels_of(rows: slice) -> Any:
+            everything = rows.stop - rows.start == share.total  # whatever that is, as on one device
+            return labels if everything else rows_of(labels, here(rows), len(share.rows))
+
         model.zero_grad()
         loss = forward_backward(
             model,
             torch.arange(share.total),
             self._step,
             lambda rows: inputs[here(rows).start : here(rows).stop],
-            lambda rows: rows_of(labels, here(rows)),
+            labels_of,
             loss_fn=lambda output, wanted: scale.scaled(self._data.loss_fn(output, wanted)),
             precision=lambda: autocast(worker.precision, model.device),
         )
         tally.note(loss / scale.value * share.total * float(model.counts_rows()), share.total if self.leads else 0)
+        faults.reached("all_reduce")
         if scale.unscale(model.parameters(), self._votes):
+            faults.reached("optimizer")
             worker.optimizer.step()
         worker.clock.mark()
         self._step += 1

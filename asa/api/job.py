@@ -28,6 +28,7 @@ from asa.executor.checkpoint import Manifest
 from asa.executor.materialize import materialize
 from asa.executor.outdir import CHECKPOINTS, owned
 from asa.executor.parallel import ParallelModel
+from asa.executor.parameter_hooks import hooked
 from asa.executor.settings import TrainSettings
 from asa.ir import codec
 from asa.ir.cluster import Cluster
@@ -35,6 +36,7 @@ from asa.ir.measurements import EpochRecord, Measurements
 from asa.ir.plan import Plan
 from asa.ir.profile import Precision
 from asa.launch import faults
+from asa.launch.worker import others_may_leave
 from asa.scheduler.loop import adapt
 from asa.strategies import offered
 from asa.tracing import histories
@@ -115,7 +117,7 @@ class Job:
         wishes = Wishes(
             global_batch=batches.batch_size, optimizer=planned_as(optimizer), pipelines=True, strategies=strategies,
             pins=pins, memory_bytes=memory_bytes, cluster=cluster, precision=precision, time_limit_s=time_limit_s,
-            cache=cache_folder(cache), elementwise=elementwise(optimizer),
+            cache=cache_folder(cache), elementwise=elementwise(optimizer) and not any(map(hooked, model.parameters())),
         )  # fmt: skip
         self._wishes, self._origins = wishes, None
         if plan == "auto":
@@ -194,22 +196,23 @@ class Job:
 
     def train_step(self, batch: Any = None) -> float:
         """One update on a global batch, the same on every rank, or on the loader's next; its mean loss (collective)."""
-        return self._executor.train_step(batch)
+        with others_may_leave():
+            return self._executor.train_step(batch)
 
     def run(self, epochs: int) -> list[EpochRecord]:
         """Train up to and with epoch ``epochs - 1``, counted from the start of the run; a record of each.
 
         Raises:
             PreemptedError: SIGTERM; everything is saved in ``out``.
-            WorkersFailedError: the loss is no longer finite, or ranks are no longer in step.
+            WorkersFailedError: another rank is gone, the loss is no longer finite, or ranks are no longer in step.
         """
         return list(self.epochs(epochs))
 
     def epochs(self, epochs: int) -> Iterator[EpochRecord]:
         """As :meth:`run`, one record at a time: a place for schedules of the learning rate."""
         executor = self._executor
-        executor.advance()
-        with executor.stop.listening():
+        with others_may_leave(), executor.stop.listening():
+            executor.advance()
             able = self._replan and self._place.votes.tell(self._origins is not None)
             again = self._solve_again if able else None
             yield from adapt(executor, range(executor.next_epoch, epochs), executor.announce, replan=again)

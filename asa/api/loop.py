@@ -17,6 +17,7 @@ from asa.api.planned import Wishes, agreed_plan, checked_plan, usual_cache
 from asa.api.planning import device_of, one_tensor, shaped
 from asa.errors import UsageError
 from asa.executor.materialize import materialize
+from asa.executor.parameter_hooks import hooked
 from asa.ir.cluster import Cluster
 from asa.ir.layout import Layout
 from asa.ir.plan import Plan
@@ -96,7 +97,7 @@ def parallelize(
         wishes = Wishes(
             global_batch=batches.batch_size, optimizer=planned_as(optimizer), pipelines=False, strategies=strategies,
             pins=pins, memory_bytes=memory_bytes, cluster=cluster, precision=precision, time_limit_s=time_limit_s,
-            cache=cache_folder(cache), elementwise=elementwise(optimizer),
+            cache=cache_folder(cache), elementwise=elementwise(optimizer) and not any(map(hooked, model.parameters())),
         )  # fmt: skip
         chosen, _ = agreed_plan(place, model, example, wishes)
     else:

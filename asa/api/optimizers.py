@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
 from asa.api.optimizer_states import plain_states
+from asa.api.scaling import understood_by_scalers
 from asa.errors import UsageError
 from asa.executor.parallel import ParallelModel
 from asa.executor.state import held, load_full_optimizer_state, stored
@@ -94,16 +95,17 @@ class Rebinding:
         self._undo.append(plain_states(optimizer, model, self._names))
         if any(isinstance(p, DTensor) for group in found for p in group):
             self._undo.append(step_over_parts(optimizer))
+        others = [i.tensor for i in held(model) if i.name in self._group and id(i.tensor) not in updated]
+        trained = [p for p in others if isinstance(p, nn.Parameter)]
         if model.owner:
-            self._undo.append(_share_updates(optimizer, model, set(self._group)))
+            self._undo.append(_share_updates(optimizer, model, trained))
+        understood_by_scalers(optimizer, model, trained)
         return optimizer
 
 
-def _share_updates(optimizer: Optimizer, model: ParallelModel, names: set[str]) -> Callable[[], None]:
-    """After a step what other ranks updated arrives here; gradients of those parameters are forgotten with the rest.
-    Returns what takes that back."""
-    mine = {id(p) for p in model.updated}
-    others = [item.tensor for item in held(model) if item.name in names and id(item.tensor) not in mine]
+def _share_updates(optimizer: Optimizer, model: ParallelModel, others: list[nn.Parameter]) -> Callable[[], None]:
+    """After a step what other ranks updated (``others``) arrives here; gradients of those parameters are forgotten with
+    the rest. Returns what takes that back."""
     honest = optimizer.zero_grad
 
     def forget() -> None:

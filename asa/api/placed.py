@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from asa.api.batches import GlobalBatches, Share, moved
 from asa.api.clipping import clip, understood_by_torch
 from asa.api.names import StateNames
+from asa.api.outputs import Demands, entering, leaving
 from asa.api.place import Place
 from asa.errors import UsageError
 from asa.executor.parallel import ParallelModel
+from asa.executor.parameter_hooks import refuse_hooks
 from asa.executor.state import load_full_state
 from asa.ir.layout import bounds
 from asa.ir.plan import Plan
@@ -24,19 +26,6 @@ def rows_here(total: int, ranks: int, rank: int) -> list[int]:
     if total < ranks:
         return [rank % total] if total else []
     return list(range(*bounds(total, ranks, rank)))
-
-
-class _Weighed(torch.autograd.Function):
-    """The value as it is; its gradient times a factor."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return gradient * ctx.factor, None
 
 
 class PlacedModel(nn.Module):
@@ -51,6 +40,7 @@ class PlacedModel(nn.Module):
     """The batch the loader yielded last."""
     calls: int
     names: StateNames | None
+    demands: Demands | None
 
     def __init__(
         self,
@@ -61,12 +51,14 @@ class PlacedModel(nn.Module):
         names: StateNames | None = None,
     ) -> None:
         super().__init__()
-        self.__dict__.update(parallel=parallel, place=place, share=None, calls=0, names=names)
+        demands = None if parallel is None else Demands(parallel)
+        self.__dict__.update(parallel=parallel, place=place, share=None, calls=0, names=names, demands=demands)
         self.plan: Plan | None = None if parallel is None else parallel.plan
         self.parts = nn.ModuleList(parallel.components if parallel is not None else [] if plain is None else [plain])
         self._independent = True
         if parallel is not None:
             understood_by_torch(parallel)
+            refuse_hooks(parallel.parameters())
             self._independent = all(layout.data == place.ranks for layout in parallel.layouts)
 
     def forward(self, x: Any, *more: Any, **options: Any) -> Any:
@@ -85,12 +77,15 @@ class PlacedModel(nn.Module):
                 "asa.parallelize, in a module around it"
             )
         total, weight, first = self._total(len(x))
-        value, sides = parallel.compute(x, torch.arange(first, first + total), self.calls)
+        value, sides = parallel.compute(entering(x, weight), torch.arange(first, first + total), self.calls)
         if self.training:
             self.__dict__["calls"] += 1
 
+        assert self.demands is not None
+        demands = self.demands
+
         def weighed(tensor: Tensor) -> Tensor:
-            return tensor if weight == 1 or not tensor.requires_grad else _Weighed.apply(tensor, weight)
+            return leaving(tensor, weight, demands)
 
         return parallel.traced.assemble(weighed(value), {name: weighed(side) for name, side in sides.items()})
 
@@ -168,6 +163,14 @@ class PlacedModel(nn.Module):
         if parallel is None:
             return nn.utils.clip_grad_norm_(self.parts[0].parameters(), max_norm)
         return clip(parallel, max_norm)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.parallel is None:
+            return super().__reduce_ex__(protocol)
+        raise UsageError(
+            "a model that ranks share cannot be copied or pickled as a whole: save model.state_dict(), and average "
+            "weights in copies of model.parameters()"
+        )
 
     def epoch_ended(self) -> None:
         """Running statistics become those of all ranks; the loader calls this when it is through (collective)."""

@@ -15,6 +15,7 @@ from asa.executor.parallel import ParallelModel
 from asa.executor.precision import autocast
 from asa.executor.votes import Votes
 from asa.ir.profile import Precision
+from asa.launch import faults
 
 
 def _wanted(model: ParallelModel, total: int) -> list[int]:
@@ -41,6 +42,7 @@ def mean_loss(
     model.eval()
     sums = [0.0, 0.0]
     for share in GlobalBatches(loader, votes, rows).epoch(order_seed=0):
+        faults.reached("validation")
         total = max(share.total, widest)
         inputs, labels = split(moved(share.batch, model.device))
         wanted = _wanted(model, total)
@@ -52,7 +54,7 @@ def mean_loss(
         count = max(0, min(kept.stop, share.total) - kept.start)
         if model.counts_rows() and count:
             at = bisect_left(wanted, kept.start)
-            loss = loss_fn(rows_of(output, range(count)), rows_of(labels, range(at, at + count)))
+            loss = loss_fn(rows_of(output, range(count)), rows_of(labels, range(at, at + count), len(wanted)))
             sums[0] += float(loss) * count
             sums[1] += count
     model.links.settle()

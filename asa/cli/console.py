@@ -41,10 +41,11 @@ class Console:
             console.print(part, soft_wrap=isinstance(part, Text) and not console.is_terminal)
 
     def say(self, message: str) -> None:
-        """A message on stderr."""
+        """A message on stderr. Nothing ends because it cannot be written (a full disk, a terminal that is gone)."""
         if self.first_rank:
             console = self._bars.console if self._bars is not None else _rich(stderr=True)
-            console.print(message, markup=False, highlight=False, soft_wrap=True)
+            with _unheard(2):
+                console.print(message, markup=False, highlight=False, soft_wrap=True)
 
     def line(self, text: str) -> None:
         """A line of a report that grows while work goes on: on stdout, under --json on stderr. Work that is under way
@@ -52,11 +53,9 @@ class Console:
         if self.as_json or (self._bars is not None and sys.stdout.isatty()):
             self.say(text)  # above the bar, which is on the same terminal
         elif self.first_rank:
-            try:
+            with _unheard(1):
                 sys.stdout.write(text + "\n")
                 sys.stdout.flush()
-            except BrokenPipeError:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
     def document(self, data: dict[str, Any]) -> None:
         """The one JSON document on stdout; nothing without --json."""
@@ -132,6 +131,17 @@ class Console:
                 yield report
             finally:
                 self._bars = None
+
+
+@contextmanager
+def _unheard(descriptor: int) -> Iterator[None]:
+    """Where what is written within cannot be, the rest of it and all that follows goes nowhere."""
+    try:
+        yield
+    except (OSError, SystemExit):  # the latter is what rich makes of a closed pipe
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, descriptor)
+        os.close(nowhere)
 
 
 def _quiet(fraction: float, what: str) -> None:

@@ -163,6 +163,13 @@ def check(path: Path) -> Manifest:
     Raises:
         InvalidInputError: anything is missing, changed or too much.
     """
+    try:
+        return _checked(path)
+    except OSError as error:  # a disk that fails, or somebody else's file
+        raise InvalidInputError(f"{error.filename or path} cannot be read: {error.strerror or error}") from None
+
+
+def _checked(path: Path) -> Manifest:
     manifest = codec.load(Manifest, path / MANIFEST)
     if path.name != f"step_{manifest.step:08d}":
         raise InvalidInputError(f"{path.name} holds a manifest of step {manifest.step}")
@@ -188,23 +195,29 @@ def read(path: Path, name: str) -> dict[str, Tensor]:
 
 def sweep(folder: Path) -> None:
     """Remove what an interrupted writer left. Only the owner of the run's lock may call this."""
-    if folder.is_dir():
-        for path in sorted(folder.iterdir()):
-            if not (match := re.fullmatch(r"(step_\d+)\.(tmp|old)-(.+)", path.name)):
-                continue
-            final = path.with_name(match[1])
-            if match[2] == "old" and match[3] != "removed" and not final.exists():
+    for path in _entries(folder):
+        if not (match := re.fullmatch(r"(step_\d+)\.(tmp|old)-(.+)", path.name)):
+            continue
+        final = path.with_name(match[1])
+        if match[2] == "old" and match[3] != "removed" and not final.exists():
+            with contextlib.suppress(OSError):
                 os.rename(path, final)  # killed while it stepped aside
-            else:
-                shutil.rmtree(path, ignore_errors=True)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):  # what cannot be removed is passed over: no loader takes it for a checkpoint
         (folder / f".{LATEST}.tmp").unlink(missing_ok=True)
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
 
 
 def _steps(folder: Path) -> list[Path]:
     """Checkpoints by name, newest first, whatever is in them."""
-    if not folder.is_dir():
-        return []
-    numbered = [(int(m[1]), p) for p in folder.iterdir() if (m := _NAME.fullmatch(p.name)) and p.is_dir()]
+    numbered = [(int(m[1]), p) for p in _entries(folder) if (m := _NAME.fullmatch(p.name)) and p.is_dir()]
     return [p for _, p in sorted(numbered, reverse=True)]
 
 

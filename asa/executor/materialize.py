@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from asa.errors import InvalidInputError, UsageError
 from asa.executor.groups import Groups, Purpose, groups_of
 from asa.executor.parallel import Links, ParallelModel, Placed, Segment
+from asa.executor.parameter_hooks import check_hooks
 from asa.executor.position import Position
 from asa.interfaces.schedule import Action
 from asa.interfaces.strategy import Strategies
@@ -121,6 +122,7 @@ def _check(plan: Plan, traced: TracedModel, strategies: Strategies) -> None:
         if a.data.strategy not in strategies.data or a.tensor.strategy not in strategies.tensor:
             raise UsageError(f"{a.name}: this executor cannot run {a.data.strategy} + {a.tensor.strategy}")
     _check_ties(plan, traced)
+    check_hooks(plan, traced)
     if len(plan.stages) > 1:
         _check_stages(plan, traced)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from asa.errors import AsaError, PreemptedError, UsageError, WorkersFailedError
+from asa.errors import AsaError, PreemptedError, UsageError
 from asa.executor import checkpoint
 from asa.executor.checkpoint import Manifest
 from asa.executor.emulation import EmulatedDevice
@@ -23,7 +23,7 @@ from asa.interfaces.strategy import Strategies
 from asa.ir import codec
 from asa.ir.plan import Plan
 from asa.launch import faults, join, launched, run_ranks, tell
-from asa.launch.worker import failure
+from asa.launch.worker import others_may_leave
 
 Prepare = Callable[[Plan], tuple[RunLog, Material]]
 
@@ -196,13 +196,8 @@ def _ended(body: Callable[[], Ending]) -> int:
     Raises:
         PreemptedError: the ranks were asked to stop.
     """
-    try:
+    with others_may_leave():
         ending = body()
-    except RuntimeError as error:
-        found = failure(error)
-        if not found.collective:
-            raise
-        raise WorkersFailedError(f"another rank is gone; this one {found.line}") from error
     if ending.preempted is not None:
         raise PreemptedError(ending.preempted)
     return 0

@@ -26,7 +26,7 @@ from asa.launch.apart import surroundings
 from asa.launch.blame import Outcome, culprit
 from asa.launch.devices import cuda_devices
 from asa.launch.forking import fork_beside_threads, safe_threads
-from asa.launch.signals import held_while_starting
+from asa.launch.signals import held_while_starting, leave_terminal
 from asa.launch.worker import Setting, work
 
 T = TypeVar("T")
@@ -40,7 +40,11 @@ _LEAVE_S = 10.0
 
 
 class _Terminated(BaseException):
-    """SIGTERM arrived, and the ranks are not the ones to answer it."""
+    """The signal ``number`` arrived, and the ranks are not the ones to answer it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 def run_ranks(
@@ -65,7 +69,8 @@ def run_ranks(
         timeout_s: seconds a rank waits for the others in any collective, and in coming up.
         limit_s: seconds for everything; None for a training run.
         forward_sigterm: pass SIGTERM on to the ranks and go on listening (they save and return; it waits for their
-            :func:`~asa.launch.signals.take_sigterm`); a second one kills them. Otherwise the first does.
+            :func:`~asa.launch.signals.take_sigterm`); a second one kills them. Otherwise the first does. SIGHUP, where
+            it is not ignored, becomes a SIGTERM to the ranks.
         on_message: called here as ``on_message(rank, message)`` for whatever ranks :func:`~asa.launch.tell`.
 
     Returns:
@@ -241,25 +246,36 @@ class _Crew:
 
 @contextlib.contextmanager
 def _sigterm(crew: _Crew, forward: bool) -> Iterator[None]:
-    """Answer SIGTERM while ranks run; afterwards the old handler is back, and a signal not forwarded takes effect."""
+    """Answer SIGTERM, and the end of the terminal, while ranks run; afterwards the old handlers are back, and a signal
+    not forwarded takes effect."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set handlers; ranks still die with this process
         return
-    forwarded = False
+    forwarded = hung_up = False
 
     def answer(number: int, _frame: object) -> None:
-        nonlocal forwarded
-        if not forward or forwarded:
-            raise _Terminated
-        forwarded = True
-        crew.signal(number)
+        nonlocal forwarded, hung_up
+        if number == signal.SIGHUP:
+            leave_terminal()
+            if hung_up and forward:  # the shell and the kernel both say so
+                return
+            hung_up = True
+        elif forwarded:
+            raise _Terminated(number)
+        if not forward:
+            raise _Terminated(number)
+        forwarded = forwarded or number == signal.SIGTERM
+        crew.signal(signal.SIGTERM)
 
-    before = signal.signal(signal.SIGTERM, answer)
+    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, answer)}
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # it is not ignored, as under nohup
+        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, answer)
     try:
         yield
-    except _Terminated:
-        signal.signal(signal.SIGTERM, before)
-        signal.raise_signal(signal.SIGTERM)
+    except _Terminated as end:
+        signal.signal(end.number, before[signal.Signals(end.number)])
+        signal.raise_signal(end.number)
         raise WorkersFailedError(f"terminated: {crew.num_ranks} ranks were killed") from None
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

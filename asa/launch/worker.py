@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed exports no types
 
-from asa.errors import AsaError, place_of
+from asa.errors import AsaError, WorkersFailedError, place_of
 from asa.launch import faults
 from asa.launch.apart import Surroundings
 from asa.launch.heap import keep_freed_memory
@@ -114,17 +114,14 @@ def work(
 
 def failure(error: BaseException) -> Failure:
     """The report on ``error``, in one line and in full."""
-    text = " ".join(_PLACE.sub("", str(error)).split())
+    text = " ".join(_PLACE.sub("", _first_and_last(str(error))).split())
     if isinstance(error, SystemExit):
         line = f"called sys.exit({error.code!r}) before it was done"
     else:
         line = f"failed with {type(error).__name__}" + (f": {text}" if text else "")
         line = (line if len(line) <= 400 else line[:397] + "...") + place_of(error)
-    collective = isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError)
-        and not isinstance(error, NotImplementedError)
-        and _COLLECTIVE.search(str(error)) is not None
-    )
+    said = isinstance(error, WorkersFailedError) and error.rank is None
+    collective = _in_waiting(error) or (said and _in_waiting(error.__cause__))
     trace = "".join(traceback.format_exception(error))
     return Failure(
         line=line,
@@ -132,6 +129,37 @@ def failure(error: BaseException) -> Failure:
         trace=trace,
         error=error if isinstance(error, AsaError) and _pickles(error) else None,
     )
+
+
+def _first_and_last(text: str) -> str:
+    """Without the traceback that a loader's worker process puts between where it failed and how."""
+    head, found, trace = text.partition("Original Traceback (most recent call last)")
+    return head + trace.strip().splitlines()[-1] if found else text
+
+
+def _in_waiting(error: BaseException | None) -> bool:
+    """Whether ``error`` is what a rank sees when somebody else is gone."""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError)
+        and not isinstance(error, NotImplementedError)
+        and _COLLECTIVE.search(str(error)) is not None
+    )
+
+
+@contextlib.contextmanager
+def others_may_leave() -> Iterator[None]:
+    """Inside, what a lost peer makes of a collective becomes one line.
+
+    Raises:
+        WorkersFailedError: another rank is gone.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        found = failure(error)
+        if not found.collective:
+            raise
+        raise WorkersFailedError(f"another rank is gone; this one {found.line}") from error
 
 
 def _pickles(value: object) -> bool:
@@ -148,8 +176,9 @@ def _send(connection: Connection, message: tuple[str, Any]) -> None:
 
 
 def _guard(parent: int) -> None:
-    """Die with the parent, and leave Ctrl-C to it; its own handlers are not for this process."""
+    """Die with the parent, and leave Ctrl-C and the terminal to it; its own handlers are not for this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -173,7 +173,8 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, x: Tensor, there: Exchange, back: Exchange, dim: int, sizes: Sequence[int], axis: Axis
     ) -> Tensor:
         ctx.back, ctx.parts = back, (dim, sizes, axis)
-        return there(x, dim, sizes, axis)
+        # New memory, however it is turned: autograd lets nobody write to what it takes for a view made in here.
+        return there(x, dim, sizes, axis).data
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None, None]:  # type: ignore[override]

@@ -166,8 +166,11 @@ def _connect(module: fx.GraphModule, plan: SplitPlan, axis: Axis) -> None:
 
 
 def _insert(module: fx.GraphModule, value: fx.Node, users: list[fx.Node], step: nn.Module, name: str) -> None:
+    # Not right behind the value: what is in between may still change it in place.
     module.add_submodule(name, step)
-    with module.graph.inserting_after(value):
+    wanted = set(users)
+    first = next(n for n in module.graph.nodes if n in wanted)
+    with module.graph.inserting_before(first):
         node = module.graph.call_module(name, (value,))
     for user in users:
         user.replace_input_with(value, node)

@@ -164,7 +164,7 @@ def trace(model: nn.Module, example: Tensor, *, name: str, known: str = "") -> T
     compared again, and weighs nothing: its ``facts`` are empty.
 
     Raises:
-        InvalidInputError: the model does not run on ``example``, or returns no tensor.
+        InvalidInputError: the model does not run on ``example``, or returns no tensor, or has TorchScript in it.
     """
     small, large = _batches(example)
     traced: TracedModel | None = None

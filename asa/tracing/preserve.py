@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from asa.errors import InvalidInputError
+
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 
@@ -53,9 +55,22 @@ def histories(model: nn.Module) -> dict[int, Any]:
     return {id(t): t.detach().clone() for t in kept if not t.is_leaf}
 
 
+def _refuse_scripted(model: nn.Module) -> None:
+    """What ``torch.jit`` made keeps parameters where Python cannot replace them: no way to put back, or spread."""
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            what = f"{path} is" if path else "the model is"
+            raise InvalidInputError(f"{what} TorchScript; hand in the module that torch.jit made it from")
+
+
 @contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
-    """Restore ``model``'s modes, attributes and buffer values, and the random state, on the way out."""
+    """Restore ``model``'s modes, attributes and buffer values, and the random state, on the way out.
+
+    Raises:
+        InvalidInputError: there is TorchScript in it.
+    """
+    _refuse_scripted(model)
     state = [(module, _shallow(module)) for module in model.modules()]
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     devices = sorted({t.device.index or 0 for t in (*model.parameters(), *model.buffers()) if t.is_cuda})

@@ -37,6 +37,9 @@ def reason_of(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
 class ModelTracer(fx.Tracer):
     """Records one run of a module whose input is symbolic; see :func:`opened` for what is gone into."""
 
@@ -180,6 +183,11 @@ def resolve(root: nn.Module, target: str) -> Any:
     return found
 
 
+def hooked(module: nn.Module) -> bool:
+    """Whether a call of ``module`` is more than its ``forward``."""
+    return any(vars(module)[kind] for kind in _HOOKS)
+
+
 def trace_mode(model: nn.Module, training: bool, examples: tuple[Tensor, Tensor]) -> Program:
     """Trace ``model`` in one mode. The caller preserves it (:func:`asa.tracing.preserve.preserved`).
 
@@ -188,6 +196,8 @@ def trace_mode(model: nn.Module, training: bool, examples: tuple[Tensor, Tensor]
     Raises:
         fx.proxy.TraceError: even the model's own ``forward`` cannot be traced.
     """
+    if hooked(model):  # fx runs the model's own forward, not what is called around it
+        raise fx.proxy.TraceError("the model itself has hooks")
     tracer = ModelTracer(examples)
     before = attributes(model)
     try:

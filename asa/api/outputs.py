@@ -1,0 +1,82 @@
+"""What leaves a model that ranks share, as autograd sees it: weighed by its samples, and open about what it cannot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from asa.errors import UsageError
+from asa.executor.parallel import ParallelModel
+from asa.executor.parameter_hooks import replaced
+
+
+class Demands:
+    """What a backward through a model may be asked for."""
+
+    def __init__(self, model: ParallelModel) -> None:
+        self._apart = any(replaced(a) for a in model.plan.components)
+        wide = any(a.data.degree > 1 for a in model.plan.components)
+        self._components = model.components if wide else []
+
+    def check(self, _gradient: Tensor) -> None:
+        """A hook on an output.
+
+        Raises:
+            UsageError: it is to be differentiated again where ranks have parts, or gives gradients that are no sums.
+        """
+        if self._apart and torch.is_grad_enabled():
+            raise UsageError(
+                "a gradient of a gradient (create_graph=True) does not cross ranks that hold parts of a model; plan "
+                "with strategies=('ddp',)"
+            )
+        p = next((p for c in self._components for p in c.parameters() if p.requires_grad), None)
+        ask = getattr(torch._C, "_will_engine_execute_node", None)
+        if p is None or ask is None or isinstance(p, DTensor):  # a shard is in no graph: torch says so itself
+            return
+        with torch.enable_grad():
+            (leaf, _), *_ = p.view_as(p).grad_fn.next_functions  # type: ignore[union-attr]
+        try:
+            ask(leaf)
+        except RuntimeError as error:
+            if "autograd.grad" in str(error):
+                raise UsageError(
+                    "torch.autograd.grad gives a rank the gradient of its own samples: ranks add theirs up in "
+                    "loss.backward(); use that, and p.grad"
+                ) from None
+
+
+class _Weighed(torch.autograd.Function):
+    """The value as it is, in memory of its own (a program may change its outputs in place, which autograd forbids for
+    views made in here); its gradient times a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient * ctx.factor, None
+
+
+def _weighed(x: Tensor, factor: float) -> Tensor:
+    return _Weighed.apply(x, factor)  # type: ignore[no-any-return]
+
+
+def leaving(x: Tensor, weight: float, demands: Demands) -> Tensor:
+    """The output ``x``, whose gradient counts by ``weight`` (other than 1 in uneven batches only)."""
+    if not x.requires_grad:
+        return x
+    left = x if weight == 1 else _weighed(x, weight)
+    if not left.is_leaf:
+        left.register_hook(demands.check)
+    return left
+
+
+def entering(x: Tensor, weight: float) -> Tensor:
+    """The input ``x`` of a model whose outputs count by ``weight``: what is in front of it (another model, which weighs
+    its own) gets the gradient of the loss as it is."""
+    return _weighed(x, 1 / weight) if x.requires_grad and weight not in (0, 1) else x

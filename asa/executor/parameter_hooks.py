@@ -1,0 +1,59 @@
+"""Hooks of the user's own on parameters: where a plan puts other tensors in the place of parameters they would be lost
+in silence, so such a plan is refused."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from asa.errors import UsageError
+from asa.ir.plan import Assignment, Plan
+from asa.tracing import TracedModel
+
+
+def hooked(p: nn.Parameter) -> bool:
+    """Whether something happens to the gradient of ``p`` (as autograd sees it) before an optimizer does."""
+    return bool(p._backward_hooks) or bool(getattr(p, "_post_accumulate_grad_hooks", None))
+
+
+def check_hooks(plan: Plan, traced: TracedModel) -> None:
+    """Whether hooks on parameters still mean under ``plan`` what they mean on one device.
+
+    Raises:
+        UsageError: they do not.
+    """
+    for assignment, component in zip(plan.components, traced.components, strict=True):
+        for name, p in component.named_parameters():
+            if getattr(p, "_post_accumulate_grad_hooks", None) and assignment.data.degree > 1:
+                raise UsageError(
+                    f"{name} has a hook that runs when its gradient has been accumulated, which is before ranks add "
+                    "theirs to it; do after loss.backward() what it does"
+                )
+            if p._backward_hooks and replaced(assignment):
+                raise UsageError(
+                    f"{name} has a hook on its gradient, and {assignment.name} would hold parts of it; change p.grad "
+                    "after loss.backward() instead, or plan with strategies=('ddp',)"
+                )
+
+
+def replaced(assignment: Assignment) -> bool:
+    """Whether other parameters, which are parts, take the place of the model's own."""
+    return assignment.tensor.degree > 1 or (
+        assignment.data.degree > 1 and assignment.data.strategy not in ("replicate", "zero1")
+    )
+
+
+def refuse_hooks(parameters: list[nn.Parameter]) -> None:
+    """Have those that are sharded refuse hooks on their gradient, which autograd never hands to them."""
+    for p in parameters:
+        if isinstance(p, DTensor):
+            p.register_hook = _refused  # type: ignore[method-assign]
+
+
+def _refused(*_: Any) -> NoReturn:
+    raise UsageError(
+        "the gradient of a sharded parameter is not autograd's, and a hook on it would never run; change p.grad after "
+        "loss.backward() instead, or plan with strategies=('ddp',)"
+    )
