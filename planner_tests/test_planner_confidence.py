@@ -33,7 +33,7 @@ def test_somebody_is_the_best_in_every_draw(cluster):
     found = [
         confidence([row, *(x for x in distinct if x is not row)], profile, STAGED, overlap) for row in distinct
     ]  # fmt: skip
-    assert sum(f.p_best for f in found) == pytest.approx(1, abs=0.01)
+    assert sum(f.p_best for f in found) == pytest.approx(1, abs=0.03), "4096 draws, others for each: within two errors"
     assert all(f.expected_regret >= 0 for f in found)
     assert all((f.p_best == 1) == (f.expected_regret < 1e-12) for f in found)
 

@@ -118,7 +118,7 @@ def open_images(plan: Plan, settings: TrainSettings) -> tuple[ImageSet, ImageSet
     if train.num_classes > plan.num_classes:
         raise UsageError(
             f"{settings.data} has {train.num_classes} classes, the planned model tells {plan.num_classes} apart; "
-            f"profile it with --classes {train.num_classes}"
+            f"profile it with --classes {train.num_classes}, or train on other --data"
         )
     return train, test
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import NormalDist
 
 from asa.cost.constants import constant
 from asa.cost.planned import Price
@@ -59,14 +60,16 @@ def predict(
 
 
 def noise(one: Price, other: Price) -> float:
-    """How far two predicted step times must lie apart, in seconds, to be told apart.
+    """How far two predicted step times must lie apart, in seconds, for the shorter one to be so with a probability of
+    ``sure_enough``.
 
-    Errors of what both do alike cancel, so only components that differ count: 90 % of their standard errors, and
-    the error of the links on the difference in communication. Never less than the share of a step by which stock
-    data parallelism differs from itself.
+    Errors of what both do alike cancel, so only components that differ count: their standard errors, and the error of
+    the links on the difference in communication. Never less than the share of a step by which stock data parallelism
+    differs from itself.
     """
     pairs = list(zip(one.components, other.components, strict=True))
     mine, theirs = [a.error_s for a, b in pairs if a != b], [b.error_s for a, b in pairs if a != b]
     links = abs(one.link_error_s - other.link_error_s)
     floor = constant("claim_floor") * min(one.cost.total_s, other.cost.total_s)
-    return max(floor, Z90 * math.hypot(*mine, *theirs, links))
+    sure = NormalDist().inv_cdf(constant("sure_enough"))
+    return max(floor, sure * math.hypot(*mine, *theirs, links))
