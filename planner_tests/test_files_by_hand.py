@@ -81,3 +81,25 @@ def test_a_plan_that_fits_on_few_devices_is_found_on_more(place, capsys):
     said = json.loads(capsys.readouterr().out)["error"]
     assert "devices have 16 GiB (less 2.67 GiB" in said
     assert "or --gpus 3" in said, "the nearest number, not the double one"
+
+
+@pytest.mark.parametrize(
+    ("at", "value"), [("input_shape", [3, -1, 8]), ("num_classes", -1), ("prediction.step_time_s", -1.0)]
+)
+def test_sizes_and_times_below_zero_are_refused_by_their_place(place, capsys, at, value):
+    assert entry.run(["plan", "profile.json", "--cluster", "cluster.json", "--time-limit", "1s", "-o", "p.json"]) == 0
+    for name, top in (("p.json", None), ("profile.json", "graph")):
+        document = json.loads((place / name).read_text())
+        document.pop("fingerprint", None)
+        *path, last = at.split(".")
+        inner = document[top] if top else document
+        for key in path:
+            inner = inner.get(key, {})
+        if last not in inner:
+            continue
+        inner[last] = value
+        (place / "bad.json").write_text(json.dumps(document))
+        command = ["explain", "bad.json", "--profile", "profile.json", "--cluster", "cluster.json"]
+        capsys.readouterr()
+        assert entry.run(command if top is None else ["plan", "bad.json", "--cluster", "cluster.json"]) == 3
+        assert f"$.{top + '.' if top else ''}{at}" in capsys.readouterr().err

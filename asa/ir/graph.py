@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Literal
 
@@ -13,6 +14,18 @@ from asa.ir.units import MOST_AMOUNT
 
 _MOST_COMPONENTS = 2_000
 _MOST_TENSORS = 100_000
+
+
+def check_form(input_shape: Sequence[int], num_classes: int, *, where: str) -> None:
+    """Whether there can be such inputs and such a number of classes.
+
+    Raises:
+        InvalidInputError: there cannot.
+    """
+    if any(size < 1 for size in input_shape):
+        raise InvalidInputError(f"inputs of {list(input_shape)}: sizes are at least 1", where=f"{where}.input_shape")
+    if num_classes < 0:
+        raise InvalidInputError(f"{num_classes} classes", where=f"{where}.num_classes")
 
 
 def check_count(model: object, count: int) -> None:
@@ -185,6 +198,7 @@ class LayerGraph:
                 f"cuts {self.uncut} are not in front of components 1 to {len(self.components) - 1}",
                 where="$.graph.uncut",
             )
+        check_form(self.input_shape, self.num_classes, where="$.graph")
         if not 0 <= self.input_bytes_per_sample <= MOST_AMOUNT:
             raise InvalidInputError(
                 f"input of {self.input_bytes_per_sample} bytes per sample", where="$.graph.input_bytes_per_sample"

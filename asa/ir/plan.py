@@ -6,6 +6,7 @@ from typing import Literal
 
 from asa.errors import InvalidInputError
 from asa.ir.codec import hashed, later, noun
+from asa.ir.graph import check_form
 from asa.ir.layout import Layout, check_weights
 from asa.ir.profile import Origin, Precision, Stat
 
@@ -119,6 +120,13 @@ class Prediction:
     bubble_s: float
     memory_bytes_per_rank: tuple[int, ...]
     samples_per_s: float
+
+    def __post_init__(self) -> None:
+        if not min(self.step_time_s, self.step_time_low_s, self.step_time_high_s) >= 0:
+            said = f"a step of {self.step_time_s} s ({self.step_time_low_s} to {self.step_time_high_s}): not below 0"
+            raise InvalidInputError(said, where="$.prediction.step_time_s")
+        if min(self.memory_bytes_per_rank, default=0) < 0:
+            raise InvalidInputError("bytes are at least 0", where="$.prediction.memory_bytes_per_rank")
 
 
 @noun
@@ -266,6 +274,7 @@ class Plan:
             raise InvalidInputError(
                 f"{self.num_microbatches} microbatches of {self.global_batch} samples", where="$.num_microbatches"
             )
+        check_form(self.input_shape, self.num_classes, where="$")
         seen: set[str] = set()
         for i, c in enumerate(self.components):
             where = f"$.components[{i}]"
