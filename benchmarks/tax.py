@@ -28,6 +28,7 @@ from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -49,6 +50,7 @@ from asa.executor.worker import Tally, Worker
 from asa.ir.layout import bounds
 from asa.ir.plan import Assignment, Certificate, DataDegree, Plan, Prediction, Stage, TensorDegree
 from asa.launch import run_ranks, tell
+from asa.sharding import direct
 from asa.sharding.describe import layer_graph
 from asa.strategies import offered
 from asa.tracing import trace
@@ -276,16 +278,18 @@ def entrants_of(strategy: str, rank: int, votes: Votes, ranks: int, *, slim: boo
 
 
 def python_of(strategy: str, rank: int, votes: Votes, ranks: int) -> tuple[int, float]:
-    """Calls of asa's own functions in a step, and the seconds of Python that asa adds to one."""
+    """Calls of asa's own functions in a step, and the seconds of Python that asa adds to one. Ranks sleep while they
+    wait: awake, they would seem to work."""
     indices = GlobalOrder(1024, THIN_BATCH, SEED, drop_last=True).batch(0, 0)
     entrants = entrants_of(strategy, rank, votes, ranks, slim=True)
     ours, stock = (partial(entrants[name], indices, 10**6) for name in ("asa", "stock"))
-    for _ in range(WARM_UP):
-        ours()
+    with patch.object(direct, "_AWAKE_S", 0.0):
+        for _ in range(WARM_UP):
+            ours()
+            stock()
+        calls = own_calls(ours)
         stock()
-    calls = own_calls(ours)
-    stock()
-    return calls, added_python(ours, stock, lambda: votes.gather([0.0]), PYTHON_PAIRS)
+        return calls, added_python(ours, stock, lambda: votes.gather([0.0]), PYTHON_PAIRS)
 
 
 def measure(rank: int, strategy: str, pairs: int, ranks: int) -> dict[str, Any]:
