@@ -29,6 +29,7 @@ from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.request import SolverName
 from asa.planner.space.space import Allowed, anything
 from asa.planner.stage import exhaustive, ilp
+from asa.planner.stage.first import first_plan
 from asa.planner.stage.formulate import Formulation
 from asa.planner.stage.problem import MS, Choice, Problem, Solution
 from asa.planner.stage.singles import TOLERANCE_GIB, Places, Single, crowded, singles
@@ -96,6 +97,7 @@ def search(
     best = joint.Best(None, incumbent_s * MS, started)
     found: Candidate | None = None
     if not piping:
+        best.other(first_plan(alone, best.limit, started + _FIRST * time_limit_s))
         joint.best_first(alone, best, ends, patience=started + _PATIENCE_S, gap=_ENOUGH)
         bound_ms, limit_ms, curve = best.bound, best.limit, best.curve
     else:
@@ -178,6 +180,7 @@ class _Ways:
         """Single stages, first plans of pipelines (beside them, where that is possible), then all that is left."""
         apart, best, began = possible(), self.best, time.monotonic()
         if not apart:
+            self._first()
             joint.best_first(self.alone, best, began + _FIRST * self.limit_s, patience=self.ends)
 
         def news(_best: float) -> float:
@@ -233,8 +236,13 @@ class _Ways:
         found = first_plans(self.prices, self.allowed, self.best.limit / MS, until, near)
         return found, float("inf") if found is None else self.prices.of(found).cost.total_s * MS
 
+    def _first(self) -> None:
+        """A first plan of one stage, where memory binds."""
+        self.best.other(first_plan(self.alone, self.best.limit, time.monotonic() + _FIRST * self.limit_s))
+
     def _singles(self, news: Callable[[float], float]) -> None:
         """Single stages for a part of the time."""
+        self._first()
         now = time.monotonic()
         joint.best_first(self.alone, self.best, now + _SHARE * (self.ends - now), patience=now, gap=_NEARLY, news=news)
 

@@ -162,10 +162,13 @@ class Places:
         before = self.enough(width, num_microbatches // 2, cutoff, ends)
         return before if before or fewer.settled else None
 
+    def possible(self, width: int, known: Floor) -> bool:
+        """Whether something may fit."""
+        return known.memory <= self._prices.space.capacity(width) / GIB + TOLERANCE_GIB
+
     def _made(self, width: int, num_microbatches: int) -> Place | None:
-        room = self._prices.space.capacity(width) / GIB + TOLERANCE_GIB
         known = self.floor(width, num_microbatches)
-        if known.memory > room:
+        if not self.possible(width, known):
             return Place(None)
         formulation = formulate(self._prices, width, num_microbatches, self._allowed, crowded=known.crowded)
         return None if formulation is None else Place(formulation)
@@ -198,6 +201,23 @@ class Single:
         """Whether some plans of one microbatch hold more than there is."""
         return self._places.floor(self.width, 1).crowded
 
+    @property
+    def least(self) -> float:
+        """Ms that no plan takes less than, memory included; infinite where none fits."""
+        known = self._places.floor(self.width, self.num_microbatches)
+        return known.whole if self._places.possible(self.width, known) else float("inf")
+
+    def begin(self, best: float) -> None:
+        """A plan below ``best`` that the prices of memory and overlap come upon, if it is known to be in the space."""
+        m = self.num_microbatches
+        if self._solver == "exhaustive" or (m > 1 and self._places.enough(self.width, m, best, 0.0) is not False):
+            return
+        place = self._places.get(self.width, m)
+        if place is not None and place.solver is not None:
+            self.place = place
+            place.look(best)
+            self._take(place.solver.answer(min(best, self.value)))
+
     def step(self, best: float, ends: float) -> None:
         """Raise the bound. Plans from ``best`` on are of no interest."""
         self.level += 1
@@ -206,7 +226,9 @@ class Single:
         if self.level == 1:
             self._raise(self._places.apart(self.width, self.num_microbatches, self.bound))
             self._took = time.monotonic() - began
-        elif self.level == 2 and self._took > _LONG_S and began + _FORMULATED * self._took > ends:
+        elif (
+            self.level == 2 and self.place is None and self._took > _LONG_S and began + _FORMULATED * self._took > ends
+        ):
             self.level, self.stuck = 1, True  # would not be done in time, in this search
         elif self.level == 2 and self.num_microbatches > 1:
             self._several(best, min(ends, began + _FIRST_S))
