@@ -76,12 +76,13 @@ def search(
     allowed: Allowed = anything,
     incumbent_s: float = float("inf"),
     baselines: Sequence[Candidate] = (),
+    start: Candidate | None = None,
 ) -> Outcome:
     """The fastest plan in the space, among those that ``allowed`` lets through.
 
     ``incumbent_s`` is the time of a plan already known (a whole strategy that fits): a search that ends without a
     ``best`` has proved that nothing is faster. ``baselines`` are the whole strategies that fit, fastest first: they say
-    whether pipelines are likely.
+    whether pipelines are likely. ``start``: a plan that fits and is allowed, the answer where nothing is faster.
 
     Raises:
         UsageError: too many plans for ``exhaustive``.
@@ -94,8 +95,10 @@ def search(
     room = max(space.room(rank, 1, gpus) for rank in range(gpus))
     piping = bool(space.schedules) and gpus > 1 and len(space.profile.graph) > 1 and room > 0
     alone = [s for view, among in views(prices) for s in singles(Places(view, allowed, among), solver)]
+    start_s = float("inf") if start is None else prices.of(start).cost.total_s
+    found = start if start_s < incumbent_s else None
+    incumbent_s = min(incumbent_s, start_s)
     best = joint.Best(None, incumbent_s * MS, started)
-    found: Candidate | None = None
     if not piping:
         best.other(first_plan(alone, best.limit, started + _FIRST * time_limit_s))
         joint.best_first(alone, best, ends, patience=started + _PATIENCE_S, gap=_ENOUGH)
@@ -103,7 +106,8 @@ def search(
     else:
         staged = pipelines(prices, allowed)
         ways = _Ways(prices, staged, allowed, baselines, best, alone, ends)
-        found, piped = ways.both() if possible() and joint.searched(staged) else ways.in_turn()
+        sketched, piped = ways.both() if possible() and joint.searched(staged) else ways.in_turn()
+        found = sketched or found
         curve = list(piped.curve)
         bound_ms, limit_ms = piped.bound, min(best.limit, piped.value, *(x.value for x in alone))
         if piped.skeleton is not None and piped.value <= limit_ms:
