@@ -38,8 +38,9 @@ _LOG = logging.getLogger("asa")
 _FIRST, _SHARE = 0.15, 0.35
 """Of the time, at most, that single stages are searched for alone where there are pipelines too: before the first of
 these (if there is no other core for them), and before what is left is searched for all together."""
-_SKETCH = 0.4
-"""Of the time, at most, that first plans of pipelines are looked for; half of it where one stage of all ranks leads."""
+_SKETCH, _SKETCH_S = 0.4, 0.15
+"""Of the time, at most, that first plans of pipelines are looked for; half of it where one stage of all ranks leads.
+So many seconds whatever time there is."""
 _FLOORS_S = 1.0
 """For the quick bounds on pipelines, whatever time is left: without them nothing is proved at all."""
 _PATIENCE_S = 0.5
@@ -235,7 +236,8 @@ class _Ways:
 
     def _sketched(self) -> tuple[Candidate | None, float]:
         """A first plan of several stages, and its ms."""
-        until = time.monotonic() + (_SKETCH if self.likely else _SKETCH / 2) * self.limit_s
+        share = _SKETCH if self.likely else _SKETCH / 2
+        until = time.monotonic() + max(_SKETCH_S, share * self.limit_s)
         near = self.near if self.near > 1 else None
         found = first_plans(self.prices, self.allowed, self.best.limit / MS, until, near)
         return found, float("inf") if found is None else self.prices.of(found).cost.total_s * MS
