@@ -48,6 +48,8 @@ _ENOUGH = 0.005
 """A gap that is not worth searching on for, once patience is over: a tenth of the usual error of a step time."""
 _NEARLY = 0.03
 """A gap from which on single stages can wait: before anything is proved of pipelines, no more of theirs counts."""
+_REST_S = 0.25
+"""For all that is left after first plans, whatever time is left."""
 _AGAIN_S = 0.5
 """At most, for the ILP to solve once more what the label program has proved."""
 
@@ -264,7 +266,7 @@ class _Ways:
         """All that is left; the curve begins with what was known before."""
         best, left = self.best, self.ends - time.monotonic()
         found = joint.search(
-            self.staged, incumbent_ms=best.limit, time_limit_s=max(0.1, left), gap=_ENOUGH,
+            self.staged, incumbent_ms=best.limit, time_limit_s=max(_REST_S, left), gap=_ENOUGH,
             patience_s=max(0.0, best.started + _PATIENCE_S - time.monotonic()), others=others, started=best.started,
             floor=floor, news=news, shared=shared, crowded=self.staged.crowded,
         )  # fmt: skip
