@@ -11,9 +11,8 @@ from collections.abc import Sequence
 
 from asa.planner.stage.singles import Single
 
-_LONG_S, _MORE_S = 0.2, 0.05
-"""CPU seconds for the price of one microbatch, beyond which formulating it takes too long for a start; and for the
-prices of more of them, all together, before the last is formulated."""
+_MORE_S = 0.05
+"""CPU seconds for the prices of more than one microbatch, all together, before the last of them is formulated."""
 
 
 def first_plan(alone: Sequence[Single], best: float, ends: float) -> float:
@@ -26,10 +25,10 @@ def first_plan(alone: Sequence[Single], best: float, ends: float) -> float:
     spent = 0.0
     for single in own:
         several, began = single.num_microbatches > 1, time.process_time()
-        if not single.crowded or single.bound >= best or (several and time.monotonic() > ends):
+        if single.bound >= best or (several and time.monotonic() > ends) or not single.crowded or single.long:
             break
         least = single.least
-        if spent + time.process_time() - began > (_MORE_S if several else _LONG_S):
+        if several and spent + time.process_time() - began > _MORE_S:
             break
         if least < best:
             single.begin(best)

@@ -30,7 +30,7 @@ HANDY = 1_000
 """Ways of all components together up to which the ILP proves a stage whose memory binds within a second, usually."""
 _ILP_S = 0.55
 """Less time than that is better spent on labels: the ILP would not get to the end."""
-_LONG_S, _FORMULATED = 0.2, 3.0
+_LONG_S, _FORMULATED = 0.2, 1.0
 """Pricing components one by one for so long says that formulating takes so many times as long: thousands of them."""
 _CLOSE = 1e-9
 _NOTHING = Solution(choice=None, value=float("inf"), bound=float("inf"), solver="dp")
@@ -112,6 +112,8 @@ class Places:
         self._among = widths(prices.space.request.gpus) if among is None else among
         self._known: dict[tuple[int, int], Place | None] = {}
         self._floors: dict[tuple[int, int], Floor] = {}
+        self.took: dict[tuple[int, int], float] = {}
+        """CPU seconds that it took to price all components of one, one by one."""
 
     def bounds(self) -> Iterator[tuple[float, int, int]]:
         """(ms of compute alone, width, microbatches) of each that could run."""
@@ -126,7 +128,9 @@ class Places:
         """What is known of such a stage before it is formulated."""
         key = (width, num_microbatches)
         if key not in self._floors:
+            began = time.process_time()
             self._floors[key] = floor(self._prices, *key, self._allowed)
+            self.took[key] = time.process_time() - began
         return self._floors[key]
 
     def apart(self, width: int, num_microbatches: int, alone_ms: float) -> float:
@@ -188,13 +192,22 @@ class Single:
         self.place: Place | None = None
         self._settled: bool | None = None
         self.solution = _NOTHING
-        self._took = 0.0
         self._turns, self.by_ilp = 0, False
 
     @property
     def value(self) -> float:
         """Ms of the best plan so far."""
         return self.solution.value
+
+    @property
+    def took(self) -> float:
+        """CPU seconds for the price of one microbatch; 0 before it is known."""
+        return self._places.took.get((self.width, 1), 0.0)
+
+    @property
+    def long(self) -> bool:
+        """Whether that says that formulating takes long."""
+        return self.took > _LONG_S
 
     @property
     def crowded(self) -> bool:
@@ -225,10 +238,7 @@ class Single:
         began = time.monotonic()
         if self.level == 1:
             self._raise(self._places.apart(self.width, self.num_microbatches, self.bound))
-            self._took = time.monotonic() - began
-        elif (
-            self.level == 2 and self.place is None and self._took > _LONG_S and began + _FORMULATED * self._took > ends
-        ):
+        elif self.level == 2 and self.place is None and self.long and began + _FORMULATED * self.took > ends:
             self.level, self.stuck = 1, True  # would not be done in time, in this search
         elif self.level == 2 and self.num_microbatches > 1:
             self._several(best, min(ends, began + _FIRST_S))
