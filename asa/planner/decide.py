@@ -27,6 +27,7 @@ from asa.planner.search import Outcome, next_best, search
 from asa.planner.space import baselines, parameter_server
 from asa.planner.space.admission import check_request
 from asa.planner.space.candidate import Candidate, Prices
+from asa.planner.space.nearest import start
 from asa.planner.space.request import Request
 from asa.planner.space.space import Space
 from asa.planner.stage.problem import MS
@@ -86,14 +87,18 @@ def plan(
         return _whole(profile, prices, wanted, rows, eligible, started)
     if not eligible and infeasible.hopeless(prices, prices.space.pinned):
         raise infeasible.explain(prices, prices.space.pinned)
-    simplest = _simplest(eligible)
+    simplest, pins = _simplest(eligible), prices.space.pinned
+    whole = [r.candidate for r in sorted(eligible, key=lambda r: r.seconds)]
+    some = [r.candidate for r in sorted(rows, key=lambda r: r.seconds) if r.fits]
+    begin = start(prices, some, pins) if request.pins else None
     outcome = search(
         prices,
         solver=request.solver,
         time_limit_s=request.time_limit_s,
-        allowed=prices.space.pinned,
+        allowed=pins,
         incumbent_s=simplest.seconds if simplest else float("inf"),
-        baselines=[r.candidate for r in sorted(eligible, key=lambda r: r.seconds) if r.candidate],
+        baselines=[c for c in (*whole, begin) if c is not None],
+        start=begin,
     )
     chosen, notes = _choose(prices, outcome, simplest)
     replicas = next((r for r in eligible if r.name == "ddp"), None)
@@ -230,9 +235,7 @@ def _pins_allow(space: Space, candidate: Candidate) -> bool:
     return all(space.pinned(i, way) for i, way in enumerate(candidate.ways))
 
 
-def _choose(
-    prices: Prices, outcome: Outcome, simplest: Row | None
-) -> tuple[Candidate | None, tuple[str, ...]]:  # fmt: skip
+def _choose(prices: Prices, outcome: Outcome, simplest: Row | None) -> tuple[Candidate | None, tuple[str, ...]]:
     """The answer, and what is to be said about it."""
     found = outcome.best
     if simplest is None or simplest.price is None or simplest.candidate is None:

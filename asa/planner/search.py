@@ -29,6 +29,7 @@ from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.request import SolverName
 from asa.planner.space.space import Allowed, anything
 from asa.planner.stage import exhaustive, ilp
+from asa.planner.stage.first import first_plan
 from asa.planner.stage.formulate import Formulation
 from asa.planner.stage.problem import MS, Choice, Problem, Solution
 from asa.planner.stage.singles import TOLERANCE_GIB, Places, Single, crowded, singles
@@ -37,8 +38,9 @@ _LOG = logging.getLogger("asa")
 _FIRST, _SHARE = 0.15, 0.35
 """Of the time, at most, that single stages are searched for alone where there are pipelines too: before the first of
 these (if there is no other core for them), and before what is left is searched for all together."""
-_SKETCH = 0.4
-"""Of the time, at most, that first plans of pipelines are looked for; half of it where one stage of all ranks leads."""
+_SKETCH, _SKETCH_S = 0.4, 0.15
+"""Of the time, at most, that first plans of pipelines are looked for; half of it where one stage of all ranks leads.
+So many seconds whatever time there is."""
 _FLOORS_S = 1.0
 """For the quick bounds on pipelines, whatever time is left: without them nothing is proved at all."""
 _PATIENCE_S = 0.5
@@ -46,6 +48,8 @@ _ENOUGH = 0.005
 """A gap that is not worth searching on for, once patience is over: a tenth of the usual error of a step time."""
 _NEARLY = 0.03
 """A gap from which on single stages can wait: before anything is proved of pipelines, no more of theirs counts."""
+_REST_S = 0.25
+"""For all that is left after first plans, whatever time is left."""
 _AGAIN_S = 0.5
 """At most, for the ILP to solve once more what the label program has proved."""
 
@@ -75,12 +79,13 @@ def search(
     allowed: Allowed = anything,
     incumbent_s: float = float("inf"),
     baselines: Sequence[Candidate] = (),
+    start: Candidate | None = None,
 ) -> Outcome:
     """The fastest plan in the space, among those that ``allowed`` lets through.
 
     ``incumbent_s`` is the time of a plan already known (a whole strategy that fits): a search that ends without a
     ``best`` has proved that nothing is faster. ``baselines`` are the whole strategies that fit, fastest first: they say
-    whether pipelines are likely.
+    whether pipelines are likely. ``start``: a plan that fits and is allowed, the answer where nothing is faster.
 
     Raises:
         UsageError: too many plans for ``exhaustive``.
@@ -93,15 +98,19 @@ def search(
     room = max(space.room(rank, 1, gpus) for rank in range(gpus))
     piping = bool(space.schedules) and gpus > 1 and len(space.profile.graph) > 1 and room > 0
     alone = [s for view, among in views(prices) for s in singles(Places(view, allowed, among), solver)]
+    start_s = float("inf") if start is None else prices.of(start).cost.total_s
+    found = start if start_s < incumbent_s else None
+    incumbent_s = min(incumbent_s, start_s)
     best = joint.Best(None, incumbent_s * MS, started)
-    found: Candidate | None = None
     if not piping:
+        best.other(first_plan(alone, best.limit, started + _FIRST * time_limit_s))
         joint.best_first(alone, best, ends, patience=started + _PATIENCE_S, gap=_ENOUGH)
         bound_ms, limit_ms, curve = best.bound, best.limit, best.curve
     else:
         staged = pipelines(prices, allowed)
         ways = _Ways(prices, staged, allowed, baselines, best, alone, ends)
-        found, piped = ways.both() if possible() and joint.searched(staged) else ways.in_turn()
+        sketched, piped = ways.both() if possible() and joint.searched(staged) else ways.in_turn()
+        found = sketched or found
         curve = list(piped.curve)
         bound_ms, limit_ms = piped.bound, min(best.limit, piped.value, *(x.value for x in alone))
         if piped.skeleton is not None and piped.value <= limit_ms:
@@ -178,6 +187,7 @@ class _Ways:
         """Single stages, first plans of pipelines (beside them, where that is possible), then all that is left."""
         apart, best, began = possible(), self.best, time.monotonic()
         if not apart:
+            self._first()
             joint.best_first(self.alone, best, began + _FIRST * self.limit_s, patience=self.ends)
 
         def news(_best: float) -> float:
@@ -228,13 +238,19 @@ class _Ways:
 
     def _sketched(self) -> tuple[Candidate | None, float]:
         """A first plan of several stages, and its ms."""
-        until = time.monotonic() + (_SKETCH if self.likely else _SKETCH / 2) * self.limit_s
+        share = _SKETCH if self.likely else _SKETCH / 2
+        until = time.monotonic() + max(_SKETCH_S, share * self.limit_s)
         near = self.near if self.near > 1 else None
         found = first_plans(self.prices, self.allowed, self.best.limit / MS, until, near)
         return found, float("inf") if found is None else self.prices.of(found).cost.total_s * MS
 
+    def _first(self) -> None:
+        """A first plan of one stage, where memory binds."""
+        self.best.other(first_plan(self.alone, self.best.limit, time.monotonic() + _FIRST * self.limit_s))
+
     def _singles(self, news: Callable[[float], float]) -> None:
         """Single stages for a part of the time."""
+        self._first()
         now = time.monotonic()
         joint.best_first(self.alone, self.best, now + _SHARE * (self.ends - now), patience=now, gap=_NEARLY, news=news)
 
@@ -250,7 +266,7 @@ class _Ways:
         """All that is left; the curve begins with what was known before."""
         best, left = self.best, self.ends - time.monotonic()
         found = joint.search(
-            self.staged, incumbent_ms=best.limit, time_limit_s=max(0.1, left), gap=_ENOUGH,
+            self.staged, incumbent_ms=best.limit, time_limit_s=max(_REST_S, left), gap=_ENOUGH,
             patience_s=max(0.0, best.started + _PATIENCE_S - time.monotonic()), others=others, started=best.started,
             floor=floor, news=news, shared=shared, crowded=self.staged.crowded,
         )  # fmt: skip

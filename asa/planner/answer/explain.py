@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import chain
 from typing import Literal
 
 from asa.cost.machine.estimate import on_device
@@ -19,10 +20,14 @@ from asa.planner.decide import row
 from asa.planner.search import search
 from asa.planner.space import baselines, parameter_server
 from asa.planner.space.candidate import Candidate, Prices
+from asa.planner.space.nearest import start
 from asa.planner.space.request import Request, parse_pin
 from asa.planner.space.space import Space, pinned
 from asa.planner.stage.formulate import formulate
 from asa.planner.stage.singles import TOLERANCE_GIB
+
+_FORCED_S = 1.5
+"""For the best plan with something forced."""
 
 
 @noun
@@ -208,7 +213,7 @@ def why_not(
     price = prices.of(candidate)
     if other in parameter_server.WHY_NOT:
         return _served(plan, candidate, prices, other)
-    rival, reason = _forced(prices, other) if "=" in other else _whole(prices, other)
+    rival, reason = _forced(prices, other, plan, candidate) if "=" in other else _whole(prices, other)
     if rival is None:
         return Difference(
             other=other, plan_s=price.cost.total_s, other_s=None, fits=False, why_not=reason, terms=(), changed=()
@@ -296,10 +301,15 @@ def _whole(prices: Prices, name: str) -> tuple[Candidate | None, str]:
     return best.candidate, f"{best.name}: {best.why_not}"
 
 
-def _forced(prices: Prices, text: str) -> tuple[Candidate | None, str]:
+def _forced(prices: Prices, text: str, plan: Plan, mine: Candidate) -> tuple[Candidate | None, str]:
     space = prices.space
     allowed = pinned(space.profile, (parse_pin(text),))
-    found = search(prices, solver="dp", time_limit_s=5.0, allowed=allowed)
+    fitting = sorted((b for b in plan.baselines if b.fits and b.name != "hybrid"), key=lambda b: b.step_time_s or 0.0)
+    whole = (row(b.name, prices).candidate for b in fitting)
+    begin = start(prices, chain((mine,), whole), allowed)
+    found = search(
+        prices, solver="dp", time_limit_s=_FORCED_S, allowed=allowed, baselines=[begin] if begin else [], start=begin
+    )
     if found.best is not None:
         return found.best, ""
     runs = any(formulate(prices, w, 1, allowed) is not None for w in range(1, space.request.gpus + 1))

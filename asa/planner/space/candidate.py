@@ -22,6 +22,9 @@ from asa.ir.layout import Layout, largest_shard
 from asa.ir.plan import DataDegree, ScheduleName, TensorDegree
 from asa.planner.space.space import Allowed, Space
 
+_KEPT = 50_000
+"""Components of candidates whose prices are kept, all together."""
+
 
 @noun
 class Candidate:
@@ -89,6 +92,7 @@ class Prices:
         self.uniform: dict[object, list[Way]] = {}
         """Ways of the whole strategies: they are the same for any number of microbatches."""
         self._leasts: dict[tuple[object, ...], np.ndarray] = {}
+        self._known: dict[tuple[object, ...], Price] = {}
         offload, tokens = space.may_offload and space.request.offload == "auto", space.may_cut_tokens
         if (offload or (tokens and not space.by_tokens)) and not self._plain_fits():
             space.offloading, space.by_tokens = offload or space.offloading, tokens or space.by_tokens
@@ -265,6 +269,14 @@ class Prices:
 
     def of(self, candidate: Candidate) -> Price:
         """All of a candidate."""
+        key = candidate.key
+        if key not in self._known:
+            if len(self._known) > _KEPT // len(candidate.ways):
+                del self._known[next(iter(self._known))]
+            self._known[key] = self._of(candidate)
+        return self._known[key]
+
+    def _of(self, candidate: Candidate) -> Price:
         m, busy = candidate.num_microbatches, self.busy(candidate)
         schedule = self.space.strategies.schedules[candidate.schedule] if len(candidate.widths) > 1 else None
         firsts = [0, *accumulate(candidate.widths[:-1])]

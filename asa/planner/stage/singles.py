@@ -30,7 +30,7 @@ HANDY = 1_000
 """Ways of all components together up to which the ILP proves a stage whose memory binds within a second, usually."""
 _ILP_S = 0.55
 """Less time than that is better spent on labels: the ILP would not get to the end."""
-_LONG_S, _FORMULATED = 0.2, 3.0
+_LONG_S, _FORMULATED = 0.2, 1.0
 """Pricing components one by one for so long says that formulating takes so many times as long: thousands of them."""
 _CLOSE = 1e-9
 _NOTHING = Solution(choice=None, value=float("inf"), bound=float("inf"), solver="dp")
@@ -112,6 +112,8 @@ class Places:
         self._among = widths(prices.space.request.gpus) if among is None else among
         self._known: dict[tuple[int, int], Place | None] = {}
         self._floors: dict[tuple[int, int], Floor] = {}
+        self.took: dict[tuple[int, int], float] = {}
+        """CPU seconds that it took to price all components of one, one by one."""
 
     def bounds(self) -> Iterator[tuple[float, int, int]]:
         """(ms of compute alone, width, microbatches) of each that could run."""
@@ -126,7 +128,9 @@ class Places:
         """What is known of such a stage before it is formulated."""
         key = (width, num_microbatches)
         if key not in self._floors:
+            began = time.process_time()
             self._floors[key] = floor(self._prices, *key, self._allowed)
+            self.took[key] = time.process_time() - began
         return self._floors[key]
 
     def apart(self, width: int, num_microbatches: int, alone_ms: float) -> float:
@@ -162,10 +166,13 @@ class Places:
         before = self.enough(width, num_microbatches // 2, cutoff, ends)
         return before if before or fewer.settled else None
 
+    def possible(self, width: int, known: Floor) -> bool:
+        """Whether something may fit."""
+        return known.memory <= self._prices.space.capacity(width) / GIB + TOLERANCE_GIB
+
     def _made(self, width: int, num_microbatches: int) -> Place | None:
-        room = self._prices.space.capacity(width) / GIB + TOLERANCE_GIB
         known = self.floor(width, num_microbatches)
-        if known.memory > room:
+        if not self.possible(width, known):
             return Place(None)
         formulation = formulate(self._prices, width, num_microbatches, self._allowed, crowded=known.crowded)
         return None if formulation is None else Place(formulation)
@@ -185,7 +192,6 @@ class Single:
         self.place: Place | None = None
         self._settled: bool | None = None
         self.solution = _NOTHING
-        self._took = 0.0
         self._turns, self.by_ilp = 0, False
 
     @property
@@ -194,9 +200,36 @@ class Single:
         return self.solution.value
 
     @property
+    def took(self) -> float:
+        """CPU seconds for the price of one microbatch; 0 before it is known."""
+        return self._places.took.get((self.width, 1), 0.0)
+
+    @property
+    def long(self) -> bool:
+        """Whether that says that formulating takes long."""
+        return self.took > _LONG_S
+
+    @property
     def crowded(self) -> bool:
         """Whether some plans of one microbatch hold more than there is."""
         return self._places.floor(self.width, 1).crowded
+
+    @property
+    def least(self) -> float:
+        """Ms that no plan takes less than, memory included; infinite where none fits."""
+        known = self._places.floor(self.width, self.num_microbatches)
+        return known.whole if self._places.possible(self.width, known) else float("inf")
+
+    def begin(self, best: float) -> None:
+        """A plan below ``best`` that the prices of memory and overlap come upon, if it is known to be in the space."""
+        m = self.num_microbatches
+        if self._solver == "exhaustive" or (m > 1 and self._places.enough(self.width, m, best, 0.0) is not False):
+            return
+        place = self._places.get(self.width, m)
+        if place is not None and place.solver is not None:
+            self.place = place
+            place.look(best)
+            self._take(place.solver.answer(min(best, self.value)))
 
     def step(self, best: float, ends: float) -> None:
         """Raise the bound. Plans from ``best`` on are of no interest."""
@@ -205,8 +238,7 @@ class Single:
         began = time.monotonic()
         if self.level == 1:
             self._raise(self._places.apart(self.width, self.num_microbatches, self.bound))
-            self._took = time.monotonic() - began
-        elif self.level == 2 and self._took > _LONG_S and began + _FORMULATED * self._took > ends:
+        elif self.level == 2 and self.place is None and self.long and began + _FORMULATED * self.took > ends:
             self.level, self.stuck = 1, True  # would not be done in time, in this search
         elif self.level == 2 and self.num_microbatches > 1:
             self._several(best, min(ends, began + _FIRST_S))

@@ -1,0 +1,45 @@
+"""Plans that are known, changed as little as can be where something is asked for: a search begins with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from itertools import islice
+
+from asa.cost.pricing import Way
+from asa.planner.space.candidate import Candidate, Prices
+from asa.planner.space.space import Allowed, Space
+
+_FEW = 3
+"""Plans that are priced: known ones come fastest first."""
+
+
+def nearest(space: Space, candidate: Candidate, allowed: Allowed) -> Candidate | None:
+    """The candidate with another way for each component whose own is not allowed; None where there is none."""
+    found = candidate
+    for i, way in enumerate(candidate.ways):
+        if not allowed(i, way):
+            offered = space.ways(i, candidate.width(i), candidate.num_microbatches, allowed)
+            other = min(offered, key=partial(_apart, way), default=None)
+            if other is None:
+                return None
+            found = found.with_way(i, other)
+    return found
+
+
+def start(prices: Prices, known: Iterable[Candidate | None], allowed: Allowed) -> Candidate | None:
+    """The fastest of the first few of ``known`` that can be changed so that they are allowed and fit."""
+
+    def fits(candidate: Candidate) -> bool:
+        return prices.of(candidate).peak.total <= prices.capacity(candidate)
+
+    changed = (nearest(prices.space, k, allowed) for k in known if k is not None)
+    some = islice((x for x in changed if x is not None and fits(x)), _FEW)
+    return min(some, key=lambda x: prices.of(x).cost.total_s, default=None)
+
+
+def _apart(one: Way, other: Way) -> int:
+    """In how many choices two ways differ; a layout counts most."""
+    private = (one.data.strategy != other.data.strategy, one.checkpoint != other.checkpoint,
+               one.offload != other.offload)  # fmt: skip
+    return 4 * (one.layout != other.layout) + sum(private)

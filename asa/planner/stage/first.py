@@ -1,0 +1,40 @@
+"""A first plan of one stage where memory binds, before anything is bounded: whole strategies that fit may be far off.
+
+Of all ranks, in as few microbatches as leave room for something faster than the best plan known. The prices of memory
+and overlap, which the search would look for anyway, come upon choices that fit; the first one found is enough.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from asa.planner.stage.singles import Single
+
+_MORE_S = 0.05
+"""CPU seconds for the prices of more than one microbatch, all together, before the last of them is formulated."""
+
+
+def first_plan(alone: Sequence[Single], best: float, ends: float) -> float:
+    """Ms of a first plan among ``alone``, which keep it; infinite where none below ``best`` ms was found.
+
+    One microbatch is looked at whatever the time, more of them until ``ends``.
+    """
+    widest = max((x.width for x in alone), default=0)
+    own = sorted((x for x in alone if x.width == widest), key=lambda x: x.num_microbatches)
+    spent = 0.0
+    for single in own:
+        several, began = single.num_microbatches > 1, time.process_time()
+        if single.bound >= best or (several and time.monotonic() > ends) or not single.crowded or single.long:
+            break
+        least = single.least
+        if several and spent + time.process_time() - began > _MORE_S:
+            break
+        if least < best:
+            single.begin(best)
+            if single.value < best:
+                return single.value
+        elif least < float("inf"):  # more microbatches are in the space only if it is proved that this many do not fit
+            break
+        spent += time.process_time() - began if several else 0.0
+    return float("inf")

@@ -1,0 +1,93 @@
+"""First plans: where memory binds, one of a single stage is there before anything is bounded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import known_models
+import pytest
+
+from asa.cost.machine import presets
+from asa.cost.machine.estimate import on_device
+from asa.cost.memory.peak import needed
+from asa.ir.units import GIB
+from asa.planner import Request, plan
+from asa.planner.pipeline import joint
+from asa.planner.space.candidate import Prices
+from asa.planner.space.space import Space, anything
+from asa.planner.stage import dp, exhaustive
+from asa.planner.stage.first import first_plan
+from asa.planner.stage.formulate import formulate
+from asa.planner.stage.problem import MS
+from asa.planner.stage.singles import Places, singles
+from asa.strategies import offered
+
+INF = float("inf")
+CLUSTERS = ("a100-nvlink-8", "t4-8x1-25g-tcp")
+PROFILES = {
+    "vgg16": known_models.profile(known_models.vgg16(32), 4000.0, 64),
+    "transformer": known_models.profile(known_models.transformer(4, 256), 2000.0, 64),
+}
+
+
+def tight(model: str, cluster: str, share: float) -> Prices:
+    """Four devices with so many times the memory that the leanest plan of one stage of all of them needs."""
+    request, where = Request(gpus=4, global_batch=64), presets.load(cluster)
+    roomy = Prices(Space(on_device(PROFILES[model], where), where, offered(), request))
+    peaks = []
+    for m in (1, 2, 4):
+        formulation = formulate(roomy, 4, m, every=True)
+        assert formulation is not None
+        peaks.append(dp.least_memory(formulation.problem).value * GIB)
+    limit = int(needed(where.device, share * min(peaks), 4))
+    return Prices(Space(roomy.space.profile, where, offered(), replace(request, memory_bytes=limit)))
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize("model", PROFILES)
+@pytest.mark.parametrize("share", [1.2, 1.5])
+def test_a_first_plan_fits_and_is_close_to_the_best_of_its_kind(model, cluster, share):
+    prices = tight(model, cluster, share)
+    alone = singles(Places(prices, anything, (4,)), "ilp")
+    value = first_plan(alone, INF, INF)
+    (found,) = [x for x in alone if x.value < INF]
+    assert value == found.value
+    problem, choice = found.place.problem, found.solution.choice
+    assert exhaustive.peak(problem, choice) <= problem.capacity
+    assert exhaustive.value(problem, choice) == pytest.approx(value)
+    assert prices.of(found.place.formulation.candidate(choice)).cost.total_s * MS == pytest.approx(value)
+    best = dp.solve(problem, time_limit_s=1.0)
+    assert best.bound * (1 - 1e-9) <= value <= 1.25 * best.value
+
+
+@pytest.mark.parametrize("model", PROFILES)
+def test_what_a_search_proves_does_not_depend_on_where_it_begins(model):
+    prices, found = tight(model, CLUSTERS[1], 1.3), []
+    for begun in (False, True):
+        alone, best = singles(Places(prices, anything), "dp"), joint.Best(None, INF)
+        if begun:
+            best.other(first_plan(alone, INF, INF))
+            assert best.limit < INF
+        joint.best_first(alone, best, INF, patience=INF)
+        found.append((best.limit, best.bound))
+    assert found[0] == pytest.approx(found[1])
+    assert found[1][0] == pytest.approx(found[1][1])
+
+
+def test_nothing_slower_than_what_is_known_is_begun_with_nor_anything_where_memory_is_plenty():
+    prices = tight("vgg16", CLUSTERS[1], 1.3)
+    alone = singles(Places(prices, anything), "ilp")
+    value = first_plan(alone, INF, INF)
+    assert first_plan(singles(Places(prices, anything), "ilp"), 0.5 * value, INF) == INF
+    roomy = Prices(Space(prices.space.profile, prices.space.cluster, offered(), Request(gpus=4, global_batch=64)))
+    assert first_plan(singles(Places(roomy, anything), "ilp"), INF, INF) == INF
+
+
+def test_a_search_without_time_answers_with_it_all_the_same():
+    prices = tight("vgg16", CLUSTERS[1], 1.3)
+    space = prices.space
+    hurried = plan(space.profile, space.cluster, offered(), replace(space.request, time_limit_s=1e-3))[0]
+    alone = singles(Places(prices, anything), "ilp")
+    assert hurried.prediction.step_time_s * MS <= first_plan(alone, INF, INF) * (1 + 1e-9)
+    whole = min(b.step_time_s for b in hurried.baselines if b.fits and b.step_time_s is not None)
+    assert hurried.prediction.step_time_s < 0.8 * whole
