@@ -12,6 +12,9 @@ import pytest
 
 EVERY = 12
 """One case of so many is solved in a test; ``make golden`` solves all."""
+TIED = ("stages", "microbatches", "ways", "exposed_ms", "memory_gib")
+"""What proved pipelines may differ in: stages that wait for the slowest can be cut and run in many ways that take as
+long, and which of them is met first depends on what the other half of the search has found by then."""
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -39,7 +42,10 @@ def test_plans_are_the_golden_ones():
             for one, other in ((figures, expected[key]), (expected[key], figures)):
                 assert one["step_ms"] * (1 - one["gap"]) <= other["step_ms"] * (1 + 1e-4), f"{key}; make golden"
             continue
+        piped = " " in expected[key].get("stages", "")
         for name, value in expected[key].items():
+            if piped and name in TIED:
+                continue
             if isinstance(value, float):
                 assert figures[name] == pytest.approx(value, rel=1e-4, abs=1e-4), f"{key}: {name}; make golden"
             else:
