@@ -27,13 +27,14 @@ def finalists(cluster: str):
 
 
 @pytest.mark.parametrize("cluster", ["a100-nvlink-8", "3090-pcie-8"])
-def test_somebody_is_the_best_in_every_draw(cluster):
+def test_somebody_is_the_best_in_every_draw(cluster, monkeypatch):
+    monkeypatch.setattr("asa.planner.answer.confidence.SAMPLES", 1 << 16)  # every order of plans has draws of its own
     rows, profile, overlap = finalists(cluster)
     distinct = list({c.key: (c, p) for c, p in rows}.values())
     found = [
         confidence([row, *(x for x in distinct if x is not row)], profile, STAGED, overlap) for row in distinct
     ]  # fmt: skip
-    assert sum(f.p_best for f in found) == pytest.approx(1, abs=0.03), "4096 draws, others for each: within two errors"
+    assert sum(f.p_best for f in found) == pytest.approx(1, abs=0.01)
     assert all(f.expected_regret >= 0 for f in found)
     assert all((f.p_best == 1) == (f.expected_regret < 1e-12) for f in found)
 
