@@ -8,18 +8,19 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import nouns
 import pytest
 
 from asa import errors
-from asa.cli import choose, entry, options, places, settings
+from asa.cli import choose, entry, options, places, settings, verbs
 from asa.cli.console import Console
 from asa.cli.verb import Arguments, Option, Verb
 from asa.cost.machine import nearest
 from asa.ir import codec
 
-ALL = [verb for word in entry.VERBS for verb in entry.verbs(word)]
+ALL = [verb for word in verbs.VERBS for verb in verbs.verbs(word)]
 
 
 @pytest.fixture(autouse=True)
@@ -37,9 +38,8 @@ def own_verb(monkeypatch):
 
     def put(run, *opts: Option) -> None:
         made = Verb(name="probe", help="a test", run=run, options=(*opts, options.JSON))
-        monkeypatch.setitem(entry.VERBS, "probe", ("nowhere", "a test"))
-        real = entry.verbs
-        monkeypatch.setattr(entry, "verbs", lambda word: (made,) if word == "probe" else real(word))
+        monkeypatch.setitem(verbs.VERBS, "probe", ("nowhere", "a test"))
+        monkeypatch.setitem(sys.modules, "nowhere", SimpleNamespace(VERBS=(made,)))
 
     return put
 
@@ -71,7 +71,7 @@ def test_every_verb_has_help_for_itself_and_every_option(verb, capsys):
 def test_the_overview_names_every_verb(capsys):
     assert entry.run(["--help"]) == 0
     said = capsys.readouterr().out
-    assert all(f"\n  {word} " in said for word in entry.VERBS)
+    assert all(f"\n  {word} " in said for word in verbs.VERBS)
     assert entry.run([]) == 2
 
 

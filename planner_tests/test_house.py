@@ -11,7 +11,7 @@ from pathlib import Path
 import nouns
 import pytest
 
-from asa.cli import entry
+from asa.cli import verbs
 from asa.ir import codec
 from asa.ir.bench import Bench
 from asa.ir.cluster import Cluster
@@ -19,7 +19,7 @@ from asa.ir.plan import Plan
 from asa.ir.profile import Profile
 
 ROOT = Path(__file__).resolve().parent.parent
-VERBS = [verb for word in entry.VERBS for verb in entry.verbs(word)]
+VERBS = [verb for word in verbs.VERBS for verb in verbs.verbs(word)]
 THINKING = ("asa", "asa.ir.plan", "asa.interfaces.strategy", "asa.strategies", "asa.cost", "asa.planner")
 ROOFS = ("asa.simulator", "asa.scheduler", "asa.report", "asa.report.page", "asa.cli.entry")
 
@@ -33,8 +33,8 @@ def python(code: str, cwd: Path) -> str:
 
 
 def test_thinking_and_the_command_line_start_without_torch(tmp_path):
-    verbs = [module for module, _ in entry.VERBS.values()]
-    imports = "".join(f"import {name}\n" for name in (*THINKING, *ROOFS, *verbs))
+    modules = [module for module, _ in verbs.VERBS.values()]
+    imports = "".join(f"import {name}\n" for name in (*THINKING, *ROOFS, *modules))
     heavy = "[m for m in ('torch', 'torchvision', 'sklearn') if m in sys.modules]"
     assert python(f"import sys\n{imports}print({heavy})", tmp_path).strip() == "[]"
 

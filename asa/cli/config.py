@@ -13,9 +13,9 @@ from asa.ir import codec
 
 def run(args: Arguments, console: Console) -> None:
     """Resolve every option of every verb without a command line."""
-    from asa.cli.entry import VERBS as WORDS
-    from asa.cli.entry import verbs
     from asa.cli.settings import resolve
+    from asa.cli.verbs import VERBS as WORDS
+    from asa.cli.verbs import verbs
     from asa.report.tables import table
 
     rows = []

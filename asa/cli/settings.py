@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from asa.cli.verb import TRUE, Arguments, Option, Verb
+from asa.cli.verbs import VERBS, verbs
 from asa.errors import InvalidInputError, UsageError
 
 
@@ -158,8 +159,6 @@ def _check_names(table: Mapping[str, Any], own: Verb) -> None:
     Raises:
         InvalidInputError: naming the one that is not, and the nearest there is.
     """
-    from asa.cli.entry import VERBS, verbs
-
     every = [own, *(v for word in VERBS for v in verbs(word))]
     words, options = {v.name.split()[0] for v in every}, {o.name for v in every for o in v.options if not o.positional}
     for key, value in table.items():

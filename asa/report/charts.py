@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 from asa.ir.bench import Bench
 from asa.report import drawing
 from asa.report.bench import communication_share
+from asa.report.drawing import Row
 from asa.report.tables import short
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-Row = tuple[str | float | int | None, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-if TYPE_CHECKING:
-    from asa.report.charts import Row
+Row = tuple[str | float | int | None, ...]
+"""A line of the data behind a figure."""
 
 # Okabe and Ito's palette: told apart by people with any colour vision, and in print.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442", "#999999", "#332288", "#117733", "#882255")

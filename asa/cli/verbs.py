@@ -1,0 +1,39 @@
+"""Every command there is, and the module that has it; one is imported when it is asked for."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from importlib import import_module
+
+from asa.cli.verb import Verb
+from asa.errors import UsageError
+
+VERBS: dict[str, tuple[str, str]] = {
+    "profile": ("asa.cli.profile", "time every component of a model on this machine"),
+    "plan": ("asa.cli.plan", "choose how each component is spread over the devices"),
+    "train": ("asa.cli.train", "train under a plan, checking it after every epoch"),
+    "bench": ("asa.cli.bench", "the same training under every strategy, measured side by side"),
+    "verify": ("asa.cli.verify", "is training under a plan numerically the same as on one device?"),
+    "explain": ("asa.cli.explain", "why this plan, and why not another strategy"),
+    "simulate": ("asa.cli.simulate", "the timeline of a plan, without running it"),
+    "launch": ("asa.cli.launch", "a plan as a job for Slurm, Kubernetes or Ray"),
+    "export": ("asa.cli.export", "trained weights, or the plan, for other tools"),
+    "cluster": ("asa.cli.cluster", "list, show or measure devices and their links"),
+    "doctor": ("asa.cli.doctor", "what this machine can do, and how to repair what it cannot"),
+    "config": ("asa.cli.config", "show every setting and where its value comes from"),
+}
+"""First word of a command: the module that has it, and its line in the overview."""
+
+
+def verbs(word: str) -> tuple[Verb, ...]:
+    """The verbs that begin with ``word``.
+
+    Raises:
+        UsageError: there is none; names the nearest.
+    """
+    if word not in VERBS:
+        near = get_close_matches(word, VERBS, n=1)
+        hint = f"did you mean `asa {near[0]}`?" if near else f"there is {', '.join(VERBS)}"
+        raise UsageError(f"{word!r} is no command; {hint}")
+    found: tuple[Verb, ...] = import_module(VERBS[word][0]).VERBS
+    return found
