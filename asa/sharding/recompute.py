@@ -1,7 +1,8 @@
 """A component that forgets its activations in forward and computes them again in backward.
 
 Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; ``torch.utils.checkpoint`` in its non-reentrant form.
-The second time is the first to the bit: the same samples and dropout masks, and running statistics stay as they are.
+The second time is the first to the bit: the same samples and dropout masks, other buffers as they were before the first
+time where forward changes them, and running statistics stay as they are.
 """
 
 from __future__ import annotations
@@ -11,27 +12,68 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 from torch import Tensor, is_grad_enabled, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from asa.sharding.batchnorm import SynchronisedBatchNorm
 from asa.sharding.samples import SampleContext
 from asa.tracing.component import TracedComponent
 
+_Registry = dict[str, Tensor | None]
+_Buffers = list[tuple[_Registry, str, Tensor]]
+"""Registry of a module, name of a buffer in it, its tensor."""
+
+
+def _buffers(component: nn.Module) -> _Buffers:
+    """Buffers that are not running statistics."""
+    others = [m._buffers for m in component.modules() if not isinstance(m, _NormBase | SynchronisedBatchNorm)]
+    return [(registry, name, b) for registry in others for name, b in registry.items() if b is not None]
+
+
+class _Moving:
+    """Buffers that a component's forward changes: an average of its own, a counter, the vectors of a spectral norm."""
+
+    def __init__(self) -> None:
+        self._moved: set[tuple[int, str]] | None = None  # none seen to stand still before the first forward
+
+    @contextmanager
+    def copied(self, component: nn.Module) -> Iterator[_Buffers]:
+        """Inside, forward runs; copies of those that move as they were before it, at first of all."""
+        found = [(registry, name, b, b._version) for registry, name, b in _buffers(component)]
+        copies = {id(b): b.detach().clone() for r, n, b, _ in found if self._moved is None or (id(r), n) in self._moved}
+        yield [(registry, name, copies[id(b)]) for registry, name, b, _ in found if id(b) in copies]
+        moved = {(id(r), n) for r, n, b, version in found if r.get(n) is not b or b._version != version}
+        self._moved = moved | (self._moved or set())
+
 
 @contextmanager
-def _as_before(component: nn.Module, context: SampleContext, before: SampleContext) -> Iterator[None]:
-    """Inside, ``context`` is as it was ``before``, and the component's running statistics stand still."""
+def _in_place_of(buffers: _Buffers) -> Iterator[None]:
+    now = [(registry, name, registry[name]) for registry, name, _ in buffers]
+    for registry, name, b in buffers:
+        registry[name] = b
+    try:
+        yield
+    finally:
+        for registry, name, present in now:
+            registry[name] = present
+
+
+@contextmanager
+def _as_before(
+    component: nn.Module, context: SampleContext, before: SampleContext, buffers: _Buffers
+) -> Iterator[None]:
+    """Inside, ``context`` is as it was ``before``, as are ``buffers``, and running statistics stand still."""
     now = context.copy()
     context.become(before)
     frozen: list[tuple[nn.Module, float | None, Tensor | None]] = []
     for module in component.modules():
-        if isinstance(module, _BatchNorm | SynchronisedBatchNorm) and module.running_mean is not None:
+        if isinstance(module, _NormBase | SynchronisedBatchNorm) and module.running_mean is not None:
             frozen.append((module, module.momentum, module.num_batches_tracked))
             # Without the buffers autograd would save less than the first time; at momentum 0 they do not move.
             module.momentum, module.num_batches_tracked = 0.0, None
     try:
-        yield
+        with _in_place_of(buffers):
+            yield
     finally:
         for module, momentum, count in frozen:
             module.momentum, module.num_batches_tracked = momentum, count  # type: ignore[assignment]
@@ -43,17 +85,19 @@ class _Recomputed:
 
     def __init__(self, component: TracedComponent, context: SampleContext, *, alone: bool) -> None:
         self._component, self._context, self._alone = component, context, alone
-        self._run = partial(TracedComponent.forward, component)
+        self._run, self._moving = partial(TracedComponent.forward, component), _Moving()
 
-    def _contexts(self) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
-        return nullcontext(), _as_before(self._component, self._context, self._context.copy())
+    def _contexts(self, buffers: _Buffers) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+        return nullcontext(), _as_before(self._component, self._context, self._context.copy(), buffers)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         if not (self._component.training and is_grad_enabled()):
             return self._run(x)
         # Ranks that meet inside must all come to the same end: they recompute everything.
-        with set_checkpoint_early_stop(self._alone):
-            found: tuple[Tensor, ...] = checkpoint(self._run, x, use_reentrant=False, context_fn=self._contexts)
+        with set_checkpoint_early_stop(self._alone), self._moving.copied(self._component) as buffers:
+            found: tuple[Tensor, ...] = checkpoint(
+                self._run, x, use_reentrant=False, context_fn=partial(self._contexts, buffers)
+            )
         return found
 
 
