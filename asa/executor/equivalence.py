@@ -84,8 +84,14 @@ def _batch(plan: Plan, samples: int, step: int, dtype: torch.dtype) -> tuple[Ten
 
 
 def _convert(traced: TracedModel, dtype: torch.dtype) -> None:
+    """``dtype`` for what is real, its complex counterpart for what is complex: ``to`` would drop imaginary parts."""
+    kinds = {False: dtype, True: dtype.to_complex()}
+
+    def converted(t: Tensor) -> Tensor:
+        return t.to(kinds[t.is_complex()]) if t.is_floating_point() or t.is_complex() else t
+
     for component in traced.components:
-        component.to(dtype)
+        component._apply(converted)
 
 
 def _run(
@@ -136,13 +142,19 @@ def _step(model: ParallelModel, x: Tensor, y: Tensor, step: int, permute: bool) 
 
 
 def _norm(x: Tensor) -> float:
-    return float(torch.linalg.vector_norm(x.double()))
+    return float(torch.linalg.vector_norm(_wide(x)))
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.complex128 if x.is_complex() else torch.float64)
 
 
 def _error(value: Tensor, reference: Tensor, least: float = 0.0) -> float:
     """Distance over the reference's norm, or over ``least`` where that is larger."""
-    delta = _norm(value.double() - reference.double())
-    return 0.0 if delta == 0 else delta / max(_norm(reference), least, 1e-300)
+    same = value == reference  # infinities of a mask are: their difference is no number
+    delta = _norm(torch.where(same, 0.0, _wide(value) - _wide(reference)))
+    finite = torch.where(reference.isinf(), 0.0, reference)
+    return 0.0 if delta == 0 else delta / max(_norm(finite), least, 1e-300)
 
 
 @dataclass(frozen=True)
@@ -182,7 +194,7 @@ def judge(outcome: _Outcome, plan: Plan, samples: int) -> Equivalence:
     """Compare the runs, tensor by tensor."""
     tensors = []
     for name, reference in outcome.one64.weights.items():
-        if not reference.is_floating_point():
+        if not (reference.is_floating_point() or reference.is_complex()):
             continue
         error, floor = (_error(t.weights[name], reference) for t in (outcome.plan64, outcome.permuted64))
         allowed = max(WEIGHT_TOLERANCE, FLOOR_FACTOR * floor)
