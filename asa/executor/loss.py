@@ -20,7 +20,7 @@ def logits_of(output: Any) -> Tensor:
         return output
     if isinstance(output, dict):
         return output["out"] if "out" in output else next(iter(output.values()))
-    logits: Tensor = output[0] if isinstance(output, tuple) else output.logits
+    logits: Tensor = output[0] if isinstance(output, tuple | list) else output.logits
     return logits
 
 
@@ -42,6 +42,7 @@ def hits_of(output: Any, labels: Tensor) -> Tensor:
 def loss_of(output: Any, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Mean cross-entropy over the rows of ``labels``, auxiliary heads at their published weights.
 
+    A head is what has logits of as many classes; other outputs (features, a penalty) are not trained on.
     No rows give a zero that is still connected to the graph.
     """
 
@@ -50,13 +51,18 @@ def loss_of(output: Any, labels: Tensor, label_smoothing: float = 0.0) -> Tensor
             return logits.sum() * 0
         return F.cross_entropy(logits, labels_for(logits, labels), label_smoothing=label_smoothing)
 
-    loss = cross_entropy(logits_of(output))
+    main = logits_of(output)
+    loss = cross_entropy(main)
+
+    def is_head(x: Any) -> bool:
+        return isinstance(x, Tensor) and x.dim() >= 2 and x.shape[:2] == main.shape[:2] and x.is_floating_point()
+
     if isinstance(output, dict):
-        others = [v for k, v in output.items() if k == "aux"]
+        others = [v for k, v in output.items() if k == "aux" and is_head(v) and v is not main]
         return loss + SEGMENTATION_AUXILIARY_WEIGHT * sum((cross_entropy(v) for v in others), loss.new_zeros(()))
-    if isinstance(output, tuple):
+    if isinstance(output, tuple | list):
         weight = AUXILIARY_WEIGHT.get(type(output).__name__, 0.3)
         for head in output[1:]:
-            if isinstance(head, Tensor):
+            if is_head(head):
                 loss = loss + weight * cross_entropy(head)
     return loss
