@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from asa.errors import InvalidInputError
 from asa.zoo.foreign import Shape, first_line
@@ -22,20 +22,40 @@ def _logits(output: Any) -> Any:
     return output
 
 
+@contextmanager
+def _stood_in_for(model: nn.Module, *, on_meta: bool) -> Iterator[None]:
+    """Inside, copies of buffers in their place, tensors without data in that of parameters too where ``on_meta``.
+
+    ``torch.func.functional_call`` leaves its stand-ins in a module that is registered twice.
+    """
+    registries = [r for m in model.modules() for r in ((m._buffers, m._parameters) if on_meta else (m._buffers,))]
+    before: list[dict[str, Any]] = [dict(r) for r in registries]
+    stand_ins: dict[int, Any] = {}
+    for registry in registries:
+        for name, t in registry.items():
+            if t is not None and id(t) not in stand_ins:
+                copy = torch.empty_like(t, device="meta") if on_meta else t.clone()
+                stand_ins[id(t)] = nn.Parameter(copy, t.requires_grad) if isinstance(t, nn.Parameter) else copy
+            registry[name] = None if t is None else stand_ins[id(t)]
+    try:
+        yield
+    finally:
+        for registry, state in zip(registries, before, strict=True):
+            registry.clear()
+            registry.update(state)
+
+
 def _forward(model: nn.Module, shape: Shape, device: str, *, train: bool) -> Any:
     """The main output for a batch of two, without a trace in the model: its buffers are stood in for."""
-    on_meta = device == "meta"
-    state = {n: torch.empty_like(b, device="meta") if on_meta else b.clone() for n, b in model.named_buffers()}
-    if on_meta:
-        state |= {n: torch.empty_like(p, device="meta") for n, p in model.named_parameters()}
     modes = {m: m.training for m in model.modules()}
-    model.train(train)
-    try:
-        with torch.no_grad():
-            return _logits(functional_call(model, state, (torch.zeros(2, *shape, device=device),)))
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    with _stood_in_for(model, on_meta=device == "meta"):
+        model.train(train)
+        try:
+            with torch.no_grad():
+                return _logits(model(torch.zeros(2, *shape, device=device)))
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
 
 
 def _reaches(model: nn.Module, shape: Shape, *, train: bool) -> Any:
