@@ -229,3 +229,79 @@ def test_the_command_prints_the_snippet(
     assert entry.run(["export", "plan.json", "--to", "deepspeed", "-o", "ds.py", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["exact"] is True
     assert "deepspeed.initialize" in Path("ds.py").read_text()
+
+
+def test_what_a_snippet_leaves_out_is_said_in_the_document_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ddp = WHOLE["ddp"]
+    offloaded = tuple(replace(c, offload=True) for c in ddp.components)
+    cases = [
+        ("torch", replace(ddp, compression="bf16"), "the plan as bf16"),
+        ("torch", replace(ddp, components=offloaded), "on the host"),
+        ("torch", replace(WHOLE["1f1b"], precision="bf16"), "this is fp32"),
+        ("torch", replace(WHOLE["1f1b"], global_batch=9), "8 samples a step"),
+        ("fabric", replace(ddp, global_batch=7), "4 samples a step"),
+        ("deepspeed", replace(ddp, global_batch=7), "4 samples a step"),
+        ("accelerate", replace(ddp, global_batch=3), "4 samples a step"),
+        ("torchtitan", replace(ddp, precision="fp16"), "no fp16"),
+    ]
+    for tool, plan, said in cases:
+        codec.save(plan, Path("plan.json"))
+        assert entry.run(["export", "plan.json", "--to", tool, "--json"]) == 0
+        document = json.loads(capsys.readouterr().out)
+        assert document["exact"] is False, (tool, said)
+        assert any(said in note for note in document["not_expressed"]), (said, document["not_expressed"])
+        assert all(f"NOT EXPRESSED: {note}." in document["text"] for note in document["not_expressed"])
+    codec.save(replace(ddp, global_batch=7), Path("plan.json"))
+    assert entry.run(["export", "plan.json", "--to", "torch", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["exact"] is True  # rows decide what ranks count for
+
+
+def test_a_single_device_in_a_plans_stead_is_one_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan = resnet("asa")
+    first = replace(plan.components[0], data=DataDegree(strategy="zero1", degree=2))
+    single = Baseline(name="single", step_time_s=1.0, memory_bytes_max=1, fits=True)
+    codec.save(replace(plan, components=(first, *plan.components[1:]), baselines=(single,)), Path("plan.json"))
+    wanted = {
+        "torch": "RANKS, GLOBAL_BATCH, MICROBATCHES, STEPS = 1, 8, 2,",
+        "fabric": "devices=1",
+        "deepspeed": '"train_batch_size": 8',
+        "accelerate": "num_processes: 1",
+    }
+    for tool, line in wanted.items():
+        assert entry.run(["export", "plan.json", "--to", tool]) == 0
+        said = capsys.readouterr().out
+        assert line in said
+        assert "as single on 1 ranks" in said
+
+
+def test_uneven_rows_count_as_in_the_plan_and_maps_have_a_loss() -> None:
+    """Rank 0 has three of five rows of a map each: the mean over all rows, whoever has them."""
+    plan = replace(resnet("ddp"), model_spec="unet", input_shape=(1, 32, 32), num_classes=4, global_batch=5)
+    said = "".join(run_ranks(2, _execute, snippet("torch", plan), threads=1, timeout_s=60))
+    losses = [float(x.split("loss ")[1]) for x in said.splitlines() if x.startswith("step")]
+    assert len(losses) == 2
+    assert all(0 < x < 10 for x in losses)
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape"), [("googlenet", (3, 32, 32)), ("fcn_resnet50", (3, 32, 32)), ("maxvit_t", (3, 224, 224))]
+)
+def test_the_model_and_loss_of_a_script_are_those_of_the_plan(spec: str, shape: tuple[int, int, int]) -> None:
+    from asa.report.snippets.pieces import loss_lines, model_lines
+
+    plan = replace(resnet("ddp"), model_spec=spec, input_shape=shape, num_classes=4)
+    known: dict[str, Any] = {}
+    (needs, expression), (loss_needs, loss) = model_lines(plan), loss_lines(plan)
+    with warnings.catch_warnings(), torch.device("meta"):
+        warnings.simplefilter("ignore")
+        exec(f"{needs}\n{loss_needs}\nmodel = {expression}\nloss = {loss}", known)
+    own = build(spec, num_classes=4, input_shape=shape).state_dict() if spec != "maxvit_t" else None
+    assert own is None or own.keys() == known["model"].state_dict().keys()
+    value = known["loss"](known["model"](torch.zeros(2, *shape, device="meta")), torch.zeros(2, device="meta").long())
+    assert value.shape == ()

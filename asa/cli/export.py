@@ -64,7 +64,7 @@ def _snippet(args: Arguments, console: Console) -> dict[str, Any]:
     path, plan = places.newest_plan(args.plan)
     tool = TOOLS[args.to]
     choice = choose(plan, tool.able, args.to, recompute=tool.recompute)
-    text = tool.write(plan, choice)
+    text = tool.write(choice.placed(plan), choice)
     if args.output:
         places.check_writable(Path(args.output), "-o")
         Path(args.output).parent.mkdir(parents=True, exist_ok=True)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from asa.errors import UsageError
-from asa.ir.plan import Plan
+from asa.ir.plan import DataDegree, Plan, Stage, TensorDegree
+from asa.report.lost import STAGED, lost
 from asa.report.units import percent, seconds
 
 _DATA = {"replicate": "ddp", "zero1": "zero1", "zero2": "zero2", "zero3": "fsdp", "hsdp": "hsdp"}
-_STAGED = ("layers", "gpipe", "1f1b")
-_WHOLE = (*_DATA.values(), "tensor", *_STAGED)
+_WHOLE = (*_DATA.values(), "tensor", *STAGED)
 
 
 def name_of(plan: Plan) -> str | None:
@@ -22,7 +22,7 @@ def name_of(plan: Plan) -> str | None:
         return "single"
     if any(s.weights for s in plan.stages) or any(c.tensor.strategy == "sequence" for c in plan.components):
         return None
-    if plan.strategy in _WHOLE and (plan.strategy not in _STAGED or all(len(s.ranks) == 1 for s in plan.stages)):
+    if plan.strategy in _WHOLE and (plan.strategy not in STAGED or all(len(s.ranks) == 1 for s in plan.stages)):
         return plan.strategy  # components that refuse their part of it are run whole there, too
     data = {c.data.strategy for c in plan.components}
     degrees = {c.data.degree for c in plan.components}
@@ -49,6 +49,18 @@ class Choice:
         """Whether it is the plan itself."""
         return not self.notes
 
+    def placed(self, plan: Plan) -> Plan:
+        """``plan`` on the ranks that the strategy takes: one for a single device in a wider plan's stead."""
+        return _placed(plan, self.name)
+
+
+def _placed(plan: Plan, name: str) -> Plan:
+    if name != "single" or plan.num_ranks == 1:
+        return plan
+    data, tensor = DataDegree(strategy="replicate", degree=1), TensorDegree(strategy="none", degree=1)
+    components = tuple(replace(c, stage=0, data=data, tensor=tensor) for c in plan.components)
+    return replace(plan, components=components, stages=(Stage(ranks=(0,)),), schedule="none")
+
 
 def choose(plan: Plan, able: Collection[str], tool: str, *, recompute: Literal["each", "all", "none"]) -> Choice:
     """What ``tool``, which runs the whole strategies ``able``, makes of ``plan``: itself where it is one of them, else
@@ -73,8 +85,8 @@ def choose(plan: Plan, able: Collection[str], tool: str, *, recompute: Literal["
                 f"{tool} splits linear layers only: convolutions and attention in the {split} components that "
                 "the plan splits stay whole"
             )
-        return Choice(own, tuple(notes))
-    usable = [name for name in able if name not in (*_STAGED, "tensor")]
+        return Choice(own, (*notes, *lost(plan, own, tool)))
+    usable = [name for name in able if name not in (*STAGED, "tensor")]
     fitting = [b for b in plan.baselines if b.name in usable and b.fits and b.step_time_s is not None]
     best = min(fitting, key=lambda b: b.step_time_s or 0.0, default=None)
     if best is None or best.step_time_s is None:
@@ -89,7 +101,7 @@ def choose(plan: Plan, able: Collection[str], tool: str, *, recompute: Literal["
         f"{tool} cannot express {_why(plan, own)}: this is {best.name}, {loss} "
         f"({percent(best.step_time_s / promised - 1, signed=True)})",
     )
-    return Choice(best.name, tuple(notes))
+    return Choice(best.name, (*notes, *lost(_placed(plan, best.name), best.name, tool)))
 
 
 def _why(plan: Plan, own: str | None) -> str:

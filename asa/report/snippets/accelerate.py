@@ -11,7 +11,7 @@ _PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 
 def accelerate(plan: Plan, choice: Choice) -> str:
     """The YAML for ``accelerate launch --config_file FILE script.py``."""
-    rows = plan.global_batch // (plan.num_ranks * plan.num_microbatches)
+    rows = max(1, plan.global_batch // (plan.num_ranks * plan.num_microbatches))
     cpu = plan.device_type == "cpu"
     kind = {"zero1": "DEEPSPEED", "fsdp": "FSDP", "zero2": "FSDP", "single": "'NO'"}.get(
         choice.name, "MULTI_CPU" if cpu else "MULTI_GPU"
@@ -29,8 +29,6 @@ def accelerate(plan: Plan, choice: Choice) -> str:
         f"use_cpu: {str(cpu).lower()}",
     ]
     recomputed = any(c.checkpoint for c in plan.components)
-    if recomputed and kind != "FSDP":
-        lines.insert(0, "# NOT EXPRESSED: recomputed components; without FSDP that is the script's own business.")
     if kind == "DEEPSPEED":
         lines += [
             "deepspeed_config:",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from asa.ir.plan import Plan
-from asa.report.snippets.pieces import header, model_lines
+from asa.report.snippets.pieces import header, loss_lines, model_lines
 from asa.report.whole import Choice
 
 _STAGE = {"single": 0, "ddp": 0, "zero1": 1, "zero2": 2, "fsdp": 3}
@@ -18,8 +18,7 @@ _OPTIMIZER = {
 def deepspeed(plan: Plan, choice: Choice) -> str:
     """A script with the configuration in it, for ``deepspeed --num_gpus N FILE``."""
     ranks, parts = plan.num_ranks, plan.num_microbatches
-    rows, rest = divmod(plan.global_batch, ranks * parts)
-    rows = max(1, rows)
+    rows = max(1, plan.global_batch // (ranks * parts))
     config = {
         "train_batch_size": rows * ranks * parts,
         "train_micro_batch_size_per_gpu": rows,
@@ -31,19 +30,15 @@ def deepspeed(plan: Plan, choice: Choice) -> str:
         "fp16": {"enabled": plan.precision == "fp16"},
     }
     more, build = model_lines(plan)
-    uneven = (
-        f"# NOT EXPRESSED: a global batch of {plan.global_batch}: DeepSpeed wants a multiple of {ranks * parts}.\n"
-        if rest
-        else ""
-    )
+    loss_import, loss = loss_lines(plan)
     shape = ", ".join(map(str, plan.input_shape))
     literal = json.dumps(config, indent=4).replace("true", "True").replace("false", "False")
     return f"""\
-{header(plan, choice)}{uneven}#
+{header(plan, choice)}#
 # deepspeed --num_gpus {ranks} FILE
 import deepspeed
 import torch
-import torch.nn.functional as F
+{loss_import}
 {more}
 
 CONFIG = {literal}
@@ -54,7 +49,7 @@ for step in range(10 * engine.gradient_accumulation_steps()):
     # Your data here: this rank's rows of a microbatch.
     x = torch.randn({rows}, {shape}, device=engine.device)
     y = torch.randint({plan.num_classes}, ({rows},), device=engine.device)
-    loss = F.cross_entropy(engine(x), y)
+    loss = {loss}(engine(x), y)
     engine.backward(loss)
     engine.step()
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from asa.ir.plan import Plan
-from asa.report.snippets.pieces import CLASSES, RATES, header, listed, model_lines, names
+from asa.report.snippets.pieces import CLASSES, RATES, header, listed, loss_lines, model_lines, names
 from asa.report.whole import Choice
 
 _PRECISION = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
@@ -41,6 +41,7 @@ def fabric(plan: Plan, choice: Choice) -> str:
     """The script; it starts its own processes."""
     name, ranks = choice.name, plan.num_ranks
     more, build = model_lines(plan)
+    loss_import, loss = loss_lines(plan)
     imports, extra, constants = [], "", ""
     if name in ("fsdp", "zero2"):
         imports = [
@@ -74,7 +75,7 @@ def fabric(plan: Plan, choice: Choice) -> str:
 {header(plan, choice)}#
 # python FILE
 import torch
-import torch.nn.functional as F
+{loss_import}
 {more}
 from lightning.fabric import Fabric
 {lines}
@@ -96,7 +97,7 @@ for step in range(10):
         x = torch.randn({rows}, {shape}, device=fabric.device)
         y = torch.randint({plan.num_classes}, ({rows},), device=fabric.device)
         with fabric.no_backward_sync(model, enabled={waits}):
-            fabric.backward(F.cross_entropy(model(x), y) / {plan.num_microbatches})
+            fabric.backward({loss}(model(x), y) / {plan.num_microbatches})
     optimizer.step()
     optimizer.zero_grad()
 """

@@ -6,6 +6,8 @@ from asa.ir.plan import Plan
 from asa.report.whole import Choice
 
 _OWN = ("bert", "cnn", "gru", "logistic", "lstm", "unet")
+_SEGMENTATION = ("deeplabv3_", "fcn_", "lraspp_")
+_INCEPTION_AUX_SIDE = 299
 RATES = {"sgd": "lr=0.1, momentum=0.9, weight_decay=5e-4", "adamw": "lr=1e-3, weight_decay=0.05"}
 CLASSES = {"sgd": "SGD", "adamw": "AdamW"}
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -24,17 +26,29 @@ def header(plan: Plan, choice: Choice, *, comment: str = "# ") -> str:
 def model_lines(plan: Plan) -> tuple[str, str]:
     """The import a model needs, and the expression that builds it."""
     spec, classes, shape = plan.model_spec, plan.num_classes, tuple(plan.input_shape)
-    if spec.startswith("timm:"):
-        return "import timm", f"timm.create_model({spec[5:]!r}, num_classes={classes})"
-    if ":" in spec or spec in _OWN or shape[0] != 3:
+    if _built_by_asa(plan):
         return (
             "from asa.zoo.models import build",
             f"build({spec!r}, num_classes={classes}, input_shape={shape})",
         )
     more = f", image_size={shape[-1]}" if spec.startswith("vit_") else ""
     more += ", init_weights=False" if spec in ("googlenet", "inception_v3") else ""
-    more += ", aux_logits=False" if spec == "inception_v3" else ""
+    more += f", input_size={shape[1:]}" if spec.startswith("maxvit") else ""
+    more += f", aux_logits={min(shape[1:]) >= _INCEPTION_AUX_SIDE}" if spec == "inception_v3" else ""
+    more += ", weights_backbone=None, aux_loss=None" if spec.startswith(_SEGMENTATION) else ""
     return "import torchvision", f"torchvision.models.get_model({spec!r}, weights=None, num_classes={classes}{more})"
+
+
+def _built_by_asa(plan: Plan) -> bool:
+    return ":" in plan.model_spec or plan.model_spec in _OWN or plan.input_shape[0] != 3
+
+
+def loss_lines(plan: Plan) -> tuple[str, str]:
+    """The import a loss needs, and the function: asa's own where a model has several outputs, or maps, or may have."""
+    several = plan.model_spec in ("googlenet", "inception_v3") or plan.model_spec.startswith(_SEGMENTATION)
+    if several or _built_by_asa(plan):
+        return "from asa.executor.loss import loss_of", "loss_of"
+    return "import torch.nn.functional as F", "F.cross_entropy"
 
 
 def names(plan: Plan, *, tensor: bool = False, checkpoint: bool = False) -> list[str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from asa.ir.plan import Plan
-from asa.report.snippets.pieces import CLASSES, DTYPES, RATES, header, listed, model_lines, names
+from asa.report.lost import even_batch, parts_of
+from asa.report.snippets.pieces import CLASSES, DTYPES, RATES, header, listed, loss_lines, model_lines, names
 from asa.report.whole import Choice
 
 _IMPORTS = {
@@ -20,7 +21,7 @@ _IMPORTS = {
         "from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module",
     ),
 }
-_STAGED = {"layers": "ScheduleGPipe", "gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
+_SCHEDULES = {"layers": "ScheduleGPipe", "gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
 
 _DDP = """\
     devices = [device] if device.type == "cuda" else None
@@ -72,15 +73,18 @@ _RECOMPUTE = """\
 
 def torch_script(plan: Plan, choice: Choice) -> str:
     """The script; synthetic batches stand where the user's data go."""
-    return _pipeline(plan, choice) if choice.name in _STAGED else _one_stage(plan, choice)
+    return _pipeline(plan, choice) if choice.name in _SCHEDULES else _one_stage(plan, choice)
 
 
 def _top(plan: Plan, choice: Choice, imports: tuple[str, ...], constants: list[str]) -> str:
     more, build = model_lines(plan)
+    loss, _ = loss_lines(plan)
+    batch, microbatches = _cut(plan, choice.name)
     shape = tuple(plan.input_shape)
     start = f"torchrun --standalone --nproc-per-node {plan.num_ranks} FILE"
-    plain = ["import torch", "import torch.distributed as dist", "import torch.nn.functional as F"]
-    third = sorted([more] if more.startswith("import") else [])
+    plain = ["import torch", "import torch.distributed as dist"]
+    third = sorted(line for line in (loss, more) if line.startswith("import"))
+    own = [line for line in (loss, more) if not line.startswith("import")]
     lines = [
         f"{header(plan, choice)}#\n# {start}",
         "import os",
@@ -90,10 +94,10 @@ def _top(plan: Plan, choice: Choice, imports: tuple[str, ...], constants: list[s
         *third,
         *(["from torch import nn"] if choice.name == "tensor" else []),
         *imports,
-        *([] if more.startswith("import") else [more]),
+        *own,
         "",
-        f"RANKS, GLOBAL_BATCH, MICROBATCHES, STEPS = {plan.num_ranks}, {plan.global_batch}, "
-        f'{plan.num_microbatches}, int(os.environ.get("STEPS", "10"))',
+        f"RANKS, GLOBAL_BATCH, MICROBATCHES, STEPS = {plan.num_ranks}, {batch}, "
+        f'{microbatches}, int(os.environ.get("STEPS", "10"))',
         *constants,
         "",
         "",
@@ -166,7 +170,9 @@ def _one_stage(plan: Plan, choice: Choice) -> str:
         "        parts = list(zip(x.to(device).tensor_split(MICROBATCHES), y.to(device).tensor_split(MICROBATCHES)))\n"
     )
     text += "        total = 0.0\n        for i, (inputs, labels) in enumerate(parts):\n"
-    body = _autocast(plan) + "                loss = F.cross_entropy(net(inputs), labels) / len(parts)\n"
+    # Ranks and parts count by their rows: the mean over the whole batch, however it is cut.
+    share = "len(labels) / GLOBAL_BATCH" if alone else "len(labels) * RANKS / GLOBAL_BATCH"
+    body = _autocast(plan) + f"                loss = {loss_lines(plan)[1]}(net(inputs), labels) * ({share})\n"
     if name in ("fsdp", "zero2"):
         text += "            net.set_requires_gradient_sync(i + 1 == len(parts))\n"
     if name in ("ddp", "zero1"):
@@ -180,6 +186,14 @@ def _one_stage(plan: Plan, choice: Choice) -> str:
     return text + "    dist.destroy_process_group()\n\n\n" + 'if __name__ == "__main__":\n    main()\n'
 
 
+def _cut(plan: Plan, name: str) -> tuple[int, int]:
+    """Global batch, and into how many microbatches it is cut: every rank has a row of each."""
+    if name in _SCHEDULES:
+        return even_batch(plan, name), plan.num_microbatches
+    shards = parts_of(plan, name) // plan.num_microbatches
+    return plan.global_batch, max(1, min(plan.num_microbatches, plan.global_batch // shards))
+
+
 def _autocast(plan: Plan) -> str:
     on = plan.precision != "fp32"
     dtype = f", dtype=torch.{DTYPES[plan.precision]}" if on else ", enabled=False"
@@ -188,7 +202,7 @@ def _autocast(plan: Plan) -> str:
 
 
 def _pipeline(plan: Plan, choice: Choice) -> str:
-    schedule = _STAGED[choice.name]
+    schedule = _SCHEDULES[choice.name]
     cuts = [plan.components[i].name for i in plan.starts()[1:]]
     imports = (f"from torch.distributed.pipelining import {schedule}, SplitPoint, pipeline",)
     constants = [f"CUTS = {listed(cuts)}  # the first module of every stage but the first"]
@@ -202,7 +216,7 @@ def _pipeline(plan: Plan, choice: Choice) -> str:
     cuts = {{name: SplitPoint.BEGINNING for name in CUTS}}
     pipe = pipeline(build_model(), mb_args=(x[: GLOBAL_BATCH // MICROBATCHES],), split_spec=cuts)
     stage = pipe.build_stage(rank, device)
-    schedule = {schedule}(stage, n_microbatches=MICROBATCHES, loss_fn=F.cross_entropy)
+    schedule = {schedule}(stage, n_microbatches=MICROBATCHES, loss_fn={loss_lines(plan)[1]})
     optimizer = {optimizer}(stage.submod.parameters(), {rates})
     for step in range(STEPS):
         x, y = batch(step)

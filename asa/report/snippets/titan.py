@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from asa.ir.plan import Plan
+from asa.report.lost import even_batch
 from asa.report.snippets.pieces import header
 from asa.report.whole import Choice
 
@@ -26,7 +27,7 @@ def torchtitan(plan: Plan, choice: Choice) -> str:
         "",
         "[training]",
         f"local_batch_size = {rows}",
-        f"global_batch_size = {plan.global_batch}",
+        f"global_batch_size = {even_batch(plan, name)}",
         f'mixed_precision_param = "{"bfloat16" if plan.precision == "bf16" else "float32"}"',
         "",
         "[parallelism]",
@@ -48,6 +49,4 @@ def torchtitan(plan: Plan, choice: Choice) -> str:
     lines += ["", "[activation_checkpoint]", f'mode = "{mode}"']
     if mode == "selective":
         lines.append(f"# the plan recomputes {', '.join(recomputed)}")
-    if plan.precision == "fp16":
-        lines.insert(0, "# NOT EXPRESSED: fp16; this is float32.")
     return header(plan, choice) + "\n".join(lines) + "\n"
