@@ -9,6 +9,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import fx, nn
 
+from asa.sharding.attention import with_masks_by_sample
 from asa.sharding.axis import SOLO
 from asa.sharding.modules import HeadParallelAttention
 from asa.sharding.propagate import Cut, splits_by_heads
@@ -21,8 +22,8 @@ def make_reproducible(components: Iterable[TracedComponent], context: SampleCont
     """Replace dropout modules, functions and attention dropout by forms that read ``context``.
 
     Modules fx could not look into (leaves with dropout inside) are searched too; recurrent layers with dropout
-    keep their own. A dropout module that is called several times draws anew in each call, as the stock one does: each
-    call is a site of its own.
+    keep their own, as does what drops from a tensor whose first dimension is not the batch. A dropout module that is
+    called several times draws anew in each call, as the stock one does: each call is a site of its own.
     """
     for component in components:
         if component.eval_graph is not component.train_graph:  # else they drop in evaluation too, and go on doing that
@@ -33,6 +34,9 @@ def make_reproducible(components: Iterable[TracedComponent], context: SampleCont
             fresh: nn.Module | None = replacement(child, f"{component.name}.{path}", context)
             if isinstance(child, nn.MultiheadAttention) and child.dropout > 0 and stock(child):
                 fresh = _attention(component, child, path, context)
+                if fresh is None and not any(splits_by_heads(child, n) for n in _calls(component, path)):
+                    dropout = SampleDropout(child.dropout, site=f"{path}.weights", context=context)
+                    with_masks_by_sample(child, dropout)
             if fresh is not None:
                 component.set_submodule(path, fresh.train(child.training))
 
@@ -74,10 +78,14 @@ def _separate_calls(module: fx.GraphModule, owner: str, context: SampleContext) 
         module.recompile()
 
 
+def _calls(component: TracedComponent, path: str) -> list[fx.Node]:
+    return [n for g in component.graphs() for n in g.graph.nodes if n.op == "call_module" and n.target == path]
+
+
 def _attention(
     component: TracedComponent, source: nn.MultiheadAttention, path: str, context: SampleContext
 ) -> nn.Module | None:
-    calls = [n for g in component.graphs() for n in g.graph.nodes if n.op == "call_module" and n.target == path]
+    calls = _calls(component, path)
     if not calls or not all(splits_by_heads(source, n) for n in calls):
         return None
     dropout = SampleDropout(source.dropout, site=f"{path}.weights", context=context)
