@@ -359,3 +359,16 @@ def test_help_of_a_command_may_be_asked_for_by_its_name(capsys):
 def test_a_flag_that_is_not_there_is_answered_with_the_nearest(capsys):
     assert entry.run(["plan", "resnet50", "--gpu", "8"]) == 2
     assert "unrecognized arguments: --gpu 8; did you mean --gpus?; see `asa plan --help`" in capsys.readouterr().err
+
+
+def test_only_commands_that_have_the_option_are_told_to_name_a_profile(elsewhere, monkeypatch, capsys):
+    monkeypatch.setattr(places, "profiles", lambda _console: [])
+    monkeypatch.setattr(places, "estimates", lambda _console: [])
+    codec.save(nouns.plan(), elsewhere / "plan.json")
+    offering = [v.name for v in ALL if any(o.name == "profile" for o in v.options)]
+    assert offering
+    for name in offering:
+        assert entry.run([name, "plan.json"]) == 3
+        assert "name it with --profile, or plan again" in capsys.readouterr().err
+    with pytest.raises(errors.InvalidInputError, match="put it there, or plan again"):
+        choose.origins(nouns.plan(), Console())

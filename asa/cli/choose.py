@@ -132,14 +132,16 @@ def measured(
     return made, f"profile {path}, measured now"
 
 
-def origins(
-    plan: Plan, console: Console, profile_file: str | None = None, cluster_name: str | None = None
-) -> tuple[Profile, Cluster]:
+def origins(plan: Plan, console: Console, args: Arguments | None = None) -> tuple[Profile, Cluster]:
     """The profile and the cluster a plan was made from, named or found by their fingerprints.
+
+    ``args`` of a command that has ``--profile`` and ``--cluster``.
 
     Raises:
         InvalidInputError: they are gone, or those named are others.
     """
+    profile_file, cluster_name = (None, None) if args is None else (args.profile, args.cluster)
+    remedy = "put it there" if args is None else "name it with {}"
     if profile_file is not None:
         profiles = [codec.load(Profile, Path(profile_file))]
     else:
@@ -152,8 +154,8 @@ def origins(
         )
     if found is None:
         raise InvalidInputError(
-            f"the profile the plan was made from ({plan.profile_fingerprint}) is not in {places.PROFILES}/; name it "
-            "with --profile, or plan again"
+            f"the profile the plan was made from ({plan.profile_fingerprint}) is not in {places.PROFILES}/; "
+            f"{remedy.format('--profile')}, or plan again"
         )
     if cluster_name is not None:
         clusters = [named_cluster(cluster_name)]
@@ -167,8 +169,8 @@ def origins(
         if codec.fingerprint(cluster) == plan.cluster_fingerprint:
             return found, cluster
     raise InvalidInputError(
-        f"the cluster the plan was made for ({plan.cluster}, {plan.cluster_fingerprint}) is not known; name it with "
-        "--cluster, or plan again"
+        f"the cluster the plan was made for ({plan.cluster}, {plan.cluster_fingerprint}) is not in {places.PROFILES}/; "
+        f"{remedy.format('--cluster')}, or plan again"
     )
 
 

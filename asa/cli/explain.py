@@ -18,7 +18,7 @@ def run(args: Arguments, console: Console) -> None:
     from asa.strategies import offered
 
     path, plan = places.newest_plan(args.plan)
-    profile, cluster = origins(plan, console, args.profile, args.cluster)
+    profile, cluster = origins(plan, console, args)
     data = {"schema_version": codec.SCHEMA_VERSION, "plan": str(path), "plan_fingerprint": codec.fingerprint(plan)}
     if plan.measured is not None:
         data["measured"] = codec.to_data(plan.measured)

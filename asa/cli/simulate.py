@@ -19,7 +19,7 @@ def run(args: Arguments, console: Console) -> None:
     from asa.strategies import offered
 
     path, plan = places.newest_plan(args.plan)
-    profile, cluster = origins(plan, console, args.profile, args.cluster)
+    profile, cluster = origins(plan, console, args)
     found = simulate(plan, profile, cluster, offered())
     data = {
         "schema_version": codec.SCHEMA_VERSION,
