@@ -164,7 +164,7 @@ def _reference(path: Path, made: Plan, factory: Any, samples: int) -> dict[str, 
     """One device's answers, those on the disk where there are any."""
     if path.is_file():
         return {k: Trace(**v) for k, v in torch.load(path, weights_only=True).items()}
-    one, cpu = alone(made), torch.device("cpu")
+    one, cpu = alone(made, samples), torch.device("cpu")
     run = partial(_run, one, factory, offered(), 0, cpu, samples=samples)
     found = {
         "one64": run(dtype=torch.float64, steps=STEPS),

@@ -10,6 +10,7 @@ from typing import Any
 
 import nouns
 import pytest
+import torch
 
 from asa.cli.entry import run
 from asa.cost.machine import presets
@@ -27,7 +28,8 @@ from asa.planner import Request, plan
 from asa.report.verify import verdict
 from asa.strategies import offered
 from planner_tests import traffic_checks
-from planner_tests.small_models import build
+from planner_tests.hand_plans import hand_plan, uniform
+from planner_tests.small_models import INPUT, build
 from planner_tests.test_zero import STRATEGIES, plan_of
 
 
@@ -131,6 +133,17 @@ def test_a_gradient_that_is_wrong_is_beyond_the_tolerance(monkeypatch: pytest.Mo
     found = check("bf16", plan_of("perceptron", [2], "replicate"), "perceptron")
     assert found.within_tolerance is False
     assert "BEYOND" in verdict(found)
+
+
+def test_rounding_and_infinities_are_no_compression() -> None:
+    """A network that loses digits in fp32 by itself, and a mask."""
+    mask = {"mask": torch.tensor([0.0, float("-inf")]), "w": torch.ones(2)}
+    assert tolerance.distance({**mask, "w": torch.tensor([1.0, 1.1])}, mask) == pytest.approx(0.1 / 2**0.5)
+    plan = hand_plan(build("blocks"), 1, uniform(1, 1), input_shape=INPUT, num_classes=10, global_batch=8)
+    found = verify(plan, lambda: build("blocks"), offered(), timeout_s=60)
+    for rounding, within in ((0.0, False), (1e-3, True)):
+        judged = tolerance.compressed(found, "powersgd", weights=0.0, gradients=7e-4, rounding=rounding)
+        assert judged.within_tolerance is within
 
 
 def test_presets_say_what_it_would_gain_on_slow_links_and_not_on_fast_ones() -> None:

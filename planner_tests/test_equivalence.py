@@ -46,6 +46,16 @@ def test_uneven_batches_and_microbatches() -> None:
     assert check("blocks", 2, alternating(2, shift=1), samples=13, num_microbatches=2).equivalent
 
 
+def test_a_batch_too_small_for_all_microbatches_is_cut_alike_on_one_device() -> None:
+    """Of weights 3 and 1 every shard of 4 samples has one: 11 are 2 microbatches, not 5."""
+    plan = hand_plan(
+        build("blocks"), 2, uniform(2, 1), input_shape=INPUT, num_classes=10, global_batch=11, num_microbatches=5
+    )  # fmt: skip
+    plan = replace(plan, stages=(replace(plan.stages[0], weights=(3, 1)),))
+    found = verify(plan, lambda: build("blocks"), offered(), timeout_s=60)
+    assert found.equivalent, f"{found.worst_tensor}: {found.max_rel_error:.2e} > {found.allowed:.2e}"
+
+
 def test_adamw() -> None:
     assert check("vision_transformer", 2, alternating(2), optimizer="adamw").equivalent
 

@@ -25,7 +25,7 @@ from asa.executor.materialize import materialize
 from asa.executor.optimizer import build_optimizer
 from asa.executor.parallel import ParallelModel
 from asa.executor.state import full_gradients, full_state
-from asa.executor.step import forward_backward
+from asa.executor.step import forward_backward, microbatches_of
 from asa.executor.tolerance import compressed, distance
 from asa.interfaces.strategy import Strategies
 from asa.ir.codec import fingerprint
@@ -55,8 +55,11 @@ class Trace:
     weights: dict[str, Tensor] = field(default_factory=dict)
 
 
-def alone(plan: Plan) -> Plan:
-    """The same training on one device: same microbatches, every component whole."""
+def alone(plan: Plan, samples: int | None = None) -> Plan:
+    """The same training on one device: same microbatches, every component whole.
+
+    ``samples``: the batch, where that may be too small for all of the plan's microbatches.
+    """
     whole = tuple(
         replace(
             c,
@@ -68,7 +71,10 @@ def alone(plan: Plan) -> Plan:
         )
         for c in plan.components
     )
-    return replace(plan, components=whole, stages=(Stage(ranks=(0,)),), schedule="none", compression="none")
+    cut = plan.num_microbatches if samples is None else microbatches_of(plan, samples)
+    return replace(
+        plan, components=whole, stages=(Stage(ranks=(0,)),), schedule="none", compression="none", num_microbatches=cut
+    )  # fmt: skip
 
 
 def default_samples(plan: Plan) -> int:
@@ -178,7 +184,7 @@ def _measure(
     plan64, plan32 = run(plan, torch.float64, STEPS), run(plan, torch.float32, 1)
     if rank:
         return None
-    one = alone(plan)
+    one = alone(plan, samples)
     outcome = _Outcome(
         plan64,
         plan32,
@@ -216,9 +222,11 @@ def judge(outcome: _Outcome, plan: Plan, samples: int) -> Equivalence:
     )  # fmt: skip
     if plan.compression == "none":
         return verdict
+    one = outcome.one32.gradients
+    rounding = max(distance(t.gradients, one) for t in (outcome.permuted32, outcome.one64))
     return compressed(
         verdict, plan.compression, weights=distance(outcome.plan64.weights, outcome.one64.weights),
-        gradients=distance(outcome.plan32.gradients, outcome.one32.gradients),
+        gradients=distance(outcome.plan32.gradients, one), rounding=FLOOR_FACTOR * rounding,
     )  # fmt: skip
 
 
@@ -246,7 +254,7 @@ def first_gradients(
             p, build, strategies, rank, place, samples=samples, dtype=dtype, steps=1, permute=permute, first=first
         )
 
-    spread, one = run(plan, torch.float32), alone(plan)
+    spread, one = run(plan, torch.float32), alone(plan, samples)
     if rank:
         return 0.0, 0.0, ""
     return _gradients_apart(

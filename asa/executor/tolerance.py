@@ -23,15 +23,23 @@ DRIFT = 0.1
 
 
 def distance(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
-    """Of all tensors as one vector, over the norm of ``reference``."""
+    """Of all real tensors as one vector, over the norm of ``reference``; infinities are equal to themselves."""
     kept = [n for n, t in reference.items() if t.is_floating_point()]
-    delta = sum(float(torch.sum((found[n].double() - reference[n].double()) ** 2)) for n in kept)
-    return float((delta / max(sum(float(torch.sum(reference[n].double() ** 2)) for n in kept), 1e-300)) ** 0.5)
+    apart = (torch.where(found[n] == reference[n], 0.0, found[n].double() - reference[n].double()) for n in kept)
+    whole = (torch.where(reference[n].isinf(), 0.0, reference[n].double()) for n in kept)
+    delta, total = (sum(float(torch.sum(t**2)) for t in each) for each in (apart, whole))
+    return float((delta / max(total, 1e-300)) ** 0.5)
 
 
-def compressed(verdict: Equivalence, name: CompressionName, *, weights: float, gradients: float) -> Equivalence:
-    """``verdict`` as that of a plan with compression ``name``, from the :func:`distance` of weights and gradients."""
-    near = gradients <= TOLERANCE[name] and max(weights, verdict.loss_error) <= DRIFT
+def compressed(
+    verdict: Equivalence, name: CompressionName, *, weights: float, gradients: float, rounding: float = 0.0
+) -> Equivalence:
+    """``verdict`` as that of a plan with compression ``name``, from the :func:`distance` of weights and gradients.
+
+    ``rounding``: what gradients in fp32 may differ by without any compression.
+    """
+    allowed = max(TOLERANCE[name], rounding)
+    near = gradients <= allowed and max(weights, verdict.loss_error) <= DRIFT
     return replace(
         verdict,
         equivalent=False,
@@ -40,7 +48,7 @@ def compressed(verdict: Equivalence, name: CompressionName, *, weights: float, g
         allowed=DRIFT,
         gradient_error_fp32=gradients,
         worst_gradient="all gradients",
-        gradient_allowed_fp32=TOLERANCE[name],
+        gradient_allowed_fp32=allowed,
         compression=name,
         within_tolerance=near,
     )
