@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from asa.errors import UsageError
+from asa.errors import InvalidInputError, UsageError
 from asa.executor.equivalence import verify
 from asa.executor.materialize import _check_stages, materialize
 from asa.executor.reduction import Reduction
@@ -236,7 +236,7 @@ def test_what_cannot_be_cut_is_said_in_one_line() -> None:
         verify(staged(base, [1, 1], cuts=[len(base.components) - 1]), Aux, offered(), timeout_s=30)
     with pytest.raises(UsageError, match="layers runs 1 microbatch, asked 4"):
         verify(plan_of("plain", [1, 1], schedule="layers"), lambda: build("plain"), offered(), timeout_s=30)
-    with pytest.raises(UsageError, match="2 stages and schedule 'zero_bubble'; this executor runs"):
+    with pytest.raises(InvalidInputError, match="2 stages and schedule 'zero_bubble'; this executor runs 1f1b, gpipe"):
         verify(plan_of("plain", [1, 1], schedule="zero_bubble"), lambda: build("plain"), offered(), timeout_s=30)
 
 

@@ -168,7 +168,7 @@ def _orders(plan: Plan, strategies: Strategies, stage: int) -> dict[int, tuple[A
     """What the stage does in a step, by number of microbatches (a short last batch may fill fewer).
 
     Raises:
-        UsageError: an unknown schedule, or one that refuses.
+        InvalidInputError: a schedule that is not run here. UsageError: one that refuses.
     """
     count = range(1, plan.num_microbatches + 1)
     if len(plan.stages) == 1:
@@ -176,8 +176,9 @@ def _orders(plan: Plan, strategies: Strategies, stage: int) -> dict[int, tuple[A
     known = {**schedules(), **strategies.schedules}
     schedule = known.get(plan.schedule)
     if schedule is None:
-        raise UsageError(
-            f"the plan has {len(plan.stages)} stages and schedule {plan.schedule!r}; this executor runs {sorted(known)}"
+        raise InvalidInputError(
+            f"the plan has {len(plan.stages)} stages and schedule {plan.schedule!r}; this executor runs "
+            f"{', '.join(sorted(known))}"
         )
     refusal = schedule.refusal(len(plan.stages), plan.num_microbatches)
     if refusal:
