@@ -279,6 +279,17 @@ def test_too_many_components_are_refused_before_any_of_them_is_looked_at(place, 
         ),
         (lambda d: d["components"].append(d["components"][0]), "component 'stem' appears twice"),
         (lambda d: d["components"][1].update(name="other"), "component 1 is 'other' and 'body.0'"),
+        (
+            lambda d: d["components"][1]["tensor"].update(strategy="none", degree=2),
+            "strategy none has degree 1, not 2 (at $.components[1].tensor)",
+        ),
+        (
+            lambda d: (
+                d.update(stages=[{"ranks": [0]}, {"ranks": [1]}], schedule="none")
+                or d["components"][-1].update(stage=1)
+            ),
+            "2 stages need a schedule (at $.schedule)",
+        ),
     ],
 )
 def test_a_plan_by_hand_that_cannot_be_one(change, words, place, capsys):

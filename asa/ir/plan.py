@@ -59,6 +59,10 @@ class TensorDegree:
     strategy: TensorStrategyName
     degree: int
 
+    def __post_init__(self) -> None:
+        if self.strategy == "none" and self.degree > 1:
+            raise ValueError(f"strategy none has degree 1, not {self.degree}")
+
 
 @noun
 class Assignment:
@@ -263,6 +267,8 @@ class Plan:
         empty = {*range(len(self.stages))} - {c.stage for c in self.components}
         if empty:
             raise InvalidInputError(f"stage {min(empty)} has no component", where=f"$.stages[{min(empty)}]")
+        if len(self.stages) > 1 and self.schedule == "none":
+            raise InvalidInputError(f"{len(self.stages)} stages need a schedule", where="$.schedule")
         ranks = [r for s in self.stages for r in s.ranks]
         if sorted(ranks) != list(range(len(ranks))):
             raise InvalidInputError("stages must use ranks 0..n-1, each once", where="$.stages")
