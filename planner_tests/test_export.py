@@ -157,6 +157,8 @@ def _execute(_rank: int, script: str) -> str:
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "1f1b"])
 def test_the_torch_script_runs_on_two_ranks(name: str) -> None:
     plan = WHOLE[name]
+    if name == "1f1b":  # fewer microbatches than stages
+        plan = replace(plan, num_microbatches=1)
     if name == "ddp":  # recomputing too
         components = tuple(replace(c, checkpoint=i == 1) for i, c in enumerate(plan.components))
         plan = replace(plan, components=components)
@@ -246,6 +248,8 @@ def test_what_a_snippet_leaves_out_is_said_in_the_document_too(
         ("deepspeed", replace(ddp, global_batch=7), "4 samples a step"),
         ("accelerate", replace(ddp, global_batch=3), "4 samples a step"),
         ("torchtitan", replace(ddp, precision="fp16"), "no fp16"),
+        ("torch", replace(WHOLE["1f1b"], num_microbatches=1), "this is GPipe"),
+        ("torchtitan", replace(WHOLE["1f1b"], num_microbatches=1), "this is GPipe"),
     ]
     for tool, plan, said in cases:
         codec.save(plan, Path("plan.json"))
@@ -281,9 +285,11 @@ def test_a_single_device_in_a_plans_stead_is_one_device(
 
 
 def test_uneven_rows_count_as_in_the_plan_and_maps_have_a_loss() -> None:
-    """Rank 0 has three of five rows of a map each: the mean over all rows, whoever has them."""
-    plan = replace(resnet("ddp"), model_spec="unet", input_shape=(1, 32, 32), num_classes=4, global_batch=5)
-    said = "".join(run_ranks(2, _execute, snippet("torch", plan), threads=1, timeout_s=60))
+    """Of five rows one part has two and the other three: the mean over all rows, whoever has them."""
+    shares = "loss_of(net(inputs), labels) * (len(labels) * RANKS / GLOBAL_BATCH)"
+    maps = {"model_spec": "unet", "input_shape": (1, 32, 32), "num_classes": 4, "global_batch": 5}
+    assert shares in snippet("torch", resnet("ddp", **maps))
+    said = "".join(run_ranks(1, _execute, snippet("torch", resnet("single", ranks=1, **maps)), threads=1, timeout_s=60))
     losses = [float(x.split("loss ")[1]) for x in said.splitlines() if x.startswith("step")]
     assert len(losses) == 2
     assert all(0 < x < 10 for x in losses)

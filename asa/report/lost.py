@@ -22,6 +22,11 @@ def even_batch(plan: Plan, name: str) -> int:
     return max(1, plan.global_batch // parts) * parts
 
 
+def short(plan: Plan, name: str) -> bool:
+    """Whether torch refuses 1F1B for having fewer microbatches than stages; GPipe computes the same."""
+    return name == "1f1b" and plan.num_microbatches < len(plan.stages)
+
+
 def lost(plan: Plan, name: str, tool: str) -> tuple[str, ...]:
     """What ``tool`` leaves out of ``plan`` where it runs the whole strategy ``name``."""
     notes = []
@@ -45,6 +50,11 @@ def _of_tool(plan: Plan, name: str, tool: str) -> list[str]:
     """Gaps of one tool's snippets."""
     notes = []
     recomputed = sum(c.checkpoint for c in plan.components)
+    if short(plan, name):
+        notes.append(
+            f"torch runs 1F1B from as many microbatches as stages on, the plan has {plan.num_microbatches} and "
+            f"{len(plan.stages)}: this is GPipe"
+        )
     if tool == "torch" and name in STAGED:
         if plan.precision != "fp32":
             notes.append(f"a pipeline of torch in {plan.precision}: this is fp32")

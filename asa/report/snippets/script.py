@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asa.ir.plan import Plan
-from asa.report.lost import even_batch, parts_of
+from asa.report.lost import even_batch, parts_of, short
 from asa.report.snippets.pieces import CLASSES, DTYPES, RATES, header, listed, loss_lines, model_lines, names
 from asa.report.whole import Choice
 
@@ -202,7 +202,7 @@ def _autocast(plan: Plan) -> str:
 
 
 def _pipeline(plan: Plan, choice: Choice) -> str:
-    schedule = _SCHEDULES[choice.name]
+    schedule = _SCHEDULES["gpipe" if short(plan, choice.name) else choice.name]
     cuts = [plan.components[i].name for i in plan.starts()[1:]]
     imports = (f"from torch.distributed.pipelining import {schedule}, SplitPoint, pipeline",)
     constants = [f"CUTS = {listed(cuts)}  # the first module of every stage but the first"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asa.ir.plan import Plan
-from asa.report.lost import even_batch
+from asa.report.lost import even_batch, short
 from asa.report.snippets.pieces import header
 from asa.report.whole import Choice
 
@@ -38,9 +38,10 @@ def torchtitan(plan: Plan, choice: Choice) -> str:
         f"pipeline_parallel_degree = {len(plan.stages) if staged else 1}",
     ]
     if staged:
+        schedule = "gpipe" if short(plan, name) else name
         parts = [[c.name for c in plan.components if c.stage == s] for s in range(len(plan.stages))]
         lines += [
-            f'pipeline_parallel_schedule = "{_SCHEDULE[name]}"',
+            f'pipeline_parallel_schedule = "{_SCHEDULE[schedule]}"',
             f"pipeline_parallel_microbatch_size = {max(1, plan.global_batch // plan.num_microbatches)}",
             "module_fqns_per_model_part = [",
             *("    [" + ", ".join(f'"{n}"' for n in part) + "]," for part in parts),
