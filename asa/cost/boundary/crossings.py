@@ -49,7 +49,8 @@ class Crossings:
                 entries[c.phase].append((k, numbers.setdefault(message, len(numbers))))
         self._messages = list(numbers)
         self._entries = {p: np.array(entries[p], dtype=np.int64).reshape(-1, 2).T for p in _PHASES}
-        self._launched = tuple(np.array([launched(t, p) for _, t in pairs], dtype=np.int64) for p in _PHASES)
+        ahead, back = (np.array([launched(t, p) for _, t in pairs], dtype=np.int64) for p in _PHASES)
+        self._launched: tuple[Any, Any] = (ahead, back)
         self._gathered = np.array(
             [sum(c.bytes for c in t if c.op == "all_gather" and c.phase == "backward") for _, t in pairs], dtype=float
         )

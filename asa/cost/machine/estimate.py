@@ -23,6 +23,9 @@ from asa.ir.profile import DeviceRecord, Precision, Profile, Provenance, Stat, T
 
 _BACKWARD = 2.0
 
+_BUSY = 4096
+"""Samples that keep a GPU busy longer than its host takes to launch a pass."""
+
 
 def estimate(
     graph: LayerGraph,
@@ -51,7 +54,9 @@ def estimate(
         )
     dispatch = constant("estimate_dispatch_cpu_s" if device.type == "cpu" else "estimate_dispatch_cuda_s")
     launch = 0.0 if device.type == "cpu" else constant("estimate_launch_cuda_s")
-    batches = [2**k for k in range(max(1, global_batch).bit_length())]
+    # Beyond the last pair times grow as between them: there, the device must be what bounds them.
+    most = global_batch if device.type == "cpu" else max(global_batch, _BUSY)
+    batches = [2**k for k in range(max(1, most).bit_length())]
     timings, by_tokens = [], []
     for component in graph.components:
         sequence = component.split.sequence if component.split is not None else None
