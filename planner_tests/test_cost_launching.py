@@ -1,22 +1,31 @@
-"""Sharding's work on the host of a device apart: who waits for it, and for how much of it."""
+"""What communication costs the host of a device apart: who waits for it, and for how much of it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 
 import known_models
+import nouns
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asa.cost import constants
 from asa.cost.machine import presets
+from asa.cost.machine.estimate import estimate
 from asa.cost.planned import price_plan
+from asa.cost.pricing import times_of
 from asa.cost.step import ComponentCost
-from asa.cost.traffic.launching import Launches, awaited
+from asa.cost.traffic.launching import Launches, awaited, launched
 from asa.ir.cluster import Cluster, Overlap, Sharding
 from asa.ir.plan import Plan
 from asa.ir.profile import Profile
 from asa.planner import Request, plan
+from asa.planner.space.candidate import Prices
+from asa.planner.space.space import Space
 from asa.simulator import simulate
 from asa.strategies import offered
 
@@ -102,3 +111,117 @@ def test_longer_compute_never_ends_sooner(own, longer, floor, gather, scatter):
 
     assert ends(own + longer) >= ends(own) - 1e-12
     assert awaited(ZERO, forward=own, backward=own, floor=floor) == ZERO
+
+
+GPUS = presets.load("a100-nvlink-8")
+
+
+def priced(found: Plan, profile: Profile = SMALL) -> float:
+    return price_plan(found, profile, GPUS, offered()).cost.total_s
+
+
+@contextmanager
+def free(*names: str) -> Iterator[None]:
+    """As if hosts took no time for these."""
+    before = dict(constants.everything())
+    try:
+        for name in names:
+            constants.everything()[name] = replace(before[name], value=0.0)
+        yield
+    finally:
+        constants.everything().update(before)
+
+
+HOST = ("collective_launch_s", "handover_launch_s")
+WHOLE = ("hybrid:d2p2", "hybrid:d2t2", "hybrid:d1t2p2", "gpipe", "1f1b", "layers", "tensor")
+
+
+def whole(strategy: str, profile: Profile = SMALL) -> Plan:
+    return plan(profile, GPUS, offered(), Request(gpus=4, global_batch=64, strategies=(strategy,)))[0]
+
+
+@pytest.mark.parametrize("strategy", WHOLE)
+def test_a_host_that_launches_messages_is_never_faster(strategy):
+    tiny, large = replace(scaled(SMALL, 1e-9), dispatch_floor_s=0.0), scaled(SMALL, 1e3)
+    for profile, hidden in ((tiny, False), (SMALL, None), (large, True)):
+        found = whole(strategy, profile)
+        paid = priced(found, profile)
+        with free(*HOST):
+            without = priced(found, profile)
+        assert paid >= without
+        if hidden is not None:
+            assert (paid == pytest.approx(without, rel=1e-12)) == hidden, "large components hide all of it"
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "single", "zero2", "fsdp"])
+def test_replicas_launch_no_such_messages(strategy):
+    found = whole(strategy)
+    with free(*HOST):
+        without = priced(found)
+    assert priced(found) == without
+
+
+def test_a_stage_pays_for_every_message_of_every_microbatch():
+    tiny = replace(scaled(SMALL, 1e-9), dispatch_floor_s=0.0)
+    found = whole("1f1b", tiny)
+    stages = price_plan(found, tiny, GPUS, offered()).stages
+    with free(*HOST):
+        before = price_plan(found, tiny, GPUS, offered()).stages
+    each = constants.constant("handover_launch_s")
+    for s, (paid, was) in enumerate(zip(stages, before, strict=True)):
+        messages = (s > 0) + (s + 1 < len(stages))
+        assert paid.times.forward - was.times.forward == pytest.approx(messages * each, rel=1e-6)
+        assert paid.times.backward - was.times.backward == pytest.approx(messages * each, rel=1e-6)
+
+
+@pytest.mark.parametrize("strategy", [*WHOLE, "fsdp"])
+def test_slower_devices_stay_slower(strategy):
+    found = whole(strategy)
+    times = [priced(found, scaled(SMALL, 1.3**k)) for k in range(-24, 25)]
+    assert all(b >= a * (1 - 1e-12) for a, b in pairwise(times))
+
+
+@pytest.mark.parametrize("strategy", WHOLE)
+def test_the_simulator_launches_the_same(strategy):
+    found = whole(strategy)
+    assert simulate(found, SMALL, GPUS, offered()).step_time_s == pytest.approx(priced(found), rel=1e-9)
+
+
+def test_no_way_launches_more_for_itself_than_what_is_kept_from_its_ends():
+    prices = Prices(Space(SMALL, GPUS, offered(), Request(gpus=8, global_batch=64)))
+    pricer, seen = prices.pricer(8, 1, 8), 0
+    states, none = pricer.states, Launches(0.0, 0.0, 0.0, 0.0)
+    for i in range(len(SMALL.graph)):
+        for way in prices.space.ways(i, 8, 1):
+            most, own = states.most_launched(i, way.layout), states.kept(i, way).launches or none
+            inner = [states.collective_s * launched(pricer.inner(i, way), p) for p in ("forward", "backward")]
+            assert own.forward + own.update + inner[0] <= most[0] + 1e-12
+            assert own.backward + own.gradient + inner[1] + way.checkpoint * inner[0] <= most[1] + 1e-12
+            seen += 1
+    assert seen > 50
+
+
+def test_on_processors_nothing_of_it_is_priced():
+    cpu = nouns.cluster(4)
+    for strategy in ("tensor", "1f1b"):
+        found = plan(nouns.profile(), cpu, offered(), Request(gpus=2, global_batch=16, strategies=(strategy,)))[0]
+        paid = price_plan(found, nouns.profile(), cpu, offered())
+        with free(*HOST, "estimate_launch_cuda_s", "fsdp_launch_s"):
+            assert price_plan(found, nouns.profile(), cpu, offered()) == paid
+
+
+def test_small_microbatches_of_an_estimate_take_as_long_as_their_launch():
+    graph = known_models.resnet50(32, 100)
+    modules = tuple(replace(c, modules=tuple(f"{c.name}.{k}" for k in range(8))) for c in graph.components)
+    graph = replace(graph, components=modules)
+    found = estimate(graph, GPUS.device, model_spec="resnet50", model_fingerprint="0123456789abcdef", global_batch=64)
+    launch = constants.constant("estimate_launch_cuda_s") * 8
+    times = times_of(found, offered())
+    for component in graph.components:
+        one, many = times.work(component, 1, 1), times.work(component, 8192, 1)
+        assert one.forward_s == pytest.approx(launch)
+        assert one.backward_s == pytest.approx(launch)
+        assert times.launch(component) == pytest.approx(launch)
+        twice = times.work(component, 16384, 1)
+        if component.name != "classifier":
+            assert 1.9 < twice.forward_s / many.forward_s < 2.1, "the device bounds what is large"

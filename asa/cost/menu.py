@@ -60,6 +60,7 @@ class Menu:
         ways: Sequence[Sequence[Way]], forgetting: Callable[[int, Way], bool],
     ) -> None:  # fmt: skip
         self._graph, self._states, self._times = graph, states, times
+        self._launch = np.array([times.launch(c) for c in graph.components])
         self.ways = [w for row in ways for w in row]
         self.component = np.repeat(np.arange(len(ways)), [len(row) for row in ways])
         self.layouts: tuple[Layout, ...] = tuple(dict.fromkeys(w.layout for w in self.ways))
@@ -176,7 +177,7 @@ class Menu:
         backward = backward + np.where(again, forward, 0.0)
         copying = self._copied[which] * pricer.slow / pricer.shards.slowest + self._handled[which]
         saved_s = self._prefetched(pricer, which, cells[:2], backward)
-        host = self._awaited(pricer, which, forward, backward)
+        host = self._awaited(pricer, which, forward, backward, counts)
         copying = copying + host.gradient
         transient_ = transient_ * margin() + self._transient(pricer, which, saved_)
         fresh = np.where(
@@ -215,12 +216,15 @@ class Menu:
                 behind[at] = pricer.pass_of(int(i[at]) + 1, way)[1] if rows[1, at] else 0.0
         return hidden(gathers, pricer.cluster.overlap, ahead=ahead, behind=behind, own=own, least=np.minimum)
 
-    def _awaited(self, pricer: Pricer, which: Any, forward: Any, backward: Any) -> Launches:
-        """What devices wait for of their hosts' work on gathers and scatters."""
-        if self._launches is None:
+    def _awaited(self, pricer: Pricer, which: Any, forward: Any, backward: Any, counts: dict[Phase, Any]) -> Launches:
+        """What devices wait for of their hosts' work on communication. ``counts``: of collectives inside."""
+        if not pricer.states.apart:
             return Launches(0.0, 0.0, 0.0, 0.0)
-        launches = Launches(*self._launches[:, which])
-        return awaited(launches, forward=forward, backward=backward, floor=pricer.times.floor, most=np.maximum)
+        kept = (0.0, 0.0, 0.0, 0.0) if self._launches is None else self._launches[:, which]
+        ahead, back = (pricer.states.collective_s * counts[phase] for phase in _PHASES[:2])
+        launches = Launches(*kept).beside(ahead, np.where(self.checkpoint[which], back + ahead, back))
+        floor = self._launch[self.component[which]]
+        return awaited(launches, forward=forward, backward=backward, floor=floor, most=np.maximum)
 
     def _updated(self, pricer: Pricer, which: Any) -> Any:
         """Seconds of the optimizer step."""

@@ -16,7 +16,7 @@ from asa.cost.states import States
 from asa.cost.step import ComponentCost
 from asa.cost.traffic.collectives import Links
 from asa.cost.traffic.handovers import Handovers
-from asa.cost.traffic.launching import Launches, awaited
+from asa.cost.traffic.launching import Launches, Launching, awaited, launched
 from asa.cost.traffic.prefetch import Hidden, hidden
 from asa.cost.way import Alone, Spread, Way
 from asa.cost.work.compute import Times, Work
@@ -31,6 +31,7 @@ from asa.ir.profile import Profile
 from asa.ir.traffic import Collective, Memory, Phase
 
 _NOTHING_HIDDEN = Hidden(forward=0.0, backward=0.0, once=0.0, covered=0.0)
+_PASSES: tuple[Phase, Phase] = ("forward", "backward")
 _NOTHING_AWAITED = Launches(forward=0.0, backward=0.0, update=0.0, gradient=0.0)
 
 
@@ -93,8 +94,19 @@ class Pricer:
 
     def _edges(self) -> Edges:
         return Edges(
-            self.graph, self.states, self.keeping, microbatch=self.microbatch, num_microbatches=self.num_microbatches
-        )
+            self.graph, self.states, self.keeping, microbatch=self.microbatch, num_microbatches=self.num_microbatches,
+            launching=Launching(self._ahead) if self.states.apart else None,
+        )  # fmt: skip
+
+    def _ahead(self, index: int, layout: Layout) -> tuple[float, float]:
+        """By how many seconds the host is ahead of its device after forward and backward of component ``index``,
+        whatever it launches for the component's own communication."""
+        component, most = self.graph.components[index], self.states.most_launched(index, layout)
+        work, slow = self.longest(component, layout)
+        floor = self.times.launch(component)
+        return (
+            max(0.0, work.forward_s * slow - floor - most[0]), max(0.0, work.backward_s * slow - 2 * floor - most[1])
+        )  # fmt: skip
 
     @property
     def releases(self) -> tuple[int, ...]:
@@ -183,11 +195,15 @@ class Pricer:
         return hidden(gathers, self.cluster.overlap, ahead=ahead, behind=behind, own=own)
 
     def _awaited(self, index: int, way: Way, forward: float, backward: float) -> Launches:
-        """What the device waits for of the host's work on gathers and scatters."""
-        launches = self.states.kept(index, way).launches
-        if launches is None:
+        """What the device waits for of the host's work on its communication."""
+        launches, inner = self.states.kept(index, way).launches, self._alone(index, way).inner
+        if not self.states.apart or (launches is None and not inner):
             return _NOTHING_AWAITED
-        return awaited(launches, forward=forward, backward=backward, floor=self.times.floor)
+        ahead, back = (self.states.collective_s * launched(inner, phase) for phase in _PASSES)
+        return awaited(
+            (launches or _NOTHING_AWAITED).beside(ahead, back + ahead if way.checkpoint else back),
+            forward=forward, backward=backward, floor=self.times.launch(self.graph.components[index]),
+        )  # fmt: skip
 
     def pass_of(self, index: int, way: Way) -> tuple[float, float]:
         """Seconds of compute of component ``index``, run that way, in forward and in backward of one microbatch."""

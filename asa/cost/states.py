@@ -14,7 +14,7 @@ from asa.cost.constants import constant
 from asa.cost.traffic.buckets import Release, bucket_bytes, releases
 from asa.cost.traffic.collectives import Links
 from asa.cost.traffic.compression import remaining
-from asa.cost.traffic.launching import Launches
+from asa.cost.traffic.launching import MOST_UNITS, Launches, launched
 from asa.cost.traffic.prefetch import Gathers
 from asa.cost.way import Way
 from asa.cost.work.compute import Times
@@ -69,10 +69,19 @@ class States:
         self._updates: dict[tuple[int, TensorDegree], float] = {}
         self._kept: dict[tuple[object, ...], Kept] = {}
         self._ahead: dict[tuple[int, Way], Gathers | None] = {}
-        self._apart = cluster.device.type != "cpu"  # of its host, which runs ahead of it
-        self._prefetching = self._apart and cluster.overlap.saving > 0
+        self.apart = cluster.device.type != "cpu"  # of its host, which runs ahead of it
+        self.collective_s = constant("collective_launch_s") if self.apart else 0.0
+        self.timed = self._as_long() if self.apart else self.like
+        self._most: dict[tuple[int, bool, int], tuple[float, float]] = {}
+        self._prefetching = self.apart and cluster.overlap.saving > 0
         self._crossings: dict[tuple[Ends, Layout, Layout], tuple[Boundary, tuple[Collective, ...]]] = {}
         self._between: dict[tuple[Ends, tuple[Layout, ...], tuple[Layout, ...]], Crossings] = {}
+
+    def _as_long(self) -> tuple[int, ...]:
+        """Per component the first one that is like it in all but words, and takes as long."""
+        first: dict[tuple[object, ...], int] = {}
+        keys = [(k, self._times.signature(c)) for k, c in zip(self.like, self._graph.components, strict=True)]
+        return tuple(first.setdefault(key, i) for i, key in enumerate(keys))
 
     def share(self, index: int, tensor: TensorDegree) -> Share:
         """What a tensor rank has of component ``index``."""
@@ -180,19 +189,35 @@ class States:
         measured, those of its copies in the device's memory. Without what the host of a device apart does meanwhile."""
         costs, device = self._cluster.sharding, self._cluster.device
         if costs is None:
-            if not self._apart or device.memory_bandwidth <= 0:
+            if not self.apart or device.memory_bandwidth <= 0:
                 return 0.0
             costs = Sharding(unit_s=0.0, byte_s=constant("fsdp_copy_passes") / device.memory_bandwidth)
-        unit_s = 0.0 if self._apart else costs.unit_s
+        unit_s = 0.0 if self.apart else costs.unit_s
         return sum(unit_s + costs.byte_s * c.bytes for c in _sharding(traffic, phase))
 
     def _launches(self, traffic: Sequence[Collective]) -> Launches | None:
         """What the host of a device apart does for gathers and scatters; None for nothing."""
-        costs = self._cluster.sharding
-        unit_s = costs.unit_s if costs is not None else constant("fsdp_launch_s")
-        if not self._apart or not any(_sharding(traffic, phase) for phase in _PHASES):
+        if not self.apart or not any(_sharding(traffic, phase) for phase in _PHASES):
             return None
-        return Launches(*(unit_s * len(_sharding(traffic, phase)) for phase in _PHASES))
+        return Launches(*(self._unit_s * len(_sharding(traffic, phase)) for phase in _PHASES))
+
+    @property
+    def _unit_s(self) -> float:
+        costs = self._cluster.sharding
+        return costs.unit_s if costs is not None else constant("fsdp_launch_s")
+
+    def most_launched(self, index: int, layout: Layout) -> tuple[float, float]:
+        """Seconds of the host, in a forward and in a backward, that component ``index`` in a layout takes at most for
+        its own communication, whatever way it is run."""
+        key = (self.like[index], layout.data > 1, layout.tensor)
+        if key not in self._most:
+            component, units = self._graph.components[index], MOST_UNITS * self._unit_s if layout.data > 1 else 0.0
+            pages = [p for p in self._strategies.tensor.values() if not p.refusal(component, layout.tensor)]
+            inner = [p.traffic(component, layout.tensor, 1) for p in pages] if layout.tensor > 1 else []
+            ahead = max((launched(x, "forward") for x in inner), default=0)
+            again = max((launched(x, "forward") + launched(x, "backward") for x in inner), default=0)
+            self._most[key] = units + self.collective_s * ahead, units + self.collective_s * again
+        return self._most[key]
 
     def _sync(self, index: int, share: Share, moved: list[Collective], *, bucketed: bool) -> tuple[float, float, float]:
         """Seconds of gradient synchronisation: leaving at once, leaving with a later bucket, and copying for it.

@@ -15,6 +15,7 @@ import numpy as np
 
 from asa.cost.memory.peak import margin
 from asa.cost.traffic.collectives import Links
+from asa.cost.traffic.launching import launched
 from asa.ir.layout import Boundary, Layout, largest_shard
 from asa.ir.traffic import Collective, CollectiveOp, Phase
 
@@ -24,13 +25,14 @@ _PHASES: tuple[Phase, ...] = ("forward", "backward")
 @dataclass
 class Crossed:
     """Seconds of one microbatch and bytes, an entry a pair, as in :class:`asa.cost.step.BoundaryCost`; ``moved``:
-    whether the layouts differ."""
+    whether the layouts differ; ``launched``: how many collectives there are forward and backward."""
 
     forward: Any
     backward: Any
     moved: Any
     activations: Any
     transient: Any
+    launched: tuple[Any, Any]
 
 
 class Crossings:
@@ -47,6 +49,8 @@ class Crossings:
                 entries[c.phase].append((k, numbers.setdefault(message, len(numbers))))
         self._messages = list(numbers)
         self._entries = {p: np.array(entries[p], dtype=np.int64).reshape(-1, 2).T for p in _PHASES}
+        ahead, back = (np.array([launched(t, p) for _, t in pairs], dtype=np.int64) for p in _PHASES)
+        self._launched: tuple[Any, Any] = (ahead, back)
         self._gathered = np.array(
             [sum(c.bytes for c in t if c.op == "all_gather" and c.phase == "backward") for _, t in pairs], dtype=float
         )
@@ -67,6 +71,7 @@ class Crossings:
             moved=self._moved,
             activations=size / self._part * self._shard / self._tokens * margin(),
             transient=size * self._gathered * margin(),
+            launched=self._launched,
         )
 
 

@@ -16,6 +16,7 @@ from asa.cost.states import States
 from asa.cost.step import BoundaryCost
 from asa.cost.traffic.buckets import wrapper_seconds
 from asa.cost.traffic.collectives import Links
+from asa.cost.traffic.launching import Launching, launched
 from asa.ir.graph import LayerGraph
 from asa.ir.layout import Boundary, Layout, largest_shard
 from asa.ir.transfer import UNDER_WAY, whole
@@ -23,37 +24,51 @@ from asa.ir.transfer import UNDER_WAY, whole
 
 class Edges:
     """Boundaries of one model on stages of one width, ``microbatch`` samples at a time over all ranks,
-    ``num_microbatches`` to a step; ``keeping`` says how much of a tensor a rank has. Each is priced once."""
+    ``num_microbatches`` to a step; ``keeping`` says how much of a tensor a rank has. Each is priced once.
+    ``launching``: what devices wait for of their hosts, where these work apart."""
 
     def __init__(
-        self, graph: LayerGraph, states: States, keeping: Keeping, *, microbatch: int, num_microbatches: int
-    ) -> None:
+        self, graph: LayerGraph, states: States, keeping: Keeping, *, microbatch: int, num_microbatches: int,
+        launching: Launching | None = None,
+    ) -> None:  # fmt: skip
         self.graph, self.states, self.keeping = graph, states, keeping
         self.microbatch, self.num_microbatches = microbatch, num_microbatches
+        self._launching = launching
         self._links: Links = states.links
-        self._inlets: dict[tuple[float, Ends | None, Layout], BoundaryCost] = {}
-        self._outlets: dict[tuple[float, Ends, Layout, bool], BoundaryCost] = {}
+        self._inlets: dict[tuple[object, ...], BoundaryCost] = {}
+        self._outlets: dict[tuple[object, ...], BoundaryCost] = {}
         self._boundaries: dict[tuple[object, ...], BoundaryCost] = {}
         self._errors: dict[Layout, float] = {}
         self._wrappers: dict[Layout, float] = {}
 
-    def alike(self, index: int) -> tuple[float, Ends]:
+    def alike(self, index: int) -> tuple[object, ...]:
         """What a boundary in front of component ``index`` depends on, beside the layouts."""
+        return (*self._form(index), self._like(index - 1), self._like(index))
+
+    def _form(self, index: int) -> tuple[float, Ends]:
         before, after = self.graph.components[index - 1], self.graph.components[index]
         return before.output_bytes_per_sample, Ends.between(before, after)
 
+    def _like(self, index: int) -> int:
+        """Of what component the boundaries of component ``index`` are, where that makes a difference."""
+        return -1 if self._launching is None else self.states.timed[index]
+
     def boundary(self, index: int, source: Layout, target: Layout) -> BoundaryCost:
         """The boundary in front of component ``index`` (1 <= index < number of components)."""
-        size, ends = self.alike(index)
-        key = (size, ends, source, target)
+        key = (self.alike(index), source, target)
         if key not in self._boundaries:
-            self._boundaries[key] = self._crossing(ends, source, target, size * self.microbatch)
+            size, ends = self._form(index)
+            found = self._crossing(ends, source, target, size * self.microbatch)
+            if self._launching is not None:
+                counts = self._counts(ends, source, target)
+                found = _waiting(found, self._launching.between(index, source, target, *counts))
+            self._boundaries[key] = found
         return self._boundaries[key]
 
     def boundaries(self, index: int, sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> tuple[Crossed, Any]:
         """All boundaries in front of component ``index``, those from the first of ``sources`` first, and seconds of the
         wrappers that begin there."""
-        size, ends = self.alike(index)
+        size, ends = self._form(index)
         if not even(sources):
             made = [self.boundary(index, a, b) for a in sources for b in targets]
             rows = [
@@ -61,10 +76,19 @@ class Edges:
             ]
             forward, backward, wrapper, activations, transient = np.array(rows).T
             moved = np.array([a != b for a in sources for b in targets])
-            return Crossed(forward, backward, moved, activations, transient), wrapper
+            none = np.zeros(len(made))  # what is launched is in their seconds
+            return Crossed(forward, backward, moved, activations, transient, (none, none)), wrapper
         found = self.states.between(ends, sources, targets).priced(self._links, size * self.microbatch)
+        if self._launching is not None:
+            ahead, back = self._launching.crossed(index, sources, targets, *found.launched)
+            found = replace(found, forward=found.forward + ahead, backward=found.backward + back)
         wrappers = np.tile(np.array([self.wrapper(b) for b in targets]), len(sources))
         return found, np.where(found.moved, wrappers, 0.0)
+
+    def _counts(self, ends: Ends, source: Layout, target: Layout) -> tuple[int, int]:
+        """How many collectives a boundary launches forward and backward."""
+        _, traffic = self.states.crossing(ends, source, target)
+        return launched(traffic, "forward"), launched(traffic, "backward")
 
     def _crossing(
         self, ends: Ends, source: Layout, target: Layout, size: float, *, inside: bool = True
@@ -104,11 +128,13 @@ class Edges:
         several microbatches, the next is on its way, and two gradients may wait for the stage before to take them."""
         size = self.graph.components[index - 1].output_bytes_per_sample if index else 0.0
         ends = Ends.between(None, self.graph.components[index]) if index else None
-        key = (size, ends, layout)
+        key = (size, ends, layout, self._like(index))
         if key not in self._inlets:
-            self._inlets[key] = (
-                self.entry(layout) if ends is None else self._inlet(self.microbatch * size, ends, layout)
-            )
+            found = self.entry(layout) if ends is None else self._inlet(self.microbatch * size, ends, layout)
+            if ends is not None and self._launching is not None:
+                counts = self._counts(ends, whole(layout), layout)
+                found = _waiting(found, self._launching.entered(index, layout, *counts))
+            self._inlets[key] = found
         return self._inlets[key]
 
     def _inlet(self, size: float, ends: Ends, layout: Layout) -> BoundaryCost:
@@ -126,10 +152,14 @@ class Edges:
         several microbatches, the gradient of the next is on its way."""
         component = self.graph.components[index]
         size, ends = component.output_bytes_per_sample, Ends.between(component, None)
-        key = (size, ends, layout, index + 1 < len(self.graph))
+        sent = index + 1 < len(self.graph)
+        key = (size, ends, layout, sent, self._like(index))
         if key not in self._outlets:
             found = self._crossing(ends, layout, whole(layout), self.microbatch * size, inside=False)
-            if self.num_microbatches > 1 and index + 1 < len(self.graph):
+            if self._launching is not None:
+                counts = self._counts(ends, layout, whole(layout))
+                found = _waiting(found, self._launching.left(index, layout, *counts, sent=sent))
+            if self.num_microbatches > 1 and sent:
                 coming = self.keeping.part(self.microbatch * size, layout)
                 found = replace(found, footprint=replace(found.footprint, state=coming))
             self._outlets[key] = found
@@ -158,3 +188,9 @@ class Edges:
             assumed = self._links.assumed(layout.data, layout.inner) or self._links.assumed(layout.tensor)
             self._errors[layout] = constant("link_error_assumed" if assumed else "link_error_measured")
         return self._errors[layout]
+
+
+def _waiting(cost: BoundaryCost, launched: tuple[float, float]) -> BoundaryCost:
+    """With what a device waits for of its host, forward and backward."""
+    ahead, back = launched
+    return replace(cost, forward_s=cost.forward_s + ahead, backward_s=cost.backward_s + back) if ahead + back else cost

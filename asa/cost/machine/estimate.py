@@ -5,7 +5,8 @@ Per component and pass, with F the FLOPs and D the bytes read and written,
     time = dispatch + F / (efficiency_F * peak) + D / (efficiency_D * bandwidth)
 
 The two add up because kernels bound by arithmetic (convolutions, matrix products) alternate with ones bound by
-memory (normalisation, activations, additions). Forward reads and writes what it saves and hands on once, and its
+memory (normalisation, activations, additions). On a GPU no pass is faster than its host launches it, module by module:
+small microbatches all take as long. Forward reads and writes what it saves and hands on once, and its
 parameters; backward does twice the arithmetic and moves twice as much. The efficiencies and their sources are in
 ``asa/data/constants.json``.
 """
@@ -21,6 +22,9 @@ from asa.ir.graph import Component, LayerGraph, SequenceSplit
 from asa.ir.profile import DeviceRecord, Precision, Profile, Provenance, Stat, Timing
 
 _BACKWARD = 2.0
+
+_BUSY = 4096
+"""Samples that keep a GPU busy longer than its host takes to launch a pass."""
 
 
 def estimate(
@@ -49,16 +53,21 @@ def estimate(
             "profile on it instead"
         )
     dispatch = constant("estimate_dispatch_cpu_s" if device.type == "cpu" else "estimate_dispatch_cuda_s")
-    batches = [2**k for k in range(max(1, global_batch).bit_length())]
+    launch = 0.0 if device.type == "cpu" else constant("estimate_launch_cuda_s")
+    # Beyond the last pair times grow as between them: there, the device must be what bounds them.
+    most = global_batch if device.type == "cpu" else max(global_batch, _BUSY)
+    batches = [2**k for k in range(max(1, most).bit_length())]
     timings, by_tokens = [], []
     for component in graph.components:
         sequence = component.split.sequence if component.split is not None else None
         for degree in _degrees(component, max_degree):
             for samples in batches:
-                timings.append(_timing(component, samples, degree, device, peak, dispatch, activation_scale))
+                timings.append(_timing(component, samples, degree, device, peak, dispatch, launch, activation_scale))
             if sequence is not None and 1 < degree <= sequence.tokens:
                 cut = _by_tokens(component, sequence, degree)
-                by_tokens += [_timing(cut, n, degree, device, peak, dispatch, activation_scale) for n in batches]
+                by_tokens += [
+                    _timing(cut, n, degree, device, peak, dispatch, launch, activation_scale) for n in batches
+                ]
     return Profile(
         model_spec=model_spec,
         model_fingerprint=model_fingerprint,
@@ -115,8 +124,9 @@ def _by_tokens(component: Component, sequence: SequenceSplit, degree: int) -> Co
 
 
 def _timing(
-    component: Component, samples: int, degree: int, device: Device, peak: float, dispatch: float, scale: float
-) -> Timing:
+    component: Component, samples: int, degree: int, device: Device, peak: float, dispatch: float, launch: float,
+    scale: float,
+) -> Timing:  # fmt: skip
     split = component.split
     lost = 1 - 1 / degree
     flops, parameters, saved = component.flops_per_sample, component.parameter_bytes, component.saved_bytes_per_sample
@@ -129,12 +139,13 @@ def _timing(
     moved = samples * 2 * (saved + handed) + parameters
     arithmetic = samples * flops / (constant("estimate_flops_efficiency") * peak)
     traffic = moved / (constant("estimate_bandwidth_efficiency") * device.memory_bandwidth)
+    host = launch * len(component.modules)
     return Timing(
         component=component.name,
         microbatch=samples,
         tensor_degree=degree,
-        forward=_guess(dispatch + arithmetic + traffic),
-        backward=_guess(_BACKWARD * (dispatch + arithmetic + traffic)),
+        forward=_guess(max(host, dispatch + arithmetic + traffic)),
+        backward=_guess(max(host, _BACKWARD * (dispatch + arithmetic + traffic))),
         saved_bytes=round(samples * saved),
         transient_bytes=round(samples * (2 * handed + saved / 2)),
     )

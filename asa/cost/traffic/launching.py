@@ -1,26 +1,38 @@
-"""What sharding costs the host of a device that works apart from it.
+"""What communication costs the host of a device that works apart from it.
 
-For every unit that it gathers or scatters, stock ``fully_shard`` runs Python on the host before it can launch the
-kernels behind it. The device does not notice while it is still busy with what was launched before. Per component and
-pass, with t its compute, f what launching that takes anyway (twice as much in backward, which has twice the kernels)
-and L the host's time on its gathers and scatters, the device waits for
+Before the kernels of a gather, a message to the next stage or a collective of tensor parallelism can run, Python on the
+host must have launched them: for every unit that stock ``fully_shard`` gathers or scatters, every collective inside a
+component or at a boundary, every microbatch that is sent or received. The device does not notice while it is still busy
+with what was launched before. Per component and pass, with t its compute, f what launching that takes anyway (twice as
+much in backward, which has twice the kernels) and L the host's time on its communication, the device waits for
 
     max(0, L - max(0, t - f))
 
-so large components hide it whole, and small ones, which are no faster than they can be launched, pay all of it. What a
-neighbour would hide is not counted. t plus the wait never falls as t grows, so slower devices stay slower.
+so large components hide it whole, and small ones, which are no faster than they can be launched, pay all of it. What
+the ends of a component have launched hides behind what its own communication leaves of max(0, t - f), whichever way it
+is run: nothing hides twice, and t plus all that is waited for never falls as t grows, so slower devices stay slower.
+What a neighbour would hide is not counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from asa.cost.constants import constant
+from asa.ir.traffic import Collective, Phase
+
+MOST_UNITS = 2
+"""Gathers and scatters of a component's state in one pass, once-per-step ones included."""
+
+MOST_CROSSING = 3
+"""Collectives of one boundary in one pass."""
 
 
 @dataclass
 class Launches:
-    """Seconds of the host on gathers and scatters in every forward, every backward, and once per step: at the first
+    """Seconds of the host on communication in every forward, every backward, and once per step: at the first
     forward, and in the last backward. Numbers, or arrays of them."""
 
     forward: Any
@@ -28,9 +40,13 @@ class Launches:
     update: Any
     gradient: Any
 
+    def beside(self, forward: Any, backward: Any) -> Launches:
+        """With so many more seconds in every forward and backward."""
+        return Launches(self.forward + forward, self.backward + backward, self.update, self.gradient)
+
 
 def awaited(
-    launches: Launches, *, forward: Any, backward: Any, floor: float, most: Callable[[Any, Any], Any] = max
+    launches: Launches, *, forward: Any, backward: Any, floor: Any, most: Callable[[Any, Any], Any] = max
 ) -> Launches:
     """Of ``launches``, what the device waits for: ``forward`` and ``backward`` are the component's compute in one
     microbatch, ``floor`` what of a forward its own launch takes, in seconds. With ``most=numpy.maximum`` of many."""
@@ -42,3 +58,60 @@ def awaited(
         update=most(0.0, launches.forward + launches.update - ahead) - in_forward,
         gradient=most(0.0, launches.backward + launches.gradient - back) - in_backward,
     )
+
+
+def launched(traffic: Iterable[Collective], phase: Phase) -> int:
+    """How many collectives of ``traffic`` are launched in ``phase``."""
+    return sum(c.phase == phase and c.ranks > 1 and c.bytes > 0 for c in traffic)
+
+
+class Launching:
+    """What the device waits for at the ends of components, where their boundaries are launched.
+
+    ``ahead(index, layout)``: by how many seconds the host is ahead of the device after the forward, and the backward,
+    of a component, whatever its own communication took. Behind that hides first the end where the pass leaves the
+    component, then the one where it came in.
+    """
+
+    def __init__(self, ahead: Callable[[int, Any], tuple[float, float]]) -> None:
+        self._ahead = ahead
+        self._known: dict[tuple[int, Any], tuple[float, float]] = {}
+        self.collective_s, self.handover_s = constant("collective_launch_s"), constant("handover_launch_s")
+        self._later = MOST_CROSSING * self.collective_s + self.handover_s
+
+    def _of(self, index: int, layout: Any) -> tuple[float, float]:
+        if (index, layout) not in self._known:
+            self._known[index, layout] = self._ahead(index, layout)
+        return self._known[index, layout]
+
+    def between(self, index: int, source: Any, target: Any, forward: int, backward: int) -> tuple[float, float]:
+        """Seconds forward and backward at the boundary in front of component ``index``, of so many collectives."""
+        ahead, back = self._of(index - 1, source)[0], self._of(index, target)[1]
+        return max(0.0, forward * self.collective_s - ahead), max(0.0, backward * self.collective_s - back)
+
+    def crossed(
+        self, index: int, sources: Sequence[Any], targets: Sequence[Any], forward: Any, backward: Any
+    ) -> tuple[list[float], list[float]]:
+        """The same of all pairs, those from the first of ``sources`` first; counts are arrays of that order."""
+        pairs = [(a, b) for a in sources for b in targets]
+        found = [
+            self.between(index, a, b, int(f), int(k)) for (a, b), f, k in zip(pairs, forward, backward, strict=True)
+        ]
+        return [f for f, _ in found], [k for _, k in found]
+
+    def entered(self, index: int, layout: Any, forward: int, backward: int) -> tuple[float, float]:
+        """Where a stage begins with component ``index``: a microbatch is received, its gradient sent."""
+        ahead, back = self._of(index, layout)
+        return (
+            max(0.0, forward * self.collective_s + self.handover_s - max(0.0, ahead - self._later)),
+            max(0.0, backward * self.collective_s + self.handover_s - back),
+        )
+
+    def left(self, index: int, layout: Any, forward: int, backward: int, *, sent: bool) -> tuple[float, float]:
+        """Where a stage ends with component ``index``; ``sent``: to another stage."""
+        ahead, back = self._of(index, layout)
+        message = self.handover_s if sent else 0.0
+        return (
+            max(0.0, forward * self.collective_s + message - ahead),
+            max(0.0, backward * self.collective_s + message - max(0.0, back - self._later)),
+        )

@@ -56,6 +56,10 @@ class ChainTimes:
             sizes={d: np.array([[g.saved for g in grids[d]], [g.transient for g in grids[d]]]) for d in degrees},
         )
 
+    def launch(self, component: Component) -> float:
+        """:meth:`asa.cost.work.compute.Times.launch`."""
+        return self._times.launch(component)
+
     def both(self, samples: int, degree: int) -> Any:
         """Seconds of forward and backward of ``samples`` samples at a tensor degree, per component; what cannot be
         split counts as if it were whole."""

@@ -123,6 +123,18 @@ class Times:
         """Tensor degrees at which a component was measured, rising."""
         return self._degrees[name]
 
+    def launch(self, component: Component) -> float:
+        """Seconds of the host of a device apart to launch a forward of the component, however small it is."""
+        return max(self.floor, constant("estimate_launch_cuda_s") * len(component.modules))
+
+    def signature(self, component: Component) -> tuple[object, ...]:
+        """What two components have in common that always take as long as each other."""
+        name, tokens = component.name, self._token_grids
+        grids = [self.grid(name, d) for d in self._degrees[name]]
+        grids += [tokens[key] for key in sorted(tokens) if key[0] == name]
+        times = [(tuple(g.xs), tuple(g.forward), tuple(g.backward)) for g in grids]
+        return (self.launch(component), *self._degrees[name], *times)
+
     def grid(self, name: str, degree: int) -> Grid:
         """What was measured of a component at a tensor degree."""
         if (name, degree) not in self._grids:
