@@ -71,6 +71,15 @@ class RandomPipelines:
     def compute(self, width: int, m: int) -> list[float]:
         return [3 * (launch / 3 + c / m / width) * (1 - self.noise) for c, _, _, launch, _, _ in self.parts]
 
+    def ends(self, width: int, m: int) -> tuple[list[float], list[float]] | None:
+        chain = self.chain(width, m)
+        if chain is None:
+            return None
+        begin, end = (
+            [min(x.forward + x.backward for x in row.values()) for row in e] for e in (chain.inlets, chain.outlets)
+        )
+        return begin, end
+
     def apart(self, width: int, m: int) -> Any | None:
         chain, rows = self.chain(width, m), list[tuple[float, ...]]()
         if chain is None:

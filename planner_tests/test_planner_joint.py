@@ -291,8 +291,13 @@ def test_quick_floors_are_below_every_plan(seed):
 
 def test_floors_know_that_a_stage_has_all_microbatches_to_do():
     class Even(RandomPipelines):
+        ending = None
+
         def compute(self, width, m):
             return [1.0] * len(self.names)
+
+        def ends(self, width, m):
+            return self.ending
 
     found = floors(Even(1, components=4, gpus=2, most=8, speed=1.0, memory=50))
     # Two stages of one rank share four components, whatever the cut.
@@ -302,3 +307,8 @@ def test_floors_know_that_a_stage_has_all_microbatches_to_do():
     closer = floors(Even(1, components=4, gpus=2, most=8, speed=1.0, memory=50), 20.0)
     assert closer[8] == pytest.approx(18.0, abs=4 / 2**5)
     assert closer[8] <= 18.0
+    # A microbatch that is handed over costs either stage something there and back.
+    Even.ending = [0.0, 0.1, 0.1, 0.1], [0.1, 0.1, 0.1, 0.0]
+    closer = floors(Even(1, components=4, gpus=2, most=8, speed=1.0, memory=50), 20.0)
+    assert closer[8] == pytest.approx(18.9, abs=4 / 2**5)
+    assert closer[8] <= 18.9

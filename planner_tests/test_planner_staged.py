@@ -22,6 +22,7 @@ from asa.ir.units import GIB
 from asa.planner import Request, plan, verify
 from asa.planner.beside import Beside, Board, Told
 from asa.planner.decide import table
+from asa.planner.pipeline.floors import floors
 from asa.planner.pipeline.pipelines import Skeleton
 from asa.planner.pipeline.staged import StagedSpace
 from asa.planner.space.candidate import Candidate, Prices
@@ -55,6 +56,20 @@ def drawn(rng: random.Random, prices: Prices) -> tuple[StagedSpace, Candidate, t
     schedule = rng.choice(["gpipe", "1f1b"])
     skeleton = Skeleton(starts=starts, widths=widths, num_microbatches=m, schedule=schedule)
     return staged, staged.candidate(skeleton, choices), tuple(choices)
+
+
+@pytest.mark.parametrize(("graph", "cluster"), CASES)
+def test_floors_count_what_hosts_hand_over_and_never_too_much(graph, cluster):
+    prices = space(graph, cluster)
+    quick = StagedSpace(prices, anything)
+    begin, end = quick.ends(1, 8)
+    assert begin[0] == end[-1] == 0  # nothing comes from in front of the first, or goes behind the last
+    assert min(begin[1:]) >= 0
+    assert max(begin[1:]) > 0
+    for seed in range(8):
+        _, candidate, _ = drawn(random.Random(seed), prices)
+        value = prices.of(candidate).cost.total_s * MS
+        assert floors(quick, 1.5 * value)[candidate.num_microbatches] <= value * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(("graph", "cluster"), CASES)

@@ -1,4 +1,5 @@
-"""What plans of several stages take at least if nothing but computation took time: quickly, for any number of ranks.
+"""What plans of several stages take at least if nothing but computation took time, and what the host of a device apart
+does for messages between stages: quickly, for any number of ranks.
 
 Of one number of microbatches: every rank always busy; one microbatch through all components; and the slowest stage,
 which has all microbatches to do, at the cuts and widths that make it fastest. Then both at once: before a stage begins
@@ -54,21 +55,25 @@ def floors(
             continue
         found[m] = max(low, m * _slowest(own, widths, gpus, low / m, best / m))
         if found[m] < best < INF:
-            found[m] = max(found[m], _paced(own, widths, gpus, m, found[m], best, ends, halvings))
+            met = [pipelines.ends(w, m) for w in rows]
+            joints = np.zeros((2, *own.shape)) if None in met else np.array(met, dtype=float).swapaxes(0, 1)
+            found[m] = max(found[m], _paced(own, joints, widths, gpus, m, found[m], best, ends, halvings))
     return found
 
 
 def _paced(
-    own: Any, widths: Any, gpus: int, m: int, low: float, high: float, ends: float, halvings: int
+    own: Any, joints: Any, widths: Any, gpus: int, m: int, low: float, high: float, ends: float, halvings: int
 ) -> float:  # fmt: skip
-    """A bound between ``low`` and ``high`` on the slowest stage with what is in front of it."""
+    """A bound between ``low`` and ``high`` on the slowest stage with what is in front of it. ``joints``: ms of
+    beginning, and of ending, a stage with a component, by width."""
     unit = 1 if gpus <= _MOST_RANKS else _NODE
     n, slots = own.shape[1], gpus // unit
     counts = sorted(set((widths // unit).tolist()))
     if high == INF or len(counts) * n * n * (slots + 1) > _MOST_ENTRIES:
         return low
     sums = np.concatenate([np.zeros((len(widths), 1)), np.cumsum(own, axis=1)], axis=1)
-    least = {k: sums[widths // unit == k] for k in counts}
+    slots_of = widths // unit
+    least = {k: (sums[slots_of == k], *joints[:, slots_of == k]) for k in counts}
     for step in range(halvings):
         middle = high if step == 0 else (low + high) / 2
         if time.monotonic() > ends:
@@ -84,19 +89,20 @@ def _paced(
     return low
 
 
-def _reachable(least: dict[int, Any], slots: int, m: int, most: float) -> bool:
+def _reachable(least: dict[int, tuple[Any, Any, Any]], slots: int, m: int, most: float) -> bool:
     """Whether stages fit that take no more than ``most`` ms, the way there counted; ``least``: running sums of ms by
-    component, of the widths that count as so many slots."""
-    n = next(iter(least.values())).shape[1] - 1
+    component, and ms of beginning and of ending with it, of the widths that count as so many slots."""
+    n = next(iter(least.values()))[0].shape[1] - 1
     front = np.full((n + 1, slots + 1), INF)
     """By cut and slots used in front of it, the least ms of a microbatch's way there and back."""
     front[0] = 0.0
     for stop in range(1, n + 1):
-        for k, sums in least.items():
-            own = (sums[:, stop, None] - sums[:, :stop]).min(axis=0)
-            first = int(np.searchsorted(-own, -most / m))  # further in front a stage alone is too slow
+        for k, (sums, begin, end) in least.items():
+            inside = sums[:, stop, None] - sums[:, :stop]
+            first = int(np.searchsorted(-inside.min(axis=0), -most / m))  # further in front a stage alone is too slow
             if first == stop or k > slots:
                 continue
+            own = (inside + begin[:, :stop] + end[:, stop - 1, None]).min(axis=0)
             before, own = front[first:stop, : slots + 1 - k], own[first:, None]
             found = np.where(before + m * own <= most, before + own, INF).min(axis=0)
             np.minimum(front[stop, k:], found, out=front[stop, k:])

@@ -137,6 +137,9 @@ class KindSpace(StagedSpace):
             self._computes[key] = [x * MS for x in found]
         return self._computes[key]
 
+    def ends(self, width: int, num_microbatches: int) -> None:
+        """Of unequal devices nothing is known quickly."""
+
     def apart(self, width: int, num_microbatches: int) -> Any | None:
         """Of unequal devices, compute is all that is known quickly."""
         return None

@@ -43,6 +43,10 @@ class Pipelines(Protocol):
         """Per component the least ms of forward and backward of one microbatch, nothing communicated; infinite where it
         cannot run, None where nothing can. Cheap."""
 
+    def ends(self, width: int, num_microbatches: int) -> tuple[Sequence[float], Sequence[float]] | None:
+        """Per component at least so many ms of one microbatch, there and back, for a stage to begin with it, and to end
+        with it; None where nothing is known. Cheap."""
+
     def apart(self, width: int, num_microbatches: int) -> Any | None:
         """The same with all that a component costs by itself: per component the least ms of one microbatch forward, and
         forward and back, of all of a step, and of one microbatch with what comes once per step; None where only

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from asa.cost.pricing import Way
+from asa.cost.step import BoundaryCost
 from asa.interfaces.schedule import Schedule
 from asa.ir.layout import Layout
 from asa.planner.pipeline.pipelines import Skeleton
@@ -64,6 +65,19 @@ class StagedSpace:
         if key not in self._computes:
             self._computes[key] = [x * MS for x in self._prices.compute(*key, self.gpus)]
         return self._computes[key]
+
+    def ends(self, width: int, num_microbatches: int) -> tuple[list[float], list[float]] | None:
+        """Of devices apart from their hosts, what these take at least to hand microbatches over."""
+        pricer = self._prices.pricer(width, num_microbatches, self.gpus)
+        layouts = self._prices.space.layouts(width, num_microbatches)
+        if not pricer.states.apart or not layouts:
+            return None
+
+        def least(of: Callable[[int, Layout], BoundaryCost]) -> list[float]:
+            costs = [[of(i, x) for x in layouts] for i in range(len(self.names))]
+            return [MS * min(c.forward_s + c.backward_s for c in row) for row in costs]
+
+        return least(pricer.edges.inlet), least(pricer.edges.outlet)
 
     def apart(self, width: int, num_microbatches: int) -> Any | None:
         """As :meth:`compute`, with all that a component costs by itself."""
