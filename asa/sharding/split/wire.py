@@ -1,0 +1,108 @@
+"""How a tensor is cut over ranks, and what these tell each other of it, forward and backward.
+
+Every rank has a loss of its own, and what is trained is their mean. So a value of the whole, which all ranks have, gets
+the mean of their gradients; a value that each brings together with its part gets the sum of the gradients by the parts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from asa.sharding.axis import Axis
+from asa.sharding.modules import ParameterShard
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a tensor is cut over ``axis``, whose collectives are on ``device``."""
+
+    axis: Axis
+    shard: ParameterShard
+    device: torch.device
+
+    @property
+    def dim(self) -> int:
+        """The dimension that is cut."""
+        return self.shard.dim
+
+    @property
+    def length(self) -> int:
+        """Of the whole, along that dimension."""
+        return self.shard.blocks * self.shard.units * self.shard.unit
+
+    def at(self, dim: int) -> Split:
+        """The same cut along another dimension."""
+        return self if dim == self.dim else replace(self, shard=replace(self.shard, dim=dim))
+
+    def alike(self, other: Split) -> bool:
+        """Whether the same ranks hold the same positions, whatever the dimension."""
+        mine, theirs = self.axis, other.axis
+        return mine.group is theirs.group and mine.size == theirs.size and self.shard == other.at(self.dim).shard
+
+    def cut(self, full: Tensor) -> Tensor:
+        """This rank's part of a whole tensor."""
+        return self.shard.cut(full, self.axis.index)
+
+
+@torch.no_grad()
+def summed(x: Tensor, split: Split) -> Tensor:
+    """The sum over the ranks (collective), a tensor of its own."""
+    sent = x.detach().to(split.device, torch.float32 if x.dtype in HALF else x.dtype, copy=True).contiguous()
+    dist.all_reduce(sent, group=split.axis.group)
+    return sent.to(x.device, x.dtype)
+
+
+@torch.no_grad()
+def largest(x: Tensor, split: Split) -> Tensor:
+    """The largest over the ranks (collective); not a number where any is none, which the wire forgets."""
+    strange = x.detach().isnan()
+    sent = torch.stack([x.detach().masked_fill(strange, -math.inf if x.is_floating_point() else 0), strange.to(x)])
+    sent = sent.to(split.device, torch.float32 if x.dtype in HALF else x.dtype)
+    dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=split.axis.group)
+    value, none = sent.to(x.device, x.dtype)
+    return value.masked_fill(none > 0, math.nan) if x.is_floating_point() else value
+
+
+class _Known(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, contribution: Tensor, value: Tensor, split: Split) -> Tensor:
+        ctx.split = split
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return summed(gradient, ctx.split) / ctx.split.axis.size, None, None
+
+
+def known(contribution: Tensor, value: Tensor, split: Split) -> Tensor:
+    """``value`` of the whole, which this rank differentiates by its ``contribution`` (backward is collective)."""
+    if not (contribution.requires_grad and torch.is_grad_enabled()):
+        return value
+    return _Known.apply(contribution, value, split)  # type: ignore[no-any-return]
+
+
+class _Averaged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, split: Split) -> Tensor:
+        ctx.split = split
+        return summed(x, split) / split.axis.size if x.is_floating_point() else x.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return summed(gradient, ctx.split), None
+
+
+def averaged(x: Tensor, split: Split) -> Tensor:
+    """``x``, whole on every rank, before it is brought together with parts (collective, as is its backward)."""
+    return _Averaged.apply(x, split)  # type: ignore[no-any-return]
