@@ -7,7 +7,6 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -100,3 +99,104 @@ def test_values_and_gradients_are_those_of_the_whole() -> None:
                 torch.testing.assert_close(mine, value.detach(), **near, msg=f"{what}, {name}")
                 wanted = shard.cut(p.grad, rank)  # type: ignore[arg-type]
                 torch.testing.assert_close(gradient, wanted, **near, msg=f"gradient: {what}, {name}")
+
+
+IN_PLACE: dict[str, Callable[[Any, Any], object]] = {
+    "average": lambda p, q: q.lerp_(p, 0.25).mul_(2),
+    "copied": lambda p, q: q.copy_(p).clamp_(-0.5, 0.5),
+    "data": lambda p, q: setattr(q, "data", q.data * 0.5 + p.data),
+    "seen flat": lambda p, q: q.view(-1).sub_(p.detach().view(-1), alpha=3),
+    "whole": lambda p, q: q.add_(torch.arange(q.numel(), dtype=q.dtype).view(q.shape)),
+    "each": lambda p, q: torch._foreach_lerp_([q], [p], 0.5),
+    "products": lambda p, q: q.addcmul_(p, p.sign(), value=0.3).div_(q.norm()),
+    "drawn": lambda p, q: nn.init.xavier_normal_(q) if q.dim() > 1 else q.normal_(),
+    "not a number": lambda p, q: q.fill_(float("nan")).max(),
+    "gradient": lambda p, q: (setattr(q, "grad", torch.ones_like(q)), q.grad.mul_(2), q.add_(q.grad)),
+}
+
+
+def changed_on(rank: int) -> dict[tuple[str, str], Tensor]:
+    found = {}
+    for what in SHARDS:
+        for name, change in IN_PLACE.items():
+            p, q = part(rank, what), copy.deepcopy(part(rank, what))
+            torch.manual_seed(7)
+            with torch.no_grad():
+                q.mul_(-1)
+                change(p, q)
+            assert torch.equal(q.isnan(), q != q)
+            found[what, name] = q.held
+            held = [t.held for t in (p, p.data, p.view(-1))]
+            assert len({t.data_ptr() for t in held}) == 1
+            assert p.grad is None
+            assert isinstance(p, nn.Parameter)
+            assert f"{p}".startswith("TensorPart((6")
+    return found
+
+
+def test_changes_in_place_are_those_of_the_whole() -> None:
+    ranks = run_ranks(2, changed_on, threads=1, timeout_s=60)
+    for what, shard in SHARDS.items():
+        for name, change in IN_PLACE.items():
+            p, q = nn.Parameter(whole(what)), nn.Parameter(-whole(what))
+            torch.manual_seed(7)
+            with torch.no_grad():
+                change(p, q)
+            for rank, found in enumerate(ranks):
+                wanted = shard.cut(q.detach(), rank)
+                torch.testing.assert_close(found[what, name], wanted, equal_nan=True, msg=f"{what}, {name}")
+
+
+REFUSED: dict[str, Callable[[Any], object]] = {
+    "cat": lambda p: torch.cat([p, p]),
+    "stack": lambda p: torch.stack([p.detach(), torch.zeros(p.shape)]),
+    "cat needs": lambda p: nn.utils.parameters_to_vector([p]),
+    "matmul": lambda p: torch.ones(6).double() @ p,
+    "linear": lambda p: F.linear(torch.ones(2, 5), p),
+    "svd": lambda p: torch.linalg.svd(p),
+    "matrix_norm of order 2": lambda p: torch.linalg.matrix_norm(p, 2),
+    "sort": lambda p: p.sort(),
+    "topk": lambda p: torch.topk(p, 2),
+    "quantile": lambda p: torch.quantile(p, 0.5),
+    "median": lambda p: p.median(),
+    "max(dim)": lambda p: p.max(dim=0),
+    "argmax": lambda p: p.argmax(),
+    "cumsum": lambda p: p.cumsum(0),
+    "softmax": lambda p: p.softmax(0),
+    "numpy": lambda p: p.detach().numpy(),
+    "item": lambda p: p.item(),
+    "tolist": lambda p: p.tolist(),
+    "__bool__": lambda p: bool(p),
+    "__getitem__": lambda p: p[0],
+    "__setitem__": lambda p: p.__setitem__(0, 1.0),
+    "rows": lambda p: list(p),
+    "pickle": lambda p: pickle.dumps(p),
+    "view": lambda p: p.view(3, 10),
+    "into a tensor that is no such": lambda p: torch.zeros(p.shape).add_(p),
+    "held in parts, the other is not": lambda p: torch._foreach_add([torch.zeros(6, 5)], [p]),
+    "another kind": lambda p: p * p.t(),
+    "needs a whole": lambda p: p.detach() @ p.detach().t(),
+    "does not fit": lambda p: p * torch.zeros(3, 1),
+    "hook": lambda p: p.register_hook(lambda g: g),
+    "use loss.backward()": lambda p: torch.autograd.grad(p.norm(), p),
+    "set requires_grad": lambda p: p.norm().backward(inputs=[p]),
+    "more on one rank": lambda p: (p.norm() * (1 + dist.get_rank())).backward(),
+}
+
+
+def refused_on(rank: int) -> dict[str, str]:
+    found = {}
+    for words, ask in REFUSED.items():
+        try:
+            ask(part(rank, "rows"))
+            found[words] = "nothing"
+        except UsageError as error:
+            found[words] = str(error)
+    return found
+
+
+def test_what_needs_the_whole_is_refused_by_name() -> None:
+    for found in run_ranks(2, refused_on, threads=1, timeout_s=60):
+        for words, said in found.items():
+            assert words.removeprefix("linalg_") in said, (words, said)
+            assert "\n" not in said

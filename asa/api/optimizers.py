@@ -120,5 +120,6 @@ def _share_updates(optimizer: Optimizer, model: ParallelModel) -> Callable[[], N
         model.share_updates()
 
     handle = optimizer.register_step_post_hook(stepped)
-    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)
+    behind: Any = optimizer._optimizer_step_post_hooks
+    behind.move_to_end(handle.id, last=False)
     return handle.remove

@@ -134,12 +134,14 @@ def step_over_parts(optimizer: Optimizer, elsewhere: Iterable[Tensor] = ()) -> C
     """
     parts = _Parts(optimizer, frozenset(map(id, elsewhere)))
     enters, leaves = optimizer.register_step_pre_hook(parts.before), optimizer.register_step_post_hook(parts.after)
-    hooks, honest = optimizer._optimizer_step_pre_hooks, optimizer.register_step_pre_hook
-    optimizer._optimizer_step_post_hooks.move_to_end(leaves.id, last=False)
+    before: Any = optimizer._optimizer_step_pre_hooks
+    behind: Any = optimizer._optimizer_step_post_hooks
+    honest = optimizer.register_step_pre_hook
+    behind.move_to_end(leaves.id, last=False)
 
     def register(hook: Any) -> RemovableHandle:
         handle = honest(hook)
-        hooks.move_to_end(enters.id)
+        before.move_to_end(enters.id)
         return handle
 
     optimizer.register_step_pre_hook = register  # type: ignore[method-assign]

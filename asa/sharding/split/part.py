@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from asa.errors import UsageError
 from asa.sharding.split.wire import Split, averaged
@@ -79,7 +79,7 @@ class TensorPart(Tensor):
         shape[split.dim] = split.length
         found: TensorPart = Tensor._make_wrapper_subclass(cls, shape, dtype=held.dtype, device=held.device)  # type: ignore[attr-defined]
         found.held, found.split, found._gradient = held, split, None
-        if getattr(held, "_is_param", False):
+        if isinstance(held, nn.Parameter):
             found._is_param = True  # type: ignore[attr-defined]  # so isinstance says nn.Parameter
         return found
 
@@ -105,7 +105,7 @@ class TensorPart(Tensor):
         return handler(Call(func, name, tuple(args), kwargs))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         refuse(str(func), parts_in((*args, *(kwargs or {}).values()))[0].split)
 
     @property
@@ -189,7 +189,7 @@ class TensorPart(Tensor):
     def __format__(self, form: str) -> str:
         return repr(self) if not form else refuse("__format__", self.split)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         ranks = self.split.axis
         return (
             f"TensorPart({tuple(self.shape)} over {ranks.size} ranks along dim {self.split.dim}, dtype={self.dtype}; "

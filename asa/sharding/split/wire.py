@@ -1,7 +1,7 @@
 """How a tensor is cut over ranks, and what these tell each other of it, forward and backward.
 
-Every rank has a loss of its own, and what is trained is their mean. So a value of the whole, which all ranks have, gets
-the mean of their gradients; a value that each brings together with its part gets the sum of the gradients by the parts.
+A value of the whole is the same on all ranks, and so must be its gradient: every rank then differentiates it by its own
+part. What each rank brings together with its part gets the sum of the gradients by all parts.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from asa.errors import UsageError
+from asa.sharding import direct
 from asa.sharding.axis import Axis
 from asa.sharding.modules import ParameterShard
 
@@ -57,7 +59,7 @@ class Split:
 def summed(x: Tensor, split: Split) -> Tensor:
     """The sum over the ranks (collective), a tensor of its own."""
     sent = x.detach().to(split.device, torch.float32 if x.dtype in HALF else x.dtype, copy=True).contiguous()
-    dist.all_reduce(sent, group=split.axis.group)
+    direct.all_reduce(sent, group=split.axis.group)
     return sent.to(x.device, x.dtype)
 
 
@@ -81,11 +83,18 @@ class _Known(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return summed(gradient, ctx.split) / ctx.split.axis.size, None, None
+        least, most = largest(torch.stack([-gradient, gradient]), ctx.split)
+        if bool(((most + least) > 1e-3 * most.abs()).any()):
+            raise UsageError(
+                "a norm (or sum) of parameters that ranks hold in parts counts more on one rank than on another: add "
+                "it to the loss, of which every rank has its own, and do not multiply the two"
+            )
+        return gradient, None, None
 
 
 def known(contribution: Tensor, value: Tensor, split: Split) -> Tensor:
-    """``value`` of the whole, which this rank differentiates by its ``contribution`` (backward is collective)."""
+    """``value`` of the whole, which this rank differentiates by its ``contribution``. Its backward is collective, and
+    raises a UsageError where ranks have different gradients of it."""
     if not (contribution.requires_grad and torch.is_grad_enabled()):
         return value
     return _Known.apply(contribution, value, split)  # type: ignore[no-any-return]
