@@ -25,6 +25,7 @@ PLANS = {
     "tensor": (uniform(1, 2), "replicate"),
     "mixed": (alternating(2), "replicate"),
     "zero1": (uniform(2, 1), "zero1"),
+    "zero3": (uniform(2, 1), "zero3"),
     "zero1 and tensor": (alternating(2, shift=1), "zero1"),
 }
 
@@ -113,17 +114,19 @@ STEPS: dict[str, Step] = {
 }  # fmt: skip
 
 
-def trained(make: Callable[[], nn.Module], name: str, plan: Plan | None = None) -> dict[str, dict[str, Tensor]]:
+def trained(
+    make: Callable[[], nn.Module], name: str, plan: Plan | None = None, steps: tuple[str, ...] = tuple(STEPS)
+) -> dict[str, dict[str, Tensor]]:
     """The weights after every step, each of its own kind."""
     net: Any = make()
     opt: Any = user.optimizer(net, name)
-    batches: Any = user.loader(samples=8 * len(STEPS) - 5)
+    batches: Any = user.loader(samples=8 * len(steps) - 5)
     if plan is not None:
         net, opt, batches = asa.parallelize(net, opt, batches, plan=plan, batch_norm="exact")
     found: dict[str, dict[str, Tensor]] = {}
-    for (what, step), (x, y, _number) in zip(STEPS.items(), batches, strict=True):
+    for what, (x, y, _number) in zip(steps, batches, strict=True):
         opt.zero_grad()
-        step(net, opt, x, y)
+        STEPS[what](net, opt, x, y)
         opt.step()
         found[what] = {key: value.clone() for key, value in net.state_dict().items() if value.is_floating_point()}
     if plan is not None:
@@ -146,6 +149,21 @@ def test_norms_by_hand_are_those_of_one_device() -> None:
         for (model, name), states in found.items():
             for what, state in states.items():
                 assert user.distance(state, expected[model][what]) < 1e-9, (model, name, what)
+
+
+SHARDED = ("items", "stack", "foreach", "torch", "layer")
+"""Penalties are to be made of ``.full_tensor()`` there."""
+
+
+def sharded_on(_rank: int, plan: Plan) -> dict[str, dict[str, Tensor]]:
+    return trained(*MODELS["convolutions"], plan, SHARDED)
+
+
+def test_numbers_from_sharded_gradients_are_of_the_whole() -> None:
+    expected = trained(*MODELS["convolutions"], None, SHARDED)
+    for found in run_ranks(2, sharded_on, plan_of("zero3"), threads=1, timeout_s=60):
+        for what, state in found.items():
+            assert user.distance(state, expected[what]) < 1e-9, what
 
 
 def limited(seen: list[int]) -> Callable[..., None]:
@@ -181,7 +199,7 @@ def program(plan: Plan | None = None) -> tuple[dict[str, Tensor], list[float], l
             loss.backward()
             for p in net.parameters():
                 p.grad.add_(p.detach() / p.detach().norm().clamp(min=1), alpha=0.01)
-            return float(loss)
+            return float(loss.detach())
 
         if len(norms) % 2:
             opt.step(closure)

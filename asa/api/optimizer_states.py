@@ -44,7 +44,7 @@ def load_states(model: ParallelModel, optimizer: Optimizer, full: dict[str, Tens
         entry = known.state[held]
         if isinstance(p, TensorPart):
             alike = {k: v for k, v in entry.items() if isinstance(v, Tensor) and v.shape == held.shape}
-            entry |= {key: TensorPart(value, p.split) for key, value in alike.items()}
+            entry |= {key: TensorPart(value, p.parted) for key, value in alike.items()}
         optimizer.state[p] = entry
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from asa.api.batches import GlobalBatches, Share, moved
 from asa.api.clipping import clip, understood_by_torch
 from asa.api.names import StateNames
+from asa.api.numbers import numbers_of_wholes
 from asa.api.outputs import Demands, entering, leaving
 from asa.api.place import Place
 from asa.api.seen import Seen
@@ -62,6 +63,7 @@ class PlacedModel(nn.Module):
         self._independent = True
         if parallel is not None:
             understood_by_torch(parallel)
+            numbers_of_wholes(parallel.parameters())
             refuse_hooks(parallel.parameters())
             self._independent = all(layout.data == place.ranks for layout in parallel.layouts)
 

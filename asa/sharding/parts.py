@@ -24,7 +24,7 @@ def local(tensor: Tensor) -> Tensor:
 def as_held(parameter: Tensor, value: Tensor) -> Tensor:
     """``value``, state of this rank's part of ``parameter``, in the form in which and where ``parameter`` is held."""
     if isinstance(parameter, TensorPart):
-        return TensorPart(as_held(parameter.held, value), parameter.split)
+        return TensorPart(as_held(parameter.held, value), parameter.parted)
     value = value.to(local(parameter).device)
     if not isinstance(parameter, DTensor):
         return value

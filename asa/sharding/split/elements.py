@@ -42,7 +42,7 @@ def elementwise(call: Call) -> Any:
     parts = parts_in((*call.args, *call.options.values()))
     lead = max(parts, key=Tensor.dim)
     if call.name == "where" and len(call.args) < 3 and not {"other", "y"} & call.options.keys():
-        refuse("where", lead.split)
+        refuse("where", lead.parted)
     if call.in_place and not isinstance(call.args[0], TensorPart):
         raise UsageError(
             f"{call.name} would put what ranks hold in parts into a tensor that is no such: make that by "
@@ -57,9 +57,9 @@ def drawn(call: Call) -> Any:
     """Random numbers for the whole, of which this rank keeps its part: of one seed those that one device draws."""
     part, *more = call.args
     full = torch.empty(part.shape, dtype=part.dtype, device=part.device)
-    found = part.split.cut(call.func(full, *more, **call.options))
+    found = part.parted.cut(call.func(full, *more, **call.options))
     if not call.in_place:
-        return TensorPart(found, part.split)
+        return TensorPart(found, part.parted)
     with torch.set_grad_enabled(torch.is_grad_enabled() and getattr(call.func, "__module__", "") != "torch.nn.init"):
         part.held.copy_(found)
     return part

@@ -18,7 +18,7 @@ def elementwise_each(call: Call) -> Any:
 
     def beside(values: Any) -> Any:
         if not isinstance(values, list | tuple):
-            return refuse(call.name, values.split) if isinstance(values, TensorPart) else values
+            return refuse(call.name, values.parted) if isinstance(values, TensorPart) else values
         for value, leader in zip(values, first, strict=True):
             if isinstance(value, TensorPart) and not isinstance(leader, TensorPart):
                 raise UsageError(f"{call.name} brings together tensors of which one is held in parts, the other is not")

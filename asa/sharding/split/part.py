@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 
 from asa.errors import UsageError
 from asa.sharding.split.wire import Split, averaged
@@ -70,7 +71,7 @@ class TensorPart(Tensor):
     """
 
     held: Tensor
-    split: Split
+    parted: Split
     _gradient: TensorPart | None
 
     @staticmethod
@@ -78,7 +79,7 @@ class TensorPart(Tensor):
         shape = list(held.shape)
         shape[split.dim] = split.length
         found: TensorPart = Tensor._make_wrapper_subclass(cls, shape, dtype=held.dtype, device=held.device)  # type: ignore[attr-defined]
-        found.held, found.split, found._gradient = held, split, None
+        found.held, found.parted, found._gradient = held, split, None
         if isinstance(held, nn.Parameter):
             found._is_param = True  # type: ignore[attr-defined]  # so isinstance says nn.Parameter
         return found
@@ -101,12 +102,12 @@ class TensorPart(Tensor):
         if "out" in kwargs and kwargs["out"] is None:
             del (kwargs := dict(kwargs))["out"]
         if handler is None or "out" in kwargs:
-            refuse(name, parts_in((*args, *kwargs.values()))[0].split)
+            refuse(name, parts_in((*args, *kwargs.values()))[0].parted)
         return handler(Call(func, name, tuple(args), kwargs))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        refuse(str(func), parts_in((*args, *(kwargs or {}).values()))[0].split)
+        refuse(str(func), parts_in((*args, *(kwargs or {}).values()))[0].parted)
 
     @property
     def grad(self) -> TensorPart | None:  # type: ignore[override]
@@ -115,7 +116,7 @@ class TensorPart(Tensor):
         if gradient is None:
             self._gradient = None
         elif known is None or known.held is not gradient:
-            self._gradient = TensorPart(gradient, self.split)
+            self._gradient = TensorPart(gradient, self.parted)
         return self._gradient
 
     @grad.setter
@@ -126,7 +127,7 @@ class TensorPart(Tensor):
     @property
     def data(self) -> TensorPart:  # type: ignore[override]
         """The same memory, for autograd another tensor."""
-        return TensorPart(self.held.data, self.split)
+        return TensorPart(self.held.data, self.parted)
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -174,25 +175,25 @@ class TensorPart(Tensor):
         self.register_hook(hook)
 
     def __iter__(self) -> Iterator[Any]:
-        refuse("a loop over its rows", self.split)
+        refuse("a loop over its rows", self.parted)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorPart:
-        found = TensorPart(self.held.detach().clone().requires_grad_(self.requires_grad), self.split)
+        found = TensorPart(self.held.detach().clone().requires_grad_(self.requires_grad), self.parted)
         if getattr(self, "_is_param", False):
             found._is_param = True  # type: ignore[attr-defined]
         memo[id(self)] = found
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        refuse("a copy or pickle", self.split)
+        refuse("a copy or pickle", self.parted)
 
     def __format__(self, form: str) -> str:
-        return repr(self) if not form else refuse("__format__", self.split)
+        return repr(self) if not form else refuse("__format__", self.parted)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        ranks = self.split.axis
+        ranks = self.parted.axis
         return (
-            f"TensorPart({tuple(self.shape)} over {ranks.size} ranks along dim {self.split.dim}, dtype={self.dtype}; "
+            f"TensorPart({tuple(self.shape)} over {ranks.size} ranks along dim {self.parted.dim}, dtype={self.dtype}; "
             f"rank {ranks.index} holds {self.held})"
         )
 
@@ -220,21 +221,24 @@ def matched(value: Any, to: TensorPart) -> Any:
     Raises:
         UsageError: it is split in another way, or is too long or short.
     """
-    split = to.split
+    split = to.parted
     right = to.dim() - split.dim  # the dimension that is cut, counted from the last
     if isinstance(value, TensorPart):
-        if value.dim() - value.split.dim != right or not value.split.alike(split):
+        if value.dim() - value.parted.dim != right or not value.parted.alike(split):
             raise UsageError("two tensors that ranks hold in parts of another kind cannot be brought together")
         return value.held
     if not isinstance(value, Tensor):
         return value
     if torch.is_grad_enabled() and (value.requires_grad or (to.requires_grad and not value.dim())):
         value = averaged(value, split)
-    if value.dim() < right or value.shape[-right] == 1:
+    if value.dim() >= right and value.shape[-right] != 1:
+        if value.shape[-right] != split.length:
+            raise UsageError(f"a tensor of shape {list(value.shape)} does not fit one of shape {list(to.shape)}")
+        value = split.at(value.dim() - right).cut(value)
+    held = to.held
+    if not value.dim() or not isinstance(held, DTensor) or isinstance(value, DTensor):
         return value
-    if value.shape[-right] != split.length:
-        raise UsageError(f"a tensor of shape {list(value.shape)} does not fit one of shape {list(to.shape)}")
-    return split.at(value.dim() - right).cut(value)
+    return DTensor.from_local(value, held.device_mesh, [Replicate()] * held.device_mesh.ndim, run_check=False)
 
 
 def wrapped(value: Any, like: TensorPart) -> Any:
@@ -243,4 +247,4 @@ def wrapped(value: Any, like: TensorPart) -> Any:
         return like
     if not isinstance(value, Tensor):
         return value
-    return TensorPart(value, like.split.at(value.dim() - like.dim() + like.split.dim))
+    return TensorPart(value, like.parted.at(value.dim() - like.dim() + like.parted.dim))

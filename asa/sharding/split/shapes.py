@@ -59,12 +59,12 @@ def reshape(call: Call) -> Any:
         if more and shape[more[0]] == 1:
             del wanted[more[0]]
     elif more and isinstance(more[0], torch.dtype):
-        return refuse(name, part.split)
+        return refuse(name, part.parted)
     else:
         wanted = _sizes(more)
     if -1 in wanted:
         wanted[wanted.index(-1)] = part.numel() // math.prod(n for n in wanted if n != -1)
-    split, local = reshaped(part.split, shape, wanted, name)
+    split, local = reshaped(part.parted, shape, wanted, name)
     held = part.held.view(local) if name.startswith("view") else part.held.reshape(local)
     return TensorPart(held, split)
 
@@ -81,7 +81,7 @@ def turn(call: Call) -> Any:
     else:
         one, other = (-1, -2) if name == "mT" else more
         order[one], order[other] = order[other], order[one]
-    return TensorPart(part.held.permute(order), part.split.at(order.index(part.split.dim)))
+    return TensorPart(part.held.permute(order), part.parted.at(order.index(part.parted.dim)))
 
 
 handles(("view", "view_as", "reshape", "reshape_as", "ravel", "flatten", "unsqueeze", "squeeze"), reshape)

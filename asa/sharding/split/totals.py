@@ -35,8 +35,8 @@ def _along(call: Call, dims: tuple[int, ...], keepdim: bool) -> Any:
     """A reduction along dimensions of which this rank has all."""
     part = call.args[0]
     found = call.func(part.held, *call.args[1:], **call.options)
-    dim = part.split.dim if keepdim else part.split.dim - sum(n < part.split.dim for n in set(dims))
-    wrap = [TensorPart(f, part.split.at(dim)) for f in (found if isinstance(found, tuple) else (found,))]
+    dim = part.parted.dim if keepdim else part.parted.dim - sum(n < part.parted.dim for n in set(dims))
+    wrap = [TensorPart(f, part.parted.at(dim)) for f in (found if isinstance(found, tuple) else (found,))]
     return type(found)(wrap) if isinstance(found, tuple) else wrap[0]
 
 
@@ -51,16 +51,16 @@ def total(call: Call) -> Any:
     (part, *more), options, name = call.args, call.options, call.name
     given = _named(more, options, "dim", "keepdim")
     dims = _dims(part, given.get("dim"))
-    if part.split.dim not in dims:
+    if part.parted.dim not in dims:
         return _along(call, dims, given.get("keepdim", False))
     if name == "count_nonzero":
-        return summed(_whole(part.held.ne(0).sum(dims)), part.split)
+        return summed(_whole(part.held.ne(0).sum(dims)), part.parted)
     held, dtype = part.held, given.get("dtype")
     dtype = dtype or (held.dtype if held.is_floating_point() or held.is_complex() or name == "mean" else torch.int64)
     addend = _whole(held.sum(dims, given.get("keepdim", False), dtype=torch.float32 if dtype in HALF else dtype))
     if name == "mean":
         addend = addend / math.prod(part.shape[n] for n in set(dims))
-    return known(addend, summed(addend, part.split), part.split).to(dtype)
+    return known(addend, summed(addend, part.parted), part.parted).to(dtype)
 
 
 def extreme(call: Call) -> Any:
@@ -70,13 +70,13 @@ def extreme(call: Call) -> Any:
     (part, *more), options, name = call.args, call.options, call.name
     given = _named(more, options, "dim", "keepdim")
     dims, keepdim = _dims(part, given.get("dim")), given.get("keepdim", False)
-    if part.split.dim not in dims:
+    if part.parted.dim not in dims:
         return _along(call, dims, keepdim)
     if name in ("max", "min") and given.get("dim") is not None:
-        refuse(f"{name}(dim), which says where,", part.split)
+        refuse(f"{name}(dim), which says where,", part.parted)
     mine = _whole((part.held.amin if name.endswith("min") else part.held.amax)(dims, keepdim))
-    value = -largest(-mine, part.split) if name.endswith("min") else largest(mine, part.split)
-    return known(_shared(part.held, mine, value, dims, part.split), value, part.split)
+    value = -largest(-mine, part.parted) if name.endswith("min") else largest(mine, part.parted)
+    return known(_shared(part.held, mine, value, dims, part.parted), value, part.parted)
 
 
 def _shared(held: Tensor, mine: Tensor, value: Tensor, dims: tuple[int, ...], split: Split) -> Tensor:
@@ -95,10 +95,10 @@ def truth(call: Call) -> Any:
     (part, *more), options, name = call.args, call.options, call.name
     given = _named(more, options, "dim", "keepdim")
     dims = _dims(part, given.get("dim"))
-    if part.split.dim not in dims:
+    if part.parted.dim not in dims:
         return _along(call, dims, given.get("keepdim", False))
     against = part.held.ne(0) if name == "any" else part.held.eq(0)
-    found = summed(_whole(against.sum(dims, given.get("keepdim", False))), part.split) > 0
+    found = summed(_whole(against.sum(dims, given.get("keepdim", False))), part.parted) > 0
     return found if name == "any" else ~found
 
 
@@ -110,12 +110,12 @@ def norm(call: Call) -> Any:
         given = {"ord": "fro", "dim": (-2, -1)} | given
     order = given.get("p" if name == "norm" else "ord", 2)
     dims = _dims(part, given.get("dim"))
-    if part.split.dim not in dims:
+    if part.parted.dim not in dims:
         return _along(call, dims, given.get("keepdim", False))
     of_matrix = len(dims) == 2 and name in ("linalg_norm", "linalg_matrix_norm")
     order = 2.0 if order in ("fro", None) else math.inf if order == "inf" else order
     if isinstance(order, str) or order < 0 or (of_matrix and given.get("ord") not in ("fro", None)):
-        refuse(f"{name} of order {order}", part.split)
+        refuse(f"{name} of order {order}", part.parted)
     return _norm(part, float(order), dims, given.get("keepdim", False), given.get("dtype"))
 
 
@@ -123,9 +123,9 @@ def _norm(part: TensorPart, order: float, dims: tuple[int, ...], keepdim: bool, 
     held = part.held if dtype is None else part.held.to(dtype)
     mine = _whole(torch.linalg.vector_norm(held, order, dims, keepdim))
     if order == math.inf:
-        value = largest(mine, part.split)
-        return known(_shared(held.abs(), mine, value, dims, part.split), value, part.split)
-    return _joined(mine, summed(_power(mine, order), part.split), order, part.split)
+        value = largest(mine, part.parted)
+        return known(_shared(held.abs(), mine, value, dims, part.parted), value, part.parted)
+    return _joined(mine, summed(_power(mine, order), part.parted), order, part.parted)
 
 
 def _power(mine: Tensor, order: float) -> Tensor:
@@ -153,8 +153,8 @@ def norms(parts: Sequence[TensorPart], order: float, dtype: torch.dtype | None =
     for first in range(len(parts)):
         if first in found:
             continue
-        split = parts[first].split
-        alike = [i for i, p in enumerate(parts) if p.split.axis.group is split.axis.group]
+        split = parts[first].parted
+        alike = [i for i, p in enumerate(parts) if p.parted.axis.group is split.axis.group]
         powers = summed(torch.stack([_power(mine[i], order) for i in alike]), split)
         found |= {i: _joined(mine[i], power, order, split) for i, power in zip(alike, powers.unbind(), strict=True)}
     return [found[i] for i in range(len(parts))]
@@ -167,7 +167,7 @@ def spread(call: Call) -> Any:
     less = given.pop("correction", None)
     unbiased = given.pop("unbiased", True)
     if given or not isinstance(unbiased, bool):
-        refuse(f"{name} along dimensions", part.split)
+        refuse(f"{name} along dimensions", part.parted)
     mean: Any = part.mean()
     found: Any = (part - mean).square().sum() / (part.numel() - (int(unbiased) if less is None else less))
     return found.sqrt() if name == "std" else found

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
 from asa.errors import UsageError
 from asa.sharding import direct
@@ -77,13 +78,14 @@ def largest(x: Tensor, split: Split) -> Tensor:
 class _Known(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, contribution: Tensor, value: Tensor, split: Split) -> Tensor:
-        ctx.split = split
+        ctx.parted = split
         return value.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        least, most = largest(torch.stack([-gradient, gradient]), ctx.split)
+        gradient = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient  # of a loss with sharded ones
+        least, most = largest(torch.stack([-gradient, gradient]), ctx.parted)
         if bool(((most + least) > 1e-3 * most.abs()).any()):
             raise UsageError(
                 "a norm (or sum) of parameters that ranks hold in parts counts more on one rank than on another: add "
@@ -103,13 +105,13 @@ def known(contribution: Tensor, value: Tensor, split: Split) -> Tensor:
 class _Averaged(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, split: Split) -> Tensor:
-        ctx.split = split
+        ctx.parted = split
         return summed(x, split) / split.axis.size if x.is_floating_point() else x.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return summed(gradient, ctx.split), None
+        return summed(gradient, ctx.parted), None
 
 
 def averaged(x: Tensor, split: Split) -> Tensor:
