@@ -72,10 +72,11 @@ def understood_by_torch(model: ParallelModel) -> None:
     if all(a.data.strategy == "replicate" and a.tensor.degree == 1 for a in model.plan.components):
         return
     _split.add(model)
-    for name, ours in (("_get_total_norm", _norm), ("_clip_grads_with_norm_", _scaled)):
-        theirs = getattr(clip_grad, name, None)
-        if theirs is not None and not hasattr(theirs, "asa"):
-            setattr(clip_grad, name, ours(theirs))
+    for where, before in ((clip_grad, "_"), (nn.utils, "")):  # as torch calls them itself, and as programs do
+        for name, ours in ((f"{before}get_total_norm", _norm), (f"{before}clip_grads_with_norm_", _scaled)):
+            theirs = getattr(where, name, None)
+            if theirs is not None and not hasattr(theirs, "asa"):
+                setattr(where, name, ours(theirs))
 
 
 def _norm(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:

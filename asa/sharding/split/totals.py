@@ -12,16 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from asa.sharding.split.elements import elementwise
 from asa.sharding.split.part import Call, TensorPart, handles, refuse
-from asa.sharding.split.wire import HALF, Split, known, largest, summed
-
-
-def _whole(x: Tensor) -> Tensor:
-    """Of ranks that share a part, what they have together."""
-    return x.full_tensor() if isinstance(x, DTensor) else x
+from asa.sharding.split.wire import HALF, Split, known, largest, summed, whole
 
 
 def _dims(part: TensorPart, dim: Any) -> tuple[int, ...]:
@@ -54,10 +48,10 @@ def total(call: Call) -> Any:
     if part.parted.dim not in dims:
         return _along(call, dims, given.get("keepdim", False))
     if name == "count_nonzero":
-        return summed(_whole(part.held.ne(0).sum(dims)), part.parted)
+        return summed(whole(part.held.ne(0).sum(dims)), part.parted)
     held, dtype = part.held, given.get("dtype")
     dtype = dtype or (held.dtype if held.is_floating_point() or held.is_complex() or name == "mean" else torch.int64)
-    addend = _whole(held.sum(dims, given.get("keepdim", False), dtype=torch.float32 if dtype in HALF else dtype))
+    addend = whole(held.sum(dims, given.get("keepdim", False), dtype=torch.float32 if dtype in HALF else dtype))
     if name == "mean":
         addend = addend / math.prod(part.shape[n] for n in set(dims))
     return known(addend, summed(addend, part.parted), part.parted).to(dtype)
@@ -74,7 +68,7 @@ def extreme(call: Call) -> Any:
         return _along(call, dims, keepdim)
     if name in ("max", "min") and given.get("dim") is not None:
         refuse(f"{name}(dim), which says where,", part.parted)
-    mine = _whole((part.held.amin if name.endswith("min") else part.held.amax)(dims, keepdim))
+    mine = whole((part.held.amin if name.endswith("min") else part.held.amax)(dims, keepdim))
     value = -largest(-mine, part.parted) if name.endswith("min") else largest(mine, part.parted)
     return known(_shared(part.held, mine, value, dims, part.parted), value, part.parted)
 
@@ -85,7 +79,7 @@ def _shared(held: Tensor, mine: Tensor, value: Tensor, dims: tuple[int, ...], sp
         return mine
     with torch.no_grad():
         beside = [1 if n in dims else s for n, s in enumerate(held.shape)] if len(set(dims)) < held.dim() else []
-        here = _whole(held.eq(mine.reshape(beside)).sum(dims)).reshape(mine.shape) * mine.eq(value)
+        here = whole(held.eq(mine.reshape(beside)).sum(dims)).reshape(mine.shape) * mine.eq(value)
         share = here / summed(here, split).clamp(min=1)
     return mine * share.to(mine.dtype)
 
@@ -98,7 +92,7 @@ def truth(call: Call) -> Any:
     if part.parted.dim not in dims:
         return _along(call, dims, given.get("keepdim", False))
     against = part.held.ne(0) if name == "any" else part.held.eq(0)
-    found = summed(_whole(against.sum(dims, given.get("keepdim", False))), part.parted) > 0
+    found = summed(whole(against.sum(dims, given.get("keepdim", False))), part.parted) > 0
     return found if name == "any" else ~found
 
 
@@ -121,7 +115,7 @@ def norm(call: Call) -> Any:
 
 def _norm(part: TensorPart, order: float, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype | None) -> Tensor:
     held = part.held if dtype is None else part.held.to(dtype)
-    mine = _whole(torch.linalg.vector_norm(held, order, dims, keepdim))
+    mine = whole(torch.linalg.vector_norm(held, order, dims, keepdim))
     if order == math.inf:
         value = largest(mine, part.parted)
         return known(_shared(held.abs(), mine, value, dims, part.parted), value, part.parted)
@@ -135,12 +129,12 @@ def _power(mine: Tensor, order: float) -> Tensor:
 
 def _joined(mine: Tensor, powers: Tensor, order: float, split: Split) -> Tensor:
     """The norm of the whole from the sum of its parts' powers; d whole / d part = (part / whole) ** (order - 1)."""
-    whole = powers if order == 0 else powers.pow(1 / order)
-    value = whole.to(mine.dtype)
+    full = powers if order == 0 else powers.pow(1 / order)
+    value = full.to(mine.dtype)
     if not (mine.requires_grad and torch.is_grad_enabled()):
         return value
     wide = mine.detach().double()
-    slope = torch.where(wide == 0, 0.0, (wide / whole).pow(order - 1))
+    slope = torch.where(wide == 0, 0.0, (wide / full).pow(order - 1))
     return known(mine * slope.to(mine.dtype), value, split)
 
 
@@ -148,7 +142,7 @@ def norms(parts: Sequence[TensorPart], order: float, dtype: torch.dtype | None =
     """The norm of each, in one message for all that the same ranks hold (where none is to be differentiated)."""
     if order == math.inf or (torch.is_grad_enabled() and any(p.requires_grad for p in parts)):
         return [_norm(p, order, tuple(range(p.dim())), False, dtype) for p in parts]
-    mine = [_whole(torch.linalg.vector_norm(p.held, order, dtype=dtype)) for p in parts]
+    mine = [whole(torch.linalg.vector_norm(p.held, order, dtype=dtype)) for p in parts]
     found: dict[int, Tensor] = {}
     for first in range(len(parts)):
         if first in found:

@@ -56,9 +56,15 @@ class Split:
         return self.shard.cut(full, self.axis.index)
 
 
+def whole(x: Tensor) -> Tensor:
+    """Of ranks that share a part, what they have together."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
 @torch.no_grad()
 def summed(x: Tensor, split: Split) -> Tensor:
     """The sum over the ranks (collective), a tensor of its own."""
+    x = whole(x)
     sent = x.detach().to(split.device, torch.float32 if x.dtype in HALF else x.dtype, copy=True).contiguous()
     direct.all_reduce(sent, group=split.axis.group)
     return sent.to(x.device, x.dtype)
@@ -84,7 +90,7 @@ class _Known(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        gradient = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient  # of a loss with sharded ones
+        gradient = whole(gradient)
         least, most = largest(torch.stack([-gradient, gradient]), ctx.parted)
         if bool(((most + least) > 1e-3 * most.abs()).any()):
             raise UsageError(
