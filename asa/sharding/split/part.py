@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from asa.errors import UsageError
-from asa.sharding.split.wire import Split, averaged
+from asa.sharding.split.wire import Split, averaged, whole
 
 
 @dataclass(frozen=True)
@@ -162,6 +162,11 @@ class TensorPart(Tensor):
     def data_ptr(self) -> int:
         """Of what is held."""
         return self.held.data_ptr()
+
+    def full_tensor(self) -> TensorPart:
+        """As of a sharded tensor, for a loss with others: this, of which nothing is sharded any more."""
+        held = whole(self.held)
+        return self if held is self.held else TensorPart(held, self.parted)
 
     def register_hook(self, hook: Any) -> NoReturn:  # type: ignore[override]
         """Refused: autograd has a part of the gradient at best."""
