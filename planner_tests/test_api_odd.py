@@ -23,6 +23,7 @@ from asa.api.planning import outputs_of
 from asa.errors import AsaError, InvalidInputError, UsageError
 from asa.ir.plan import Plan
 from asa.launch import run_ranks
+from asa.sharding.split import held_of
 from asa.tracing import trace
 from planner_tests import user_programs as user
 from planner_tests.hand_plans import Choose, hand_plan, uniform
@@ -97,7 +98,8 @@ class Scaled:
         self.steps += 1
         if self.steps == 2 and (not dist.is_initialized() or dist.get_rank() == 1):
             found = [p.grad for group in opt.param_groups for p in group["params"] if p.grad is not None]
-            getattr(found[-1], "_local_tensor", found[-1]).view(-1)[:1] = math.inf
+            last = held_of(found[-1])
+            getattr(last, "_local_tensor", last).view(-1)[:1] = math.inf
         self.scaler.unscale_(opt)
         nn.utils.clip_grad_norm_(net.parameters(), 0.1)
         self.scaler.step(opt)

@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grad
 
 from asa.executor.parallel import ParallelModel
 from asa.executor.state import held
+from asa.sharding.split import held_of
 
 _split: WeakSet[ParallelModel] = WeakSet()
 """Models whose gradients no rank has in full."""
@@ -42,9 +43,10 @@ def total_norm(model: ParallelModel, norm_type: float = 2.0, only: set[int] | No
         else:  # so many ranks hold the same part: each speaks for its share of it
             total += local.double().abs().pow(norm_type).sum().cpu() * parts / layout.width
     if model.plan.num_ranks > 1:
-        sums = total.view(1).to(model.device)
+        sums = torch.stack([total.masked_fill(total.isnan(), 0), total.isnan().double()]).to(model.device)
         dist.all_reduce(sums, op=dist.ReduceOp.MAX if most else dist.ReduceOp.SUM)
-        total = sums.cpu().view(())
+        total, strange = sums.cpu()  # a number or none: which of them is the larger, the wire does not know
+        total = total.masked_fill(strange > 0, math.nan)
     return total if most else total.pow(1 / norm_type)
 
 
@@ -52,7 +54,7 @@ def total_norm(model: ParallelModel, norm_type: float = 2.0, only: set[int] | No
 def scale(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
     """Scale gradients whose norm is ``norm`` so that it is at most ``max_norm``."""
     factor = float((max_norm / (norm + 1e-6)).clamp(max=1.0))
-    for p in parameters:
+    for p in map(held_of, parameters):
         if p.grad is not None and factor < 1:
             p.grad.mul_(factor)
 
@@ -70,16 +72,17 @@ def understood_by_torch(model: ParallelModel) -> None:
     if all(a.data.strategy == "replicate" and a.tensor.degree == 1 for a in model.plan.components):
         return
     _split.add(model)
-    for name, ours in (("_get_total_norm", _norm), ("_clip_grads_with_norm_", _scaled)):
-        theirs = getattr(clip_grad, name, None)
-        if theirs is not None and not hasattr(theirs, "asa"):
-            setattr(clip_grad, name, ours(theirs))
+    for where, before in ((clip_grad, "_"), (nn.utils, "")):  # as torch calls them itself, and as programs do
+        for name, ours in ((f"{before}get_total_norm", _norm), (f"{before}clip_grads_with_norm_", _scaled)):
+            theirs = getattr(where, name, None)
+            if theirs is not None and not hasattr(theirs, "asa"):
+                setattr(where, name, ours(theirs))
 
 
 def _norm(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def norm(tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: Any = None) -> Tensor:
         listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        wanted = {id(t) for t in listed}
+        wanted = {id(held_of(t)) for t in listed}
         for model in _split if wanted else ():
             only = {id(p) for p in model.parameters() if p.grad is not None and id(p.grad) in wanted}
             if only:
@@ -97,7 +100,7 @@ def _scaled(theirs: Callable[..., None]) -> Callable[..., None]:
     def scaled(parameters: Any, max_norm: float, norm: Tensor, foreach: Any = None) -> None:
         listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         known = {id(p) for model in _split for p in model.parameters()}
-        if any(id(p) in known for p in listed):
+        if any(id(held_of(p)) in known for p in listed):
             scale(listed, float(max_norm), norm)
         else:
             theirs(listed, max_norm, norm, foreach)

@@ -115,7 +115,7 @@ def parallelize(
     )  # fmt: skip
     placed = PlacedModel(parallel, place, names=names)
     placed.train(model.training)
-    return placed, rebinding.apply(parallel), PlacedLoader(batches, placed)
+    return placed, rebinding.apply(parallel, placed.seen), PlacedLoader(batches, placed)
 
 
 def cache_folder(cache: Path | str | None) -> Path | None:

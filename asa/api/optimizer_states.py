@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
@@ -11,9 +13,39 @@ from torch.optim import Optimizer
 from asa.errors import UsageError
 from asa.executor.parallel import ParallelModel
 from asa.executor.state import full_optimizer_state, load_full_optimizer_state, restored, stored
+from asa.sharding.split import TensorPart, held_of
 
 Names = Sequence[Sequence[tuple[str, ...]]]
 """Per group and parameter, as they were handed in: all names of it in the model."""
+
+
+def _of_held(optimizer: Optimizer) -> Any:
+    """``optimizer`` as the executor knows it: over what this rank holds."""
+    groups = optimizer.param_groups
+    if not any(isinstance(p, TensorPart) for group in groups for p in group["params"]):
+        return optimizer
+    known = {held_of(p): {key: held_of(v) for key, v in entry.items()} for p, entry in optimizer.state.items()}
+    return SimpleNamespace(
+        state=defaultdict(dict, known), param_groups=[{**g, "params": list(map(held_of, g["params"]))} for g in groups]
+    )
+
+
+def load_states(model: ParallelModel, optimizer: Optimizer, full: dict[str, Tensor]) -> None:
+    """Put full state in place, for what this rank updates, in the form of the parameters it belongs to."""
+    known = _of_held(optimizer)
+    load_full_optimizer_state(model, known, full)
+    if known is optimizer:
+        return
+    optimizer.state.clear()
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        held = held_of(p)
+        if held not in known.state:
+            continue
+        entry = known.state[held]
+        if isinstance(p, TensorPart):
+            alike = {k: v for k, v in entry.items() if isinstance(v, Tensor) and v.shape == held.shape}
+            entry |= {key: TensorPart(value, p.parted) for key, value in alike.items()}
+        optimizer.state[p] = entry
 
 
 def plain_states(optimizer: Optimizer, model: ParallelModel, names: Names) -> Callable[[], None]:
@@ -23,7 +55,7 @@ def plain_states(optimizer: Optimizer, model: ParallelModel, names: Names) -> Ca
 
     def saved(_optimizer: Optimizer, found: dict[str, Any]) -> dict[str, Any]:
         full: dict[str, dict[str, Any]] = {}
-        for key, value in full_optimizer_state(model, optimizer).items():
+        for key, value in full_optimizer_state(model, _of_held(optimizer)).items():
             name, _, what = key.rpartition("/")
             plain, entry = restored(what, value)
             full.setdefault(name, {})[plain] = entry
@@ -51,7 +83,7 @@ def plain_states(optimizer: Optimizer, model: ParallelModel, names: Names) -> Ca
                     if name is not None:
                         key, tensor = stored(what, value)
                         full[f"{name}/{key}"] = tensor
-        load_full_optimizer_state(model, optimizer, full)
+        load_states(model, optimizer, full)
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
         count = 0

@@ -9,13 +9,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
-from asa.api.optimizer_states import plain_states
+from asa.api.optimizer_states import load_states, plain_states
 from asa.api.scaling import understood_by_scalers
+from asa.api.seen import Seen
 from asa.errors import UsageError
 from asa.executor.parallel import ParallelModel
-from asa.executor.state import held, load_full_optimizer_state, stored
+from asa.executor.state import held, stored
 from asa.ir.plan import OptimizerName
 from asa.sharding.parts import step_over_parts
+from asa.sharding.split import TensorPart
 
 _ELEMENTWISE = {
     "SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "ASGD", "RMSprop", "Rprop",
@@ -75,54 +77,49 @@ class Rebinding:
                         what, tensor = stored(key, value)
                         self._state[f"{name}/{what}"] = tensor.detach().cpu().clone()
 
-    def apply(self, model: ParallelModel) -> Optimizer:
-        """Have the optimizer update what this rank is to update of ``model``; its state so far goes along."""
+    def apply(self, model: ParallelModel, seen: Seen | None = None) -> Optimizer:
+        """Have the optimizer update what this rank is to update of ``model``; its state so far goes along.
+
+        ``seen``: as what a program of the user's sees the parameters. Its groups then hold all that this rank holds.
+        """
         optimizer, updated = self.optimizer, {id(p) for p in model.updated}
         while self._undo:
             self._undo.pop()()
-        found: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
+        found: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
+        elsewhere: list[Tensor] = []
         for item in held(model):
-            if isinstance(item.tensor, nn.Parameter) and id(item.tensor) in updated and item.name in self._group:
-                found[self._group[item.name]].append(item.tensor)
+            if not isinstance(item.tensor, nn.Parameter) or item.name not in self._group:
+                continue
+            if id(item.tensor) not in updated:
+                if seen is None:
+                    continue
+                elsewhere.append(item.tensor)
+            found[self._group[item.name]].append(item.tensor if seen is None else seen.item(item))
         for group, parameters in zip(optimizer.param_groups, found, strict=True):
             group["params"] = parameters
         optimizer.state.clear()
         if self._state:
             known = {item.name for item in held(model)} | model.elsewhere
             state = {key: value for key, value in self._state.items() if key.rsplit("/", 1)[0] in known}
-            load_full_optimizer_state(model, optimizer, state)
+            load_states(model, optimizer, state)
             self._state = {}  # from now on whoever moves the optimizer on moves its state
         self._undo.append(plain_states(optimizer, model, self._names))
-        if any(isinstance(p, DTensor) for group in found for p in group):
-            self._undo.append(step_over_parts(optimizer))
-        others = [i.tensor for i in held(model) if i.name in self._group and id(i.tensor) not in updated]
-        trained = [p for p in others if isinstance(p, nn.Parameter)]
         if model.owner:
-            self._undo.append(_share_updates(optimizer, model, trained))
-        understood_by_scalers(optimizer, model, trained)
+            self._undo.append(_share_updates(optimizer, model))
+        if elsewhere or any(isinstance(p, DTensor | TensorPart) for group in found for p in group):
+            self._undo.append(step_over_parts(optimizer, elsewhere))
+        if seen is not None:
+            understood_by_scalers(optimizer, model)
         return optimizer
 
 
-def _share_updates(optimizer: Optimizer, model: ParallelModel, others: list[nn.Parameter]) -> Callable[[], None]:
-    """After a step what other ranks updated (``others``) arrives here; gradients of those parameters are forgotten with
-    the rest. Returns what takes that back."""
-    honest = optimizer.zero_grad
-
-    def forget() -> None:
-        for p in others:
-            p.grad = None
-
-    def zero_grad(set_to_none: bool = True) -> None:
-        honest(set_to_none)
-        forget()
+def _share_updates(optimizer: Optimizer, model: ParallelModel) -> Callable[[], None]:
+    """After a step what other ranks updated arrives here, before anybody looks. Returns what takes that back."""
 
     def stepped(_optimizer: Optimizer, _args: Any, _options: Any) -> None:
         model.share_updates()
 
-    def undo() -> None:
-        optimizer.__dict__.pop("zero_grad", None)
-        handle.remove()
-
-    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
     handle = optimizer.register_step_post_hook(stepped)
-    return undo
+    behind: Any = optimizer._optimizer_step_post_hooks
+    behind.move_to_end(handle.id, last=False)
+    return handle.remove

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from asa.api.batches import GlobalBatches, Share, moved
 from asa.api.clipping import clip, understood_by_torch
 from asa.api.names import StateNames
+from asa.api.numbers import numbers_of_wholes
 from asa.api.outputs import Demands, entering, leaving
 from asa.api.place import Place
+from asa.api.seen import Seen
 from asa.errors import UsageError
 from asa.executor.parallel import ParallelModel
 from asa.executor.parameter_hooks import refuse_hooks
@@ -41,6 +43,7 @@ class PlacedModel(nn.Module):
     calls: int
     names: StateNames | None
     demands: Demands | None
+    seen: Seen | None
 
     def __init__(
         self,
@@ -51,13 +54,16 @@ class PlacedModel(nn.Module):
         names: StateNames | None = None,
     ) -> None:
         super().__init__()
-        demands = None if parallel is None else Demands(parallel)
-        self.__dict__.update(parallel=parallel, place=place, share=None, calls=0, names=names, demands=demands)
+        demands, seen = (None, None) if parallel is None else (Demands(parallel), Seen(parallel))
+        self.__dict__.update(
+            parallel=parallel, place=place, share=None, calls=0, names=names, demands=demands, seen=seen
+        )  # fmt: skip
         self.plan: Plan | None = None if parallel is None else parallel.plan
         self.parts = nn.ModuleList(parallel.components if parallel is not None else [] if plain is None else [plain])
         self._independent = True
         if parallel is not None:
             understood_by_torch(parallel)
+            numbers_of_wholes(parallel.parameters())
             refuse_hooks(parallel.parameters())
             self._independent = all(layout.data == place.ranks for layout in parallel.layouts)
 
@@ -125,13 +131,27 @@ class PlacedModel(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """What this rank holds, under the names of the model."""
-        seen: set[int] = set()
-        for part in self.parts:
-            for name, p in part.named_parameters(prefix, recurse, remove_duplicate):
-                if not remove_duplicate or id(p) not in seen:
-                    seen.add(id(p))
-                    yield name, p
+        """What this rank holds, under the names of the model; of what the plan splits, a view of the whole."""
+        return self._named("named_parameters", prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """As :meth:`named_parameters`."""
+        return self._named("named_buffers", prefix, recurse, remove_duplicate)
+
+    def _named(self, kind: str, prefix: str, recurse: bool, remove_duplicate: bool) -> Iterator[tuple[str, Any]]:
+        found: set[int] = set()
+        for i, part in enumerate(self.parts):
+            for name, tensor in getattr(part, kind)("", recurse, remove_duplicate):
+                if remove_duplicate and id(tensor) in found:
+                    continue
+                found.add(id(tensor))
+                seen = self.seen
+                yield (
+                    f"{prefix}.{name}" if prefix else name,
+                    (tensor if seen is None else seen.of(tensor, seen.splits[i].get(name))),
+                )
 
     def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override]
         """Full tensors under the model's own names, on the CPU: what the plain model loads. Collective where the plan

@@ -1,24 +1,30 @@
-"""What a rank holds of sharded parameters (DTensors), and optimizer steps that see nothing else."""
+"""What a rank holds of sharded parameters (DTensors) and of split ones, and optimizer steps that see nothing else."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from asa.sharding.split import TensorPart, held_of
 
 
 def local(tensor: Tensor) -> Tensor:
     """What this rank holds of ``tensor``."""
+    tensor = held_of(tensor)
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def as_held(parameter: Tensor, value: Tensor) -> Tensor:
     """``value``, state of this rank's part of ``parameter``, in the form in which and where ``parameter`` is held."""
+    if isinstance(parameter, TensorPart):
+        return TensorPart(as_held(parameter.held, value), parameter.parted)
     value = value.to(local(parameter).device)
     if not isinstance(parameter, DTensor):
         return value
@@ -29,29 +35,36 @@ def as_held(parameter: Tensor, value: Tensor) -> Tensor:
 
 
 class _Parts:
-    """Of the parameters of ``optimizer``, which knows sharded ones by its rank's parts between ``enter`` and ``leave``.
+    """Of the parameters of ``optimizer``, which between ``enter`` and ``leave`` knows those that it updates by this
+    rank's parts, and no others. ``elsewhere``: identities of what is held here and updated by another rank.
 
     Parts are looked up anew each time: ``fully_shard`` may put a parameter elsewhere between steps.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self._outside: tuple[defaultdict[Tensor, Any], list[list[Tensor]]] | None = None
+    def __init__(self, optimizer: Optimizer, elsewhere: frozenset[int]) -> None:
+        self._optimizer, self._elsewhere = optimizer, elsewhere
+        self._outside: tuple[defaultdict[Tensor, Any], list[list[Tensor]], list[tuple[Tensor, Tensor]]] | None = None
 
     @torch.no_grad()
     def enter(self) -> None:
         groups, outer = self._optimizer.param_groups, self._optimizer.state
         inner: defaultdict[Tensor, Any] = defaultdict(dict)
-        self._outside = outer, [group["params"] for group in groups]
+        pairs: list[tuple[Tensor, Tensor]] = []
+        self._outside = outer, [group["params"] for group in groups], pairs
         for group in groups:
             parts = []
             for p in group["params"]:
-                part = local(p)
+                held = held_of(p)
+                if id(held) in self._elsewhere:
+                    continue
+                part = local(held)
                 parts.append(part)
-                if part is not p:
-                    part.grad = None if p.grad is None else local(p.grad)
+                pairs.append((p, part))
+                if part is not held:
+                    part.grad = None if held.grad is None else local(held.grad)
                 if p in outer:
-                    inner[part] = {key: local(v) if isinstance(v, Tensor) else v for key, v in outer[p].items()}
+                    state = outer[p]
+                    inner[part] = state if part is p else {k: local(v) if _tensor(v) else v for k, v in state.items()}
             group["params"] = parts
         self._optimizer.state = inner
 
@@ -59,14 +72,14 @@ class _Parts:
     def leave(self) -> None:
         if self._outside is None:
             return
-        groups, inner = self._optimizer.param_groups, self._optimizer.state
-        outer, lists = self._outside
-        for group, parameters in zip(groups, lists, strict=True):
-            for p, part in zip(parameters, group["params"], strict=True):
-                if part is not p:
-                    part.grad = None
-                if part in inner:
-                    outer[p] = _outwards(p, part, outer.get(p, {}), inner[part])
+        inner = self._optimizer.state
+        outer, lists, pairs = self._outside
+        for p, part in pairs:
+            if part is not held_of(p):
+                part.grad = None
+            if part in inner:
+                outer[p] = _outwards(p, part, outer.get(p, {}), inner[part])
+        for group, parameters in zip(self._optimizer.param_groups, lists, strict=True):
             group["params"] = parameters
         self._optimizer.state, self._outside = outer, None
 
@@ -92,6 +105,10 @@ class _Parts:
         self.leave()
 
 
+def _tensor(value: object) -> bool:
+    return isinstance(value, Tensor)
+
+
 def _outwards(p: Tensor, part: Tensor, before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     """State of ``part`` as that of ``p``; what lies where it lay ``before`` stays the tensor it was."""
     if part is p:
@@ -107,19 +124,32 @@ def _outwards(p: Tensor, part: Tensor, before: dict[str, Any], now: dict[str, An
     return found
 
 
-def step_over_parts(optimizer: Optimizer) -> Callable[[], None]:
+def step_over_parts(optimizer: Optimizer, elsewhere: Iterable[Tensor] = ()) -> Callable[[], None]:
     """Have ``optimizer``, which updates element by element, do so on this rank's parts, as plain tensors: torch has no
     fused SGD for DTensors, and refuses loops over many tensors of which some are sharded and some are not.
 
-    Outside of steps its groups hold the sharded parameters, and its state is sharded like them. Returns what takes that
-    back.
+    Outside of steps its groups hold the sharded and split parameters (and those held here that are updated
+    ``elsewhere``), and its state is sharded like them. Hooks of others around a step, whenever they are added, run
+    outside, too. Returns what takes that back.
     """
-    parts = _Parts(optimizer)
-    handles = [optimizer.register_step_pre_hook(parts.before), optimizer.register_step_post_hook(parts.after)]
+    parts = _Parts(optimizer, frozenset(map(id, elsewhere)))
+    enters, leaves = optimizer.register_step_pre_hook(parts.before), optimizer.register_step_post_hook(parts.after)
+    before: Any = optimizer._optimizer_step_pre_hooks
+    behind: Any = optimizer._optimizer_step_post_hooks
+    honest = optimizer.register_step_pre_hook
+    behind.move_to_end(leaves.id, last=False)
+
+    def register(hook: Any) -> RemovableHandle:
+        handle = honest(hook)
+        before.move_to_end(enters.id)
+        return handle
+
+    optimizer.register_step_pre_hook = register  # type: ignore[method-assign]
 
     def undo() -> None:
         parts.leave()
-        for handle in handles:
-            handle.remove()
+        optimizer.__dict__.pop("register_step_pre_hook", None)
+        enters.remove()
+        leaves.remove()
 
     return undo

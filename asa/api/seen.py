@@ -1,0 +1,38 @@
+"""What a program sees of the tensors that ranks hold: the whole of those that a plan splits, the others as they are."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from asa.executor.parallel import ParallelModel
+from asa.executor.state import Held
+from asa.sharding.axis import Axis
+from asa.sharding.modules import ParameterShard, shards_of
+from asa.sharding.split import Split, TensorPart
+
+
+class Seen:
+    """For every tensor of a model one object, by which a program may know it for good."""
+
+    def __init__(self, model: ParallelModel) -> None:
+        self._device = model.device
+        self._made: dict[int, TensorPart] = {}
+        axes = zip(model.components, model.tensor_axes, strict=True)
+        self.splits = [{name: self._split(s, axis) for name, s in shards_of(c).items()} for c, axis in axes]
+        """Of each component, by the name of the tensor."""
+
+    def _split(self, shard: ParameterShard, axis: Axis) -> Split | None:
+        return None if axis.size == 1 else Split(axis, shard, self._device)
+
+    def of(self, tensor: Tensor, split: Split | None) -> Tensor:
+        """What stands for ``tensor``, of which this rank has a part where it is split."""
+        if split is None:
+            return tensor
+        known = self._made.get(id(tensor))
+        if known is None:
+            known = self._made[id(tensor)] = TensorPart(tensor, split)
+        return known
+
+    def item(self, item: Held) -> Tensor:
+        """The same, for what the executor enumerates."""
+        return self.of(item.tensor, None if item.shard is None else self._split(item.shard, item.axis))

@@ -1,0 +1,9 @@
+"""Tensors that ranks hold in parts, as a program sees them: as the whole, wherever that can be had from the parts."""
+
+from __future__ import annotations
+
+from asa.sharding.split import elements, foreach, shapes, totals
+from asa.sharding.split.part import TensorPart, held_of
+from asa.sharding.split.wire import Split
+
+__all__ = ["Split", "TensorPart", "elements", "foreach", "held_of", "shapes", "totals"]

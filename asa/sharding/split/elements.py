@@ -1,0 +1,84 @@
+"""What is computed element by element: on each rank's part, and a part of the result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asa.errors import UsageError
+from asa.sharding.split.part import Call, TensorPart, handles, matched, parts_in, refuse, wrapped
+
+_NAMES = """
+    abs absolute neg negative positive sign sgn sqrt rsqrt square reciprocal exp exp2 expm1 log log1p log2 log10
+    sin cos tan tanh sigmoid erf relu silu gelu softplus hardshrink softshrink
+    floor ceil round trunc frac nan_to_num isfinite isnan isinf isposinf isneginf logical_not bitwise_not
+    add sub subtract rsub mul multiply div divide true_divide floor_divide remainder fmod pow float_power
+    maximum minimum fmax fmin clamp clip clamp_min clamp_max lerp addcmul addcdiv atan2 hypot copysign xlogy where
+    eq ne lt le gt ge not_equal less less_equal greater greater_equal isclose logical_and logical_or logical_xor
+    bitwise_and bitwise_or bitwise_xor masked_fill conj resolve_conj resolve_neg
+    fill zero copy detach clone contiguous to type_as cpu cuda float double half bfloat16 int long bool requires_grad
+    zeros_like ones_like full_like empty_like
+    """
+ELEMENTWISE = frozenset(_NAMES.split())
+"""Functions and methods; with a final underscore their forms in place."""
+
+_OPERATORS = """
+    __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __div__ __rdiv__ __truediv__ __rtruediv__ __floordiv__
+    __rfloordiv__ __mod__ __pow__ __rpow__ __neg__ __pos__ __abs__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__
+    __or__ __xor__ __rand__ __ror__ __rxor__ __invert__ __iadd__ __isub__ __imul__ __idiv__ __itruediv__ __ifloordiv__
+    __imod__ __ipow__ __iand__ __ior__ __ixor__
+    """
+
+_RANDOM = """
+    normal_ uniform_ bernoulli_ exponential_ log_normal_ cauchy_ random_ rand_like randn_like kaiming_uniform_
+    kaiming_normal_
+    """
+
+
+def elementwise(call: Call) -> Any:
+    """The function of the parts that this rank has."""
+    parts = parts_in((*call.args, *call.options.values()))
+    lead = max(parts, key=Tensor.dim)
+    if call.name == "where" and len(call.args) < 3 and not {"other", "y"} & call.options.keys():
+        refuse("where", lead.parted)
+    if call.in_place and not isinstance(call.args[0], TensorPart):
+        raise UsageError(
+            f"{call.name} would put what ranks hold in parts into a tensor that is no such: make that by "
+            "torch.zeros_like(p) or p.detach().clone()"
+        )
+    args = [matched(a, lead) for a in call.args]
+    found = call.func(*args, **{key: matched(v, lead) for key, v in call.options.items()})
+    return call.args[0] if call.in_place else wrapped(found, lead)
+
+
+def drawn(call: Call) -> Any:
+    """Random numbers for the whole, of which this rank keeps its part: of one seed those that one device draws."""
+    part, *more = call.args
+    full = torch.empty(part.shape, dtype=part.dtype, device=part.device)
+    found = part.parted.cut(call.func(full, *more, **call.options))
+    if not call.in_place:
+        return TensorPart(found, part.parted)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and getattr(call.func, "__module__", "") != "torch.nn.init"):
+        part.held.copy_(found)
+    return part
+
+
+def made_new(call: Call) -> Any:
+    """A tensor of the same kind that has nothing to do with the parts."""
+    return call.func(call.args[0].held, *call.args[1:], **call.options)
+
+
+def same(call: Call) -> bool:
+    """Whether all elements are (nearly) those of another tensor."""
+    compare: Any = torch.isclose if call.name == "allclose" else torch.eq
+    return bool(compare(*call.args, **call.options).all())
+
+
+handles(ELEMENTWISE, elementwise)
+handles((f"{name}_" for name in ELEMENTWISE), elementwise)
+handles(_OPERATORS.split(), elementwise)
+handles(_RANDOM.split(), drawn)
+handles(("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"), made_new)
+handles(("equal", "allclose"), same)

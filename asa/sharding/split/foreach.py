@@ -1,0 +1,61 @@
+"""Loops over many tensors in one call, as optimizers and clipping write them: some of them are parts, some are not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from asa.errors import UsageError
+from asa.sharding.split.elements import ELEMENTWISE
+from asa.sharding.split.part import Call, TensorPart, handles, held_of, matched, refuse, wrapped
+from asa.sharding.split.totals import norms
+
+
+def elementwise_each(call: Call) -> Any:
+    """``func`` on what this rank holds of every tensor."""
+    first, *rest = call.args
+
+    def beside(values: Any) -> Any:
+        if not isinstance(values, list | tuple):
+            return refuse(call.name, values.parted) if isinstance(values, TensorPart) else values
+        for value, leader in zip(values, first, strict=True):
+            if isinstance(value, TensorPart) and not isinstance(leader, TensorPart):
+                raise UsageError(f"{call.name} brings together tensors of which one is held in parts, the other is not")
+        pairs = zip(values, first, strict=True)
+        return [matched(v, leader) if isinstance(leader, TensorPart) else v for v, leader in pairs]
+
+    more = {key: beside(v) for key, v in call.options.items()}
+    found = call.func([held_of(t) for t in first], *map(beside, rest), **more)
+    if call.in_place:
+        return first
+    return tuple(
+        wrapped(f, leader) if isinstance(leader, TensorPart) else f for f, leader in zip(found, first, strict=True)
+    )
+
+
+def norm_each(call: Call) -> Any:
+    """The norm of every tensor: one message for all that the same ranks hold."""
+    tensors, order, dtype = _norm_arguments(*call.args, **call.options)
+    found = dict(enumerate(tensors))
+    whole = [i for i, t in found.items() if not isinstance(t, TensorPart)]
+    if whole:
+        found |= zip(whole, torch._foreach_norm([tensors[i] for i in whole], order, dtype=dtype), strict=True)
+    parts = {i: t for i, t in found.items() if isinstance(t, TensorPart)}
+    found |= zip(parts, norms(list(parts.values()), order, dtype), strict=True)
+    return tuple(found[i] for i in range(len(tensors)))
+
+
+def _norm_arguments(tensors: Any, ord: float = 2, dtype: torch.dtype | None = None) -> tuple[Any, float, Any]:
+    return tensors, ord, dtype
+
+
+def unscaled(call: Call) -> Any:
+    """Gradients divided by a loss scale; whether this rank found any that are not finite."""
+    return call.func([held_of(t) for t in call.args[0]], *call.args[1:], **call.options)
+
+
+handles((f"_foreach_{name}" for name in ELEMENTWISE), elementwise_each)
+handles((f"_foreach_{name}_" for name in ELEMENTWISE), elementwise_each)
+handles(("_foreach_norm",), norm_each)
+handles(("_amp_foreach_non_finite_check_and_unscale_",), unscaled)

@@ -1,0 +1,255 @@
+"""A tensor of which each rank of an axis holds a part. What is asked of it is answered for the whole, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from asa.errors import UsageError
+from asa.sharding.split.wire import Split, averaged, whole
+
+
+@dataclass(frozen=True)
+class Call:
+    """Of a function of torch, by whatever name it was reached."""
+
+    func: Callable[..., Any]
+    name: str
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+    @property
+    def in_place(self) -> bool:
+        """Whether its first argument is changed."""
+        name = self.name
+        return name.endswith("_") and (not name.endswith("__") or (name[:3] == "__i" and name != "__invert__"))
+
+
+HANDLERS: dict[str, Callable[[Call], Any]] = {}
+"""By the function's name: what it gives. What is not here is refused."""
+
+
+def handles(names: Iterable[str], handler: Callable[[Call], Any]) -> None:
+    """Have functions of ``names`` answered by ``handler``."""
+    HANDLERS.update(dict.fromkeys(names, handler))
+
+
+_PLAIN = {
+    "shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "dtype", "device", "layout", "is_floating_point",
+    "is_complex", "is_cuda", "is_cpu", "is_sparse", "is_sparse_csr", "is_meta", "is_quantized", "is_mkldnn", "is_mps",
+    "is_nested", "itemsize", "element_size", "nbytes", "__len__", "get_device", "is_contiguous", "stride", "is_signed",
+    "is_conj", "is_neg", "is_inference", "storage_offset",
+}  # fmt: skip
+"""What is known of the whole without its values."""
+
+_WHY = {
+    "grad": "torch.autograd.grad does not know parameters that ranks hold in parts: use loss.backward(), and p.grad",
+    "backward": "backward(inputs=...) does not know parameters that ranks hold in parts: set requires_grad instead",
+}
+
+
+def refuse(name: str, split: Split) -> NoReturn:
+    """Say that ``name`` cannot be had from parts."""
+    raise UsageError(
+        _WHY.get(name)
+        or f"{name} needs a whole tensor, and each of {split.axis.size} ranks holds a part of this one: sums, means, "
+        "norms and what is done element by element are to be had; else take model.state_dict(), or plan with "
+        "strategies=('ddp',)"
+    )
+
+
+class TensorPart(Tensor):
+    """Looks like the whole tensor; ``held`` is what this rank has of it, whose memory and gradient are its own.
+
+    No value ever comes from here but through :data:`HANDLERS`, which compute on ``held`` and ask the other ranks where
+    that is not enough: such calls are collective.
+    """
+
+    held: Tensor
+    parted: Split
+    _gradient: TensorPart | None
+
+    @staticmethod
+    def __new__(cls, held: Tensor, split: Split) -> TensorPart:
+        shape = list(held.shape)
+        shape[split.dim] = split.length
+        found: TensorPart = Tensor._make_wrapper_subclass(cls, shape, dtype=held.dtype, device=held.device)  # type: ignore[attr-defined]
+        found.held, found.parted, found._gradient = held, split, None
+        if isinstance(held, nn.Parameter):
+            found._is_param = True  # type: ignore[attr-defined]  # so isinstance says nn.Parameter
+        return found
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.__name__
+        if name in ("__get__", "__set__"):
+            owner = getattr(func.__self__, "fget", func.__self__)
+            name = ("" if name == "__get__" else "setting ") + owner.__name__
+        if name in _PLAIN:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if not args:  # torch.sum(input=p), nn.init.normal_(tensor=p)
+            first = next((key for key in ("input", "tensor", "self") if key in kwargs), None)
+            if first is not None:
+                args, kwargs = (kwargs[first],), {k: v for k, v in kwargs.items() if k != first}
+        handler = HANDLERS.get(name)
+        if "out" in kwargs and kwargs["out"] is None:
+            del (kwargs := dict(kwargs))["out"]
+        if handler is None or "out" in kwargs:
+            refuse(name, parts_in((*args, *kwargs.values()))[0].parted)
+        return handler(Call(func, name, tuple(args), kwargs))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        refuse(str(func), parts_in((*args, *(kwargs or {}).values()))[0].parted)
+
+    @property
+    def grad(self) -> TensorPart | None:  # type: ignore[override]
+        """That of what is held, in the same form; one object as long as it is one gradient."""
+        gradient, known = self.held.grad, self._gradient
+        if gradient is None:
+            self._gradient = None
+        elif known is None or known.held is not gradient:
+            self._gradient = TensorPart(gradient, self.parted)
+        return self._gradient
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self.held.grad = None if value is None else matched(value, self)
+        self._gradient = None
+
+    @property
+    def data(self) -> TensorPart:  # type: ignore[override]
+        """The same memory, for autograd another tensor."""
+        return TensorPart(self.held.data, self.parted)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        mine = matched(value, self)
+        if mine.shape != self.held.shape:
+            raise UsageError(f"data of shape {list(value.shape)} cannot take the place of {list(self.shape)}")
+        self.held.data = mine
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        """As of what is held."""
+        return self.held.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, wanted: bool) -> None:
+        self.held.requires_grad = wanted
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        """As of what is held."""
+        return self.held.is_leaf
+
+    @property
+    def grad_fn(self) -> Any:  # type: ignore[override]
+        """As of what is held."""
+        return self.held.grad_fn
+
+    @property
+    def _version(self) -> int:  # type: ignore[override]
+        return self.held._version
+
+    def data_ptr(self) -> int:
+        """Of what is held."""
+        return self.held.data_ptr()
+
+    def full_tensor(self) -> TensorPart:
+        """As of a sharded tensor, for a loss with others: this, of which nothing is sharded any more."""
+        held = whole(self.held)
+        return self if held is self.held else TensorPart(held, self.parted)
+
+    def register_hook(self, hook: Any) -> NoReturn:  # type: ignore[override]
+        """Refused: autograd has a part of the gradient at best."""
+        raise UsageError(
+            "a hook on a parameter that ranks hold in parts would see a part of its gradient; change p.grad after "
+            "loss.backward() instead, or plan with strategies=('ddp',)"
+        )
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> NoReturn:  # type: ignore[override]
+        """Refused, as :meth:`register_hook`."""
+        self.register_hook(hook)
+
+    def __iter__(self) -> Iterator[Any]:
+        refuse("a loop over its rows", self.parted)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorPart:
+        found = TensorPart(self.held.detach().clone().requires_grad_(self.requires_grad), self.parted)
+        if getattr(self, "_is_param", False):
+            found._is_param = True  # type: ignore[attr-defined]
+        memo[id(self)] = found
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        refuse("a copy or pickle", self.parted)
+
+    def __format__(self, form: str) -> str:
+        return repr(self) if not form else refuse("__format__", self.parted)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        ranks = self.parted.axis
+        return (
+            f"TensorPart({tuple(self.shape)} over {ranks.size} ranks along dim {self.parted.dim}, dtype={self.dtype}; "
+            f"rank {ranks.index} holds {self.held})"
+        )
+
+
+def held_of(tensor: Tensor) -> Tensor:
+    """What this rank holds of ``tensor``, in the form in which the executor knows it."""
+    return tensor.held if isinstance(tensor, TensorPart) else tensor
+
+
+def parts_in(values: Sequence[Any]) -> list[TensorPart]:
+    """The parts among ``values`` and in lists among them."""
+    found = [v for v in values if isinstance(v, TensorPart)]
+    for v in values:
+        if isinstance(v, list | tuple):
+            found += parts_in(v)
+    return found
+
+
+def matched(value: Any, to: TensorPart) -> Any:
+    """What this rank needs of ``value`` beside ``to``: its part of it, where their last dimensions meet.
+
+    Collective for a whole tensor beside one that is differentiated, where it is itself or is a single number: all ranks
+    must bring the same, and the gradient of what they bring is made of all their parts.
+
+    Raises:
+        UsageError: it is split in another way, or is too long or short.
+    """
+    split = to.parted
+    right = to.dim() - split.dim  # the dimension that is cut, counted from the last
+    if isinstance(value, TensorPart):
+        if value.dim() - value.parted.dim != right or not value.parted.alike(split):
+            raise UsageError("two tensors that ranks hold in parts of another kind cannot be brought together")
+        return value.held
+    if not isinstance(value, Tensor):
+        return value
+    if torch.is_grad_enabled() and (value.requires_grad or (to.requires_grad and not value.dim())):
+        value = averaged(value, split)
+    if value.dim() >= right and value.shape[-right] != 1:
+        if value.shape[-right] != split.length:
+            raise UsageError(f"a tensor of shape {list(value.shape)} does not fit one of shape {list(to.shape)}")
+        value = split.at(value.dim() - right).cut(value)
+    held = to.held
+    if not value.dim() or not isinstance(held, DTensor) or isinstance(value, DTensor):
+        return value
+    return DTensor.from_local(value, held.device_mesh, [Replicate()] * held.device_mesh.ndim, run_check=False)
+
+
+def wrapped(value: Any, like: TensorPart) -> Any:
+    """``value``, computed on parts, as the part that it is; what ``like`` holds is ``like``."""
+    if value is like.held:
+        return like
+    if not isinstance(value, Tensor):
+        return value
+    return TensorPart(value, like.parted.at(value.dim() - like.dim() + like.parted.dim))

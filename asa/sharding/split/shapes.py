@@ -1,0 +1,88 @@
+"""The same elements in another shape: dimensions turned, joined, or none of the one that is cut taken apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from asa.sharding.split.part import Call, TensorPart, handles, refuse
+from asa.sharding.split.wire import Split
+
+
+def reshaped(split: Split, shape: Sequence[int], wanted: Sequence[int], name: str) -> tuple[Split, list[int]]:
+    """How a whole of ``shape`` is cut once it has the shape ``wanted``, and the shape of this rank's part then.
+
+    The dimension that is cut may be joined with its neighbours: with what is behind it units grow, with what is in
+    front of it there are more blocks.
+    """
+    mine, shard = split.shard.index(split.axis.index).numel(), split.shard
+    for dim, length in enumerate(wanted):
+        front = math.prod(wanted[:dim])
+        for a in range(split.dim + 1):
+            if math.prod(shape[:a]) != front:
+                continue
+            for b in range(split.dim + 1, len(shape) + 1):
+                if math.prod(shape[a:b]) == length and math.prod(wanted[dim + 1 :]) == math.prod(shape[b:]):
+                    more, behind = math.prod(shape[a : split.dim]), math.prod(shape[split.dim + 1 : b])
+                    found = replace(shard, dim=dim, blocks=shard.blocks * more, unit=shard.unit * behind)
+                    return replace(split, shard=found), [*wanted[:dim], more * mine * behind, *wanted[dim + 1 :]]
+    return refuse(name, split)
+
+
+def _sizes(given: Sequence[Any]) -> list[int]:
+    return [int(n) for n in (given[0] if len(given) == 1 and isinstance(given[0], list | tuple) else given)]
+
+
+def reshape(call: Call) -> Any:
+    """``view``, ``reshape``, ``flatten`` and their like."""
+    (part, *more), name = call.args, call.name
+    if not isinstance(part, TensorPart):
+        return part.reshape(more[0].shape)
+    shape = list(part.shape)
+    more += call.options.values()
+    if name in ("view_as", "reshape_as"):
+        wanted = list(more[0].shape)
+    elif name == "ravel":
+        wanted = [-1]
+    elif name == "flatten":
+        start, stop = (n % len(shape) for n in (*more, *(0, -1)[len(more) :]))
+        wanted = [*shape[:start], -1, *shape[stop + 1 :]]
+    elif name == "unsqueeze":
+        dim = more[0] % (len(shape) + 1)
+        wanted = [*shape[:dim], 1, *shape[dim:]]
+    elif name == "squeeze":
+        wanted = [n for n in shape if n != 1] if not more else shape
+        if more and shape[more[0]] == 1:
+            del wanted[more[0]]
+    elif more and isinstance(more[0], torch.dtype):
+        return refuse(name, part.parted)
+    else:
+        wanted = _sizes(more)
+    if -1 in wanted:
+        wanted[wanted.index(-1)] = part.numel() // math.prod(n for n in wanted if n != -1)
+    split, local = reshaped(part.parted, shape, wanted, name)
+    held = part.held.view(local) if name.startswith("view") else part.held.reshape(local)
+    return TensorPart(held, split)
+
+
+def turn(call: Call) -> Any:
+    """``t``, ``T``, ``mT``, ``transpose`` and ``permute``."""
+    (part, *more), name = call.args, call.name
+    more += call.options.values()
+    order = list(range(part.dim()))
+    if name == "permute":
+        order = [n % part.dim() for n in _sizes(more)]
+    elif name in ("t", "T"):
+        order.reverse()
+    else:
+        one, other = (-1, -2) if name == "mT" else more
+        order[one], order[other] = order[other], order[one]
+    return TensorPart(part.held.permute(order), part.parted.at(order.index(part.parted.dim)))
+
+
+handles(("view", "view_as", "reshape", "reshape_as", "ravel", "flatten", "unsqueeze", "squeeze"), reshape)
+handles(("t", "T", "mT", "transpose", "swapaxes", "permute"), turn)

@@ -1,0 +1,183 @@
+"""Sums, means, norms and extremes over a tensor of which ranks hold parts: the value of the whole, and its gradient.
+
+Every rank of the axis has the same value in its loss, and differentiates it by its own part. Gradients are first
+derivatives: they cannot be differentiated again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asa.sharding.split.elements import elementwise
+from asa.sharding.split.part import Call, TensorPart, handles, refuse
+from asa.sharding.split.wire import HALF, Split, known, largest, summed, whole
+
+
+def _dims(part: TensorPart, dim: Any) -> tuple[int, ...]:
+    """The dimensions meant, counted from the first."""
+    if dim is None or (isinstance(dim, list | tuple) and not dim):
+        return tuple(range(part.dim()))
+    return tuple(n % part.dim() for n in (dim if isinstance(dim, list | tuple) else (dim,)))
+
+
+def _along(call: Call, dims: tuple[int, ...], keepdim: bool) -> Any:
+    """A reduction along dimensions of which this rank has all."""
+    part = call.args[0]
+    found = call.func(part.held, *call.args[1:], **call.options)
+    dim = part.parted.dim if keepdim else part.parted.dim - sum(n < part.parted.dim for n in set(dims))
+    wrap = [TensorPart(f, part.parted.at(dim)) for f in (found if isinstance(found, tuple) else (found,))]
+    return type(found)(wrap) if isinstance(found, tuple) else wrap[0]
+
+
+def _named(args: Sequence[Any], options: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Arguments by name, whichever way they were given; those of numpy by those of torch."""
+    torchs = {"axis": "dim", "keepdims": "keepdim"}
+    return dict(zip(names, args, strict=False)) | {torchs.get(key, key): v for key, v in options.items()}
+
+
+def total(call: Call) -> Any:
+    """``sum``, ``mean`` and ``count_nonzero``."""
+    (part, *more), options, name = call.args, call.options, call.name
+    given = _named(more, options, "dim", "keepdim")
+    dims = _dims(part, given.get("dim"))
+    if part.parted.dim not in dims:
+        return _along(call, dims, given.get("keepdim", False))
+    if name == "count_nonzero":
+        return summed(whole(part.held.ne(0).sum(dims)), part.parted)
+    held, dtype = part.held, given.get("dtype")
+    dtype = dtype or (held.dtype if held.is_floating_point() or held.is_complex() or name == "mean" else torch.int64)
+    addend = whole(held.sum(dims, given.get("keepdim", False), dtype=torch.float32 if dtype in HALF else dtype))
+    if name == "mean":
+        addend = addend / math.prod(part.shape[n] for n in set(dims))
+    return known(addend, summed(addend, part.parted), part.parted).to(dtype)
+
+
+def extreme(call: Call) -> Any:
+    """``max``, ``min``, ``amax`` and ``amin``; the gradient goes to all that are equal to it, in equal shares."""
+    if (isinstance(call.args[-1], Tensor) and len(call.args) > 1) or "other" in call.options:
+        return elementwise(call)
+    (part, *more), options, name = call.args, call.options, call.name
+    given = _named(more, options, "dim", "keepdim")
+    dims, keepdim = _dims(part, given.get("dim")), given.get("keepdim", False)
+    if part.parted.dim not in dims:
+        return _along(call, dims, keepdim)
+    if name in ("max", "min") and given.get("dim") is not None:
+        refuse(f"{name}(dim), which says where,", part.parted)
+    mine = whole((part.held.amin if name.endswith("min") else part.held.amax)(dims, keepdim))
+    value = -largest(-mine, part.parted) if name.endswith("min") else largest(mine, part.parted)
+    return known(_shared(part.held, mine, value, dims, part.parted), value, part.parted)
+
+
+def _shared(held: Tensor, mine: Tensor, value: Tensor, dims: tuple[int, ...], split: Split) -> Tensor:
+    """``mine``, this rank's extreme, with the gradient that it has where others may have elements as extreme."""
+    if not (mine.requires_grad and torch.is_grad_enabled()):
+        return mine
+    with torch.no_grad():
+        beside = [1 if n in dims else s for n, s in enumerate(held.shape)] if len(set(dims)) < held.dim() else []
+        here = whole(held.eq(mine.reshape(beside)).sum(dims)).reshape(mine.shape) * mine.eq(value)
+        share = here / summed(here, split).clamp(min=1)
+    return mine * share.to(mine.dtype)
+
+
+def truth(call: Call) -> Any:
+    """``all`` and ``any``."""
+    (part, *more), options, name = call.args, call.options, call.name
+    given = _named(more, options, "dim", "keepdim")
+    dims = _dims(part, given.get("dim"))
+    if part.parted.dim not in dims:
+        return _along(call, dims, given.get("keepdim", False))
+    against = part.held.ne(0) if name == "any" else part.held.eq(0)
+    found = summed(whole(against.sum(dims, given.get("keepdim", False))), part.parted) > 0
+    return found if name == "any" else ~found
+
+
+def norm(call: Call) -> Any:
+    """``norm`` in all its places, where it is that of a vector."""
+    (part, *more), options, name = call.args, call.options, call.name
+    given = _named(more, options, "ord" if name.startswith("linalg") else "p", "dim", "keepdim", "dtype")
+    if name == "linalg_matrix_norm":
+        given = {"ord": "fro", "dim": (-2, -1)} | given
+    order = given.get("p" if name == "norm" else "ord", 2)
+    dims = _dims(part, given.get("dim"))
+    if part.parted.dim not in dims:
+        return _along(call, dims, given.get("keepdim", False))
+    of_matrix = len(dims) == 2 and name in ("linalg_norm", "linalg_matrix_norm")
+    order = 2.0 if order in ("fro", None) else math.inf if order == "inf" else order
+    if isinstance(order, str) or order < 0 or (of_matrix and given.get("ord") not in ("fro", None)):
+        refuse(f"{name} of order {order}", part.parted)
+    return _norm(part, float(order), dims, given.get("keepdim", False), given.get("dtype"))
+
+
+def _norm(part: TensorPart, order: float, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype | None) -> Tensor:
+    held = part.held if dtype is None else part.held.to(dtype)
+    mine = whole(torch.linalg.vector_norm(held, order, dims, keepdim))
+    if order == math.inf:
+        value = largest(mine, part.parted)
+        return known(_shared(held.abs(), mine, value, dims, part.parted), value, part.parted)
+    return _joined(mine, summed(_power(mine, order), part.parted), order, part.parted)
+
+
+def _power(mine: Tensor, order: float) -> Tensor:
+    wide = mine.detach().double()
+    return wide if order == 0 else wide.pow(order)
+
+
+def _joined(mine: Tensor, powers: Tensor, order: float, split: Split) -> Tensor:
+    """The norm of the whole from the sum of its parts' powers; d whole / d part = (part / whole) ** (order - 1)."""
+    full = powers if order == 0 else powers.pow(1 / order)
+    value = full.to(mine.dtype)
+    if not (mine.requires_grad and torch.is_grad_enabled()):
+        return value
+    wide = mine.detach().double()
+    slope = torch.where(wide == 0, 0.0, (wide / full).pow(order - 1))
+    return known(mine * slope.to(mine.dtype), value, split)
+
+
+def norms(parts: Sequence[TensorPart], order: float, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """The norm of each, in one message for all that the same ranks hold (where none is to be differentiated)."""
+    if order == math.inf or (torch.is_grad_enabled() and any(p.requires_grad for p in parts)):
+        return [_norm(p, order, tuple(range(p.dim())), False, dtype) for p in parts]
+    mine = [whole(torch.linalg.vector_norm(p.held, order, dtype=dtype)) for p in parts]
+    found: dict[int, Tensor] = {}
+    for first in range(len(parts)):
+        if first in found:
+            continue
+        split = parts[first].parted
+        alike = [i for i, p in enumerate(parts) if p.parted.axis.group is split.axis.group]
+        powers = summed(torch.stack([_power(mine[i], order) for i in alike]), split)
+        found |= {i: _joined(mine[i], power, order, split) for i, power in zip(alike, powers.unbind(), strict=True)}
+    return [found[i] for i in range(len(parts))]
+
+
+def spread(call: Call) -> Any:
+    """``std`` and ``var`` over everything."""
+    (part, *more), options, name = call.args, call.options, call.name
+    given = _named(more, options, "unbiased")
+    less = given.pop("correction", None)
+    unbiased = given.pop("unbiased", True)
+    if given or not isinstance(unbiased, bool):
+        refuse(f"{name} along dimensions", part.parted)
+    mean: Any = part.mean()
+    found: Any = (part - mean).square().sum() / (part.numel() - (int(unbiased) if less is None else less))
+    return found.sqrt() if name == "std" else found
+
+
+def product(call: Call) -> Any:
+    """``dot`` and ``vdot`` of two vectors, ``dist`` of two tensors."""
+    one, other, *more = call.args
+    if call.name == "dist":
+        return torch.linalg.vector_norm(one - other, *more, *call.options.values())
+    return (one * other).sum()
+
+
+handles(("sum", "mean", "count_nonzero"), total)
+handles(("max", "min", "amax", "amin"), extreme)
+handles(("all", "any"), truth)
+handles(("norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm", "frobenius_norm"), norm)
+handles(("std", "var"), spread)
+handles(("dot", "vdot", "dist"), product)

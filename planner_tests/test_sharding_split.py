@@ -1,0 +1,202 @@
+"""Tensors held in parts: what is computed of them is what is computed of the whole, gradients too, or is refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from asa.errors import UsageError
+from asa.launch import run_ranks
+from asa.sharding.axis import Axis
+from asa.sharding.modules import ParameterShard
+from asa.sharding.split import Split, TensorPart
+
+SHARDS = {
+    "rows": ParameterShard(dim=0, units=3, unit=2, degree=2),  # 4 of them on one rank, 2 on the other
+    "columns": ParameterShard(dim=1, units=5, unit=1, degree=2),
+    "blocks": ParameterShard(dim=0, units=1 + 1, unit=1, degree=2, blocks=3),
+}
+SHAPES = {"rows": (6, 5), "columns": (6, 5, 2), "blocks": (6,)}
+
+WORTH: dict[str, Callable[[Any], Tensor]] = {
+    "sum": lambda p: p.sum() ** 2,
+    "torch.sum": lambda p: torch.sum(input=p).square(),
+    "mean": lambda p: (p - 0.1).mean() ** 2,
+    "mean, float32": lambda p: p.mean(dtype=torch.float32).double() * 3,
+    "norm": lambda p: p.norm(),
+    "norm 1": lambda p: p.norm(p=1) ** 2,
+    "norm 3": lambda p: torch.norm(p, 3),
+    "norm inf": lambda p: torch.linalg.vector_norm(p, float("inf")) ** 2,
+    "norm 0": lambda p: p.norm(p=0) + p.sum(),
+    "norm of zeros": lambda p: (p * 0).norm() + p.sum(),
+    "fro": lambda p: torch.norm(p, p="fro"),
+    "linalg": lambda p: torch.linalg.norm(p),
+    "root": lambda p: (2 * p.square()).sum().sqrt(),
+    "max": lambda p: p.abs().max() ** 2,
+    "amax, ties": lambda p: (p * 4).round().detach().add(p - p.detach()).amax() * 2,
+    "min": lambda p: p.min() ** 2,
+    "var": lambda p: p.var(),
+    "std": lambda p: torch.std(p, correction=0),
+    "by its own norm": lambda p: (p / p.norm(p=1)).abs().amax() + (p * p.mean()).norm(),
+    "dot": lambda p: torch.dot(p.flatten(), (p * 2).flatten()),
+    "dist": lambda p: torch.dist(p, p.detach() * 0.5),
+    "beside the whole": lambda p: (p * torch.arange(p.numel(), dtype=p.dtype).view(p.shape)).norm(),
+    "beside one row": lambda p: (p + torch.arange(p.shape[-1], dtype=p.dtype)).norm(),
+    "along 0": lambda p: p.norm(dim=0).square().sum().sqrt(),
+    "along the last": lambda p: p.sum(-1).norm(p=3),
+    "along the last, kept": lambda p: (p / p.norm(dim=-1, keepdim=True)).amax(),
+    "rows": lambda p: p.reshape(len(p), -1).norm(dim=1).max(),
+    "columns": lambda p: p.view(p.shape[0], -1).t().norm(dim=1, keepdim=True).amax(),
+    "flat": lambda p: p.view(-1).unsqueeze(0).norm(dim=1).sum(),
+    "turned": lambda p: (p.permute(*reversed(range(p.dim()))).sum(0) ** 2).sum(),
+    "where": lambda p: torch.where(p > 0, p, 0.1 * p.abs()).norm(),
+    "logical": lambda p: p.sum() * (p > 0).any() * (p < 9).all() * torch.count_nonzero(p > 0),
+    "soft": lambda p: F.softshrink(p, 0.2).norm(p=1),
+    "counted": lambda p: p.norm() / p.numel() * p.shape[0] * p.size(-1),
+}
+
+
+def whole(what: str) -> Tensor:
+    return torch.randn(SHAPES[what], generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+
+def part(rank: int, what: str) -> TensorPart:
+    shard = SHARDS[what]
+    held = nn.Parameter(shard.cut(whole(what), rank))
+    return TensorPart(held, Split(Axis(size=2, index=rank, group=dist.group.WORLD), shard, torch.device("cpu")))
+
+
+def worth_on(rank: int) -> dict[tuple[str, str], tuple[Tensor, Tensor]]:
+    found = {}
+    for what in SHARDS:
+        for name, worth in WORTH.items():
+            p = part(rank, what)
+            value = worth(p)
+            assert type(value) is Tensor, name
+            value.backward()
+            assert p.grad is not None
+            found[what, name] = (value.detach(), p.grad.held)
+    return found
+
+
+def test_values_and_gradients_are_those_of_the_whole() -> None:
+    ranks = run_ranks(2, worth_on, threads=1, timeout_s=60)
+    for what, shard in SHARDS.items():
+        for name, worth in WORTH.items():
+            p = nn.Parameter(whole(what))
+            value = worth(p)
+            value.backward()
+            near: Any = {"rtol": 1e-6 if "float32" in name else 1e-12, "atol": 1e-12}
+            for rank, found in enumerate(ranks):
+                mine, gradient = found[what, name]
+                torch.testing.assert_close(mine, value.detach(), **near, msg=f"{what}, {name}")
+                wanted = shard.cut(p.grad, rank)  # type: ignore[arg-type]
+                torch.testing.assert_close(gradient, wanted, **near, msg=f"gradient: {what}, {name}")
+
+
+IN_PLACE: dict[str, Callable[[Any, Any], object]] = {
+    "average": lambda p, q: q.lerp_(p, 0.25).mul_(2),
+    "copied": lambda p, q: q.copy_(p).clamp_(-0.5, 0.5),
+    "data": lambda p, q: setattr(q, "data", q.data * 0.5 + p.data),
+    "seen flat": lambda p, q: q.view(-1).sub_(p.detach().view(-1), alpha=3),
+    "whole": lambda p, q: q.add_(torch.arange(q.numel(), dtype=q.dtype).view(q.shape)),
+    "each": lambda p, q: torch._foreach_lerp_([q], [p], 0.5),
+    "products": lambda p, q: q.addcmul_(p, p.sign(), value=0.3).div_(q.norm()),
+    "drawn": lambda p, q: nn.init.xavier_normal_(q) if q.dim() > 1 else q.normal_(),
+    "not a number": lambda p, q: q.fill_(float("nan")).max(),
+    "gradient": lambda p, q: (setattr(q, "grad", torch.ones_like(q)), q.grad.mul_(2), q.add_(q.grad)),
+}
+
+
+def changed_on(rank: int) -> dict[tuple[str, str], Tensor]:
+    found = {}
+    for what in SHARDS:
+        for name, change in IN_PLACE.items():
+            p, q = part(rank, what), copy.deepcopy(part(rank, what))
+            torch.manual_seed(7)
+            with torch.no_grad():
+                q.mul_(-1)
+                change(p, q)
+            assert torch.equal(q.isnan(), q != q)
+            found[what, name] = q.held
+            held = [t.held for t in (p, p.data, p.view(-1))]
+            assert len({t.data_ptr() for t in held}) == 1
+            assert p.grad is None
+            assert isinstance(p, nn.Parameter)
+            assert f"{p}".startswith("TensorPart((6")
+    return found
+
+
+def test_changes_in_place_are_those_of_the_whole() -> None:
+    ranks = run_ranks(2, changed_on, threads=1, timeout_s=60)
+    for what, shard in SHARDS.items():
+        for name, change in IN_PLACE.items():
+            p, q = nn.Parameter(whole(what)), nn.Parameter(-whole(what))
+            torch.manual_seed(7)
+            with torch.no_grad():
+                change(p, q)
+            for rank, found in enumerate(ranks):
+                wanted = shard.cut(q.detach(), rank)
+                torch.testing.assert_close(found[what, name], wanted, equal_nan=True, msg=f"{what}, {name}")
+
+
+REFUSED: dict[str, Callable[[Any], object]] = {
+    "cat": lambda p: torch.cat([p, p]),
+    "stack": lambda p: torch.stack([p.detach(), torch.zeros(p.shape)]),
+    "cat needs": lambda p: nn.utils.parameters_to_vector([p]),
+    "matmul": lambda p: torch.ones(6).double() @ p,
+    "linear": lambda p: F.linear(torch.ones(2, 5), p),
+    "svd": lambda p: torch.linalg.svd(p),
+    "matrix_norm of order 2": lambda p: torch.linalg.matrix_norm(p, 2),
+    "sort": lambda p: p.sort(),
+    "topk": lambda p: torch.topk(p, 2),
+    "quantile": lambda p: torch.quantile(p, 0.5),
+    "median": lambda p: p.median(),
+    "max(dim)": lambda p: p.max(dim=0),
+    "argmax": lambda p: p.argmax(),
+    "cumsum": lambda p: p.cumsum(0),
+    "softmax": lambda p: p.softmax(0),
+    "numpy": lambda p: p.detach().numpy(),
+    "item": lambda p: p.item(),
+    "tolist": lambda p: p.tolist(),
+    "__bool__": lambda p: bool(p),
+    "__getitem__": lambda p: p[0],
+    "__setitem__": lambda p: p.__setitem__(0, 1.0),
+    "rows": lambda p: list(p),
+    "pickle": lambda p: pickle.dumps(p),
+    "view": lambda p: p.view(3, 10),
+    "into a tensor that is no such": lambda p: torch.zeros(p.shape).add_(p),
+    "held in parts, the other is not": lambda p: torch._foreach_add([torch.zeros(6, 5)], [p]),
+    "another kind": lambda p: p * p.t(),
+    "needs a whole": lambda p: p.detach() @ p.detach().t(),
+    "does not fit": lambda p: p * torch.zeros(3, 1),
+    "hook": lambda p: p.register_hook(lambda g: g),
+    "use loss.backward()": lambda p: torch.autograd.grad(p.norm(), p),
+    "set requires_grad": lambda p: p.norm().backward(inputs=[p]),
+    "more on one rank": lambda p: (p.norm() * (1 + dist.get_rank())).backward(),
+}
+
+
+def refused_on(rank: int) -> dict[str, str]:
+    found = {}
+    for words, ask in REFUSED.items():
+        try:
+            ask(part(rank, "rows"))
+            found[words] = "nothing"
+        except UsageError as error:
+            found[words] = str(error)
+    return found
+
+
+def test_what_needs_the_whole_is_refused_by_name() -> None:
+    for found in run_ranks(2, refused_on, threads=1, timeout_s=60):
+        for words, said in found.items():
+            assert words.removeprefix("linalg_") in said, (words, said)
+            assert "\n" not in said
