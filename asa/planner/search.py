@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from asa.errors import AsaError
-from asa.planner.answer.canonical import canonical
+from asa.planner.answer.canonical import canonical, improved
 from asa.planner.beside import Beside, Board, Told, possible
 from asa.planner.pipeline import joint
 from asa.planner.pipeline.climb import first_plans
@@ -57,7 +57,7 @@ _AGAIN_S = 0.5
 _PROVED = 1e-6
 """A gap that is none."""
 _POLISH_S = 0.25
-"""At most, for what is faster beside an answer that is not proved."""
+"""At most, for what is faster beside a first plan, or beside an answer that is not proved."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,8 @@ def search(
         return found
     before_ms = prices.of(found.best).cost.total_s * MS
     proved = found.lower_bound_s * MS >= before_ms * (1 - _PROVED)
-    first = canonical(prices, found.best, allowed, 0.0 if proved else time.monotonic() + _POLISH_S)
+    better = found.best if proved else improved(prices, found.best, allowed, time.monotonic() + _POLISH_S)
+    first = canonical(prices, better, allowed)
     value_ms = prices.of(first).cost.total_s * MS
     taken = time.monotonic() - started
     last = ((taken, value_ms, found.lower_bound_s * MS),) if value_ms < before_ms * (1 - 1e-9) else ()
@@ -265,6 +266,8 @@ class _Ways:
         until = time.monotonic() + max(_SKETCH_S, share * self.limit_s)
         near = self.near if self.near > 1 else None
         found = first_plans(self.prices, self.allowed, self.best.limit / MS, until, near)
+        if found is not None:
+            found = improved(self.prices, found, self.allowed, time.monotonic() + _POLISH_S)
         return found, float("inf") if found is None else self.prices.of(found).cost.total_s * MS
 
     def _first(self) -> None:

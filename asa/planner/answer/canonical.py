@@ -39,27 +39,38 @@ _CHANGES = 200
 """Of one answer, at most."""
 
 
-def canonical(prices: Prices, candidate: Candidate, allowed: Allowed, faster_until: float = 0.0) -> Candidate:
-    """The plan itself, or one that takes no longer and comes before it.
-
-    Where nothing is proved, a plan beside it may be faster: such are looked for first, until the monotonic clock shows
-    ``faster_until``.
-    """
+def canonical(prices: Prices, candidate: Candidate, allowed: Allowed) -> Candidate:
+    """The plan itself, or one that takes no longer and comes before it."""
     if len(candidate.ways) > _MOST:
         return candidate
     around = _Around(prices, candidate, allowed)
     found = candidate
-    while (better := around.faster(found, faster_until)) is not None:
-        found = better
     for _ in range(_CHANGES):
         better = next((x for x in around.changes(found) if around.before(x, found)), None)
         if better is None:
             break
         found = better
-    if found is candidate:
+    return _kept(prices, candidate, found)
+
+
+def improved(prices: Prices, candidate: Candidate, allowed: Allowed, ends: float = INF) -> Candidate:
+    """A plan that is no slower, and if the monotonic clock leaves time until ``ends`` has no faster one beside it: what
+    is not proved to be the fastest is rarely even that."""
+    if len(candidate.ways) > _MOST:
         return candidate
-    price, limit_s = prices.of(found), prices.of(candidate).cost.total_s * (1 + 2 * TIE)
-    return found if price.cost.total_s <= limit_s and price.peak.total <= prices.capacity(found) else candidate
+    around = _Around(prices, candidate, allowed)
+    found = candidate
+    while (better := around.faster(found, ends)) is not None:
+        found = better
+    return _kept(prices, candidate, found)
+
+
+def _kept(prices: Prices, before: Candidate, after: Candidate) -> Candidate:
+    """``after``, if its price in full says so, too."""
+    if after is before:
+        return before
+    price, limit_s = prices.of(after), prices.of(before).cost.total_s * (1 + 2 * TIE)
+    return after if price.cost.total_s <= limit_s and price.peak.total <= prices.capacity(after) else before
 
 
 def _even(number: float) -> float:

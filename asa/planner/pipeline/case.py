@@ -35,7 +35,7 @@ _FAR = 0.99
 """Of the best plan: a bound below it calls for better plans, too."""
 _LEAST = 1e-4
 """Of a bound: the least step upwards."""
-_STRIDE, _LEAP = 0.3, 0.06
+_STRIDE, _LEAP = 0.3, 0.28
 """Of the way from the bound to the best plan, at least, at a time; and up to which share of the bound that is all of
 it: what is explored up to one limit is explored anew up to the next."""
 _NEAR = 0.002
