@@ -101,16 +101,18 @@ class _Around:
         self.n = len(candidate.ways)
         self.sketch = Sketch(prices, allowed, float("inf")) if len(candidate.widths) > 1 else None
         self._stages: dict[_Stage, StagePrice] = {}
-        self._keys: dict[object, tuple[Any, ...]] = {}
-        self._possible: dict[tuple[int, int, int], list[Way]] = {}
+        self._known: dict[object, tuple[float, ...]] = {}
+        self._possible: dict[tuple[int, int, int], dict[Way, None]] = {}
         self._data = {name: k for k, name in enumerate(self.space.strategies.data)}
         self._tensor = {name: k for k, name in enumerate(self.space.strategies.tensor)}
 
     def before(self, x: Candidate, y: Candidate) -> bool:
         """Whether ``x`` comes before ``y``, is no slower than it may be, and fits."""
-        return (x.ranks, len(x.widths), x.num_microbatches) <= (y.ranks, len(y.widths), y.num_microbatches) and (
-            self._key(x) < self._key(y) and self.seconds(x, self.limit_s) <= self.limit_s
-        )
+        if (x.ranks, len(x.widths), x.num_microbatches) > (y.ranks, len(y.widths), y.num_microbatches):
+            return False
+        one, other = self._needs(x), self._needs(y)
+        first = one < other or (one == other and self._said(x) < self._said(y))
+        return first and self.seconds(x, self.limit_s) <= self.limit_s
 
     def faster(self, x: Candidate, until: float) -> Candidate | None:
         """A plan beside ``x`` that takes less, and is the limit then; None where there is none, or time is up."""
@@ -141,15 +143,19 @@ class _Around:
             self._stages[x] = price_stage(pricer, x.start, x.ways, self.space.cluster.overlap, x.in_flight)
         return self._stages[x]
 
-    def _key(self, x: Candidate) -> tuple[Any, ...]:
-        if x.key not in self._keys:
+    def _needs(self, x: Candidate) -> tuple[float, ...]:
+        """What comes first in the order: what it takes to run it."""
+        key = x.key
+        if key not in self._known:
             stages = [self._priced(s) for s in self._parts(x)]
             work = sum(w * s.cost.total_s**2 for w, s in zip(x.widths, stages, strict=True))
-            self._keys[x.key] = (
-                x.ranks, len(x.widths), x.num_microbatches, _even(work), _even(max(s.peak.total for s in stages)),
-                x.schedule, x.starts, x.widths, tuple(map(self._rank, x.ways)),
-            )  # fmt: skip
-        return self._keys[x.key]
+            held = max(s.peak.total for s in stages)
+            self._known[key] = (x.ranks, len(x.widths), x.num_microbatches, _even(work), _even(held))
+        return self._known[key]
+
+    def _said(self, x: Candidate) -> tuple[Any, ...]:
+        """What comes last: how it is written down."""
+        return x.schedule, x.starts, x.widths, tuple(map(self._rank, x.ways))
 
     def _rank(self, way: Way) -> tuple[Any, ...]:
         return (
@@ -187,9 +193,9 @@ class _Around:
         yield from self._private(x)
         yield from self._exchanged(x)
 
-    def _ways(self, i: int, w: int, m: int) -> list[Way]:
+    def _ways(self, i: int, w: int, m: int) -> dict[Way, None]:
         if (i, w, m) not in self._possible:
-            self._possible[i, w, m] = list(self.space.ways(i, w, m, self.allowed))
+            self._possible[i, w, m] = dict.fromkeys(self.space.ways(i, w, m, self.allowed))
         return self._possible[i, w, m]
 
     def _fewer(self, x: Candidate) -> Iterator[Candidate]:
