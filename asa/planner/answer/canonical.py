@@ -200,7 +200,8 @@ class _Around:
 
     def _fewer(self, x: Candidate) -> Iterator[Candidate]:
         m = x.num_microbatches
-        for s, w in enumerate(x.widths):
+        # Of unequal devices every stage has those of one kind, and keeps its own.
+        for s, w in enumerate(() if self.space.cluster.unequal else x.widths):
             for less in (v for v in range(1, w) if self.space.placed(0, v)):
                 yield from self._in_manners(x, s, less)
         if m == 1 or self.space.strategies.schedules[x.schedule].refusal(len(x.widths), m // 2):
