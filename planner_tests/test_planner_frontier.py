@@ -17,10 +17,10 @@ from asa.ir.cluster import Device
 from asa.ir.units import GIB
 from asa.planner import Request, plan
 from asa.planner.answer import frontier
-from asa.planner.decide import table
 from asa.planner.space import parameter_server
 from asa.planner.space.candidate import Prices
 from asa.planner.space.space import Space
+from asa.planner.space.whole import table
 from asa.report import frontier as report
 from asa.report import tables
 

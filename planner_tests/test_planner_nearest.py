@@ -10,11 +10,11 @@ import pytest
 from asa.cost.machine import presets
 from asa.cost.machine.estimate import on_device
 from asa.planner import Request, parse_pin, plan, why_not
-from asa.planner.decide import table
 from asa.planner.search import search
 from asa.planner.space.candidate import Prices
 from asa.planner.space.nearest import nearest, start
 from asa.planner.space.space import Space, pinned
+from asa.planner.space.whole import table
 from asa.strategies import offered
 
 CLUSTER = presets.load("t4-8x1-25g-tcp")

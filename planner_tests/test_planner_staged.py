@@ -21,12 +21,12 @@ from asa.ir.plan import Plan
 from asa.ir.units import GIB
 from asa.planner import Request, plan, verify
 from asa.planner.beside import Beside, Board, Told
-from asa.planner.decide import table
 from asa.planner.pipeline.floors import floors
 from asa.planner.pipeline.pipelines import Skeleton
 from asa.planner.pipeline.staged import StagedSpace
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.space import Space, anything
+from asa.planner.space.whole import table
 from asa.planner.stage import exhaustive
 from asa.planner.stage.problem import MS
 from asa.schedules import schedules

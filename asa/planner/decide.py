@@ -9,12 +9,10 @@ from itertools import accumulate
 
 from asa.cost.constants import constant
 from asa.cost.machine.estimate import on_device
-from asa.cost.planned import Price
 from asa.errors import AsaError, InfeasibleError
 from asa.interfaces.strategy import Strategies
 from asa.ir import codec
 from asa.ir.cluster import Cluster
-from asa.ir.codec import noun
 from asa.ir.plan import Assignment, Baseline, Certificate, CurvePoint, Plan, Stage
 from asa.ir.profile import Profile
 from asa.ir.units import GIB
@@ -24,12 +22,13 @@ from asa.planner.answer.confidence import confidence, faster
 from asa.planner.answer.prediction import noise, predict
 from asa.planner.garbage import uncollected
 from asa.planner.search import Outcome, next_best, search
-from asa.planner.space import baselines, parameter_server
+from asa.planner.space import baselines
 from asa.planner.space.admission import check_request
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.nearest import start
 from asa.planner.space.request import Request
 from asa.planner.space.space import Space
+from asa.planner.space.whole import Row, table
 from asa.planner.stage.problem import MS
 from asa.planner.stage.singles import TOLERANCE_GIB
 
@@ -39,24 +38,6 @@ _DRAWN = 3_000
 """Components, over all finalists, whose errors are drawn: of a thousand components, not of every whole strategy."""
 _TIE = 1 + 1e-9
 """Over the fastest: as good as equal, since times are sums of many floating-point numbers."""
-_PAST = 1.1
-"""Over the best: from there on more microbatches only make a pipeline slower."""
-
-
-@noun
-class Row:
-    """A whole strategy, priced; without a candidate where it cannot be run."""
-
-    name: str
-    candidate: Candidate | None
-    price: Price | None
-    fits: bool
-    why_not: str = ""
-
-    @property
-    def seconds(self) -> float:
-        """Step time, infinite where there is none."""
-        return self.price.cost.total_s if self.price is not None else float("inf")
 
 
 @uncollected()
@@ -176,53 +157,6 @@ def _whole(
 
 def _members(prices: Prices, name: str) -> tuple[str, ...]:
     return baselines.members(name, prices.space.strategies, prices.space.request.gpus)
-
-
-def table(prices: Prices, wanted: Sequence[str] = ()) -> list[Row]:
-    """Every whole strategy, priced, and those of ``wanted`` that are no usual ones (``hybrid:d3t2`` of 8)."""
-    space = prices.space
-    names = dict.fromkeys((*baselines.names(space.strategies, space.request.gpus), *wanted))
-    rows = [row(name, prices) for name in names if name not in ("asa", "hybrid")]
-    if "hybrid" in names:
-        members = set(_members(prices, "hybrid"))
-        best = min((r for r in rows if r.name in members), key=lambda r: (not r.fits, r.seconds))
-        rows.append(
-            Row(name="hybrid", candidate=best.candidate, price=best.price, fits=best.fits, why_not=best.why_not)
-        )
-    return [*rows, *_served(prices, next((r for r in rows if r.name == "ddp"), None))]
-
-
-def _served(prices: Prices, ddp: Row | None) -> list[Row]:
-    """Parameter servers on the workers of data parallelism: for comparison, so without a candidate."""
-    if ddp is None or ddp.candidate is None:
-        return []
-    found, why = parameter_server.priced(prices, ddp.candidate), parameter_server.WHY_NOT
-    return [Row(name=n, candidate=None, price=p, fits=False, why_not=why[n]) for n, p in found.items()]
-
-
-def row(name: str, prices: Prices) -> Row:
-    """One whole strategy: a single stage in as few microbatches as fit (one where none do), a pipeline in as many as
-    make it fastest."""
-    first: Row | None = None
-    best: Row | None = None
-    try:
-        for candidate in baselines.candidates(name, prices):
-            if best is not None and prices.at_least(candidate) > _PAST * best.seconds:
-                break
-            price, free = prices.of(candidate), prices.capacity(candidate)
-            fits = price.peak.total <= free + TOLERANCE_GIB * GIB
-            why = "" if fits else f"{price.peak.total / GIB:.3g} GiB of {max(0.0, free) / GIB:.3g} GiB"
-            made = Row(name=name, candidate=candidate, price=price, fits=fits, why_not=why)
-            first = first or made
-            if fits and (best is None or made.seconds < best.seconds):
-                best = made
-            if best is not None and (len(candidate.widths) == 1 or made.seconds > _PAST * best.seconds):
-                break
-    except baselines.Unavailable as reason:
-        return Row(name=name, candidate=None, price=None, fits=False, why_not=str(reason))
-    found = best or first
-    assert found is not None
-    return found
 
 
 def _simplest(rows: Sequence[Row]) -> Row | None:

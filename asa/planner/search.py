@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from asa.errors import AsaError
+from asa.planner.answer.canonical import canonical, improved
 from asa.planner.beside import Beside, Board, Told, possible
 from asa.planner.pipeline import joint
 from asa.planner.pipeline.climb import first_plans
@@ -53,6 +54,11 @@ _REST_S = 0.25
 _AGAIN_S = 0.5
 """At most, for the ILP to solve once more what the label program has proved."""
 
+_PROVED = 1e-6
+"""A gap that is none."""
+_POLISH_S = 0.25
+"""At most, for what is faster beside a first plan, or beside an answer that is not proved."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
@@ -81,7 +87,8 @@ def search(
     baselines: Sequence[Candidate] = (),
     start: Candidate | None = None,
 ) -> Outcome:
-    """The fastest plan in the space, among those that ``allowed`` lets through.
+    """The fastest plan in the space, among those that ``allowed`` lets through; of plans that take equally long the
+    first in an order that does not depend on the clock (:mod:`asa.planner.answer.canonical`).
 
     ``incumbent_s`` is the time of a plan already known (a whole strategy that fits): a search that ends without a
     ``best`` has proved that nothing is faster. ``baselines`` are the whole strategies that fit, fastest first: they say
@@ -92,7 +99,24 @@ def search(
         UnavailableError: the solver is not installed.
     """
     started = time.monotonic()
-    ends = started + time_limit_s
+    found = _search(prices, solver, started + time_limit_s, allowed, incumbent_s, baselines, start)
+    if found.best is None:
+        return found
+    before_ms = prices.of(found.best).cost.total_s * MS
+    proved = found.lower_bound_s * MS >= before_ms * (1 - _PROVED)
+    better = found.best if proved else improved(prices, found.best, allowed, time.monotonic() + _POLISH_S)
+    first = canonical(prices, better, allowed)
+    value_ms = prices.of(first).cost.total_s * MS
+    taken = time.monotonic() - started
+    last = ((taken, value_ms, found.lower_bound_s * MS),) if value_ms < before_ms * (1 - 1e-9) else ()
+    return replace(found, best=first, seconds=taken, curve=(*found.curve, *last))
+
+
+def _search(
+    prices: Prices, solver: SolverName, ends: float, allowed: Allowed, incumbent_s: float,
+    baselines: Sequence[Candidate], start: Candidate | None,
+) -> Outcome:  # fmt: skip
+    started = time.monotonic()
     space = prices.space
     gpus = space.request.gpus
     room = max(space.room(rank, 1, gpus) for rank in range(gpus))
@@ -103,7 +127,7 @@ def search(
     incumbent_s = min(incumbent_s, start_s)
     best = joint.Best(None, incumbent_s * MS, started)
     if not piping:
-        best.other(first_plan(alone, best.limit, started + _FIRST * time_limit_s))
+        best.other(first_plan(alone, best.limit, started + _FIRST * (ends - started)))
         joint.best_first(alone, best, ends, patience=started + _PATIENCE_S, gap=_ENOUGH)
         bound_ms, limit_ms, curve = best.bound, best.limit, best.curve
     else:
@@ -242,6 +266,8 @@ class _Ways:
         until = time.monotonic() + max(_SKETCH_S, share * self.limit_s)
         near = self.near if self.near > 1 else None
         found = first_plans(self.prices, self.allowed, self.best.limit / MS, until, near)
+        if found is not None:
+            found = improved(self.prices, found, self.allowed, time.monotonic() + _POLISH_S)
         return found, float("inf") if found is None else self.prices.of(found).cost.total_s * MS
 
     def _first(self) -> None:
@@ -306,7 +332,7 @@ def _arbitrate(known: Solution, found: Solution, cutoff_ms: float, problem: Prob
     if not (known.proved and found.proved) or known.value >= cutoff_ms * (1 - 1e-5):
         return found
     if abs(found.value - known.value) <= 1e-5 * known.value:
-        return found
+        return replace(known, solver=found.solver) if known.value <= found.value * (1 + 1e-9) else found
     for s in (known, found):
         if s.choice is not None and abs(exhaustive.value(problem, s.choice) - s.value) > 1e-5 * s.value:
             raise AsaError(

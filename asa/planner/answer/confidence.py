@@ -48,8 +48,9 @@ class Errors:
             return self._none
         key = (deviation, *name)
         if key not in self._known:
-            seed = np.random.SeedSequence([_SEED, *"/".join(map(str, name)).encode()])
-            self._known[key] = np.exp(deviation * np.random.default_rng(seed).standard_normal(self._draws))
+            words = np.array([_SEED, *"/".join(map(str, name)).encode()], dtype=np.uint32)
+            draws = np.random.default_rng(np.random.SeedSequence(words)).standard_normal(self._draws)
+            self._known[key] = np.exp(deviation * draws)
         return self._known[key]
 
 

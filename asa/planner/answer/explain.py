@@ -16,13 +16,13 @@ from asa.ir.plan import DataDegree, Plan, TensorDegree
 from asa.ir.profile import Profile
 from asa.ir.units import GIB
 from asa.planner.answer.prediction import noise
-from asa.planner.decide import row
 from asa.planner.search import search
 from asa.planner.space import baselines, parameter_server
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.nearest import start
 from asa.planner.space.request import Request, parse_pin
 from asa.planner.space.space import Space, pinned
+from asa.planner.space.whole import row
 from asa.planner.stage.formulate import formulate
 from asa.planner.stage.singles import TOLERANCE_GIB
 

@@ -35,7 +35,7 @@ _FAR = 0.99
 """Of the best plan: a bound below it calls for better plans, too."""
 _LEAST = 1e-4
 """Of a bound: the least step upwards."""
-_STRIDE, _LEAP = 0.3, 0.06
+_STRIDE, _LEAP = 0.3, 0.28
 """Of the way from the bound to the best plan, at least, at a time; and up to which share of the bound that is all of
 it: what is explored up to one limit is explored anew up to the next."""
 _NEAR = 0.002
@@ -253,7 +253,8 @@ class Case:
         options = {(r, a): x for r in range(1, self.most + 1) for a, x in self._options(r, limit).items()}
         wanted = limit
         leaves, limit = plans(frame, options, self.stages, self.schedule, limit)
-        proved, again, blurred = limit, False, set[tuple[int, int, int, int]]()
+        proved, again = limit, False
+        blurred, nearly = set[tuple[int, int, int, int]](), set[tuple[int, int, int, int]]()
         if limit < wanted and self.bound > 0:  # too many: not as far, the next time
             self.share, self._short = min(self.share, wanted / self.bound - 1) / 8, True
             again = self.share > _LEAST
@@ -265,9 +266,13 @@ class Case:
                 value, vague, taken = self._fill(x, int(i), options)
                 near = value <= float(x.values[i]) * (1 + _NEAR) and (taken or value >= best)
                 best = min(best, value)
+                if near and value > float(x.values[i]) * (1 + _CLOSE):
+                    nearly.update(vague)
                 if near or not vague:
                     break
                 blurred.update(vague)
+        if proved <= self.bound and not again and not blurred:  # that close, and no further: once in more detail
+            blurred = {key for key in nearly if key not in self._detail}
         for key in blurred:  # the next time in more detail
             again = True
             self._stages[key].limit = 0.0

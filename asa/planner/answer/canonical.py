@@ -1,0 +1,292 @@
+"""Of plans that take equally long, which one is answered: a total order, and the first plan in it around the answer.
+
+Stages that wait for the slowest one can be cut and run in many ways that take as long, and which of these a search
+meets first depends on its clock. So the answer is changed, one thing at a time, as long as that leads to a plan that
+takes no longer and comes first in this order:
+
+1. fewer ranks, 2. fewer stages, 3. fewer microbatches: less to run;
+4. work, the sum over stages of ranks x (seconds of its own work)^2: less of it, and spread evenly, so that a stage that
+   turns out slower than predicted is less likely to hold up the others;
+5. the lower peak of memory;
+6. strategies in the order in which they are offered, the schedule by name, then earlier cuts, narrower stages first.
+
+Equal are times, work and peaks to one part in a billion: they are sums of many floating-point numbers. A change moves
+one cut or several in a row, takes another schedule or half as many microbatches, runs a stage in another manner or on
+fewer ranks, runs one component otherwise in its layout, or has two components of a stage change their ways.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import accumulate, combinations, pairwise
+from typing import Any
+
+from asa.cost.pipeline import lower_bound, makespan
+from asa.cost.planned import StagePrice, price_stage
+from asa.cost.pricing import Way
+from asa.ir.layout import Layout
+from asa.planner.pipeline.sketch import INF, Sketch
+from asa.planner.space.candidate import Candidate, Prices
+from asa.planner.space.space import Allowed
+
+TIE = 1e-9
+"""A part by which times, work and peaks may differ and are taken for equal."""
+_MOST = 60
+"""Components beyond which an answer is left as it is: there is hardly a tie that is worth its price."""
+_CHANGES = 200
+"""Of one answer, at most."""
+
+
+def canonical(prices: Prices, candidate: Candidate, allowed: Allowed) -> Candidate:
+    """The plan itself, or one that takes no longer and comes before it."""
+    if len(candidate.ways) > _MOST:
+        return candidate
+    around = _Around(prices, candidate, allowed)
+    found = candidate
+    for _ in range(_CHANGES):
+        better = next((x for x in around.changes(found) if around.before(x, found)), None)
+        if better is None:
+            break
+        found = better
+    return _kept(prices, candidate, found)
+
+
+def improved(prices: Prices, candidate: Candidate, allowed: Allowed, ends: float = INF) -> Candidate:
+    """A plan that is no slower, and if the monotonic clock leaves time until ``ends`` has no faster one beside it: what
+    is not proved to be the fastest is rarely even that."""
+    if len(candidate.ways) > _MOST:
+        return candidate
+    around = _Around(prices, candidate, allowed)
+    found = candidate
+    while (better := around.faster(found, ends)) is not None:
+        found = better
+    return _kept(prices, candidate, found)
+
+
+def _kept(prices: Prices, before: Candidate, after: Candidate) -> Candidate:
+    """``after``, if its price in full says so, too."""
+    if after is before:
+        return before
+    price, limit_s = prices.of(after), prices.of(before).cost.total_s * (1 + 2 * TIE)
+    return after if price.cost.total_s <= limit_s and price.peak.total <= prices.capacity(after) else before
+
+
+def _even(number: float) -> float:
+    """To nine digits."""
+    return float(f"{number:.9g}")
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """A stage of a candidate: what its price depends on."""
+
+    first: int
+    width: int
+    start: int
+    num_microbatches: int
+    busy: int
+    in_flight: int
+    ways: tuple[Way, ...]
+
+
+class _Around:
+    """Plans beside one, and their order."""
+
+    def __init__(self, prices: Prices, candidate: Candidate, allowed: Allowed) -> None:
+        self.prices, self.space, self.allowed = prices, prices.space, allowed
+        self.limit_s = prices.of(candidate).cost.total_s * (1 + TIE)
+        """What no plan may exceed."""
+        self.n = len(candidate.ways)
+        self.sketch = Sketch(prices, allowed, float("inf")) if len(candidate.widths) > 1 else None
+        self._stages: dict[_Stage, StagePrice] = {}
+        self._known: dict[object, tuple[float, ...]] = {}
+        self._possible: dict[tuple[int, int, int], dict[Way, None]] = {}
+        self._data = {name: k for k, name in enumerate(self.space.strategies.data)}
+        self._tensor = {name: k for k, name in enumerate(self.space.strategies.tensor)}
+
+    def before(self, x: Candidate, y: Candidate) -> bool:
+        """Whether ``x`` comes before ``y``, is no slower than it may be, and fits."""
+        if (x.ranks, len(x.widths), x.num_microbatches) > (y.ranks, len(y.widths), y.num_microbatches):
+            return False
+        one, other = self._needs(x), self._needs(y)
+        first = one < other or (one == other and self._said(x) < self._said(y))
+        return first and self.seconds(x, self.limit_s) <= self.limit_s
+
+    def faster(self, x: Candidate, until: float) -> Candidate | None:
+        """A plan beside ``x`` that takes less, and is the limit then; None where there is none, or time is up."""
+        less_s = self.limit_s / (1 + TIE) * (1 - 2 * TIE)
+        for other in self.changes(x):
+            if time.monotonic() > until:
+                return None
+            taken_s = self.seconds(other, less_s)
+            if taken_s < less_s:
+                self.limit_s = taken_s * (1 + TIE)
+                return other
+        return None
+
+    def _parts(self, x: Candidate) -> list[_Stage]:
+        m, busy, p = x.num_microbatches, self.prices.busy(x), len(x.widths)
+        firsts = [0, *accumulate(x.widths[:-1])]
+        schedule = self.space.strategies.schedules[x.schedule] if p > 1 else None
+        return [
+            _Stage(first, w, a, m, busy, schedule.in_flight(s, p, m) if schedule else 1, x.ways[a:b])
+            for s, (first, w, a, b) in enumerate(
+                zip(firsts, x.widths, x.starts, (*x.starts[1:], self.n), strict=True)
+            )
+        ]  # fmt: skip
+
+    def _priced(self, x: _Stage) -> StagePrice:
+        if x not in self._stages:
+            pricer = self.prices.pricer(x.width, x.num_microbatches, x.busy, x.first)
+            self._stages[x] = price_stage(pricer, x.start, x.ways, self.space.cluster.overlap, x.in_flight)
+        return self._stages[x]
+
+    def _needs(self, x: Candidate) -> tuple[float, ...]:
+        """What comes first in the order: what it takes to run it."""
+        key = x.key
+        if key not in self._known:
+            stages = [self._priced(s) for s in self._parts(x)]
+            work = sum(w * s.cost.total_s**2 for w, s in zip(x.widths, stages, strict=True))
+            held = max(s.peak.total for s in stages)
+            self._known[key] = (x.ranks, len(x.widths), x.num_microbatches, _even(work), _even(held))
+        return self._known[key]
+
+    def _said(self, x: Candidate) -> tuple[Any, ...]:
+        """What comes last: how it is written down."""
+        return x.schedule, x.starts, x.widths, tuple(map(self._rank, x.ways))
+
+    def _rank(self, way: Way) -> tuple[Any, ...]:
+        return (
+            self._data[way.data.strategy], way.data.degree, way.data.shards or 0, self._tensor[way.tensor.strategy],
+            way.tensor.degree, way.checkpoint, way.offload, way.layout.weights,
+        )  # fmt: skip
+
+    def seconds(self, x: Candidate, most_s: float) -> float:
+        """Of a step; infinite where it does not fit, or surely takes more than ``most_s``."""
+        parts = self._parts(x)
+        stages = [self._priced(s) for s in parts]
+        for part, stage in zip(parts, stages, strict=True):
+            if stage.peak.total > self.space.room(part.first, part.width, part.busy):
+                return INF
+        if len(stages) == 1:
+            return stages[0].cost.total_s
+        m, schedule = x.num_microbatches, self.space.strategies.schedules[x.schedule]
+        times = [s.times for s in stages]
+        moves = [self._moved(a, b) for a, b in pairwise(parts)]
+        return INF if lower_bound(times, moves, schedule, m) > most_s else makespan(times, moves, schedule, m)
+
+    def _moved(self, a: _Stage, b: _Stage) -> tuple[float, float]:
+        pricer = self.prices.pricer(a.width, a.num_microbatches, a.busy, a.first)
+        return pricer.handover(b.start, a.ways[-1].layout, b.ways[0].layout, b.first)
+
+    def changes(self, x: Candidate) -> Iterator[Candidate]:
+        """Plans that differ in one thing, those with less to run first."""
+        if self.sketch is not None:
+            yield from self._fewer(x)
+            yield from self._otherwise(x)
+            yield from self._cut_elsewhere(x)
+            for name, schedule in self.space.schedules.items():
+                if name != x.schedule and not schedule.refusal(len(x.widths), x.num_microbatches):
+                    yield replace(x, schedule=name)  # type: ignore[arg-type]
+        yield from self._private(x)
+        yield from self._exchanged(x)
+
+    def _ways(self, i: int, w: int, m: int) -> dict[Way, None]:
+        if (i, w, m) not in self._possible:
+            self._possible[i, w, m] = dict.fromkeys(self.space.ways(i, w, m, self.allowed))
+        return self._possible[i, w, m]
+
+    def _fewer(self, x: Candidate) -> Iterator[Candidate]:
+        m = x.num_microbatches
+        # Of unequal devices every stage has those of one kind, and keeps its own.
+        for s, w in enumerate(() if self.space.cluster.unequal else x.widths):
+            for less in (v for v in range(1, w) if self.space.placed(0, v)):
+                yield from self._in_manners(x, s, less)
+        if m == 1 or self.space.strategies.schedules[x.schedule].refusal(len(x.widths), m // 2):
+            return
+        if all(w in self._ways(i, w.layout.width, m // 2) for i, w in enumerate(x.ways)):
+            yield replace(x, num_microbatches=m // 2)
+
+    def _otherwise(self, x: Candidate) -> Iterator[Candidate]:
+        for s, w in enumerate(x.widths):
+            yield from self._in_manners(x, s, w)
+
+    def _in_manners(self, x: Candidate, s: int, w: int) -> Iterator[Candidate]:
+        """Stage ``s`` on ``w`` ranks, all its components alike."""
+        assert self.sketch is not None
+        m, a, b = x.num_microbatches, x.starts[s], (*x.starts[1:], self.n)[s]
+        widths = (*x.widths[:s], w, *x.widths[s + 1 :])
+        if not all(self.space.placed(o, v) for o, v in zip((0, *accumulate(widths[:-1])), widths, strict=True)):
+            return
+        for manner in self.sketch.manners(w, m, lean=True):
+            if self.sketch.possible(w, m, manner)[a:b].all():
+                ways = tuple(self.sketch.way(i, w, manner) for i in range(a, b))
+                if all(way in self._ways(i, w, m) for i, way in enumerate(ways, a)):
+                    yield replace(x, widths=widths, ways=(*x.ways[:a], *ways, *x.ways[b:]))
+
+    def _cut_elsewhere(self, x: Candidate) -> Iterator[Candidate]:
+        """One cut anywhere between its neighbours, or several in a row by one component (of equal components in stages
+        of equal width, work is least where no such change makes it less: it is L-natural convex in the cuts)."""
+        ends = (*x.starts, self.n)
+        for s in range(1, len(x.starts)):
+            for start in range(ends[s - 1] + 1, ends[s + 1]):
+                if start != x.starts[s]:
+                    yield from self._cut(x, (*x.starts[:s], start, *x.starts[s + 1 :]))
+        for s, t in combinations(range(1, len(x.starts) + 1), 2):
+            if t > s + 1:
+                for by in (-1, 1):
+                    yield from self._cut(x, (*x.starts[:s], *(c + by for c in x.starts[s:t]), *x.starts[t:]))
+
+    def _cut(self, x: Candidate, starts: tuple[int, ...]) -> Iterator[Candidate]:
+        """With other cuts: what moves to another stage runs as it did, or most like its neighbour there."""
+        if not all(a < b for a, b in pairwise((*starts, self.n))) or not all(
+            map(self.space.profile.graph.cuttable, starts[1:])
+        ):
+            return
+        m, ways, cut = x.num_microbatches, list(x.ways), replace(x, starts=starts)
+        for i in range(self.n):
+            s, before = cut.stage(i), x.stage(i)
+            if s != before:
+                beside = x.ways[x.starts[s] if s > before else (*x.starts[1:], self.n)[s] - 1]
+                own = self._like(i, x.widths[s], m, beside, x.ways[i])
+                if own is None:
+                    return
+                ways[i] = own
+        yield replace(cut, ways=tuple(ways))
+
+    def _like(self, i: int, w: int, m: int, beside: Way, own: Way) -> Way | None:
+        """Of component ``i`` in a stage of ``w`` ranks, its own way, or the one most like that of its neighbour."""
+        possible = self._ways(i, w, m)
+        if own in possible:
+            return own
+
+        def apart(way: Way) -> tuple[bool, ...]:
+            return (
+                way.layout != beside.layout, way.data.strategy != beside.data.strategy, way.offload != beside.offload,
+                way.checkpoint != beside.checkpoint, way.data.strategy != "replicate", way.checkpoint,
+            )  # fmt: skip
+
+        return min(possible, key=apart, default=None)
+
+    def _private(self, x: Candidate) -> Iterator[Candidate]:
+        """One component otherwise in its layout."""
+        for i, way in enumerate(x.ways):
+            for other in self._ways(i, way.layout.width, x.num_microbatches):
+                if other != way and other.layout == way.layout:
+                    yield x.with_way(i, other)
+
+    def _exchanged(self, x: Candidate) -> Iterator[Candidate]:
+        """Two components of a stage in each other's ways."""
+        m = x.num_microbatches
+        for a, b in zip(x.starts, (*x.starts[1:], self.n), strict=True):
+            layouts: dict[Layout, list[int]] = {}
+            for i in range(a, b):
+                layouts.setdefault(x.ways[i].layout, []).append(i)
+            for some in layouts.values():
+                for i, j in combinations(some, 2):
+                    one, other = x.ways[i], x.ways[j]
+                    w = one.layout.width
+                    if one != other and other in self._ways(i, w, m) and one in self._ways(j, w, m):
+                        yield x.with_way(i, other).with_way(j, one)

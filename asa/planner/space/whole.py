@@ -1,0 +1,122 @@
+"""The whole strategies of a space, priced: each in as many microbatches as suit it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from asa.cost.menu import Menu
+from asa.cost.pipeline import makespan
+from asa.cost.planned import Price
+from asa.ir.codec import noun
+from asa.ir.units import GIB
+from asa.planner.pipeline.uniform import Uniform
+from asa.planner.space import baselines, parameter_server
+from asa.planner.space.candidate import Candidate, Prices
+from asa.planner.stage.singles import TOLERANCE_GIB
+
+_MANY = 100
+"""Components from which on numbers of microbatches are compared by what all components cost together."""
+_PAST = 1.1
+"""Over the best: from there on more microbatches only make a pipeline slower."""
+
+
+@noun
+class Row:
+    """A whole strategy, priced; without a candidate where it cannot be run."""
+
+    name: str
+    candidate: Candidate | None
+    price: Price | None
+    fits: bool
+    why_not: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Step time, infinite where there is none."""
+        return self.price.cost.total_s if self.price is not None else float("inf")
+
+
+def table(prices: Prices, wanted: Sequence[str] = ()) -> list[Row]:
+    """Every whole strategy, priced, and those of ``wanted`` that are no usual ones (``hybrid:d3t2`` of 8)."""
+    space = prices.space
+    names = dict.fromkeys((*baselines.names(space.strategies, space.request.gpus), *wanted))
+    rows = [row(name, prices) for name in names if name not in ("asa", "hybrid")]
+    if "hybrid" in names:
+        members = set(baselines.members("hybrid", space.strategies, space.request.gpus))
+        best = min((r for r in rows if r.name in members), key=lambda r: (not r.fits, r.seconds))
+        rows.append(
+            Row(name="hybrid", candidate=best.candidate, price=best.price, fits=best.fits, why_not=best.why_not)
+        )
+    return [*rows, *_served(prices, next((r for r in rows if r.name == "ddp"), None))]
+
+
+def _served(prices: Prices, ddp: Row | None) -> list[Row]:
+    """Parameter servers on the workers of data parallelism: for comparison, so without a candidate."""
+    if ddp is None or ddp.candidate is None:
+        return []
+    found, why = parameter_server.priced(prices, ddp.candidate), parameter_server.WHY_NOT
+    return [Row(name=n, candidate=None, price=p, fits=False, why_not=why[n]) for n, p in found.items()]
+
+
+def row(name: str, prices: Prices) -> Row:
+    """One whole strategy: a single stage in as few microbatches as fit (one where none do), a pipeline in as many as
+    make it fastest."""
+    first: Candidate | None = None
+    best: tuple[float, Candidate] | None = None
+    quick = Quick(prices) if len(prices.space.profile.graph) > _MANY and not prices.space.cluster.unequal else None
+    try:
+        for candidate in baselines.candidates(name, prices):
+            if best is not None and prices.at_least(candidate) > _PAST * best[0]:
+                break
+            several = len(candidate.widths) > 1
+            seconds, peak = quick.of(candidate) if quick is not None and several else _exactly(prices, candidate)
+            first = first or candidate
+            if peak <= _limit(prices, candidate) and (best is None or seconds < best[0]):
+                best = seconds, candidate
+            if best is not None and (not several or seconds > _PAST * best[0]):
+                break
+    except baselines.Unavailable as reason:
+        return Row(name=name, candidate=None, price=None, fits=False, why_not=str(reason))
+    found = first if best is None else best[1]
+    assert found is not None
+    price, free = prices.of(found), prices.capacity(found)
+    fits = price.peak.total <= _limit(prices, found)
+    why = "" if fits else f"{price.peak.total / GIB:.3g} GiB of {max(0.0, free) / GIB:.3g} GiB"
+    return Row(name=name, candidate=found, price=price, fits=fits, why_not=why)
+
+
+def _limit(prices: Prices, candidate: Candidate) -> float:
+    return prices.capacity(candidate) + TOLERANCE_GIB * GIB
+
+
+def _exactly(prices: Prices, candidate: Candidate) -> tuple[float, float]:
+    found = prices.of(candidate)
+    return found.cost.total_s, found.peak.total
+
+
+class Quick:
+    """Seconds of a step and the highest peak in bytes of pipelines that run all components of a stage alike, on equal
+    devices: of thousands of components, whose ways are priced together for any number of microbatches."""
+
+    def __init__(self, prices: Prices) -> None:
+        self.prices = prices
+        self._menus: dict[tuple[object, ...], Menu] = {}
+
+    def of(self, candidate: Candidate) -> tuple[float, float]:
+        """As of :meth:`asa.planner.space.candidate.Prices.of`."""
+        prices, m, width = self.prices, candidate.num_microbatches, candidate.widths[0]
+        pricer = prices.pricer(width, m, prices.busy(candidate))
+        if (width, candidate.ways) not in self._menus:
+            self._menus[width, candidate.ways] = prices.menu_of(pricer, [[w] for w in candidate.ways])
+        priced = self._menus[width, candidate.ways].priced(pricer, np.arange(len(candidate.ways)))
+        uniform = Uniform(pricer, prices.space.cluster.overlap, candidate.ways, priced)
+        p, schedule = len(candidate.widths), prices.space.strategies.schedules[candidate.schedule]
+        ends = zip(candidate.starts, (*candidate.starts[1:], len(candidate.ways)), strict=True)
+        stages = [uniform.stage(a, b, schedule.in_flight(s, p, m)) for s, (a, b) in enumerate(ends)]
+        moves = [
+            pricer.handover(a, candidate.ways[a - 1].layout, candidate.ways[a].layout, s * width)
+            for s, a in enumerate(candidate.starts) if s
+        ]  # fmt: skip
+        return makespan([times for times, _ in stages], moves, schedule, m), max(peak for _, peak in stages)
