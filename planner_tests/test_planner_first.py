@@ -15,7 +15,7 @@ from asa.planner import Request, plan
 from asa.planner.pipeline import joint
 from asa.planner.space.candidate import Prices
 from asa.planner.space.space import Space, anything
-from asa.planner.stage import dp, exhaustive
+from asa.planner.stage import dp, exhaustive, first
 from asa.planner.stage.first import first_plan
 from asa.planner.stage.formulate import formulate
 from asa.planner.stage.problem import MS
@@ -28,6 +28,12 @@ PROFILES = {
     "vgg16": known_models.profile(known_models.vgg16(32), 4000.0, 64),
     "transformer": known_models.profile(known_models.transformer(4, 256), 2000.0, 64),
 }
+
+
+@pytest.fixture(autouse=True)
+def unhurried(monkeypatch):
+    """Whatever else the machine does."""
+    monkeypatch.setattr(first, "_MORE_S", 60.0)
 
 
 def tight(model: str, cluster: str, share: float) -> Prices:
