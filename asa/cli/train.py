@@ -20,6 +20,7 @@ from asa.errors import AsaError, InvalidInputError, NoCheckpointError
 from asa.ir import codec
 from asa.ir.measurements import EpochRecord
 from asa.ir.plan import Plan
+from asa.zoo.headstart import HeadStart
 
 _NOTABLE = 0.05
 """Share of a step spent waiting for data from which a run says so as it goes."""
@@ -50,10 +51,14 @@ def _train(args: Arguments, console: Console, path: Path, plan: Plan, out: Path)
     if isinstance(args.device, emulated.EmulatedName):
         pretended, plan = emulated.pretended(args.device, plan, console)
 
-    from asa.cli.replanning import adapting
-    from asa.executor.run import train
-    from asa.executor.settings import TrainSettings
-    from asa.strategies import offered
+    channels, height, width = plan.input_shape
+    with HeadStart(
+        plan.model_spec, num_classes=plan.num_classes, input_shape=(channels, height, width), seed=args.seed
+    ) as model:
+        from asa.cli.replanning import adapting
+        from asa.executor.run import train
+        from asa.executor.settings import TrainSettings
+        from asa.strategies import offered
 
     if args.compress is not None and args.compress != plan.compression:
         console.say(f"asa: gradients travel as {args.compress}, predictions are for {plan.compression}")
@@ -87,6 +92,7 @@ def _train(args: Arguments, console: Console, path: Path, plan: Plan, out: Path)
             on_event=lambda event: tell(event, console, progress),
             command=("train", *words),
             emulated=pretended,
+            model=model,
         )
     if result.get("summary"):
         from asa.report.training import summary

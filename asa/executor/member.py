@@ -30,6 +30,7 @@ from asa.ir.shortage import Shortage
 from asa.ir.units import GIB
 from asa.launch import give_back_freed_memory
 from asa.zoo.data import ImageSet
+from asa.zoo.headstart import HeadStart
 from asa.zoo.models import build
 
 Adapt = Callable[[Executor, range, Announce], Iterator[EpochRecord]]
@@ -44,7 +45,8 @@ _RESIDENT_BYTES = 1 << 30
 class Job:
     """A request to train, the same on every rank. ``emulated``: the device to pretend to train on, if not on one.
     ``alike``: all ranks make the same initial weights of the same seed, to the bit. ``watchful``: whether to end
-    (:attr:`Ending.tight`) before memory runs out, for somebody to plan again.
+    (:attr:`Ending.tight`) before memory runs out, for somebody to plan again. ``model``: made already, for the first
+    plan.
     """
 
     plan: Plan
@@ -55,6 +57,7 @@ class Job:
     emulated: EmulatedDevice | None = None
     alike: bool = False
     watchful: bool = False
+    model: HeadStart | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +107,9 @@ def _work(
     def parallel(plan: Plan) -> ParallelModel:
         channels, height, width = plan.input_shape
         shape = (channels, height, width)
-        model = build(plan.model_spec, num_classes=plan.num_classes, input_shape=shape, seed=settings.seed)
+        model = None if job.model is None else job.model.take()
+        if model is None:
+            model = build(plan.model_spec, num_classes=plan.num_classes, input_shape=shape, seed=settings.seed)
         sizes.append(sum(p.nbytes for p in model.parameters()))
         if job.emulated is not None:
             emulations.append(Emulation(job.emulated, job.strategies, plan))

@@ -24,6 +24,7 @@ from asa.ir import codec
 from asa.ir.plan import Plan
 from asa.launch import faults, join, launched, run_ranks, tell
 from asa.launch.worker import others_may_leave
+from asa.zoo.headstart import HeadStart
 
 Prepare = Callable[[Plan], tuple[RunLog, Material]]
 
@@ -38,6 +39,7 @@ def train(
     on_event: Announce | None = None,
     command: Sequence[str] = (),
     emulated: EmulatedDevice | None = None,
+    model: HeadStart | None = None,
 ) -> Event:
     """Train under ``plan``, on ranks started here, or as one of those a launcher started.
 
@@ -48,6 +50,7 @@ def train(
         relieve: makes another plan where a rank runs out of memory, or is about to; without it that ends the run.
         command: the arguments of ``python -m asa`` that would do the same, for the equivalent torchrun line.
         emulated: a device to be emulated on the cores of this machine: nothing is trained, and nothing saved.
+        model: the plan's model, made with the settings' seed; given away. The ranks make their own where None.
 
     Returns:
         The document of ``result.json`` (under a launcher, on rank 0; elsewhere only its ``exit_code``).
@@ -65,7 +68,7 @@ def train(
     alike = not launched() and ":" not in plan.model_spec
     job = Job(
         plan=plan, settings=settings, strategies=strategies, adapt=adapt, device_type=device_type, emulated=emulated,
-        alike=alike,
+        alike=alike, model=model,
     )  # fmt: skip
     with ExitStack() as stack:
 
@@ -92,6 +95,10 @@ def _as_owner(job: Job, ready: Prepare, relieve: Relieve | None) -> Event:
         job = replace(job, plan=left.plan)
         _note(log, left, job)
 
+    def given_away() -> None:
+        if job.model is not None:
+            job.model.take()  # the ranks have theirs
+
     def start(job: Job, material: Material) -> Ending:
         endings = run_ranks(
             job.plan.num_ranks,
@@ -103,6 +110,7 @@ def _as_owner(job: Job, ready: Prepare, relieve: Relieve | None) -> Event:
             timeout_s=job.settings.timeout_s,
             forward_sigterm=True,
             on_message=lambda _, event: log(event),
+            once_started=given_away,
         )
         return max(endings, key=lambda ending: ending.pressure)
 

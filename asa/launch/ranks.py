@@ -57,6 +57,7 @@ def run_ranks(
     limit_s: float | None = None,
     forward_sigterm: bool = False,
     on_message: Callable[[int, Any], None] | None = None,
+    once_started: Callable[[], None] | None = None,
 ) -> list[T]:
     """Call ``function(rank, *args)`` on ``num_ranks`` new processes that form one process group.
 
@@ -72,6 +73,7 @@ def run_ranks(
             :func:`~asa.launch.signals.take_sigterm`); a second one kills them. Otherwise the first does. SIGHUP, where
             it is not ignored, becomes a SIGTERM to the ranks.
         on_message: called here as ``on_message(rank, message)`` for whatever ranks :func:`~asa.launch.tell`.
+        once_started: called here when all ranks run: what only they need can go.
 
     Returns:
         The results, by rank.
@@ -94,6 +96,8 @@ def run_ranks(
         try:
             with held_while_starting(forward_sigterm):  # by ranks that do not listen yet; they take it when they do
                 crew.start(function, args)
+            if once_started is not None:
+                once_started()
             return crew.listen(on_message, None if limit_s is None else time.monotonic() + limit_s)
         finally:
             crew.end()

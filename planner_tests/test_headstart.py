@@ -1,0 +1,90 @@
+"""A model made beside the imports is the one that ranks would make, and only the ranks keep it."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import random
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import training
+
+from asa.executor import checkpoint, member, outdir
+from asa.executor.run import train
+from asa.ir.plan import Plan
+from asa.scheduler import adapt
+from asa.strategies import offered
+from asa.zoo.headstart import HeadStart
+from asa.zoo.models import build
+
+
+@pytest.fixture(autouse=True)
+def _thawed() -> Iterator[None]:
+    yield
+    gc.unfreeze()
+
+
+def _ahead(spec: str, seed: int = 3) -> HeadStart:
+    with HeadStart(spec, num_classes=10, input_shape=(1, 8, 8), seed=seed) as made:
+        pass
+    return made
+
+
+def _generators() -> tuple[object, ...]:
+    return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
+
+
+def test_it_is_the_model_of_that_seed_and_nothing_else_moves() -> None:
+    before, threads = _generators(), torch.get_num_threads()
+    made = _ahead("cnn").take()
+    assert made is not None
+    assert made.training
+    own = build("cnn", num_classes=10, input_shape=(1, 8, 8), seed=3).state_dict()
+    assert made.state_dict().keys() == own.keys()
+    assert all(torch.equal(t, own[n]) for n, t in made.state_dict().items())
+    assert _generators() == before
+    assert torch.get_num_threads() == threads
+    assert gc.isenabled()
+
+
+def test_it_is_given_once_and_never_sent() -> None:
+    made = _ahead("cnn")
+    assert pickle.loads(pickle.dumps(made)).take() is None
+    assert made.take() is not None
+    assert made.take() is None
+
+
+@pytest.mark.parametrize("spec", ["no_such_model", "package_of.others:factory"])
+def test_what_cannot_be_made_here_is_left_to_the_ranks(spec: str) -> None:
+    assert _ahead(spec).take() is None
+
+
+def _trained(out: Path, plan: Plan, model: HeadStart | None) -> dict[str, torch.Tensor]:
+    train(plan, training.settings(out, epochs=1, seed=3), strategies=offered(), adapt=adapt, model=model)
+    found = checkpoint.find(out / outdir.CHECKPOINTS)
+    return checkpoint.read(found.path, checkpoint.MODEL)
+
+
+def test_ranks_train_it_and_the_launcher_lets_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = training.plan(ranks=2)
+    wanted = _trained(tmp_path / "own", plan, None)
+    made = _ahead("cnn")
+    held = made.take()
+    assert held is not None
+    made._model = held
+    left = weakref.ref(held)
+    del held
+
+    def none_is_made(*_: object, **__: object) -> None:
+        raise AssertionError("a rank made a model of its own")
+
+    monkeypatch.setattr(member, "build", none_is_made)
+    found = _trained(tmp_path / "given", plan, made)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(t, wanted[n]) for n, t in found.items())
+    assert left() is None
