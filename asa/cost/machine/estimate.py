@@ -20,6 +20,7 @@ from asa.errors import InvalidInputError
 from asa.ir.cluster import Cluster, Device
 from asa.ir.graph import Component, LayerGraph, SequenceSplit
 from asa.ir.profile import DeviceRecord, Precision, Profile, Provenance, Stat, Timing
+from asa.ir.units import MOST_SECONDS
 
 _BACKWARD = 2.0
 
@@ -140,6 +141,12 @@ def _timing(
     arithmetic = samples * flops / (constant("estimate_flops_efficiency") * peak)
     traffic = moved / (constant("estimate_bandwidth_efficiency") * device.memory_bandwidth)
     host = launch * len(component.modules)
+    if not _BACKWARD * (dispatch + arithmetic + traffic) <= MOST_SECONDS:
+        raise InvalidInputError(
+            f"{component.name} would take {_BACKWARD * (arithmetic + traffic):.3g} s for a backward of {samples} "
+            f"samples on {device.name} of {peak:.3g} FLOPs and {device.memory_bandwidth:.3g} bytes per second: "
+            "correct the component's FLOPs and bytes, or the device's peaks"
+        )
     return Timing(
         component=component.name,
         microbatch=samples,
