@@ -57,3 +57,23 @@ def test_what_was_kept_for_a_model_and_cannot_be_read_is_traced_again(traced, tm
         path.write_text(path.read_text()[:100])
     assert entry.run([*PLAN, "logistic", "--gpus", "2"]) == 0
     assert traced == ["logistic"] * 2
+
+
+def test_batch_norm_is_given_one_sample_where_it_was_seen_to_train_on_one(traced, tmp_path, capsys):
+    (tmp_path / "own_normed.py").write_text(
+        "from torch import nn\n\n\ndef net(num_classes):\n"
+        "    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.AdaptiveAvgPool2d(1), nn.Flatten(),\n"
+        "        nn.Linear(8, num_classes))\n\n\ndef shrunk(num_classes):\n"
+        "    return nn.Sequential(nn.Conv2d(3, 8, 32), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8, num_classes))\n"
+    )
+
+    def why_not(model: str, *words: str) -> str:
+        assert entry.run([*PLAN, model, "--gpus", "4", "--global-batch", "4", *words]) == 0
+        baselines = json.loads(capsys.readouterr().out)["baselines"]
+        return next(b["why_not"] for b in baselines if b["name"] == "ddp")
+
+    assert why_not("own_normed:net") == "", "an image has 900 values a channel"
+    assert "needs 2 samples for BatchNorm per rank, gets 1" in why_not("own_normed:shrunk")
+    assert "needs 2 samples for BatchNorm per rank, gets 1" in why_not("resnet18")
+    assert "needs 2 samples for BatchNorm per rank, gets 1" in why_not("resnet18"), "as remembered"
+    assert why_not("resnet18", "--input", "3x64x64") == ""

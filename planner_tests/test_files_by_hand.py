@@ -103,3 +103,22 @@ def test_sizes_and_times_below_zero_are_refused_by_their_place(place, capsys, at
         capsys.readouterr()
         assert entry.run(command if top is None else ["plan", "bad.json", "--cluster", "cluster.json"]) == 3
         assert f"$.{top + '.' if top else ''}{at}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("peaks", "words"),
+    [
+        ({"memory_bandwidth": 936, "peak_fp32_flops": 35.6}, "FLOPs and bytes per second) of 1e+06 to 1e+30"),
+        ({"memory_bandwidth": 1e-300}, "FLOPs and bytes per second) of 1e+06 to 1e+30"),
+        ({"peak_fp32_flops": 2e6}, "on Some GPU of 2e+06 FLOPs and 9e+11 bytes per second"),
+    ],
+)
+def test_peaks_in_other_units_are_refused(place, capsys, monkeypatch, peaks, words):
+    monkeypatch.setattr("asa.cost.machine.estimate.MOST_SECONDS", 1e5)
+    profile, cluster = (json.loads((place / f"{name}.json").read_text()) for name in ("profile", "cluster"))
+    profile["device"]["type"] = "cpu"
+    cluster["device"] |= peaks
+    for name, data in (("profile", profile), ("cluster", cluster)):
+        (place / f"{name}.json").write_text(json.dumps(data))
+    assert entry.run(["plan", "profile.json", "--cluster", "cluster.json"]) == 3
+    assert words in capsys.readouterr().err

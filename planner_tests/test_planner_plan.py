@@ -278,6 +278,20 @@ def test_a_profile_of_another_kind_of_device_is_estimated_and_says_so():
         )
 
 
+def test_an_estimate_gives_batch_norm_one_sample_where_the_profile_it_is_made_from_does():
+    profile, _ = tiny(2)
+    stem, *others = profile.graph.components
+    normed = replace(profile, graph=replace(profile.graph, components=(replace(stem, batch_norm=True), *others)))
+    one = tuple(replace(t, microbatch=1) for t in normed.timings if t.microbatch == normed.timings[0].microbatch)
+    for used, why in (
+        (replace(normed, timings=tuple(t for t in normed.timings if t.microbatch > 1)), "2 samples for BatchNorm"),
+        (replace(normed, timings=(*one, *(t for t in normed.timings if t.microbatch > 1))), ""),
+    ):
+        found = plan(used, presets.load("a100-nvlink-8"), FULL, Request(gpus=8, global_batch=8))[0]
+        ddp = next(b for b in found.baselines if b.name == "ddp")
+        assert why in ddp.why_not if why else ddp.fits
+
+
 def test_verify_refuses_plans_that_do_not_belong():
     profile, cluster = tiny(2)
     found = plan(profile, cluster, PLAIN, Request(gpus=2, global_batch=8))[0]

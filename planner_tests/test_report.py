@@ -56,6 +56,16 @@ def test_a_plan_shows_groups_baselines_and_certificate():
     assert "note: a note" in text
 
 
+def test_best_plans_show_their_times_however_long_their_assignments():
+    best = nouns.plan()
+    parts = tuple(replace(best.components[i % 3], name=f"block.{i}") for i in range(30))
+    second = replace(best, components=parts, schedule="1f1b", num_microbatches=4)
+    text = tables.plain([plan.several([best, second])], width=100)
+    assert re.search(r"^1 +500 ms +-", text, re.MULTILINE)
+    assert re.search(r"^2 +500 ms +\+0.0 % .* 1f1b x4 +block.0 ", text, re.MULTILINE)
+    assert "block.29: tensor x2" in re.sub(r"\s+", " ", text), "folded, not cut off"
+
+
 def test_a_profile_shows_its_check_and_what_was_skipped():
     text = tables.plain(profile.render(nouns.profile()), width=160)
     assert "components add up to 147 ms, the whole model took 150 ms (-2.0 %)" in text

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING
 import asa
 from asa.cli import places
 from asa.cli.verb import Arguments
-from asa.cost.machine.estimate import estimate
+from asa.cost.machine.estimate import estimate, trained_on_one
 from asa.errors import InvalidInputError
 from asa.ir import codec
 from asa.ir.profile import Profile
 from asa.zoo.names import PACKAGES
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+
     from asa.ir.cluster import Cluster
     from asa.ir.graph import LayerGraph
 
@@ -36,7 +38,7 @@ def estimated(args: Arguments, model: str, cluster: Cluster) -> tuple[Profile, s
         InvalidInputError: it fails, or the devices' data sheet is not known.
     """
     key = _key(model, args)
-    graph, fingerprint = (_remembered(model, key) if key else None) or _traced(model, args)
+    graph, fingerprint, on_one = (_remembered(model, key) if key else None) or _traced(model, args)
     made = estimate(
         graph,
         cluster.device,
@@ -45,6 +47,7 @@ def estimated(args: Arguments, model: str, cluster: Cluster) -> tuple[Profile, s
         precision=args.precision,
         global_batch=args.global_batch or _BATCH,
         max_degree=cluster.num_devices,
+        trained_on_one=on_one,
     )
     path = places.ESTIMATES / f"{places.slug(model)}.{key or 'own'}.{codec.fingerprint(made)}.json"
     if not path.is_file():
@@ -52,7 +55,8 @@ def estimated(args: Arguments, model: str, cluster: Cluster) -> tuple[Profile, s
     return made, f"times of {model} on {cluster.device.name} are estimated from FLOPs and bytes, uncalibrated"
 
 
-def _traced(model: str, args: Arguments) -> tuple[LayerGraph, str]:
+def _traced(model: str, args: Arguments) -> tuple[LayerGraph, str, bool]:
+    """The structure, its fingerprint, and whether the model trains on a batch of one sample."""
     import torch
 
     from asa.sharding.describe import layer_graph
@@ -60,20 +64,34 @@ def _traced(model: str, args: Arguments) -> tuple[LayerGraph, str]:
     from asa.zoo.models import build, default_input
 
     shape, classes = default_input(model, args.input, args.classes)
-    traced = trace(build(model, num_classes=classes, input_shape=shape), torch.zeros(2, *shape), name=model)
+    module = build(model, num_classes=classes, input_shape=shape)
+    traced = trace(module, torch.zeros(2, *shape), name=model)
     graph = layer_graph(traced, model=model, input_shape=shape, num_classes=classes)
-    return graph, traced.model_fingerprint
+    on_one = not any(c.batch_norm for c in graph.components) or _trains_on_one(module, torch.zeros(1, *shape))
+    return graph, traced.model_fingerprint, on_one
 
 
-def _remembered(model: str, key: str) -> tuple[LayerGraph, str] | None:
-    """The structure found when the same model was traced before."""
+def _trains_on_one(module: nn.Module, sample: Tensor) -> bool:
+    """BatchNorm refuses a single value per channel, which one sample is where its image has shrunk to a point."""
+    import torch
+
+    try:
+        with torch.no_grad():
+            module.train()(sample)
+    except Exception:  # a model of anybody's own: whatever it fails of, it does
+        return False
+    return True
+
+
+def _remembered(model: str, key: str) -> tuple[LayerGraph, str, bool] | None:
+    """What was found when the same model was traced before."""
     for path in sorted(places.ESTIMATES.glob(f"{places.slug(model)}.{key}.*.json")):
         try:
             found = codec.load(Profile, path)
         except InvalidInputError:
             continue
         if found.model_spec == model:
-            return found.graph, found.model_fingerprint
+            return found.graph, found.model_fingerprint, trained_on_one(found)
     return None
 
 
@@ -82,7 +100,7 @@ def _key(model: str, args: Arguments) -> str:
     origin, colon, name = model.partition(":")
     if colon and (origin not in PACKAGES or "/" in name or Path(name).exists()):
         return ""
-    seen = hashlib.sha256(repr((model, args.input, args.classes)).encode())
+    seen = hashlib.sha256(repr((model, args.input, args.classes, "on one sample")).encode())
     for package in ("torch", PACKAGES[origin] if colon else "torchvision"):
         seen.update(_version(package).encode() + b"\0")
     for room in _ROOMS:

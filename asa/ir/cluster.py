@@ -9,7 +9,7 @@ from asa.errors import InvalidInputError
 from asa.ir.codec import later, noun
 from asa.ir.drift import Drift
 from asa.ir.traffic import CollectiveOp
-from asa.ir.units import MOST_AMOUNT, MOST_SECONDS
+from asa.ir.units import LEAST_RATE, MOST_AMOUNT, MOST_SECONDS
 
 MOST_SLOWDOWN = 1e6
 MOST_SPEED = 1e6
@@ -35,8 +35,11 @@ class Device:
 
     def __post_init__(self) -> None:
         rates = (self.peak_fp32_flops, self.peak_bf16_flops, self.memory_bandwidth, self.host_bandwidth)
-        if self.memory_bytes < 1 or min(rates) < 0 or max(rates) > MOST_AMOUNT:
-            raise ValueError(f"device {self.name} needs memory of at least 1 byte, and peaks of 0 to {MOST_AMOUNT:g}")
+        if self.memory_bytes < 1 or any(r and not LEAST_RATE <= r <= MOST_AMOUNT for r in rates):
+            raise ValueError(
+                f"device {self.name} needs memory of at least 1 byte, and peaks (FLOPs and bytes per second) of "
+                f"{LEAST_RATE:g} to {MOST_AMOUNT:g}, or 0 where unknown"
+            )
 
 
 @noun

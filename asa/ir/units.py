@@ -12,3 +12,6 @@ MOST_SAMPLES = 2**24
 
 MOST_AMOUNT = 1e30
 """Of one number of bytes, FLOPs or per second in a file, for the same reason."""
+
+LEAST_RATE = 1e6
+"""Of a device's FLOPs or bytes per second: less is a number in another unit (900 GB/s, 35 TFLOPS)."""

@@ -172,15 +172,17 @@ def search(plan: Plan) -> list[RenderableType]:
 
 
 def several(plans: Sequence[Plan]) -> RenderableType:
-    """The best plans side by side."""
-    made = table("Best plans", ("plan", "assignment", "step", "against best", "memory per rank"), left=2)
+    """The best plans side by side. What they are goes last: it folds where it is long, and numbers stay in sight."""
+    made = table("Best plans", ("plan", "step", "against best", "memory per rank", "schedule"), left=1)
+    made.add_column("assignment", overflow="fold")
     for i, p in enumerate(plans):
         made.add_row(
             str(i + 1),
-            "; ".join(f"{runs(names)}: {short(first)}" for first, names in groups(p.components)),
             seconds(p.prediction.step_time_s),
             NOTHING if i == 0 else error(p.prediction.step_time_s, plans[0].prediction.step_time_s),
             size(max(p.prediction.memory_bytes_per_rank)),
+            p.schedule if p.num_microbatches == 1 else f"{p.schedule} x{p.num_microbatches}",
+            summary(p.components),
         )
     return made
 

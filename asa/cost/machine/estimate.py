@@ -20,6 +20,7 @@ from asa.errors import InvalidInputError
 from asa.ir.cluster import Cluster, Device
 from asa.ir.graph import Component, LayerGraph, SequenceSplit
 from asa.ir.profile import DeviceRecord, Precision, Profile, Provenance, Stat, Timing
+from asa.ir.units import MOST_SECONDS
 
 _BACKWARD = 2.0
 
@@ -37,13 +38,16 @@ def estimate(
     global_batch: int = 256,
     max_degree: int = 8,
     activation_scale: float = 1.0,
+    trained_on_one: bool = False,
 ) -> Profile:
     """The profile one would expect on ``device``, of origin ``estimated``.
 
     ``activation_scale`` converts the graph's activation bytes to those at ``precision`` (0.5 from fp32 to bf16).
+    ``trained_on_one``: the model was seen to train on a batch of one sample. Of components with BatchNorm there is no
+    time of one sample otherwise: ranks are then given two or more, as torch refuses to average a single value.
 
     Raises:
-        InvalidInputError: the device states no peak or no memory bandwidth.
+        InvalidInputError: the device states no peak or no memory bandwidth, or a component would take for ever on it.
     """
     peak = device.peak_fp32_flops if precision == "fp32" else device.peak_bf16_flops
     if peak <= 0 or device.memory_bandwidth <= 0:
@@ -60,8 +64,9 @@ def estimate(
     timings, by_tokens = [], []
     for component in graph.components:
         sequence = component.split.sequence if component.split is not None else None
+        fewest = 2 if component.batch_norm and not trained_on_one else 1
         for degree in _degrees(component, max_degree):
-            for samples in batches:
+            for samples in [n for n in batches if n >= fewest] or [fewest]:
                 timings.append(_timing(component, samples, degree, device, peak, dispatch, launch, activation_scale))
             if sequence is not None and 1 < degree <= sequence.tokens:
                 cut = _by_tokens(component, sequence, degree)
@@ -107,7 +112,14 @@ def on_device(profile: Profile, cluster: Cluster) -> Profile:
         precision=profile.precision,
         global_batch=profile.global_batch,
         max_degree=cluster.num_devices,
+        trained_on_one=trained_on_one(profile),
     )
+
+
+def trained_on_one(profile: Profile) -> bool:
+    """Whether every component with BatchNorm has a time of one sample."""
+    seen = {t.component for t in profile.timings if t.microbatch == 1}
+    return all(c.name in seen for c in profile.graph.components if c.batch_norm)
 
 
 def _degrees(component: Component, most: int) -> list[int]:
@@ -140,6 +152,12 @@ def _timing(
     arithmetic = samples * flops / (constant("estimate_flops_efficiency") * peak)
     traffic = moved / (constant("estimate_bandwidth_efficiency") * device.memory_bandwidth)
     host = launch * len(component.modules)
+    if not _BACKWARD * (dispatch + arithmetic + traffic) <= MOST_SECONDS:
+        raise InvalidInputError(
+            f"{component.name} would take {_BACKWARD * (arithmetic + traffic):.3g} s for a backward of {samples} "
+            f"samples on {device.name} of {peak:.3g} FLOPs and {device.memory_bandwidth:.3g} bytes per second: "
+            "correct the component's FLOPs and bytes, or the device's peaks"
+        )
     return Timing(
         component=component.name,
         microbatch=samples,
