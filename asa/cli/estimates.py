@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,12 +57,18 @@ def _traced(model: str, args: Arguments) -> tuple[LayerGraph, str]:
     import torch
 
     from asa.sharding.describe import layer_graph
+    from asa.sharding.generators import drawing, told
+    from asa.sharding.randomness import make_reproducible
+    from asa.sharding.samples import SampleContext
     from asa.tracing import trace
     from asa.zoo.models import build, default_input
 
     shape, classes = default_input(model, args.input, args.classes)
-    traced = trace(build(model, num_classes=classes, input_shape=shape), torch.zeros(2, *shape), name=model)
+    example = torch.zeros(2, *shape)
+    traced = trace(build(model, num_classes=classes, input_shape=shape), example, name=model)
     graph = layer_graph(traced, model=model, input_shape=shape, num_classes=classes)
+    make_reproducible(traced.components, SampleContext(samples=torch.arange(2), total=2))
+    graph = replace(graph, notes=(*graph.notes, *told(drawing(traced.components, example))))
     return graph, traced.model_fingerprint
 
 
