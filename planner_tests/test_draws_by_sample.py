@@ -150,3 +150,37 @@ def test_a_note_goes_from_the_profile_into_the_plan() -> None:
     (note,) = made.graph.notes
     assert note.endswith("random numbers of its own (randn_like): what training computes depends on the plan")
     assert note in asa.plan(made, gpus=2, cluster=cluster()).notes
+
+
+class Centred(nn.Module):
+    """Takes the batch's mean away."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As it is, less the mean over samples."""
+        return x - x.mean(0)
+
+
+def image_net(middle: nn.Module) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Flatten(1), nn.Linear(48, 6), middle, nn.Linear(6, 10))
+
+
+def noise(x: Tensor) -> Tensor:
+    return x + torch.randn_like(x)
+
+
+@pytest.mark.parametrize(
+    ("middle", "why"),
+    [(Centred(), "the model mixes the samples of a batch"), (Drawn(noise), "random numbers of its own")],
+    ids=["mixed", "drawn"],
+)
+def test_a_verdict_says_what_of_the_model_explains_it(middle: nn.Module, why: str) -> None:
+    """What a model draws by itself raises the floor, too: whether errors stay below ten times it is chance."""
+    plan = hand_plan(
+        image_net(middle), 2, uniform(2, 1), input_shape=SHAPE, num_classes=10, global_batch=16
+    )  # fmt: skip
+    found = verify(plan, lambda: image_net(middle), offered(), timeout_s=60)
+    assert not found.equivalent or found.noise_floor > 1e-3
+    (reason,) = found.reasons
+    assert why in reason
