@@ -1,4 +1,7 @@
-"""Names for powers, so that no number needs a comment. Nouns hold plain seconds, bytes and FLOPs."""
+"""Names for powers, so that no number needs a comment. Nouns hold plain seconds, bytes and FLOPs; bytes are written out
+here for the errors of every room, and the rest in ``asa.report``."""
+
+from __future__ import annotations
 
 KIB = 1024
 MIB = 1024**2
@@ -12,3 +15,23 @@ MOST_SAMPLES = 2**24
 
 MOST_AMOUNT = 1e30
 """Of one number of bytes, FLOPs or per second in a file, for the same reason."""
+
+
+def binary(value: float) -> str:
+    """Bytes in the binary unit that suits.
+
+    >>> [binary(v) for v in (17, 2048, 3.5 * 1024**2, 80 * 1024**3)]
+    ['17 B', '2.00 KiB', '3.50 MiB', '80.0 GiB']
+    """
+    for limit, scale, unit in ((MIB, KIB, "KiB"), (GIB, MIB, "MiB")):
+        if abs(value) < limit:
+            return f"{figures(value / scale)} {unit}" if abs(value) >= KIB else f"{value:.0f} B"
+    return f"{figures(value / GIB)} GiB"
+
+
+def figures(value: float) -> str:
+    """Three significant figures; whole numbers from a hundred up."""
+    magnitude = abs(value)
+    if magnitude >= 99.95:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if magnitude >= 9.995 else f"{value:.2f}"
