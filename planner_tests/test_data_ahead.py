@@ -84,7 +84,7 @@ def test_running_out_of_memory_names_the_rank_the_promise_and_the_remedy(
 
     monkeypatch.setattr(worker, "played", hungry)
     settings = training.settings(tmp_path, steps_per_epoch=3)
-    with pytest.raises(WorkersFailedError, match=r"rank 1 ran out of memory in step 4: the plan promised 1024.00 GiB"):
+    with pytest.raises(WorkersFailedError, match=r"rank 1 ran out of memory in step 4: the plan promised 1024 GiB"):
         train(training.plan(ranks=2), settings, strategies=offered(), adapt=adapt)
     monkeypatch.setattr(worker, "played", usual)
     assert checkpoint.find(tmp_path / outdir.CHECKPOINTS).manifest.step == 3

@@ -24,6 +24,7 @@ from asa.cost.machine.heavier import heavier_profile
 from asa.cost.memory.peak import reserved
 from asa.errors import ExhaustedError, InfeasibleError, WorkersFailedError
 from asa.executor import checkpoint, exhausted, outdir, recovery, worker
+from asa.executor.recovery import told
 from asa.executor.run import train
 from asa.instruments import room
 from asa.ir import codec
@@ -88,7 +89,7 @@ def test_it_goes_on_from_the_checkpoint_and_no_sample_is_lost_or_seen_twice(
     assert (found.rank, found.step, found.cause, found.asked_bytes) == (1, 8, "exhausted", 2 << 30)
     assert (found.plan, attempt, gpus) == (DDP, 1, 2)
     (said,) = result["shortages"]
-    assert said["why"].startswith("rank 1 ran out of memory in step 8: 1024.00 GiB were promised")
+    assert said["why"].startswith("rank 1 ran out of memory in step 8: 1024 GiB were promised")
     assert (said["old"], said["new"]) == (fingerprint(DDP), fingerprint(SAME))
     assert result == json.loads((out / "result.json").read_text())
     assert result["plan_fingerprint"] == fingerprint(SAME) == fingerprint(codec.load(Plan, out / "plan.json"))
@@ -224,6 +225,7 @@ def test_the_model_is_corrected_to_what_was_needed_and_the_next_plan_to_less() -
         plan=plan, rank=1, step=3, cause="exhausted", asked_bytes=promised // 4, room_bytes=None,
         used_bytes=reserved(cluster.device, 1.5 * promised),
     )  # fmt: skip
+    assert "512 KiB asked for" in told(dataclasses.replace(found, asked_bytes=2**19)), "not 0.00 GiB"
     first = corrected(found, 1, profile, cluster, offered())
     assert first.scale == pytest.approx(1.75, rel=0.1), "nearly all of it is activations"
     assert first.memory_bytes is not None

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from tracing_checks import Net, X, names
 
 from asa.errors import InvalidInputError
@@ -165,3 +166,12 @@ def test_what_was_compared_before_is_not_compared_again(monkeypatch: pytest.Monk
         pairs = zip(found.components, first.components, strict=True)
         assert all((a.name, a.input_shape, a.input_dtype) == (b.name, b.input_shape, b.input_dtype) for a, b in pairs)
     assert torch.equal(again.run(X), model(X))
+
+
+def test_a_checkpoint_of_the_models_own_is_left_out_and_said() -> None:
+    class Checkpointed(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.c(checkpoint(lambda y: torch.relu(self.b(y)), self.a(x), use_reentrant=False))
+
+    said = "torch.utils.checkpoint around b and 1 more is left out: the plan chooses what is computed twice"
+    assert names(Checkpointed(), X, said) == ["a", "b", "c"]

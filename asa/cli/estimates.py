@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,14 +61,19 @@ def _traced(model: str, args: Arguments) -> tuple[LayerGraph, str, bool]:
     import torch
 
     from asa.sharding.describe import layer_graph
+    from asa.sharding.generators import drawing, told
+    from asa.sharding.randomness import make_reproducible
+    from asa.sharding.samples import SampleContext
     from asa.tracing import trace
     from asa.zoo.models import build, default_input
 
     shape, classes = default_input(model, args.input, args.classes)
-    module = build(model, num_classes=classes, input_shape=shape)
-    traced = trace(module, torch.zeros(2, *shape), name=model)
+    module, example = build(model, num_classes=classes, input_shape=shape), torch.zeros(2, *shape)
+    traced = trace(module, example, name=model)
     graph = layer_graph(traced, model=model, input_shape=shape, num_classes=classes)
-    on_one = not any(c.batch_norm for c in graph.components) or _trains_on_one(module, torch.zeros(1, *shape))
+    on_one = not any(c.batch_norm for c in graph.components) or _trains_on_one(module, example[:1])
+    make_reproducible(traced.components, SampleContext(samples=torch.arange(2), total=2))
+    graph = replace(graph, notes=(*graph.notes, *told(drawing(traced.components, example))))
     return graph, traced.model_fingerprint, on_one
 
 

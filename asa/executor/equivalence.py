@@ -24,6 +24,7 @@ from asa.errors import UsageError
 from asa.executor.materialize import materialize
 from asa.executor.optimizer import build_optimizer
 from asa.executor.parallel import ParallelModel
+from asa.executor.reasons import reasons
 from asa.executor.state import full_gradients, full_state
 from asa.executor.step import forward_backward, microbatches_of
 from asa.executor.tolerance import compressed, distance
@@ -304,4 +305,9 @@ def verify(
     )
     verdict = start(_measure, plan, build, strategies, device, count)[0]
     assert verdict is not None
-    return settled(verdict, lambda first: start(first_gradients, plan, build, strategies, device, count, first)[0])
+    found = settled(verdict, lambda first: start(first_gradients, plan, build, strategies, device, count, first)[0])
+    # A floor above the tolerance itself: one device does not agree with itself, and errors are held against noise.
+    if found.compression != "none" or (found.equivalent and found.noise_floor <= WEIGHT_TOLERANCE):
+        return found
+    alone_on = run_ranks(1, reasons, build, plan.input_shape, threads=1, timeout_s=timeout_s)
+    return replace(found, reasons=alone_on[0])

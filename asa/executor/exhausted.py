@@ -23,7 +23,7 @@ from asa.instruments.room import fullness, held, tightest
 from asa.ir import codec
 from asa.ir.plan import Plan
 from asa.ir.shortage import Shortage
-from asa.ir.units import GIB
+from asa.ir.units import GIB, binary
 
 NOTE = "memory.json"
 """In a run's folder: the shortage it ended by, for whoever starts it again."""
@@ -120,13 +120,11 @@ def _line(found: Shortage, device: torch.device) -> str:
     if used is None or room is None:
         there, remedy = "the host has no more", "plan again with a lower --memory, or with fewer --gpus here"
     else:
-        there = (
-            f"{used / GIB:.2f} GiB were in use and {found.asked_bytes / GIB:.2f} GiB asked for, of {room / GIB:.2f} GiB"
-        )
+        there = f"{binary(used)} were in use and {binary(found.asked_bytes)} asked for, of {binary(room)}"
         remedy = f"plan again with --memory {max(0.1, 0.9 * room / GIB):.1f}"
         if device.type != "cuda":
             remedy += ", or with fewer --gpus here"
     return (
         f"rank {found.rank} ran out of memory in step {found.step}: the plan promised "
-        f"{found.promised_bytes / GIB:.2f} GiB, {there}; {remedy}, then --resume"
+        f"{binary(found.promised_bytes)}, {there}; {remedy}, then --resume"
     )

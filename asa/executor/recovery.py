@@ -35,7 +35,7 @@ from asa.ir import codec
 from asa.ir.codec import fingerprint
 from asa.ir.plan import Plan
 from asa.ir.shortage import Shortage
-from asa.ir.units import GIB
+from asa.ir.units import binary
 from asa.launch import cuda_devices, launched
 
 Relieve = Callable[[Shortage, int, int], Plan]
@@ -175,15 +175,15 @@ def settle(out: Path, plan: Plan) -> None:
 
 def told(found: Shortage) -> str:
     """A shortage in one line."""
-    used = "" if found.used_bytes is None else f", {found.used_bytes / GIB:.2f} GiB were in use"
-    more = f" and {found.asked_bytes / GIB:.2f} GiB asked for" if found.asked_bytes else ""
-    room = "" if found.room_bytes is None else f", of {found.room_bytes / GIB:.2f} GiB"
+    used = "" if found.used_bytes is None else f", {binary(found.used_bytes)} were in use"
+    more = f" and {binary(found.asked_bytes)} asked for" if found.asked_bytes else ""
+    room = "" if found.room_bytes is None else f", of {binary(found.room_bytes)}"
     what = {
         "exhausted": f"ran out of memory in step {found.step}",
         "killed": "was killed by the kernel for its memory",
         "tight": f"was about to run out of memory before step {found.step}",
     }[found.cause]
-    return f"rank {found.rank} {what}: {found.promised_bytes / GIB:.2f} GiB were promised{used}{more}{room}"
+    return f"rank {found.rank} {what}: {binary(found.promised_bytes)} were promised{used}{more}{room}"
 
 
 def change(found: Shortage, plan: Plan, attempt: int) -> Event:

@@ -29,6 +29,9 @@ class Equivalence:
     A plan with ``compression`` is never equivalent: then errors are those of all weights, and of all gradients, as one
     vector, and ``within_tolerance`` says whether gradients are within ``gradient_allowed_fp32``, and weights and losses
     within ``allowed``.
+
+    ``reasons``: where a plan is not equivalent, or held against a floor above 1e-6, what of the model explains it, in
+    sentences; empty where nothing was found.
     """
 
     equivalent: bool
@@ -52,3 +55,4 @@ class Equivalence:
     within_tolerance: bool | None = later()
     loss_allowed: float = later(1e-6)
     gradient_batches: int = later(1)
+    reasons: tuple[str, ...] = later(())

@@ -155,7 +155,8 @@ class LayerGraph:
 
     ``input_bytes_per_sample`` is the size of what the first component reads. ``uncut``: components in front of which no
     stage may begin, because something that is not handed from stage to stage crosses there (the output of an auxiliary
-    head on its way out, a weight that is used on both sides).
+    head on its way out, a weight that is used on both sides). ``notes``: what a user should know of the model itself:
+    what could not be traced, what draws random numbers of its own.
     """
 
     model: str
@@ -164,6 +165,7 @@ class LayerGraph:
     input_bytes_per_sample: float
     components: tuple[Component, ...]
     uncut: tuple[int, ...] | None = later()
+    notes: tuple[str, ...] = later(())
 
     def __post_init__(self) -> None:
         if not self.components:

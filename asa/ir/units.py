@@ -1,4 +1,7 @@
-"""Names for powers, so that no number needs a comment. Nouns hold plain seconds, bytes and FLOPs."""
+"""Names for powers, so that no number needs a comment. Nouns hold plain seconds, bytes and FLOPs; bytes are written out
+here for the errors of every room, and the rest in ``asa.report``."""
+
+from __future__ import annotations
 
 KIB = 1024
 MIB = 1024**2
@@ -15,3 +18,23 @@ MOST_AMOUNT = 1e30
 
 LEAST_RATE = 1e6
 """Of a device's FLOPs or bytes per second: less is a number in another unit (900 GB/s, 35 TFLOPS)."""
+
+
+def binary(value: float) -> str:
+    """Bytes in the binary unit that suits.
+
+    >>> [binary(v) for v in (17, 2048, 3.5 * 1024**2, 80 * 1024**3)]
+    ['17 B', '2.00 KiB', '3.50 MiB', '80.0 GiB']
+    """
+    for limit, scale, unit in ((MIB, KIB, "KiB"), (GIB, MIB, "MiB")):
+        if abs(value) < limit:
+            return f"{figures(value / scale)} {unit}" if abs(value) >= KIB else f"{value:.0f} B"
+    return f"{figures(value / GIB)} GiB"
+
+
+def figures(value: float) -> str:
+    """Three significant figures; whole numbers from a hundred up."""
+    magnitude = abs(value)
+    if magnitude >= 99.95:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if magnitude >= 9.995 else f"{value:.2f}"

@@ -24,8 +24,9 @@ from asa.profiler.tokens import cut_by_tokens, token_chain
 from asa.profiler.updates import measure_dispatch, measure_updates
 from asa.sharding.axis import Axis
 from asa.sharding.describe import layer_graph
+from asa.sharding.generators import drawing, told
 from asa.sharding.randomness import make_reproducible
-from asa.sharding.samples import SampleContext, SampleDropout
+from asa.sharding.samples import BySample, SampleContext
 from asa.sharding.tensor import detached_copy, split
 from asa.tracing import TracedModel, trace
 from asa.zoo.models import build
@@ -116,6 +117,7 @@ def profile_module(
         shape = tuple(example.shape[1:])
         graph = layer_graph(traced, model=spec, input_shape=shape, num_classes=num_classes)
         subject = _subject(model, traced, graph, example, device, precision, max_tensor_degree)
+        graph = replace(graph, notes=(*graph.notes, *told(drawing(traced.components, subject.batch(_EXAMPLE_SAMPLES)))))
         spent = time.perf_counter() - started
         surveyor = Surveyor(
             subject,
@@ -214,7 +216,7 @@ def _subject(
             chains[-degree] = Chain(token_chain(traced.components, graph, axis, device), device, precision)
             halves[-degree] = halved
     for module in (m for chain in chains.values() for c in chain.components for m in c.modules()):
-        if isinstance(module, SampleDropout):
+        if isinstance(module, BySample):
             module.context = context
 
     def batch(samples: int) -> Tensor:

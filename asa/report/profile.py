@@ -97,7 +97,7 @@ def _remarks(profile: Profile) -> list[RenderableType]:
         said.append(line("Estimated from FLOPs and data-sheet peaks, not measured: uncalibrated.", "yellow"))
     if profile.provenance.note:
         said.append(line(profile.provenance.note))
-    return said
+    return said + [line(f"note: {n}") for n in profile.graph.notes]
 
 
 def _by_reason(skipped: Sequence[str]) -> dict[str, list[str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asa.ir.units import GIB, KIB, MIB
+from asa.ir.units import binary, figures
 
 NOTHING = "-"
 
@@ -19,8 +19,8 @@ def seconds(value: float | None) -> str:
         return "0 s"
     for limit, scale, unit in ((1e-3, 1e6, "us"), (1.0, 1e3, "ms"), (600.0, 1.0, "s")):
         if abs(value) < limit:
-            return f"{_figures(value * scale)} {unit}"
-    return f"{_figures(value / 60)} min"
+            return f"{figures(value * scale)} {unit}"
+    return f"{figures(value / 60)} min"
 
 
 def difference(value: float, *, plus: bool = False) -> str:
@@ -40,12 +40,7 @@ def size(value: float | None) -> str:
     >>> [size(v) for v in (17, 2048, 3.5 * 1024**2, 80 * 1024**3)]
     ['17 B', '2.00 KiB', '3.50 MiB', '80.0 GiB']
     """
-    if value is None:
-        return NOTHING
-    for limit, scale, unit in ((MIB, KIB, "KiB"), (GIB, MIB, "MiB")):
-        if abs(value) < limit:
-            return f"{_figures(value / scale)} {unit}" if abs(value) >= KIB else f"{value:.0f} B"
-    return f"{_figures(value / GIB)} GiB"
+    return NOTHING if value is None else binary(value)
 
 
 def rate(value: float | None) -> str:
@@ -54,7 +49,7 @@ def rate(value: float | None) -> str:
     >>> rate(1528.3), rate(34.56)
     ('1528/s', '34.6/s')
     """
-    return NOTHING if value is None else f"{_figures(value)}/s"
+    return NOTHING if value is None else f"{figures(value)}/s"
 
 
 def percent(value: float | None, *, signed: bool = False) -> str:
@@ -78,8 +73,8 @@ def flops(value: float | None) -> str:
         return NOTHING
     for limit, scale, unit in ((1e6, 1e3, "kFLOP"), (1e9, 1e6, "MFLOP"), (1e12, 1e9, "GFLOP")):
         if abs(value) < limit:
-            return f"{_figures(value / scale)} {unit}"
-    return f"{_figures(value / 1e12)} TFLOP"
+            return f"{figures(value / scale)} {unit}"
+    return f"{figures(value / 1e12)} TFLOP"
 
 
 def error(predicted: float | None, measured: float | None) -> str:
@@ -89,11 +84,3 @@ def error(predicted: float | None, measured: float | None) -> str:
     ('+10.0 %', '-')
     """
     return NOTHING if predicted is None or not measured else percent(predicted / measured - 1, signed=True)
-
-
-def _figures(value: float) -> str:
-    """Three significant figures; whole numbers from a hundred up."""
-    magnitude = abs(value)
-    if magnitude >= 99.95:
-        return f"{value:.0f}"
-    return f"{value:.1f}" if magnitude >= 9.995 else f"{value:.2f}"

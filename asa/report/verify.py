@@ -16,6 +16,7 @@ def render(found: Equivalence, *, worst: int = 5) -> list[RenderableType]:
         made.add_row(t.name, f"{t.error:.2e}", f"{t.floor:.2e}", f"{t.allowed:.2e}")
     return [
         line(verdict(found), "bold" if found.equivalent or found.within_tolerance else "bold red"),
+        *(line(f"{'note' if found.equivalent else 'why'}: {reason}") for reason in found.reasons),
         line(
             f"{found.steps} steps of {found.samples} samples on {found.ranks} ranks in {found.dtype}, learning rate "
             f"{found.learning_rate:g}, {found.batch_norm} BatchNorm; noise floor (one device, samples permuted) "

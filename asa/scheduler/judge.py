@@ -5,7 +5,7 @@ from __future__ import annotations
 from asa.ir.codec import noun
 from asa.ir.measurements import Measurements, Verdict
 from asa.ir.plan import Plan
-from asa.ir.units import GIB
+from asa.ir.units import binary
 
 
 @noun
@@ -62,7 +62,7 @@ def _decide(measured: Measurements, plan: Plan, policy: Policy, gain: float) -> 
         zip(measured.peak_memory_bytes or (), measured.predicted_memory_bytes, strict=False)
     ):
         if used > promised > 0:
-            return True, f"rank {rank} needs {used / GIB:.2f} GiB where {promised / GIB:.2f} GiB were promised"
+            return True, f"rank {rank} needs {binary(used)} where {binary(promised)} were promised"
     if time.n < policy.min_steps:
         return False, f"too few steps to tell ({time.n} of {policy.min_steps})"
     if measured.predicted_step_time_s <= 0:

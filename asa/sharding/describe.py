@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -18,6 +19,9 @@ from asa.sharding.propagate import SplitPlan
 from asa.sharding.tensor import detached_copy, example_input, plan_split, sequence_plans, split
 from asa.tracing import TracedModel
 from asa.tracing.component import TracedComponent
+
+_NOTES = 3
+"""Of a trace, at most: a model of many layers may have one for each."""
 
 
 def _bytes_per_sample(node: torch.fx.Node) -> float:
@@ -175,4 +179,15 @@ def layer_graph(traced: TracedModel, *, model: str, input_shape: tuple[int, ...]
         input_bytes_per_sample=traced.input_bytes_per_sample,
         components=tuple(components),
         uncut=tuple(sorted(traced.uncut)) or None,
+        notes=folded(traced.notes),
     )
+
+
+def folded(notes: Sequence[str]) -> tuple[str, ...]:
+    """``notes`` as :func:`asa.tracing.trace` makes them, the first few.
+
+    >>> folded(["a is one call: why", "b is one call: so", "c", "d", "e"])
+    ('a is one call: why', 'b is one call: so', 'c', 'and 2 more of the kind')
+    """
+    more = len(notes) - _NOTES
+    return (*notes[:_NOTES], *([f"and {more} more of the kind"] if more > 0 else []))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -13,7 +14,15 @@ from asa.sharding.attention import with_masks_by_sample
 from asa.sharding.axis import SOLO
 from asa.sharding.modules import HeadParallelAttention
 from asa.sharding.propagate import Cut, splits_by_heads
-from asa.sharding.samples import SampleContext, SampleDropout, replacement
+from asa.sharding.recurrent import drops_between_layers, with_layers_by_sample
+from asa.sharding.samples import (
+    BySample,
+    SampleAlphaDropout,
+    SampleContext,
+    SampleDropout,
+    SampleRReLU,
+    replacement,
+)
 from asa.sharding.stock import stock
 from asa.tracing.component import TracedComponent
 
@@ -21,9 +30,9 @@ from asa.tracing.component import TracedComponent
 def make_reproducible(components: Iterable[TracedComponent], context: SampleContext) -> None:
     """Replace dropout modules, functions and attention dropout by forms that read ``context``.
 
-    Modules fx could not look into (leaves with dropout inside) are searched too; recurrent layers with dropout
-    keep their own, as does what drops from a tensor whose first dimension is not the batch. A dropout module that is
-    called several times draws anew in each call, as the stock one does: each call is a site of its own.
+    Modules fx could not look into (leaves with dropout inside) are searched too; what drops from a tensor whose first
+    dimension is not the batch keeps its own. A dropout module that is called several times draws anew in each call, as
+    the stock one does: each call is a site of its own.
     """
     for component in components:
         if component.eval_graph is not component.train_graph:  # else they drop in evaluation too, and go on doing that
@@ -37,30 +46,55 @@ def make_reproducible(components: Iterable[TracedComponent], context: SampleCont
                 if fresh is None and not any(splits_by_heads(child, n) for n in _calls(component, path)):
                     dropout = SampleDropout(child.dropout, site=f"{path}.weights", context=context)
                     with_masks_by_sample(child, dropout)
+            if drops_between_layers(child):
+                dropout = SampleDropout(child.dropout, site=path, context=context)
+                with_layers_by_sample(child, dropout, f"{component.name}.{path}")
             if fresh is not None:
                 component.set_submodule(path, fresh.train(child.training))
 
 
-_FUNCTIONS: dict[Any, int | None] = {F.dropout: None, F.dropout2d: 2}
-"""The first dimension that shares one decision, of functions (input, p, training)."""
+_Made = Callable[..., BySample]
+
+
+def _dropping(kind: type[SampleDropout], *, whole_from: int | None, trains: bool) -> Callable[..., _Made | None]:
+    def made(input: object, p: float = 0.5, training: bool = trains, inplace: bool = False) -> _Made | None:
+        del input, inplace
+        return partial(kind, float(p), whole_from=whole_from) if training else None
+
+    return made
+
+
+def _sloping(
+    input: object, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False
+) -> _Made | None:
+    del input
+    return partial(SampleRReLU, lower, upper, inplace=inplace) if training else None
+
+
+_FUNCTIONS: dict[Any, Callable[..., _Made | None]] = {
+    F.dropout: _dropping(SampleDropout, whole_from=None, trains=True),
+    F.dropout1d: _dropping(SampleDropout, whole_from=2, trains=True),
+    F.dropout2d: _dropping(SampleDropout, whole_from=2, trains=True),
+    F.dropout3d: _dropping(SampleDropout, whole_from=2, trains=True),
+    F.alpha_dropout: _dropping(SampleAlphaDropout, whole_from=None, trains=False),
+    F.feature_alpha_dropout: _dropping(SampleAlphaDropout, whole_from=2, trains=False),
+    F.rrelu: _sloping,
+}
+"""What takes a function's place, asked with its arguments; None where these have it draw nothing."""
 
 
 def _replace_functions(module: fx.GraphModule, owner: str, context: SampleContext) -> None:
-    functions = [n for n in module.graph.nodes if n.op == "call_function" and n.target in _FUNCTIONS and _drops(n)]
-    for i, node in enumerate(functions):
-        p = float(node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5))
+    calls = [n for n in module.graph.nodes if n.op == "call_function" and n.target in _FUNCTIONS]
+    drawing = [(n, made) for n in calls if (made := _FUNCTIONS[n.target](*n.args, **n.kwargs)) is not None]
+    for i, (node, made) in enumerate(drawing):
         path, site = f"dropout_{i}", f"{owner}.dropout_{i}"
-        module.add_submodule(path, SampleDropout(p, site=site, context=context, whole_from=_FUNCTIONS[node.target]))
+        module.add_submodule(path, made(site=site, context=context))
         with module.graph.inserting_before(node):
             call = module.graph.call_module(path, (node.args[0] if node.args else node.kwargs["input"],))
         node.replace_all_uses_with(call)
         module.graph.erase_node(node)
-    if functions:
+    if drawing:
         module.recompile()
-
-
-def _drops(node: fx.Node) -> bool:
-    return bool(node.args[2] if len(node.args) > 2 else node.kwargs.get("training", True))
 
 
 def _separate_calls(module: fx.GraphModule, owner: str, context: SampleContext) -> None:

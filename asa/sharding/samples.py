@@ -8,7 +8,8 @@ comparable with training on one device. The function is that of :mod:`asa.zoo.da
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -28,14 +29,31 @@ class SampleContext:
     step: int = 0
     samples: Tensor | None = None
     total: int = 0
+    _calls: Counter[str] = field(default_factory=Counter)
+    _counted: tuple[int, Tensor | None] = (0, None)
+    """Step and samples that ``_calls`` were counted with."""
 
     def copy(self) -> SampleContext:
         """As it is now."""
-        return replace(self)
+        return replace(self, _calls=self._calls.copy())
 
     def become(self, other: SampleContext) -> None:
         """Take over what ``other`` says; whoever refers to this one sees it."""
         self.seed, self.step, self.samples, self.total = other.seed, other.step, other.samples, other.total
+        self._calls, self._counted = other._calls.copy(), other._counted
+
+    def call(self, site: str) -> int:
+        """How often ``site`` asked this before, of these samples in this step."""
+        if self._counted[0] != self.step or self._counted[1] is not self.samples:
+            self._calls, self._counted = Counter(), (self.step, self.samples)
+        count = self._calls[site]
+        self._calls[site] += 1
+        return count
+
+
+def named(site: str) -> int:
+    """The number of a site, the same in every process."""
+    return zlib.crc32(site.encode())
 
 
 def uniform(context: SampleContext, site: int, elements: Tensor) -> Tensor:
@@ -46,18 +64,16 @@ def uniform(context: SampleContext, site: int, elements: Tensor) -> Tensor:
     return draws.words(key, streams.view(-1, *(1,) * elements.dim()) + elements) & ((1 << 53) - 1)
 
 
-class SampleDropout(nn.Module):
-    """Drop elements (or, with ``whole_from``, whole channels or samples) of a batch-first tensor.
+class BySample(nn.Module):
+    """Draws for every element (or, with ``whole_from``, for whole channels or samples) of a batch-first tensor.
 
     ``whole_from`` is the first dimension that shares one decision: None for ordinary dropout, 2 for Dropout2d,
     1 for stochastic depth by row. ``shard`` is (dimension, offset, total) where the input is a shard.
-    Outside a :class:`SampleContext` with samples, or in ``eval()``, it does what the stock module does.
     """
 
-    def __init__(self, p: float, *, site: str, context: SampleContext, whole_from: int | None = None) -> None:
+    def __init__(self, *, site: str, context: SampleContext, whole_from: int | None = None) -> None:
         super().__init__()
-        self.p = p
-        self.site = zlib.crc32(site.encode())
+        self.site = named(site)
         self.context = context
         self.whole_from = whole_from
         self.shard: tuple[int, int, int] | None = None
@@ -81,32 +97,95 @@ class SampleDropout(nn.Module):
             self._elements = {key: index.to(x.device)}
         return self._elements[key]
 
+    def known(self, x: Tensor) -> bool:
+        """Whether the rows of ``x`` are the samples of the context."""
+        return self.context.samples is not None and self.context.samples.numel() == x.shape[0]
+
+    def draw(self, x: Tensor) -> Tensor:
+        """Uniform integers below 2**53 for the elements of ``x``, or what shares a decision: int64 [samples, ...]."""
+        return uniform(self.context, self.site, self._element_indices(x))
+
+
+class SampleDropout(BySample):
+    """Drop elements, channels or samples. Where the context does not know its samples, or in ``eval()``, it does what
+    the stock module does."""
+
+    def __init__(self, p: float, *, site: str, context: SampleContext, whole_from: int | None = None) -> None:
+        super().__init__(site=site, context=context, whole_from=whole_from)
+        self.p = p
+
     def forward(self, x: Tensor) -> Tensor:
         """Same shape as ``x``."""
         if not self.training or self.p == 0:
             return x
-        samples = self.context.samples
-        if samples is None or samples.numel() != x.shape[0]:
-            return nn.functional.dropout(x, self.p, True)
+        if not self.known(x):
+            return self.by_generator(x)
         if self.p >= 1:
             return x * 0
-        draw = uniform(self.context, self.site, self._element_indices(x))
-        keep = (draw < int((1 - self.p) * (1 << 53))).to(x.dtype).div_(1 - self.p)
-        return x * keep.view(*keep.shape, *(1,) * (x.dim() - keep.dim()))
+        kept = self.draw(x) < int((1 - self.p) * (1 << 53))
+        return self.masked(x, kept.view(*kept.shape, *(1,) * (x.dim() - kept.dim())))
+
+    def by_generator(self, x: Tensor) -> Tensor:
+        """The stock function."""
+        return nn.functional.dropout(x, self.p, True)
+
+    def masked(self, x: Tensor, kept: Tensor) -> Tensor:
+        """``x`` without what is not ``kept``, of the same expectation."""
+        return x * kept.to(x.dtype).div_(1 - self.p)
 
     def extra_repr(self) -> str:
         """Shown by ``print(module)``."""
         return f"p={self.p}, whole_from={self.whole_from}"
 
 
-def replacement(module: nn.Module, site: str, context: SampleContext) -> SampleDropout | None:
-    """The strategy-independent form of a stock dropout module; None for every other module."""
+_SATURATION = 1.7580993408473766
+"""Of SELU: what alpha dropout puts in the place of a dropped element, with the sign changed."""
+
+
+class SampleAlphaDropout(SampleDropout):
+    """Alpha dropout (Klambauer et al. 2017, "Self-Normalizing Neural Networks", section 2) of elements or channels."""
+
+    def by_generator(self, x: Tensor) -> Tensor:
+        """The stock function."""
+        function = nn.functional.alpha_dropout if self.whole_from is None else nn.functional.feature_alpha_dropout
+        return function(x, self.p, True)
+
+    def masked(self, x: Tensor, kept: Tensor) -> Tensor:
+        """Dropped elements saturate; mean and variance of a standard normal input stay."""
+        scale = ((_SATURATION**2 * self.p + 1) * (1 - self.p)) ** -0.5
+        return scale * (torch.where(kept, x, -_SATURATION) + _SATURATION * self.p)
+
+
+class SampleRReLU(BySample):
+    """A leaky ReLU whose slope is drawn for every element, between ``lower`` and ``upper``."""
+
+    def __init__(self, lower: float, upper: float, *, site: str, context: SampleContext, inplace: bool = False) -> None:
+        super().__init__(site=site, context=context)
+        self.lower, self.upper, self.inplace = lower, upper, inplace
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Same shape as ``x``."""
+        if not (self.training and self.known(x)):
+            return nn.functional.rrelu(x, self.lower, self.upper, self.training, self.inplace)
+        slope = self.lower + (self.upper - self.lower) * (self.draw(x).double() / (1 << 53))
+        factor = torch.where(x < 0, slope.to(x.dtype), 1.0)
+        return x.mul_(factor) if self.inplace else x * factor
+
+
+def replacement(module: nn.Module, site: str, context: SampleContext) -> BySample | None:
+    """The strategy-independent form of a stock module that draws; None for every other module."""
     if not stock(module):
         return None
     if isinstance(module, nn.Dropout):
         return SampleDropout(module.p, site=site, context=context)
     if isinstance(module, nn.Dropout1d | nn.Dropout2d | nn.Dropout3d):
         return SampleDropout(module.p, site=site, context=context, whole_from=2)
+    if isinstance(module, nn.AlphaDropout):
+        return SampleAlphaDropout(module.p, site=site, context=context)
+    if isinstance(module, nn.FeatureAlphaDropout):
+        return SampleAlphaDropout(module.p, site=site, context=context, whole_from=2)
+    if isinstance(module, nn.RReLU):
+        return SampleRReLU(module.lower, module.upper, site=site, context=context, inplace=module.inplace)
     if type(module).__name__ == "StochasticDepth" and getattr(module, "mode", "") == "row":
         return SampleDropout(float(module.p), site=site, context=context, whole_from=1)  # type: ignore[arg-type]
     return None

@@ -101,6 +101,10 @@ def _components(
     summaries = [describe([*a, *b], programs, cut) for a, b, cut in zip(*nodes, [*cuts[0], None], strict=True)]
     opaque = {**programs[0].opaque, **programs[1].opaque}
     notes = [f"{path} is one call: {why}" for path, why in opaque.items()]
+    if programs[0].checkpointed:
+        first, *more = (path or "the model" for path in programs[0].checkpointed)
+        where = f"{first} and {len(more)} more" if more else first
+        notes.append(f"torch.utils.checkpoint around {where} is left out: the plan chooses what is computed twice")
     blocks = find_blocks(model, summaries, set(opaque))
     units = merge(model, summaries, blocks, ("embedding", "head") if attends(model) else ("stem", "classifier"))
     while True:

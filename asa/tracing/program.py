@@ -34,7 +34,8 @@ class Program:
 
     ``attributes`` maps every ``get_attr`` and ``call_module`` target to its object; ``structure`` is what the
     model returns, with nodes in place of tensors; ``opaque`` says, per module that had to become a single
-    call, why; ``contrary`` holds the paths of modules that ``model.train(training)`` left in the other mode.
+    call, why; ``contrary`` holds the paths of modules that ``model.train(training)`` left in the other mode;
+    ``checkpointed`` those of modules that ran inside ``torch.utils.checkpoint``.
     """
 
     graph: fx.Graph
@@ -42,6 +43,7 @@ class Program:
     structure: Any
     opaque: dict[str, str]
     contrary: frozenset[str]
+    checkpointed: tuple[str, ...] = ()
 
     @property
     def placeholder(self) -> fx.Node:

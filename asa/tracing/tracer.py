@@ -6,6 +6,7 @@ traced is not an error: the innermost module that fails becomes a single call, a
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,14 @@ from asa.tracing.shapes import Oracle, ShapeProxy
 
 def _ambient() -> tuple[bool, ...]:
     return (torch.is_grad_enabled(), torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu"))
+
+
+def _in_checkpoint() -> bool:
+    """Whether what is recorded is called by ``torch.utils.checkpoint``, of which the graph keeps nothing."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__") != "torch.utils.checkpoint":
+        frame = frame.f_back
+    return frame is not None
 
 
 def _target_name(target: Any) -> str:
@@ -48,6 +57,7 @@ class ModelTracer(fx.Tracer):
     def __init__(self, examples: tuple[Tensor, Tensor]) -> None:
         super().__init__()
         self.opaque: dict[str, str] = {}
+        self.checkpointed: dict[str, None] = {}
         self.result: Any = None
         self._oracle = Oracle(examples, lambda target: resolve(self.root, target))
         self._calls: Counter[str] = Counter()
@@ -78,6 +88,8 @@ class ModelTracer(fx.Tracer):
             raise RuntimeError("forward switches gradients or autocast on or off")
         node = super().create_node(kind, target, *args, **kwargs)
         path, call = self._scopes[-1]
+        if kind.startswith("call") and _in_checkpoint():
+            self.checkpointed[path] = None
         key = f"{call}:{_target_name(target)}"
         node.meta["origin"] = Origin(path, _target_name(target), f"{key}#{self._keys[key]}")
         self._keys[key] += 1
@@ -214,7 +226,7 @@ def trace_mode(model: nn.Module, training: bool, examples: tuple[Tensor, Tensor]
     reason = _marks(model, before)
     restore_attributes(model, before)
     structure = pytree.tree_map(lambda leaf: leaf.node if isinstance(leaf, fx.Proxy) else leaf, tracer.result)
-    program = Program(graph, found, structure, tracer.opaque, contrary)
+    program = Program(graph, found, structure, tracer.opaque, contrary, tuple(tracer.checkpointed))
     if reason or not program.outputs or program.outputs[-1].op in ("placeholder", "get_attr"):
         raise fx.proxy.TraceError(reason or "forward returns nothing that it computed")
     return program

@@ -1,0 +1,49 @@
+"""Why training under a plan may differ from training on one device: what a model does that no plan can keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from asa.errors import InvalidInputError
+from asa.sharding.generators import drawing, told
+from asa.sharding.randomness import make_reproducible
+from asa.sharding.samples import SampleContext
+from asa.tracing import outcome, trace
+
+_ROUNDING = 1e-9
+"""Relative, in float64: rows of one matrix product may be added up in another order than a row alone."""
+
+
+def reasons(rank: int, build: Callable[[], nn.Module], input_shape: tuple[int, ...]) -> tuple[str, ...]:
+    """In sentences, what is found by running the model that ``build`` makes on two random samples; on a rank of its
+    own, since the parent of ranks does not compute."""
+    del rank
+    batch = torch.randn((2, *input_shape), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return (*_mixing(build().double().eval(), batch), *_drawing(build().train(), batch.float()))
+
+
+def _mixing(model: nn.Module, batch: Tensor) -> tuple[str, ...]:
+    try:
+        with torch.no_grad():
+            together, first, second = (outcome(model, rows)[0] for rows in (batch, batch[:1], batch[1:]))
+    except InvalidInputError:  # it does not run on one sample, or not in float64
+        return ()
+    apart = torch.cat((first, second)) if first.dim() else first
+    if apart.shape != together.shape:
+        return ()
+    error = float((together - apart).abs().max() / apart.abs().max().clamp_min(1e-300))
+    if error <= _ROUNDING:
+        return ()
+    return (
+        f"the model mixes the samples of a batch: in evaluation its output for two samples is {error:.1e} off that for "
+        "each alone, so that training depends on how a batch is cut",
+    )
+
+
+def _drawing(model: nn.Module, batch: Tensor) -> tuple[str, ...]:
+    traced = trace(model, batch, name="model")
+    make_reproducible(traced.components, SampleContext(samples=torch.arange(len(batch)), total=len(batch)))
+    return told(drawing(traced.components, batch))

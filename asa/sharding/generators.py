@@ -1,0 +1,77 @@
+"""What still draws from a rank's own generator once dropout is by sample: its results depend on the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from asa.tracing.component import TracedComponent
+
+_SHOWN = 3
+
+
+class _Watch(TorchDispatchMode):
+    """Names the operators after which a generator is not where it was: those that may draw often do not (attention
+    without dropout)."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.found: dict[str, None] = {}
+        self._device = device
+
+    def _states(self) -> list[Tensor]:
+        cuda = [torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else []
+        return [torch.get_rng_state(), *cuda]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **(kwargs or {}))
+        before = self._states()
+        result = func(*args, **(kwargs or {}))
+        if any(not torch.equal(a, b) for a, b in zip(before, self._states(), strict=True)):
+            self.found[func.overloadpacket.__name__] = None
+        return result
+
+
+def drawing(components: Iterable[TracedComponent], batch: Tensor) -> dict[str, tuple[str, ...]]:
+    """Components, as :func:`asa.sharding.randomness.make_reproducible` leaves them, that draw by themselves in the mode
+    they are in, and with which of torch's operators.
+
+    ``batch``: the model's input, on the components' device; their context knows its samples. Numbers drawn in Python or
+    by numpy are not seen.
+    """
+    found = {}
+    with torch.no_grad(), torch.random.fork_rng(devices=[batch.device] if batch.is_cuda else []):
+        for component in components:
+            with _Watch(batch.device) as watch:
+                batch = component(batch)[0]
+            if watch.found:
+                found[component.name] = tuple(watch.found)
+    return found
+
+
+def told(found: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """One sentence about what :func:`drawing` found; none where it found nothing.
+
+    >>> told({"head": ("randn_like",)})
+    ('head draws random numbers of its own (randn_like): what training computes depends on the plan',)
+    """
+    if not found:
+        return ()
+    who = f"{several(list(found))} {'draws' if len(found) == 1 else 'draw'} random numbers of "
+    how = ", ".join(dict.fromkeys(name for operators in found.values() for name in operators))
+    whose = "its" if len(found) == 1 else "their"
+    return (f"{who}{whose} own ({how}): what training computes depends on the plan",)
+
+
+def several(names: Sequence[str]) -> str:
+    """The first three, and how many more.
+
+    >>> several(["a", "b", "c", "d", "e"])
+    'a, b, c and 2 more'
+    """
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
