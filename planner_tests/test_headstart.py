@@ -6,7 +6,6 @@ import gc
 import pickle
 import random
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,12 +20,6 @@ from asa.scheduler import adapt
 from asa.strategies import offered
 from asa.zoo.headstart import HeadStart
 from asa.zoo.models import build
-
-
-@pytest.fixture(autouse=True)
-def _thawed() -> Iterator[None]:
-    yield
-    gc.unfreeze()
 
 
 def _ahead(spec: str, seed: int = 3) -> HeadStart:

@@ -27,8 +27,8 @@ class HeadStart:
 
     The generators are the thread's until the end of the body, which must not draw from them. The thread computes with
     one OpenMP thread, so that ranks of several may be forked afterwards, and imports nothing: two threads in torch's
-    circles of imports could see half a module. What a body imports stays, so no garbage is looked for meanwhile, nor
-    ever again among it. Models from outside run code of others, which is left to the ranks.
+    circles of imports could see half a module. What a body imports stays, so no garbage is looked for meanwhile. Models
+    from outside run code of others, which is left to the ranks.
     """
 
     def __init__(self, spec: str, *, num_classes: int, input_shape: Shape, seed: int) -> None:
@@ -67,7 +67,6 @@ class HeadStart:
             self._thread.join()
             self._thread = None
         torch.set_num_threads(self._before)
-        gc.freeze()
         gc.enable()
 
     def take(self) -> nn.Module | None:
