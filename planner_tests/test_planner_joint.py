@@ -13,6 +13,8 @@ from random_pipelines import RandomPipelines
 from asa.planner.pipeline.floors import floors
 from asa.planner.pipeline.joint import joined, search
 from asa.planner.pipeline.pipelines import Skeleton, stage_times, value_of
+from asa.planner.pipeline.stages import Explorer
+from asa.planner.pipeline.thinning import Thinning
 from asa.planner.stage.problem import Chain
 
 INF = float("inf")
@@ -48,6 +50,38 @@ def test_the_search_finds_what_brute_force_finds(seed):
         if found.skeleton is not None:
             assert value_of(pipelines, found.skeleton, found.choices) == pytest.approx(found.value)
     assert impossible < 25, "the draw must not be all infeasible"
+
+
+def with_few_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same where memory binds and a stage is known by a handful of labels at first, of draws with many."""
+    monkeypatch.setattr("asa.planner.pipeline.case.MOST", 2)
+    monkeypatch.setattr("asa.planner.pipeline.case._CHEAP", 4)
+    for case in (40, 50, 63):
+        pipelines = small(case, memory=(1, 1.5, 2.5, 3)[case % 4])
+        found, truth = search(pipelines, crowded=True), joint_oracle.best(pipelines)
+        assert found.value == pytest.approx(truth, rel=1e-9), case
+        assert found.bound == pytest.approx(truth, rel=1e-8), case
+
+
+def test_labels_that_are_left_for_slower_plans_cost_neither_plan_nor_proof(monkeypatch):
+    met, nearest = [], Explorer._nearest
+
+    def counted(*args: Any) -> Any:
+        met.append(args)
+        return nearest(*args)
+
+    monkeypatch.setattr(Explorer, "_nearest", counted)
+    with_few_labels(monkeypatch)
+    assert len(met) > 50, "the draw must leave labels out"
+
+
+def test_a_stage_that_others_wait_for_is_no_first_stage(monkeypatch):
+    """A first stage is explored without what lengthens its last backward: elsewhere that would be noticed."""
+    pipelines = small(24, sp=1.25, memory=50, components=3, gpus=3, strategies=2, most=2)
+    truth = joint_oracle.best(pipelines)
+    assert search(pipelines).value == pytest.approx(truth, rel=1e-9)
+    monkeypatch.setattr(Thinning, "leading", property(lambda _: True, lambda *_: None), raising=False)
+    assert search(pipelines).value > truth * (1 + 1e-6)
 
 
 class Perturbed(RandomPipelines):

@@ -72,6 +72,15 @@ def test_tables_with_a_memory_limit_are_bounds_and_near():
     assert full > 0
 
 
+@pytest.mark.parametrize("about", [True, False])
+def test_of_one_microbatch_all_of_a_step_is_a_single_one(about):
+    x = Numbers(RandomPipelines(3, components=6, gpus=2, most=4, speed=0.05, memory=1.0).chain(2, 1))
+    table = rough(x, 1) if about else limited(x, relaxed(x), [1])[0]
+    some = np.isfinite(table.whole)
+    assert some.any()
+    assert np.array_equal(table.single[some], table.whole[some])
+
+
 def test_rates_of_repeated_blocks_are_those_of_a_block():
     x = Numbers(RandomPipelines(3, components=6, gpus=2, most=4, speed=0.05, memory=0.4, equal=True).chain(1, 4))
     row = x.rows[2]

@@ -9,7 +9,7 @@ timed by the clock.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -35,11 +35,15 @@ _FAR = 0.99
 """Of the best plan: a bound below it calls for better plans, too."""
 _LEAST = 1e-4
 """Of a bound: the least step upwards."""
-_STRIDE, _LEAP = 0.3, 0.28
+_STRIDE, _LEAP, _HOP = 0.3, 0.28, 0.06
 """Of the way from the bound to the best plan, at least, at a time; and up to which share of the bound that is all of
-it: what is explored up to one limit is explored anew up to the next."""
+it (where memory may bind, labels grow in number with it): what is explored up to one limit is explored anew up to the
+next."""
 _NEAR = 0.002
 """By how much a plan may exceed what its stages were taken for, and not be looked at more closely."""
+_CHEAP, _NEARER, _EACH = 400, 4, 8
+"""Labels that stages are known by at once; how many times nearer the bound plans are looked for where that is not
+enough; labels for each layout and degree from which on merging loses little."""
 _FINER = 4
 """Times as many labels, for stages whose labels turned out to be too rough."""
 _TRIED = 12
@@ -51,10 +55,12 @@ _NOTHING = Table(steady=None, forward=None, whole=None, single=None)
 
 @dataclass
 class _Known:
-    """A stage explored up to plans of ``limit`` ms."""
+    """A stage explored up to plans of ``limit`` ms; ``asked``: up to which that was to be, with so many labels."""
 
     limit: float
     points: Points | None
+    asked: float
+    most: int
 
 
 @dataclass(frozen=True)
@@ -96,7 +102,7 @@ class Case:
         self._stages: dict[tuple[int, int, int, int], _Known] = {}
         self.stuck = False
         self._detail: dict[tuple[int, int, int, int], int] = {}
-        self.share, self._short = 0.003, False
+        self.share, self._short, self._strict = 0.003, False, False
         self._tight = False
 
     def _lead(self, r: int) -> int | None:
@@ -127,7 +133,7 @@ class Case:
                 if self.level == 1:
                     self._roughly(best, 0.0)
                 return
-        elif self.level == 3 and best >= _FOREVER:
+        elif self.level == 3 and (best >= _FOREVER or (self._tight and self.bound < best * _FAR)):
             guess.likely(self, self._frame, best)
         else:
             with suppress(OutOfTimeError):
@@ -232,10 +238,12 @@ class Case:
         """All plans up to a limit, a little further each time."""
         if self.bound > 0 and best < _FOREVER and not self._short:  # far from the best plan, in longer strides
             left = best / self.bound - 1
-            self.share = max(self.share, left if left <= _LEAP else left * _STRIDE)
+            leap = _HOP if self._tight else _LEAP
+            self.share = max(self.share, left if left <= leap else left * _STRIDE)
         limit = min(best, self.bound * (1 + self.share)) if self.share < 10 else best
         limit = min(limit, _FOREVER)
         self.share *= 4
+        far, finest, merged = limit, _CHEAP, self._merged()
         while True:
             self._tighten(limit)
             frame = self.frame(self._links, self.keys)  # type: ignore[arg-type]
@@ -246,10 +254,18 @@ class Case:
             self.bound = max(self.bound, low)
             frame.look_ahead(self.stages)
             self._frame = frame
-            if not self._explored(frame, limit, ends):
-                break
+            new, reached = self._explored(frame, limit, ends, finest, merged)
             if time.monotonic() > ends:
                 return
+            if new:
+                continue
+            if reached >= limit * (1 - _CLOSE):
+                break
+            limit = max(reached, self.bound + (limit - self.bound) / _NEARER)
+            finest = UTMOST if reached < limit * (1 - _CLOSE) else _CHEAP
+            merged = self.widths if limit <= self.bound * (1 + _LEAST) else merged
+        if limit < far:  # not as far, the next time
+            self.share, self._short = (limit / self.bound - 1) * _FINER, True
         options = {(r, a): x for r in range(1, self.most + 1) for a, x in self._options(r, limit).items()}
         wanted = limit
         leaves, limit = plans(frame, options, self.stages, self.schedule, limit)
@@ -273,6 +289,12 @@ class Case:
                 blurred.update(vague)
         if proved <= self.bound and not again and not blurred:  # that close, and no further: once in more detail
             blurred = {key for key in nearly if key not in self._detail}
+        if blurred and self._tight and not self._strict:  # merged labels say too little where memory binds
+            self._strict, again = True, True
+            for key, known in self._stages.items():
+                if known.points is not None and not known.points.exact:
+                    self._stages[key].limit = 0.0
+            blurred = set()
         for key in blurred:  # the next time in more detail
             again = True
             self._stages[key].limit = 0.0
@@ -280,6 +302,14 @@ class Case:
             self.stuck = self.stuck or self._detail[key] > UTMOST
         self.stuck = self.stuck or (proved <= self.bound and not again)
         self.bound = max(self.bound, proved if proved < _FOREVER else INF)
+
+    def _merged(self) -> tuple[int, ...]:
+        """Widths whose stages have labels merged where there are too many. Where memory may bind only those with few
+        layouts, and only until merged labels turn out to say too little."""
+        if not self._tight:
+            return self.widths
+        groups = {w: 0 if (x := self.shop.numbers(w, self.m)) is None else x.count * x.degrees for w in self.widths}
+        return () if self._strict else tuple(w for w in self.widths if _EACH * groups[w] <= MOST)
 
     def _fill(
         self, leaf: Leaves, i: int, options: dict[tuple[int, int], Options]
@@ -301,9 +331,14 @@ class Case:
         value, taken = self.tell(tuple(int(a) for a in leaf.starts[i]), tuple(widths), tuple(choices))
         return value, vague, taken
 
-    def _explored(self, frame: Frame, limit: float, ends: float) -> bool:
-        """Explore the stages that a plan below ``limit`` could have; whether there were new ones."""
+    def _explored(
+        self, frame: Frame, limit: float, ends: float, finest: int, merged: Collection[int]
+    ) -> tuple[bool, float]:
+        """Explore the stages that a plan below ``limit`` could have; whether there were new ones, and up to which limit
+        all of them are known: perhaps a lower one, but for ``merged`` widths, in whose stages labels are merged. More
+        labels than were not enough are taken up to ``finest``."""
         wanted: dict[tuple[int, int, int], dict[int, list[_Wanted]]] = {}
+        reached = limit
         for r in range(1, self.most + 1):
             for w in self.widths:
                 if self._base.get((w, r)) is None:
@@ -313,9 +348,16 @@ class Case:
                     known = self._stages.get((w, r, a, b))
                     if known is not None and known.limit >= limit * (1 - _CLOSE):
                         continue
+                    most = self._detail.get((w, r, a, b), MOST)
+                    if known is not None and 0.0 < known.limit < known.asked:
+                        most = max(most, known.most)
+                        if known.asked >= limit * (1 - _CLOSE) and w not in merged:
+                            if most >= finest:
+                                reached = min(reached, known.limit)
+                                continue
+                            most = min(finest, _FINER * most)
                     rooms = frame.room(w, r, limit) if rooms is None else rooms
                     place = self.shop.place(w, self.m, self.in_flight[r])
-                    most = self._detail.get((w, r, a, b), MOST)
                     twin = self.shop.twin(w, self.m, a, b)
                     wanted.setdefault(place, {}).setdefault(twin[0], []).append(
                         _Wanted(r, (a, b), twin[1], Room(*rooms[:, a, b].tolist()), most)
@@ -326,15 +368,15 @@ class Case:
                 for x in some:
                     room, most = asked.get(x.stop, (x.room, 0))
                     asked[x.stop] = (room.joined(x.room), max(most, x.most))
-                found = self.shop.explored(place, start, asked, ends)
+                found = self.shop.explored(place, start, asked, ends, merging=place[0] in merged)
                 for x in some:
-                    points = found[x.stop]
-                    self._stages[place[0], x.place, *x.stage] = _Known(
-                        limit, None if points is None else points.within(self.m, x.room)
-                    )
+                    room, points = found[x.stop]
+                    short = room.short(self.m, x.room)
+                    points = None if points is None else points.within(self.m, x.room)
+                    self._stages[place[0], x.place, *x.stage] = _Known(limit - short, points, limit, x.most)
                 if time.monotonic() > ends:
-                    return True
-        return bool(wanted)
+                    return True, limit
+        return bool(wanted), reached
 
     def _tighten(self, limit: float) -> None:
         """Tables that know what was explored up to ``limit``, as far as plans below it are concerned."""

@@ -106,7 +106,7 @@ class Numbers:
         inside: dict[tuple[int, ...], int] = {}
         found: dict[tuple[int, int], tuple[int, int]] = {}
         for a in range(self.n):
-            at = inside.setdefault((inlets[a], self.kinds[a]), len(inside))
+            at = inside.setdefault((inlets[a], self.kinds[a], a == 0), len(inside))  # a first stage counts less
             for b in range(a + 1, self.n + 1):
                 if b > a + 1:
                     across = b - 2 > a and self.release[b - 1] < b - 2  # a bucket reaches across the one before

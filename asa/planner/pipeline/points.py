@@ -29,6 +29,14 @@ class Room(NamedTuple):
         """So many times as much."""
         return Room(*(x * factor for x in self))
 
+    def lessened(self, m: int, short: float) -> Room:
+        """In a plan of m microbatches that is done so many ms earlier."""
+        return Room(self.steady - short / m, self.whole - short, self.single - short)
+
+    def short(self, m: int, other: Room) -> float:
+        """By how many ms a plan must be done earlier, at least, for this to be room enough where ``other`` was."""
+        return max(0.0, m * (other.steady - self.steady), other.whole - self.whole, other.single - self.single)
+
     def holds(self, other: Room) -> bool:
         """Whether it is no less in anything."""
         return all(a >= b for a, b in zip(self, other, strict=True))

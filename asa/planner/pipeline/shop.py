@@ -13,7 +13,7 @@ from asa.planner.pipeline.bounds import Frame, Keys, Links
 from asa.planner.pipeline.lattice import INF, Numbers, Table, divisors
 from asa.planner.pipeline.pipelines import Pipelines
 from asa.planner.pipeline.points import OutOfTimeError, Points, Room
-from asa.planner.pipeline.stages import Explorer
+from asa.planner.pipeline.stages import UTMOST, Explorer
 from asa.planner.pipeline.tables import limited, relaxed, rough
 
 MANY = 24
@@ -159,21 +159,25 @@ class Shop:
         return self._explorers[place]
 
     def explored(
-        self, place: tuple[int, int, int], start: int, asked: dict[int, tuple[Room, int]], ends: float
-    ) -> dict[int, Points | None]:
+        self, place: tuple[int, int, int], start: int, asked: dict[int, tuple[Room, int]], ends: float, *,
+        merging: bool = True,
+    ) -> dict[int, tuple[Room, Points | None]]:  # fmt: skip
         """The points of stages from ``start`` to each stop that is asked for, up to so many ms at least, with
-        so many labels."""
+        so many labels; without ``merging`` perhaps not as far, and up to which ms."""
         missing = {}
         for stop, (room, most) in asked.items():
             known = self._points.get((*place, start, stop))
-            if known is None or not known[0].holds(room) or known[1] < most:
+            if known is None or known[1] < most or not known[0].holds(room):
                 missing[stop] = (room.larger(1 + 1e-3), most)
         if missing:
-            most = max(x[1] for x in missing.values())
-            found = self.explorer(place).explore(start, {b: x[0] for b, x in missing.items()}, most, ends=ends)
-            for stop, (room, _) in missing.items():
-                self._points[(*place, start, stop)] = (room, most, found.get(stop))
-        return {stop: self._points[(*place, start, stop)][2] for stop in asked}
+            most, explorer = max(x[1] for x in missing.values()), self.explorer(place)
+            caps = {b: room for b, (room, _) in missing.items()}
+            found = explorer.explore(start, caps, most, merging=merging, ends=ends)
+            for stop, room in caps.items():
+                points, reached = found.get(stop), room.lessened(place[1], explorer.short[stop])
+                exact = points is None or points.exact
+                self._points[(*place, start, stop)] = (reached, UTMOST if exact else most, points)
+        return {stop: self._points[(*place, start, stop)][::2] for stop in asked}
 
     def links(self, m: int, keys: Keys, *, free: bool = False, ends: float = INF) -> Links:
         """Transfers between stages of these keys; nothing where ``free``.

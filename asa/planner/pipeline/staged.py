@@ -73,11 +73,19 @@ class StagedSpace:
         if not pricer.states.apart or not layouts:
             return None
 
-        def least(of: Callable[[int, Layout], BoundaryCost]) -> list[float]:
-            costs = [[of(i, x) for x in layouts] for i in range(len(self.names))]
-            return [MS * min(c.forward_s + c.backward_s for c in row) for row in costs]
+        def least(of: Callable[[int, Layout], BoundaryCost], cut: int) -> list[float]:
+            """``cut``: which boundary of a component is the end of the stage, 0 in front or 1 behind."""
+            found: dict[object, float] = {}
+            row = []
+            for i in range(n):
+                key = pricer.edges.alike(i + cut) if 0 < i + cut < n else i
+                if key not in found:
+                    found[key] = MS * min(c.forward_s + c.backward_s for c in (of(i, x) for x in layouts))
+                row.append(found[key])
+            return row
 
-        return least(pricer.edges.inlet), least(pricer.edges.outlet)
+        n = len(self.names)
+        return least(pricer.edges.inlet, 0), least(pricer.edges.outlet, 1)
 
     def apart(self, width: int, num_microbatches: int) -> Any | None:
         """As :meth:`compute`, with all that a component costs by itself."""

@@ -152,11 +152,12 @@ def rough(numbers: Numbers, in_flight: int) -> Table:
     k = 2 + len(prices)
     full = np.zeros(found.shape[1:], dtype=bool) if x.roomy(in_flight) else found[1] > x.capacity * (1 + 1e-9)
     steady, whole = found[2:k].max(axis=0), found[k:-1].max(axis=0)
+    whole, single = np.maximum(whole, m * steady), np.maximum(found[-1], steady)
     return Table(
         steady=np.where(full, INF, steady),
         forward=np.where(full, INF, found[0]),
-        whole=np.where(full, INF, np.maximum(whole, m * steady)),
-        single=np.where(full, INF, np.maximum(found[-1], steady)),
+        whole=np.where(full, INF, whole),
+        single=np.where(full, INF, whole if m == 1 else single),
     )
 
 
@@ -169,9 +170,10 @@ def _dearer(x: Numbers, table: Table, rows: list[Objective], values: Any) -> Tab
             whole = np.maximum(whole, free)
         else:
             steady = np.maximum(steady, free)
+    whole, single = np.maximum(whole, x.m * steady), np.maximum(table.single, steady)
     return Table(
         steady=np.where(full, INF, steady),
         forward=np.where(full, INF, table.forward),
-        whole=np.where(full, INF, np.maximum(whole, x.m * steady)),
-        single=np.where(full, INF, np.maximum(table.single, steady)),
+        whole=np.where(full, INF, whole),
+        single=np.where(full, INF, whole if x.m == 1 else single),
     )

@@ -37,22 +37,34 @@ class Front:
 
 
 class Thinning:
-    """Of labels of one chain; memory counts where it is ``tight``."""
+    """Of labels of one chain; memory counts where it is ``tight``. ``leading``: of stages that begin a pipeline, for
+    whose last backward no other one waits.
+
+    Of a single microbatch, every path through a pipeline goes forward through a stage that it comes back through. So
+    what counts is forward; forward and back; and both with what comes once per step.
+    """
 
     def __init__(self, numbers: Numbers, *, tight: bool) -> None:
         self.numbers, self.tight = numbers, tight
+        self.leading = False
         self.slowed = numbers.saving > 0 and numbers.sp > 1
         self.bucket = any(r[:, at.BUCKET].any() for r in numbers.rows)
         ends = np.where(np.isfinite(numbers.outlets), numbers.outlets, 0.0)
         self.outlets_hold = bool(ends[:, at.ESTATE :].any())
 
     def best(self, labels: Any, group: Any, *, arriving: bool, ending: bool = False) -> Any:
+        """Indices of labels that no other one of their group beats in everything. ``arriving``: over an edge;
+        ``ending``: where a stage may stop."""
         values = labels[:, [FWD, BWD, V, C, P]]
-        if self.slowed:
-            values = np.concatenate([values, labels[:, SUM, None] - values[:, 2:]], axis=1)
-        columns = [np.where(np.isfinite(values), values, 0.0)]
-        if self.bucket:
-            columns.append(labels[:, BKT, None])
+        seen = [values]
+        if self.slowed and not self.leading:
+            seen.append(labels[:, SUM, None] - values[:, 2:])
+        if self.bucket and not self.leading:
+            seen.append(labels[:, BKT, None])
+        if self.numbers.m == 1:
+            values[:, 1] += values[:, 0]
+            values[:, 2:] += values[:, 1, None]
+        columns = [np.where(np.isfinite(x), x, 0.0) for x in seen]
         if self.tight:
             if arriving:
                 columns.append(labels[:, [PEAK, HELD, 10]])
@@ -69,8 +81,9 @@ class Thinning:
         found[[PEAK, LAST, HELD]] = _ROUNDED_MEMORY * self.numbers.capacity / self.numbers.n if self.tight else 1.0
         return found
 
-    def thinned(self, front: Front, ending: bool, most: int, grain: Any) -> tuple[Front, bool]:
-        """At most so many labels, and whether they are less than the truth; without a ``grain`` some are forgotten."""
+    def thinned(self, front: Front, ending: bool, most: int, grain: Any, *, merging: bool = True) -> tuple[Front, bool]:
+        """At most so many labels, and whether they are less than the truth; without a ``grain`` some are forgotten.
+        Without ``merging`` there may be too many."""
         group = front.entry * self.numbers.count + front.layout
         if len(front.labels) > 1:
             front = front.taken(self.best(front.labels, group, arriving=False, ending=ending))
@@ -84,6 +97,8 @@ class Thinning:
             front = front.taken(self.best(front.labels, group, arriving=False, ending=ending))
             if len(front.labels) <= most:
                 return front, True
+        if not merging:
+            return front, True
         return self._merged(front, most, grain is None), grain is not None
 
     def _merged(self, front: Front, most: int, hurry: bool) -> Front:
