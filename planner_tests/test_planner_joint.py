@@ -54,7 +54,8 @@ def test_the_search_finds_what_brute_force_finds(seed):
 
 def with_few_labels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same where memory binds and a stage is known by a handful of labels at first, of draws with many."""
-    monkeypatch.setattr("asa.planner.pipeline.case.MOST", 2)
+    for room in ("case", "explored"):
+        monkeypatch.setattr(f"asa.planner.pipeline.{room}.MOST", 2)
     monkeypatch.setattr("asa.planner.pipeline.case._CHEAP", 4)
     for case in (40, 50, 63):
         pipelines = small(case, memory=(1, 1.5, 2.5, 3)[case % 4])

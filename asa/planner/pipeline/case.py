@@ -9,9 +9,8 @@ timed by the clock.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,9 +19,10 @@ from asa.cost.pipeline import shape
 from asa.interfaces.schedule import Schedule
 from asa.planner.pipeline import guess
 from asa.planner.pipeline.bounds import Frame, Keys, Links
+from asa.planner.pipeline.explored import FINER, Explored, Key
 from asa.planner.pipeline.lattice import INF, Table, divisors
 from asa.planner.pipeline.pipelines import Skeleton, value_of
-from asa.planner.pipeline.points import OutOfTimeError, Points, Room
+from asa.planner.pipeline.points import OutOfTimeError
 from asa.planner.pipeline.shop import MANY, Shop
 from asa.planner.pipeline.skeletons import Leaves, Options, plans
 from asa.planner.pipeline.stages import MOST, UTMOST
@@ -44,35 +44,11 @@ _NEAR = 0.002
 _CHEAP, _NEARER, _EACH = 400, 4, 8
 """Labels that stages are known by at once; how many times nearer the bound plans are looked for where that is not
 enough; labels for each layout and degree from which on merging loses little."""
-_FINER = 4
-"""Times as many labels, for stages whose labels turned out to be too rough."""
 _TRIED = 12
 """Plans filled in at a time, where stages are known as bounds only."""
 
 
 _NOTHING = Table(steady=None, forward=None, whole=None, single=None)
-
-
-@dataclass
-class _Known:
-    """A stage explored up to plans of ``limit`` ms; ``asked``: up to which that was to be, with so many labels."""
-
-    limit: float
-    points: Points | None
-    asked: float
-    most: int
-
-
-@dataclass(frozen=True)
-class _Wanted:
-    """A stage (start, stop) with ``place`` stages to the last, to be explored as far as there is ``room``, by way of an
-    equal one that stops at ``stop``."""
-
-    place: int
-    stage: tuple[int, int]
-    stop: int
-    room: Room
-    most: int
 
 
 class Case:
@@ -99,9 +75,8 @@ class Case:
         self._links: Links | None = None
         every = np.arange(shop.n + 1)[None, :] > np.arange(shop.n)[:, None]
         self._near = {(w, r): every for w in self.widths for r in range(1, self.most + 1)}
-        self._stages: dict[tuple[int, int, int, int], _Known] = {}
+        self._known = Explored(shop, m, self.in_flight)
         self.stuck = False
-        self._detail: dict[tuple[int, int, int, int], int] = {}
         self.share, self._short, self._strict = 0.003, False, False
         self._tight = False
 
@@ -245,7 +220,7 @@ class Case:
         self.share *= 4
         far, finest, merged = limit, _CHEAP, self._merged()
         while True:
-            self._tighten(limit)
+            self.tables = self._known.tightened(self._base, limit)
             frame = self.frame(self._links, self.keys)  # type: ignore[arg-type]
             low = frame.value(self.stages)
             if low >= limit:
@@ -254,7 +229,7 @@ class Case:
             self.bound = max(self.bound, low)
             frame.look_ahead(self.stages)
             self._frame = frame
-            new, reached = self._explored(frame, limit, ends, finest, merged)
+            new, reached = self._known.explore(frame, self._base, self.widths, limit, ends, finest, merged)
             if time.monotonic() > ends:
                 return
             if new:
@@ -265,12 +240,12 @@ class Case:
             finest = UTMOST if reached < limit * (1 - _CLOSE) else _CHEAP
             merged = self.widths if limit <= self.bound * (1 + _LEAST) else merged
         if limit < far:  # not as far, the next time
-            self.share, self._short = (limit / self.bound - 1) * _FINER, True
-        options = {(r, a): x for r in range(1, self.most + 1) for a, x in self._options(r, limit).items()}
+            self.share, self._short = (limit / self.bound - 1) * FINER, True
+        options = self._known.options(self.keys, self.most, limit)
         wanted = limit
         leaves, limit = plans(frame, options, self.stages, self.schedule, limit)
         proved, again = limit, False
-        blurred, nearly = set[tuple[int, int, int, int]](), set[tuple[int, int, int, int]]()
+        blurred, nearly = set[Key](), set[Key]()
         if limit < wanted and self.bound > 0:  # too many: not as far, the next time
             self.share, self._short = min(self.share, wanted / self.bound - 1) / 8, True
             again = self.share > _LEAST
@@ -288,18 +263,14 @@ class Case:
                     break
                 blurred.update(vague)
         if proved <= self.bound and not again and not blurred:  # that close, and no further: once in more detail
-            blurred = {key for key in nearly if key not in self._detail}
+            blurred = {key for key in nearly if not self._known.detailed(key)}
         if blurred and self._tight and not self._strict:  # merged labels say too little where memory binds
             self._strict, again = True, True
-            for key, known in self._stages.items():
-                if known.points is not None and not known.points.exact:
-                    self._stages[key].limit = 0.0
+            self._known.forget_rough()
             blurred = set()
         for key in blurred:  # the next time in more detail
             again = True
-            self._stages[key].limit = 0.0
-            self._detail[key] = _FINER * self._detail.get(key, MOST)
-            self.stuck = self.stuck or self._detail[key] > UTMOST
+            self.stuck = not self._known.refine(key) or self.stuck
         self.stuck = self.stuck or (proved <= self.bound and not again)
         self.bound = max(self.bound, proved if proved < _FOREVER else INF)
 
@@ -311,110 +282,19 @@ class Case:
         groups = {w: 0 if (x := self.shop.numbers(w, self.m)) is None else x.count * x.degrees for w in self.widths}
         return () if self._strict else tuple(w for w in self.widths if _EACH * groups[w] <= MOST)
 
-    def _fill(
-        self, leaf: Leaves, i: int, options: dict[tuple[int, int], Options]
-    ) -> tuple[float, list[tuple[int, int, int, int]], bool]:
+    def _fill(self, leaf: Leaves, i: int, options: dict[tuple[int, int], Options]) -> tuple[float, list[Key], bool]:
         """The time of the plan behind a leaf, which of its stages may not be what they were taken for, and whether it
         was taken."""
         p, choices, widths = leaf.starts.shape[1], [], []
-        vague: list[tuple[int, int, int, int]] = []
+        vague: list[Key] = []
         for s in range(p):
             r, start = p - s, int(leaf.starts[i, s])
             x, k = options[r, start], int(leaf.options[i, s])
             w, stop = int(x.width[k]), int(x.stop[k])
-            points = self._stages[w, r, start, stop].points
-            assert points is not None
+            points = self._known.points((w, r, start, stop))
             choices.append(points.choice(int(x.point[k])))
             widths.append(w)
             if not points.exact:
                 vague.append((w, r, start, stop))
         value, taken = self.tell(tuple(int(a) for a in leaf.starts[i]), tuple(widths), tuple(choices))
         return value, vague, taken
-
-    def _explored(
-        self, frame: Frame, limit: float, ends: float, finest: int, merged: Collection[int]
-    ) -> tuple[bool, float]:
-        """Explore the stages that a plan below ``limit`` could have; whether there were new ones, and up to which limit
-        all of them are known: perhaps a lower one, but for ``merged`` widths, in whose stages labels are merged. More
-        labels than were not enough are taken up to ``finest``."""
-        wanted: dict[tuple[int, int, int], dict[int, list[_Wanted]]] = {}
-        reached = limit
-        for r in range(1, self.most + 1):
-            for w in self.widths:
-                if self._base.get((w, r)) is None:
-                    continue
-                rooms: Any = None
-                for a, b in np.argwhere(frame.through(w, r) < limit).tolist():
-                    known = self._stages.get((w, r, a, b))
-                    if known is not None and known.limit >= limit * (1 - _CLOSE):
-                        continue
-                    most = self._detail.get((w, r, a, b), MOST)
-                    if known is not None and 0.0 < known.limit < known.asked:
-                        most = max(most, known.most)
-                        if known.asked >= limit * (1 - _CLOSE) and w not in merged:
-                            if most >= finest:
-                                reached = min(reached, known.limit)
-                                continue
-                            most = min(finest, _FINER * most)
-                    rooms = frame.room(w, r, limit) if rooms is None else rooms
-                    place = self.shop.place(w, self.m, self.in_flight[r])
-                    twin = self.shop.twin(w, self.m, a, b)
-                    wanted.setdefault(place, {}).setdefault(twin[0], []).append(
-                        _Wanted(r, (a, b), twin[1], Room(*rooms[:, a, b].tolist()), most)
-                    )
-        for place, starts in wanted.items():
-            for start, some in starts.items():
-                asked: dict[int, tuple[Room, int]] = {}
-                for x in some:
-                    room, most = asked.get(x.stop, (x.room, 0))
-                    asked[x.stop] = (room.joined(x.room), max(most, x.most))
-                found = self.shop.explored(place, start, asked, ends, merging=place[0] in merged)
-                for x in some:
-                    room, points = found[x.stop]
-                    short = room.short(self.m, x.room)
-                    points = None if points is None else points.within(self.m, x.room)
-                    self._stages[place[0], x.place, *x.stage] = _Known(limit - short, points, limit, x.most)
-                if time.monotonic() > ends:
-                    return True, limit
-        return bool(wanted), reached
-
-    def _tighten(self, limit: float) -> None:
-        """Tables that know what was explored up to ``limit``, as far as plans below it are concerned."""
-        self.tables = dict(self._base)
-        copied: set[tuple[int, int]] = set()
-        for (w, r, a, b), known in self._stages.items():
-            if known.limit < limit * (1 - _CLOSE):
-                continue
-            table = self.tables[w, r]
-            assert table is not None
-            if (w, r) not in copied:
-                copied.add((w, r))
-                table = self.tables[w, r] = Table(
-                    steady=table.steady.copy(),
-                    forward=table.forward.copy(),
-                    whole=table.whole.copy(),
-                    single=table.single.copy(),
-                )
-            arrays = (table.steady, table.forward, table.whole, table.single)
-            for x in arrays:
-                x[a, b] = INF
-            if known.points is not None:
-                f, back, _, once = known.points.least
-                steady = f + back
-                at = (known.points.entry, known.points.exit)
-                for x, values in zip(arrays, (steady, f, self.m * steady + once, steady + once), strict=True):
-                    np.minimum.at(x[a, b], at, values)
-
-    def _options(self, r: int, limit: float) -> dict[int, Options]:
-        parts: dict[int, list[Any]] = {}
-        for (w, rank, a, b), known in self._stages.items():
-            if rank != r or known.points is None or known.limit < limit * (1 - _CLOSE):
-                continue
-            x, k = known.points, self.keys.of[w].start
-            size = np.full(len(x), 1)
-            parts.setdefault(a, []).append((size * w, size * b, x.entry + k, x.exit + k, x.least, np.arange(len(x))))
-        found = {}
-        for a, some in parts.items():
-            width, stop, entry, leaving, times, point = (np.concatenate(x, axis=-1) for x in zip(*some, strict=True))
-            found[a] = Options(width, stop, entry, leaving, times, point, point)
-        return found
