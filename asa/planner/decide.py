@@ -25,7 +25,7 @@ from asa.planner.search import Outcome, next_best, search
 from asa.planner.space import baselines
 from asa.planner.space.admission import check_request
 from asa.planner.space.candidate import Candidate, Prices
-from asa.planner.space.nearest import start
+from asa.planner.space.nearest import beside, start
 from asa.planner.space.request import Request
 from asa.planner.space.space import Space
 from asa.planner.space.whole import Row, table
@@ -88,6 +88,7 @@ def plan(
     candidates = [chosen, *([outcome.best] if outcome.best else []), *(r.candidate for r in eligible if r.candidate)]
     if request.top_k > 1:
         candidates += next_best(outcome, request.top_k - 1, request.time_limit_s)
+        candidates += beside(prices, chosen, pins, request.top_k - 1, time.monotonic() + request.time_limit_s)
     distinct = list({c.key: c for c in reversed(candidates)}.values())
     others = sorted((c for c in distinct if c.key != chosen.key), key=lambda c: prices.of(c).cost.total_s)
     made = []
