@@ -171,6 +171,21 @@ def test_cost_counts_the_devices_in_use():
         assert p.on_frontier == (not beaten)
 
 
+def test_more_devices_inherit_what_fewer_do(monkeypatch):
+    own = {1: 4.0, 2: 3.0, 3: 3.5, 4: 3.0}
+
+    def slow_search(profile, cluster, strategies, request, **known):
+        found = plan(profile, cluster, strategies, replace(request, gpus=1), **known)[0]
+        step = own[request.gpus]
+        certificate = replace(found.certificate, lower_bound_s=2.7, gap=1 - 2.7 / step)
+        return [replace(found, prediction=replace(found.prediction, step_time_s=step), certificate=certificate)]
+
+    monkeypatch.setattr(frontier, "plan", slow_search)
+    points = frontier.against_cost(nouns.profile(), nouns.cluster(4), FULL, Request(gpus=4, global_batch=8), price=1.0)
+    assert [(p.gpus, p.up_to, p.step_time_s) for p in points] == [(1, 1, 4.0), (2, 4, 3.0)]
+    assert points[1].gap == pytest.approx(0.1)
+
+
 def test_too_few_devices_are_points_that_say_why():
     points = curve()
     request = Request(gpus=4, global_batch=8, memory_bytes=points[-1].limit_bytes)

@@ -10,9 +10,10 @@ import pytest
 from asa.cost.machine import presets
 from asa.cost.machine.estimate import on_device
 from asa.planner import Request, parse_pin, plan, why_not
+from asa.planner.answer.finalists import candidate_of
 from asa.planner.search import search
 from asa.planner.space.candidate import Prices
-from asa.planner.space.nearest import nearest, start
+from asa.planner.space.nearest import beside, nearest, start
 from asa.planner.space.space import Space, pinned
 from asa.planner.space.whole import table
 from asa.strategies import offered
@@ -64,3 +65,28 @@ def test_what_is_forced_costs_as_much_as_a_plan_that_is_pinned_so():
         found = why_not(free, PROFILE, CLUSTER, offered(), pin)
         assert found.other_s == pytest.approx(held.prediction.step_time_s, rel=0.02)
         assert found.other_s >= free.certificate.lower_bound_s * (1 - 1e-9)
+
+
+def test_plans_beside_one_are_its_fastest_single_changes_that_fit():
+    middle = WHOLE["ddp"]
+    found = beside(PRICES, middle, PRICES.space.pinned, 5, float("inf"))
+    seconds = [PRICES.of(x).cost.total_s for x in found]
+    every = [
+        PRICES.of(middle.with_way(i, way))
+        for i, own in enumerate(middle.ways)
+        for way in PRICES.space.ways(i, 4, middle.num_microbatches)
+        if way != own
+    ]
+    fitting = sorted(p.cost.total_s for p in every if p.peak.total <= PRICES.capacity(middle))
+    assert seconds == fitting[:5]
+    for x in found:
+        assert sum(a != b for a, b in zip(x.ways, middle.ways, strict=True)) == 1
+        assert x.origin == "asa"
+
+
+def test_the_best_plans_are_not_slower_than_single_changes_of_the_first_where_time_is_short():
+    asked = Request(gpus=4, global_batch=64, top_k=4, time_limit_s=0.5, solver="dp")
+    found = plan(PROFILE, CLUSTER, offered(), asked)
+    first = candidate_of(found[0], PROFILE, offered())
+    near = [PRICES.of(x).cost.total_s for x in beside(PRICES, first, PRICES.space.pinned, 3, float("inf"))]
+    assert all(p.prediction.step_time_s <= s * (1 + 1e-9) for p, s in zip(found[1:], near, strict=True))

@@ -238,6 +238,23 @@ def test_a_search_that_found_nothing_in_time_leaves_the_plan_that_needs_least(mo
         plan(profile, cluster, FULL, Request(gpus=2, global_batch=8, pins=pins, memory_bytes=MIB))
 
 
+def test_a_bound_that_is_far_off_is_not_called_a_possible_gain(monkeypatch):
+    profile, cluster = tiny(2)
+    said = {}
+    for part in (0.01, 0.6):
+        found = plan(profile, cluster, FULL, Request(gpus=2, global_batch=8))[0]
+        best = min(b.step_time_s for b in found.baselines if b.fits and b.step_time_s)
+        nothing = Outcome(
+            best=None, choice=(), formulation=None, lower_bound_s=(1 - part) * best, solver="dp", seconds=1.0
+        )  # fmt: skip
+        with monkeypatch.context() as patched:
+            patched.setattr(decide, "search", lambda *_, found=nothing, **__: found)
+            said[part] = plan(profile, cluster, FULL, Request(gpus=2, global_batch=8))[0].notes[0]
+    assert said[0.01].endswith("the best possible gain is 1 %")
+    assert "possible gain" not in said[0.6]
+    assert said[0.6].endswith("up to 60 % are not ruled out")
+
+
 def test_of_whole_strategies_that_tie_the_simplest_is_named():
     profile, cluster = tiny(2)
     level = cluster.levels[0]

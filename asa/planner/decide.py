@@ -25,7 +25,7 @@ from asa.planner.search import Outcome, next_best, search
 from asa.planner.space import baselines
 from asa.planner.space.admission import check_request
 from asa.planner.space.candidate import Candidate, Prices
-from asa.planner.space.nearest import start
+from asa.planner.space.nearest import beside, start
 from asa.planner.space.request import Request
 from asa.planner.space.space import Space
 from asa.planner.space.whole import Row, table
@@ -88,6 +88,7 @@ def plan(
     candidates = [chosen, *([outcome.best] if outcome.best else []), *(r.candidate for r in eligible if r.candidate)]
     if request.top_k > 1:
         candidates += next_best(outcome, request.top_k - 1, request.time_limit_s)
+        candidates += beside(prices, chosen, pins, request.top_k - 1, time.monotonic() + request.time_limit_s)
     distinct = list({c.key: c for c in reversed(candidates)}.values())
     others = sorted((c for c in distinct if c.key != chosen.key), key=lambda c: prices.of(c).cost.total_s)
     made = []
@@ -174,8 +175,7 @@ def _choose(prices: Prices, outcome: Outcome, simplest: Row | None) -> tuple[Can
     found = outcome.best
     if simplest is None or simplest.price is None or simplest.candidate is None:
         return found, () if found is None else circumstances(prices, found)
-    possible = _below(outcome.lower_bound_s, simplest.seconds)
-    stay = f"stay with {simplest.name}: the best possible gain is {100 * possible:.2g} %"
+    stay = f"stay with {simplest.name}: {_open(_below(outcome.lower_bound_s, simplest.seconds))}"
     if found is None:
         return simplest.candidate, (stay, *circumstances(prices, simplest.candidate))
     price = prices.of(found)
@@ -189,6 +189,13 @@ def _choose(prices: Prices, outcome: Outcome, simplest: Row | None) -> tuple[Can
         return simplest.candidate, (said, *circumstances(prices, simplest.candidate))
     said = f"{100 * gain / simplest.seconds:.3g} % faster than the best whole strategy, {simplest.name}"
     return found, (said, *circumstances(prices, found))
+
+
+def _open(possible: float) -> str:
+    """What is proved of the part that a plan may win: a bound that is far off is not said to be a gain."""
+    if possible <= _WORTH:
+        return f"the best possible gain is {100 * possible:.2g} %"
+    return f"nothing was found that is surely faster; up to {100 * possible:.2g} % are not ruled out"
 
 
 def _doubt(prices: Prices, chosen: Candidate, replicas: Row | None) -> tuple[str, ...]:

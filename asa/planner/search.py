@@ -27,10 +27,11 @@ from asa.planner.pipeline.kinds import pipelines, views
 from asa.planner.pipeline.pipelines import Pipelined
 from asa.planner.pipeline.staged import StagedSpace
 from asa.planner.space.candidate import Candidate, Prices
+from asa.planner.space.narrower import by_width
 from asa.planner.space.request import SolverName
 from asa.planner.space.space import Allowed, anything
 from asa.planner.stage import exhaustive, ilp
-from asa.planner.stage.first import first_plan
+from asa.planner.stage.first import first_plan, narrow_plan
 from asa.planner.stage.formulate import Formulation
 from asa.planner.stage.problem import MS, Choice, Problem, Solution
 from asa.planner.stage.singles import TOLERANCE_GIB, Places, Single, crowded, singles
@@ -39,6 +40,12 @@ _LOG = logging.getLogger("asa")
 _FIRST, _SHARE = 0.15, 0.35
 """Of the time, at most, that single stages are searched for alone where there are pipelines too: before the first of
 these (if there is no other core for them), and before what is left is searched for all together."""
+_SOON, _NARROW = 0.1, 0.3
+"""Of the time, at most, that single stages are searched for before first plans of a few widths, and for these."""
+_UNIFORM_S = 0.05
+"""For the whole strategies on fewer devices."""
+_SLACK = 1e-7
+"""By how much a uniform plan of fewer devices may be beaten, so that the search finds the same plan itself."""
 _SKETCH, _SKETCH_S = 0.4, 0.15
 """Of the time, at most, that first plans of pipelines are looked for; half of it where one stage of all ranks leads.
 So many seconds whatever time there is."""
@@ -125,14 +132,19 @@ def _search(
     start_s = float("inf") if start is None else prices.of(start).cost.total_s
     found = start if start_s < incumbent_s else None
     incumbent_s = min(incumbent_s, start_s)
+    narrow = by_width(prices, allowed, time.monotonic() + _UNIFORM_S)
+    narrow_s = min((prices.of(x).cost.total_s * (1 + _SLACK) for x in narrow), default=float("inf"))
+    if narrow_s < incumbent_s:
+        found, incumbent_s = narrow[0], narrow_s
+    order = [x.ranks for x in narrow]
     best = joint.Best(None, incumbent_s * MS, started)
     if not piping:
         best.other(first_plan(alone, best.limit, started + _FIRST * (ends - started)))
-        joint.best_first(alone, best, ends, patience=started + _PATIENCE_S, gap=_ENOUGH)
+        _best_first(alone, best, ends, order, patience=started + _PATIENCE_S, gap=_ENOUGH)
         bound_ms, limit_ms, curve = best.bound, best.limit, best.curve
     else:
         staged = pipelines(prices, allowed)
-        ways = _Ways(prices, staged, allowed, baselines, best, alone, ends)
+        ways = _Ways(prices, staged, allowed, baselines, best, alone, ends, order)
         sketched, piped = ways.both() if possible() and joint.searched(staged) else ways.in_turn()
         found = sketched or found
         curve = list(piped.curve)
@@ -158,6 +170,18 @@ def _search(
         seconds=time.monotonic() - started,
         curve=tuple(curve),
     )
+
+
+def _best_first(
+    alone: Sequence[Single], best: joint.Best, ends: float, order: Sequence[int], *, patience: float, gap: float,
+    news: Callable[[float], float] | None = None,
+) -> None:  # fmt: skip
+    """Single stages until the time ``ends``; where that is not soon done, the widths in ``order`` get first plans."""
+    began = time.monotonic()
+    joint.best_first(alone, best, began + _SOON * (ends - began), patience=patience, gap=gap, news=news)
+    if best.bound < best.limit * (1 - gap):
+        best.other(narrow_plan(alone, order, best.limit, time.monotonic() + _NARROW * (ends - began)))
+    joint.best_first(alone, best, ends, patience=patience, gap=gap, news=news)
 
 
 @dataclass(frozen=True)
@@ -191,7 +215,7 @@ class _Half:
 @dataclass
 class _Ways:
     """Single stages and pipelines of one space, searched on one core or two. ``best``: so far; ``alone``: single
-    stages; ``baselines`` as for :func:`search`."""
+    stages, ``order`` the widths that look best; ``baselines`` as for :func:`search`."""
 
     prices: Prices
     staged: StagedSpace
@@ -200,6 +224,7 @@ class _Ways:
     best: joint.Best
     alone: Sequence[Single]
     ends: float
+    order: Sequence[int]
 
     def __post_init__(self) -> None:
         gpus, first = self.prices.space.request.gpus, next(iter(self.baselines), None)
@@ -278,7 +303,8 @@ class _Ways:
         """Single stages for a part of the time."""
         self._first()
         now = time.monotonic()
-        joint.best_first(self.alone, self.best, now + _SHARE * (self.ends - now), patience=now, gap=_NEARLY, news=news)
+        until = now + _SHARE * (self.ends - now)
+        _best_first(self.alone, self.best, until, self.order, patience=now, gap=_NEARLY, news=news)
 
     def _floors(self) -> dict[int, float]:
         """Whether compute alone says that no pipeline is better; closer bounds only where there are no others."""

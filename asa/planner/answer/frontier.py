@@ -34,6 +34,8 @@ CIFAR_SAMPLES = 50_000
 """Training images of CIFAR-10 and CIFAR-100."""
 
 _BOUNDLESS = 2**60
+_TIE = 1e-9
+"""A part by which more devices must be faster at least, to be a point of their own."""
 _ROOM = 1.0005  # solvers take limits in GiB, with a tolerance
 
 
@@ -136,8 +138,10 @@ def against_cost(
             continue
         best = _faster(best, answer) if gpus == request.gpus else best
         step = best.prediction.step_time_s
-        if made and made[-1].num_ranks == best.num_ranks and made[-1].step_time_s == step:
-            made[-1] = replace(made[-1], up_to=gpus)
+        before = made[-1].step_time_s if made else None
+        if before is not None and step >= before * (1 - _TIE):  # what fewer devices do, more can do, too
+            gap = max(made[-1].gap, 1 - best.certificate.lower_bound_s / before)
+            made[-1] = replace(made[-1], up_to=gpus, gap=gap)
             continue
         made.append(
             CostPoint(

@@ -87,7 +87,7 @@ def explain(prices: Prices, allowed: Allowed = anything, *, proved: bool = True)
     found = leanest(prices, allowed, few=True) if overfull(space) else None
     found = found or leanest(prices, allowed)
     if found is None:
-        return InfeasibleError(_nothing_runs(space, allowed))
+        return InfeasibleError(_nothing_runs(space, allowed, proved=proved))
     ranks, peak = prices.busy(found.candidate), found.price.peak
     name = space.profile.graph.components[peak.index].name
     total = min(space.cluster.memories()[:ranks]) if request.memory_bytes is None else request.memory_bytes
@@ -183,8 +183,8 @@ def _more_devices(space: Space) -> int | None:
     return high
 
 
-def _nothing_runs(space: Space, allowed: Allowed) -> str:
-    """No width lets every component run at all: samples or pins forbid it."""
+def _nothing_runs(space: Space, allowed: Allowed, *, proved: bool) -> str:
+    """No width lets every component run at all, samples or pins forbid it; and no pipeline was found either."""
     request = space.request
     graph = space.profile.graph
     for i, component in enumerate(graph.components):
@@ -201,8 +201,8 @@ def _nothing_runs(space: Space, allowed: Allowed) -> str:
                 f"{request.global_batch}; try --global-batch {2 * request.global_batch}"
             )
     return (
-        f"no plan: no stage of up to {request.gpus} ranks suits all pins "
-        f"({_shown(request.pins)}) at once; change a pin or --gpus"
+        f"{'no plan' if proved else 'no plan was found in time'}: no stage of up to {request.gpus} ranks suits all "
+        f"pins ({_shown(request.pins)}) at once, and no stages of fewer ranks each their own; change a pin or --gpus"
     )
 
 

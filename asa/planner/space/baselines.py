@@ -190,7 +190,8 @@ def _way(index: int, degrees: Degrees, space: Space) -> Way:
     choice = space.data_degree(data if d > 1 and has_parameters and shards else "replicate", layout)
     if choice is None:
         one = len(space.cluster.levels) == 1
-        raise Unavailable("one node; by name, over half of it" if one else "needs several nodes of several devices")
+        asked = "needs several nodes; asked for by name it cuts over half of this one"
+        raise Unavailable(asked if one else "needs several nodes of several devices")
     return Way(
         layout=layout,
         data=choice,

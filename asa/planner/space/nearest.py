@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import heapq
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 
@@ -36,6 +39,26 @@ def start(prices: Prices, known: Iterable[Candidate | None], allowed: Allowed) -
     changed = (nearest(prices.space, k, allowed) for k in known if k is not None)
     some = islice((x for x in changed if x is not None and fits(x)), _FEW)
     return min(some, key=lambda x: prices.of(x).cost.total_s, default=None)
+
+
+def beside(prices: Prices, candidate: Candidate, allowed: Allowed, count: int, ends: float) -> list[Candidate]:
+    """The ``count`` fastest plans in which one component runs otherwise than in ``candidate``, fastest first.
+
+    Of those that fit and are ``allowed``, as many as are priced by the time ``ends``.
+    """
+
+    def changed() -> Iterator[tuple[float, int, Candidate]]:
+        for i, way in enumerate(candidate.ways):
+            for other in prices.space.ways(i, candidate.width(i), candidate.num_microbatches, allowed):
+                if time.monotonic() > ends:
+                    return
+                if other != way:
+                    found = replace(candidate.with_way(i, other), origin="asa")
+                    price = prices.of(found)
+                    if price.peak.total <= prices.capacity(found):
+                        yield price.cost.total_s, i, found
+
+    return [found for _, _, found in heapq.nsmallest(count, changed(), key=lambda x: x[:2])]
 
 
 def _apart(one: Way, other: Way) -> int:

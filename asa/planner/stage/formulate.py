@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,22 @@ class Formulation:
         )
 
 
+_NEVER_GIB = 1e6
+"""State that no device holds, small enough for sums with it to keep nine digits of what else there is."""
+
+
+@dataclass(frozen=True)
+class _Besides:
+    """What is ``allowed``, and plain replicas of ``components``."""
+
+    allowed: Allowed
+    components: frozenset[int]
+
+    def __call__(self, index: int, way: Way) -> bool:
+        plain = way.data.strategy == "replicate" and not way.checkpoint
+        return self.allowed(index, way) or (plain and index in self.components)
+
+
 def formulate(
     prices: Prices,
     width: int,
@@ -61,6 +78,9 @@ def formulate(
 ) -> Formulation | None:
     """The numbers, or None where some component cannot run at all in a stage of that width.
 
+    Of a pipeline, stages of that width may have the other components: what ``allowed`` keeps out of them all is there
+    with more state than any device holds (but with ``every``).
+
     ``busy``: ranks of the whole pipeline that such stages are part of; None for a single stage. ``first``: its first
     rank, where devices are unequal. Where memory cannot bind, whatever is chosen, ways that only save memory are left
     out (a checkpoint takes as long again in backward as forward, of which less can hide synchronisation), but with
@@ -71,6 +91,13 @@ def formulate(
     menu = prices.menu(pricer, allowed)
     samples = [space.samples(layout, num_microbatches) for layout in menu.layouts]
     offered = menu.enough(samples, prices.fewest)
+    kept_out: frozenset[int] = frozenset()
+    if busy is not None and not every:
+        kept_out = frozenset(range(len(space.profile.graph))) - set(menu.component[offered].tolist())
+    if kept_out:
+        menu = prices.menu(pricer, _Besides(allowed, kept_out))
+        samples = [space.samples(layout, num_microbatches) for layout in menu.layouts]
+        offered = menu.enough(samples, prices.fewest)
     if len(set(menu.component[offered].tolist())) < len(space.profile.graph):
         return None
     forced = max(0.0, -overlap.saving) * overlap.communication_slowdown
@@ -94,6 +121,8 @@ def formulate(
     elif not crowded and (plain != offered).any():
         options = _Options(menu, pricer, np.flatnonzero(offered), forced)
     rows = options.rows(options.undominated(hidden, piped=busy is not None, roomy=roomy), numbers)
+    for i in kept_out:
+        rows[i].values[:, COLUMNS.index("state")] += _NEVER_GIB
     chain = Chain(
         width=width,
         num_microbatches=num_microbatches,
