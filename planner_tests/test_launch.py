@@ -196,6 +196,7 @@ def test_the_probe_tells_a_process_that_has_computed_with_threads() -> None:
 
 def _supervisor(mode: str, out: int) -> None:
     """Run two ranks that write their process ids to ``out``; exits as the command line would."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored, as under nohup, it would be no signal at all
 
     def body(rank: int) -> None:
         stopped: list[int] = []
