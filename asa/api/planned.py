@@ -114,9 +114,7 @@ def _solved(
     if cluster is None:
         here = _measured_here(place) if wishes.cluster is None else None
         cluster = here or cluster_of(wishes.cluster, profile, place.ranks)
-    found = on_all_ranks(profile, cluster, place.ranks, wishes)
-    found = replace(found, notes=(*found.notes, *profile.graph.notes))
-    return found, Origins(profile=profile, cluster=cluster)
+    return on_all_ranks(profile, cluster, place.ranks, wishes), Origins(profile=profile, cluster=cluster)
 
 
 def _alone(profile: Profile) -> Cluster:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,8 +73,7 @@ def plan(
         optimizer=optimizer,
         time_limit_s=usual_limit(gpus),
     )
-    found = solve(profile, cluster_of(cluster, profile, gpus), offered(), request)[0]
-    return replace(found, notes=(*found.notes, *profile.graph.notes))
+    return solve(profile, cluster_of(cluster, profile, gpus), offered(), request)[0]
 
 
 def cluster_of(cluster: Cluster | Path | str | None, profile: Profile, gpus: int) -> Cluster:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,7 +73,6 @@ def run(args: Arguments, console: Console) -> None:
     else:
         with _few_collections():
             plans = plan(profile, cluster, offered(), request)
-    plans = [replace(p, notes=(*p.notes, *profile.graph.notes)) for p in plans]
     path = Path(args.output) if args.output else places.plan_path(plans[0])
     codec.save(plans[0], path)
     data = codec.document(plans[0])

@@ -37,7 +37,7 @@ def circumstances(prices: Prices, candidate: Candidate) -> tuple[str, ...]:
         notes.append("times are estimated from FLOPs and bytes, not measured: good to tens of per cent")
     if space.cluster.status != "measured":
         notes.append(f"the links of {space.cluster.name} are {space.cluster.status}, not measured here")
-    return tuple(notes)
+    return (*notes, *space.profile.graph.notes)
 
 
 def _unequal(space: Space, candidate: Candidate) -> list[str]:
