@@ -16,6 +16,7 @@ from asa.planner.pipeline import joint
 from asa.planner.space.candidate import Prices
 from asa.planner.space.space import Space, anything
 from asa.planner.stage import dp, exhaustive, first
+from asa.planner.stage import singles as of_one_stage
 from asa.planner.stage.first import first_plan
 from asa.planner.stage.formulate import formulate
 from asa.planner.stage.problem import MS
@@ -34,6 +35,7 @@ PROFILES = {
 def unhurried(monkeypatch):
     """Whatever else the machine does."""
     monkeypatch.setattr(first, "_MORE_S", 60.0)
+    monkeypatch.setattr(of_one_stage, "_LONG_S", 60.0)
 
 
 def tight(model: str, cluster: str, share: float) -> Prices:
