@@ -148,7 +148,8 @@ class Bench:
         every = len(changes)
         random.Random(self.seed).shuffle(changes)
         mixed = [p for pair in zip_longest(changes[: self.changes], drawn) for p in pair if p is not None]
-        pool = distinct([menu.answer, *menu.static(), verified, *mixed])
+        static = sorted(menu.static(), key=lambda p: p.prediction.step_time_s)  # there may be no time for all of them
+        pool = distinct([menu.answer, *static, verified, *mixed])
         screened = self.screen(profile, pool, SHARES["screen"] * budget_s)
         final = self.final(profile, menu, pool, screened, verified, max(10.0, budget_s - (time.monotonic() - began)))
         return {
