@@ -6,7 +6,8 @@
 A cell is one model, batch and number of ranks. In it every whole strategy and hybrid, random feasible plans and every
 change of one component of the answer are run: first all of them for a few turns, in groups that fit into memory, each
 group beside the answer; then the fastest of those, the answer, plain data parallelism, the best whole strategy and the
-verified answer (``asa plan --verify``) against each other. Which plan is the best is decided on the odd rounds of that
+verified answer (``asa plan --verify``) against each other, as far as memory goes (a hybrid that it does not hold there
+is judged by the first turns, and has no ``hybrid_s``). Which plan is the best is decided on the odd rounds of that
 and how much faster it is on the even ones, so that the luck of the fastest of many is not counted as speed.
 
     regret = time of the answer / time of the best - 1
@@ -236,6 +237,7 @@ class Bench:
         mine, sure = times[menu.answer.conduct], times.get(verified.conduct)
         stock = times.get(ddp.conduct) if ddp else None
         hybrid = times.get(hybrids[0].conduct) if hybrids else None
+        first_turns = screened[menu.answer.conduct] / screened[hybrids[0].conduct] if hybrids else None
         slower = compare(profile.model_spec, mine, stock) if stock is not None and stock is not mine else None
         return {
             "rounds": len(mine.steps),
@@ -251,7 +253,7 @@ class Bench:
             "slower_than_ddp": bool(slower and slower.low > 1),
             "share": _share(mine, stock, best),
             "verified_share": _share(sure, stock, best),
-            "over_hybrid": _over(mine, hybrid) + 1 if hybrid else None,
+            "over_hybrid": _over(mine, hybrid) + 1 if hybrid else first_turns,
             "verified_over_hybrid": _over(sure, hybrid) + 1 if hybrid and sure else None,
             "verified_slower_than_ddp": bool(
                 sure and stock and sure is not stock and compare(profile.model_spec, sure, stock).low > 1
