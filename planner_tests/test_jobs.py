@@ -70,6 +70,7 @@ def test_slurm_asks_for_what_the_plan_needs() -> None:
     assert "#SBATCH --requeue" in text
     assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in text
     assert "--container-image=ghcr.io/me/asa:1" in text
+    assert '--container-mounts="$PWD" --container-workdir="$PWD"' in text
     assert "'runs/plans/a plan.json'" in text
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
 
@@ -163,6 +164,11 @@ def test_the_command_writes_and_says_how_to_start_it(
     assert "sbatch jobs/one.sh" in said.err
     assert entry.run(["launch", "slurm", "plan.json", "--train", "--out elsewhere"]) == 2
     assert "the job's own" in capsys.readouterr().err
+    for slip, words in (("--epochz 90", "did you mean --epochs"), ("--epochs 0", "0 is below 1"), ("b.json", "b.json")):
+        assert entry.run(["launch", "slurm", "plan.json", "--train", slip]) == 2
+        assert words in capsys.readouterr().err
+    assert entry.run(["launch", "slurm", "plan.json", "-o", "my jobs/one.sh"]) == 0
+    assert "sbatch 'my jobs/one.sh'" in capsys.readouterr().err
     assert entry.run(["launch", "lsf", "plan.json"]) == 2
     assert entry.run(["launch", "k8s", "plan.json"]) == 0
     said = capsys.readouterr()

@@ -6,8 +6,9 @@ import shlex
 from pathlib import Path
 
 from asa.cli import options as o
-from asa.cli import places
+from asa.cli import places, train
 from asa.cli.console import Console
+from asa.cli.settings import arguments
 from asa.cli.verb import Arguments, Option, Verb
 from asa.errors import AsaError
 from asa.ir import codec
@@ -76,7 +77,7 @@ def _deliver(text: str, output: str | None, data: dict[str, object], console: Co
         places.check_writable(Path(output), "-o")
         Path(output).parent.mkdir(parents=True, exist_ok=True)
         Path(output).write_text(text, encoding="utf-8")
-        console.say(f"asa: wrote {output}; start it with `{how.format(output)}`")
+        console.say(f"asa: wrote {output}; start it with `{how.format(shlex.quote(output))}`")
     elif not console.as_json:
         for line in text.rstrip("\n").split("\n"):
             console.line(line)
@@ -88,11 +89,16 @@ def words(text: str) -> tuple[str, ...]:
 
     >>> words("--epochs 90 --data cifar100")
     ('--epochs', '90', '--data', 'cifar100')
+
+    Raises:
+        ValueError: they are no words, or say what the job says.
+        UsageError: ``asa train`` would not take them.
     """
     found = tuple(shlex.split(text))
     for own in ("--out", "--resume", "--json"):
         if any(w.split("=")[0] == own for w in found):
             raise ValueError(f"{own} is the job's own; leave it out")
+    arguments(train.VERBS[0], ("PLAN", *found), {})  # a job that waited for its machines is no place to learn of a slip
     return found
 
 
@@ -133,7 +139,8 @@ VERBS = (
             ),
             Option(
                 name="train",
-                help="further options of asa train, as in '--epochs 90 --data cifar100'",
+                help="further options of asa train, as in '--epochs 90 --data cifar100' (one word alone: "
+                "--train=--download)",
                 parse=words,
                 default=(),
                 metavar="WORDS",

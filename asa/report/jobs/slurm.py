@@ -29,7 +29,7 @@ def slurm(job: Job) -> str:
     container = ""
     if job.image:
         image = shlex.quote(job.image)
-        container = f" --container-image={image} --container-mounts=$PWD --container-workdir=$PWD"
+        container = f' --container-image={image} --container-mounts="$PWD" --container-workdir="$PWD"'
     rendezvous = '--rdzv-backend c10d --rdzv-endpoint "$head:$port" --rdzv-id "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"'
     first, *others = job.torchrun(rendezvous)
     others[-1] += " $resume"
