@@ -30,3 +30,19 @@ def test_plan_of_a_profile_with_pins() -> None:
 def test_a_module_needs_an_example() -> None:
     with pytest.raises(UsageError, match="example_input"):
         asa.plan(build("plain"), gpus=2, cluster="a100-nvlink-8")
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"gpus": 0}, "at least 1 device"),
+        ({"gpus": 2, "global_batch": 0}, "at least 1 sample"),
+        ({"gpus": 2, "cluster": "nowhere"}, "no cluster 'nowhere'"),
+        ({"gpus": 16, "cluster": "a100-nvlink-8"}, "asked for 16 devices, cluster a100-nvlink-8 has 8"),
+        ({"gpus": 2, "cluster": "a100-nvlink-8", "strategies": ["dpp"]}, "no strategy 'dpp'"),
+    ],
+)
+def test_a_request_is_refused_before_the_model_is_measured(asked, words, monkeypatch) -> None:
+    monkeypatch.setattr("asa.api.planning.measured", lambda *_, **__: pytest.fail("measured something"))
+    with pytest.raises(UsageError, match=words):
+        asa.plan(build("plain"), torch.zeros((2, *INPUT)), **asked)

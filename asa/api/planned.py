@@ -14,7 +14,15 @@ from torch import Tensor, nn
 
 import asa
 from asa.api.place import Place
-from asa.api.planning import cluster_of, device_of, known_clusters, measured, outputs_of, spec_of
+from asa.api.planning import (
+    device_of,
+    known_clusters,
+    measured,
+    named_cluster,
+    nearest_cluster,
+    outputs_of,
+    spec_of,
+)
 from asa.errors import AsaError, InvalidInputError, UsageError
 from asa.interfaces.strategy import Strategies
 from asa.ir import codec
@@ -111,9 +119,10 @@ def _solved(
     )  # fmt: skip
     if cluster is None and place.ranks == 1:
         cluster = _alone(profile)
+    if cluster is None and wishes.cluster is not None:
+        cluster = named_cluster(wishes.cluster)
     if cluster is None:
-        here = _measured_here(place) if wishes.cluster is None else None
-        cluster = here or cluster_of(wishes.cluster, profile, place.ranks)
+        cluster = _measured_here(place) or nearest_cluster(profile, place.ranks)
     return on_all_ranks(profile, cluster, place.ranks, wishes), Origins(profile=profile, cluster=cluster)
 
 

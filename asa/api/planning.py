@@ -12,7 +12,7 @@ from asa.ir import codec
 from asa.ir.cluster import Cluster
 from asa.ir.plan import OptimizerName, Plan
 from asa.ir.profile import Precision, Profile
-from asa.planner import Request, parse_pin, usual_limit
+from asa.planner import Request, check_request, parse_pin, usual_limit
 from asa.planner import plan as solve
 
 if TYPE_CHECKING:
@@ -55,44 +55,56 @@ def plan(
     """
     from asa.strategies import offered
 
-    if isinstance(model, Profile):
-        profile = model
-    elif example_input is None:
-        raise UsageError("planning for a module needs an example_input, a batch of at least one sample")
-    else:
-        profile = measured(
-            model, one_tensor(example_input), num_classes=num_classes, global_batch=global_batch or 64,
-            precision=precision, limit_s=time_limit_s,
-        )  # fmt: skip
+    if global_batch is None:
+        global_batch = model.global_batch if isinstance(model, Profile) else 64
     request = Request(
         gpus=gpus,
-        global_batch=global_batch or profile.global_batch,
+        global_batch=global_batch,
         memory_bytes=memory_bytes,
         strategies=tuple(strategies) if strategies is not None else None,
         pins=tuple(parse_pin(text) for text in pins),
         optimizer=optimizer,
         time_limit_s=usual_limit(gpus),
     )
-    return solve(profile, cluster_of(cluster, profile, gpus), offered(), request)[0]
+    named = None if cluster is None else named_cluster(cluster)
+    if named is not None:
+        check_request(named, offered(), request)  # before the model is measured, which takes longer
+    if isinstance(model, Profile):
+        profile = model
+    elif example_input is None:
+        raise UsageError("planning for a module needs an example_input, a batch of at least one sample")
+    else:
+        profile = measured(
+            model, one_tensor(example_input), num_classes=num_classes, global_batch=global_batch,
+            precision=precision, limit_s=time_limit_s,
+        )  # fmt: skip
+    return solve(profile, named or nearest_cluster(profile, gpus), offered(), request)[0]
 
 
-def cluster_of(cluster: Cluster | Path | str | None, profile: Profile, gpus: int) -> Cluster:
-    """The cluster that was named, or the nearest one known.
+def named_cluster(cluster: Cluster | Path | str) -> Cluster:
+    """The cluster that was named.
 
     Raises:
         UsageError: no preset of that name. InvalidInputError: a file that cannot be used.
-        UnavailableError: none was named, and none is known.
     """
     from asa.cost.machine import presets
-    from asa.cost.machine.nearest import nearest
 
     if isinstance(cluster, Cluster):
         return cluster
-    if isinstance(cluster, Path) or (cluster is not None and cluster.endswith(".json")):
+    if isinstance(cluster, Path) or cluster.endswith(".json"):
         return codec.load(Cluster, Path(cluster))
-    if cluster is not None:
-        local = {c.name: c for c in known_clusters()}
-        return local[cluster] if cluster in local else presets.load(cluster)
+    local = {c.name: c for c in known_clusters()}
+    return local[cluster] if cluster in local else presets.load(cluster)
+
+
+def nearest_cluster(profile: Profile, gpus: int) -> Cluster:
+    """The nearest one known.
+
+    Raises:
+        UnavailableError: there is none.
+    """
+    from asa.cost.machine.nearest import nearest
+
     return nearest(known_clusters(), profile.device.type, profile.device.name, gpus)
 
 
