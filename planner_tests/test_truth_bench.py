@@ -33,13 +33,23 @@ def test_an_unknown_part_is_a_mistake_of_the_command_line(tmp_path, capsys):
     assert "pipedream" in capsys.readouterr().err
 
 
+@here
 def test_files_that_are_not_there_are_left_out_and_said_so(tmp_path, capsys):
-    assert entry.run(["bench", "truth", "--only", "piper,vtrain", "--truth", str(tmp_path), "--json"]) == 0
+    shutil.copytree(TRUTH / "pipedream", tmp_path / "pipedream")
+    assert entry.run(["bench", "truth", "--only", "pipedream,vtrain", "--truth", str(tmp_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["schema_version"] == 1
     assert found["kind"] == "truth"
-    assert found["figures"] == []
+    assert len(found["figures"]) == 5
     assert any("vtrain_iterations.csv" in text for text in found["left_out"])
+
+
+def test_a_folder_without_any_of_the_files_ends_with_5(tmp_path, capsys):
+    assert entry.run(["bench", "truth", "--only", "piper,vtrain", "--truth", str(tmp_path)]) == 5
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "vtrain_iterations.csv is not in" in said
+    assert "scaling" not in said, "it was not asked for"
 
 
 @here

@@ -9,7 +9,7 @@ import asa
 from asa.cli import options as o
 from asa.cli.console import Console
 from asa.cli.verb import Arguments, Option, Verb
-from asa.errors import UsageError
+from asa.errors import UnavailableError, UsageError
 from asa.ir import codec
 from asa.ir.graph import LayerGraph
 
@@ -20,7 +20,11 @@ _SHAPE, _CLASSES = (3, 224, 224), 1000
 
 
 def run(args: Arguments, console: Console) -> None:
-    """Compare, show; a missed target is in the table and no error."""
+    """Compare, show; a missed target is in the table and no error.
+
+    Raises:
+        UsageError: no such part. UnavailableError: no file of any part asked for.
+    """
     from asa.planner.truth import suite
     from asa.report import truth as report
     from asa.strategies import offered
@@ -32,6 +36,9 @@ def run(args: Arguments, console: Console) -> None:
     folder = Path(args.truth) if args.truth else FOLDER
     with console.progress("comparing") as progress:
         made = suite.compare(folder, parts, offered(), structure, progress)
+    if not made.figures:
+        missing = "; ".join(said for said in made.left_out if said.split(":")[0] in parts)
+        raise UnavailableError(f"nothing to compare with: {missing}; name the folder of the record with --truth DIR")
     console.result(codec.document(made), lambda: report.render(made))
 
 
