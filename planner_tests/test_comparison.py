@@ -6,7 +6,11 @@ from dataclasses import replace
 
 import nouns
 
-from asa.cli.comparison import FILLED, Contest, side_by_side
+from asa.cli.bench import VERBS
+from asa.cli.comparison import FILLED, Contest, notes, prepare, side_by_side
+from asa.cli.console import Console
+from asa.cli.settings import arguments
+from asa.ir import codec
 from asa.ir.plan import Plan
 
 
@@ -54,3 +58,12 @@ def test_devices_of_their_own_hold_their_own_ranks_alone():
 
 def test_one_plan_always_runs():
     assert len(side_by_side(_contest(), 1, shared=True)) == 1
+
+
+def test_what_was_emulated_is_said_in_the_comparison_itself(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    codec.save(nouns.profile(), tmp_path / "p.json")
+    words = ("--strategies", "ddp", "--global-batch", "8", "--device", "emulated:p.json?dilation=5")
+    contest = prepare(arguments(VERBS[-1], words, {}), Console(), "tiny", nouns.cluster(2), 2, tmp_path)
+    assert notes(contest)[0].startswith("tiny: emulated ")
+    assert "from p.json, 5 times slower; nothing is trained" in notes(contest)[0]

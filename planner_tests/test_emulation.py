@@ -99,7 +99,8 @@ def test_the_name_of_an_emulated_device() -> None:
     assert device("cuda") == "cuda"
     found = device("emulated:some/gpu.json?dilation=2.5")
     assert isinstance(found, EmulatedName)
-    assert (str(found.path), found.dilation) == ("some/gpu.json", 2.5)
+    assert (str(found.path), found.dilation, found.slower) == ("some/gpu.json", 2.5, ", 2.5 times slower")
+    assert EmulatedName(path=found.path).slower == ""
     for wrong in ("gpu", "emulated:", "emulated:x?dilation=0", "emulated:x?dilation=1.2.3", "emulated:x?speed=2"):
         with pytest.raises(ValueError, match=r"emulated|dilation"):
             device(wrong)

@@ -33,11 +33,15 @@ FILLED = 0.9
 
 @dataclass
 class Contest:
-    """One model's strategies: the plan of each, or why there is none; and the cells they were measured in."""
+    """One model's strategies: the plan of each, or why there is none; and the cells they were measured in.
+
+    ``emulated`` says what stood for the devices, where they are none.
+    """
 
     model: str
     profile: Profile
     cluster: Cluster
+    emulated: str | None = None
     plans: dict[str, Plan] = field(default_factory=dict)
     why_not: dict[str, str] = field(default_factory=dict)
     sealed: list[nouns.SealedPlan] = field(default_factory=list)
@@ -71,6 +75,8 @@ def prepare(args: Arguments, console: Console, model: str, cluster: Cluster, gpu
         profile, said = choose.profile_here(args, console, model, cluster.device.type, gpus)
     console.say(f"asa: {model}: {said}")
     contest = Contest(model=model, profile=profile, cluster=cluster)
+    if isinstance(args.device, EmulatedName):
+        contest.emulated = said
     for strategy in args.strategies or STRATEGIES:
         try:
             plan = _plan(args, contest, gpus, strategy)[0]
@@ -192,9 +198,9 @@ def scaling(contest: Contest) -> list[nouns.ScalingPoint]:
 
 
 def notes(contest: Contest) -> list[str]:
-    """What a reader should know: which strategies are the same plan, and what the plans say themselves."""
+    """What a reader should know: what was not real, which strategies are the same plan, what plans say themselves."""
     first: dict[object, str] = {}
-    said = []
+    said = [f"{contest.model}: {contest.emulated}"] if contest.emulated else []
     for strategy, plan in contest.plans.items():
         same = first.setdefault(conduct(plan), strategy)
         if same != strategy:

@@ -33,6 +33,11 @@ class EmulatedName:
     path: Path
     dilation: float = 1.0
 
+    @property
+    def slower(self) -> str:
+        """The dilation in words, where there is one."""
+        return f", {self.dilation:g} times slower" if self.dilation != 1 else ""
+
     def profile(self) -> Profile:
         """The profile, dilated.
 
@@ -92,14 +97,18 @@ def pretended(name: EmulatedName, plan: Plan, console: Console) -> tuple[Emulate
     Raises:
         UsageError: the profile is of another model.
     """
+    profile = name.profile()  # before torch is imported: what is wrong here is said at once
+    if tuple(c.name for c in profile.graph.components) != tuple(c.name for c in plan.components):
+        raise UsageError(
+            f"{name.path} is a profile of {profile.model_spec} ({len(profile.graph.components)} components), the plan "
+            f"is of {plan.model_spec} ({len(plan.components)}); name a profile of the plan's model"
+        )
+
     from asa.cost.planned import price_plan
     from asa.executor.emulation import EmulatedDevice
     from asa.planner.answer.prediction import predict
     from asa.strategies import offered
 
-    profile = name.profile()
-    if tuple(c.name for c in profile.graph.components) != tuple(c.name for c in plan.components):
-        raise UsageError(f"{name.path} is a profile of {profile.model_spec}, the plan is of another model")
     try:
         cluster = origins(plan, console)[1]
     except AsaError as error:
@@ -111,8 +120,8 @@ def pretended(name: EmulatedName, plan: Plan, console: Console) -> tuple[Emulate
         price, profile, cluster, widths=[len(s.ranks) for s in plan.stages], global_batch=plan.global_batch
     )
     console.say(
-        f"asa: emulated {profile.device.name}, {name.dilation:g} times slower: {prediction.step_time_s:.3g} s per "
-        "step expected; nothing is trained"
+        f"asa: emulated {profile.device.name}{name.slower}: {prediction.step_time_s:.3g} s per step expected; "
+        "nothing is trained"
     )
     device = EmulatedDevice(profile=profile, memory_bandwidth=cluster.device.memory_bandwidth)
     return device, replace(plan, prediction=prediction)
@@ -127,7 +136,7 @@ def stage(name: EmulatedName, model: str, cluster: Cluster) -> tuple[Profile, Cl
     profile = name.profile()
     if profile.model_spec != model:
         raise UsageError(f"{name.path} is a profile of {profile.model_spec}; name it with --models, asked for {model}")
-    said = f"emulated {profile.device.name} from {name.path}, {name.dilation:g} times slower; nothing is trained"
+    said = f"emulated {profile.device.name} from {name.path}{name.slower}; nothing is trained"
     return profile, joined(profile, cluster, None, name.dilation), said
 
 
