@@ -51,6 +51,7 @@ def refused(capsys, code: int, *argv: str) -> str:
         (("plan", "--gpus", "-1"), "-1 is below 1"),
         (("plan", "--global-batch", "0"), "0 is below 1"),
         (("plan", "--pin", "head=tensor@2", "--pin", "he*=none@1"), "contradict each other on component head"),
+        (("plan", "nowhere.json", "--verify", "1"), "--verify: 1 is below 2, the fewest that can be compared"),
         (("train", "--seed", "99999999999"), "above 4294967295"),
         (("cluster", "measure", "--gpus", MANY), "asked for 1000000000 ranks"),
         (("bench", "--device", "cpu", "--gpus", MANY), "asked for 1000000000 ranks"),
@@ -58,6 +59,20 @@ def refused(capsys, code: int, *argv: str) -> str:
 )
 def test_impossible_numbers_are_usage_errors(argv, words, capsys):
     assert words in refused(capsys, 2, *argv)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("--out", "there"), "leave out --out"),
+        (("--global-batch", "64"), "leave out --global-batch"),
+        (("--device", "emulated:gpu.json"), "--check-sealed measures, an emulated device sleeps"),
+        (("--models", "cnn"), "no sealed prediction is of --models cnn; they are of resnet50, vit_b_16"),
+    ],
+)
+def test_sealed_predictions_are_run_as_they_are_or_not_at_all(argv, words, capsys, monkeypatch):
+    monkeypatch.setattr("asa.cli.ground.device_of", lambda *_: pytest.fail("looked at devices"))
+    assert words in refused(capsys, 2, "bench", "--check-sealed", *argv)
 
 
 BENCH = ("bench", "--device", "cpu", "--gpus", "2", "--models", "cnn", "--cluster", "box")
@@ -97,6 +112,7 @@ def test_a_comparison_is_refused_before_anything_is_measured(argv, code, words, 
         (("--out", "file"), 5, "file is not a directory; choose another --out"),
         (("--out", "file/below"), 5, "file is not a directory; choose another --out"),
         (("--out", "nowhere", "--resume"), 7, "no run in nowhere to resume"),
+        (("--gpus", "64"), 2, "the plan is for 2 devices, asked for 64; plan again with --gpus"),
     ],
 )
 def test_folders_that_cannot_be_used_are_seen_before_anything_is_started(argv, code, words, place, capsys, monkeypatch):
@@ -336,6 +352,13 @@ def test_the_best_plans_are_told_in_order(place, capsys):
 def test_too_few_samples_to_verify_on(place, capsys):
     codec.save(nouns.plan(), place / "plan.json")
     assert "need 2; raise --samples" in refused(capsys, 2, "verify", "plan.json", "--samples", "1")
+
+
+def test_an_emulated_device_of_another_model_is_refused(place, capsys):
+    plan = dataclasses.replace(nouns.plan(), components=nouns.plan().components[:2])
+    codec.save(plan, place / "plan.json")
+    said = refused(capsys, 2, "train", "plan.json", "--device", "emulated:profiles/tiny.json")
+    assert "is a profile of tiny (3 components), the plan is of tiny (2)" in said
 
 
 def test_another_profile_than_the_plans_is_said_to_be_one(place, capsys):

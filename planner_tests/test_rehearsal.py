@@ -18,7 +18,8 @@ from asa.executor import rehearsal
 from asa.executor.benchmark import BenchOptions, measure
 from asa.ir import codec
 from asa.ir.plan import Plan
-from asa.ir.rehearsal import Spans
+from asa.ir.profile import Stat
+from asa.ir.rehearsal import ComponentSpan, Spans
 from asa.planner import Request
 from asa.planner import plan as solve
 from asa.sharding import direct
@@ -147,3 +148,21 @@ def test_the_command_compares_with_a_rank_alone(
     assert entry.run(["train", "plan.json", "--rehearse", "0", "--gpus", "64", "--json"]) == 2
     said = json.loads(capsys.readouterr().out)
     assert f"the plan is for {plan.gpus} devices, asked for 64" in json.dumps(said)
+    assert entry.run(["train", "plan.json", "--rehearse", "0", "--device", "emulated:profile.json", "--json"]) == 2
+    assert "--rehearse computes for real" in json.loads(capsys.readouterr().out)["error"]
+
+
+def test_times_of_another_kind_of_device_are_said_not_to_compare() -> None:
+    """Also where the plan's profile is of this very kind, and its times were estimated from it."""
+    from asa.cli.rehearse import compare
+
+    profile, cluster = nouns.profile(), nouns.cluster()
+    plan = solve(profile, cluster, offered(), Request(gpus=2, global_batch=8))[0]
+    nothing = tuple(ComponentSpan(name=c.name, forward_s=0.1, backward_s=0.1, saved_bytes=1) for c in plan.components)
+    second = Stat(median=1.0, p10=1.0, p90=1.0, n=1)
+    spans = Spans(rank=0, steps=1, step_s=second, components=nothing, update_s=0.1, peak_memory_bytes=1)
+    assert compare(plan, profile, cluster, spans, "cpu").notes == ()
+    elsewhere = dataclasses.replace(plan, device_type="cuda", origin="estimated")
+    notes = compare(elsewhere, profile, cluster, spans, "cpu").notes
+    assert any("rehearsed on cpu: they do not compare" in n for n in notes)
+    assert any("estimated" in n for n in notes)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from asa.cli import ground
 from asa.cli.comparison import now
 from asa.cli.console import Console
-from asa.errors import UnavailableError, UsageError
+from asa.errors import UnavailableError
 from asa.ir.cluster import Cluster
 from asa.ir.plan import Certificate, Confidence, Measured, Plan, Trial
 from asa.ir.profile import Profile
@@ -29,19 +29,16 @@ ENOUGH = 0.005
 """Expected regret below which no more is measured."""
 
 
-def check(count: int, cluster: Cluster, gpus: int, console: Console) -> None:
+def check(cluster: Cluster, gpus: int, console: Console) -> None:
     """Whether plans for ``gpus`` devices of ``cluster`` can be measured on this machine, asked before any search.
 
     CPU ranks may share cores, which is said.
 
     Raises:
-        UsageError: fewer plans than can be compared.
         UnavailableError: too few CUDA devices.
     """
     from asa.launch import cuda_devices, usable_cores
 
-    if count < FEWEST:
-        raise UsageError(f"--verify {count}: at least {FEWEST} plans can be measured against each other")
     if cluster.device.type == "cuda" and cuda_devices() < gpus:
         raise UnavailableError(
             f"--verify needs the {gpus} CUDA devices of the plan, this machine has {cuda_devices()}; run it on the "

@@ -26,6 +26,14 @@ def count(text: str) -> int:
     return value
 
 
+def several(text: str) -> int:
+    """A whole number from 2."""
+    value = count(text)
+    if value < 2:
+        raise ValueError(f"{value} is below 2, the fewest that can be compared")
+    return value
+
+
 def natural(text: str) -> int:
     """A whole number from 0."""
     if text.strip().startswith("-") and text.strip()[1:].isdecimal() and int(text):

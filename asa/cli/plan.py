@@ -68,7 +68,7 @@ def run(args: Arguments, console: Console) -> None:
     if args.verify:
         from asa.cli import contest
 
-        contest.check(args.verify, cluster, gpus, console)
+        contest.check(cluster, gpus, console)
         plans = contest.verify(profile, cluster, request, args.verify, args.budget or contest.BUDGET_S, console)
     else:
         with _few_collections():
@@ -145,7 +145,7 @@ VERBS = (
                 name="verify",
                 help="run the K likeliest plans, plain data parallelism among them, against each other on this machine "
                 "and take the fastest",
-                parse=o.count,
+                parse=o.several,
                 metavar="K",
             ),
             Option(name="budget", help="time for --verify (default: 60s)", parse=o.budget, metavar="T"),

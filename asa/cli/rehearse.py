@@ -26,7 +26,7 @@ OPTIONS = (
         parse=o.natural,
         metavar="RANK",
     ),
-    o.option(o.GPUS, help="with --rehearse: the devices the plan must be for"),
+    o.option(o.GPUS, help="the devices the plan must be for"),
     Option(name="rehearsal-steps", help="steps to rehearse (default: 10)", parse=o.count, default=10, metavar="N"),
 )
 
@@ -35,13 +35,14 @@ def rehearse(args: Arguments, console: Console, plan: Plan) -> None:
     """Run the rank, price it as one that works alone, and show both.
 
     Raises:
-        UsageError: the plan is for another number of devices, or has no such rank.
+        UsageError: the plan has no such rank, or the device is an emulated one.
         InvalidInputError: the profile or the cluster the plan was made from is gone.
     """
-    if args.gpus and args.gpus != plan.gpus:
-        raise UsageError(f"the plan is for {plan.gpus} devices, asked for {args.gpus}; plan again with --gpus")
+    if not isinstance(args.device, str):
+        raise UsageError("--rehearse computes for real, an emulated device sleeps; choose --device auto, cpu or cuda")
     if args.rehearse >= plan.num_ranks:
-        raise UsageError(f"the plan has ranks 0 to {plan.num_ranks - 1}, asked for rank {args.rehearse}")
+        idle = f" on {plan.num_ranks} of its {plan.gpus} devices" if plan.num_ranks < plan.gpus else ""
+        raise UsageError(f"the plan has ranks 0 to {plan.num_ranks - 1}{idle}, asked for rank {args.rehearse}")
     profile, cluster = origins(plan, console)
     spans, device = _run(args, console, plan)
     found = compare(plan, profile, cluster, spans, device)
@@ -141,7 +142,7 @@ def compare(plan: Plan, profile: Profile, cluster: Cluster, spans: Spans, device
         peak_memory_bytes=spans.peak_memory_bytes,
         predicted_memory_bytes=plan.prediction.memory_bytes_per_rank[spans.rank],
         components=rows,
-        notes=_notes(profile, device),
+        notes=_notes(plan, cluster, device),
     )
 
 
@@ -149,10 +150,10 @@ def _updates(stage: StagePrice) -> float:
     return sum(c.update_s for c in stage.components)
 
 
-def _notes(profile: Profile, device: str) -> tuple[str, ...]:
+def _notes(plan: Plan, cluster: Cluster, device: str) -> tuple[str, ...]:
     notes: list[str] = []
-    if profile.device.type != device:
-        notes.append(f"the plan's times are of {profile.device.name}, rehearsed on {device}: they do not compare")
-    if profile.provenance.origin == "estimated":
+    if plan.device_type != device:
+        notes.append(f"the plan's times are of {cluster.device.name}, rehearsed on {device}: they do not compare")
+    if plan.origin == "estimated":
         notes.append("the plan's times are estimated, not measured")
     return tuple(notes)

@@ -13,7 +13,7 @@ from asa.cli.comparison import now
 from asa.cli.console import Console
 from asa.cli.verb import Arguments
 from asa.cost.machine.nearest import same_gpu
-from asa.errors import AsaError, InvalidInputError
+from asa.errors import AsaError, InvalidInputError, UsageError
 from asa.ir import codec
 from asa.ir.sealed import CheckedCell, Seal, SealedCheck, newest, read
 
@@ -24,17 +24,21 @@ if TYPE_CHECKING:
 
 FOLDER = Path(asa.__file__).resolve().parent.parent / "benchmarks" / "sealed"
 """Beside the source."""
+_OWN = ("models", "gpus", "budget", "device", "seed", "check_sealed", "sealed", "json")
+"""What it takes of the options of ``asa bench``."""
 
 
 def run(args: Arguments, console: Console) -> None:
     """Read, match, measure, score. A wrong prediction is in the score and no error; nor is a machine nobody sealed."""
     from asa.report import sealed as report
 
-    seals = every(Path(args.sealed) if args.sealed else FOLDER)
+    check(args)
+    claimed = newest(every(Path(args.sealed) if args.sealed else FOLDER))
+    if args.given("models"):
+        claimed = of_models(claimed, args.models)
     device, here = ground.device_of(args)
     machine = environment(device, here)
-    claimed = newest(seals)
-    matching = [s for s in claimed if matches(s, machine) and (not args.given("models") or _model(s) in args.models)]
+    matching = [s for s in claimed if matches(s, machine)]
     contests = [list(g) for _, g in groupby(sorted(matching, key=_order), key=_order)]
     cells: list[CheckedCell] = []
     for number, group in enumerate(contests, 1):
@@ -52,16 +56,43 @@ def run(args: Arguments, console: Console) -> None:
     console.result(data, lambda: report.render(made))
 
 
+def check(args: Arguments) -> None:
+    """Whether everything that was typed can be kept to: what runs, and how, is in the seals.
+
+    Raises:
+        UsageError: naming what cannot.
+    """
+    if not isinstance(args.device, str):
+        raise UsageError("--check-sealed measures, an emulated device sleeps; choose --device auto, cpu or cuda")
+    for field, where in args.origin.items():
+        if where == "flag" and field not in _OWN:
+            flag = field.replace("_", "-")
+            raise UsageError(f"--check-sealed runs what is sealed, as it is sealed: leave out --{flag}")
+
+
+def of_models(seals: Sequence[Seal], models: Sequence[str]) -> list[Seal]:
+    """Those of ``models``.
+
+    Raises:
+        UsageError: there are none of one of them.
+    """
+    known = dict.fromkeys(map(_model, seals))
+    for model in models:
+        if model not in known:
+            raise UsageError(f"no sealed prediction is of --models {model}; they are of {', '.join(known)}")
+    return [s for s in seals if _model(s) in models]
+
+
 def every(folder: Path) -> list[Seal]:
     """All seals of a folder, every hash checked.
 
     Raises:
         InvalidInputError: there are none, or one was tampered with.
     """
-    files = sorted(folder.glob("*.jsonl"))
-    if not files:
+    found = [seal for path in sorted(folder.glob("*.jsonl")) for seal in read(path)]
+    if not found:
         raise InvalidInputError(f"no sealed predictions in {folder}/; name their folder with --sealed")
-    return [seal for path in files for seal in read(path)]
+    return found
 
 
 def environment(device: ground.DeviceType, count: int) -> BenchEnvironment:

@@ -16,7 +16,7 @@ from asa.cli.console import Console, Report
 from asa.cli.rehearse import OPTIONS as REHEARSAL
 from asa.cli.rehearse import rehearse
 from asa.cli.verb import Arguments, Option, Verb
-from asa.errors import AsaError, InvalidInputError, NoCheckpointError
+from asa.errors import AsaError, InvalidInputError, NoCheckpointError, UsageError
 from asa.ir import codec
 from asa.ir.measurements import EpochRecord
 from asa.ir.plan import Plan
@@ -29,6 +29,8 @@ _NOTABLE = 0.05
 def run(args: Arguments, console: Console) -> None:
     """Find the plan, hand it to the executor with the loop over epochs, and say what happens."""
     path, plan, out = plan_and_folder(args)  # before torch is imported: what is wrong here is said at once
+    if args.origin["gpus"] == "flag" and args.gpus != plan.gpus:  # a file's is for every command, and other plans
+        raise UsageError(f"the plan is for {plan.gpus} devices, asked for {args.gpus}; plan again with --gpus")
     if args.rehearse is not None:
         rehearse(args, console, plan)
         return

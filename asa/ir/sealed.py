@@ -149,7 +149,7 @@ class CheckedCell:
 
 @noun
 class SealedCheck:
-    """Sealed predictions against one machine. ``sealed`` counts all that were read, for ``machines``."""
+    """Sealed predictions against one machine. ``sealed`` counts all of the models asked for, for ``machines``."""
 
     created: str
     environment: BenchEnvironment
