@@ -41,6 +41,7 @@ def test_exported_weights_are_those_of_the_checkpoint_and_load_strictly(
     monkeypatch.chdir(tmp_path)
     run = Path("runs/train/cnn")
     train(training.plan(ranks=2, split=split), training.settings(run, epochs=1), strategies=offered(), adapt=adapt)
+    codec.save(training.plan(ranks=2, split=split), Path("runs/train/later/plan.json"))  # a run that saved nothing
     assert entry.run(["export", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["step"], document["to"]) == (6, "safetensors")

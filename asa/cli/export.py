@@ -37,7 +37,7 @@ def _weights(args: Arguments, console: Console) -> dict[str, Any]:
 
 
 def _run_of(args: Arguments) -> tuple[Path, Plan]:
-    """The run named, else the newest, of the plan named if one is.
+    """The run named, else the newest that saved anything, of the plan named if one is.
 
     Raises:
         NoCheckpointError: there is none.
@@ -50,11 +50,15 @@ def _run_of(args: Arguments) -> tuple[Path, Plan]:
     wanted = None if args.plan is None else codec.fingerprint(places.newest_plan(args.plan)[1])
     runs = sorted(places.TRAINING.glob("*/plan.json"), key=lambda p: p.stat().st_mtime, reverse=True)
     for path in runs:
+        if not any((path.parent / "checkpoints").glob("step_*")):
+            continue  # on emulated devices, or ended before its first
         plan = codec.load(Plan, path)
         if wanted in (None, codec.fingerprint(plan)):
             return path.parent, plan
     of = "" if wanted is None else f" of plan {args.plan}"
-    raise NoCheckpointError(f"no run{of} in {places.TRAINING}/ to export; `asa train` makes one, --run names one")
+    raise NoCheckpointError(
+        f"no run{of} with a checkpoint in {places.TRAINING}/ to export; `asa train` makes one, --run names one"
+    )
 
 
 def _snippet(args: Arguments, console: Console) -> dict[str, Any]:
