@@ -162,6 +162,8 @@ def test_times_of_another_kind_of_device_are_said_not_to_compare() -> None:
     second = Stat(median=1.0, p10=1.0, p90=1.0, n=1)
     spans = Spans(rank=0, steps=1, step_s=second, components=nothing, update_s=0.1, peak_memory_bytes=1)
     assert compare(plan, profile, cluster, spans, "cpu").notes == ()
+    derived = dataclasses.replace(plan, origin="estimated")
+    assert compare(derived, profile, cluster, spans, "cpu").notes == (), "no link is rehearsed"
     elsewhere = dataclasses.replace(plan, device_type="cuda", origin="estimated")
     notes = compare(elsewhere, profile, cluster, spans, "cpu").notes
     assert any("rehearsed on cpu: they do not compare" in n for n in notes)

@@ -142,7 +142,7 @@ def compare(plan: Plan, profile: Profile, cluster: Cluster, spans: Spans, device
         peak_memory_bytes=spans.peak_memory_bytes,
         predicted_memory_bytes=plan.prediction.memory_bytes_per_rank[spans.rank],
         components=rows,
-        notes=_notes(plan, cluster, device),
+        notes=_notes(plan, profile, cluster, device),
     )
 
 
@@ -150,10 +150,10 @@ def _updates(stage: StagePrice) -> float:
     return sum(c.update_s for c in stage.components)
 
 
-def _notes(plan: Plan, cluster: Cluster, device: str) -> tuple[str, ...]:
+def _notes(plan: Plan, profile: Profile, cluster: Cluster, device: str) -> tuple[str, ...]:
     notes: list[str] = []
     if plan.device_type != device:
         notes.append(f"the plan's times are of {cluster.device.name}, rehearsed on {device}: they do not compare")
-    if plan.origin == "estimated":
+    if profile.provenance.origin == "estimated" or profile.device.type != plan.device_type:
         notes.append("the plan's times are estimated, not measured")
     return tuple(notes)
