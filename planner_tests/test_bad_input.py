@@ -253,7 +253,8 @@ def test_a_plan_for_devices_that_are_not_there_is_5_and_leaves_nothing(place, ca
     said = refused(capsys, 5, "train", "plan.json", "--out", "run")
     assert f"the plan needs {ranks} CUDA devices, this machine has {ranks - 1}" in said
     assert not (place / "run").exists()
-    assert f"{ranks} CUDA devices" in refused(capsys, 5, "verify", "plan.json")
+    said = refused(capsys, 5, "verify", "plan.json")
+    assert f"{ranks} CUDA devices, this machine has {ranks - 1}; verify with --device cpu" in said
 
 
 @pytest.mark.parametrize(

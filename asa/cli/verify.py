@@ -6,22 +6,32 @@ from asa.cli import options as o
 from asa.cli import places
 from asa.cli.console import Console
 from asa.cli.verb import Arguments, Option, Verb
+from asa.errors import UnavailableError
 from asa.ir import codec
 
 
 def run(args: Arguments, console: Console) -> int:
-    """Train a few steps both ways, compare, show; 1 if they differ."""
+    """Train a few steps both ways, compare, show; 1 if they differ.
+
+    Raises:
+        UnavailableError: too few CUDA devices.
+    """
     path, plan = places.newest_plan(args.plan)  # before torch is imported: what is wrong here is said at once
 
     from functools import partial
 
     from asa.executor.equivalence import verify
+    from asa.launch import cuda_devices
     from asa.report import verify as report
     from asa.strategies import offered
     from asa.zoo.models import build
 
     console.say(f"asa: verifying {path} on {plan.num_ranks} ranks")
     device = plan.device_type if args.device == "auto" else args.device
+    if device == "cuda" and cuda_devices() < plan.num_ranks:
+        raise UnavailableError(
+            f"the plan needs {plan.num_ranks} CUDA devices, this machine has {cuda_devices()}; verify with --device cpu"
+        )
     c, h, w = plan.input_shape
     factory = partial(build, plan.model_spec, num_classes=plan.num_classes, input_shape=(c, h, w), seed=args.seed)
     found = verify(plan, factory, offered(), device=device, samples=args.samples)
