@@ -264,6 +264,7 @@ def test_a_damaged_checkpoint_is_passed_over_aloud_and_none_at_all_is_7(tmp_path
     assert [e["epoch"] for e in result["epochs"]] == [0, 1]
     again, events = _train(plan, settings)
     assert again["epochs"] == result["epochs"], "a finished run stays as it is"
+    assert again["checkpoint"] == result["checkpoint"] is not None
     assert "all 2 epochs are done" in _of(events, "note")[0]["message"]
 
 

@@ -154,7 +154,7 @@ def find(folder: Path) -> Found:
             return Found(path=path, manifest=manifest, notes=tuple(notes))
     if notes:
         raise NoCheckpointError(f"none of {len(notes)} checkpoints in {folder} is whole; {notes[0]}")
-    raise NoCheckpointError(f"no checkpoint in {folder}; leave out --resume to start anew")
+    raise NoCheckpointError(f"no checkpoint in {folder}; `asa train` without --resume starts anew")
 
 
 def check(path: Path) -> Manifest:

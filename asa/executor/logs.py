@@ -47,6 +47,7 @@ class RunLog:
         self.shortages: list[Event] = []
         self.changed = False
         self.checkpoint: str | None = None
+        """The newest one: where this run, or one continued from it, could go on."""
         self.fingerprint: str | None = None
         self._folder, self._listener = folder, listener
         self._boards: Any = None

@@ -66,6 +66,7 @@ def prepare(
             _check_resumable(found.manifest, plan, settings, len(train))
             epoch = found.manifest.position // len(train)
             log.recall(epoch)
+            log.checkpoint = str(found.path)
             done = f"; all {epoch} epochs are done" if epoch >= settings.epochs else ""
             notes += [*found.notes, f"continuing after step {found.manifest.step} ({found.path.name}){done}"]
         write_plan(plan, out)

@@ -89,7 +89,7 @@ def run_ranks(
     if backend == "nccl" and num_ranks > cuda_devices():
         raise UnavailableError(
             f"{num_ranks} nccl ranks need {num_ranks} CUDA devices, this machine has {cuda_devices()}; "
-            "plan for fewer, or run on CPU with gloo"
+            "plan for fewer, or run on the CPU"
         )
     crew = _Crew(num_ranks, backend, safe_threads(threads, num_ranks), timeout_s)
     with _sigterm(crew, forward_sigterm):

@@ -283,7 +283,7 @@ def _terms(mine: Price, theirs: Price) -> tuple[Term, ...]:
             "collectives inside components": blocking,
             "boundaries": boundaries,
             "gradient synchronisation": sync,
-            "hidden by overlap": stage.cost.total_s - stage.cost.compute_s - sync - blocking - boundaries,
+            "overlap (below 0: hidden)": stage.cost.total_s - stage.cost.compute_s - sync - blocking - boundaries,
             "waiting for other stages": p.cost.total_s - stage.cost.total_s,
         }
 
