@@ -15,17 +15,18 @@ import test_unequal
 
 from asa.cost.machine import presets
 from asa.cost.planned import price_stage
-from asa.cost.step import ComponentCost
+from asa.cost.step import BoundaryCost, ComponentCost
 from asa.cost.work.spread import waiting, waitings
 from asa.ir.cluster import Cluster, Sharding, Waiting
 from asa.ir.profile import Profile
 from asa.ir.units import GIB
 from asa.planner import Request, plan
 from asa.planner.pipeline.sketch import Sketch
+from asa.planner.pipeline.staged import StagedSpace
 from asa.planner.space.candidate import Prices
 from asa.planner.space.space import Space, anything
 from asa.planner.stage.formulate import formulate
-from asa.planner.stage.problem import MS
+from asa.planner.stage.problem import MS, Edge
 from asa.planner.stage.rows import JOINT
 from asa.strategies import offered
 
@@ -108,13 +109,35 @@ def test_boundaries_at_once_and_one_by_one(name: str) -> None:
         pricer, layouts = prices.pricer(width, m, gpus), found.chain.layouts
         for i, joints in enumerate(found.chain.edges, 1):
             for (a, b), edge in joints.items():
-                exact = pricer.edges.boundary(i, layouts[a], layouts[b])
-                held = exact.footprint
-                seconds = (exact.blocking_s, exact.forward_s, exact.backward_s, exact.wrapper_s)
-                said = (*(MS * x for x in seconds), *(x / GIB for x in (held.state, held.activations, held.transient)))
-                assert tuple(getattr(edge, field) for field in JOINT) == said
+                agree(edge, pricer.edges.boundary(i, layouts[a], layouts[b]))
                 seen += edge.cost > 0
-    assert seen > 10
+        for price, ends in ((pricer.edges.inlet, found.chain.inlets), (pricer.edges.outlet, found.chain.outlets)):
+            for i, edges in enumerate(ends):
+                assert set(edges) == {c.layout for c in found.chain.configs[i]}
+                for a, edge in edges.items():
+                    agree(edge, price(i, layouts[a]))
+                    seen += edge.cost > 0
+    assert seen > 20
+
+
+def agree(edge: Edge, exact: BoundaryCost) -> None:
+    held = exact.footprint
+    seconds = (exact.blocking_s, exact.forward_s, exact.backward_s, exact.wrapper_s)
+    said = (*(MS * x for x in seconds), *(x / GIB for x in (held.state, held.activations, held.transient)))
+    assert tuple(getattr(edge, field) for field in JOINT) == said
+
+
+@pytest.mark.parametrize("name", ["slow links", "host"])
+def test_what_stages_take_to_begin_and_end_is_the_least_of_all_layouts(name: str) -> None:
+    space = spaces()[name]
+    prices, gpus = Prices(space), space.request.gpus
+    for width, m in ((gpus // 2, 1), (gpus // 2, 4), (1, 2)):
+        pricer, found = prices.pricer(width, m, gpus), StagedSpace(prices, anything).ends(width, m)
+        assert found is not None
+        for price, row in zip((pricer.edges.inlet, pricer.edges.outlet), found, strict=True):
+            for i, value in enumerate(row):
+                costs = [price(i, x) for x in space.layouts(width, m)]
+                assert value == pytest.approx(MS * min(c.forward_s + c.backward_s for c in costs), rel=1e-12)
 
 
 @pytest.mark.parametrize("name", ["slow links", "processors", "halves"])

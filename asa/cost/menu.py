@@ -26,7 +26,7 @@ from asa.interfaces.strategy import OPTIMIZER_WORDS, DataStrategy
 from asa.ir.graph import LayerGraph
 from asa.ir.layout import Layout
 from asa.ir.plan import OptimizerName
-from asa.ir.traffic import Collective, Phase, Share
+from asa.ir.traffic import Collective, Phase
 
 _PHASES: tuple[Phase, ...] = ("forward", "backward", "gradient", "update")
 
@@ -63,9 +63,10 @@ class Menu:
         self._launch = np.array([times.launch(c) for c in graph.components])
         self.ways = [w for row in ways for w in row]
         self.component = np.repeat(np.arange(len(ways)), [len(row) for row in ways])
-        self.layouts: tuple[Layout, ...] = tuple(dict.fromkeys(w.layout for w in self.ways))
+        each, like = _keeping(ways)
+        self.layouts: tuple[Layout, ...] = tuple(dict.fromkeys(w.layout for _, w in each))
         number = {layout: k for k, layout in enumerate(self.layouts)}
-        self.layout = np.array([number[w.layout] for w in self.ways], dtype=np.int64)
+        self.layout = np.array([number[w.layout] for _, w in each], dtype=np.int64)[like]
         self.checkpoint = np.array([w.checkpoint for w in self.ways], dtype=bool)
         self.saving = self.checkpoint.copy()
         for at in np.flatnonzero(self.checkpoint).tolist():
@@ -73,19 +74,20 @@ class Menu:
         self.offload = np.array([w.offload for w in self.ways], dtype=bool)
         self._known: dict[tuple[Pricer, bytes], Priced] = {}
         self._cells: dict[tuple[int, int], Way] = {}
-        for i, k, way in zip(self.component.tolist(), self.layout.tolist(), self.ways, strict=True):
-            self._cells.setdefault((i, k), way)
-        self._keep([states.kept(i, w) for i, w in zip(self.component.tolist(), self.ways, strict=True)], optimizer)
+        for i, way in each:
+            self._cells.setdefault((i, number[way.layout]), way)
+        self._keep(each, like, optimizer)
 
-    def _keep(self, kept: list[Kept], optimizer: OptimizerName) -> None:
-        """What keeping states costs, once for each of them."""
+    def _keep(self, each: list[tuple[int, Way]], like: Any, optimizer: OptimizerName) -> None:
+        """What keeping states costs, once for each of them. ``each`` and ``like`` as of :func:`_keeping`."""
+        kept = [self._states.kept(i, w) for i, w in each]
         which: dict[int, int] = {}
         distinct: list[Kept] = []
         for k in kept:
             if id(k) not in which:
                 which[id(k)] = len(distinct)
                 distinct.append(k)
-        to = np.array([which[id(k)] for k in kept], dtype=np.int64)
+        to = np.array([which[id(k)] for k in kept], dtype=np.int64)[like]
 
         def spread(values: list[Any]) -> Any:
             return np.array(values, dtype=float)[to]
@@ -113,30 +115,30 @@ class Menu:
         self._added = spread([x.gradients if x.accumulated is None else x.accumulated for x in held])
         self._kept, self._optimizer = spread([x.kept for x in held]), spread([x.optimizer for x in held])
         self._parameters, self._updating = spread([x.parameters for x in held]), spread([x.updating for x in held])
-        self._page = [k.page for k in kept]
+        self._page = [kept[k].page for k in like.tolist()]
         self._own = np.array([type(p).transient is not DataStrategy.transient for p in self._page], dtype=bool)
-        self._share: list[Share] = []
+        shares = [self._states.share(i, way.tensor) for i, way in each]
+        self._share = [shares[k] for k in like.tolist()]
         size, largest, tensors, update, apart = [], [], [], [], []
         known: dict[tuple[int, int], float] = {}
-        for i, way, page, k in zip(self.component.tolist(), self.ways, self._page, kept, strict=True):
-            share = self._states.share(i, way.tensor)
-            self._share.append(share)
+        for (i, way), k, share in zip(each, kept, shares, strict=True):
             size.append(share.parameter_bytes)
             largest.append(share.largest_parameter_bytes)
             tensors.append(share.num_parameter_tensors)
             update.append(self._states.update(i, way.tensor))
-            own = type(page).transient is not DataStrategy.transient
+            own = type(k.page).transient is not DataStrategy.transient
             if not own and (id(share), id(k)) not in known:
-                known[id(share), id(k)] = page.memory(share, way.layout.data, "sgd").transient
+                known[id(share), id(k)] = k.page.memory(share, way.layout.data, "sgd").transient
             apart.append(0.0 if own else known[id(share), id(k)])
-        self._size, self._largest, self._tensors = (np.array(x, dtype=float) for x in (size, largest, tensors))
-        self._update, self._apart = np.array(update), np.array(apart)
+        self._size, self._largest, self._tensors, self._update, self._apart = (
+            np.array(x, dtype=float)[like] for x in (size, largest, tensors, update, apart)
+        )
         full = OPTIMIZER_WORDS[optimizer] * self._size
-        ahead = [self._states.ahead(i, w) for i, w in zip(self.component.tolist(), self.ways, strict=True)]
+        ahead = [self._states.ahead(i, w) for i, w in each]
         none = Gathers(0.0, 0.0, 0.0, 0.0)
         self._ahead: Any = None
         if any(ahead):
-            self._ahead = np.array([[getattr(x or none, f.name) for x in ahead] for f in fields(Gathers)])
+            self._ahead = np.array([[getattr(x or none, f.name) for x in ahead] for f in fields(Gathers)])[:, like]
         self._part = np.divide(self._optimizer, full, out=np.zeros(len(full)), where=full > 0)
 
     def enough(self, samples: Sequence[int], fewest: Any) -> Any:
@@ -283,6 +285,21 @@ class Menu:
                     inner[key] = _inside(pricer, pricer.inner(i, way))
                 found[6:, k, i] = inner[key]
         return found
+
+
+def _keeping(ways: Sequence[Sequence[Way]]) -> tuple[list[tuple[int, Way]], Any]:
+    """Components with ways that keep their state; and of each way, which of these keeps it alike: the next ways often
+    do, with a checkpoint or an optimizer on the host."""
+    each: list[tuple[int, Way]] = []
+    like: list[int] = []
+    for i, row in enumerate(ways):
+        last: Way | None = None
+        for way in row:
+            if last is None or not (way.layout is last.layout and way.tensor is last.tensor and way.data is last.data):
+                each.append((i, way))
+                last = way
+            like.append(len(each) - 1)
+    return each, np.array(like, dtype=np.int64)
 
 
 def _one(pricer: Pricer, index: int, layout: Layout) -> tuple[float, ...]:

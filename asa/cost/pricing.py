@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from copy import copy
+from typing import Any
+
+import numpy as np
 
 from asa.cost.boundary.edges import Edges
 from asa.cost.memory.around import Around
@@ -19,6 +22,7 @@ from asa.cost.traffic.handovers import Handovers
 from asa.cost.traffic.launching import Launches, Launching, awaited, launched
 from asa.cost.traffic.prefetch import Hidden, hidden
 from asa.cost.way import Alone, Spread, Way
+from asa.cost.work.chain_times import ChainTimes
 from asa.cost.work.compute import Times, Work
 from asa.cost.work.offload import host_update
 from asa.cost.work.spread import slowest_rank, waiting, working
@@ -61,6 +65,7 @@ class Pricer:
         speeds: tuple[float, ...] = (),
         spare: tuple[float, ...] = (),
         states: States | None = None,
+        chain: ChainTimes | None = None,
     ) -> None:
         busy = width if busy is None else busy
         self.shards = Shards(
@@ -75,6 +80,7 @@ class Pricer:
         self.busy = busy
         self.num_microbatches = num_microbatches
         self.times = times
+        self.chain = chain or ChainTimes(times, profile.graph.components)
         self.states = states or States(
             profile.graph, times, cluster, strategies, Links(cluster, width, busy), optimizer, compression
         )
@@ -98,15 +104,17 @@ class Pricer:
             launching=Launching(self._ahead) if self.states.apart else None,
         )  # fmt: skip
 
-    def _ahead(self, index: int, layout: Layout) -> tuple[float, float]:
-        """By how many seconds the host is ahead of its device after forward and backward of component ``index``,
-        whatever it launches for the component's own communication."""
-        component, most = self.graph.components[index], self.states.most_launched(index, layout)
-        work, slow = self.longest(component, layout)
-        floor = self.times.launch(component)
-        return (
-            max(0.0, work.forward_s * slow - floor - most[0]), max(0.0, work.backward_s * slow - 2 * floor - most[1])
-        )  # fmt: skip
+    def _ahead(self, layout: Layout) -> Any:
+        """By how many seconds the host is ahead of its device after forward and backward of every component, whatever
+        it launches for the component's own communication: component x pass."""
+        components, samples = self.graph.components, self.local(layout)
+        if layout.sequence or layout.weights or self.shards.speeds:
+            longest = [self.longest(c, layout) for c in components]
+            taken = np.array([(work.forward_s * slow, work.backward_s * slow) for work, slow in longest])
+        else:
+            taken = self.chain.passes(samples, layout.tensor).T * self.slowed(samples)
+        floors = np.array([(x, 2 * x) for x in map(self.times.launch, components)])
+        return np.maximum(0.0, taken - floors - [self.states.most_launched(i, layout) for i in range(len(components))])
 
     @property
     def releases(self) -> tuple[int, ...]:
@@ -322,6 +330,14 @@ class Pricer:
         size = self.graph.components[index - 1].output_bytes_per_sample
         sent = self._handovers.seconds
         return sent(size, source, target, offset), sent(size, target, source, offset)
+
+    def handovers(
+        self, indices: Sequence[int], source: Layout, target: Layout, offset: int
+    ) -> list[tuple[float, float]]:  # fmt: skip
+        """The same in front of each of some components."""
+        sizes = tuple(self.graph.components[i - 1].output_bytes_per_sample for i in indices)
+        sent = self._handovers.all_seconds
+        return list(zip(sent(sizes, source, target, offset), sent(sizes, target, source, offset), strict=True))
 
     def _seconds(self, traffic: Iterable[Collective], phase: Phase) -> float:
         return sum(self._links.seconds(c) for c in traffic if c.phase == phase)

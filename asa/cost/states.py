@@ -6,7 +6,7 @@ Components that are alike in all but their names, such as repeated blocks, are p
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 from asa.cost.boundary.crossings import Crossings
 from asa.cost.boundary.ends import Ends
@@ -24,6 +24,7 @@ from asa.ir.graph import Component, LayerGraph
 from asa.ir.layout import Boundary, Layout
 from asa.ir.plan import CompressionName, OptimizerName, TensorDegree
 from asa.ir.traffic import Collective, Memory, Phase, Share
+from asa.ir.transfer import whole
 
 _WORDS = ("name", "modules", "why_whole")
 """Fields of a component that nothing is priced by."""
@@ -68,7 +69,7 @@ class States:
         self._shares: dict[tuple[int, TensorDegree], Share] = {}
         self._updates: dict[tuple[int, TensorDegree], float] = {}
         self._kept: dict[tuple[object, ...], Kept] = {}
-        self._ahead: dict[tuple[int, Way], Gathers | None] = {}
+        self._ahead: dict[tuple[object, ...], Gathers | None] = {}
         self.apart = cluster.device.type != "cpu"  # of its host, which runs ahead of it
         self.collective_s = constant("collective_launch_s") if self.apart else 0.0
         self.timed = self._as_long() if self.apart else self.like
@@ -111,8 +112,8 @@ class States:
         """What is gathered ahead for component ``index``, and beside its backward; None where nothing is."""
         if not (self._prefetching and self._strategies.data[way.data.strategy].prefetches and way.layout.data > 1):
             return None
-        way = replace(way, checkpoint=False, offload=False)
-        if (index, way) not in self._ahead:
+        key = (index, way.layout, way.tensor, way.data)
+        if key not in self._ahead:
             own, front, behind = (self._gathers(i, way) for i in (index, index - 1, index + 1))
             found = Gathers(
                 forward=own["forward"] if front else 0.0,
@@ -120,8 +121,8 @@ class States:
                 once=own["update"] if front else 0.0,
                 front=front["backward"] if front else 0.0,
             )
-            self._ahead[index, way] = found
-        return self._ahead[index, way]
+            self._ahead[key] = found
+        return self._ahead[key]
 
     def _gathers(self, index: int, way: Way) -> dict[str, float]:
         """Seconds of the gathers of component ``index`` by phase; empty where it does not exist or cannot be run so."""
@@ -184,6 +185,20 @@ class States:
             self._between[key] = Crossings([self.crossing(ends, a, b) for a in sources for b in targets])
         return self._between[key]
 
+    def entering(self, ends: Ends, layouts: tuple[Layout, ...]) -> Crossings:
+        """Into each of these layouts, from outside of a stage."""
+        key = (ends, (), layouts)
+        if key not in self._between:
+            self._between[key] = Crossings([self.crossing(ends, whole(x), x) for x in layouts])
+        return self._between[key]
+
+    def leaving(self, ends: Ends, layouts: tuple[Layout, ...]) -> Crossings:
+        """Out of a stage, from each of these layouts."""
+        key = (ends, layouts, ())
+        if key not in self._between:
+            self._between[key] = Crossings([self.crossing(ends, x, whole(x)) for x in layouts])
+        return self._between[key]
+
     def handled(self, traffic: Iterable[Collective], phase: Phase) -> float:
         """Seconds of a rank, beside the links', on what stock sharding gathers and scatters; where they were not
         measured, those of its copies in the device's memory. Without what the host of a device apart does meanwhile."""
@@ -197,9 +212,8 @@ class States:
 
     def _launches(self, traffic: Sequence[Collective]) -> Launches | None:
         """What the host of a device apart does for gathers and scatters; None for nothing."""
-        if not self.apart or not any(_sharding(traffic, phase) for phase in _PHASES):
-            return None
-        return Launches(*(self._unit_s * len(_sharding(traffic, phase)) for phase in _PHASES))
+        numbers = [len(_sharding(traffic, phase)) for phase in _PHASES] if self.apart else []
+        return Launches(*(self._unit_s * n for n in numbers)) if any(numbers) else None
 
     @property
     def _unit_s(self) -> float:

@@ -24,8 +24,8 @@ _PHASES: tuple[Phase, ...] = ("forward", "backward")
 
 @dataclass
 class Crossed:
-    """Seconds of one microbatch and bytes, an entry a pair, as in :class:`asa.cost.step.BoundaryCost`; ``moved``:
-    whether the layouts differ; ``launched``: how many collectives there are forward and backward."""
+    """Seconds of one microbatch and bytes, size x pair, as in :class:`asa.cost.step.BoundaryCost`. Of each pair,
+    ``moved``: whether the layouts differ; ``launched``: how many collectives there are forward and backward."""
 
     forward: Any
     backward: Any
@@ -58,13 +58,17 @@ class Crossings:
         kept = [_kept(b) for b, _ in pairs]
         self._part, self._shard, self._tokens = (np.array(x, dtype=float) for x in zip(*kept, strict=True))
 
-    def priced(self, links: Links, size: float) -> Crossed:
-        """Where ``size`` bytes cross."""
-        seconds = np.array([links.taken(op, size * b, ranks, stride) for op, b, ranks, stride in self._messages])
-        taken = []
-        for phase in _PHASES:
+    def priced(self, links: Links, sizes: Sequence[float]) -> Crossed:
+        """Where so many bytes cross: size x pair."""
+        seconds = np.array(
+            [[links.taken(op, size * b, ranks, stride) for op, b, ranks, stride in self._messages] for size in sizes]
+        )
+        taken = np.zeros((len(_PHASES), len(sizes), self._count))
+        for phase, into in zip(_PHASES, taken, strict=True):
             pair, which = self._entries[phase]
-            taken.append(np.bincount(pair, seconds[which], self._count) if len(pair) else np.zeros(self._count))
+            for row, found in zip(into, seconds, strict=True) if len(pair) else ():
+                row[:] = np.bincount(pair, found[which], self._count)
+        size = np.array(sizes)[:, None]
         return Crossed(
             forward=taken[0],
             backward=taken[1],

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-import numpy as np
-
-from asa.cost.boundary.crossings import Crossed, even
 from asa.cost.boundary.ends import Ends
 from asa.cost.constants import constant
 from asa.cost.memory.peak import Footprint, margin
@@ -33,8 +29,8 @@ class Edges:
     ) -> None:  # fmt: skip
         self.graph, self.states, self.keeping = graph, states, keeping
         self.microbatch, self.num_microbatches = microbatch, num_microbatches
-        self._launching = launching
-        self._links: Links = states.links
+        self.launching = launching
+        self.links: Links = states.links
         self._inlets: dict[tuple[object, ...], BoundaryCost] = {}
         self._outlets: dict[tuple[object, ...], BoundaryCost] = {}
         self._boundaries: dict[tuple[object, ...], BoundaryCost] = {}
@@ -43,47 +39,28 @@ class Edges:
 
     def alike(self, index: int) -> tuple[object, ...]:
         """What a boundary in front of component ``index`` depends on, beside the layouts."""
-        return (*self._form(index), self._like(index - 1), self._like(index))
+        return (*self.form(index), self._like(index - 1), self._like(index))
 
-    def _form(self, index: int) -> tuple[float, Ends]:
+    def form(self, index: int) -> tuple[float, Ends]:
+        """Of a boundary in front of component ``index``: bytes of a sample that cross, and its two sides."""
         before, after = self.graph.components[index - 1], self.graph.components[index]
         return before.output_bytes_per_sample, Ends.between(before, after)
 
     def _like(self, index: int) -> int:
         """Of what component the boundaries of component ``index`` are, where that makes a difference."""
-        return -1 if self._launching is None else self.states.timed[index]
+        return -1 if self.launching is None else self.states.timed[index]
 
     def boundary(self, index: int, source: Layout, target: Layout) -> BoundaryCost:
         """The boundary in front of component ``index`` (1 <= index < number of components)."""
         key = (self.alike(index), source, target)
         if key not in self._boundaries:
-            size, ends = self._form(index)
+            size, ends = self.form(index)
             found = self._crossing(ends, source, target, size * self.microbatch)
-            if self._launching is not None:
+            if self.launching is not None:
                 counts = self._counts(ends, source, target)
-                found = _waiting(found, self._launching.between(index, source, target, *counts))
+                found = _waiting(found, self.launching.between(index, source, target, *counts))
             self._boundaries[key] = found
         return self._boundaries[key]
-
-    def boundaries(self, index: int, sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> tuple[Crossed, Any]:
-        """All boundaries in front of component ``index``, those from the first of ``sources`` first, and seconds of the
-        wrappers that begin there."""
-        size, ends = self._form(index)
-        if not even(sources):
-            made = [self.boundary(index, a, b) for a in sources for b in targets]
-            rows = [
-                (x.forward_s, x.backward_s, x.wrapper_s, x.footprint.activations, x.footprint.transient) for x in made
-            ]
-            forward, backward, wrapper, activations, transient = np.array(rows).T
-            moved = np.array([a != b for a in sources for b in targets])
-            none = np.zeros(len(made))  # what is launched is in their seconds
-            return Crossed(forward, backward, moved, activations, transient, (none, none)), wrapper
-        found = self.states.between(ends, sources, targets).priced(self._links, size * self.microbatch)
-        if self._launching is not None:
-            ahead, back = self._launching.crossed(index, sources, targets, *found.launched)
-            found = replace(found, forward=found.forward + ahead, backward=found.backward + back)
-        wrappers = np.tile(np.array([self.wrapper(b) for b in targets]), len(sources))
-        return found, np.where(found.moved, wrappers, 0.0)
 
     def _counts(self, ends: Ends, source: Layout, target: Layout) -> tuple[int, int]:
         """How many collectives a boundary launches forward and backward."""
@@ -97,7 +74,7 @@ class Edges:
         wrapper = self.wrapper(target) if inside and source != target else 0.0
         gathered = size * sum(c.bytes for c in traffic if c.op == "all_gather" and c.phase == "backward")
         forward, backward = (
-            sum(self._links.taken(c.op, size * c.bytes, c.ranks, c.stride) for c in traffic if c.phase == phase)
+            sum(self.links.taken(c.op, size * c.bytes, c.ranks, c.stride) for c in traffic if c.phase == phase)
             for phase in ("forward", "backward")
         )
         blocking = self.num_microbatches * (forward + backward) + wrapper
@@ -131,9 +108,9 @@ class Edges:
         key = (size, ends, layout, self._like(index))
         if key not in self._inlets:
             found = self.entry(layout) if ends is None else self._inlet(self.microbatch * size, ends, layout)
-            if ends is not None and self._launching is not None:
+            if ends is not None and self.launching is not None:
                 counts = self._counts(ends, whole(layout), layout)
-                found = _waiting(found, self._launching.entered(index, layout, *counts))
+                found = _waiting(found, self.launching.entered(index, layout, *counts))
             self._inlets[key] = found
         return self._inlets[key]
 
@@ -156,9 +133,9 @@ class Edges:
         key = (size, ends, layout, sent, self._like(index))
         if key not in self._outlets:
             found = self._crossing(ends, layout, whole(layout), self.microbatch * size, inside=False)
-            if self._launching is not None:
+            if self.launching is not None:
                 counts = self._counts(ends, layout, whole(layout))
-                found = _waiting(found, self._launching.left(index, layout, *counts, sent=sent))
+                found = _waiting(found, self.launching.left(index, layout, *counts, sent=sent))
             if self.num_microbatches > 1 and sent:
                 coming = self.keeping.part(self.microbatch * size, layout)
                 found = replace(found, footprint=replace(found.footprint, state=coming))
@@ -179,13 +156,14 @@ class Edges:
         )
 
     def wrapper(self, layout: Layout) -> float:
+        """Seconds of the wrapper that begins with a layout."""
         if layout not in self._wrappers:
-            self._wrappers[layout] = wrapper_seconds(self.graph, self._links, layout.data, layout.inner)
+            self._wrappers[layout] = wrapper_seconds(self.graph, self.links, layout.data, layout.inner)
         return self._wrappers[layout]
 
     def link_error(self, layout: Layout) -> float:
         if layout not in self._errors:
-            assumed = self._links.assumed(layout.data, layout.inner) or self._links.assumed(layout.tensor)
+            assumed = self.links.assumed(layout.data, layout.inner) or self.links.assumed(layout.tensor)
             self._errors[layout] = constant("link_error_assumed" if assumed else "link_error_measured")
         return self._errors[layout]
 

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
+from functools import lru_cache
 
 from asa.errors import InvalidInputError
-from asa.ir.cluster import Cluster, CollectiveTable, Status
+from asa.ir.cluster import Cluster, Status
 from asa.ir.traffic import Collective, CollectiveOp
 
 _Curve = tuple[tuple[float, float], ...]
@@ -51,10 +52,11 @@ def read(points: tuple[tuple[float, float], ...], size: float) -> float:
     return float(y0 * (y1 / y0) ** share)
 
 
-def _rising(table: CollectiveTable) -> _Curve:
+@lru_cache(maxsize=1024)
+def _rising(table: tuple[tuple[int, float], ...]) -> _Curve:
     """The points of a table, none slower than a larger message (which could always be sent in its place)."""
     points: list[tuple[float, float]] = []
-    for size, seconds in reversed(table.points):
+    for size, seconds in reversed(table):
         points.append((float(size), min(seconds, points[-1][1]) if points else seconds))
     return tuple(reversed(points))
 
@@ -70,7 +72,7 @@ class Links:
         self._width = cluster.num_devices if width is None else width
         self._busy = self._width if busy is None else busy
         self._tables: list[dict[tuple[CollectiveOp, int], _Curve]] = [
-            {(t.op, t.ranks): _rising(t) for t in level.tables} for level in cluster.levels
+            {(t.op, t.ranks): _rising(t.points) for t in level.tables} for level in cluster.levels
         ]
         self._statuses: list[dict[int, list[Status]]] = [{} for _ in cluster.levels]
         for statuses, level in zip(self._statuses, cluster.levels, strict=True):

@@ -15,6 +15,7 @@ class Handovers:
     def __init__(self, links: Links, microbatch: int) -> None:
         self._links, self._microbatch = links, microbatch
         self._known: dict[tuple[object, ...], float] = {}
+        self._several: dict[tuple[object, ...], list[float]] = {}
         self._sent: dict[tuple[object, ...], tuple[int, tuple[tuple[int, ...], ...]]] = {}
 
     def seconds(self, size: float, source: Layout, target: Layout, offset: int) -> float:
@@ -23,11 +24,20 @@ class Handovers:
         key = (size, source.width, source.data, target.width, target.data, offset, source.weights, target.weights)
         found = self._known.get(key)
         if found is None:
-            flows, ranks = self._messages(source, target)
-            found = self._known[key] = max(
-                (sum(self._links.handover(r * size, offset, flows) for r in rows) for rows in ranks), default=0.0
-            )
+            (found,) = self.all_seconds((size,), source, target, offset)
+            self._known[key] = found
         return found
+
+    def all_seconds(self, sizes: tuple[float, ...], source: Layout, target: Layout, offset: int) -> list[float]:
+        """The same of each of ``sizes``: between many pairs of stages go the same messages."""
+        flows, ranks = self._messages(source, target)
+        key = (sizes, flows, ranks, offset)
+        if key not in self._several:
+            self._several[key] = [
+                max((sum(self._links.handover(r * size, offset, flows) for r in rows) for rows in ranks), default=0.0)
+                for size in sizes
+            ]
+        return self._several[key]
 
     def _messages(self, source: Layout, target: Layout) -> tuple[int, tuple[tuple[int, ...], ...]]:
         """See :func:`asa.cost.shards.sending`."""

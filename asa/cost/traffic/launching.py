@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from asa.cost.constants import constant
 from asa.ir.traffic import Collective, Phase
 
@@ -68,50 +70,77 @@ def launched(traffic: Iterable[Collective], phase: Phase) -> int:
 class Launching:
     """What the device waits for at the ends of components, where their boundaries are launched.
 
-    ``ahead(index, layout)``: by how many seconds the host is ahead of the device after the forward, and the backward,
-    of a component, whatever its own communication took. Behind that hides first the end where the pass leaves the
-    component, then the one where it came in.
+    ``ahead(layout)``: by how many seconds the host is ahead of the device after the forward, and the backward, of every
+    component, whatever its own communication took: component x pass. Behind that hides first the end where the pass
+    leaves the component, then the one where it came in.
     """
 
-    def __init__(self, ahead: Callable[[int, Any], tuple[float, float]]) -> None:
+    def __init__(self, ahead: Callable[[Any], Any]) -> None:
         self._ahead = ahead
-        self._known: dict[tuple[int, Any], tuple[float, float]] = {}
+        self._known: dict[Any, Any] = {}
         self.collective_s, self.handover_s = constant("collective_launch_s"), constant("handover_launch_s")
         self._later = MOST_CROSSING * self.collective_s + self.handover_s
 
-    def _of(self, index: int, layout: Any) -> tuple[float, float]:
-        if (index, layout) not in self._known:
-            self._known[index, layout] = self._ahead(index, layout)
-        return self._known[index, layout]
+    def _all(self, layout: Any) -> Any:
+        if layout not in self._known:
+            self._known[layout] = self._ahead(layout)
+        return self._known[layout]
+
+    def _of(self, index: int, layout: Any) -> list[float]:
+        found: list[float] = self._all(layout)[index].tolist()
+        return found
+
+    def _each(self, indices: Sequence[int], layouts: Sequence[Any]) -> Any:
+        """Pass x component x layout."""
+        return np.stack([self._all(x)[indices] for x in layouts], axis=2).swapaxes(0, 1)
 
     def between(self, index: int, source: Any, target: Any, forward: int, backward: int) -> tuple[float, float]:
         """Seconds forward and backward at the boundary in front of component ``index``, of so many collectives."""
         ahead, back = self._of(index - 1, source)[0], self._of(index, target)[1]
         return max(0.0, forward * self.collective_s - ahead), max(0.0, backward * self.collective_s - back)
 
-    def crossed(
-        self, index: int, sources: Sequence[Any], targets: Sequence[Any], forward: Any, backward: Any
-    ) -> tuple[list[float], list[float]]:
-        """The same of all pairs, those from the first of ``sources`` first; counts are arrays of that order."""
-        pairs = [(a, b) for a in sources for b in targets]
-        found = [
-            self.between(index, a, b, int(f), int(k)) for (a, b), f, k in zip(pairs, forward, backward, strict=True)
-        ]
-        return [f for f, _ in found], [k for _, k in found]
+    def all_between(
+        self, indices: Sequence[int], sources: Sequence[Any], targets: Sequence[Any], forward: Any, backward: Any
+    ) -> Any:
+        """The same in front of several components, between all pairs of layouts, those from the first of ``sources``
+        first: pass x component x pair, as counts are."""
+        ahead = self._each([i - 1 for i in indices], sources)[0]
+        back = self._each(indices, targets)[1]
+        return (
+            np.maximum(0.0, forward * self.collective_s - np.repeat(ahead, len(targets), axis=1)),
+            np.maximum(0.0, backward * self.collective_s - np.tile(back, len(sources))),
+        )
 
     def entered(self, index: int, layout: Any, forward: int, backward: int) -> tuple[float, float]:
         """Where a stage begins with component ``index``: a microbatch is received, its gradient sent."""
-        ahead, back = self._of(index, layout)
+        found: tuple[float, float] = self._entered(self._of(index, layout), forward, backward, max)
+        return found
+
+    def all_entered(self, indices: Sequence[int], layouts: Sequence[Any], forward: Any, backward: Any) -> Any:
+        """The same of several components in each of these layouts: pass x component x layout, as counts are."""
+        return self._entered(self._each(indices, layouts), forward, backward, np.maximum)
+
+    def _entered(self, ahead: Any, forward: Any, backward: Any, most: Callable[[Any, Any], Any]) -> Any:
+        own, message = self.collective_s, self.handover_s
         return (
-            max(0.0, forward * self.collective_s + self.handover_s - max(0.0, ahead - self._later)),
-            max(0.0, backward * self.collective_s + self.handover_s - back),
+            most(0.0, forward * own + message - most(0.0, ahead[0] - self._later)),
+            most(0.0, backward * own + message - ahead[1]),
         )
 
     def left(self, index: int, layout: Any, forward: int, backward: int, *, sent: bool) -> tuple[float, float]:
         """Where a stage ends with component ``index``; ``sent``: to another stage."""
-        ahead, back = self._of(index, layout)
-        message = self.handover_s if sent else 0.0
+        found: tuple[float, float] = self._left(self._of(index, layout), forward, backward, max, sent=sent)
+        return found
+
+    def all_left(
+        self, indices: Sequence[int], layouts: Sequence[Any], forward: Any, backward: Any, *, sent: Any
+    ) -> Any:  # fmt: skip
+        """The same as of :meth:`all_entered`; ``sent``: component x 1."""
+        return self._left(self._each(indices, layouts), forward, backward, np.maximum, sent=sent)
+
+    def _left(self, ahead: Any, forward: Any, backward: Any, most: Callable[[Any, Any], Any], *, sent: Any) -> Any:
+        own, message = self.collective_s, sent * self.handover_s
         return (
-            max(0.0, forward * self.collective_s + message - ahead),
-            max(0.0, backward * self.collective_s + message - max(0.0, back - self._later)),
+            most(0.0, forward * own + message - ahead[0]),
+            most(0.0, backward * own + message - most(0.0, ahead[1] - self._later)),
         )

@@ -182,6 +182,12 @@ class KindSpace(StagedSpace):
             self._transfers[key] = (on * MS, back * MS)
         return self._transfers[key]
 
+    def transfers(
+        self, cuts: Sequence[int], num_microbatches: int, source: Layout, target: Layout, offset: int
+    ) -> list[tuple[float, float]]:
+        """As of every :class:`StagedSpace`."""
+        return [self.transfer(c, num_microbatches, source, target, offset) for c in cuts]
+
     def candidate(self, skeleton: Skeleton, choices: Sequence[Choice]) -> Candidate:
         """The candidate that choices of a pipeline stand for."""
         return Candidate(

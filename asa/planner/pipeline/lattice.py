@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from asa.planner.stage.problem import Chain
-from asa.planner.stage.rows import COLUMNS, JOINT, Joints, Row
+from asa.planner.stage.rows import COLUMNS, JOINT, Joints, Row, Sides
 
 INF = float("inf")
 
@@ -74,9 +74,11 @@ class Numbers:
         for found, ends in ((self.inlets, chain.inlets), (self.outlets, chain.outlets)):
             made: dict[int, Any] = {}
             for i, edges_of in enumerate(ends):
-                if id(edges_of) not in made and edges_of:
-                    made[id(edges_of)] = np.array([_EDGE(e) for e in edges_of.values()]).T
-                if edges_of:
+                if isinstance(edges_of, Sides):
+                    found[i][:, edges_of.layouts] = edges_of.figures[1:]
+                elif edges_of:
+                    if id(edges_of) not in made:
+                        made[id(edges_of)] = np.array([_EDGE(e) for e in edges_of.values()]).T
                     found[i][:, list(edges_of)] = made[id(edges_of)]
         self.release = chain.release
 

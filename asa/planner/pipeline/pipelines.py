@@ -73,6 +73,11 @@ class Pipelines(Protocol):
         Of the layouts only widths and data degrees count.
         """
 
+    def transfers(
+        self, cuts: Sequence[int], num_microbatches: int, source: Layout, target: Layout, offset: int
+    ) -> list[tuple[float, float]]:
+        """:meth:`transfer` in front of each of ``cuts``."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Skeleton:

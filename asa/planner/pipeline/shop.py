@@ -41,7 +41,6 @@ class Shop:
         self._limited: dict[tuple[int, int, int], Table] = {}
         self._points: dict[tuple[int, int, int, int, int], tuple[Room, int, Points | None]] = {}
         self._explorers: dict[tuple[int, int, int], Explorer] = {}
-        self._sent: dict[tuple[Any, ...], tuple[float, float]] = {}
         self._computed: dict[int, Frame] = {}
         self._rough: dict[tuple[int, int, int], Table | None] = {}
         self._alone: dict[int, dict[int, Table]] = {}
@@ -194,21 +193,18 @@ class Shop:
             classes: dict[float, list[int]] = {}
             for cut in range(1, self.n):
                 classes.setdefault(self.pipelines.crossing(cut), []).append(cut)
+            firsts, place = [cuts[0] for cuts in classes.values()], np.zeros(self.n, dtype=np.int64)
+            for k, cuts in enumerate(classes.values()):
+                place[cuts] = k
             layouts = [Layout(width=w, data=d, tensor=1) for w, d in keys.pairs]
-            for size, cuts in classes.items():
-                on, home = (np.zeros((kinds, count, count)) for _ in range(2))
-                for a, (w, d) in enumerate(keys.pairs):
-                    if time.monotonic() > ends:
-                        raise OutOfTimeError
-                    for b, (v, e) in enumerate(keys.pairs):
-                        if w + v > self.gpus:
-                            continue
-                        for kind, offset in enumerate(self.example):
-                            sent = (size, m, w, d, v, e, kind)
-                            if sent not in self._sent:
-                                self._sent[sent] = self.pipelines.transfer(cuts[0], m, layouts[a], layouts[b], offset)
-                            on[kind, a, b], home[kind, a, b] = self._sent[sent]
-                ahead[:, cuts], back[:, cuts] = on[:, None], home[:, None]
+            sent = np.zeros((kinds, len(firsts), count, count, 2))
+            for a, x in enumerate(layouts):
+                if time.monotonic() > ends:
+                    raise OutOfTimeError
+                for b, y in enumerate(layouts):
+                    for kind, offset in enumerate(self.example) if x.width + y.width <= self.gpus else ():
+                        sent[kind, :, a, b] = self.pipelines.transfers(firsts, m, x, y, offset)
+            ahead[:, 1 : self.n], back[:, 1 : self.n] = np.moveaxis(sent[:, place[1:]], -1, 0)
         self._links = {key: Links(self.gpus, self.hops, ahead, back, m, self.offsets)}
         return self._links[key]
 

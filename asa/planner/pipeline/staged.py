@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from asa.cost.boundary.at_once import AtOnce
 from asa.cost.pricing import Way
-from asa.cost.step import BoundaryCost
 from asa.interfaces.schedule import Schedule
 from asa.ir.layout import Layout
 from asa.planner.pipeline.pipelines import Skeleton
@@ -45,6 +45,7 @@ class StagedSpace:
         """Whether memory is likely to bind: what is asked for first, then."""
         self._formulations: dict[tuple[int, int], Formulation | None] = {}
         self._computes: dict[tuple[int, int], list[float]] = {}
+        self._several: dict[tuple[object, ...], list[tuple[float, float]]] = {}
         self._transfers: dict[tuple[float, int, int, int, int, int, int], tuple[float, float]] = {}
         self.names = tuple(c.name for c in space.profile.graph.components)
         self.global_batch = space.request.global_batch
@@ -72,20 +73,11 @@ class StagedSpace:
         layouts = self._prices.space.layouts(width, num_microbatches)
         if not pricer.states.apart or not layouts:
             return None
-
-        def least(of: Callable[[int, Layout], BoundaryCost], cut: int) -> list[float]:
-            """``cut``: which boundary of a component is the end of the stage, 0 in front or 1 behind."""
-            found: dict[object, float] = {}
-            row = []
-            for i in range(n):
-                key = pricer.edges.alike(i + cut) if 0 < i + cut < n else i
-                if key not in found:
-                    found[key] = MS * min(c.forward_s + c.backward_s for c in (of(i, x) for x in layouts))
-                row.append(found[key])
-            return row
-
-        n = len(self.names)
-        return least(pricer.edges.inlet, 0), least(pricer.edges.outlet, 1)
+        n, edges = range(len(self.names)), AtOnce(pricer.edges)
+        begin, end = (
+            MS * x[:, :2].sum(axis=1).min(axis=1) for x in (edges.inlets(n, layouts), edges.outlets(n, layouts))
+        )
+        return begin.tolist(), end.tolist()
 
     def apart(self, width: int, num_microbatches: int) -> Any | None:
         """As :meth:`compute`, with all that a component costs by itself."""
@@ -135,6 +127,21 @@ class StagedSpace:
             # The other way round the same happens in the other order.
             self._transfers[key[0], key[1], *key[4:6], *key[2:4], hop] = (back * MS, on * MS)
         return self._transfers[key]
+
+    def transfers(
+        self, cuts: Sequence[int], num_microbatches: int, source: Layout, target: Layout, offset: int
+    ) -> list[tuple[float, float]]:
+        """:meth:`transfer` in front of each of ``cuts``."""
+        some = tuple(c for c in cuts if self.crossing(c) >= 0)
+        key = (some, num_microbatches, source.width, source.data, target.width, target.data, self.hop(offset))
+        if key not in self._several:
+            pricer = self._prices.pricer(source.width, num_microbatches, self.gpus)
+            found = [(on * MS, back * MS) for on, back in pricer.handovers(some, source, target, offset)]
+            # The other way round the same happens in the other order.
+            self._several[*key[:2], *key[4:6], *key[2:4], key[6]] = [(back, on) for on, back in found]
+            self._several[key] = found
+        known = dict(zip(some, self._several[key], strict=True))
+        return [known.get(c, (_NEVER_MS, _NEVER_MS)) for c in cuts]
 
     def candidate(self, skeleton: Skeleton, choices: Sequence[Choice]) -> Candidate:
         """The candidate that choices of a pipeline stand for."""

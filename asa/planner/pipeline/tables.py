@@ -22,8 +22,9 @@ Objective = tuple[float, float, float, float, float, float]
 
 _STEADY, _WHOLE = 5, 3
 """Prices of memory: for a microbatch's time, and for a step's."""
-_FINE, _DECADES = 28, (-3.0, 2.0)
-"""Prices that are looked at, and between which powers of ten, in units of a chain's time over the capacity."""
+_FINE = 28
+_PRICES = np.geomspace(1e-3, 1e2, _FINE)
+"""Prices that are looked at, in units of a chain's time over the capacity."""
 _ENTRIES = 6_000_000
 """Of arrays in one pass, about as many: tables for several numbers of microbatches in flight at once."""
 
@@ -60,7 +61,7 @@ def rates(numbers: Numbers, in_flight: int, most: int, *, whole: bool) -> list[f
     if whole:
         time = x.m * time + row[:, at.ONCE] + max(0.0, 1 - x.saving * x.sc) * (row[:, at.PROMPT] + row[:, at.LATE])
     unit = max(1e-12, float(np.minimum.reduceat(time, each) @ count)) / x.capacity
-    price = unit * np.geomspace(10.0 ** _DECADES[0], 10.0 ** _DECADES[1], _FINE)
+    price = unit * _PRICES
     step = 1e-6
     asked = np.r_[price, price * (1 + step)]
     cost = np.minimum.reduceat(time + asked[:, None] * held, each, axis=1) @ count

@@ -20,7 +20,7 @@ from asa.cost.work.spread import slowest_rank, working
 from asa.ir.codec import noun
 from asa.ir.layout import Layout, largest_shard
 from asa.ir.plan import DataDegree, ScheduleName, TensorDegree
-from asa.planner.space.space import Allowed, Space
+from asa.planner.space.space import Allowed, Space, anything
 
 _KEPT = 50_000
 """Components of candidates whose prices are kept, all together."""
@@ -140,6 +140,7 @@ class Prices:
                 speeds=speeds,
                 spare=spare,
                 states=self._states.get((width, working)),
+                chain=self._chain_times,
             )
             self._states.setdefault((width, working), self._pricers[key].states)
         return self._pricers[key]
@@ -154,9 +155,8 @@ class Prices:
                 [w for layout in layouts for w in space.ways_in(i, layout) if allowed(i, w)]
                 for i in range(len(space.profile.graph))
             ]
-            self._menus[key] = self.menu_of(
-                pricer, ways, forgetting=lambda i, way: allowed(i, replace(way, checkpoint=False))
-            )
+            plain = None if allowed is anything else lambda i, way: allowed(i, replace(way, checkpoint=False))
+            self._menus[key] = self.menu_of(pricer, ways, forgetting=plain)
         return self._menus[key]
 
     def menu_of(

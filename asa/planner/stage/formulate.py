@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
+from asa.cost.boundary.at_once import AtOnce
 from asa.cost.menu import Menu
 from asa.cost.pricing import Pricer, Way
-from asa.cost.step import BoundaryCost
 from asa.ir.layout import Layout
 from asa.ir.units import GIB
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.space import Allowed, anything
-from asa.planner.stage.problem import MS, Chain, Choice, Edge, Problem
-from asa.planner.stage.rows import COLUMNS, JOINT, Joints, Row
+from asa.planner.stage.problem import MS, Chain, Choice, Problem
+from asa.planner.stage.rows import COLUMNS, JOINT, Joints, Row, Sides
 
 
 class Formulation:
@@ -104,17 +104,16 @@ def formulate(
     hidden = max(0.0, overlap.saving) * overlap.communication_slowdown
     found = _layouts(menu, offered, len(space.profile.graph))
     numbers = {menu.layouts[k]: j for j, k in enumerate(dict.fromkeys(k for row in found for k in row))}
-    used = [tuple(menu.layouts[k] for k in row) for row in found]
     ends = (
-        _ends(pricer, used, numbers, inlet=True, whole=busy is None),
-        _ends(pricer, used, numbers, inlet=False, whole=busy is None),
+        _ends(pricer, menu.layouts, found, numbers, inlet=True, whole=busy is None),
+        _ends(pricer, menu.layouts, found, numbers, inlet=False, whole=busy is None),
     )
-    edges = _edges(pricer, used, numbers)
+    edges = _edges(pricer, menu.layouts, found, numbers)
     capacity = space.room(first, width, width if busy is None else busy) / GIB
     plain = offered if every else offered & ~menu.saving
     options = _Options(menu, pricer, np.flatnonzero(offered if crowded else plain), forced)
     some = options if not crowded else options.among(plain)
-    most = _most(some, edges, (*ends[0], *ends[1]), 1 if busy is None else num_microbatches)
+    most = _most(some, (*edges, *ends[0], *ends[1]), 1 if busy is None else num_microbatches)
     roomy = not every and most <= capacity and overlap.communication_slowdown >= 1
     if roomy:
         options = some
@@ -141,12 +140,12 @@ def formulate(
     return Formulation(chain, tuple(tuple(row.ways) for row in rows))
 
 
-def _layouts(menu: Menu, which: Any, count: int) -> list[list[int]]:
+def _layouts(menu: Menu, which: Any, count: int) -> list[tuple[int, ...]]:
     """Per component the layouts it may have, in the order of its ways."""
     found: list[dict[int, None]] = [{} for _ in range(count)]
     for i, k in zip(menu.component[which].tolist(), menu.layout[which].tolist(), strict=True):
         found[i][k] = None
-    return [list(row) for row in found]
+    return [tuple(row) for row in found]
 
 
 class _Options:
@@ -229,64 +228,51 @@ class _Options:
         return tuple(found)
 
 
-def _most(options: _Options, joints: Iterable[Joints], ends: Iterable[dict[int, Edge]], in_flight: int) -> float:
+def _most(options: _Options, joints: Iterable[Joints | Sides], in_flight: int) -> float:
     """GiB that no choice for any of the components, however they are cut into stages, has at its peak."""
     found = float((options.most("state") + options.most("gradients") + in_flight * options.most("activations")).sum())
     moving, passing = float(options.most("transient").max()), 0.0
     for joint in joints:
         state, activations, transient = (joint.figures[JOINT.index(x)] for x in ("state", "activations", "transient"))
-        found += float((state + in_flight * activations).max())
-        passing = max(passing, float(transient.max()))
-    for edges in ends:
-        if edges:
-            found += max(e.state + in_flight * e.activations for e in edges.values())
-            passing = max(passing, max(e.transient for e in edges.values()))
+        found += float((state + in_flight * activations).max(initial=0.0))
+        passing = max(passing, float(transient.max(initial=0.0)))
     return found + moving + 3 * passing
 
 
-def _edges(pricer: Pricer, found: list[tuple[Layout, ...]], numbers: dict[Layout, int]) -> tuple[Joints, ...]:
-    """Boundaries that look alike, as between repeated blocks, are one and the same."""
+def _edges(
+    pricer: Pricer, layouts: tuple[Layout, ...], found: list[tuple[int, ...]], numbers: dict[Layout, int]
+) -> tuple[Joints, ...]:  # fmt: skip
+    """Boundaries between all of the ``layouts`` that neighbours have. Those that look alike, as between repeated
+    blocks, are one and the same."""
+    keys = [(found[i - 1], found[i], pricer.edges.alike(i)) for i in range(1, len(found))]
     known: dict[tuple[object, ...], Joints] = {}
-    edges = []
-    for i in range(1, len(found)):
-        key = (pricer.edges.alike(i), found[i - 1], found[i])
-        if key not in known:
-            x, once = pricer.edges.boundaries(i, found[i - 1], found[i])
-            cost = pricer.num_microbatches * (x.forward + x.backward) + once
-            times = [t * MS for t in (cost, x.forward, x.backward, once)]
-            figures = np.stack([*times, 0.0 * cost, x.activations / GIB, x.transient / GIB])
-            known[key] = Joints([numbers[a] for a in found[i - 1]], [numbers[b] for b in found[i]], figures)
-        edges.append(known[key])
-    return tuple(edges)
+    for some in dict.fromkeys(key[:2] for key in keys):
+        first = {key: i for i, key in reversed(list(enumerate(keys, 1))) if key[:2] == some}
+        sources, targets = (tuple(layouts[k] for k in row) for row in some)
+        figures = _figures(pricer, AtOnce(pricer.edges).boundaries(list(first.values()), sources, targets))
+        ends = [numbers[a] for a in sources], [numbers[b] for b in targets]
+        known |= {key: Joints(*ends, x) for key, x in zip(first, figures, strict=True)}
+    return tuple(known[key] for key in keys)
+
+
+def _figures(pricer: Pricer, columns: Any) -> Any:
+    """ms and GiB, component x figure as in :data:`asa.planner.stage.rows.JOINT` x pair or layout, of columns as in
+    :class:`asa.cost.boundary.at_once.AtOnce`."""
+    forward, backward, once = columns[:, :3].swapaxes(0, 1)
+    cost = pricer.num_microbatches * (forward + backward) + once
+    return np.concatenate([cost[:, None] * MS, columns[:, :3] * MS, columns[:, 3:] / GIB], axis=1)
 
 
 def _ends(
-    pricer: Pricer, found: list[tuple[Layout, ...]], numbers: dict[Layout, int], *, inlet: bool, whole: bool
-) -> tuple[dict[int, Edge], ...]:
-    """What beginning (or ending) a stage with each component costs; only at the very ends for a single stage. Ends that
-    look alike are one and the same."""
-    price, used = (pricer.edges.inlet, 0) if inlet else (pricer.edges.outlet, len(found) - 1)
-    known: dict[tuple[object, ...], dict[int, Edge]] = {}
-    ends: list[dict[int, Edge]] = []
-    for i, layouts in enumerate(found):
-        if whole and i != used:
-            ends.append({})
-            continue
-        place = i if inlet else i + 1
-        key = (pricer.edges.alike(place) if 0 < place < len(found) else place, layouts)
-        if key not in known:
-            known[key] = {numbers[x]: _edge(price(i, x)) for x in layouts}
-        ends.append(known[key])
+    pricer: Pricer, layouts: tuple[Layout, ...], found: list[tuple[int, ...]], numbers: dict[Layout, int], *,
+    inlet: bool, whole: bool,
+) -> tuple[Sides, ...]:  # fmt: skip
+    """What beginning (or ending) a stage with each component costs, in those of the ``layouts`` that it has; only at
+    the very ends for a single stage."""
+    all_, n = AtOnce(pricer.edges), len(found)
+    price = all_.inlets if inlet else all_.outlets
+    indices = range(n) if not whole else [0] if inlet else [n - 1]
+    ends = [Sides((), np.zeros((len(JOINT), 0)))] * n
+    for i, figures in zip(indices, _figures(pricer, price(indices, layouts)), strict=True):
+        ends[i] = Sides([numbers[layouts[k]] for k in found[i]], figures[:, list(found[i])])
     return tuple(ends)
-
-
-def _edge(cost: BoundaryCost) -> Edge:
-    return Edge(
-        cost=cost.blocking_s * MS,
-        state=cost.footprint.state / GIB,
-        activations=cost.footprint.activations / GIB,
-        transient=cost.footprint.transient / GIB,
-        forward=cost.forward_s * MS,
-        backward=cost.backward_s * MS,
-        once=cost.wrapper_s * MS,
-    )

@@ -142,8 +142,8 @@ class Chain:
     layouts: tuple[Layout, ...]
     configs: tuple[Sequence[Config], ...]
     edges: tuple[Mapping[tuple[int, int], Edge], ...]
-    inlets: tuple[dict[int, Edge], ...]
-    outlets: tuple[dict[int, Edge], ...]
+    inlets: tuple[Mapping[int, Edge], ...]
+    outlets: tuple[Mapping[int, Edge], ...]
     release: tuple[int, ...]
     saving: float
     sp: float

@@ -16,7 +16,7 @@ COLUMNS = ("forward", "backward", "bucket", "once", "prompt", "late", "window", 
 """Of :attr:`Row.values`, named as in :class:`asa.planner.stage.problem.Config`."""
 
 JOINT = ("cost", "forward", "backward", "once", "state", "activations", "transient")
-"""Of :attr:`Joints.figures`, named as in :class:`asa.planner.stage.problem.Edge`."""
+"""Of :attr:`Joints.figures` and :attr:`Sides.figures`, named as in :class:`asa.planner.stage.problem.Edge`."""
 
 
 class Row(Sequence[Config]):
@@ -50,6 +50,24 @@ class Row(Sequence[Config]):
                 **dict(zip(COLUMNS, self.values[index].tolist(), strict=True)),
             )
         return self._made[index]
+
+
+class Sides(Mapping[int, Edge]):
+    """What it costs to begin, or to end, a stage in each of ``layouts`` (by number); ``figures``: column x layout."""
+
+    def __init__(self, layouts: Sequence[int], figures: Any) -> None:
+        self.layouts, self.figures = layouts, figures
+
+    def __len__(self) -> int:
+        return len(self.layouts)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.layouts)
+
+    def __getitem__(self, layout: int) -> Edge:
+        if layout not in self.layouts:
+            raise KeyError(layout)
+        return Edge(**dict(zip(JOINT, self.figures[:, self.layouts.index(layout)].tolist(), strict=True)))
 
 
 class Joints(Mapping[tuple[int, int], Edge]):
