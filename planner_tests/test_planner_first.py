@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import known_models
@@ -15,8 +16,7 @@ from asa.planner import Request, plan
 from asa.planner.pipeline import joint
 from asa.planner.space.candidate import Prices
 from asa.planner.space.space import Space, anything
-from asa.planner.stage import dp, exhaustive, first
-from asa.planner.stage import singles as of_one_stage
+from asa.planner.stage import dp, exhaustive
 from asa.planner.stage.first import first_plan
 from asa.planner.stage.formulate import formulate
 from asa.planner.stage.problem import MS
@@ -29,13 +29,6 @@ PROFILES = {
     "vgg16": known_models.profile(known_models.vgg16(32), 4000.0, 64),
     "transformer": known_models.profile(known_models.transformer(4, 256), 2000.0, 64),
 }
-
-
-@pytest.fixture(autouse=True)
-def unhurried(monkeypatch):
-    """Whatever else the machine does."""
-    monkeypatch.setattr(first, "_MORE_S", 60.0)
-    monkeypatch.setattr(of_one_stage, "_LONG_S", 60.0)
 
 
 def tight(model: str, cluster: str, share: float) -> Prices:
@@ -66,6 +59,18 @@ def test_a_first_plan_fits_and_is_close_to_the_best_of_its_kind(model, cluster, 
     assert prices.of(found.place.formulation.candidate(choice)).cost.total_s * MS == pytest.approx(value)
     best = dp.solve(problem, time_limit_s=1.0)
     assert best.bound * (1 - 1e-9) <= value <= 1.25 * best.value
+
+
+def test_a_machine_that_is_busy_has_the_same_first_plan(monkeypatch):
+    prices, found = tight("transformer", CLUSTERS[1], 1.2), []
+    clock = itertools.count()
+    for busy in (False, True):
+        if busy:
+            monkeypatch.setattr("time.process_time", lambda: 60.0 * next(clock))
+        alone = singles(Places(prices, anything, (4,)), "ilp")
+        found.append(first_plan(alone, INF, INF))
+    assert found[0] == found[1] < INF
+    assert next(x for x in alone if x.value < INF).num_microbatches > 1
 
 
 @pytest.mark.parametrize("model", PROFILES)

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 
 from asa.planner.stage.singles import Single
 
-_MORE_S = 0.05
-"""CPU seconds for the prices of more than one microbatch, all together, before the last of them is formulated."""
+_MORE = 5_000
+"""Ways that are priced of more than one microbatch, all together, before the last of them is formulated: a dozen
+milliseconds for each thousand."""
 
 
 def first_plan(alone: Sequence[Single], best: float, ends: float) -> float:
@@ -25,13 +26,14 @@ def first_plan(alone: Sequence[Single], best: float, ends: float) -> float:
     """
     widest = max((x.width for x in alone), default=0)
     own = sorted((x for x in alone if x.width == widest), key=lambda x: x.num_microbatches)
-    spent = 0.0
+    priced = 0
     for single in own:
-        several, began = single.num_microbatches > 1, time.process_time()
+        several = single.num_microbatches > 1
         if single.bound >= best or (several and time.monotonic() > ends) or not single.crowded or single.long:
             break
         least = single.least
-        if several and spent + time.process_time() - began > _MORE_S:
+        priced += single.ways if several else 0
+        if priced > _MORE:
             break
         if least < best:
             single.begin(best)
@@ -39,7 +41,6 @@ def first_plan(alone: Sequence[Single], best: float, ends: float) -> float:
                 return single.value
         elif least < float("inf"):  # more microbatches are in the space only if it is proved that this many do not fit
             break
-        spent += time.process_time() - began if several else 0.0
     return float("inf")
 
 

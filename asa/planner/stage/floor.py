@@ -29,12 +29,13 @@ _PIVOTS = 4
 @dataclass(frozen=True)
 class Floor:
     """Bounds on a single stage: ms of a step, and of what comes once per step; GiB that a choice holds. ``crowded``:
-    some choices hold more than there is."""
+    some choices hold more than there is. ``ways``: of all components, that were priced for it."""
 
     whole: float
     once: float
     memory: float
     crowded: bool
+    ways: int
 
 
 def floor(prices: Prices, width: int, num_microbatches: int, allowed: Allowed) -> Floor:
@@ -48,7 +49,7 @@ def floor(prices: Prices, width: int, num_microbatches: int, allowed: Allowed) -
     which = np.flatnonzero(offered & ~menu.saving)  # a checkpoint saves no time
     each = np.flatnonzero(np.r_[True, np.diff(menu.component[which]) != 0])
     if len(which) == 0 or len(each) < len(space.profile.graph):
-        return Floor(INF, INF, 0.0, False)
+        return Floor(INF, INF, 0.0, False, len(which))
     x = menu.priced(pricer, which)
     held = np.maximum.reduceat(x.state + x.activations + x.gradients, each).sum() + x.transient.max()
     crowded = bool(held / GIB > capacity)
@@ -66,10 +67,10 @@ def floor(prices: Prices, width: int, num_microbatches: int, allowed: Allowed) -
     whole = float(np.minimum.reduceat(sides, each, axis=1).sum(axis=1).max())
     once = float(np.minimum.reduceat(late, each).sum()) * MS
     if not crowded:
-        return Floor(whole, once, 0.0, False)
+        return Floor(whole, once, 0.0, False, len(which))
     memory, peaks = _held(x, each)
     found = [_dearer(side, held, each, capacity - beside) for side in sides for held, beside in peaks]
-    return Floor(max(whole, *found), once, memory, True)
+    return Floor(max(whole, *found), once, memory, True, len(which))
 
 
 def _held(x: Priced, each: Any) -> tuple[float, list[tuple[Any, float]]]:

@@ -30,8 +30,9 @@ HANDY = 1_000
 """Ways of all components together up to which the ILP proves a stage whose memory binds within a second, usually."""
 _ILP_S = 0.55
 """Less time than that is better spent on labels: the ILP would not get to the end."""
-_LONG_S, _FORMULATED = 0.2, 1.0
-"""Pricing components one by one for so long says that formulating takes so many times as long: thousands of them."""
+_LONG, _FORMULATED = 10_000, 1.0
+"""Ways of all components together from which formulating takes long: as long as pricing them one by one, times so much.
+"""
 _CLOSE = 1e-9
 _NOTHING = Solution(choice=None, value=float("inf"), bound=float("inf"), solver="dp")
 _OPEN = Solution(choice=None, value=float("inf"), bound=0.0, solver="dp")
@@ -206,8 +207,13 @@ class Single:
 
     @property
     def long(self) -> bool:
-        """Whether that says that formulating takes long."""
-        return self.took > _LONG_S
+        """Whether that is known, and formulating takes long."""
+        return self.took > 0 and self._places.floor(self.width, 1).ways > _LONG
+
+    @property
+    def ways(self) -> int:
+        """Of all components together, that are priced for :attr:`least`."""
+        return self._places.floor(self.width, self.num_microbatches).ways
 
     @property
     def crowded(self) -> bool:
