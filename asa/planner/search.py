@@ -64,7 +64,7 @@ _AGAIN_S = 0.5
 _PROVED = 1e-6
 """A gap that is none."""
 _POLISH_S = 0.25
-"""At most, for what is faster beside a first plan, or beside an answer that is not proved."""
+"""At most, for what is faster beside an answer that is not proved."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,7 +292,7 @@ class _Ways:
         near = self.near if self.near > 1 else None
         found = first_plans(self.prices, self.allowed, self.best.limit / MS, until, near)
         if found is not None:
-            found = improved(self.prices, found, self.allowed, time.monotonic() + _POLISH_S)
+            found = improved(self.prices, found, self.allowed, until)
         return found, float("inf") if found is None else self.prices.of(found).cost.total_s * MS
 
     def _first(self) -> None:

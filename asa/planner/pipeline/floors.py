@@ -22,6 +22,8 @@ _LEAST_S = 1.0
 _STEPS = 12
 _PACED = 6
 """Halvings of what is left between a bound and the best plan."""
+_NEAR = 0.5
+"""Of the best plan: a bound further below it is not looked at for being paced, where closer bounds follow anyway."""
 _MOST_RANKS, _NODE = 128, 8
 """Beyond so many ranks they are counted in nodes of eight, and narrower stages as none at all."""
 _MOST_ENTRIES = 4e8
@@ -33,7 +35,8 @@ def floors(
 ) -> dict[int, float]:  # fmt: skip
     """Ms per number of microbatches, a bound on every plan of several stages; ``best`` where it is no less.
 
-    ``halvings``: of what is left between a bound and ``best``, where that is not reached at once; 1 for none.
+    ``halvings``: of what is left between a bound and ``best``, where that is not reached at once; 1 for none, where
+    closer bounds follow.
 
     Time ``ends`` (a second from now at least) for the last of them only, which takes longest; the others are had
     whatever time is left: without them nothing is proved.
@@ -54,7 +57,7 @@ def floors(
             found[m] = best
             continue
         found[m] = max(low, m * _slowest(own, widths, gpus, low / m, best / m))
-        if found[m] < best < INF:
+        if found[m] < best < INF and (halvings > 1 or found[m] > _NEAR * best):
             met = [pipelines.ends(w, m) for w in rows]
             joints = np.zeros((2, *own.shape)) if None in met else np.array(met, dtype=float).swapaxes(0, 1)
             found[m] = max(found[m], _paced(own, joints, widths, gpus, m, found[m], best, ends, halvings))

@@ -284,7 +284,8 @@ class Sketch:
         saved = overlap.compute_slowdown * max(0.0, overlap.saving)
         count, at = len(self.cuts), np.array(self.cuts)
         manners = self.manners(w, m, lean=lean)
-        flights = np.array([min(schedule.in_flight(0, r + 1, m), m) if r else 1 for r in range(self.most)])
+        in_flight = [min(schedule.in_flight(0, r + 1, m), m) if r else 1 for r in range(self.most)]
+        flights = np.array(in_flight)[:, None, None]
         steady = np.full((self.most, count, count), INF)
         once, manner = np.zeros_like(steady), np.full(steady.shape, -1)
         forward = np.arange(count)[None, :] > np.arange(count)[:, None]
@@ -310,18 +311,15 @@ class Sketch:
             plain = before if number and replace(x, checkpoint=False) == manners[number - 1] else None
             plain = plain if x.checkpoint else None
             before = (own, moving)
-            for r, flight in enumerate(flights):
-                held = own[4] + flight * own[5] + moving
-                fits = possible & (held <= room)
-                both = own[0]
-                if plain is not None:  # as many as there is room for are not computed again
-                    more = plain[0][4] + flight * plain[0][5] + plain[1] - held
-                    share = np.clip((room - held) / np.maximum(more, 1.0), 0.0, 1.0)
-                    share = np.floor(share * counts) / counts
-                    both = both - share * np.maximum(0.0, both - plain[0][0])
-                total = both + late / m
-                better = fits & (total < steady[r] + once[r] / m)
-                steady[r] = np.where(better, both, steady[r])
-                once[r] = np.where(better, late, once[r])
-                manner[r] = np.where(better, number, manner[r])
+            held = own[4] + flights * own[5] + moving
+            both = own[0]
+            if plain is not None:  # as many as there is room for are not computed again
+                more = plain[0][4] + flights * plain[0][5] + plain[1] - held
+                share = np.clip((room - held) / np.maximum(more, 1.0), 0.0, 1.0)
+                share = np.floor(share * counts) / counts
+                both = both - share * np.maximum(0.0, both - plain[0][0])
+            better = possible & (held <= room) & (both + late / m < steady + once / m)
+            steady = np.where(better, both, steady)
+            once = np.where(better, late, once)
+            manner = np.where(better, number, manner)
         return _Stages(steady, once, manner, manners) if np.isfinite(steady).any() else None
