@@ -6,6 +6,7 @@ import copy
 import operator
 from contextlib import redirect_stderr
 from io import StringIO
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -40,21 +41,36 @@ def _input_dtype(component: TracedComponent) -> torch.dtype:
     return next((p.dtype for p in component.parameters() if p.is_floating_point()), component.input_dtype)
 
 
-def _propagate_shapes(graph: fx.GraphModule, component: TracedComponent) -> None:
-    """Note every value's shape in its node, computing nothing and changing no buffer; once for a graph."""
-    device = next((p.device for p in component.parameters()), torch.device("cpu"))
-    shape, dtype = (_SAMPLES, *component.input_shape), _input_dtype(component)
-    if all(node.meta.get(_SHAPES) == (shape, dtype) for node in graph.graph.nodes):
+def _propagate_shapes(component: TracedComponent) -> None:
+    """Note every value's shape in its node, computing nothing and changing no buffer; once for a component."""
+    shape, dtype = key = (_SAMPLES, *component.input_shape), _input_dtype(component)
+    graphs = component.graphs()
+    if all(node.meta.get(_SHAPES) == key for graph in graphs for node in graph.graph.nodes):
         return
-    if device.type == "meta":
-        ShapeProp(graph).propagate(torch.empty(shape, dtype=dtype, device=device))
-    else:
+    try:
+        for graph, twin in zip(graphs, _without_values(component).graphs(), strict=True):
+            ShapeProp(twin).propagate(torch.empty(shape, dtype=dtype, device="meta"))
+            for node, like in zip(graph.graph.nodes, twin.graph.nodes, strict=True):
+                node.meta.update(like.meta)
+    except Exception:  # where a constant on the real device meets what is on none; several times slower
         fake = FakeTensorMode()
         with fake:
+            device = next((p.device for p in component.parameters()), torch.device("cpu"))
             x = torch.empty(shape, dtype=dtype, device=device)
-        ShapeProp(graph, fake_mode=fake).propagate(x)
-    for node in graph.graph.nodes:
-        node.meta[_SHAPES] = (shape, dtype)
+        for graph in graphs:
+            ShapeProp(graph, fake_mode=fake).propagate(x)
+    for graph in graphs:
+        for node in graph.graph.nodes:
+            node.meta[_SHAPES] = key
+
+
+def _without_values(component: TracedComponent) -> TracedComponent:
+    """A copy on the meta device, made without copying any value."""
+    memo: dict[int, Any] = {}
+    for tensor in (*component.parameters(), *component.buffers()):
+        empty = torch.empty_like(tensor, device="meta")
+        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    return copy.deepcopy(component, memo)
 
 
 def plan_split(component: TracedComponent, *, tokens: bool = False) -> list[SplitPlan]:
@@ -67,15 +83,13 @@ def plan_split(component: TracedComponent, *, tokens: bool = False) -> list[Spli
     """
     if component.ties:  # what another component uses too stays as it is
         return [SplitPlan() for _ in component.graphs()]
-    plans = []
-    for graph in component.graphs():
-        try:
-            with redirect_stderr(StringIO()):  # where fx prints a traceback of what it raises
-                _propagate_shapes(graph, component)
-        except Exception as error:
-            reason = type(error.__cause__ or error).__name__
-            raise UsageError(f"{component.name} does something that depends on values ({reason})") from error
-        plans.append(propagate_tokens(graph) if tokens else propagate(graph))
+    try:
+        with redirect_stderr(StringIO()):  # where fx prints a traceback of what it raises
+            _propagate_shapes(component)
+    except Exception as error:
+        reason = type(error.__cause__ or error).__name__
+        raise UsageError(f"{component.name} does something that depends on values ({reason})") from error
+    plans = [propagate_tokens(graph) if tokens else propagate(graph) for graph in component.graphs()]
     first, *rest = plans
     for other in rest:
         for path in first.actions.keys() & other.actions.keys():
