@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.fx.passes.shape_prop import ShapeProp
+from torch.fx.passes.shape_prop import ShapeProp, TensorMetadata
 
 from asa.sharding import tensor
 from asa.sharding.tensor import plan_split
@@ -46,7 +46,14 @@ def shifted() -> nn.Module:
 
 
 def noted(component: TracedComponent) -> list[object]:
-    return [node.meta.get("tensor_meta") for graph in component.graphs() for node in graph.graph.nodes]
+    """Shape, type and whether it has a gradient, of all that the split looks at; strides may differ."""
+
+    def read(meta: object) -> object:
+        if isinstance(meta, TensorMetadata):
+            return meta.shape, meta.dtype, meta.requires_grad
+        return tuple(map(read, meta)) if isinstance(meta, (tuple, list)) else None
+
+    return [read(node.meta.get("tensor_meta")) for graph in component.graphs() for node in graph.graph.nodes]
 
 
 def seen(component: TracedComponent) -> list[object]:
