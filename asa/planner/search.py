@@ -46,7 +46,7 @@ _UNIFORM_S = 0.05
 """For the whole strategies on fewer devices."""
 _SLACK = 1e-7
 """By how much a uniform plan of fewer devices may be beaten, so that the search finds the same plan itself."""
-_SKETCH, _SKETCH_S = 0.4, 0.15
+_SKETCH, _SKETCH_S = 0.4, 0.25
 """Of the time, at most, that first plans of pipelines are looked for; half of it where one stage of all ranks leads.
 So many seconds whatever time there is."""
 _FLOORS_S = 1.0

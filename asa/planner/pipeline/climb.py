@@ -58,9 +58,10 @@ class Climber:
         stops, offset, times, moves = (*x.starts[1:], self.n), 0, [], []
         left: Layout | None = None
         for s, (a, b, w, manner) in enumerate(zip(x.starts, stops, x.widths, x.manners, strict=True)):
-            if not self.space.placed(offset, w):
+            first = self._alike(offset, w)
+            if first is None or not self.space.placed(offset, w):
                 return INF
-            found = self._stage(a, b, w, manner, m, schedule.in_flight(s, p, m))
+            found = self._stage(a, b, w, manner, m, schedule.in_flight(s, p, m), first)
             if found is None:
                 return INF
             own, entry, leaving = found
@@ -76,25 +77,35 @@ class Climber:
         some, more = (makespan(times, moves, schedule, k * _STEADY) for k in (1, 2))
         return more + (m / _STEADY - 2) * (more - some)
 
+    def _alike(self, offset: int, w: int) -> int | None:
+        """Where stages of ``w`` ranks have devices like those from ``offset`` on first; None where these differ among
+        themselves."""
+        cluster = self.space.cluster
+        if not cluster.unequal:
+            return 0
+        kinds = list(zip(map(cluster.speed, range(self.gpus)), cluster.memories(), strict=False))
+        own = set(kinds[offset : offset + w])
+        return next((k for k in range(self.gpus) if set(kinds[k : k + w]) == own), None) if len(own) == 1 else None
+
     def _stage(
-        self, a: int, b: int, w: int, manner: Manner, m: int, flight: int
+        self, a: int, b: int, w: int, manner: Manner, m: int, flight: int, first: int
     ) -> tuple[StageTimes, Layout, Layout] | None:
-        key = (a, b, w, manner, m, flight)
+        key = (a, b, w, manner, m, flight, first)
         if key not in self._stages:
-            self._stages[key] = self._priced(a, b, w, manner, m, flight)
+            self._stages[key] = self._priced(a, b, w, manner, m, flight, first)
         return self._stages[key]
 
     def _priced(
-        self, a: int, b: int, w: int, manner: Manner, m: int, flight: int
+        self, a: int, b: int, w: int, manner: Manner, m: int, flight: int, first: int
     ) -> tuple[StageTimes, Layout, Layout] | None:
         if not self.sketch.possible(w, m, manner)[a:b].all():
             return None
-        uniform, room = self.sketch.uniform(w, m, manner), self.space.capacity(self.gpus)
+        uniform, room = self.sketch.uniform(w, m, manner, first), self.space.room(first, w, self.gpus)
         times, peak = uniform.stage(a, b, flight)
         if peak > room:
             return None
         if manner.checkpoint:
-            plain = self.sketch.uniform(w, m, replace(manner, checkpoint=False))
+            plain = self.sketch.uniform(w, m, replace(manner, checkpoint=False), first)
             kept = self._kept(uniform, plain, a, b, flight, room - peak)
             while kept:
                 some = uniform.mixed(plain, kept)
@@ -103,7 +114,7 @@ class Climber:
                     times, uniform = better, some
                     break
                 kept = kept[: -1 - len(kept) // 8]
-        self._ways[a, b, w, manner, m, flight] = list(uniform.ways[a:b])
+        self._ways[a, b, w, manner, m, flight, first] = list(uniform.ways[a:b])
         return times, uniform.ways[a].layout, uniform.ways[b - 1].layout
 
     def _kept(self, again: Uniform, plain: Uniform, start: int, stop: int, flight: int, room: float) -> list[int]:
@@ -124,9 +135,11 @@ class Climber:
         """The plan that a priced outline stands for."""
         p, schedule = len(x.starts), self.space.strategies.schedules[x.schedule]
         ways: list[Way] = []
+        offset = 0
         for s, (a, b, w, manner) in enumerate(zip(x.starts, (*x.starts[1:], self.n), x.widths, x.manners, strict=True)):
             flight = schedule.in_flight(s, p, x.num_microbatches)
-            ways += self._ways[a, b, w, manner, x.num_microbatches, flight]
+            ways += self._ways[a, b, w, manner, x.num_microbatches, flight, self._alike(offset, w)]
+            offset += w
         return Candidate(
             origin="asa", num_microbatches=x.num_microbatches, ways=tuple(ways), widths=x.widths, starts=x.starts,
             schedule=x.schedule,  # type: ignore[arg-type]
@@ -213,6 +226,10 @@ class Climber:
                 for k, v in enumerate(x.widths):
                     if k != s and (shrunk := self._resized(grown, k, v - (up - w))) is not None:
                         yield shrunk
+            for down in (v for v in (w - 1, w - 8) if v in self.widths):
+                less = self._resized(x, s, down)
+                if less is not None:
+                    yield less
 
     def _joined(self, x: Outline) -> Iterator[Outline]:
         for s in range(1, len(x.starts)):
@@ -220,11 +237,11 @@ class Climber:
                 x.starts[:s] + x.starts[s + 1 :], x.widths[:s] + x.widths[s + 1 :], x.manners[:s] + x.manners[s + 1 :],
                 x.num_microbatches, x.schedule,
             )  # fmt: skip
+            if len(fewer.starts) < 2:
+                return
+            yield fewer
             for k in {0, s - 1, len(fewer.starts) - 1}:
-                if (
-                    len(fewer.starts) > 1
-                    and (found := self._resized(fewer, k, fewer.widths[k] + x.widths[s])) is not None
-                ):
+                if (found := self._resized(fewer, k, fewer.widths[k] + x.widths[s])) is not None:
                     yield found
 
     def _halved(self, x: Outline) -> Iterator[Outline]:
@@ -255,7 +272,8 @@ def first_plans(
         return None
     climber, limit_s = Climber(sketch), best_s
     batch = min(prices.space.request.global_batch, MOST_IN_A_PIPELINE)
-    likely = sorted((2**k for k in range(1, batch.bit_length())), key=lambda m: abs(np.log2(m / (near or sketch.most))))
+    several = (2**k for k in range(1, batch.bit_length()))
+    likely = [1, *sorted(several, key=lambda m: abs(np.log2(m / (near or sketch.most))))]
     found: dict[Outline, float] = {}
     for m in likely:
         if time.monotonic() > ends:

@@ -85,7 +85,7 @@ class Sketch:
         self.tight = False
         """Whether memory has been seen to bind: manners that save some are then looked at from the first."""
         self.most = min(self.gpus, len(self.cuts) - 1, _MOST_STAGES)
-        self._uniforms: dict[tuple[int, int, Manner], Uniform] = {}
+        self._uniforms: dict[tuple[int, int, Manner, int], Uniform] = {}
         self._menus: dict[tuple[object, ...], Menu] = {}
         self._allowed: dict[tuple[int, Manner], Any] = {}
 
@@ -239,10 +239,10 @@ class Sketch:
             checkpoint=forgets,
         )
 
-    def uniform(self, w: int, m: int, x: Manner) -> Uniform:
-        """All components on stages of ``w`` ranks in that manner."""
-        if (w, m, x) not in self._uniforms:
-            pricer = self.prices.pricer(w, m, self.gpus)
+    def uniform(self, w: int, m: int, x: Manner, first: int = 0) -> Uniform:
+        """All components on stages of ``w`` ranks, from the rank ``first`` on, in that manner."""
+        if (w, m, x, first) not in self._uniforms:
+            pricer = self.prices.pricer(w, m, self.gpus, first)
             some = self.manners(w, m, lean=x not in self.manners(w, m, lean=False))
             some = some if x in some and self.n * len(some) <= _AT_ONCE else [x]
             menu, n = self._menu(pricer, some), len(some)
@@ -250,8 +250,8 @@ class Sketch:
             for k, manner in enumerate(some):
                 own = Priced(**{name: values[k::n] for name, values in vars(priced).items()})
                 made = Uniform(pricer, self.space.cluster.overlap, menu.ways[k::n], own)
-                self._uniforms[w, m, manner] = made
-        return self._uniforms[w, m, x]
+                self._uniforms[w, m, manner, first] = made
+        return self._uniforms[w, m, x, first]
 
     def _menu(self, pricer: Pricer, manners: Sequence[Manner]) -> Menu:
         """Every component in each of these manners."""

@@ -1,0 +1,67 @@
+"""First plans of several stages: near the best there are, on fewer ranks and on unequal devices, too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from asa.cost.machine import presets
+from asa.cost.machine.estimate import on_device
+from asa.ir import codec
+from asa.ir.profile import Profile
+from asa.planner import Request
+from asa.planner.pipeline.climb import Climber, first_plans
+from asa.planner.pipeline.sketch import Outline, Sketch
+from asa.planner.space.candidate import Prices
+from asa.planner.space.space import Space, anything
+from asa.strategies import offered
+
+INF = float("inf")
+PROFILES = Path(__file__).resolve().parent.parent / "profiles"
+
+
+def prices(model: str, cluster: str, gpus: int, batch: int) -> Prices:
+    path, where = PROFILES / f"{model}.cpu.fp32.json", presets.load(cluster)
+    profile = on_device(codec.load(Profile, path), where)
+    return Prices(Space(profile, where, offered(), Request(gpus=gpus, global_batch=batch)))
+
+
+def first_s(model: str, cluster: str, gpus: int, batch: int) -> float:
+    own = prices(model, cluster, gpus, batch)
+    found = first_plans(own, anything, INF, INF)
+    assert found is not None
+    return own.of(found).cost.total_s
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "batch", "few", "many"),
+    [
+        ("vit_b_16", "v100-2x8-25g-tcp", 16, 3, 7),
+        ("resnet50", "a100-nvlink-8", 100, 4, 7),
+        ("resnet50", "3090-pcie-8", 64, 2, 6),
+    ],
+)
+def test_more_devices_are_not_worse_to_begin_with(model, cluster, batch, few, many):
+    # What is best here is one microbatch through stages of fewer ranks than there are.
+    assert first_s(model, cluster, many, batch) <= first_s(model, cluster, few, batch) * 1.002
+
+
+def test_stages_on_slow_devices_are_priced_as_such():
+    own = prices("vit_b_16", "4090-2-3090-2-pcie", 4, 16)
+    climber = Climber(Sketch(own, anything, INF))
+    manner = climber.sketch.manners(1, 1, lean=False)[0]
+    outline = Outline((0, 4, 9), (1, 1, 1), (manner,) * 3, 1, "1f1b")
+    found = climber.candidate(outline) if climber.seconds(outline) < INF else None
+    assert found is not None
+    assert climber.seconds(outline) == pytest.approx(own.of(found).cost.total_s)
+    wide = climber.sketch.manners(2, 1, lean=False)[0]
+    across = Outline((0, 4, 9), (1, 2, 1), (manner, wide, manner), 1, "1f1b")  # one of a kind, one of the other
+    assert climber.seconds(across) == INF
+
+
+def test_unequal_devices_get_a_first_plan_of_the_fast_ones():
+    own = prices("vit_b_16", "4090-2-3090-2-pcie", 4, 16)
+    found = first_plans(own, anything, INF, INF)
+    assert found is not None
+    assert (found.widths, found.num_microbatches) == ((1, 1), 1)
