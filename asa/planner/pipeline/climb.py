@@ -1,13 +1,11 @@
 """First plans of several stages, improved one change at a time.
 
-A change moves a cut, hands a rank to another stage, runs a stage in another manner, joins two stages or halves one,
-doubles or halves the microbatches, or takes another schedule. Stages are priced once; a plan is then a clock away.
+Changes are those of :mod:`asa.planner.pipeline.neighbours`. Stages are priced once; a plan is then a clock away.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +13,7 @@ import numpy as np
 from asa.cost.pipeline import StageTimes, lower_bound, makespan
 from asa.cost.pricing import Way
 from asa.ir.layout import Layout
+from asa.planner.pipeline.neighbours import Neighbours
 from asa.planner.pipeline.sketch import INF, Manner, Outline, Sketch
 from asa.planner.pipeline.uniform import Uniform
 from asa.planner.space.candidate import Candidate, Prices
@@ -24,8 +23,6 @@ _BEST = 2
 """Plans of each number of microbatches that are climbed from."""
 _STEADY = 16
 """Microbatches after which a pipeline is taken to be in its steady state; what is answered is timed in full."""
-_LONG = 40
-"""Stages beyond which only cuts beside each other are moved."""
 
 
 class Climber:
@@ -36,10 +33,9 @@ class Climber:
         self.n, self.gpus = sketch.n, sketch.gpus
         self._stages: dict[tuple[object, ...], tuple[StageTimes, Layout, Layout] | None] = {}
         self._ways: dict[tuple[object, ...], list[Way]] = {}
-        self._manners: dict[tuple[int, int], list[Manner]] = {}
         self._sent: dict[tuple[object, ...], tuple[float, float]] = {}
         self._values: dict[Outline, float] = {}
-        self.widths = tuple(w for w in widths(self.gpus) if w < self.gpus)
+        self.neighbours = Neighbours(sketch)
 
     def seconds(self, x: Outline, below: float = INF) -> float:
         """Of a step, infinite where it does not fit or is no plan; ``below``: or if it cannot be less than that."""
@@ -158,7 +154,7 @@ class Climber:
         value, moved = self.seconds(x), True
         while moved:
             moved = False
-            for other in self._beside(x):
+            for other in self.neighbours.of(x):
                 if time.monotonic() > ends:
                     return x
                 found = self.seconds(other, value * (1 - 1e-6))
@@ -166,98 +162,6 @@ class Climber:
                     x, value, moved = other, found, True
                     break
         return x
-
-    def _beside(self, x: Outline) -> Iterator[Outline]:
-        p = len(x.starts)
-        yield from self._cut_elsewhere(x, 1)
-        for name in self.space.schedules:
-            if name != x.schedule:
-                yield replace(x, schedule=name)
-        for m in (x.num_microbatches // 2, 2 * x.num_microbatches):
-            if 1 <= m <= min(self.space.request.global_batch, MOST_IN_A_PIPELINE):
-                yield replace(x, num_microbatches=m)
-        yield from self._otherwise(x)
-        if p <= _LONG:
-            yield from self._other_widths(x)
-            yield from self._joined(x)
-            yield from self._halved(x)
-            yield from self._cut_elsewhere(x, 2)
-
-    def _cut_elsewhere(self, x: Outline, far: int) -> Iterator[Outline]:
-        ends = (*x.starts, self.n)
-        for s in range(1, len(x.starts)):
-            for start in (x.starts[s] - far, x.starts[s] + far):
-                if ends[s - 1] < start < ends[s + 1] and self.space.profile.graph.cuttable(start):
-                    yield replace(x, starts=(*x.starts[:s], start, *x.starts[s + 1 :]))
-
-    def _offered(self, w: int, m: int) -> list[Manner]:
-        if (w, m) not in self._manners:
-            self._manners[w, m] = self.sketch.manners(w, m, lean=True)
-        return self._manners[w, m]
-
-    def _otherwise(self, x: Outline) -> Iterator[Outline]:
-        for s, w in enumerate(x.widths):
-            for manner in self._offered(w, x.num_microbatches):
-                if manner != x.manners[s]:
-                    yield replace(x, manners=(*x.manners[:s], manner, *x.manners[s + 1 :]))
-
-    def _resized(self, x: Outline, s: int, w: int) -> Outline | None:
-        """With another width of one stage, in the manner most like its own."""
-        if w not in self.widths:
-            return None
-        old = x.manners[s]
-        manner = min(
-            self._offered(w, x.num_microbatches),
-            key=lambda y: (y.strategy != old.strategy, y.checkpoint != old.checkpoint,
-                           abs(y.tensor - old.tensor) if old.tensor < x.widths[s] or old.tensor == 1 else -y.tensor),
-        )  # fmt: skip
-        return replace(
-            x, widths=(*x.widths[:s], w, *x.widths[s + 1 :]), manners=(*x.manners[:s], manner, *x.manners[s + 1 :])
-        )
-
-    def _other_widths(self, x: Outline) -> Iterator[Outline]:
-        """A rank (or a node) from one stage to another, or to one that had none."""
-        for s, w in enumerate(x.widths):
-            for up in (v for v in (w + 1, w + 8) if v in self.widths):
-                grown = self._resized(x, s, up)
-                if grown is None:
-                    continue
-                yield grown
-                for k, v in enumerate(x.widths):
-                    if k != s and (shrunk := self._resized(grown, k, v - (up - w))) is not None:
-                        yield shrunk
-            for down in (v for v in (w - 1, w - 8) if v in self.widths):
-                less = self._resized(x, s, down)
-                if less is not None:
-                    yield less
-
-    def _joined(self, x: Outline) -> Iterator[Outline]:
-        for s in range(1, len(x.starts)):
-            fewer = Outline(
-                x.starts[:s] + x.starts[s + 1 :], x.widths[:s] + x.widths[s + 1 :], x.manners[:s] + x.manners[s + 1 :],
-                x.num_microbatches, x.schedule,
-            )  # fmt: skip
-            if len(fewer.starts) < 2:
-                return
-            yield fewer
-            for k in {0, s - 1, len(fewer.starts) - 1}:
-                if (found := self._resized(fewer, k, fewer.widths[k] + x.widths[s])) is not None:
-                    yield found
-
-    def _halved(self, x: Outline) -> Iterator[Outline]:
-        ends = (*x.starts, self.n)
-        for s, w in enumerate(x.widths):
-            middle = (ends[s] + ends[s + 1]) // 2
-            if w < 2 or not ends[s] < middle < ends[s + 1] or not self.space.profile.graph.cuttable(middle):
-                continue
-            more = Outline(
-                (*x.starts[: s + 1], middle, *x.starts[s + 1 :]), (*x.widths[: s + 1], w, *x.widths[s + 1 :]),
-                (*x.manners[: s + 1], x.manners[s], *x.manners[s + 1 :]), x.num_microbatches, x.schedule,
-            )  # fmt: skip
-            first = self._resized(more, s, w - w // 2)
-            found = None if first is None else self._resized(first, s + 1, w // 2)
-            if found is not None:
-                yield found
 
 
 def first_plans(

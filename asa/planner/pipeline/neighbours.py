@@ -1,0 +1,115 @@
+"""Plans beside one: a cut moved, a rank handed to another stage or left idle, a stage in another manner, two joined
+or one halved, twice or half the microbatches, another schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from asa.planner.pipeline.sketch import Manner, Outline, Sketch
+from asa.planner.space.space import MOST_IN_A_PIPELINE, widths
+
+_LONG = 40
+"""Stages beyond which only cuts beside each other are moved."""
+
+
+class Neighbours:
+    """Outlines that differ from one in one thing, whether they fit or not."""
+
+    def __init__(self, sketch: Sketch) -> None:
+        self.sketch, self.space, self.n = sketch, sketch.space, sketch.n
+        self.widths = tuple(w for w in widths(sketch.gpus) if w < sketch.gpus)
+        self._manners: dict[tuple[int, int], list[Manner]] = {}
+
+    def of(self, x: Outline) -> Iterator[Outline]:
+        """Those of ``x``, the likeliest to help first."""
+        p = len(x.starts)
+        yield from self._cut_elsewhere(x, 1)
+        for name in self.space.schedules:
+            if name != x.schedule:
+                yield replace(x, schedule=name)
+        for m in (x.num_microbatches // 2, 2 * x.num_microbatches):
+            if 1 <= m <= min(self.space.request.global_batch, MOST_IN_A_PIPELINE):
+                yield replace(x, num_microbatches=m)
+        yield from self._otherwise(x)
+        if p <= _LONG:
+            yield from self._other_widths(x)
+            yield from self._joined(x)
+            yield from self._halved(x)
+            yield from self._cut_elsewhere(x, 2)
+
+    def _cut_elsewhere(self, x: Outline, far: int) -> Iterator[Outline]:
+        ends = (*x.starts, self.n)
+        for s in range(1, len(x.starts)):
+            for start in (x.starts[s] - far, x.starts[s] + far):
+                if ends[s - 1] < start < ends[s + 1] and self.space.profile.graph.cuttable(start):
+                    yield replace(x, starts=(*x.starts[:s], start, *x.starts[s + 1 :]))
+
+    def _offered(self, w: int, m: int) -> list[Manner]:
+        if (w, m) not in self._manners:
+            self._manners[w, m] = self.sketch.manners(w, m, lean=True)
+        return self._manners[w, m]
+
+    def _otherwise(self, x: Outline) -> Iterator[Outline]:
+        for s, w in enumerate(x.widths):
+            for manner in self._offered(w, x.num_microbatches):
+                if manner != x.manners[s]:
+                    yield replace(x, manners=(*x.manners[:s], manner, *x.manners[s + 1 :]))
+
+    def _resized(self, x: Outline, s: int, w: int) -> Outline | None:
+        """With another width of one stage, in the manner most like its own."""
+        if w not in self.widths:
+            return None
+        old = x.manners[s]
+        manner = min(
+            self._offered(w, x.num_microbatches),
+            key=lambda y: (y.strategy != old.strategy, y.checkpoint != old.checkpoint,
+                           abs(y.tensor - old.tensor) if old.tensor < x.widths[s] or old.tensor == 1 else -y.tensor),
+        )  # fmt: skip
+        return replace(
+            x, widths=(*x.widths[:s], w, *x.widths[s + 1 :]), manners=(*x.manners[:s], manner, *x.manners[s + 1 :])
+        )
+
+    def _other_widths(self, x: Outline) -> Iterator[Outline]:
+        """A rank (or a node) from one stage to another, or to one that had none."""
+        for s, w in enumerate(x.widths):
+            for up in (v for v in (w + 1, w + 8) if v in self.widths):
+                grown = self._resized(x, s, up)
+                if grown is None:
+                    continue
+                yield grown
+                for k, v in enumerate(x.widths):
+                    if k != s and (shrunk := self._resized(grown, k, v - (up - w))) is not None:
+                        yield shrunk
+            for down in (v for v in (w - 1, w - 8) if v in self.widths):
+                less = self._resized(x, s, down)
+                if less is not None:
+                    yield less
+
+    def _joined(self, x: Outline) -> Iterator[Outline]:
+        for s in range(1, len(x.starts)):
+            fewer = Outline(
+                x.starts[:s] + x.starts[s + 1 :], x.widths[:s] + x.widths[s + 1 :], x.manners[:s] + x.manners[s + 1 :],
+                x.num_microbatches, x.schedule,
+            )  # fmt: skip
+            if len(fewer.starts) < 2:
+                return
+            yield fewer
+            for k in {0, s - 1, len(fewer.starts) - 1}:
+                if (found := self._resized(fewer, k, fewer.widths[k] + x.widths[s])) is not None:
+                    yield found
+
+    def _halved(self, x: Outline) -> Iterator[Outline]:
+        ends = (*x.starts, self.n)
+        for s, w in enumerate(x.widths):
+            middle = (ends[s] + ends[s + 1]) // 2
+            if w < 2 or not ends[s] < middle < ends[s + 1] or not self.space.profile.graph.cuttable(middle):
+                continue
+            more = Outline(
+                (*x.starts[: s + 1], middle, *x.starts[s + 1 :]), (*x.widths[: s + 1], w, *x.widths[s + 1 :]),
+                (*x.manners[: s + 1], x.manners[s], *x.manners[s + 1 :]), x.num_microbatches, x.schedule,
+            )  # fmt: skip
+            first = self._resized(more, s, w - w // 2)
+            found = None if first is None else self._resized(first, s + 1, w // 2)
+            if found is not None:
+                yield found
