@@ -63,8 +63,9 @@ _AGAIN_S = 0.5
 
 _PROVED = 1e-6
 """A gap that is none."""
-_POLISH_S = 0.25
-"""At most, for what is faster beside an answer that is not proved."""
+_POLISH, _POLISH_S = 1 / 8, 0.25
+"""Of the time, and seconds at most, for what is faster beside an answer that is not proved; after it as long for what
+comes before that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,13 +107,17 @@ def search(
         UnavailableError: the solver is not installed.
     """
     started = time.monotonic()
-    found = _search(prices, solver, started + time_limit_s, allowed, incumbent_s, baselines, start)
+    ends, polish_s = started + time_limit_s, min(_POLISH_S, _POLISH * time_limit_s)
+    found = _search(prices, solver, ends - polish_s, allowed, incumbent_s, baselines, start)
     if found.best is None:
         return found
     before_ms = prices.of(found.best).cost.total_s * MS
     proved = found.lower_bound_s * MS >= before_ms * (1 - _PROVED)
-    better = found.best if proved else improved(prices, found.best, allowed, time.monotonic() + _POLISH_S)
-    first = canonical(prices, better, allowed)
+    if proved:
+        first = canonical(prices, found.best, allowed)
+    else:  # which plan that is depends on the clock anyway
+        better = improved(prices, found.best, allowed, max(ends, time.monotonic() + polish_s))
+        first = canonical(prices, better, allowed, time.monotonic() + polish_s)
     value_ms = prices.of(first).cost.total_s * MS
     taken = time.monotonic() - started
     last = ((taken, value_ms, found.lower_bound_s * MS),) if value_ms < before_ms * (1 - 1e-9) else ()

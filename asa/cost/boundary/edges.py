@@ -34,6 +34,7 @@ class Edges:
         self._inlets: dict[tuple[object, ...], BoundaryCost] = {}
         self._outlets: dict[tuple[object, ...], BoundaryCost] = {}
         self._boundaries: dict[tuple[object, ...], BoundaryCost] = {}
+        self._between: dict[tuple[int, Layout, Layout], BoundaryCost] = {}
         self._errors: dict[Layout, float] = {}
         self._wrappers: dict[Layout, float] = {}
 
@@ -52,6 +53,12 @@ class Edges:
 
     def boundary(self, index: int, source: Layout, target: Layout) -> BoundaryCost:
         """The boundary in front of component ``index`` (1 <= index < number of components)."""
+        here = (index, source, target)
+        if here not in self._between:
+            self._between[here] = self._boundary(index, source, target)
+        return self._between[here]
+
+    def _boundary(self, index: int, source: Layout, target: Layout) -> BoundaryCost:
         key = (self.alike(index), source, target)
         if key not in self._boundaries:
             size, ends = self.form(index)

@@ -39,14 +39,15 @@ _CHANGES = 200
 """Of one answer, at most."""
 
 
-def canonical(prices: Prices, candidate: Candidate, allowed: Allowed) -> Candidate:
-    """The plan itself, or one that takes no longer and comes before it."""
+def canonical(prices: Prices, candidate: Candidate, allowed: Allowed, ends: float = INF) -> Candidate:
+    """The plan itself, or one that takes no longer and comes before it; the first of all around it, if the monotonic
+    clock leaves time until ``ends``."""
     if len(candidate.ways) > _MOST:
         return candidate
     around = _Around(prices, candidate, allowed)
     found = candidate
     for _ in range(_CHANGES):
-        better = next((x for x in around.changes(found) if around.before(x, found)), None)
+        better = around.earlier(found, ends)
         if better is None:
             break
         found = better
@@ -113,6 +114,15 @@ class _Around:
         one, other = self._needs(x), self._needs(y)
         first = one < other or (one == other and self._said(x) < self._said(y))
         return first and self.seconds(x, self.limit_s) <= self.limit_s
+
+    def earlier(self, x: Candidate, until: float) -> Candidate | None:
+        """A plan beside ``x`` that comes before it; None where there is none, or time is up."""
+        for other in self.changes(x):
+            if time.monotonic() > until:
+                return None
+            if self.before(other, x):
+                return other
+        return None
 
     def faster(self, x: Candidate, until: float) -> Candidate | None:
         """A plan beside ``x`` that takes less, and is the limit then; None where there is none, or time is up."""
