@@ -6,7 +6,9 @@
 continues; the one that saves goes through all of them in turn). Every cell is two real runs of ``asa train`` on
 scikit-learn's digits: one stopped by request in the middle of the epoch, one that resumes. Held against it: the state
 gathered after loading is that of the file to the bit; the weights at the end are those of an uninterrupted run on one
-device (float32, BatchNorm over the whole batch); every sample of the epoch was trained on exactly once.
+device (float32, BatchNorm over the whole batch); every sample of the epoch was trained on exactly once. Where a value
+lies so close to the kink of a ReLU or a maximum that rounding decides, runs part ways, on one kind of processor or
+another: the seed is the first with which an uninterrupted run ends the same on one device as on two.
 About 3 s a cell on two cores, 160 cells in all. The record is written after every cell, and what it holds already is
 not done again; no cell begins after ``--budget`` seconds.
 """
@@ -48,6 +50,7 @@ KINDS = ("ddp", "zero", "tensor", "pipeline", "mixed")
 OPTIMIZERS: tuple[OptimizerName, ...] = ("sgd", "adamw")
 SAMPLES, BATCH, STOP = 1437, 240, 3
 TOLERANCE = 1e-3
+SEEDS = 5
 _ZERO = ("zero1", "zero2", "zero3")
 
 
@@ -162,7 +165,7 @@ def _sums(named: dict[str, Tensor]) -> dict[str, str]:
 
 
 def _run(
-    plan: Plan, out: Path, *, resume: bool = False, stop: int | None = None
+    plan: Plan, out: Path, seed: int, *, resume: bool = False, stop: int | None = None
 ) -> tuple[dict[str, str], dict[int, set[int]]]:
     """Train; what was in the ranks at first, and the samples of every step."""
     from functools import partial
@@ -178,7 +181,7 @@ def _run(
 
     settings = TrainSettings(
         out=str(out), data="digits", epochs=1, lr=0.02 if plan.optimizer == "sgd" else 1e-3, warmup=0.5,
-        batch_norm="exact", log_every=1, resume=resume, replan=False, timeout_s=60.0,
+        batch_norm="exact", log_every=1, resume=resume, replan=False, timeout_s=60.0, seed=seed,
     )  # fmt: skip
     try:
         train(plan, settings, strategies=offered(), adapt=partial(_watched, stop=stop), on_event=hear)
@@ -192,12 +195,31 @@ def _stored(out: Path) -> dict[str, Tensor]:
     return checkpoint.read(path, checkpoint.MODEL) | checkpoint.read(path, checkpoint.OPTIMIZER)
 
 
-@cache
-def reference(optimizer: OptimizerName) -> dict[str, Tensor]:
-    """The end of an uninterrupted run on one device."""
+def _uninterrupted(ranks: int, optimizer: OptimizerName, seed: int) -> dict[str, Tensor]:
+    """The end of a run that was not."""
     with tempfile.TemporaryDirectory() as name:
-        _run(plan_of("ddp", 1, optimizer, "zero1"), Path(name) / "run")
+        _run(plan_of("ddp", ranks, optimizer, "zero1"), Path(name) / "run", seed)
         return _stored(Path(name) / "run")
+
+
+def _apart(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest difference of a tensor, relative to its norm."""
+    return max(
+        float((found[name].double() - value.double()).norm() / max(float(value.double().norm()), 1e-3))
+        for name, value in expected.items()
+    )
+
+
+@cache
+def reference(optimizer: OptimizerName) -> tuple[int, dict[str, Tensor]]:
+    """A seed, and the end of an uninterrupted run on one device with it."""
+    found = []
+    for seed in range(SEEDS):
+        one = _uninterrupted(1, optimizer, seed)
+        found.append(_apart(_uninterrupted(2, optimizer, seed), one))
+        if found[-1] <= TOLERANCE / 10:
+            return seed, one
+    raise AssertionError(f"one device and two end apart with every seed: {', '.join(f'{x:.1e}' for x in found)}")
 
 
 def check(cell: Cell, folder: Path) -> float:
@@ -206,18 +228,16 @@ def check(cell: Cell, folder: Path) -> float:
     Raises:
         AssertionError: bits changed, a sample came twice or never, or the end is another.
     """
-    _, first = _run(plan_of(cell.source, cell.n, cell.optimizer, cell.zero), folder, stop=STOP)
+    seed, expected = reference(cell.optimizer)
+    _, first = _run(plan_of(cell.source, cell.n, cell.optimizer, cell.zero), folder, seed, stop=STOP)
     saved = _sums(_stored(folder))
-    loaded, rest = _run(plan_of(cell.target, cell.m, cell.optimizer, cell.zero), folder, resume=True)
+    loaded, rest = _run(plan_of(cell.target, cell.m, cell.optimizer, cell.zero), folder, seed, resume=True)
     changed = sorted(n for n in saved if loaded.get(n) != saved[n]) + sorted(loaded.keys() - saved.keys())
     assert not changed, f"{cell}: {changed[:3]} are not those of the checkpoint"
     steps = [*first.values(), *rest.values()]
     trained = [s for step in steps for s in step]
     assert len(trained) == len(set(trained)) == SAMPLES, f"{cell}: {len(trained)} samples, {len(set(trained))} distinct"
-    worst, ended = 0.0, _stored(folder)
-    for name, value in reference(cell.optimizer).items():
-        found = ended[name].double()
-        worst = max(worst, float((found - value.double()).norm() / max(float(value.double().norm()), 1e-3)))
+    worst = _apart(_stored(folder), expected)
     assert worst <= TOLERANCE, f"{cell}: a tensor is {worst:.2g} off after the steps that follow"
     return worst
 
@@ -251,7 +271,9 @@ def main() -> None:
         records.append({"cell": str(cell), "worst": worst, "error": error})
         print(f"{'FAILED' if error else 'ok':6}  {cell}  {error or f'{worst:.1e}'}", flush=True)
         if output is not None:
-            output.write_text(json.dumps({"torch": torch.__version__, "cells": records}, indent=1) + "\n")
+            seeds = {o: reference(o)[0] for o in OPTIMIZERS if any(f", {o} " in r["cell"] for r in records)}
+            document = {"torch": torch.__version__, "seeds": seeds, "cells": records}
+            output.write_text(json.dumps(document, indent=1) + "\n")
     print(
         f"{tried - failed} of {tried} cells hold, in {time.monotonic() - began:.0f} s, {len(chosen) - tried} are left"
     )
