@@ -45,8 +45,6 @@ def test_impossible_numbers_are_usage_errors(argv, words, capsys):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (("--out", "there"), "leave out --out"),
-        (("--global-batch", "64"), "leave out --global-batch"),
         (("--device", "emulated:gpu.json"), "--check-sealed measures, an emulated device sleeps"),
         (("--models", "cnn"), "no sealed prediction is of --models cnn; they are of resnet50, vit_b_16"),
     ],
@@ -54,6 +52,39 @@ def test_impossible_numbers_are_usage_errors(argv, words, capsys):
 def test_sealed_predictions_are_run_as_they_are_or_not_at_all(argv, words, capsys, monkeypatch):
     monkeypatch.setattr("asa.cli.ground.device_of", lambda *_: pytest.fail("looked at devices"))
     assert words in refused(capsys, 2, "bench", "--check-sealed", *argv)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ("plan --budget 5s", "--budget does nothing without --verify; add that, or leave out --budget"),
+        ("plan --epoch-samples 5", "--epoch-samples does nothing without --price; add that"),
+        ("train --rehearsal-steps 5", "--rehearsal-steps does nothing without --rehearse"),
+        ("train --rehearse 0 --epochs 2", "--epochs does nothing beside --rehearse; leave out --epochs"),
+        ("train --rehearse 1 --out there", "--out does nothing beside --rehearse; leave out --out"),
+        ("train --data digits --data-root there", "nothing with --data digits, only with --data cifar100 or cifar10"),
+        ("train --data synthetic --download", "--download does nothing with --data synthetic"),
+        ("bench --sealed there", "--sealed does nothing without --check-sealed"),
+        ("bench --check-sealed --out there", "--out does nothing beside --check-sealed; leave out --out"),
+        ("bench --check-sealed --global-batch 64", "leave out --global-batch"),
+        ("export --to torch --step 3", "--step does nothing with --to torch, only with --to safetensors"),
+        ("export --to torch --run there", "leave out --run"),
+        ("export plan.json --run there", "PLAN does nothing beside --run; leave out PLAN"),
+        ("launch slurm --volume data", "--volume does nothing with slurm, only with k8s"),
+        ("launch ray --image mine", "--image does nothing with ray, only with slurm or k8s"),
+        ("launch k8s --partition gpu", "--partition does nothing with k8s, only with slurm"),
+        ("launch slurm --gpus-per-node 2 --cluster box", "--cluster does nothing beside --gpus-per-node"),
+        ("launch slurm --train=--rehearse=0", "--rehearse runs one rank by itself, a job trains"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(argv, words, capsys):
+    assert words in refused(capsys, 2, *argv.split())
+
+
+def test_a_setting_for_many_commands_may_do_nothing_in_one(place, capsys, monkeypatch):
+    (place / "asa.toml").write_text('[plan]\nbudget = "5s"\n')
+    monkeypatch.setenv("ASA_EPOCH_SAMPLES", "100")
+    assert entry.run(["plan", "--time-limit", "0.1s"]) == 0
 
 
 BENCH = ("bench", "--device", "cpu", "--gpus", "2", "--models", "cnn", "--cluster", "box")
