@@ -153,9 +153,20 @@ def test_whole_strategies_that_do_not_fit_come_with_a_memory_that_does(capsys):
     assert entry.run(["plan", "--strategies", "ddp,tensor", "--memory", enough]) == 0
 
 
+def test_more_stages_than_components_come_with_devices_that_do(capsys):
+    said = refused(capsys, 4, "plan", "--strategies", "1f1b", "--gpus", "8")
+    assert "1f1b cannot be had: needs a component for each of its 8 stages, the model has 3; " in said
+    assert said.endswith("try --gpus 3 or --strategies asa")
+    assert entry.run(["plan", "--strategies", "1f1b", "--gpus", "3"]) == 0
+    capsys.readouterr()
+    assert entry.run(["plan", "--gpus", "8", "--time-limit", "0.1s"]) == 0
+    assert entry.run(["explain", "--why-not", "1f1b"]) == 0
+    assert "1f1b cannot be run: needs a component for each of its 8 stages" in capsys.readouterr().out
+
+
 def test_the_search_is_named_as_a_remedy_only_where_it_finds_something(capsys):
     said = refused(capsys, 4, "plan", "--strategies", "ddp", "--pin", "head=tensor@2")
-    assert said.endswith("ddp: not allowed by the pins; try --strategies asa")
+    assert said.endswith("ddp cannot be had: not allowed by the pins; try --strategies asa")
     assert "--strategies asa" not in refused(capsys, 4, "plan", "--strategies", "ddp", "--memory", "0.0001")
 
 
