@@ -128,7 +128,12 @@ VERBS = (
             o.option(
                 o.CLUSTER, help="whose innermost links make a machine (default: the plan's)", unless="gpus_per_node"
             ),
-            Option(name="time", help="the longest the job may take: 90m, 24h", parse=o.budget, metavar="T"),
+            Option(
+                name="time",
+                help="the longest the job may take: 90m, 24h; Slurm: at least 5m",
+                parse=o.budget,
+                metavar="T",
+            ),
             Option(name="partition", help="of the machines", metavar="NAME", needs="system=slurm"),
             Option(
                 name="image",
