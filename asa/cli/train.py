@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +10,7 @@ from typing import Any
 from asa.cli import emulated, places
 from asa.cli import options as o
 from asa.cli.console import Console, Report
+from asa.cli.ending import left_to_ranks
 from asa.cli.rehearse import OPTIONS as REHEARSAL
 from asa.cli.rehearse import rehearse
 from asa.cli.verb import Arguments, Option, Verb
@@ -34,18 +32,8 @@ def run(args: Arguments, console: Console) -> None:
     if args.rehearse is not None:
         rehearse(args, console, plan)
         return
-    with _held_sigterm():
+    with left_to_ranks():
         _train(args, console, path, plan, out)
-
-
-@contextmanager
-def _held_sigterm() -> Iterator[None]:
-    """SIGTERM waits for the ranks, who save first: they take it as soon as they run."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def _train(args: Arguments, console: Console, path: Path, plan: Plan, out: Path) -> None:
