@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from asa.cli.choose import origins
 from asa.cli.console import Console
@@ -37,6 +38,10 @@ class EmulatedName:
     def slower(self) -> str:
         """The dilation in words, where there is one."""
         return f", {self.dilation:g} times slower" if self.dilation != 1 else ""
+
+    def told(self, profile: Profile) -> str:
+        """What stands for the devices, where results are kept."""
+        return f"emulated {profile.device.name} from {self.path}{self.slower}; nothing is trained"
 
     def profile(self) -> Profile:
         """The profile, dilated.
@@ -127,6 +132,16 @@ def pretended(name: EmulatedName, plan: Plan, console: Console) -> tuple[Emulate
     return device, replace(plan, prediction=prediction)
 
 
+def mark(result: dict[str, Any], told: str, out: Path) -> dict[str, Any]:
+    """The document of a run that says in ``emulated`` what stood for the devices, in its folder too: a loss or an
+    accuracy in it says nothing."""
+    made = {**result, "emulated": told}
+    temporary = out / ".result.json.tmp"
+    temporary.write_text(json.dumps(made, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    temporary.replace(out / "result.json")
+    return made
+
+
 def stage(name: EmulatedName, model: str, cluster: Cluster) -> tuple[Profile, Cluster, str]:
     """What ``asa bench`` plans from: the profile, the measured links between emulated devices, and a sentence.
 
@@ -136,8 +151,7 @@ def stage(name: EmulatedName, model: str, cluster: Cluster) -> tuple[Profile, Cl
     profile = name.profile()
     if profile.model_spec != model:
         raise UsageError(f"{name.path} is a profile of {profile.model_spec}; name it with --models, asked for {model}")
-    said = f"emulated {profile.device.name} from {name.path}{name.slower}; nothing is trained"
-    return profile, joined(profile, cluster, None, name.dilation), said
+    return profile, joined(profile, cluster, None, name.dilation), name.told(profile)
 
 
 def cells(profile: Profile, cluster: Cluster, plans: Sequence[Plan], console: Console, budget_s: float) -> list[Cell]:

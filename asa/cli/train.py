@@ -37,9 +37,10 @@ def run(args: Arguments, console: Console) -> None:
 
 
 def _train(args: Arguments, console: Console, path: Path, plan: Plan, out: Path) -> None:
-    pretended = None
+    pretended, told = None, ""
     if isinstance(args.device, emulated.EmulatedName):
         pretended, plan = emulated.pretended(args.device, plan, console)
+        told = args.device.told(pretended.profile)
 
     channels, height, width = plan.input_shape
     with HeadStart(
@@ -79,11 +80,13 @@ def _train(args: Arguments, console: Console, path: Path, plan: Plan, out: Path)
             strategies=offered(),
             adapt=adapt,
             relieve=relieve,
-            on_event=lambda event: tell(event, console, progress),
+            on_event=lambda event: tell(event, console, progress, trained=not told),
             command=("train", *words),
             emulated=pretended,
             model=model,
         )
+    if told and "kind" in result:  # which those of a launcher's other ranks have not
+        result = emulated.mark(result, told, out)
     if result.get("summary"):
         from asa.report.training import summary
 
@@ -116,8 +119,8 @@ def beside(plan: Plan, out: Path, console: Console) -> str:
     return f"wrote {path}; open it in Perfetto: every rank as planned and as measured"
 
 
-def tell(event: dict[str, Any], console: Console, progress: Report) -> None:
-    """One event of a run, for people: epoch lines on stdout, the rest on stderr."""
+def tell(event: dict[str, Any], console: Console, progress: Report, *, trained: bool = True) -> None:
+    """One event of a run, for people: epoch lines on stdout, the rest on stderr; not ``trained``: emulated."""
     from asa.report.training import epoch_line, replan_line
 
     match event["event"]:
@@ -132,7 +135,7 @@ def tell(event: dict[str, Any], console: Console, progress: Report) -> None:
             record = codec.build(
                 EpochRecord, {k: event[k] for k in event if k not in ("event", "line")}, source="epoch"
             )
-            console.line(epoch_line(record))
+            console.line(epoch_line(record, trained=trained))
         case "note":
             console.say(f"asa: {event['message']}")
         case "replan":
