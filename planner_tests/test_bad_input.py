@@ -242,3 +242,20 @@ def test_a_request_is_refused_before_the_model_is_looked_at(more, words, capsys,
 
     monkeypatch.setattr("asa.cli.choose.measured", measured)
     assert words in refused(capsys, 2, "plan", "cnn", "--cluster", "box", *more)
+
+
+def test_options_come_after_the_command(capsys):
+    assert entry.run(["--json", "doctor"]) == 2
+    assert "--json stands before the command; options come after it, as in `asa plan --json`" in capsys.readouterr().err
+    assert entry.run(["plan", "--help", "--json"]) == 0
+    assert "usage: asa plan" in capsys.readouterr().out, "help is no document"
+
+
+def test_the_settings_of_several_commands_are_shown_by_the_word_they_begin_with(capsys):
+    assert entry.run(["config", "show", "cluster", "--json"]) == 0
+    found = {row["verb"] for row in json.loads(capsys.readouterr().out)["settings"]}
+    assert found == {"cluster list", "cluster show", "cluster measure"}
+
+
+def test_a_model_of_torchvision_goes_by_its_name_alone(capsys):
+    assert "go by their name alone, resnet18" in refused(capsys, 2, "profile", "torchvision:resnet18")

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asa.cli.choose import origins
+from asa.cli.choose import described, fits, origins
 from asa.cli.console import Console
+from asa.cli.verb import Arguments
 from asa.errors import AsaError, UsageError
 from asa.ir import codec
 from asa.ir.cluster import Cluster, Device, Overlap
@@ -142,15 +143,20 @@ def mark(result: dict[str, Any], told: str, out: Path) -> dict[str, Any]:
     return made
 
 
-def stage(name: EmulatedName, model: str, cluster: Cluster) -> tuple[Profile, Cluster, str]:
+def stage(args: Arguments, name: EmulatedName, model: str, cluster: Cluster) -> tuple[Profile, Cluster, str]:
     """What ``asa bench`` plans from: the profile, the measured links between emulated devices, and a sentence.
 
     Raises:
-        UsageError: the profile is of another model.
+        UsageError: the profile is of another model, or of other inputs than asked for.
     """
     profile = name.profile()
     if profile.model_spec != model:
         raise UsageError(f"{name.path} is a profile of {profile.model_spec}; name it with --models, asked for {model}")
+    if not fits(profile, args, model):
+        raise UsageError(
+            f"{name.path} is a profile {described(profile)}; leave out --input, --classes and --precision, or profile "
+            f"{model} with them"
+        )
     return profile, joined(profile, cluster, None, name.dilation), name.told(profile)
 
 

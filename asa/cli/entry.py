@@ -64,6 +64,8 @@ def dispatch(argv: Sequence[str], console: Console) -> int | None:
 
         sys.stdout.write(f"asa {__version__}\n")
         return 0
+    if words[0].startswith("-"):
+        raise UsageError(f"{words[0]} stands before the command; options come after it, as in `asa plan {words[0]}`")
     found = verbs(words[0])
     for verb in found:
         name = verb.name.split()

@@ -105,10 +105,10 @@ def wants_json(argv: Sequence[str], environment: Mapping[str, str]) -> bool:
 
     Help is never one. A configuration file that cannot be read says nothing here; the verb will refuse it.
     """
-    if "--json" in argv:
-        return True
     if not argv or argv[0] == "help" or {"--help", "-h", "--version", "-V"} & {*argv}:
         return False
+    if "--json" in argv:
+        return True
     said: Any = environment.get("ASA_JSON")
     if said is None:
         try:
