@@ -1,45 +1,26 @@
-"""What people get wrong: one line with the number that decides and the remedy, the documented exit code."""
+"""What people get wrong on the command line: one line with the number that decides and the remedy, the documented exit
+code."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 
 import nouns
 import pytest
+from refusals import refused, user_folder
 
-from asa.cli import entry, places
-from asa.errors import InvalidInputError
+from asa.cli import entry
 from asa.ir import codec
-from asa.ir.cluster import Device
-from asa.ir.plan import Plan, Stage
+from asa.ir.plan import Stage
 
 MANY = str(10**9)
 
 
 @pytest.fixture(autouse=True)
 def place(tmp_path, monkeypatch) -> Path:
-    """A directory with one profile and one cluster of two CPU ranks, and nothing that was shipped."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(places, "SHIPPED", tmp_path / "source" / "profiles")
-    for name in [n for n in os.environ if n.startswith("ASA_")]:
-        monkeypatch.delenv(name)
-    codec.save(nouns.profile(), tmp_path / "profiles" / "tiny.json")
-    codec.save(nouns.cluster(), tmp_path / "profiles" / "cluster.box.json")
-    return tmp_path
-
-
-def refused(capsys, code: int, *argv: str) -> str:
-    """The one line a command ends with."""
-    assert entry.run(argv) == code, capsys.readouterr()
-    said = capsys.readouterr()
-    assert said.out == ""
-    last = said.err.strip().splitlines()[-1]
-    assert last.startswith("asa: ")
-    assert "internal error" not in last
-    return last
+    return user_folder(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -64,8 +45,6 @@ def test_impossible_numbers_are_usage_errors(argv, words, capsys):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (("--out", "there"), "leave out --out"),
-        (("--global-batch", "64"), "leave out --global-batch"),
         (("--device", "emulated:gpu.json"), "--check-sealed measures, an emulated device sleeps"),
         (("--models", "cnn"), "no sealed prediction is of --models cnn; they are of resnet50, vit_b_16"),
     ],
@@ -73,6 +52,39 @@ def test_impossible_numbers_are_usage_errors(argv, words, capsys):
 def test_sealed_predictions_are_run_as_they_are_or_not_at_all(argv, words, capsys, monkeypatch):
     monkeypatch.setattr("asa.cli.ground.device_of", lambda *_: pytest.fail("looked at devices"))
     assert words in refused(capsys, 2, "bench", "--check-sealed", *argv)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ("plan --budget 5s", "--budget does nothing without --verify; add that, or leave out --budget"),
+        ("plan --epoch-samples 5", "--epoch-samples does nothing without --price; add that"),
+        ("train --rehearsal-steps 5", "--rehearsal-steps does nothing without --rehearse"),
+        ("train --rehearse 0 --epochs 2", "--epochs does nothing beside --rehearse; leave out --epochs"),
+        ("train --rehearse 1 --out there", "--out does nothing beside --rehearse; leave out --out"),
+        ("train --data digits --data-root there", "nothing with --data digits, only with --data cifar100 or cifar10"),
+        ("train --data synthetic --download", "--download does nothing with --data synthetic"),
+        ("bench --sealed there", "--sealed does nothing without --check-sealed"),
+        ("bench --check-sealed --out there", "--out does nothing beside --check-sealed; leave out --out"),
+        ("bench --check-sealed --global-batch 64", "leave out --global-batch"),
+        ("export --to torch --step 3", "--step does nothing with --to torch, only with --to safetensors"),
+        ("export --to torch --run there", "leave out --run"),
+        ("export plan.json --run there", "PLAN does nothing beside --run; leave out PLAN"),
+        ("launch slurm --volume data", "--volume does nothing with slurm, only with k8s"),
+        ("launch ray --image mine", "--image does nothing with ray, only with slurm or k8s"),
+        ("launch k8s --partition gpu", "--partition does nothing with k8s, only with slurm"),
+        ("launch slurm --gpus-per-node 2 --cluster box", "--cluster does nothing beside --gpus-per-node"),
+        ("launch slurm --train=--rehearse=0", "--rehearse runs one rank by itself, a job trains"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(argv, words, capsys):
+    assert words in refused(capsys, 2, *argv.split())
+
+
+def test_a_setting_for_many_commands_may_do_nothing_in_one(place, capsys, monkeypatch):
+    (place / "asa.toml").write_text('[plan]\nbudget = "5s"\n')
+    monkeypatch.setenv("ASA_EPOCH_SAMPLES", "100")
+    assert entry.run(["plan", "--time-limit", "0.1s"]) == 0
 
 
 BENCH = ("bench", "--device", "cpu", "--gpus", "2", "--models", "cnn", "--cluster", "box")
@@ -123,72 +135,6 @@ def test_folders_that_cannot_be_used_are_seen_before_anything_is_started(argv, c
     assert not (place / "nowhere").exists()
 
 
-def _cut(text: str) -> str:
-    return text[: len(text) // 2]
-
-
-def _not_a_number(text: str) -> str:
-    for number in ('"dispatch_floor_s": 1e-05', '"slowdown": 1.0', '"gap": 0.0'):
-        text = text.replace(number, number.partition(" ")[0] + " NaN")
-    return text
-
-
-def _by_hand(text: str) -> str:
-    return text.replace('"global_batch": 8', '"global_batch": 9').replace('"num_devices": 2', '"num_devices": 1')
-
-
-@pytest.mark.parametrize("which", ["profiles/tiny.json", "profiles/cluster.box.json", "plan.json"])
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        (_cut, "is not valid JSON"),
-        (lambda _: "", "is not valid JSON"),
-        (lambda _: "[1]", "holds a JSON list"),
-        (lambda _: '{"resnet50": 1}', "is a file of unknown kind, not a"),
-        (lambda text: text.replace('"schema_version": 1', '"schema_version": 99'), "schema version 99"),
-        (_by_hand, "was changed after it was written"),
-        (lambda text: text.replace('"kind"', '"extra": 1,\n "kind"'), ".extra"),
-        (lambda text: text.replace('"fp32"', '"fp8"').replace('"gloo"', '"mpi"'), "at $."),
-        (_not_a_number, "NaN is not a number"),
-    ],
-)
-def test_files_that_cannot_be_used_are_named_with_the_place(which, damage, words, place, capsys):
-    codec.save(nouns.plan(), place / "plan.json")
-    whole = (place / which).read_text()
-    (place / "bad.json").write_text(damage(whole))
-    argv = {"plan.json": ("explain", "bad.json"), "profiles/tiny.json": ("plan", "bad.json")}.get(
-        which, ("plan", "--cluster", "bad.json")
-    )
-    said = refused(capsys, 3, *argv)
-    assert words in said
-    assert "bad.json" in said
-
-
-def test_files_written_by_hand_need_no_fingerprint_and_an_edited_one_is_told_so(place, capsys):
-    for name in ("tiny.json", "cluster.box.json"):
-        data = json.loads((place / "profiles" / name).read_text())
-        del data["fingerprint"]
-        if "levels" in data:
-            data["device"]["memory_bytes"] = 2**34
-        (place / name).write_text(json.dumps(data))
-    assert entry.run(["plan", "tiny.json", "--cluster", "cluster.box.json", "--strategies", "ddp"]) == 0
-    again = ["--profile", "tiny.json", "--cluster", "cluster.box.json"]
-    assert entry.run(["explain", *again]) == 0
-    data["fingerprint"] = None
-    (place / "cluster.box.json").write_text(json.dumps(data))
-    capsys.readouterr()
-    assert refused(capsys, 3, "plan", "--cluster", "cluster.box.json").endswith(
-        "if the change is meant, leave the fingerprint out (at $.fingerprint)"
-    )
-
-
-def test_what_a_noun_refuses_is_told_with_its_file(place, capsys):
-    data = codec.document(nouns.plan())
-    data["stages"] = [{"ranks": [0, 2]}]
-    (place / "bad.json").write_text(json.dumps(data))
-    assert "bad.json: stages must use ranks 0..n-1" in refused(capsys, 3, "train", "bad.json")
-
-
 def test_more_cpu_ranks_than_were_measured_are_derived_and_found_again(place, capsys):
     assert entry.run(["plan", "--gpus", "8", "--strategies", "ddp", "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
@@ -207,9 +153,20 @@ def test_whole_strategies_that_do_not_fit_come_with_a_memory_that_does(capsys):
     assert entry.run(["plan", "--strategies", "ddp,tensor", "--memory", enough]) == 0
 
 
+def test_more_stages_than_components_come_with_devices_that_do(capsys):
+    said = refused(capsys, 4, "plan", "--strategies", "1f1b", "--gpus", "8")
+    assert "1f1b cannot be had: needs a component for each of its 8 stages, the model has 3; " in said
+    assert said.endswith("try --gpus 3 or --strategies asa")
+    assert entry.run(["plan", "--strategies", "1f1b", "--gpus", "3"]) == 0
+    capsys.readouterr()
+    assert entry.run(["plan", "--gpus", "8", "--time-limit", "0.1s"]) == 0
+    assert entry.run(["explain", "--why-not", "1f1b"]) == 0
+    assert "1f1b cannot be run: needs a component for each of its 8 stages" in capsys.readouterr().out
+
+
 def test_the_search_is_named_as_a_remedy_only_where_it_finds_something(capsys):
     said = refused(capsys, 4, "plan", "--strategies", "ddp", "--pin", "head=tensor@2")
-    assert said.endswith("ddp: not allowed by the pins; try --strategies asa")
+    assert said.endswith("ddp cannot be had: not allowed by the pins; try --strategies asa")
     assert "--strategies asa" not in refused(capsys, 4, "plan", "--strategies", "ddp", "--memory", "0.0001")
 
 
@@ -257,91 +214,6 @@ def test_a_plan_for_devices_that_are_not_there_is_5_and_leaves_nothing(place, ca
     assert f"{ranks} CUDA devices, this machine has {ranks - 1}; verify with --device cpu" in said
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "words"),
-    [
-        ("tiny.json", lambda d: d["updates"].append(d["updates"][0]), "appears twice (at $.updates[5])"),
-        ("tiny.json", lambda d: d.update(global_batch=2**25), "is not 1 to 16777216 (at $.global_batch)"),
-        ("tiny.json", lambda d: d.update(schema_version=1.0), "schema version 1.0"),
-        (
-            "cluster.box.json",
-            lambda d: d["levels"][0]["tables"].append(d["levels"][0]["tables"][0]),
-            "two tables of all_reduce among 2 ranks (at $.levels[0].tables[6])",
-        ),
-    ],
-)
-def test_a_profile_or_cluster_that_says_a_thing_twice_or_too_large(name, change, words, place, capsys):
-    data = json.loads((place / "profiles" / name).read_text())
-    del data["fingerprint"]
-    change(data)
-    (place / "bad.json").write_text(json.dumps(data))
-    said = refused(capsys, 3, "plan", *(("bad.json",) if name == "tiny.json" else ("--cluster", "bad.json")))
-    assert words in said
-
-
-def test_too_many_components_are_refused_before_any_of_them_is_looked_at(place, capsys):
-    data = json.loads((place / "profiles" / "tiny.json").read_text())
-    data["graph"]["components"] = [{}] * 100_000
-    (place / "bad.json").write_text(json.dumps(data))
-    assert "has 100000 components, the most is 2000 (at $.graph.components)" in refused(capsys, 3, "plan", "bad.json")
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda d: d.update(num_microbatches=10**6), "1000000 microbatches of 8 samples (at $.num_microbatches)"),
-        (
-            lambda d: d.update(num_microbatches=2**24, global_batch=2**24),
-            "a timeline of 16777216 microbatches of 3 components, more than 500000 passes",
-        ),
-        (lambda d: d["components"].append(d["components"][0]), "component 'stem' appears twice"),
-        (lambda d: d["components"][1].update(name="other"), "component 1 is 'other' and 'body.0'"),
-        (
-            lambda d: d["components"][1]["tensor"].update(strategy="none", degree=2),
-            "strategy none has degree 1, not 2 (at $.components[1].tensor)",
-        ),
-        (
-            lambda d: (
-                d.update(stages=[{"ranks": [0]}, {"ranks": [1]}], schedule="none")
-                or d["components"][-1].update(stage=1)
-            ),
-            "2 stages need a schedule (at $.schedule)",
-        ),
-    ],
-)
-def test_a_plan_by_hand_that_cannot_be_one(change, words, place, capsys):
-    assert entry.run(["plan", "-o", "plan.json"]) == 0
-    data = json.loads((place / "plan.json").read_text())
-    del data["fingerprint"]
-    change(data)
-    (place / "plan.json").write_text(json.dumps(data))
-    capsys.readouterr()
-    assert words in refused(capsys, 3, "simulate", "plan.json")
-
-
-def test_a_memory_that_no_option_takes_is_no_remedy(place, capsys):
-    data = json.loads((place / "profiles" / "tiny.json").read_text())
-    del data["fingerprint"]
-    data["graph"]["components"][0]["parameter_bytes"] = 10**17
-    (place / "vast.json").write_text(json.dumps(data))
-    assert refused(capsys, 4, "plan", "vast.json").endswith("the model is too large for any device")
-
-
-def test_components_that_take_no_time_are_planned(place, capsys):
-    data = json.loads((place / "profiles" / "tiny.json").read_text())
-    del data["fingerprint"]
-    for t in [*data["timings"], *data["updates"]]:
-        for what in ("forward", "backward", "step"):
-            if what in t:
-                t[what].update(median=0.0, p10=0.0, p90=0.0)
-    (place / "still.json").write_text(json.dumps(data))
-    for more in ((), ("--strategies", "single,ddp"), ("--top", "3"), ("--solver", "exhaustive")):
-        assert entry.run(["plan", "still.json", "--json", *more]) == 0
-        made = json.loads(capsys.readouterr().out)
-        assert made["prediction"]["step_time_s"] >= made["certificate"]["lower_bound_s"] >= 0
-    assert entry.run(["simulate", "--profile", "still.json"]) == 0
-
-
 def test_the_best_plans_are_told_in_order(place, capsys):
     assert entry.run(["plan", "--top", "6", "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
@@ -353,31 +225,6 @@ def test_the_best_plans_are_told_in_order(place, capsys):
 def test_too_few_samples_to_verify_on(place, capsys):
     codec.save(nouns.plan(), place / "plan.json")
     assert "need 2; raise --samples" in refused(capsys, 2, "verify", "plan.json", "--samples", "1")
-
-
-def test_an_emulated_device_of_another_model_is_refused(place, capsys):
-    plan = dataclasses.replace(nouns.plan(), components=nouns.plan().components[:2])
-    codec.save(plan, place / "plan.json")
-    said = refused(capsys, 2, "train", "plan.json", "--device", "emulated:profiles/tiny.json")
-    assert "is a profile of tiny (3 components), the plan is of tiny (2)" in said
-
-
-def test_another_profile_than_the_plans_is_said_to_be_one(place, capsys):
-    assert entry.run(["plan"]) == 0
-    codec.save(nouns.profile(model="other"), place / "other.json")
-    (place / "runs" / "estimates").mkdir()
-    (place / "runs" / "estimates" / "torn.json").write_text("{")
-    capsys.readouterr()
-    said = refused(capsys, 3, "explain", "--profile", "other.json")
-    assert "other.json" in said
-    assert "is not the profile the plan was made from" in said
-    assert entry.run(["explain"]) == 0, "an estimate that is torn stands in nobody's way"
-
-
-def test_a_cluster_of_another_kind_that_states_no_peak_is_refused(place, capsys):
-    gpu = Device(name="Some GPU", type="cuda", memory_bytes=2**34)
-    codec.save(dataclasses.replace(nouns.cluster(), device=gpu, name="gpus"), place / "gpus.json")
-    assert "states no fp32 peak" in refused(capsys, 3, "plan", "--cluster", "gpus.json")
 
 
 @pytest.mark.parametrize(
@@ -397,9 +244,18 @@ def test_a_request_is_refused_before_the_model_is_looked_at(more, words, capsys,
     assert words in refused(capsys, 2, "plan", "cnn", "--cluster", "box", *more)
 
 
-def test_errors_of_a_noun_still_point_into_the_file():
-    data = codec.to_data(nouns.plan())
-    data["components"][1]["stage"] = 7
-    words = r"somewhere: component 'body.0' sits in stage 7 of 1 \(at \$\.components"
-    with pytest.raises(InvalidInputError, match=words):
-        codec.build(Plan, data, source="somewhere")
+def test_options_come_after_the_command(capsys):
+    assert entry.run(["--json", "doctor"]) == 2
+    assert "--json stands before the command; options come after it, as in `asa plan --json`" in capsys.readouterr().err
+    assert entry.run(["plan", "--help", "--json"]) == 0
+    assert "usage: asa plan" in capsys.readouterr().out, "help is no document"
+
+
+def test_the_settings_of_several_commands_are_shown_by_the_word_they_begin_with(capsys):
+    assert entry.run(["config", "show", "cluster", "--json"]) == 0
+    found = {row["verb"] for row in json.loads(capsys.readouterr().out)["settings"]}
+    assert found == {"cluster list", "cluster show", "cluster measure"}
+
+
+def test_a_model_of_torchvision_goes_by_its_name_alone(capsys):
+    assert "go by their name alone, resnet18" in refused(capsys, 2, "profile", "torchvision:resnet18")

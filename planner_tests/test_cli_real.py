@@ -60,6 +60,19 @@ def test_the_newest_plan_is_trained_without_being_named(place):
     assert "all 2 epochs are done" in again.stderr
 
 
+def test_a_run_on_emulated_devices_says_that_nothing_was_learnt(place):
+    (profile,) = (place / "profiles").glob("cnn.*.json")
+    device = f"emulated:profiles/{profile.name}"
+    words = ("--data", "digits", "--steps-per-epoch", "3", "--out", "pretended", "--json")
+    done = asa("train", "--device", device, *words, cwd=place)
+    result = json.loads(done.stdout)
+    assert result["emulated"].startswith("emulated ")
+    assert result["emulated"].endswith(f"from profiles/{profile.name}; nothing is trained")
+    assert json.loads((place / "pretended" / "result.json").read_text()) == result
+    assert "epoch 1: emulated, nothing trained, " in done.stderr
+    assert [p.name for p in (place / "pretended").iterdir() if p.name.startswith(".")] == []
+
+
 def test_a_comparison_seals_its_plans_before_it_measures(place):
     argv = (
         "bench",

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import nouns
+import pytest
 
 from asa.cli.bench import VERBS
 from asa.cli.comparison import FILLED, Contest, notes, prepare, side_by_side
 from asa.cli.console import Console
 from asa.cli.settings import arguments
+from asa.errors import UsageError
 from asa.ir import codec
 from asa.ir.plan import Plan
 
@@ -67,3 +69,11 @@ def test_what_was_emulated_is_said_in_the_comparison_itself(tmp_path, monkeypatc
     contest = prepare(arguments(VERBS[-1], words, {}), Console(), "tiny", nouns.cluster(2), 2, tmp_path)
     assert notes(contest)[0].startswith("tiny: emulated ")
     assert "from p.json, 5 times slower; nothing is trained" in notes(contest)[0]
+
+
+def test_an_emulated_device_of_other_inputs_than_asked_for_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    codec.save(nouns.profile(), tmp_path / "p.json")
+    words = ("--strategies", "ddp", "--device", "emulated:p.json", "--input", "3x7x7")
+    with pytest.raises(UsageError, match=r"p.json is a profile of tiny at .*leave out --input, --classes and --prec"):
+        prepare(arguments(VERBS[-1], words, {}), Console(), "tiny", nouns.cluster(2), 2, tmp_path)

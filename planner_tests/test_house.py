@@ -17,6 +17,9 @@ from asa.ir.bench import Bench
 from asa.ir.cluster import Cluster
 from asa.ir.plan import Plan
 from asa.ir.profile import Profile
+from asa.ir.rehearsal import Rehearsal
+from asa.ir.sealed import SealedCheck
+from asa.report import sealed as report
 
 ROOT = Path(__file__).resolve().parent.parent
 VERBS = [verb for word in verbs.VERBS for verb in verbs.verbs(word)]
@@ -68,11 +71,26 @@ def test_every_command_has_a_sample_document(verb):
 
 @pytest.mark.parametrize(
     ("verb", "noun"),
-    [("profile", Profile), ("plan", Plan), ("bench", Bench), ("cluster show", Cluster), ("cluster measure", Cluster)],
+    [
+        ("profile", Profile),
+        ("plan", Plan),
+        ("bench", Bench),
+        ("train rehearse", Rehearsal),
+        ("cluster show", Cluster),
+        ("cluster measure", Cluster),
+    ],
 )
 def test_sample_files_are_documents_of_today(verb, noun):
     """A change of a noun that breaks files people have kept fails here (and asks for a new schema version)."""
     assert codec.document(codec.loads(noun, sample(verb), source=verb)) == json.loads(sample(verb))
+
+
+def test_the_sample_of_a_sealed_check_is_a_document_of_today():
+    data = json.loads(sample("bench check-sealed"))
+    scores = data.pop("scores")
+    made = codec.loads(SealedCheck, json.dumps(data), source="bench check-sealed")
+    assert codec.document(made) == data
+    assert report.scores(made) == scores
 
 
 PROMISED = {
@@ -87,6 +105,8 @@ PROMISED = {
     "results.peak_memory_bytes results.predicted_memory_bytes",
     "verify": "equivalent max_rel_error noise_floor worst_tensor dtype learning_rate steps",
     "train": "exit_code status plan_fingerprint checkpoint epochs.measurements.step_time.median epochs.verdict.action",
+    "train rehearse": "rank step_s.median compute_s predicted_compute_s peak_memory_bytes predicted_memory_bytes",
+    "bench check-sealed": "machines cells.predicted_s cells.measured.median cells.predicted_place scores.coverage_90",
     "explain": "plan_fingerprint components.name components.alternative binding",
     "simulate": "step_time_s events.name events.start_s",
     "doctor": "ok checks.name checks.ok checks.fix",

@@ -75,6 +75,15 @@ def test_slurm_asks_for_what_the_plan_needs() -> None:
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
 
 
+@pytest.mark.parametrize(("limit_s", "fits"), [(30.0, False), (180.0, False), (299.0, False), (300.0, True)])
+def test_a_slurm_job_has_time_to_train_before_it_is_told_to_stop(limit_s: float, fits: bool) -> None:
+    if fits:
+        assert "--time=00:05:00" in jobs.slurm(job(limit_s=limit_s))
+        return
+    with pytest.raises(UsageError, match=rf"a job of {limit_s:g} s would be told to stop 120 s before .* --time 5m"):
+        jobs.slurm(job(limit_s=limit_s))
+
+
 def _program(folder: Path, name: str, body: str) -> None:
     path = folder / name
     path.write_text(f"#!/bin/bash\n{body}\n")
@@ -103,6 +112,10 @@ def test_the_slurm_script_ends_as_the_run_did(tmp_path: Path, code: int | None, 
     assert "--rdzv-endpoint node-a:20041 --rdzv-id 41-0" in calls
     assert calls.split("\n")[1].endswith("--out runs/train/one --resume")
     assert ("requeue 41" in calls) is requeued
+
+
+def test_part_of_a_second_is_a_time_for_a_pod_too() -> None:
+    assert "activeDeadlineSeconds: 1\n" in jobs.kubernetes(job(image="asa:1", limit_s=0.5), "{}")
 
 
 def test_kubernetes_gets_a_config_map_a_service_and_an_indexed_job() -> None:

@@ -55,14 +55,14 @@ def profile(args: Arguments, console: Console, model: str | None, cluster: Clust
     """
     if model is not None and places.looks_like_file(model):
         named = codec.load(Profile, Path(model))
-        if not _fits(named, args, None):
+        if not fits(named, args, None):
             raise UsageError(
-                f"{model} is a profile {_described(named)}; leave out --input, --classes and --precision, or profile "
+                f"{model} is a profile {described(named)}; leave out --input, --classes and --precision, or profile "
                 f"{named.model_spec} with them"
             )
         return _for_cluster(named, cluster, f"profile {model}")
     every = places.profiles(console)
-    known = [(path, p) for path, p in every if _fits(p, args, model)]
+    known = [(path, p) for path, p in every if fits(p, args, model)]
     for path, p in known:
         if cluster is None or p.device.type == cluster.device.type:
             return p, f"profile {places.shown(path)}"
@@ -72,7 +72,7 @@ def profile(args: Arguments, console: Console, model: str | None, cluster: Clust
     if model is None and every:
         raise InvalidInputError(
             f"none of {len(every)} profiles is of the --input, --classes and --precision asked for, the newest is "
-            f"{_described(every[0][1])}; name a model to profile it so"
+            f"{described(every[0][1])}; name a model to profile it so"
         )
     if model is None:
         raise InvalidInputError(
@@ -92,7 +92,7 @@ def profile_here(args: Arguments, console: Console, model: str, device: str, gpu
 
     name = device_record(torch.device(device)).name
     for path, p in places.profiles(console):
-        if _fits(p, args, model) and p.device.name == name and p.global_batch >= (args.global_batch or 1):
+        if fits(p, args, model) and p.device.name == name and p.global_batch >= (args.global_batch or 1):
             return p, f"profile {places.shown(path)}"
     return measured(args, console, model, device, max_degree=max(8, gpus))
 
@@ -174,7 +174,7 @@ def origins(plan: Plan, console: Console, args: Arguments | None = None) -> tupl
     )
 
 
-def _fits(p: Profile, args: Arguments, model: str | None) -> bool:
+def fits(p: Profile, args: Arguments, model: str | None) -> bool:
     """Whether a profile is of what was asked for; anything that was not asked for is no reason against it."""
     return (
         (model is None or p.model_spec == model)
@@ -184,7 +184,7 @@ def _fits(p: Profile, args: Arguments, model: str | None) -> bool:
     )
 
 
-def _described(p: Profile) -> str:
+def described(p: Profile) -> str:
     size = "x".join(map(str, p.graph.input_shape))
     return f"of {p.model_spec} at {size}, {p.graph.num_classes} classes, {p.precision}"
 

@@ -70,7 +70,7 @@ def now() -> str:
 def prepare(args: Arguments, console: Console, model: str, cluster: Cluster, gpus: int, folder: Path) -> Contest:
     """Profile if need be, plan every strategy, and write the plans down."""
     if isinstance(args.device, EmulatedName):
-        profile, cluster, said = emulated.stage(args.device, model, cluster)
+        profile, cluster, said = emulated.stage(args, args.device, model, cluster)
     else:
         profile, said = choose.profile_here(args, console, model, cluster.device.type, gpus)
     console.say(f"asa: {model}: {said}")

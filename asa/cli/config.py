@@ -19,7 +19,7 @@ def run(args: Arguments, console: Console) -> None:
     from asa.report.tables import table
 
     rows = []
-    chosen = [v for word in WORDS for v in verbs(word) if not args.verb or v.name == args.verb]
+    chosen = [v for word in WORDS for v in verbs(word) if not args.verb or f"{v.name} ".startswith(f"{args.verb} ")]
     if not chosen:
         raise UsageError(f"{args.verb!r} is no command; see `asa --help`")
     for verb in chosen:
@@ -42,7 +42,10 @@ VERBS = (
         name="config show",
         help="every setting, its value, and whether a variable, a file or the default gave it",
         run=run,
-        options=(Option(name="verb", help="only this verb", positional=True, metavar="VERB"), o.JSON),
+        options=(
+            Option(name="verb", help="only this verb, or those that begin with it", positional=True, metavar="VERB"),
+            o.JSON,
+        ),
         details="A value comes from the flag, else ASA_<NAME>, else asa.toml or [tool.asa] of pyproject.toml, "
         "else the default.",
     ),

@@ -27,6 +27,7 @@ class Console:
         self.as_json = as_json
         self.first_rank = os.environ.get("RANK", "0") == "0"
         self._document_to: TextIO | None = None
+        self._told = False
         self._bars: Progress | None = None
 
     def show(self, *parts: RenderableType) -> None:
@@ -58,14 +59,16 @@ class Console:
                 sys.stdout.flush()
 
     def document(self, data: dict[str, Any]) -> None:
-        """The one JSON document on stdout; nothing without --json."""
-        if not self.as_json or not self.first_rank:
+        """The one JSON document on stdout; nothing without --json, nor after the first: what ends a command then
+        is told by its exit code."""
+        if not self.as_json or not self.first_rank or self._told:
             return
         text = json.dumps(data, indent=1, allow_nan=False) + "\n"
         stream = self._document_to or sys.stdout
         try:
             stream.write(text)
             stream.flush()
+            self._told = True
         except BrokenPipeError:
             raise
         except OSError as error:

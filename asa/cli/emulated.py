@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from asa.cli.choose import origins
+from asa.cli.choose import described, fits, origins
 from asa.cli.console import Console
+from asa.cli.verb import Arguments
 from asa.errors import AsaError, UsageError
 from asa.ir import codec
 from asa.ir.cluster import Cluster, Device, Overlap
@@ -37,6 +39,10 @@ class EmulatedName:
     def slower(self) -> str:
         """The dilation in words, where there is one."""
         return f", {self.dilation:g} times slower" if self.dilation != 1 else ""
+
+    def told(self, profile: Profile) -> str:
+        """What stands for the devices, where results are kept."""
+        return f"emulated {profile.device.name} from {self.path}{self.slower}; nothing is trained"
 
     def profile(self) -> Profile:
         """The profile, dilated.
@@ -127,17 +133,31 @@ def pretended(name: EmulatedName, plan: Plan, console: Console) -> tuple[Emulate
     return device, replace(plan, prediction=prediction)
 
 
-def stage(name: EmulatedName, model: str, cluster: Cluster) -> tuple[Profile, Cluster, str]:
+def mark(result: dict[str, Any], told: str, out: Path) -> dict[str, Any]:
+    """The document of a run that says in ``emulated`` what stood for the devices, in its folder too: a loss or an
+    accuracy in it says nothing."""
+    made = {**result, "emulated": told}
+    temporary = out / ".result.json.tmp"
+    temporary.write_text(json.dumps(made, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    temporary.replace(out / "result.json")
+    return made
+
+
+def stage(args: Arguments, name: EmulatedName, model: str, cluster: Cluster) -> tuple[Profile, Cluster, str]:
     """What ``asa bench`` plans from: the profile, the measured links between emulated devices, and a sentence.
 
     Raises:
-        UsageError: the profile is of another model.
+        UsageError: the profile is of another model, or of other inputs than asked for.
     """
     profile = name.profile()
     if profile.model_spec != model:
         raise UsageError(f"{name.path} is a profile of {profile.model_spec}; name it with --models, asked for {model}")
-    said = f"emulated {profile.device.name} from {name.path}{name.slower}; nothing is trained"
-    return profile, joined(profile, cluster, None, name.dilation), said
+    if not fits(profile, args, model):
+        raise UsageError(
+            f"{name.path} is a profile {described(profile)}; leave out --input, --classes and --precision, or profile "
+            f"{model} with them"
+        )
+    return profile, joined(profile, cluster, None, name.dilation), name.told(profile)
 
 
 def cells(profile: Profile, cluster: Cluster, plans: Sequence[Plan], console: Console, budget_s: float) -> list[Cell]:

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
+from asa.cli import ending
 from asa.cli.console import Console
 from asa.cli.verbs import VERBS, verbs
 from asa.errors import AsaError, UnavailableError, UsageError
@@ -20,7 +21,7 @@ def run(argv: Sequence[str]) -> int:
     console = Console(as_json=wants_json(argv, os.environ))
     debug = os.environ.get("ASA_DEBUG", "") not in ("", "0")
     try:
-        with console.keeping_stdout(), _quiet_libraries(debug):
+        with console.keeping_stdout(), _quiet_libraries(debug), ending.terminable():
             return dispatch(argv, console) or 0
     except SystemExit as stop:  # argparse, after --help
         return stop.code if isinstance(stop.code, int) else AsaError.exit_code if stop.code else 0
@@ -30,6 +31,8 @@ def run(argv: Sequence[str]) -> int:
         return 0
     except KeyboardInterrupt:
         return _end(console, "interrupted", 130, debug)
+    except ending.Terminated:
+        return _end(console, "terminated by SIGTERM", ending.EXIT_CODE, debug)
     except AsaError as error:
         return _end(console, str(error), error.exit_code, debug)
     except OSError as error:
@@ -61,6 +64,8 @@ def dispatch(argv: Sequence[str], console: Console) -> int | None:
 
         sys.stdout.write(f"asa {__version__}\n")
         return 0
+    if words[0].startswith("-"):
+        raise UsageError(f"{words[0]} stands before the command; options come after it, as in `asa plan {words[0]}`")
     found = verbs(words[0])
     for verb in found:
         name = verb.name.split()

@@ -95,7 +95,7 @@ VERBS = (
         help="trained weights for plain PyTorch, or a plan in the words of another tool",
         run=run,
         options=(
-            o.PLAN,
+            o.option(o.PLAN, unless="run"),
             Option(
                 name="to",
                 help="safetensors: weights of a run; the others: the plan",
@@ -103,10 +103,17 @@ VERBS = (
                 default="safetensors",
             ),
             Option(
-                name="run", help="folder of the run (default: the newest, of the plan if one is named)", metavar="DIR"
+                name="run",
+                help="folder of the run (default: the newest, of the plan if one is named)",
+                metavar="DIR",
+                needs="to=safetensors",
             ),
             Option(
-                name="step", help="the checkpoint after that step (default: the newest)", parse=o.count, metavar="N"
+                name="step",
+                help="the checkpoint after that step (default: the newest)",
+                parse=o.count,
+                metavar="N",
+                needs="to=safetensors",
             ),
             o.OUTPUT,
             o.JSON,

@@ -98,7 +98,9 @@ def words(text: str) -> tuple[str, ...]:
     for own in ("--out", "--resume", "--json"):
         if any(w.split("=")[0] == own for w in found):
             raise ValueError(f"{own} is the job's own; leave it out")
-    arguments(train.VERBS[0], ("PLAN", *found), {})  # a job that waited for its machines is no place to learn of a slip
+    taken = arguments(train.VERBS[0], ("PLAN", *found), {})  # before a job waits for its machines
+    if taken.rehearse is not None:
+        raise ValueError("--rehearse runs one rank by itself, a job trains; leave it out")
     return found
 
 
@@ -123,12 +125,26 @@ VERBS = (
                 parse=o.count,
                 metavar="N",
             ),
-            o.option(o.CLUSTER, help="whose innermost links make a machine (default: the plan's)"),
-            Option(name="time", help="the longest the job may take: 90m, 24h", parse=o.budget, metavar="T"),
-            Option(name="partition", help="Slurm partition", metavar="NAME"),
-            Option(name="image", help="container with asa in it (default for k8s: asa:latest; Slurm: through pyxis)"),
+            o.option(
+                o.CLUSTER, help="whose innermost links make a machine (default: the plan's)", unless="gpus_per_node"
+            ),
             Option(
-                name="volume", help="k8s: claim of the volume that all pods mount (default: NAME-data)", metavar="C"
+                name="time",
+                help="the longest the job may take: 90m, 24h; Slurm: at least 5m",
+                parse=o.budget,
+                metavar="T",
+            ),
+            Option(name="partition", help="of the machines", metavar="NAME", needs="system=slurm"),
+            Option(
+                name="image",
+                help="container with asa in it (default for k8s: asa:latest; Slurm: through pyxis)",
+                needs="system=slurm|k8s",
+            ),
+            Option(
+                name="volume",
+                help="claim of the volume that all pods mount (default: NAME-data)",
+                metavar="C",
+                needs="system=k8s",
             ),
             Option(
                 name="restarts",

@@ -180,7 +180,12 @@ DATA = Option(
     choices=("cifar100", "cifar10", "mnist", "digits", "synthetic"),
     default="cifar100",
 )
-DATA_ROOT = Option(name="data-root", help="folder with the official files of the data set", metavar="DIR")
+DATA_ROOT = Option(
+    name="data-root",
+    help="folder with the official files of the data set",
+    metavar="DIR",
+    needs="data=cifar100|cifar10|mnist",
+)
 LEARNING_RATE = Option(
     name="lr", help="peak learning rate (default: 0.1 for sgd, 0.001 for adamw)", parse=positive, metavar="LR"
 )

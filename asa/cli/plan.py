@@ -148,7 +148,7 @@ VERBS = (
                 parse=o.several,
                 metavar="K",
             ),
-            Option(name="budget", help="time for --verify (default: 60s)", parse=o.budget, metavar="T"),
+            Option(name="budget", help="time for --verify (default: 60s)", parse=o.budget, metavar="T", needs="verify"),
             Option(
                 name="top", help="show the K best plans, by predicted time alone", parse=o.count, default=1, metavar="K"
             ),
@@ -165,6 +165,7 @@ VERBS = (
                 help="samples of an epoch, for --price (default: 50000, those of CIFAR)",
                 parse=o.count,
                 metavar="N",
+                needs="price",
             ),
             Option(
                 name="time-limit",

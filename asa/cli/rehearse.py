@@ -25,9 +25,17 @@ OPTIONS = (
         help="run only this rank of the plan, on one device, without the others: its compute time and memory",
         parse=o.natural,
         metavar="RANK",
+        heeds=("plan", "gpus", "rehearsal_steps", "device", "seed", "json"),
     ),
     o.option(o.GPUS, help="the devices the plan must be for"),
-    Option(name="rehearsal-steps", help="steps to rehearse (default: 10)", parse=o.count, default=10, metavar="N"),
+    Option(
+        name="rehearsal-steps",
+        help="steps to rehearse, with --rehearse (default: 10)",
+        parse=o.count,
+        default=10,
+        metavar="N",
+        needs="rehearse",
+    ),
 )
 
 

@@ -24,15 +24,14 @@ if TYPE_CHECKING:
 
 FOLDER = Path(asa.__file__).resolve().parent.parent / "benchmarks" / "sealed"
 """Beside the source."""
-_OWN = ("models", "gpus", "budget", "device", "seed", "check_sealed", "sealed", "json")
-"""What it takes of the options of ``asa bench``."""
 
 
 def run(args: Arguments, console: Console) -> None:
     """Read, match, measure, score. A wrong prediction is in the score and no error; nor is a machine nobody sealed."""
     from asa.report import sealed as report
 
-    check(args)
+    if not isinstance(args.device, str):
+        raise UsageError("--check-sealed measures, an emulated device sleeps; choose --device auto, cpu or cuda")
     claimed = newest(every(Path(args.sealed) if args.sealed else FOLDER))
     if args.given("models"):
         claimed = of_models(claimed, args.models)
@@ -54,20 +53,6 @@ def run(args: Arguments, console: Console) -> None:
     )
     data = {**codec.document(made), "scores": report.scores(made)}
     console.result(data, lambda: report.render(made))
-
-
-def check(args: Arguments) -> None:
-    """Whether everything that was typed can be kept to: what runs, and how, is in the seals.
-
-    Raises:
-        UsageError: naming what cannot.
-    """
-    if not isinstance(args.device, str):
-        raise UsageError("--check-sealed measures, an emulated device sleeps; choose --device auto, cpu or cuda")
-    for field, where in args.origin.items():
-        if where == "flag" and field not in _OWN:
-            flag = field.replace("_", "-")
-            raise UsageError(f"--check-sealed runs what is sealed, as it is sealed: leave out --{flag}")
 
 
 def of_models(seals: Sequence[Seal], models: Sequence[str]) -> list[Seal]:

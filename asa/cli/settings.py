@@ -15,6 +15,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
+from asa.cli import idle
 from asa.cli.verb import TRUE, Arguments, Option, Verb
 from asa.cli.verbs import VERBS, verbs
 from asa.errors import InvalidInputError, UsageError
@@ -45,15 +46,15 @@ def parser(verb: Verb) -> argparse.ArgumentParser:
     )
     for o in verb.options:
         if o.positional:
-            made.add_argument(o.field, help=_help(o), metavar=o.metavar or o.name.upper(), nargs="?")
+            made.add_argument(o.field, help=_help(verb, o), metavar=o.metavar or o.name.upper(), nargs="?")
         elif o.switch:
-            made.add_argument(f"--{o.name}", dest=o.field, help=o.help, action="store_true")
+            made.add_argument(f"--{o.name}", dest=o.field, help=_help(verb, o), action="store_true")
         else:
             flags = [f for f in (o.short, f"--{o.name}") if f]
             made.add_argument(
                 *flags,
                 dest=o.field,
-                help=_help(o),
+                help=_help(verb, o),
                 metavar=o.metavar or ("|".join(o.choices) if o.choices else o.name.upper()),
                 action="append" if o.repeated else "store",
             )
@@ -68,7 +69,9 @@ def arguments(verb: Verb, argv: Sequence[str], environment: Mapping[str, str] | 
         InvalidInputError: in the configuration file.
     """
     given = vars(parser(verb).parse_args(list(argv)))
-    return resolve(verb, given, os.environ if environment is None else environment, words=tuple(argv))
+    found = resolve(verb, given, os.environ if environment is None else environment, words=tuple(argv))
+    idle.check(verb, found)
+    return found
 
 
 def resolve(
@@ -81,7 +84,7 @@ def resolve(
     origin: dict[str, str] = {}
     for o in verb.options:
         if o.field in given:
-            values[o.field], origin[o.field] = _value(o, given[o.field], _shown(o)), "flag"
+            values[o.field], origin[o.field] = _value(o, given[o.field], o.shown), "flag"
         elif not o.positional and o.variable in environment:
             values[o.field], origin[o.field] = _value(o, environment[o.variable], o.variable), f"env {o.variable}"
         elif not o.positional and o.name in from_file:
@@ -102,10 +105,10 @@ def wants_json(argv: Sequence[str], environment: Mapping[str, str]) -> bool:
 
     Help is never one. A configuration file that cannot be read says nothing here; the verb will refuse it.
     """
-    if "--json" in argv:
-        return True
     if not argv or argv[0] == "help" or {"--help", "-h", "--version", "-V"} & {*argv}:
         return False
+    if "--json" in argv:
+        return True
     said: Any = environment.get("ASA_JSON")
     if said is None:
         try:
@@ -183,10 +186,9 @@ def _value(o: Option, raw: Any, where: str) -> Any:
         raise UsageError(f"{where}: {error}") from None
 
 
-def _shown(o: Option) -> str:
-    return (o.metavar or o.name.upper()) if o.positional else f"--{o.name}"
-
-
-def _help(o: Option) -> str:
-    default = f" (default: {o.default})" if o.default is not None and "default" not in o.help else ""
-    return (o.help + default).replace("%", "%%")
+def _help(verb: Verb, o: Option) -> str:
+    default = f"default: {o.default}" if o.default is not None and not o.switch and "default" not in o.help else ""
+    added = "; ".join(filter(None, (default, idle.condition(verb, o))))
+    if added:
+        added = f"; {added})" if o.help.endswith(")") else f" ({added})"
+    return (o.help.removesuffix(")" if added.startswith(";") else "") + added).replace("%", "%%")

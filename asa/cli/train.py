@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +10,7 @@ from typing import Any
 from asa.cli import emulated, places
 from asa.cli import options as o
 from asa.cli.console import Console, Report
+from asa.cli.ending import left_to_ranks
 from asa.cli.rehearse import OPTIONS as REHEARSAL
 from asa.cli.rehearse import rehearse
 from asa.cli.verb import Arguments, Option, Verb
@@ -34,24 +32,15 @@ def run(args: Arguments, console: Console) -> None:
     if args.rehearse is not None:
         rehearse(args, console, plan)
         return
-    with _held_sigterm():
+    with left_to_ranks():
         _train(args, console, path, plan, out)
 
 
-@contextmanager
-def _held_sigterm() -> Iterator[None]:
-    """SIGTERM waits for the ranks, who save first: they take it as soon as they run."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-
-
 def _train(args: Arguments, console: Console, path: Path, plan: Plan, out: Path) -> None:
-    pretended = None
+    pretended, told = None, ""
     if isinstance(args.device, emulated.EmulatedName):
         pretended, plan = emulated.pretended(args.device, plan, console)
+        told = args.device.told(pretended.profile)
 
     channels, height, width = plan.input_shape
     with HeadStart(
@@ -91,11 +80,13 @@ def _train(args: Arguments, console: Console, path: Path, plan: Plan, out: Path)
             strategies=offered(),
             adapt=adapt,
             relieve=relieve,
-            on_event=lambda event: tell(event, console, progress),
+            on_event=lambda event: tell(event, console, progress, trained=not told),
             command=("train", *words),
             emulated=pretended,
             model=model,
         )
+    if told and "kind" in result:  # which those of a launcher's other ranks have not
+        result = emulated.mark(result, told, out)
     if result.get("summary"):
         from asa.report.training import summary
 
@@ -128,8 +119,8 @@ def beside(plan: Plan, out: Path, console: Console) -> str:
     return f"wrote {path}; open it in Perfetto: every rank as planned and as measured"
 
 
-def tell(event: dict[str, Any], console: Console, progress: Report) -> None:
-    """One event of a run, for people: epoch lines on stdout, the rest on stderr."""
+def tell(event: dict[str, Any], console: Console, progress: Report, *, trained: bool = True) -> None:
+    """One event of a run, for people: epoch lines on stdout, the rest on stderr; not ``trained``: emulated."""
     from asa.report.training import epoch_line, replan_line
 
     match event["event"]:
@@ -144,7 +135,7 @@ def tell(event: dict[str, Any], console: Console, progress: Report) -> None:
             record = codec.build(
                 EpochRecord, {k: event[k] for k in event if k not in ("event", "line")}, source="epoch"
             )
-            console.line(epoch_line(record))
+            console.line(epoch_line(record, trained=trained))
         case "note":
             console.say(f"asa: {event['message']}")
         case "replan":
@@ -190,7 +181,13 @@ VERBS = (
             o.PLAN,
             o.DATA,
             o.DATA_ROOT,
-            Option(name="download", help="get official files that are missing", switch=True, default=False),
+            Option(
+                name="download",
+                help="get official files that are missing",
+                switch=True,
+                default=False,
+                needs=o.DATA_ROOT.needs,
+            ),
             Option(name="epochs", help="passes over the data", parse=o.count, default=1, metavar="E"),
             Option(name="steps-per-epoch", help="end epochs early", parse=o.count, metavar="N"),
             o.LEARNING_RATE,

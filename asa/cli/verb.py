@@ -20,6 +20,10 @@ class Option:
     ``parse`` turns the text a user typed into the value and raises ValueError, whose message is shown, when it
     cannot; the same text may come from the command line, from ``ASA_<NAME>`` or from a configuration file.
     A ``switch`` takes no value. A ``repeated`` option collects a tuple. A positional one has no dashes.
+
+    Beside which others it does something (:mod:`asa.cli.idle`; others go by their ``field``): ``needs`` one that is
+    given (``"verify"``) or has one of some values (``"to=safetensors"``); ``unless`` one is given. One that ``heeds``
+    others turns the verb to other work, in which only these have a say.
     """
 
     name: str
@@ -33,11 +37,19 @@ class Option:
     repeated: bool = False
     positional: bool = False
     required: bool = False
+    needs: str = ""
+    unless: str = ""
+    heeds: tuple[str, ...] = ()
 
     @property
     def field(self) -> str:
         """Its name as an attribute of :class:`Arguments`."""
         return self.name.replace("-", "_")
+
+    @property
+    def shown(self) -> str:
+        """What people read for it."""
+        return (self.metavar or self.name.upper()) if self.positional else f"--{self.name}"
 
     @property
     def variable(self) -> str:

@@ -125,9 +125,11 @@ def _whole(
     meant = {m for w in wanted for m in baselines.members(w, prices.space.strategies, prices.space.request.gpus)}
     among = sorted((r for r in eligible if r.name in meant), key=lambda r: r.seconds)
     if not among:
-        reasons = "; ".join(f"{r.name}: {r.why_not or 'not allowed by the pins'}" for r in rows if r.name in meant)
-        remedy = infeasible.remedy(prices, sorted(meant))
-        raise InfeasibleError(f"none of {', '.join(wanted)} fits: {reasons}; {remedy}")
+        reasons = {r.name: r.why_not or "not allowed by the pins" for r in rows if r.name in meant}
+        said = f"none of {', '.join(wanted)} fits: " + "; ".join(f"{name}: {why}" for name, why in reasons.items())
+        if len(reasons) == 1:
+            said = f"{wanted[0]} cannot be had: {reasons.popitem()[1]}"
+        raise InfeasibleError(f"{said}; {infeasible.remedy(prices, sorted(meant))}")
     made = []
     for row in among[: prices.space.request.top_k]:
         assert row.candidate is not None

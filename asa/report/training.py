@@ -12,11 +12,15 @@ from asa.report.tables import table
 from asa.report.units import error, percent, rate, seconds, size
 
 
-def epoch_line(record: EpochRecord) -> str:
+def epoch_line(record: EpochRecord, *, trained: bool = True) -> str:
     """One epoch: loss, accuracy, speed, and the scheduler's words on predicted against measured."""
+    learnt = (
+        f"loss {record.train_loss:.3f}, validation {record.validation_loss:.3f} ({percent(record.validation_accuracy)})"
+        if trained
+        else "emulated, nothing trained"
+    )
     return (
-        f"epoch {record.epoch + 1}: loss {record.train_loss:.3f}, validation {record.validation_loss:.3f} "
-        f"({percent(record.validation_accuracy)}), {seconds(record.seconds)}, "
+        f"epoch {record.epoch + 1}: {learnt}, {seconds(record.seconds)}, "
         f"{rate(record.measurements.samples_per_s)}; {record.verdict.reason}"
     )
 

@@ -48,9 +48,11 @@ def check(spec: str) -> None:
         UsageError: no model is called so (near ones are named), or no module is, here or in the installed packages.
         UnavailableError: the package that ``spec`` needs is not installed.
     """
-    origin, colon, _ = spec.partition(":")
+    origin, colon, name = spec.partition(":")
     if colon and origin in PACKAGES:
         check_installed(PACKAGES[origin], spec)
+    elif origin == "torchvision" and name in of_torchvision():
+        raise UsageError(f"model {spec!r}: models of torchvision go by their name alone, {name}")
     elif colon:
         check_module(spec, origin)
     elif spec not in OWN and of_torchvision() and spec not in of_torchvision():

@@ -298,7 +298,7 @@ def _whole(prices: Prices, name: str) -> tuple[Candidate | None, str]:
         raise UsageError("asa is the search's own answer; name another strategy, or COMPONENT=STRATEGY[@DEGREE]")
     rows = [row(member, prices) for member in baselines.members(name, space.strategies, space.request.gpus)]
     best = min(rows, key=lambda r: (not r.fits, r.seconds))
-    return best.candidate, f"{best.name}: {best.why_not}"
+    return best.candidate, best.why_not if best.name == name else f"{best.name}: {best.why_not}"
 
 
 def _forced(prices: Prices, text: str, plan: Plan, mine: Candidate) -> tuple[Candidate | None, str]:

@@ -114,6 +114,9 @@ def remedy(prices: Prices, names: Sequence[str]) -> str:
     space = prices.space
     needed = [_memory_for(space, prices.of(c).peak.total, prices.busy(c)) for n in names for c in _uniform(n, prices)]
     said = _told(min(needed)) if needed else []
+    fewer = None if needed else _fewer_devices(space, names)
+    if fewer is not None:
+        said.append(f"--gpus {fewer}")
     found = leanest(prices, space.pinned)
     if found is not None and found.excess <= 0:
         said.append("--strategies asa")
@@ -165,6 +168,19 @@ def _smaller_batch(space: Space) -> int | None:
         if _fits(_with(space, global_batch=batch)):
             return batch
         batch //= 2
+    return None
+
+
+def _fewer_devices(space: Space, names: Sequence[str]) -> int | None:
+    """The most devices, fewer than asked for, on which one of the whole strategies fits, if it is soon found: stages
+    and splits need as many components, rows or samples as there are ranks."""
+    ends = time.monotonic() + _LOOK_S
+    for gpus in range(space.request.gpus - 1, 1, -1):
+        prices = _with(space, gpus=gpus)
+        if any(prices.of(c).peak.total <= prices.capacity(c) for n in names for c in _uniform(n, prices)):
+            return gpus
+        if time.monotonic() > ends:
+            break
     return None
 
 

@@ -210,8 +210,9 @@ def _balanced(prices: Prices, ways: list[Way], degrees: Degrees, num_microbatche
     schedule = prices.space.strategies.schedules.get(degrees.schedule)
     if schedule is None:
         raise Unavailable(f"schedule {degrees.schedule} is not offered")
-    refusal = f"{p} stages of {n} components" if p > n else schedule.refusal(p, num_microbatches)
-    if refusal:
+    if p > n:
+        raise Unavailable(f"needs a component for each of its {p} stages, the model has {n}")
+    if refusal := schedule.refusal(p, num_microbatches):
         raise Unavailable(refusal)
     graph = prices.space.profile.graph
     if prices.space.cluster.unequal:

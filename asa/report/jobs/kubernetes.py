@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from asa.errors import UsageError
 from asa.report.jobs.job import ENVIRONMENT, GRACE_S, PREEMPTED, Job, resume_lines, title, verdict_lines
 
@@ -41,7 +43,7 @@ def kubernetes(job: Job, plan_text: str) -> str:
     )
     claim = job.volume or f"{name}-data"
     limits = f"nvidia.com/gpu: {job.per_node}" if job.gpu else f"cpu: {job.per_node}"
-    deadline = f"  activeDeadlineSeconds: {int(job.limit_s)}\n" if job.limit_s else ""
+    deadline = f"  activeDeadlineSeconds: {math.ceil(job.limit_s)}\n" if job.limit_s else ""
     return f"""\
 # {title(job)}
 # The run's folder lies on the volume of the claim {claim}, which all pods mount.

@@ -4,16 +4,32 @@ from __future__ import annotations
 
 import shlex
 
+from asa.errors import UsageError
 from asa.report.jobs.job import ENVIRONMENT, GRACE_S, PREEMPTED, Job, resume_lines, title, verdict_lines
+
+_EARLIER_S = 60
+"""By which Slurm may send its signal before the time asked for, https://slurm.schedmd.com/sbatch.html#OPT_signal."""
+_LEAST_S = 2 * GRACE_S + _EARLIER_S
+"""Of a job, so that it works for at least as long as it has to save; a shorter one would be told to stop as it starts,
+save, and queue again for ever."""
 
 
 def _clock(seconds: float) -> str:
-    minutes = max(1, -(-int(seconds) // 60))
+    minutes = -(-int(seconds) // 60)
     return f"{minutes // 60:02d}:{minutes % 60:02d}:00"
 
 
 def slurm(job: Job) -> str:
-    """A script for ``sbatch``. It asks for its signal in time, saves, and queues itself again."""
+    """A script for ``sbatch``. It asks for its signal in time, saves, and queues itself again.
+
+    Raises:
+        UsageError: the signal would come before anything is done.
+    """
+    if job.limit_s is not None and job.limit_s < _LEAST_S:
+        raise UsageError(
+            f"a job of {job.limit_s:g} s would be told to stop {GRACE_S} s before its end, or up to {_EARLIER_S} s "
+            f"earlier, which leaves no time to train; try --time {-(-_LEAST_S // 60)}m or more"
+        )
     directives = [
         f"--job-name={job.name}",
         f"--nodes={job.nodes}",

@@ -1,0 +1,59 @@
+"""Options that would do nothing beside the others: refused, since whoever typed one meant something by it.
+
+Options say so themselves (``needs``, ``unless``, ``heeds`` of :class:`asa.cli.verb.Option`). Only what stands on the
+command line is held to it: a variable or a file is for many commands.
+"""
+
+from __future__ import annotations
+
+from asa.cli.verb import Arguments, Option, Verb
+from asa.errors import UsageError
+
+
+def check(verb: Verb, args: Arguments) -> None:
+    """Whether every option that was typed does something.
+
+    Raises:
+        UsageError: naming the first that does not, beside or without which other.
+    """
+    on = [o for o in verb.options if not _off(getattr(args, o.field))]
+    for o in verb.options:
+        if args.origin[o.field] != "flag":
+            continue
+        beside = [p for p in on if p is not o and (p.field == o.unless or (p.heeds and o.field not in p.heeds))]
+        if beside:
+            raise UsageError(f"{o.shown} does nothing beside {beside[0].shown}; leave out {o.shown}")
+        if not o.needs:
+            continue
+        other, values = _needed(verb, o)
+        if values and getattr(args, other.field) not in values:
+            has = f"{_setting(other)}{getattr(args, other.field)}"
+            only = f"{_setting(other)}{' or '.join(values)}"
+            raise UsageError(f"{o.shown} does nothing with {has}, only with {only}; leave out {o.shown}")
+        if not values and other not in on:
+            raise UsageError(f"{o.shown} does nothing without {other.shown}; add that, or leave out {o.shown}")
+
+
+def condition(verb: Verb, o: Option) -> str:
+    """What the help of an option adds on where it does something; empty where its own words tell."""
+    if o.unless:
+        return f"not beside --{o.unless.replace('_', '-')}"
+    if not o.needs:
+        return ""
+    other, values = _needed(verb, o)
+    return "" if other.shown in o.help else f"only with {_setting(other)}{' or '.join(values)}"
+
+
+def _off(value: object) -> bool:
+    return value is None or value is False or value == ()  # 0 is the first rank
+
+
+def _needed(verb: Verb, o: Option) -> tuple[Option, tuple[str, ...]]:
+    """The option that ``o`` needs, and of which values one, if any will not do."""
+    field, _, values = o.needs.partition("=")
+    return next(p for p in verb.options if p.field == field), tuple(filter(None, values.split("|")))
+
+
+def _setting(o: Option) -> str:
+    """What stands before a value of it."""
+    return "" if o.positional else f"{o.shown} "

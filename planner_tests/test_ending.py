@@ -1,0 +1,114 @@
+"""Commands that are asked to end: the exit code a shell gives, one document, no process left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+
+from asa.cli import entry, options, verbs
+from asa.cli.console import Console
+from asa.cli.ending import left_to_ranks
+from asa.cli.verb import Arguments, Verb
+
+Put = Callable[[Callable[[Console], None]], None]
+
+
+@pytest.fixture
+def probe(monkeypatch: pytest.MonkeyPatch) -> Put:
+    """Makes a function what ``asa probe`` does."""
+
+    def put(body: Callable[[Console], None]) -> None:
+        def run(_: Arguments, console: Console) -> None:
+            body(console)
+
+        made = Verb(name="probe", help="a test", run=run, options=(options.JSON,))
+        monkeypatch.setitem(verbs.VERBS, "probe", ("nowhere", "a test"))
+        monkeypatch.setitem(sys.modules, "nowhere", SimpleNamespace(VERBS=(made,)))
+
+    return put
+
+
+def _end_this(_: object = None) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(10)
+
+
+def test_a_request_to_end_is_a_document_and_the_code_of_a_shell(probe, capsys):
+    probe(_end_this)
+    assert entry.run(["probe", "--json"]) == 143
+    said = capsys.readouterr()
+    assert json.loads(said.out) == {
+        "schema_version": 1, "kind": "error", "exit_code": 143, "error": "terminated by SIGTERM"
+    }  # fmt: skip
+    assert said.err == "asa: terminated by SIGTERM\n"
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_ranks_end_with_the_command_that_waits_for_them(probe, capsys):
+    from asa.launch import run_ranks, tell
+
+    pids: list[int] = []
+
+    def rank(_: int) -> None:
+        tell(os.getpid())
+        time.sleep(60)
+
+    def hear(_: int, pid: int) -> None:
+        pids.append(pid)
+        if len(pids) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    probe(lambda _: run_ranks(2, rank, threads=1, on_message=hear))
+    assert entry.run(["probe", "--json"]) == 143
+    assert json.loads(capsys.readouterr().out)["exit_code"] == 143
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_processes_forked_by_a_command_end_as_ever(probe):
+    ended: list[int] = []
+
+    def forks(_: Console) -> None:
+        pid = os.fork()
+        if not pid:
+            try:
+                _end_this()
+            finally:
+                os._exit(7)
+        ended.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+    probe(forks)
+    assert entry.run(["probe"]) == 0
+    assert ended == [-signal.SIGTERM]
+
+
+def test_a_command_whose_ranks_save_leaves_the_signal_to_them_and_prints_one_document(probe, capsys):
+    handlers: list[object] = []
+
+    def waits(console: Console) -> None:
+        with left_to_ranks():
+            handlers.append(signal.getsignal(signal.SIGTERM))
+            os.kill(os.getpid(), signal.SIGTERM)
+            console.document({"schema_version": 1, "kind": "result"})
+
+    probe(waits)
+    assert entry.run(["probe", "--json"]) == 143
+    assert json.loads(capsys.readouterr().out)["kind"] == "result"
+    assert handlers == [signal.SIG_DFL]
+
+
+def test_a_signal_that_is_ignored_stays_so(probe):
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        probe(lambda _: os.kill(os.getpid(), signal.SIGTERM))
+        assert entry.run(["probe"]) == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
