@@ -11,7 +11,8 @@ import nouns
 import pytest
 from refusals import refused, user_folder
 
-from asa.cli import entry
+from asa.cli import entry, train
+from asa.cli.settings import arguments
 from asa.ir import codec
 from asa.ir.plan import Stage
 
@@ -60,10 +61,6 @@ def test_sealed_predictions_are_run_as_they_are_or_not_at_all(argv, words, capsy
         ("plan --budget 5s", "--budget does nothing without --verify; add that, or leave out --budget"),
         ("plan --epoch-samples 5", "--epoch-samples does nothing without --price; add that"),
         ("train --rehearsal-steps 5", "--rehearsal-steps does nothing without --rehearse"),
-        ("train --rehearse 0 --epochs 2", "--epochs does nothing beside --rehearse; leave out --epochs"),
-        ("train --rehearse 1 --out there", "--out does nothing beside --rehearse; leave out --out"),
-        ("train --data digits --data-root there", "nothing with --data digits, only with --data cifar100 or cifar10"),
-        ("train --data synthetic --download", "--download does nothing with --data synthetic"),
         ("bench --sealed there", "--sealed does nothing without --check-sealed"),
         ("bench --check-sealed --out there", "--out does nothing beside --check-sealed; leave out --out"),
         ("bench --check-sealed --global-batch 64", "leave out --global-batch"),
@@ -79,6 +76,20 @@ def test_sealed_predictions_are_run_as_they_are_or_not_at_all(argv, words, capsy
 )
 def test_options_that_would_do_nothing_are_refused(argv, words, capsys):
     assert words in refused(capsys, 2, *argv.split())
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ("--rehearse 0 --epochs 2", "--epochs does nothing beside --rehearse"),
+        ("--rehearse 1 --out there", "--out does nothing beside --rehearse"),
+        ("--data digits --data-root there", "nothing with --data digits, only with --data cifar100 or cifar10"),
+        ("--data synthetic --download", "--download does nothing with --data synthetic"),
+    ],
+)
+def test_options_that_do_nothing_and_no_harm_are_named(argv, words, caplog):
+    assert arguments(train.VERBS[0], argv.split(), {}).origin
+    assert words in caplog.text
 
 
 def test_a_setting_for_many_commands_may_do_nothing_in_one(place, capsys, monkeypatch):

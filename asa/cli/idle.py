@@ -1,4 +1,5 @@
-"""Options that would do nothing beside the others: refused, since whoever typed one meant something by it.
+"""Options that would do nothing beside the others: refused, since whoever typed one meant something by it; said where
+that does no harm.
 
 Options say so themselves (``needs``, ``unless``, ``heeds`` of :class:`asa.cli.verb.Option`). Only what stands on the
 command line is held to it: a variable or a file is for many commands.
@@ -6,8 +7,12 @@ command line is held to it: a variable or a file is for many commands.
 
 from __future__ import annotations
 
+import logging
+
 from asa.cli.verb import Arguments, Option, Verb
 from asa.errors import UsageError
+
+_LOG = logging.getLogger("asa")
 
 
 def check(verb: Verb, args: Arguments) -> None:
@@ -22,14 +27,14 @@ def check(verb: Verb, args: Arguments) -> None:
             continue
         beside = [p for p in on if p is not o and (p.field == o.unless or (p.heeds and o.field not in p.heeds))]
         if beside:
-            raise UsageError(f"{o.shown} does nothing beside {beside[0].shown}; leave out {o.shown}")
+            _idle(f"{o.shown} does nothing beside {beside[0].shown}", o, harmless=beside[0].harmless)
         if not o.needs:
             continue
         other, values = _needed(verb, o)
         if values and getattr(args, other.field) not in values:
             has = f"{_setting(other)}{getattr(args, other.field)}"
             only = f"{_setting(other)}{' or '.join(values)}"
-            raise UsageError(f"{o.shown} does nothing with {has}, only with {only}; leave out {o.shown}")
+            _idle(f"{o.shown} does nothing with {has}, only with {only}", o, harmless=o.harmless)
         if not values and other not in on:
             raise UsageError(f"{o.shown} does nothing without {other.shown}; add that, or leave out {o.shown}")
 
@@ -42,6 +47,12 @@ def condition(verb: Verb, o: Option) -> str:
         return ""
     other, values = _needed(verb, o)
     return "" if other.shown in o.help else f"only with {_setting(other)}{' or '.join(values)}"
+
+
+def _idle(line: str, o: Option, *, harmless: bool) -> None:
+    if not harmless:
+        raise UsageError(f"{line}; leave out {o.shown}")
+    _LOG.warning("%s", line)
 
 
 def _off(value: object) -> bool:

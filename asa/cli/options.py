@@ -185,6 +185,7 @@ DATA_ROOT = Option(
     help="folder with the official files of the data set",
     metavar="DIR",
     needs="data=cifar100|cifar10|mnist",
+    harmless=True,
 )
 LEARNING_RATE = Option(
     name="lr", help="peak learning rate (default: 0.1 for sgd, 0.001 for adamw)", parse=positive, metavar="LR"

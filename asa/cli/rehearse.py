@@ -26,6 +26,7 @@ OPTIONS = (
         parse=o.natural,
         metavar="RANK",
         heeds=("plan", "gpus", "rehearsal_steps", "device", "seed", "json"),
+        harmless=True,
     ),
     o.option(o.GPUS, help="the devices the plan must be for"),
     Option(

@@ -187,6 +187,7 @@ VERBS = (
                 switch=True,
                 default=False,
                 needs=o.DATA_ROOT.needs,
+                harmless=True,
             ),
             Option(name="epochs", help="passes over the data", parse=o.count, default=1, metavar="E"),
             Option(name="steps-per-epoch", help="end epochs early", parse=o.count, metavar="N"),

@@ -23,7 +23,7 @@ class Option:
 
     Beside which others it does something (:mod:`asa.cli.idle`; others go by their ``field``): ``needs`` one that is
     given (``"verify"``) or has one of some values (``"to=safetensors"``); ``unless`` one is given. One that ``heeds``
-    others turns the verb to other work, in which only these have a say.
+    others turns the verb to other work, in which only these have a say. ``harmless``: said, not refused.
     """
 
     name: str
@@ -40,6 +40,7 @@ class Option:
     needs: str = ""
     unless: str = ""
     heeds: tuple[str, ...] = ()
+    harmless: bool = False
 
     @property
     def field(self) -> str:
