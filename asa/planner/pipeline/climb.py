@@ -169,15 +169,16 @@ def first_plans(
 ) -> Candidate | None:
     """The best plan of several stages that is found until ``ends``, if it is faster than ``best_s``.
 
-    ``near``: microbatches to begin with; about as many as stages where None.
+    ``near``: microbatches to begin with; about as many as stages where None, and one.
     """
     sketch = Sketch(prices, allowed, ends)
     if sketch.most < 2:
         return None
     climber, limit_s = Climber(sketch), best_s
     batch = min(prices.space.request.global_batch, MOST_IN_A_PIPELINE)
-    several = (2**k for k in range(1, batch.bit_length()))
-    likely = [1, *sorted(several, key=lambda m: abs(np.log2(m / (near or sketch.most))))]
+    likely = sorted((2**k for k in range(batch.bit_length())), key=lambda m: abs(np.log2(m / (near or sketch.most))))
+    if near is None:  # a single one, which whole strategies do best with, comes second at the latest
+        likely = list(dict.fromkeys((likely[0], 1, *likely)))
     found: dict[Outline, float] = {}
     for m in likely:
         if time.monotonic() > ends:
