@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -35,8 +36,13 @@ def probe(monkeypatch: pytest.MonkeyPatch) -> Put:
     return put
 
 
+def _asked() -> None:
+    # The main thread itself: beside this test the process may have threads that do not hold the signal back.
+    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+
 def _end_this(_: object = None) -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
+    _asked()
     time.sleep(10)
 
 
@@ -63,7 +69,7 @@ def test_ranks_end_with_the_command_that_waits_for_them(probe, capsys):
     def hear(_: int, pid: int) -> None:
         pids.append(pid)
         if len(pids) == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
+            _asked()
 
     probe(lambda _: run_ranks(2, rank, threads=1, on_message=hear))
     assert entry.run(["probe", "--json"]) == 143
@@ -96,7 +102,7 @@ def test_a_command_whose_ranks_save_leaves_the_signal_to_them_and_prints_one_doc
     def waits(console: Console) -> None:
         with left_to_ranks():
             handlers.append(signal.getsignal(signal.SIGTERM))
-            os.kill(os.getpid(), signal.SIGTERM)
+            _asked()
             console.document({"schema_version": 1, "kind": "result"})
 
     probe(waits)
@@ -108,7 +114,7 @@ def test_a_command_whose_ranks_save_leaves_the_signal_to_them_and_prints_one_doc
 def test_a_signal_that_is_ignored_stays_so(probe):
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        probe(lambda _: os.kill(os.getpid(), signal.SIGTERM))
+        probe(lambda _: _asked())
         assert entry.run(["probe"]) == 0
     finally:
         signal.signal(signal.SIGTERM, before)
