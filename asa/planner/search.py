@@ -46,7 +46,7 @@ _UNIFORM_S = 0.05
 """For the whole strategies on fewer devices."""
 _SLACK = 1e-7
 """By how much a uniform plan of fewer devices may be beaten, so that the search finds the same plan itself."""
-_SKETCH, _SKETCH_S = 0.4, 0.25
+_SKETCH, _SKETCH_S = 0.4, 0.15
 """Of the time, at most, that first plans of pipelines are looked for; half of it where one stage of all ranks leads.
 So many seconds whatever time there is."""
 _FLOORS_S = 1.0
@@ -64,8 +64,8 @@ _AGAIN_S = 0.5
 _PROVED = 1e-6
 """A gap that is none."""
 _POLISH, _POLISH_S = 1 / 8, 0.25
-"""Of the time, and seconds at most, for what is faster beside an answer that is not proved; after it as long for what
-comes before that."""
+"""So much of the time, and so many seconds at most, are added for what is faster beside an answer that is not proved,
+and again for what comes before that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +107,7 @@ def search(
         UnavailableError: the solver is not installed.
     """
     started = time.monotonic()
-    ends, polish_s = started + time_limit_s, min(_POLISH_S, _POLISH * time_limit_s)
-    found = _search(prices, solver, ends - polish_s, allowed, incumbent_s, baselines, start)
+    found = _search(prices, solver, started + time_limit_s, allowed, incumbent_s, baselines, start)
     if found.best is None:
         return found
     before_ms = prices.of(found.best).cost.total_s * MS
@@ -116,7 +115,8 @@ def search(
     if proved:
         first = canonical(prices, found.best, allowed)
     else:  # which plan that is depends on the clock anyway
-        better = improved(prices, found.best, allowed, max(ends, time.monotonic() + polish_s))
+        polish_s = min(_POLISH_S, _POLISH * time_limit_s)
+        better = improved(prices, found.best, allowed, time.monotonic() + polish_s)
         first = canonical(prices, better, allowed, time.monotonic() + polish_s)
     value_ms = prices.of(first).cost.total_s * MS
     taken = time.monotonic() - started
