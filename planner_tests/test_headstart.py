@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import pickle
 import random
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 
@@ -81,3 +83,37 @@ def test_ranks_train_it_and_the_launcher_lets_go(tmp_path: Path, monkeypatch: py
     assert found.keys() == wanted.keys()
     assert all(torch.equal(t, wanted[n]) for n, t in found.items())
     assert left() is None
+
+
+def _fresh(*lines: str) -> str:
+    found = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    return found.stdout.strip()
+
+
+def test_torchvision_comes_without_the_compiler_and_asks_it_when_it_must() -> None:
+    said = _fresh(
+        "import sys, torch",
+        "from asa.zoo.headstart import compiler_later",
+        "with compiler_later():",
+        "    import torchvision",
+        "early = 'torch._dynamo' in sys.modules",
+        "answers = [sys.modules['torchvision.ops.roi_align'].is_compile_supported(x) for x in ('cpu', 'meta')]",
+        "from torch._dynamo.utils import is_compile_supported as real",
+        "print(early, answers == [real(x) for x in ('cpu', 'meta')])",
+    )
+    assert said == "False True"
+
+
+def test_who_wants_more_of_the_compiler_gets_it_at_once() -> None:
+    said = _fresh(
+        "import sys, torch",
+        "from asa.zoo.headstart import compiler_later",
+        "with compiler_later():",
+        "    stand_in = sys.modules['torch._dynamo.utils']",
+        "    from torch._dynamo.utils import counters",
+        "    import torchvision",
+        "real = sys.modules['torch._dynamo.utils']",
+        "print(real is not stand_in, real.counters is counters, torch._dynamo.utils is real)",
+    )
+    assert said == "True True True"

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
+import sys
+from collections.abc import Iterator
 from threading import Thread
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from asa.errors import AsaError
@@ -14,6 +17,40 @@ if TYPE_CHECKING:
     from torch import nn
 
     from asa.zoo.foreign import Shape
+
+
+_COMPILER, _QUESTION = "torch._dynamo.utils", "is_compile_supported"
+
+
+@contextlib.contextmanager
+def compiler_later() -> Iterator[None]:
+    """Inside, torchvision is imported without torch's compiler, which takes as long as the rest of it.
+
+    One of torchvision's operators asks the compiler one question, when called, and imports it for that at once. What
+    it imports instead asks for the real one when called; whoever wants more of the compiler meanwhile gets it.
+    """
+    if _COMPILER in sys.modules:
+        yield
+        return
+    stand_in = ModuleType(_COMPILER)
+
+    def leave() -> None:
+        if sys.modules.get(_COMPILER) is stand_in:
+            del sys.modules[_COMPILER]
+
+    def real(name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        leave()
+        return getattr(importlib.import_module(_COMPILER), name)
+
+    setattr(stand_in, _QUESTION, lambda *args: real(_QUESTION)(*args))
+    setattr(stand_in, "__getattr__", real)  # noqa: B010 - a module's, which no type knows
+    sys.modules[_COMPILER] = stand_in
+    try:
+        yield
+    finally:
+        leave()
 
 
 class HeadStart:
@@ -39,15 +76,19 @@ class HeadStart:
     def __enter__(self) -> Self:
         gc.disable()
         import torch
-        import torchvision  # noqa: F401 - for the thread
 
-        import asa.zoo.models  # noqa: F401 - likewise
+        with compiler_later():
+            import torchvision  # noqa: F401 - for the thread
+
+            import asa.zoo.models  # noqa: F401 - likewise
 
         self._before = torch.get_num_threads()
         torch.set_num_threads(1)
         if ":" not in self._spec:
             self._thread = Thread(target=self._make, name="asa-head-start")
             self._thread.start()
+        import torch._dynamo  # noqa: F401 - optimizers of all ranks need it
+
         return self
 
     def _make(self) -> None:
