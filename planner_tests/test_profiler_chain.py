@@ -148,6 +148,8 @@ def test_the_planners_bound_covers_the_recorded_peak_closely():
     gradients = [sum(4 * p.numel() for p in piece.parameters()) for piece in pieces]
     bound = max(sum(saved[: k + 1]) + sum(gradients[k:]) + memory.components[k].transient for k in range(3))
     assert memory.peak <= bound <= 1.1 * memory.peak
+    closer = max(sum(saved[: k + 1]) + sum(gradients[k:]) + h.transient - h.unmade for k, h in enumerate(memory.components))
+    assert memory.peak <= closer <= bound
     assert all(p.grad is None for piece in pieces for p in piece.parameters())
 
 
@@ -172,7 +174,10 @@ def test_accounting_of_a_made_up_step():
     # First: 163 live at 32, less 100 saved and 6 of gradients. Second: 119 at 22, less 110 and 2.
     assert [held.transient for held in memory.components] == [57, 7]
     assert memory.peak == 163
+    assert [held.unmade for held in memory.components] == [0, 0]
     # A buffer that is gone when the gradients are made is not hidden by their size.
     early = [Event(at=31, pointer=8, size=60), Event(at=31, pointer=8, size=-60)]
     memory = account([*events[:7], *early, *events[7:]], marks, gradients=[40, 2])
     assert [held.transient for held in memory.components] == [60, 7]
+    # With all 42 of gradients counted: 169 live then, less 100 saved.
+    assert [held.unmade for held in memory.components] == [33, 0]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -232,6 +233,15 @@ class Pricer:
         """Bytes of gradients that component ``index`` adds up over several microbatches, beside its buckets."""
         held = self.states.kept(index, way).held
         return held.gradients if held.accumulated is None else held.accumulated
+
+    def as_made(self, index: int, way: Way, footprint: Footprint) -> Footprint:
+        """The ``footprint`` of component ``index`` where each of its gradients is there from when backward makes it on:
+        not earlier in a bucket, or from an earlier microbatch."""
+        if self.num_microbatches > 1 or not self.times.unmade:
+            return footprint
+        held = self._spread(index, way).held
+        unmade = 0.0 if held.buckets else self.keeping.unmade(self.graph.components[index], way.layout)
+        return replace(footprint, transient=max(footprint.transient - unmade, held.updating)) if unmade else footprint
 
     def footprint(self, index: int, way: Way, alike: range) -> Footprint:
         """Memory of component ``index`` where of its neighbours only those ``alike`` are run as it is; else as in

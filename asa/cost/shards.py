@@ -124,6 +124,10 @@ class Keeping:
             found.append((saved, transient))
         return max(s for s, _ in found), max(t for _, t in found)
 
+    def unmade(self, component: Component, layout: Layout) -> float:
+        """By how much less is there beside a backward that itself makes the component's gradients."""
+        return self._times.work(component, self.shards.largest(layout), layout.tensor).unmade_bytes
+
     def input(self, layout: Layout) -> float:
         """The model's input."""
         each = self._graph.input_bytes_per_sample

@@ -46,6 +46,8 @@ class Timing:
 
     ``saved_bytes``: what stays allocated from forward to backward. ``transient_bytes``: the most that was
     allocated beyond that (and beyond parameters, gradients and the component's input) while it computed.
+    ``unmade_bytes``: by how much less that is where all gradients of the component are counted, too, which backward
+    makes one by one.
     """
 
     component: str
@@ -55,6 +57,7 @@ class Timing:
     backward: Stat
     saved_bytes: int
     transient_bytes: int
+    unmade_bytes: int = later(0)
 
 
 @noun
@@ -194,6 +197,11 @@ def _check_timings(timings: tuple[Timing, ...], names: set[str], field: str) -> 
         if t.microbatch < 1 or t.tensor_degree < 1 or min(t.saved_bytes, t.transient_bytes) < 0:
             raise InvalidInputError(
                 "a timing needs microbatch and tensor_degree >= 1 and bytes >= 0", where=f"$.{field}[{i}]"
+            )
+        if not 0 <= t.unmade_bytes <= t.transient_bytes:
+            raise InvalidInputError(
+                f"{t.unmade_bytes} bytes are not 0 to transient_bytes, {t.transient_bytes}",
+                where=f"$.{field}[{i}].unmade_bytes",
             )
         seen.add(key)
         if t.tensor_degree == 1:

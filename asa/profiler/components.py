@@ -304,6 +304,7 @@ class Surveyor:
                         backward=scaled(backward[i], factor),
                         saved_bytes=memory.components[i].saved,
                         transient_bytes=memory.components[i].transient,
+                        unmade_bytes=memory.components[i].unmade,
                     )
                 )
 

@@ -8,7 +8,7 @@ CUDA alike. What was allocated while a component ran forward and still lives whe
 
 is therefore never below what was recorded: ``transient_k`` is whatever its other terms leave unexplained. Gradients
 of parameters are left out of that as they are made: where several microbatches add theirs up, or buckets hold them,
-all are there when the first is about to be made.
+all are there when the first is about to be made. Where they are not, less is left unexplained: by what is *unmade*.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ _MARK = "asa.mark."
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of one component in one step: ``saved`` from forward to backward, and the most beyond that."""
+    """Bytes of one component in one step: ``saved`` from forward to backward, and the most beyond that, ``unmade`` less
+    where its gradients are not there before they are made."""
 
     saved: int
     transient: int
+    unmade: int = 0
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,8 @@ def account(events: Sequence[Event], marks: Marks, gradients: Sequence[int]) -> 
     done = marks.forward[count]
     made = _surviving(events, done)
     living: dict[int, tuple[int, int]] = {}
-    saved, highest, alive, peak = [0] * count, [[0, 0] for _ in range(count)], 0, 0
+    behind = [sum(gradients[k:]) for k in range(count)]
+    saved, highest, highest_made, alive, peak = [0] * count, [0] * count, [0] * count, 0, 0
     settled, lasting = False, 0
     for number, event in enumerate([*events, Event(at=1 << 63, pointer=0, size=0)]):
         if not settled and event.at >= done:
@@ -88,17 +91,18 @@ def account(events: Sequence[Event], marks: Marks, gradients: Sequence[int]) -> 
             alive -= living.pop(event.pointer)[1]
         peak = max(peak, alive)
         if event.at < done:
-            phase, k = 0, _component(marks.forward, event.at)
+            k = _component(marks.forward, event.at)
         elif event.at <= marks.backward[0]:
-            phase, k = 1, _component([-m for m in marks.backward], -event.at)
+            k = _component([-m for m in marks.backward], -event.at)
         else:
             continue
-        highest[k][phase] = max(highest[k][phase], alive - min(lasting, sum(gradients[k:])))
+        highest[k] = max(highest[k], alive - min(lasting, behind[k]))
+        highest_made[k] = max(highest_made[k], alive - behind[k])
     held = []
     for k in range(count):
         kept = sum(saved[: k + 1])
-        transient = max(*(h - kept for h in highest[k]), 0)
-        held.append(Held(saved=saved[k], transient=transient))
+        transient = max(highest[k] - kept, 0)
+        held.append(Held(saved=saved[k], transient=transient, unmade=transient - max(highest_made[k] - kept, 0)))
     return StepMemory(components=tuple(held), peak=peak)
 
 

@@ -20,6 +20,7 @@ def heavier_profile(profile: Profile, factor: float) -> Profile:
                 t,
                 saved_bytes=math.ceil(factor * t.saved_bytes),
                 transient_bytes=math.ceil(factor * t.transient_bytes),
+                unmade_bytes=math.floor(min(1.0, factor) * t.unmade_bytes),
             )
             for t in profile.timings
         ),

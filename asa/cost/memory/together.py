@@ -1,8 +1,8 @@
 """What a rank of a stage really holds, where that depends on which neighbours are run alike.
 
-Solvers add components up, each as if all around it were run as it is and as if it were alone with its state: never
-too little, and up to a fifth too much where strategies are mixed, or parameters shared out whole. Of a plan as a whole
-it is known which components are wrapped together.
+Solvers add components up, each as if all around it were run as it is, as if it were alone with its state, and with all
+its gradients from the first moment of its backward: never too little, and up to a fifth too much where strategies are
+mixed, or parameters shared out whole. Of a plan as a whole it is known which components are wrapped together.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def overcounted(
     boundaries: Sequence[BoundaryCost], in_flight: int,
 ) -> float:  # fmt: skip
     """Bytes by which the sum over ``components`` is above what the rank with the most holds at its peak."""
-    if not 1 < pricer.num_microbatches <= in_flight and not any(pricer.joint(w) for w in ways):
+    ahead = 1 < pricer.num_microbatches <= in_flight
+    if not (ahead or pricer.times.unmade or any(pricer.joint(w) for w in ways)):
         return 0.0
     counted = [c.footprint for c in components]
     parts, repeated = list[Footprint](), 0.0
@@ -44,13 +45,14 @@ def overcounted(
         if joint and len({(ways[i].tensor, ways[i].offload) for i in run}) == 1 and not ways[run.start].offload:
             repeated += pricer.states.repeated(placed, ways[run.start])
         near = joint and len(alike) > 1
-        parts += [pricer.footprint(start + i, ways[i], placed) if near else counted[i] for i in run]
+        own = [pricer.footprint(start + i, ways[i], placed) if near else counted[i] for i in run]
+        parts += [pricer.as_made(start + i, ways[i], p) for i, p in zip(run, own, strict=True)]
         left = next(filter(None, (pricer.left(start + i, ways[i]) for i in run)), 0.0) if joint else 0.0
         if left:  # in the backward of all in front
             parts[: run.start] = [replace(p, transient=p.transient + left) for p in parts[: run.start]]
     inlets, outlet = [b.footprint for b in boundaries[:-1]], boundaries[-1].footprint
     whole = peak(ended(counted, outlet), inlets, in_flight).total
-    if not 1 < pricer.num_microbatches <= in_flight:
+    if not ahead:
         return whole - peak(ended(parts, outlet), inlets, in_flight).total + repeated
     # All microbatches are ahead when the first comes back, whose gradients are made meanwhile, as those of a single
     # one are; and when it is through, so are its activations.

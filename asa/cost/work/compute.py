@@ -57,6 +57,7 @@ class Work:
     deviation_s: float
     saved_bytes: float
     transient_bytes: float
+    unmade_bytes: float = 0.0
 
 
 class Grid:
@@ -69,6 +70,7 @@ class Grid:
         self.backward = [t.backward.median for t in timings]
         self.saved = [float(t.saved_bytes) for t in timings]
         self.transient = [float(t.transient_bytes) for t in timings]
+        self.unmade = [float(t.unmade_bytes) for t in timings]
         self._errors: dict[int, tuple[float, float]] = {}
 
     def nearest(self, samples: int) -> int:
@@ -93,6 +95,7 @@ class Times:
 
     def __init__(self, profile: Profile, flops_share: Callable[[Component, int], float]) -> None:
         self.floor = profile.dispatch_floor_s
+        self.unmade = any(t.unmade_bytes for t in profile.timings)
         self.share = flops_share
         self._timings: dict[tuple[str, int], list[Timing]] = defaultdict(list)
         for timing in profile.timings:
@@ -150,7 +153,10 @@ class Times:
             found = self._work(component, samples, degree)
             if by_tokens and (component.name, degree) in self._token_grids:
                 timed = self._at(self._token_grids[component.name, degree], samples)
-                found = replace(timed, saved_bytes=found.saved_bytes, transient_bytes=found.transient_bytes)
+                found = replace(
+                    timed, saved_bytes=found.saved_bytes, transient_bytes=found.transient_bytes,
+                    unmade_bytes=found.unmade_bytes,
+                )  # fmt: skip
             self._known[key] = found
         return self._known[key]
 
@@ -191,6 +197,7 @@ class Times:
             deviation_s=between("deviation_s"),
             saved_bytes=between("saved_bytes"),
             transient_bytes=between("transient_bytes"),
+            unmade_bytes=between("unmade_bytes"),
         )
 
     def _measured(self, name: str, samples: int, degree: int) -> Work:
@@ -218,6 +225,7 @@ class Times:
             deviation_s=scale * spread,
             saved_bytes=size(found.saved),
             transient_bytes=size(found.transient),
+            unmade_bytes=min(size(found.unmade), max(found.unmade)),
         )
 
     def whole_ratio(self, samples: int) -> float:
