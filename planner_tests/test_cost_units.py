@@ -82,6 +82,51 @@ def test_the_bound_covers_the_peak_of_two_ranks_closely(strategy: str, profile: 
         assert highest <= predicted <= 1.1 * highest, (plan.optimizer, plan.num_microbatches)
 
 
+class Wide(nn.Module):
+    """A block whose gradients inside are as large as its weights, and most before those of ``first`` are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(256, 2048), nn.Linear(2048, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.second(torch.tanh(self.first(x)))
+
+
+def wide() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), Wide(), nn.Linear(256, CLASSES))
+
+
+def _wide_rank(rank: int, plan: Plan) -> int:
+    images, device = noise(plan, torch.device("cpu")), torch.device("cpu")
+    order = GlobalOrder(len(images), plan.global_batch, 0, drop_last=True)
+    entrant = Entrant(plan, wide, offered(), rank, Votes(30), BenchOptions(), device)
+    entrant.turn(images, order, 2)
+    return _memory(entrant, images, order)
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("replicate", 1), ("zero2", 2), ("zero3", 2)])
+def test_gradients_that_backward_has_not_made_yet_are_not_counted(strategy: str, ranks: int) -> None:
+    samples = 256
+    profile = profile_module(
+        wide(), torch.zeros((2, *SHAPE)), spec="wide", num_classes=CLASSES, global_batch=ranks * samples,
+        device=torch.device("cpu"), time_limit_s=3.0, max_tensor_degree=1,
+    )  # fmt: skip
+    plan = hand_plan(
+        wide(), ranks, uniform(ranks, 1), input_shape=SHAPE, num_classes=CLASSES, data_strategy=lambda _i: strategy,
+        global_batch=ranks * samples, optimizer="sgd",
+    )  # fmt: skip
+    highest = max(run_ranks(ranks, _wide_rank, plan, threads=1, timeout_s=60))
+
+    def predicted(profile: Profile) -> float:
+        return price_plan(plan, profile, nouns.cluster(2), offered()).stages[0].most
+
+    assert highest <= predicted(profile) <= 1.05 * highest
+    before = replace(profile, timings=tuple(replace(t, unmade_bytes=0) for t in profile.timings))
+    assert predicted(before) > 1.05 * highest
+
+
 def share(size: float) -> Share:
     return Share(
         parameter_bytes=size, largest_parameter_bytes=size / 2, num_parameter_tensors=2, buffer_bytes=0,

@@ -80,12 +80,15 @@ def test_sums_are_the_stock_ones(ranks: int) -> None:
 
 
 class _Work:
-    """Is done after so many looks at it, or once it is waited for."""
+    """Its future (itself) is done after so many looks at it, or once it is waited for."""
 
     def __init__(self, looks: int) -> None:
         self.looks, self.waits = looks, 0
 
-    def is_completed(self) -> bool:
+    def get_future(self) -> _Work:
+        return self
+
+    def done(self) -> bool:
         self.looks -= 1
         return self.looks < 0
 
@@ -183,3 +186,18 @@ def test_sharded_units_gather_and_scatter_this_way() -> None:
 
 def test_a_module_that_is_no_unit_is_left_alone() -> None:
     directly(nn.Linear(2, 2))
+
+
+def _recorded(rank: int) -> float:
+    small = torch.full((4,), float(rank))
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+    with torch.autograd.profiler.profile(profile_memory=True), hooks:
+        for _ in range(2000):
+            all_reduce(small)
+            small /= 2
+    return small[0].item()
+
+
+def test_waiting_awake_under_a_profiler_locks_nobody_out() -> None:
+    """Gloo's thread takes the GIL with the work's lock in hand, where tensors that are saved go through hooks."""
+    assert run_ranks(2, _recorded, threads=1, timeout_s=60) == [0.5, 0.5]

@@ -148,7 +148,9 @@ def test_the_planners_bound_covers_the_recorded_peak_closely():
     gradients = [sum(4 * p.numel() for p in piece.parameters()) for piece in pieces]
     bound = max(sum(saved[: k + 1]) + sum(gradients[k:]) + memory.components[k].transient for k in range(3))
     assert memory.peak <= bound <= 1.1 * memory.peak
-    closer = max(sum(saved[: k + 1]) + sum(gradients[k:]) + h.transient - h.unmade for k, h in enumerate(memory.components))
+    closer = max(
+        sum(saved[: k + 1]) + sum(gradients[k:]) + h.transient - h.unmade for k, h in enumerate(memory.components)
+    )
     assert memory.peak <= closer <= bound
     assert all(p.grad is None for piece in pieces for p in piece.parameters())
 

@@ -44,12 +44,16 @@ def _own_cores() -> bool:
 
 def awaited(work: dist.Work | None) -> None:
     """Wait for ``work``, a collective between CPU ranks: where each has a core of its own awake at first, yielding it
-    to gloo's threads all the time. (A send or receive would not say that it is done.)"""
+    to gloo's threads all the time. (A send or receive would not say that it is done.)
+
+    Its future is asked, which takes no lock. ``is_completed`` takes the work's with the GIL in hand: under a profiler
+    gloo's thread has that lock while it waits for the GIL, to hand over hooks on saved tensors, as checkpoints set.
+    """
     if work is None:
         return
     if _own_cores():
-        ends = time.perf_counter() + _AWAKE_S
-        while not work.is_completed() and time.perf_counter() < ends:
+        ends, there = time.perf_counter() + _AWAKE_S, work.get_future()
+        while not there.done() and time.perf_counter() < ends:
             os.sched_yield()
     work.wait()
 

@@ -87,7 +87,7 @@ class HeadStart:
         if ":" not in self._spec:
             self._thread = Thread(target=self._make, name="asa-head-start")
             self._thread.start()
-        import torch._dynamo  # noqa: F401 - optimizers of all ranks need it
+        import torch._dynamo
 
         return self
 
