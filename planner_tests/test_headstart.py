@@ -47,6 +47,19 @@ def test_it_is_the_model_of_that_seed_and_nothing_else_moves() -> None:
     assert gc.isenabled()
 
 
+def test_what_was_planned_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[object] = []
+    monkeypatch.setattr("asa.zoo.models.refusal", lambda model, shape: tried.append(model) or "")
+    with HeadStart("squeezenet1_1", num_classes=10, input_shape=(3, 32, 32), seed=3) as ahead:
+        pass
+    made = ahead.take()
+    assert made is not None
+    assert not tried
+    own = build("squeezenet1_1", num_classes=10, input_shape=(3, 32, 32), seed=3).state_dict()
+    assert len(tried) == 1
+    assert all(torch.equal(t, own[n]) for n, t in made.state_dict().items())
+
+
 def test_it_is_given_once_and_never_sent() -> None:
     made = _ahead("cnn")
     assert pickle.loads(pickle.dumps(made)).take() is None

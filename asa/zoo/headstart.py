@@ -62,6 +62,8 @@ class HeadStart:
             from asa.executor.run import train      # takes seconds, most of them in torch's own modules
         model = made.take() or build(...)
 
+    The model is one that was planned for such inputs: it is not tried on them, which would wait for the imports.
+
     The generators are the thread's until the end of the body, which must not draw from them. The thread computes with
     one OpenMP thread, so that ranks of several may be forked afterwards, and imports nothing: two threads in torch's
     circles of imports could see half a module. What a body imports stays, so no garbage is looked for meanwhile. Models
@@ -96,7 +98,7 @@ class HeadStart:
 
         with contextlib.suppress(AsaError):  # whoever needs the model makes it then, and says why it cannot be
             self._model = build(
-                self._spec, num_classes=self._num_classes, input_shape=self._input_shape, seed=self._seed
+                self._spec, num_classes=self._num_classes, input_shape=self._input_shape, seed=self._seed, tried=True
             )
 
     def __exit__(

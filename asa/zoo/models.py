@@ -144,7 +144,7 @@ def _remedy(name: str, num_classes: int, shape: Shape) -> str:
     return ""
 
 
-def _from_torchvision(name: str, num_classes: int, shape: Shape) -> nn.Module:
+def _from_torchvision(name: str, num_classes: int, shape: Shape, *, tried: bool) -> nn.Module:
     try:
         model = _torchvision(name, num_classes, shape)
     except UsageError:
@@ -152,14 +152,14 @@ def _from_torchvision(name: str, num_classes: int, shape: Shape) -> nn.Module:
     except Exception as error:
         why = first_line(error)
     else:
-        why = refusal(model, shape)
+        why = "" if tried else refusal(model, shape)
         if not why:
             return model
     asked = "x".join(map(str, shape))
     raise UsageError(f"{name} cannot take inputs of {asked} ({why}){_remedy(name, num_classes, shape)}")
 
 
-def build(spec: str, *, num_classes: int, input_shape: Shape, seed: int = 0) -> nn.Module:
+def build(spec: str, *, num_classes: int, input_shape: Shape, seed: int = 0, tried: bool = False) -> nn.Module:
     """The model ``spec`` names, on the CPU, in training mode, its weights a function of ``seed`` alone.
 
     ``spec``: a torchvision classification or segmentation name, ``cnn``, ``logistic``, ``lstm``, ``gru``, ``bert`` or
@@ -172,6 +172,7 @@ def build(spec: str, *, num_classes: int, input_shape: Shape, seed: int = 0) -> 
         num_classes: at least 1.
         input_shape: channels, height, width.
         seed: of the initial weights; the state of all generators is as before afterwards.
+        tried: torchvision's model of that name is known to take such inputs, and is not tried on them again.
 
     Raises:
         UsageError: an unknown name (near ones are named), or an input the model cannot take (one is named that it can).
@@ -183,11 +184,11 @@ def build(spec: str, *, num_classes: int, input_shape: Shape, seed: int = 0) -> 
     if len(input_shape) != 3 or min(input_shape) < 1:
         raise UsageError(f"input shape {tuple(input_shape)} is not channels, height, width, each at least 1")
     with _seeded(seed):
-        model = _build(spec, num_classes, input_shape)
+        model = _build(spec, num_classes, input_shape, tried=tried)
     return model.train()
 
 
-def _build(spec: str, num_classes: int, shape: Shape) -> nn.Module:
+def _build(spec: str, num_classes: int, shape: Shape, *, tried: bool) -> nn.Module:
     if ":" in spec:
         origin = spec.partition(":")[0]
         outside = {"timm": from_timm, "hf": from_transformers}.get(origin, from_factory)
@@ -199,7 +200,7 @@ def _build(spec: str, num_classes: int, shape: Shape) -> nn.Module:
     known = frozenset([*_torchvision_names(), *segmentation_names()])
     if spec not in known:
         unknown(spec, known)
-    return _from_torchvision(spec, num_classes, shape)
+    return _from_torchvision(spec, num_classes, shape, tried=tried)
 
 
 __all__ = ["build", "default_input", "names", "segmentation_names"]
