@@ -18,6 +18,7 @@ from asa.cost.pricing import Pricer
 from asa.cost.states import Kept, States
 from asa.cost.traffic.launching import Launches, awaited
 from asa.cost.traffic.prefetch import Gathers, Hidden, hidden
+from asa.cost.traffic.sharing import alongside
 from asa.cost.way import Way
 from asa.cost.work.chain_times import ChainTimes
 from asa.cost.work.offload import host_update
@@ -93,7 +94,9 @@ class Menu:
             return np.array(values, dtype=float)[to]
 
         self._prompt, self._late = spread([k.prompt for k in distinct]), spread([k.late for k in distinct])
-        self._update_moved = spread([k.update_moved for k in distinct])
+        self._update_moved, self._shared = (
+            spread([k.update_moved for k in distinct]), spread([k.shared for k in distinct])
+        )  # fmt: skip
         self._copied, self._handled = spread([k.copied for k in distinct]), spread([k.handled for k in distinct])
         self._blocking = spread([k.blocking for k in distinct]) > 0
         self._moving = spread([k.blocking or k.repeated for k in distinct]) > 0
@@ -178,7 +181,14 @@ class Menu:
         back = back + np.where(again, inside["forward"], 0.0)
         backward = backward + np.where(again, forward, 0.0)
         copying = self._copied[which] * pricer.slow / pricer.shards.slowest + self._handled[which]
-        saved_s = self._prefetched(pricer, which, cells[:2], backward)
+        met_s = (
+            self._shared[which] * inside["forward"],
+            self._shared[which] * (inside["backward"] + np.where(again, inside["forward"], 0.0)),
+        )
+        saved_s = self._prefetched(pricer, which, cells[:2], backward, met_s)
+        sync = self._prompt[which] + self._late[which]
+        held_up = alongside(sync, compute=backward, collectives=met_s[1], least=np.minimum)
+        free = 1 - np.divide(held_up, sync, out=np.zeros(len(sync)), where=sync > 0)
         host = self._awaited(pricer, which, forward, backward, counts)
         copying = copying + host.gradient
         transient_ = transient_ * margin() + self._transient(pricer, which, saved_)
@@ -190,9 +200,14 @@ class Menu:
             forward=forward + ahead - saved_s.forward + host.forward,
             backward=backward + back - saved_s.backward + host.backward,
             bucket=copying,
-            once=copying + self._updated(pricer, which) + self._update_moved[which] - saved_s.once + host.update,
-            prompt=self._prompt[which],
-            late=self._late[which],
+            once=copying
+            + self._updated(pricer, which)
+            + self._update_moved[which]
+            - saved_s.once
+            + host.update
+            + held_up,
+            prompt=self._prompt[which] * free,
+            late=self._late[which] * free,
             window=backward + copying - saved_s.covered,
             state=state - np.where(self.offload[which], self._optimizer[which], 0.0),
             activations=saved_ * margin() + (0.0 if several else self._kept[which]),
@@ -200,9 +215,9 @@ class Menu:
             transient=np.maximum(transient_ + fresh, self._updating[which]),
         )
 
-    def _prefetched(self, pricer: Pricer, which: Any, passes: Any, own: Any) -> Hidden:
+    def _prefetched(self, pricer: Pricer, which: Any, passes: Any, own: Any, met: tuple[Any, Any]) -> Hidden:
         """What gathers ahead save. ``passes``: seconds forward and backward x layout x component; ``own``: of the ways'
-        backward."""
+        backward; ``met``: of collectives inside each pass, on the same links."""
         if self._ahead is None:
             return Hidden(forward=0.0, backward=0.0, once=0.0, covered=0.0)
         rows = self._ahead[:, which]
@@ -216,7 +231,7 @@ class Menu:
             if way.layout.weights or way.layout.sequence or pricer.shards.speeds:
                 ahead[at] = pricer.pass_of(int(i[at]) - 1, way)[0] if rows[0, at] + rows[2, at] else 0.0
                 behind[at] = pricer.pass_of(int(i[at]) + 1, way)[1] if rows[1, at] else 0.0
-        return hidden(gathers, pricer.cluster.overlap, ahead=ahead, behind=behind, own=own, least=np.minimum)
+        return hidden(gathers, pricer.cluster.overlap, ahead=ahead, behind=behind, own=own, met=met, least=np.minimum)
 
     def _awaited(self, pricer: Pricer, which: Any, forward: Any, backward: Any, counts: dict[Phase, Any]) -> Launches:
         """What devices wait for of their hosts' work on communication. ``counts``: of collectives inside."""

@@ -22,6 +22,7 @@ from asa.cost.traffic.collectives import Links
 from asa.cost.traffic.handovers import Handovers
 from asa.cost.traffic.launching import Launches, Launching, awaited, launched
 from asa.cost.traffic.prefetch import Hidden, hidden
+from asa.cost.traffic.sharing import alongside
 from asa.cost.way import Alone, Spread, Way
 from asa.cost.work.chain_times import ChainTimes
 from asa.cost.work.compute import Times, Work
@@ -173,8 +174,12 @@ class Pricer:
             back += self._seconds(alone.inner, "forward")
         footprint, update = self._footprint(index, way)
         ahead_s, back_s = work.forward_s * slow, (work.backward_s + again) * slow
-        saved, host = self._prefetched(index, way, back_s), self._awaited(index, way, ahead_s, back_s)
-        blocking = m * (spread.ahead + back) + spread.update_moved + spread.prompt + spread.late
+        met = self._met_on_links(index, way)
+        saved, host = self._prefetched(index, way, back_s, met), self._awaited(index, way, ahead_s, back_s)
+        sync = spread.prompt + spread.late
+        held_up = alongside(sync, compute=back_s, collectives=met[1])
+        free = 1 - held_up / sync if sync else 1.0
+        blocking = m * (spread.ahead + back) + spread.update_moved + sync
         return ComponentCost(
             num_microbatches=m,
             forward_s=ahead_s,
@@ -182,11 +187,11 @@ class Pricer:
             forward_communication_s=spread.ahead - saved.forward + host.forward,
             backward_communication_s=back - saved.backward + host.backward,
             bucket_s=spread.copying + host.gradient,
-            prompt_sync_s=spread.prompt,
-            late_sync_s=spread.late,
+            prompt_sync_s=spread.prompt * free,
+            late_sync_s=spread.late * free,
             release=self._releases[index].index,
             update_s=update,
-            update_communication_s=spread.update_moved - saved.once + host.update,
+            update_communication_s=spread.update_moved - saved.once + host.update + held_up,
             error_s=m * slow * work.error_s,
             link_error_s=blocking * self.edges.link_error(way.layout),
             footprint=footprint,
@@ -194,14 +199,23 @@ class Pricer:
             prefetched_s=m * (saved.forward + saved.backward) + saved.once,
         )
 
-    def _prefetched(self, index: int, way: Way, own: float) -> Hidden:
+    def _met_on_links(self, index: int, way: Way) -> tuple[float, float]:
+        """Seconds of a forward and of a backward in which collectives inside the component take the links that its
+        weights and gradients go over."""
+        shared = self.states.kept(index, way).shared
+        if not shared:
+            return 0.0, 0.0
+        ahead, back = (self._seconds(self._alone(index, way).inner, phase) for phase in _PASSES)
+        return shared * ahead, shared * (back + ahead if way.checkpoint else back)
+
+    def _prefetched(self, index: int, way: Way, own: float, met: tuple[float, float]) -> Hidden:
         """What gathers ahead save; ``own`` is the component's backward, in seconds."""
         gathers = self.states.ahead(index, way)
         if gathers is None:
             return _NOTHING_HIDDEN
         ahead = self.pass_of(index - 1, way)[0] if gathers.forward + gathers.once else 0.0
         behind = self.pass_of(index + 1, way)[1] if gathers.backward else 0.0
-        return hidden(gathers, self.cluster.overlap, ahead=ahead, behind=behind, own=own)
+        return hidden(gathers, self.cluster.overlap, ahead=ahead, behind=behind, own=own, met=met)
 
     def _awaited(self, index: int, way: Way, forward: float, backward: float) -> Launches:
         """What the device waits for of the host's work on its communication."""

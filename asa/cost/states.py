@@ -38,7 +38,8 @@ class Kept:
     """A component under a data strategy. ``moved``: all its traffic; ``repeated``: whether some is in every microbatch;
     ``blocking``: whether backward waits for all of it. Seconds once per step as in
     :class:`asa.cost.step.ComponentCost`; ``copied`` is compute on a rank as fast as the profile's device, ``handled``
-    on any. ``launches``: what the host does meanwhile, where the device works apart from it."""
+    on any. ``launches``: what the host does meanwhile, where the device works apart from it. ``shared``: the part of
+    ``moved``, in seconds, that takes the links of the component's own collectives, and could hide."""
 
     page: DataStrategy
     held: Memory
@@ -51,6 +52,7 @@ class Kept:
     copied: float
     handled: float
     launches: Launches | None
+    shared: float
 
 
 class States:
@@ -168,7 +170,17 @@ class States:
             copied=copied,
             handled=self.handled(moved, "gradient"),
             launches=self._launches(moved),
+            shared=self._shared(moved, layout),
         )  # fmt: skip
+
+    def _shared(self, moved: Sequence[Collective], layout: Layout) -> float:
+        if layout.tensor == 1 or self._cluster.overlap.saving <= 0:
+            return 0.0
+        own, taken = self.links.level(layout.tensor, 1), [0.0, 0.0]
+        for c in moved:
+            if c.ranks > 1:
+                taken[self.links.level(c.ranks, c.stride) == own] += self.links.seconds(c)
+        return taken[True] / (sum(taken) or 1.0)
 
     def crossing(self, ends: Ends, source: Layout, target: Layout) -> tuple[Boundary, tuple[Collective, ...]]:
         """The boundary between two layouts, and what moves for each byte of the tensor that crosses it."""

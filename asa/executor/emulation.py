@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,22 +43,42 @@ from asa.tracing import TracedModel
 from asa.tracing.component import TracedComponent
 
 
-class DeviceClock:
-    """When the device is busy. What a sleep overslept is taken off the next one; ``last``: of a step's backwards."""
+def _host_s() -> float:
+    """Seconds for which this thread has had something to do: on a core, or waiting for one (Linux; 0 elsewhere)."""
+    try:
+        worked, waited, _ = Path("/proc/thread-self/schedstat").read_text().split()
+    except (OSError, ValueError):
+        return 0.0
+    return (int(worked) + int(waited)) / 1e9
 
-    def __init__(self) -> None:
-        self._late = 0.0
+
+class DeviceClock:
+    """When the device is busy. What a sleep overslept is taken off the next one; ``last``: of a step's backwards.
+
+    ``apart``: from its host, which launches ahead of it: then what the host has done since the device was last busy is
+    taken off, too, unlike what it has waited for. (Many ranks on few cores have hosts that get in each other's way.)
+    """
+
+    def __init__(self, *, apart: bool) -> None:
+        self._apart, self._late, self._worked = apart, 0.0, float("inf")
         self.last = True
+
+    def start(self) -> None:
+        """A step begins: nothing was launched ahead of it."""
+        self._late, self._worked = 0.0, float("inf")
 
     def busy(self, seconds: float) -> None:
         """Return when the device has worked for ``seconds``."""
+        if self._apart:
+            self._late += max(0.0, _host_s() - self._worked)
         left = seconds - self._late
-        if left <= 0:
-            self._late = -left
-            return
-        start = time.perf_counter()
-        time.sleep(left)
-        self._late = time.perf_counter() - start - left
+        if left > 0:
+            start = time.perf_counter()
+            time.sleep(left)
+            left -= time.perf_counter() - start
+        self._late = -left
+        if self._apart:
+            self._worked = _host_s()
 
 
 class Zeros:
@@ -219,6 +240,7 @@ class SleepingUpdate(torch.optim.SGD):
         """Wait."""
         self._stream.drain()
         self._clock.busy(self._seconds)
+        self._clock.start()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,7 +264,7 @@ class Emulation:
         self._forms: dict[str, _Form] = {}
         self._sleepers: list[_Sleeper] = []
         self._update_s = 0.0
-        self.clock, self._zeros = DeviceClock(), Zeros()
+        self.clock, self._zeros = DeviceClock(apart=self._streams), Zeros()
 
     def hooks(self) -> dict[str, Any]:
         """What ``materialize`` is to call."""

@@ -104,7 +104,7 @@ class Links:
         if key not in self._seconds:
             group = (op, ranks, stride)
             if group not in self._groups:
-                level = self._level(ranks, stride)
+                level = self.level(ranks, stride)
                 self._groups[group] = (level, self._sharing(level, stride), self._crowding(level, op, ranks))
             level, sharing, crowding = self._groups[group]
             self._seconds[key] = self._read(level, op, ranks, size * sharing * crowding)
@@ -135,11 +135,15 @@ class Links:
         """Whether the figures for this group rest on tables that nobody measured as a whole."""
         if ranks <= 1:
             return False
-        statuses = self._statuses[self._level(ranks, stride)].get(ranks, [])
+        statuses = self._statuses[self.level(ranks, stride)].get(ranks, [])
         return not statuses or any(s in _ASSUMED for s in statuses)
 
-    def _level(self, ranks: int, stride: int) -> int:
-        """Index of the innermost level that joins every group of that shape (groups start at multiples of it)."""
+    def level(self, ranks: int, stride: int) -> int:
+        """Index of the innermost level that joins every group of that shape (groups start at multiples of it).
+
+        Raises:
+            InvalidInputError: there is none.
+        """
         block = ranks * stride
         levels = self._cluster.levels
         for i, level in enumerate(levels):

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from asa.cost.traffic.sharing import alongside
 from asa.ir.cluster import Overlap
 
 
@@ -41,14 +42,21 @@ class Hidden:
 
 
 def hidden(
-    gathers: Any, overlap: Overlap, *, ahead: Any, behind: Any, own: Any, least: Callable[[Any, Any], Any] = min
-) -> Hidden:
+    gathers: Any, overlap: Overlap, *, ahead: Any, behind: Any, own: Any, met: tuple[Any, Any] = (0.0, 0.0),
+    least: Callable[[Any, Any], Any] = min,
+) -> Hidden:  # fmt: skip
     """What ``gathers`` hide: ``ahead`` is the forward of the component in front, ``behind`` the backward of the one
-    behind, ``own`` the component's backward, in seconds. With ``least=numpy.minimum`` of many at once."""
+    behind, ``own`` the component's backward, in seconds; ``met``: of collectives in its forward and in its backward that
+    take the same links. With ``least=numpy.minimum`` of many at once."""
     sp, sc, saving = overlap.compute_slowdown, overlap.communication_slowdown, overlap.saving
+
+    def saved(gather: Any, window: Any, collectives: Any) -> Any:
+        free = gather - alongside(gather, compute=window, collectives=collectives, least=least)
+        return saving * least(sc * free, sp * window)
+
     return Hidden(
-        forward=saving * least(sc * gathers.forward, sp * ahead),
-        backward=saving * least(sc * gathers.backward, sp * behind),
-        once=saving * least(sc * gathers.once, sp * ahead),
+        forward=saved(gathers.forward, ahead, met[0]),
+        backward=saved(gathers.backward, behind, met[1]),
+        once=saved(gathers.once, ahead, met[0]),
         covered=least(sc * gathers.front, sp * own) / sp,
     )
