@@ -185,8 +185,8 @@ class Menu:
             self._shared[which] * inside["forward"],
             self._shared[which] * (inside["backward"] + np.where(again, inside["forward"], 0.0)),
         )
-        saved_s = self._prefetched(pricer, which, cells[:2], backward, met_s)
         sync = self._prompt[which] + self._late[which]
+        saved_s = self._prefetched(pricer, which, cells[:2], backward, met_s, sync)
         held_up = alongside(sync, compute=backward, collectives=met_s[1], least=np.minimum)
         free = 1 - np.divide(held_up, sync, out=np.zeros(len(sync)), where=sync > 0)
         host = self._awaited(pricer, which, forward, backward, counts)
@@ -215,9 +215,11 @@ class Menu:
             transient=np.maximum(transient_ + fresh, self._updating[which]),
         )
 
-    def _prefetched(self, pricer: Pricer, which: Any, passes: Any, own: Any, met: tuple[Any, Any]) -> Hidden:
+    def _prefetched(
+        self, pricer: Pricer, which: Any, passes: Any, own: Any, met: tuple[Any, Any], sync: Any
+    ) -> Hidden:  # fmt: skip
         """What gathers ahead save. ``passes``: seconds forward and backward x layout x component; ``own``: of the ways'
-        backward; ``met``: of collectives inside each pass, on the same links."""
+        backward; ``met``: of collectives inside each pass, on the same links; ``sync``: of gradients."""
         if self._ahead is None:
             return Hidden(forward=0.0, backward=0.0, once=0.0, covered=0.0)
         rows = self._ahead[:, which]
@@ -231,7 +233,10 @@ class Menu:
             if way.layout.weights or way.layout.sequence or pricer.shards.speeds:
                 ahead[at] = pricer.pass_of(int(i[at]) - 1, way)[0] if rows[0, at] + rows[2, at] else 0.0
                 behind[at] = pricer.pass_of(int(i[at]) + 1, way)[1] if rows[1, at] else 0.0
-        return hidden(gathers, pricer.cluster.overlap, ahead=ahead, behind=behind, own=own, met=met, least=np.minimum)
+        return hidden(
+            gathers, pricer.cluster.overlap, ahead=ahead, behind=behind, own=own, met=met, scattered=sync,
+            microbatches=pricer.num_microbatches, least=np.minimum,
+        )  # fmt: skip
 
     def _awaited(self, pricer: Pricer, which: Any, forward: Any, backward: Any, counts: dict[Phase, Any]) -> Launches:
         """What devices wait for of their hosts' work on communication. ``counts``: of collectives inside."""

@@ -175,8 +175,8 @@ class Pricer:
         footprint, update = self._footprint(index, way)
         ahead_s, back_s = work.forward_s * slow, (work.backward_s + again) * slow
         met = self._met_on_links(index, way)
-        saved, host = self._prefetched(index, way, back_s, met), self._awaited(index, way, ahead_s, back_s)
         sync = spread.prompt + spread.late
+        saved, host = self._prefetched(index, way, back_s, met, sync), self._awaited(index, way, ahead_s, back_s)
         held_up = alongside(sync, compute=back_s, collectives=met[1])
         free = 1 - held_up / sync if sync else 1.0
         blocking = m * (spread.ahead + back) + spread.update_moved + sync
@@ -208,14 +208,17 @@ class Pricer:
         ahead, back = (self._seconds(self._alone(index, way).inner, phase) for phase in _PASSES)
         return shared * ahead, shared * (back + ahead if way.checkpoint else back)
 
-    def _prefetched(self, index: int, way: Way, own: float, met: tuple[float, float]) -> Hidden:
+    def _prefetched(self, index: int, way: Way, own: float, met: tuple[float, float], sync: float) -> Hidden:
         """What gathers ahead save; ``own`` is the component's backward, in seconds."""
         gathers = self.states.ahead(index, way)
         if gathers is None:
             return _NOTHING_HIDDEN
         ahead = self.pass_of(index - 1, way)[0] if gathers.forward + gathers.once else 0.0
         behind = self.pass_of(index + 1, way)[1] if gathers.backward else 0.0
-        return hidden(gathers, self.cluster.overlap, ahead=ahead, behind=behind, own=own, met=met)
+        return hidden(
+            gathers, self.cluster.overlap, ahead=ahead, behind=behind, own=own, met=met, scattered=sync,
+            microbatches=self.num_microbatches,
+        )  # fmt: skip
 
     def _awaited(self, index: int, way: Way, forward: float, backward: float) -> Launches:
         """What the device waits for of the host's work on its communication."""

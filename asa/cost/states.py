@@ -76,7 +76,7 @@ class States:
         self.collective_s = constant("collective_launch_s") if self.apart else 0.0
         self.timed = self._as_long() if self.apart else self.like
         self._most: dict[tuple[int, bool, int], tuple[float, float]] = {}
-        self._prefetching = self.apart and cluster.overlap.saving > 0
+        self.prefetching = self.apart and cluster.overlap.saving > 0
         self._crossings: dict[tuple[Ends, Layout, Layout], tuple[Boundary, tuple[Collective, ...]]] = {}
         self._between: dict[tuple[Ends, tuple[Layout, ...], tuple[Layout, ...]], Crossings] = {}
 
@@ -112,7 +112,7 @@ class States:
 
     def ahead(self, index: int, way: Way) -> Gathers | None:
         """What is gathered ahead for component ``index``, and beside its backward; None where nothing is."""
-        if not (self._prefetching and self._strategies.data[way.data.strategy].prefetches and way.layout.data > 1):
+        if not (self.prefetching and self._strategies.data[way.data.strategy].prefetches and way.layout.data > 1):
             return None
         key = (index, way.layout, way.tensor, way.data)
         if key not in self._ahead:

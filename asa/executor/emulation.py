@@ -322,6 +322,7 @@ class Emulation:
             for module in model.sharded:
                 module.set_custom_reduce_scatter(stream)  # type: ignore[arg-type]
             _gather_ahead(model.sharded)
+            model.gather_across()
         usual = model.reduction.backward
 
         @contextmanager

@@ -21,6 +21,7 @@ from asa.ir.layout import Layout
 from asa.ir.plan import Plan
 from asa.sharding.axis import SOLO, Axis
 from asa.sharding.boundary import Crossing
+from asa.sharding.neighbours import Neighbours, acquaint
 from asa.sharding.samples import SampleContext
 from asa.sharding.transfer import Link
 from asa.sharding.updates import shared_update
@@ -37,6 +38,7 @@ class Segment(nn.Module):
         self._traced = components
         self.crossings = crossings
         self.context = context
+        self.neighbours = Neighbours()
 
     def side_names(self) -> list[str]:
         """Names of the side outputs, in the order ``forward`` returns them."""
@@ -45,10 +47,15 @@ class Segment(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """(main, *sides) from this rank's rows."""
         sides: list[Tensor] = []
+        first, last = self._traced[0], self._traced[-1]
         for crossing, component in zip(self.crossings, self._traced, strict=True):
             if crossing is not None:
                 x = crossing(x, self.context.total)
+            if component is last:
+                self.neighbours.before_last()
             x, *more = component(x)
+            if component is first:
+                self.neighbours.behind_first(x)
             if more:
                 sides += more
         return (x, *sides)
@@ -114,6 +121,8 @@ class ParallelModel:
         self.owner = {p: i for u in self._updates for p, i in zip(u.parameters, u.owner, strict=True)}
         self.training = True
         self._rows: dict[int, list[slice]] = {}
+        if device.type == "cuda":  # elsewhere FSDP waits for what it gathers
+            self.gather_across()
 
     @property
     def components(self) -> list[TracedComponent]:
@@ -262,6 +271,11 @@ class ParallelModel:
     def replicas(self) -> list[DistributedDataParallel]:
         """The segments whose gradients are averaged in buckets."""
         return [p.module for p in self._placed if isinstance(p.module, DistributedDataParallel)]
+
+    def gather_across(self) -> None:
+        """Have weights gathered a component ahead from one segment to the next, too."""
+        segments = [p.segment for p in self._placed]
+        acquaint(segments, [s.neighbours for s in segments])
 
     @property
     def sharded(self) -> list[FSDPModule]:

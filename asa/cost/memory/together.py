@@ -44,7 +44,7 @@ def overcounted(
         placed = range(start + run.start, start + run.stop)
         if joint and len({(ways[i].tensor, ways[i].offload) for i in run}) == 1 and not ways[run.start].offload:
             repeated += pricer.states.repeated(placed, ways[run.start])
-        near = joint and len(alike) > 1
+        near = joint and len(alike) > 1 and not pricer.states.prefetching  # then they gather for each other
         own = [pricer.footprint(start + i, ways[i], placed) if near else counted[i] for i in run]
         parts += [pricer.as_made(start + i, ways[i], p) for i, p in zip(run, own, strict=True)]
         left = next(filter(None, (pricer.left(start + i, ways[i]) for i in run)), 0.0) if joint else 0.0

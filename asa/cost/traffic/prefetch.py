@@ -3,8 +3,9 @@
 Stock ``fully_shard`` gathers one unit ahead: in forward the weights of a component while the one in front of it
 computes, in backward while the one behind it does. With g the gather and w that compute, each by itself, both go on for
 tau = min(sc g, sp w) seconds, of which ``saving * tau`` are saved (:mod:`asa.cost.step`); what gradients are in the
-meantime synchronised beside that compute is not: the links are taken. The neighbour is taken to be run alike; one
-that cannot be belongs to another root, whose gathers nobody issues ahead.
+meantime synchronised beside that compute is not: the links are taken. In backward the gradients of the component behind
+are scattered first, by the same communicator, which does one after the other: w is what they leave of the compute. The
+neighbour is taken to be run alike.
 
 Zhao et al. 2023, "PyTorch FSDP", 3.3.2 (backward and forward prefetching); torch.distributed.fsdp._fully_shard.
 """
@@ -43,20 +44,26 @@ class Hidden:
 
 def hidden(
     gathers: Any, overlap: Overlap, *, ahead: Any, behind: Any, own: Any, met: tuple[Any, Any] = (0.0, 0.0),
-    least: Callable[[Any, Any], Any] = min,
+    scattered: Any = 0.0, microbatches: int = 1, least: Callable[[Any, Any], Any] = min,
 ) -> Hidden:  # fmt: skip
     """What ``gathers`` hide: ``ahead`` is the forward of the component in front, ``behind`` the backward of the one
-    behind, ``own`` the component's backward, in seconds; ``met``: of collectives in its forward and in its backward that
-    take the same links. With ``least=numpy.minimum`` of many at once."""
+    behind, ``own`` the component's backward, in seconds; ``met``: of collectives in its forward and in its backward
+    that take the same links; ``scattered``: of its gradients in the last of ``microbatches``. With
+    ``least=numpy.minimum`` of many at once."""
     sp, sc, saving = overlap.compute_slowdown, overlap.communication_slowdown, overlap.saving
 
     def saved(gather: Any, window: Any, collectives: Any) -> Any:
         free = gather - alongside(gather, compute=window, collectives=collectives, least=least)
         return saving * least(sc * free, sp * window)
 
+    def left(window: Any) -> Any:
+        return window - least(window, scattered * sc / sp)
+
+    last = saved(gathers.backward, left(behind), met[1])
+    others = saved(gathers.backward, behind, met[1]) if microbatches > 1 else last
     return Hidden(
         forward=saved(gathers.forward, ahead, met[0]),
-        backward=saved(gathers.backward, behind, met[1]),
-        once=saved(gathers.once, ahead, met[0]),
-        covered=least(sc * gathers.front, sp * own) / sp,
+        backward=others,
+        once=saved(gathers.once, ahead, met[0]) + last - others,
+        covered=least(sc * gathers.front, sp * left(own)) / sp,
     )
