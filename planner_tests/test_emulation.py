@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from asa.cli.emulated import EmulatedName, device, joined
 from asa.cost.machine.estimate import estimate
+from asa.executor import emulation
 from asa.executor.emulated import EmulationOptions, borrowed, emulated_worker, measure_emulated
 from asa.executor.emulation import EmulatedDevice
 from asa.executor.noise import noise
@@ -112,3 +114,45 @@ def test_emulated_devices_neither_share_nor_disturb() -> None:
     assert cluster.contention == ()
     assert cluster.overlap.saving == 1
     assert cluster.levels == nouns.cluster().levels
+
+
+@pytest.mark.parametrize(("apart", "slept"), [(True, [1.0, 0.7, 1.0]), (False, [1.0, 1.0, 1.0])])
+def test_the_host_of_a_device_apart_launches_ahead(
+    apart: bool, slept: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.3 s of work between two kernels are hidden; 0.2 s of waiting are not, and nothing before a step's first one."""
+    now, worked, sleeps = [0.0], [0.0], list[float]()
+
+    def sleep(seconds: float) -> None:
+        sleeps.append(seconds)
+        now[0] += seconds
+
+    def host(work: float, wait: float) -> None:
+        worked[0] += work
+        now[0] += work + wait
+
+    monkeypatch.setattr(emulation.time, "sleep", sleep)
+    monkeypatch.setattr(emulation.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(emulation, "_host_s", lambda: worked[0])
+    clock = emulation.DeviceClock(apart=apart)
+    host(0.3, 0.2)
+    clock.busy(1.0)
+    host(0.3, 0.2)
+    clock.busy(1.0)
+    clock.start()
+    host(0.3, 0.2)
+    clock.busy(1.0)
+    assert sleeps == pytest.approx(slept)
+
+
+def test_the_work_of_a_host_is_told_from_its_waiting() -> None:
+    before = emulation._host_s()
+    time.sleep(0.05)
+    idle = emulation._host_s()
+    until = time.thread_time() + 0.05
+    while time.thread_time() < until:
+        pass
+    busy = emulation._host_s() - idle
+    if not before and not busy:
+        pytest.skip("this system does not say for how long a thread has worked")
+    assert busy > 0.03

@@ -8,7 +8,8 @@ both kinds are under way for the part m / (w + b) of the pass, and of the messag
     b * min(1, m / (w + b))
 
 seconds go beside collectives: what can hide is the rest. Neighbours, beside whose passes the messages really go, are
-taken to be run alike, as in :mod:`asa.cost.traffic.prefetch`; then it is exact.
+taken to be run alike, as in :mod:`asa.cost.traffic.prefetch`; then it is exact. Collectives at boundaries are not
+counted, which are a matter of two components.
 """
 
 from __future__ import annotations
