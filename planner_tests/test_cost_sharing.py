@@ -117,6 +117,11 @@ def test_a_gather_in_backward_comes_behind_the_gradients_scattered_before_it() -
     for scattered, left in ((0.5, 1.0), (1.5, 0.5), (3.0, 0.0)):
         found = hidden(gathers, Overlap(), **options, scattered=scattered)
         assert (found.forward, found.backward, found.covered) == (1.0, left, left), "forward scatters nothing"
+        assert found.queued == max(0.0, scattered - 2.0), "what outlasts the compute holds up the gather"
+        alone = hidden(
+            Gathers(forward=1.0, backward=0.0, once=0.0, front=0.0), Overlap(), **options, scattered=scattered
+        )
+        assert alone.queued == 0, "nothing is gathered behind it"
         several = hidden(gathers, Overlap(), **options, scattered=scattered, microbatches=4)
         assert several.backward == 1.0, "only the last microbatch scatters"
         assert several.once == left - 1.0

@@ -94,9 +94,8 @@ class Menu:
             return np.array(values, dtype=float)[to]
 
         self._prompt, self._late = spread([k.prompt for k in distinct]), spread([k.late for k in distinct])
-        self._update_moved, self._shared = (
-            spread([k.update_moved for k in distinct]), spread([k.shared for k in distinct])
-        )  # fmt: skip
+        self._update_moved = spread([k.update_moved for k in distinct])
+        self._shared, self._scattered = spread([k.shared for k in distinct]), spread([k.scattered for k in distinct])
         self._copied, self._handled = spread([k.copied for k in distinct]), spread([k.handled for k in distinct])
         self._blocking = spread([k.blocking for k in distinct]) > 0
         self._moving = spread([k.blocking or k.repeated for k in distinct]) > 0
@@ -185,9 +184,10 @@ class Menu:
             self._shared[which] * inside["forward"],
             self._shared[which] * (inside["backward"] + np.where(again, inside["forward"], 0.0)),
         )
+        saved_s = self._prefetched(pricer, which, cells[:2], backward, met_s)
         sync = self._prompt[which] + self._late[which]
-        saved_s = self._prefetched(pricer, which, cells[:2], backward, met_s, sync)
-        held_up = alongside(sync, compute=backward, collectives=met_s[1], least=np.minimum)
+        held_up = alongside(sync, compute=backward, collectives=met_s[1], least=np.minimum) + saved_s.queued
+        held_up = np.minimum(sync, held_up)
         free = 1 - np.divide(held_up, sync, out=np.zeros(len(sync)), where=sync > 0)
         host = self._awaited(pricer, which, forward, backward, counts)
         copying = copying + host.gradient
@@ -215,13 +215,11 @@ class Menu:
             transient=np.maximum(transient_ + fresh, self._updating[which]),
         )
 
-    def _prefetched(
-        self, pricer: Pricer, which: Any, passes: Any, own: Any, met: tuple[Any, Any], sync: Any
-    ) -> Hidden:  # fmt: skip
+    def _prefetched(self, pricer: Pricer, which: Any, passes: Any, own: Any, met: tuple[Any, Any]) -> Hidden:
         """What gathers ahead save. ``passes``: seconds forward and backward x layout x component; ``own``: of the ways'
-        backward; ``met``: of collectives inside each pass, on the same links; ``sync``: of gradients."""
+        backward; ``met``: of collectives inside each pass, on the same links."""
         if self._ahead is None:
-            return Hidden(forward=0.0, backward=0.0, once=0.0, covered=0.0)
+            return Hidden(forward=0.0, backward=0.0, once=0.0, covered=0.0, queued=0.0)
         rows = self._ahead[:, which]
         gathers = Gathers(*rows)
         i, k, last = self.component[which], self.layout[which], len(self._graph) - 1
@@ -234,8 +232,8 @@ class Menu:
                 ahead[at] = pricer.pass_of(int(i[at]) - 1, way)[0] if rows[0, at] + rows[2, at] else 0.0
                 behind[at] = pricer.pass_of(int(i[at]) + 1, way)[1] if rows[1, at] else 0.0
         return hidden(
-            gathers, pricer.cluster.overlap, ahead=ahead, behind=behind, own=own, met=met, scattered=sync,
-            microbatches=pricer.num_microbatches, least=np.minimum,
+            gathers, pricer.cluster.overlap, ahead=ahead, behind=behind, own=own, met=met,
+            scattered=self._scattered[which], microbatches=pricer.num_microbatches, least=np.minimum,
         )  # fmt: skip
 
     def _awaited(self, pricer: Pricer, which: Any, forward: Any, backward: Any, counts: dict[Phase, Any]) -> Launches:

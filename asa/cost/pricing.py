@@ -36,7 +36,7 @@ from asa.ir.plan import CompressionName, OptimizerName
 from asa.ir.profile import Profile
 from asa.ir.traffic import Collective, Memory, Phase
 
-_NOTHING_HIDDEN = Hidden(forward=0.0, backward=0.0, once=0.0, covered=0.0)
+_NOTHING_HIDDEN = Hidden(forward=0.0, backward=0.0, once=0.0, covered=0.0, queued=0.0)
 _PASSES: tuple[Phase, Phase] = ("forward", "backward")
 _NOTHING_AWAITED = Launches(forward=0.0, backward=0.0, update=0.0, gradient=0.0)
 
@@ -176,8 +176,8 @@ class Pricer:
         ahead_s, back_s = work.forward_s * slow, (work.backward_s + again) * slow
         met = self._met_on_links(index, way)
         sync = spread.prompt + spread.late
-        saved, host = self._prefetched(index, way, back_s, met, sync), self._awaited(index, way, ahead_s, back_s)
-        held_up = alongside(sync, compute=back_s, collectives=met[1])
+        saved, host = self._prefetched(index, way, back_s, met), self._awaited(index, way, ahead_s, back_s)
+        held_up = min(sync, alongside(sync, compute=back_s, collectives=met[1]) + saved.queued)
         free = 1 - held_up / sync if sync else 1.0
         blocking = m * (spread.ahead + back) + spread.update_moved + sync
         return ComponentCost(
@@ -208,7 +208,7 @@ class Pricer:
         ahead, back = (self._seconds(self._alone(index, way).inner, phase) for phase in _PASSES)
         return shared * ahead, shared * (back + ahead if way.checkpoint else back)
 
-    def _prefetched(self, index: int, way: Way, own: float, met: tuple[float, float], sync: float) -> Hidden:
+    def _prefetched(self, index: int, way: Way, own: float, met: tuple[float, float]) -> Hidden:
         """What gathers ahead save; ``own`` is the component's backward, in seconds."""
         gathers = self.states.ahead(index, way)
         if gathers is None:
@@ -216,8 +216,8 @@ class Pricer:
         ahead = self.pass_of(index - 1, way)[0] if gathers.forward + gathers.once else 0.0
         behind = self.pass_of(index + 1, way)[1] if gathers.backward else 0.0
         return hidden(
-            gathers, self.cluster.overlap, ahead=ahead, behind=behind, own=own, met=met, scattered=sync,
-            microbatches=self.num_microbatches,
+            gathers, self.cluster.overlap, ahead=ahead, behind=behind, own=own, met=met,
+            scattered=self.states.kept(index, way).scattered, microbatches=self.num_microbatches,
         )  # fmt: skip
 
     def _awaited(self, index: int, way: Way, forward: float, backward: float) -> Launches:

@@ -39,7 +39,8 @@ class Kept:
     ``blocking``: whether backward waits for all of it. Seconds once per step as in
     :class:`asa.cost.step.ComponentCost`; ``copied`` is compute on a rank as fast as the profile's device, ``handled``
     on any. ``launches``: what the host does meanwhile, where the device works apart from it. ``shared``: the part of
-    ``moved``, in seconds, that takes the links of the component's own collectives, and could hide."""
+    ``moved``, in seconds, that takes the links of the component's own collectives, and could hide; ``scattered``: of
+    ``prompt``, by whom gathers its weights, too."""
 
     page: DataStrategy
     held: Memory
@@ -53,6 +54,7 @@ class Kept:
     handled: float
     launches: Launches | None
     shared: float
+    scattered: float
 
 
 class States:
@@ -157,7 +159,7 @@ class States:
         blocking = self._cluster.device.type == "cpu" and not held.buckets
         update_moved = sum(self.links.seconds(c) for c in moved if c.phase == "update") + self.handled(moved, "update")
         gradients = [c for c in moved if c.phase == "gradient"]
-        prompt, late, copied = self._sync(index, share, gradients, bucketed=held.buckets > 0)
+        prompt, late, copied, scattered = self._sync(index, share, gradients, bucketed=held.buckets > 0)
         if blocking:
             update_moved, prompt = update_moved + prompt, 0.0
         return Kept(
@@ -171,6 +173,7 @@ class States:
             handled=self.handled(moved, "gradient"),
             launches=self._launches(moved),
             shared=self._shared(moved, layout),
+            scattered=scattered,
         )  # fmt: skip
 
     def _shared(self, moved: Sequence[Collective], layout: Layout) -> float:
@@ -245,17 +248,22 @@ class States:
             self._most[key] = units + self.collective_s * ahead, units + self.collective_s * again
         return self._most[key]
 
-    def _sync(self, index: int, share: Share, moved: list[Collective], *, bucketed: bool) -> tuple[float, float, float]:
-        """Seconds of gradient synchronisation: leaving at once, leaving with a later bucket, and copying for it.
+    def _sync(
+        self, index: int, share: Share, moved: list[Collective], *, bucketed: bool
+    ) -> tuple[float, float, float, float]:
+        """Seconds of gradient synchronisation: leaving at once, leaving with a later bucket, copying for it, and what
+        of the first is scattered.
 
         ``bucketed``: an all_reduce travels in buckets with its neighbours, so it costs its part of a full bucket's
         time; anything else is sent component by component.
         """
-        prompt = late = copied = 0.0
+        prompt = late = copied = scattered = 0.0
         for c in moved:
             left = remaining(self._compression, c, share.num_parameter_tensors, whole=bucketed)
             if c.op != "all_reduce" or not bucketed:
-                prompt += self.links.taken(c.op, left * c.bytes, c.ranks, c.stride)
+                seconds = self.links.taken(c.op, left * c.bytes, c.ranks, c.stride)
+                prompt += seconds
+                scattered += seconds * (c.op == "reduce_scatter")
                 continue
             message = bucket_bytes(self._graph, c.bytes, share.num_parameter_tensors)
             seconds = self.links.taken(c.op, left * message, c.ranks, c.stride) * c.bytes / message
@@ -264,7 +272,7 @@ class States:
             if self._cluster.device.memory_bandwidth > 0:
                 passes = constant("ddp_bucket_passes") + (constant("compression_passes") if left < 1 else 0.0)
                 copied += passes * c.bytes / self._cluster.device.memory_bandwidth
-        return prompt, late, copied
+        return prompt, late, copied, scattered
 
 
 def _sharding(traffic: Iterable[Collective], phase: Phase) -> list[Collective]:

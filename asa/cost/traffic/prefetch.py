@@ -4,8 +4,8 @@ Stock ``fully_shard`` gathers one unit ahead: in forward the weights of a compon
 computes, in backward while the one behind it does. With g the gather and w that compute, each by itself, both go on for
 tau = min(sc g, sp w) seconds, of which ``saving * tau`` are saved (:mod:`asa.cost.step`); what gradients are in the
 meantime synchronised beside that compute is not: the links are taken. In backward the gradients of the component behind
-are scattered first, by the same communicator, which does one after the other: w is what they leave of the compute. The
-neighbour is taken to be run alike.
+are scattered first, by the same communicator, which does one after the other: w is what they leave of the compute, and
+what outlasts it holds up the gather, and with it all that follows. The neighbour is taken to be run alike.
 
 Zhao et al. 2023, "PyTorch FSDP", 3.3.2 (backward and forward prefetching); torch.distributed.fsdp._fully_shard.
 """
@@ -34,12 +34,14 @@ class Gathers:
 @dataclass
 class Hidden:
     """Seconds saved in a forward, a backward and once per step; of the component's own backward, ``covered`` by the
-    gather for the component in front of it. Numbers, or arrays of them."""
+    gather for the component in front of it, which waits for gradients ``queued`` before it when that is over. Numbers,
+    or arrays of them."""
 
     forward: Any
     backward: Any
     once: Any
     covered: Any
+    queued: Any
 
 
 def hidden(
@@ -66,4 +68,5 @@ def hidden(
         backward=others,
         once=saved(gathers.once, ahead, met[0]) + last - others,
         covered=least(sc * gathers.front, sp * left(own)) / sp,
+        queued=(gathers.front > 0) * (scattered - least(scattered, sp / sc * own)),
     )
