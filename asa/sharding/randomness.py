@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch.nn.functional as F
 from torch import fx, nn
@@ -32,9 +32,12 @@ def make_reproducible(components: Iterable[TracedComponent], context: SampleCont
 
     Modules fx could not look into (leaves with dropout inside) are searched too; what drops from a tensor whose first
     dimension is not the batch keeps its own. A dropout module that is called several times draws anew in each call, as
-    the stock one does: each call is a site of its own.
+    the stock one does: each call is a site of its own. One that works in place changes what is read of its input
+    later; code that fx could not look into reads the input itself, a graph reads what the dropout returns.
     """
     for component in components:
+        for graph in component.graphs():
+            _read_results(graph)
         if component.eval_graph is not component.train_graph:  # else they drop in evaluation too, and go on doing that
             _replace_functions(component.train_graph, component.name, context)
         for graph in component.graphs():
@@ -50,7 +53,31 @@ def make_reproducible(components: Iterable[TracedComponent], context: SampleCont
                 dropout = SampleDropout(child.dropout, site=path, context=context)
                 with_layers_by_sample(child, dropout, f"{component.name}.{path}")
             if fresh is not None:
+                if isinstance(fresh, SampleDropout) and not _calls(component, path):
+                    fresh.inplace = bool(getattr(child, "inplace", False))
                 component.set_submodule(path, fresh.train(child.training))
+
+
+def _read_results(module: fx.GraphModule) -> None:
+    nodes = list(module.graph.nodes)
+    changing = [n for n in nodes if _drops_in_place(module, n)]
+    for node in changing:
+        later = nodes[nodes.index(node) + 1 :]
+        _dropped_from(node).replace_all_uses_with(node, delete_user_cb=later.__contains__)
+    if changing:
+        module.recompile()
+
+
+def _drops_in_place(module: fx.GraphModule, node: fx.Node) -> bool:
+    if node.op == "call_module":
+        called = module.get_submodule(str(node.target))
+        return isinstance(called, nn.modules.dropout._DropoutNd) and called.inplace
+    given = node.kwargs.get("inplace", node.args[3] if len(node.args) > 3 else False)
+    return node.op == "call_function" and node.target in _FUNCTIONS and node.target is not F.rrelu and bool(given)
+
+
+def _dropped_from(node: fx.Node) -> fx.Node:
+    return cast(fx.Node, node.args[0] if node.args else node.kwargs["input"])
 
 
 _Made = Callable[..., BySample]
@@ -90,7 +117,7 @@ def _replace_functions(module: fx.GraphModule, owner: str, context: SampleContex
         path, site = f"dropout_{i}", f"{owner}.dropout_{i}"
         module.add_submodule(path, made(site=site, context=context))
         with module.graph.inserting_before(node):
-            call = module.graph.call_module(path, (node.args[0] if node.args else node.kwargs["input"],))
+            call = module.graph.call_module(path, (_dropped_from(node),))
         node.replace_all_uses_with(call)
         module.graph.erase_node(node)
     if drawing:

@@ -108,16 +108,21 @@ class BySample(nn.Module):
 
 class SampleDropout(BySample):
     """Drop elements, channels or samples. Where the context does not know its samples, or in ``eval()``, it does what
-    the stock module does."""
+    the stock module does. ``inplace``: what is left also takes the input's place."""
 
     def __init__(self, p: float, *, site: str, context: SampleContext, whole_from: int | None = None) -> None:
         super().__init__(site=site, context=context, whole_from=whole_from)
         self.p = p
+        self.inplace = False
 
     def forward(self, x: Tensor) -> Tensor:
         """Same shape as ``x``."""
         if not self.training or self.p == 0:
             return x
+        return x.copy_(self.dropped(x)) if self.inplace else self.dropped(x)
+
+    def dropped(self, x: Tensor) -> Tensor:
+        """What is left of ``x``, in memory of its own."""
         if not self.known(x):
             return self.by_generator(x)
         if self.p >= 1:
