@@ -60,6 +60,18 @@ def test_the_newest_plan_is_trained_without_being_named(place):
     assert "all 2 epochs are done" in again.stderr
 
 
+def test_the_rest_of_a_run_is_given_what_its_beginning_was(place):
+    words = ("--data", "digits", "--steps-per-epoch", "2", "--seed", "5", "--optimizer", "adamw", "--out", "half")
+    asa("train", *words, cwd=place)
+    rest = asa("train", "--resume", "--out", "half", "--epochs", "2", cwd=place)
+    assert "as in the run before: --data digits --steps-per-epoch 2 --optimizer adamw --seed 5" in rest.stderr
+    starts = [json.loads(line) for line in (place / "half" / "log.jsonl").read_text().splitlines()]
+    first, second = (e["settings"] for e in starts if e["event"] == "start")
+    assert second == first | {"epochs": 2, "resume": True}
+    other = asa("train", "--resume", "--out", "half", "--seed", "6", cwd=place, code=2)
+    assert "the checkpoint was made with seed 5, this run has 6" in other.stderr
+
+
 def test_a_run_on_emulated_devices_says_that_nothing_was_learnt(place):
     (profile,) = (place / "profiles").glob("cnn.*.json")
     device = f"emulated:profiles/{profile.name}"

@@ -12,7 +12,7 @@ from asa.ir.units import GIB
 
 _MOST_SEED = 2**32 - 1
 _MOST_GIB = 2**20
-_UNITS = {"tib": 2**40, "gib": 2**30, "mib": 2**20, "tb": 10**12, "gb": 10**9, "mb": 10**6}
+_UNITS = {"tib": 2**40, "gib": 2**30, "mib": 2**20, "kib": 2**10, "tb": 10**12, "gb": 10**9, "mb": 10**6, "kb": 10**3}
 
 
 def count(text: str) -> int:
@@ -80,7 +80,7 @@ def gibibytes(text: str) -> int:
     >>> gibibytes("1.5"), gibibytes("1.5GiB"), gibibytes("512 MiB"), gibibytes("80GB")
     (1610612736, 1610612736, 536870912, 80000000000)
     """
-    found = re.fullmatch(r"\s*(.*?)\s*(TiB|GiB|MiB|TB|GB|MB)?\s*", text, re.IGNORECASE | re.DOTALL)
+    found = re.fullmatch(r"\s*(.*?)\s*(TiB|GiB|MiB|KiB|TB|GB|MB|KB)?\s*", text, re.IGNORECASE | re.DOTALL)
     assert found is not None, "every text is a number and a unit, or no unit"
     value = positive(found[1]) * _UNITS[(found[2] or "GiB").lower()] / GIB
     if value > _MOST_GIB:

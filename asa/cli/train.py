@@ -32,6 +32,8 @@ def run(args: Arguments, console: Console) -> None:
     if args.rehearse is not None:
         rehearse(args, console, plan)
         return
+    if args.resume:
+        recall(args, out, console)
     with left_to_ranks():
         _train(args, console, path, plan, out)
 
@@ -172,6 +174,25 @@ def plan_and_folder(args: Arguments) -> tuple[Path, Plan, Path]:
     return path, plan, out
 
 
+_RECALLED = ("data", "data_root", "epochs", "steps_per_epoch", "lr", "optimizer", "seed")
+
+
+def recall(args: Arguments, out: Path, console: Console) -> None:
+    """What the run in ``out`` was last given, for what this command line (and the environment) leaves open: the rest of
+    a run is that run's, whatever a configuration file has for new ones."""
+    from asa.executor.logs import last_settings
+
+    known = last_settings(out)
+    typed = {name for name in _RECALLED if args.origin[name] == "flag" or args.origin[name].startswith("env ")}
+    if "data" in typed:
+        typed.add("data_root")
+    taken = {n: known[n] for n in _RECALLED if n in known and n not in typed and known[n] != getattr(args, n)}
+    if taken:
+        args.replace(**taken)
+        told = " ".join(f"--{n.replace('_', '-')} {v}" for n, v in taken.items() if v is not None)
+        console.say(f"asa: as in the run before: {told}")
+
+
 VERBS = (
     Verb(
         name="train",
@@ -204,7 +225,13 @@ VERBS = (
                 metavar=emulated.METAVAR,
             ),
             *REHEARSAL,
-            Option(name="resume", help="continue the run in --out, or the newest", switch=True, default=False),
+            Option(
+                name="resume",
+                help="continue the run in --out, or the newest; data, epochs, optimizer, learning rate and seed are "
+                "that run's where none are given",
+                switch=True,
+                default=False,
+            ),
             Option(name="no-replan", help="keep the plan whatever is measured", switch=True, default=False),
             Option(
                 name="trace",

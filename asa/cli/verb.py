@@ -82,6 +82,10 @@ class Arguments:
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"this verb has no option {name!r}")
 
+    def replace(self, **values: Any) -> None:
+        """Other values for some options."""
+        self.__dict__.update(values)
+
     def given(self, name: str) -> bool:
         """Whether anything but the default set it."""
         return self.origin.get(name, "default") != "default"

@@ -151,6 +151,19 @@ class RunLog:
         return document
 
 
+def last_settings(folder: Path) -> Event:
+    """The settings (:class:`asa.executor.settings.TrainSettings`, as data) of the newest run whose log is in ``folder``;
+    empty where no log tells."""
+    found: Event = {}
+    with contextlib.suppress(OSError), (folder / LOG).open(encoding="utf-8", errors="replace") as stream:
+        for line in stream:
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                event = json.loads(line)
+                if event["event"] == "start":
+                    found = dict(event["settings"])
+    return found
+
+
 def _record(event: Event) -> Event:
     """The :class:`asa.ir.measurements.EpochRecord` in an ``epoch`` event."""
     return _without(event, "time", "event", "line")
