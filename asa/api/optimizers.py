@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from asa.api.scaling import understood_by_scalers
 from asa.api.seen import Seen
 from asa.errors import UsageError
 from asa.executor.parallel import ParallelModel
-from asa.executor.state import held, stored
+from asa.executor.state import Held, held, stored
 from asa.ir.plan import OptimizerName
 from asa.sharding.parts import step_over_parts
 from asa.sharding.split import TensorPart
@@ -49,6 +50,22 @@ def check_shared(optimizer: Optimizer) -> None:
         )
 
 
+def check_parts(optimizer: Optimizer, name: str) -> None:
+    """Refuse, or doubt, an optimizer that is to update a part of parameter ``name``.
+
+    Raises:
+        UsageError: one of torch.optim of which it is known that it looks at all elements of a parameter.
+    """
+    if elementwise(optimizer):
+        return
+    kind = type(optimizer)
+    why = f"the plan cuts parameters ({name}), of which a rank updates a part"
+    instead = 'plan="auto" and strategies=("ddp",) keep them whole'
+    if kind.__module__.startswith("torch.optim"):
+        raise UsageError(f"{kind.__name__} looks at all elements of a parameter, and {why}; {instead}")
+    warnings.warn(f"{why}: right if {kind.__name__} updates element by element; else {instead}", stacklevel=2)
+
+
 class Rebinding:
     """An optimizer between the model it was made for and the one that is placed.
 
@@ -81,8 +98,14 @@ class Rebinding:
         """Have the optimizer update what this rank is to update of ``model``; its state so far goes along.
 
         ``seen``: as what a program of the user's sees the parameters. Its groups then hold all that this rank holds.
+
+        Raises:
+            UsageError: the rank holds parts, and the optimizer needs wholes.
         """
         optimizer, updated = self.optimizer, {id(p) for p in model.updated}
+        cut = next((item.name for item in held(model) if item.name in self._group and _in_parts(item)), None)
+        if cut is not None:
+            check_parts(optimizer, cut)
         while self._undo:
             self._undo.pop()()
         found: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
@@ -111,6 +134,10 @@ class Rebinding:
         if seen is not None:
             understood_by_scalers(optimizer, model)
         return optimizer
+
+
+def _in_parts(item: Held) -> bool:
+    return isinstance(item.tensor, DTensor) or (item.shard is not None and item.axis.size > 1)
 
 
 def _share_updates(optimizer: Optimizer, model: ParallelModel) -> Callable[[], None]:

@@ -152,7 +152,7 @@ class RunLog:
 
 
 def last_settings(folder: Path) -> Event:
-    """The settings (:class:`asa.executor.settings.TrainSettings`, as data) of the newest run whose log is in ``folder``;
+    """Settings, as data, of the newest run (:class:`asa.executor.settings.TrainSettings`) whose log is in ``folder``;
     empty where no log tells."""
     found: Event = {}
     with contextlib.suppress(OSError), (folder / LOG).open(encoding="utf-8", errors="replace") as stream:
