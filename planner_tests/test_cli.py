@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -279,6 +280,18 @@ def test_the_newest_profile_is_the_one_with_the_latest_date_inside(elsewhere, mo
     assert [p.model_spec for _, p in places.profiles(Console())] == ["new", "old"]
     assert "passed over: profiles/broken.json is not valid JSON" in capsys.readouterr().err
     assert [c.name for _, c in places.clusters(Console())] == ["box"]
+
+
+def test_a_profile_of_another_input_leaves_the_first_where_it_is(tmp_path):
+    first, path = nouns.profile(), tmp_path / "tiny.cpu.fp32.json"
+    larger = replace(first, graph=replace(first.graph, input_shape=(3, 9, 9)))
+    assert places.beside(path, first) == path
+    codec.save(first, path)
+    assert places.beside(path, nouns.profile(created="2026-01-02T03:04:05+00:00")) == path
+    other = places.beside(path, larger)
+    assert other.name == f"tiny.3x9x9-{first.graph.num_classes}.cpu.fp32.json"
+    path.write_text("torn")
+    assert places.beside(path, larger) == path
 
 
 def test_profiles_beside_the_source_are_found_from_anywhere(elsewhere, monkeypatch):

@@ -127,7 +127,7 @@ def measured(
             max_tensor_degree=max_degree,
             progress=report,
         )
-    path = output or profile_path(made, places.PROFILES)
+    path = output or places.beside(profile_path(made, places.PROFILES), made)
     codec.save(made, path)
     return made, f"profile {path}, measured now"
 

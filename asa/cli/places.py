@@ -75,6 +75,19 @@ def clusters(console: Console) -> list[tuple[Path, Cluster]]:
     return list(_readable(_files(lambda p: p.name.startswith(CLUSTER_PREFIX)), Cluster, console))
 
 
+def beside(path: Path, profile: Profile) -> Path:
+    """Where ``profile`` goes that would lie at ``path``: there, unless that is of another input or other classes."""
+    try:
+        kept = codec.load(Profile, path).graph
+    except InvalidInputError:
+        return path
+    shape, classes = profile.graph.input_shape, profile.graph.num_classes
+    if (kept.input_shape, kept.num_classes) == (shape, classes):
+        return path
+    model, rest = path.name.split(".", 1)
+    return path.with_name(f"{model}.{'x'.join(map(str, shape))}-{classes}.{rest}")
+
+
 def cluster_path(cluster: Cluster) -> Path:
     """Where a measured cluster is kept."""
     return PROFILES / f"{CLUSTER_PREFIX}{slug(cluster.name)}.json"

@@ -58,7 +58,11 @@ VERBS = (
                 default=75.0,
                 metavar="T",
             ),
-            o.option(o.OUTPUT, help="file to write (default: profiles/MODEL.DEVICE.PRECISION.json)"),
+            o.option(
+                o.OUTPUT,
+                help="file to write (default: profiles/MODEL.DEVICE.PRECISION.json, or, where that is of another "
+                "input, MODEL.CxHxW-K... beside it)",
+            ),
             o.JSON,
         ),
         details="The profile goes to profiles/, where `asa plan` finds it.",
