@@ -175,6 +175,12 @@ def test_more_stages_than_components_come_with_devices_that_do(capsys):
     assert "1f1b cannot be run: needs a component for each of its 8 stages" in capsys.readouterr().out
 
 
+def test_too_few_samples_for_every_rank_come_with_a_batch_that_has_them(capsys):
+    words = ("plan", "--gpus", "8", "--global-batch", "4", "--strategies", "ddp")
+    assert "try --gpus 4 or --global-batch 8" in refused(capsys, 4, *words)
+    assert entry.run([*words[:3], "--global-batch", "8", "--strategies", "ddp"]) == 0
+
+
 def test_the_search_is_named_as_a_remedy_only_where_it_finds_something(capsys):
     said = refused(capsys, 4, "plan", "--strategies", "ddp", "--pin", "head=tensor@2")
     assert said.endswith("ddp cannot be had: not allowed by the pins; try --strategies asa")

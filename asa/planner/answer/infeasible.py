@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from asa.cost.memory.peak import usable
 from asa.errors import InfeasibleError
-from asa.ir.units import GIB
+from asa.ir.units import GIB, MOST_SAMPLES
 from asa.planner.answer.leanest import leanest
 from asa.planner.space import baselines
 from asa.planner.space.candidate import Candidate, Prices
@@ -114,9 +114,10 @@ def remedy(prices: Prices, names: Sequence[str]) -> str:
     space = prices.space
     needed = [_memory_for(space, prices.of(c).peak.total, prices.busy(c)) for n in names for c in _uniform(n, prices)]
     said = _told(min(needed)) if needed else []
-    fewer = None if needed else _fewer_devices(space, names)
-    if fewer is not None:
-        said.append(f"--gpus {fewer}")
+    if not needed:
+        fewer, larger = _fewer_devices(space, names), _larger_batch(space, names)
+        said += [] if fewer is None else [f"--gpus {fewer}"]
+        said += [] if larger is None else [f"--global-batch {larger}"]
     found = leanest(prices, space.pinned)
     if found is not None and found.excess <= 0:
         said.append("--strategies asa")
@@ -176,12 +177,22 @@ def _fewer_devices(space: Space, names: Sequence[str]) -> int | None:
     and splits need as many components, rows or samples as there are ranks."""
     ends = time.monotonic() + _LOOK_S
     for gpus in range(space.request.gpus - 1, 1, -1):
-        prices = _with(space, gpus=gpus)
-        if any(prices.of(c).peak.total <= prices.capacity(c) for n in names for c in _uniform(n, prices)):
+        if _one_fits(names, _with(space, gpus=gpus)):
             return gpus
         if time.monotonic() > ends:
             break
     return None
+
+
+def _larger_batch(space: Space, names: Sequence[str]) -> int | None:
+    """A few times the batch, on which one of the whole strategies has the samples that it wants, and fits."""
+    batch = space.request.global_batch
+    larger = (batch * factor for factor in (2, 4, 8) if batch * factor <= MOST_SAMPLES)
+    return next((b for b in larger if _one_fits(names, _with(space, global_batch=b))), None)
+
+
+def _one_fits(names: Sequence[str], prices: Prices) -> bool:
+    return any(prices.of(c).peak.total <= prices.capacity(c) for n in names for c in _uniform(n, prices))
 
 
 def _more_devices(space: Space) -> int | None:
