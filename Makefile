@@ -31,6 +31,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  { echo "python -m venv failed; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 5; }
 	@$(BIN)/python -m uv --version >/dev/null 2>&1 || $(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	$(BIN)/python -m uv pip install --compile-bytecode --python $(BIN)/python --constraint constraints.txt --editable '.[dev]'
+	@$(BIN)/python -m compileall -q -j 0 asa  # also where PYTHONDONTWRITEBYTECODE would have every start compile anew
 	@touch $(STAMP)
 
 demo: setup
