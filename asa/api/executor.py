@@ -35,7 +35,7 @@ from asa.executor.stopping import StopRequest
 from asa.executor.worker import Tally, Worker
 from asa.interfaces.executor import EpochOutcome
 from asa.ir.plan import Plan
-from asa.launch import faults
+from asa.launch import faults, give_back_freed_memory
 
 _UNCOUNTED = 1 << 40
 """Samples of an epoch, for the place in a checkpoint, where the loader does not say."""
@@ -322,3 +322,5 @@ class UserExecutor(PlannedExecutor):
             raise
         self._warm = 0
         old_worker.model.close()
+        del old_worker
+        give_back_freed_memory()

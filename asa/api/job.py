@@ -35,7 +35,7 @@ from asa.ir.cluster import Cluster
 from asa.ir.measurements import EpochRecord, Measurements
 from asa.ir.plan import Plan
 from asa.ir.profile import Precision
-from asa.launch import faults
+from asa.launch import faults, give_back_freed_memory
 from asa.launch.worker import others_may_leave
 from asa.scheduler.loop import adapt
 from asa.strategies import offered
@@ -160,6 +160,7 @@ class Job:
             folder=None if out is None else Path(out) / CHECKPOINTS,
             run=str(votes.tell(secrets.token_hex(4))),
         )
+        give_back_freed_memory()  # the model was traced and cut up
         if found is not None:
             self._executor.restore(*found)
 

@@ -22,6 +22,7 @@ from asa.ir.cluster import Cluster
 from asa.ir.layout import Layout
 from asa.ir.plan import Plan
 from asa.ir.profile import Precision
+from asa.launch import give_back_freed_memory
 from asa.strategies import offered
 
 
@@ -115,7 +116,9 @@ def parallelize(
     )  # fmt: skip
     placed = PlacedModel(parallel, place, names=names)
     placed.train(model.training)
-    return placed, rebinding.apply(parallel, placed.seen), PlacedLoader(batches, placed)
+    rebinding.apply(parallel, placed.seen)
+    give_back_freed_memory()  # the model was traced and cut up
+    return placed, optimizer, PlacedLoader(batches, placed)
 
 
 def cache_folder(cache: Path | str | None) -> Path | None:

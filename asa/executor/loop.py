@@ -31,6 +31,7 @@ from asa.executor.votes import Votes
 from asa.executor.worker import Tally, Worker
 from asa.interfaces.executor import EpochOutcome
 from asa.ir.plan import Plan
+from asa.launch import give_back_freed_memory
 from asa.zoo.data import GlobalOrder, ImageSet
 
 Build = Callable[[Plan], ParallelModel]
@@ -291,3 +292,5 @@ class TrainingExecutor(PlannedExecutor):
         self._warm, self._steps = 0, None
         self._observer.forget()
         old_worker.model.close()
+        del old_worker
+        give_back_freed_memory()

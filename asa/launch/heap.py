@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import sys
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
@@ -30,7 +31,10 @@ def keep_freed_memory() -> bool:
 
 
 def give_back_freed_memory() -> None:
-    """Return what this process has freed by now to the system (glibc): for once, after work unlike what follows."""
+    """Return what this process no longer uses to the system (glibc): for once, after work unlike what follows. What
+    only refers to itself is looked for first: traced modules do, and would stay, with a whole model's weights, until
+    the collector's next full round."""
+    gc.collect()
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).malloc_trim(0)
