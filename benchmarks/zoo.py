@@ -54,6 +54,8 @@ CLASSES, BATCH, RANKS = 10, 8, 2
 RECORD = Path(__file__).parent / "records" / "zoo.json"
 LARGE = 150e6
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
+_COARSEST = 1e-2
+"""Nothing is shown by gradients that agree no better than this, whatever permuted samples do to them."""
 _SMALL = 1e-3
 """Gradients that are zero but for rounding are held against the whole."""
 
@@ -183,8 +185,10 @@ def one(name: str, measure_s: float) -> dict[str, Any]:
     row |= {"ranks": made.num_ranks, "plan": _in_words(made), "microbatches": made.num_microbatches}
     found = run_ranks(made.num_ranks, _verified, made, traced, dtype, threads=1, timeout_s=600)[0]
     row |= found | {"verify_s": round(time.monotonic() - began, 2)}
-    good = found["error"] <= found["allowed"]
+    good = found["error"] <= min(found["allowed"], _COARSEST)
     reason = "" if good else f"gradients of {found['worst']} differ by {found['error']:.1e}"
+    if not good and found["error"] <= found["allowed"]:
+        reason += ", permuted samples alone make as much: the model draws by itself"
     return row | {"status": "ok" if good else "failed", "reason": reason}
 
 

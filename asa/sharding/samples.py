@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from asa.sharding.depth import drops_samples
 from asa.sharding.stock import stock
 from asa.zoo.data import draws
 
@@ -108,11 +109,14 @@ class BySample(nn.Module):
 
 class SampleDropout(BySample):
     """Drop elements, channels or samples. Where the context does not know its samples, or in ``eval()``, it does what
-    the stock module does. ``inplace``: what is left also takes the input's place."""
+    the stock module does. ``scaled``: what is left is divided by its share, which keeps the expectation. ``inplace``:
+    it also takes the input's place."""
 
-    def __init__(self, p: float, *, site: str, context: SampleContext, whole_from: int | None = None) -> None:
+    def __init__(
+        self, p: float, *, site: str, context: SampleContext, whole_from: int | None = None, scaled: bool = True
+    ) -> None:
         super().__init__(site=site, context=context, whole_from=whole_from)
-        self.p = p
+        self.p, self.scaled = p, scaled
         self.inplace = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -123,20 +127,23 @@ class SampleDropout(BySample):
 
     def dropped(self, x: Tensor) -> Tensor:
         """What is left of ``x``, in memory of its own."""
-        if not self.known(x):
-            return self.by_generator(x)
         if self.p >= 1:
             return x * 0
+        if not self.known(x):
+            return self.by_generator(x)
         kept = self.draw(x) < int((1 - self.p) * (1 << 53))
         return self.masked(x, kept.view(*kept.shape, *(1,) * (x.dim() - kept.dim())))
 
     def by_generator(self, x: Tensor) -> Tensor:
-        """The stock function."""
-        return nn.functional.dropout(x, self.p, True)
+        """As the stock function draws."""
+        if self.whole_from is None:
+            return nn.functional.dropout(x, self.p, True)
+        shared = (1,) * (x.dim() - self.whole_from)
+        return self.masked(x, torch.rand(*x.shape[: self.whole_from], *shared, device=x.device) >= self.p)
 
     def masked(self, x: Tensor, kept: Tensor) -> Tensor:
-        """``x`` without what is not ``kept``, of the same expectation."""
-        return x * kept.to(x.dtype).div_(1 - self.p)
+        """``x`` without what is not ``kept``."""
+        return x * (kept.to(x.dtype).div_(1 - self.p) if self.scaled else kept)
 
     def extra_repr(self) -> str:
         """Shown by ``print(module)``."""
@@ -178,9 +185,15 @@ class SampleRReLU(BySample):
 
 
 def replacement(module: nn.Module, site: str, context: SampleContext) -> BySample | None:
-    """The strategy-independent form of a stock module that draws; None for every other module."""
+    """The strategy-independent form of a stock module that draws, and of stochastic depth by whoever; None for every
+    other module."""
     if not stock(module):
-        return None
+        found = drops_samples(module)
+        return (
+            None
+            if found is None
+            else SampleDropout(found[0], site=site, context=context, whole_from=1, scaled=found[1])
+        )
     if isinstance(module, nn.Dropout):
         return SampleDropout(module.p, site=site, context=context)
     if isinstance(module, nn.Dropout1d | nn.Dropout2d | nn.Dropout3d):

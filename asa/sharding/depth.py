@@ -1,0 +1,78 @@
+"""Stochastic depth as people write it for themselves, known by what it does."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_NAMES = ("drop", "depth")
+_SAMPLES, _SEED = 4096, 20_160_330
+_SHAPES = ((2, 3), (2, 2, 2))
+"""Of a sample: tokens, and a map."""
+_SIGMAS = 5
+
+
+def drops_samples(module: nn.Module) -> tuple[float, bool] | None:
+    """With what probability ``module`` drops whole samples, each by itself, and whether what is left is scaled up by
+    its share (Huang et al. 2016, "Deep networks with stochastic depth"; ``DropPath`` of timm and of many a repository).
+
+    None for a module that does anything else: that has parameters, children or hooks, changes a batch in evaluation, or
+    drops with a probability that is none of its attributes. Asked of modules whose class is named like one only.
+    """
+    if not any(part in type(module).__name__.lower() for part in _NAMES) or not _bare(module):
+        return None
+    for shape in _SHAPES:
+        with contextlib.suppress(Exception):  # a stranger's code, on inputs it may not be meant for
+            return _seen(module, torch.ones(_SAMPLES, *shape))
+    return None
+
+
+def _bare(module: nn.Module) -> bool:
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    held = (module.children(), module.parameters(), module.buffers())
+    return not any(hooks) and all(next(iter(x), None) is None for x in held)
+
+
+def _seen(module: nn.Module, ones: Tensor) -> tuple[float, bool] | None:
+    other = torch.linspace(-1, 1, ones.numel()).view_as(ones)
+    factors, changed, untouched = _run(module, ones), _run(module, other), _run(module, other, training=False)
+    if not (factors.shape == ones.shape and torch.equal(untouched, other)):
+        return None
+    of_sample = factors.flatten(1)[:, 0]
+    alike = torch.equal(factors, of_sample.view(-1, *(1,) * (ones.dim() - 1)).expand_as(ones))
+    if not alike or not torch.allclose(changed, other * factors):
+        return None
+    left = float(of_sample.max())
+    dropped = float((of_sample == 0).double().mean())
+    if left <= 0 or not bool(((of_sample == 0) | (of_sample == left)).all()):
+        return None
+    for p in _rates(module):
+        likely = abs(dropped - p) <= _SIGMAS * math.sqrt(p * (1 - p) / _SAMPLES)
+        for scaled, factor in ((True, 1 / (1 - p)), (False, 1.0)):
+            if likely and math.isclose(left, factor, rel_tol=1e-5):
+                return p, scaled
+    return None
+
+
+def _rates(module: nn.Module) -> Iterator[float]:
+    said: dict[str, Any] = vars(module)
+    for value in said.values():
+        if isinstance(value, float) and 0 < value < 1:
+            yield from (value, 1 - value)  # some name the share that is left
+
+
+def _run(module: nn.Module, batch: Tensor, *, training: bool = True) -> Tensor:
+    was = module.training
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(_SEED)
+        try:
+            module.train(training)
+            found: Tensor = module(batch.clone())
+        finally:
+            module.train(was)
+    return found
