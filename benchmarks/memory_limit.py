@@ -5,8 +5,8 @@
 Every cell is a run of ``asa train`` from start to checkpoint, its plan made from a profile taken here: model x
 strategy, on two gloo ranks. First, without a limit, what its ranks take; then, ``--repeats`` times, under a limit of
 
-    the predicted reserved peak (``asa.cost.memory.peak.reserved`` of the active peak the plan promises, and of the
-    weights that it gathers and lets go of)
+    the predicted reserved peak (``asa.cost.memory.peak.reserved`` of the active peak the plan promises, of the weights
+    that it gathers and lets go of, and of the component with the most of them)
   + the base: what a rank takes that imports everything, joins its group, reads the data and trains a model of one
     linear layer, less what that model itself is predicted to take.
 
@@ -45,7 +45,7 @@ from asa.executor.settings import TrainSettings
 from asa.executor.worker import Worker
 from asa.ir import codec
 from asa.ir.cluster import Cluster
-from asa.ir.plan import Plan
+from asa.ir.plan import Assignment, Plan
 from asa.ir.profile import Profile
 from asa.launch import worker as launch
 from asa.planner import Request, plan
@@ -202,6 +202,19 @@ def gathered(made: Plan, profile: Profile) -> list[float]:
     return [found for found, stage in zip(sums, made.stages, strict=True) for _ in stage.ranks]
 
 
+def largest(made: Plan, profile: Profile) -> list[float]:
+    """Bytes of the gradients that a rank makes in one piece: those of its largest component; twice where it gathers the
+    weights, too."""
+    held = {c.name: float(c.parameter_bytes) for c in profile.graph.components}
+
+    def pieces(c: Assignment) -> float:
+        twice = c.data.strategy in ("zero2", "zero3", "hsdp") and c.data.degree > 1
+        return (2 if twice else 1) * held[c.name] / c.tensor.degree
+
+    found = [max(pieces(c) for c in made.components if c.stage == s) for s in range(len(made.stages))]
+    return [size for size, stage in zip(found, made.stages, strict=True) for _ in stage.ranks]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="resnet18,alexnet,mobilenet_v2,vgg11,cnn")
@@ -233,8 +246,8 @@ def main() -> None:
                 print(f"{model:14} {strategy:8} no plan: {error}"[:160], flush=True)
                 continue
             predicted = made.prediction.memory_bytes_per_rank
-            let_go = gathered(made, profile)
-            reserved = [reserved_peak(cluster.device, p, g) for p, g in zip(predicted, let_go, strict=True)]
+            pieces = zip(predicted, gathered(made, profile), largest(made, profile), strict=True)
+            reserved = [reserved_peak(cluster.device, *of_rank) for of_rank in pieces]
             free = trained(made, groups, [None] * made.num_ranks, args.steps, args.phase)
             limits = [base + r for r in reserved]
             runs = [trained(made, groups, list(limits), args.steps, args.phase) for _ in range(args.repeats)]

@@ -83,15 +83,19 @@ def usable(device: Device, memory_bytes: int | None, ranks: int) -> float:
     return (total - held) / (1 + constant("cuda_allocator_slack"))
 
 
-def reserved(device: Device, active: float, gathered: float = 0.0) -> int:
+def reserved(device: Device, active: float, gathered: float = 0.0, largest: float = 0.0) -> int:
     """Bytes that a process takes for ``active`` bytes of training, rounded up: with what the allocator holds beyond
     them, and on a CPU with what its libraries allocate themselves. What it had without a model is not in it.
 
     ``gathered``: of weights that are gathered and let go of in every step. A heap without a home for each of these
-    buffers, which are of every size, grows by holes of theirs: up to once as much was seen.
+    buffers, which are of every size, grows by holes of theirs: up to once as much was seen. ``largest``: what is made
+    and let go of in one piece, or nearly. Where something small has taken a place in the hole that it left, it is put
+    behind everything else: whether that happens differs from run to run of the same plan.
     """
     if device.type == "cpu":
-        return math.ceil(active * (1 + constant("cpu_allocator_slack")) + constant("cpu_library_bytes") + gathered)
+        return math.ceil(
+            active * (1 + constant("cpu_allocator_slack")) + constant("cpu_library_bytes") + gathered + largest
+        )
     return math.ceil(active * (1 + constant("cuda_allocator_slack")))
 
 
