@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import os
 import resource
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import training
 
 from asa.cli import heap
+from asa.executor import worker
+from asa.executor.run import train
 from asa.launch import run_ranks
+from asa.scheduler import adapt
+from asa.strategies import offered
 
 _BYTES = 64 << 20
 
@@ -95,3 +104,23 @@ def test_steps_take_what_the_step_before_has_left():
         return float(done.stdout)
 
     assert taken(f"{heap.SETTING}=0") < min(8.0, 0.8 * taken(""))
+
+
+def test_ranks_let_go_of_the_whole_model_before_they_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = worker.Worker.train
+
+    def first(self: worker.Worker, *args: Any, **options: Any) -> bool:
+        held = {p.untyped_storage().data_ptr() for p in self.model.parameters()}
+        known = [o for o in gc.get_objects() if isinstance(o, torch.nn.Parameter)]
+        others = [tuple(p.shape) for p in known if p.untyped_storage().data_ptr() not in held]
+        (tmp_path / f"{dist.get_rank()}.json").write_text(json.dumps([len(known), others]))
+        return usual(self, *args, **options)
+
+    monkeypatch.setattr(worker.Worker, "train", first)
+    names = training.COMPONENTS["cnn"]
+    plan = training.plan(ranks=2, split=names[1:])
+    train(plan, training.settings(tmp_path / "run", epochs=1), strategies=offered(), adapt=adapt)
+    for rank in range(2):
+        known, others = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert known > len(names)
+        assert others == []
