@@ -1,4 +1,4 @@
-"""Mixed precision under every strategy: forward in bf16, weights and optimizer in fp32, the loss of one device."""
+"""Mixed precision under every strategy: forward in half, weights and optimizer in fp32, the loss of one device."""
 
 from __future__ import annotations
 
@@ -51,3 +51,13 @@ def test_bf16_trains_as_on_one_device(names: Any, split: Any, tmp_path: Path) ->
             assert torch.linalg.vector_norm(weights[name] - value) <= 0.05 * torch.linalg.vector_norm(value) + 1e-2, (
                 name
             )
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_it_learns_under_any_layout(tmp_path: Path, precision: Any) -> None:
+    settings = training.settings(tmp_path, steps_per_epoch=None, epochs=1)
+    made = training.plan(ranks=2, split=("classifier",), precision=precision)
+    result = train(made, settings, strategies=offered(), adapt=adapt)
+    assert result["epochs"][0]["validation_accuracy"] > 0.3
+    weights = checkpoint.read(checkpoint.find(tmp_path / outdir.CHECKPOINTS).path, checkpoint.MODEL)
+    assert weights["classifier.weight"].dtype == torch.float32

@@ -358,8 +358,14 @@ def test_under_a_launcher_every_rank_calls_train(tmp_path: Path) -> None:
 
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path) -> None:
     def launched(rank: int) -> tuple[str, int]:
+        def stop() -> None:
+            while signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+                time.sleep(0.05)
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGTERM)
+
         if rank == 1:
-            threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+            threading.Thread(target=stop).start()
         try:
             _train(training.plan(ranks=2), training.settings(tmp_path, epochs=500, log_every=1))
         except PreemptedError as error:
@@ -369,15 +375,6 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path) -> None
     (first, code), (second, other) = run_ranks(2, launched, threads=1, timeout_s=30, limit_s=60)
     assert (code, other) == (75, 75)
     assert first.split(",")[0] == second.split(",")[0] != ""
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_mixed_precision_learns_under_any_layout(tmp_path: Path, precision: Any) -> None:
-    settings = training.settings(tmp_path, steps_per_epoch=None, epochs=1)
-    result, _ = _train(training.plan(ranks=2, split=("classifier",), precision=precision), settings)
-    assert result["epochs"][0]["validation_accuracy"] > 0.3
-    weights = checkpoint.read(checkpoint.find(tmp_path / outdir.CHECKPOINTS).path, checkpoint.MODEL)
-    assert weights["classifier.weight"].dtype == torch.float32
 
 
 def test_a_rank_that_hangs_inside_a_step_is_found_too(tmp_path: Path) -> None:

@@ -22,10 +22,10 @@ from asa.planner.pipeline.bounds import Frame, Keys, Links
 from asa.planner.pipeline.explored import FINER, Explored, Key
 from asa.planner.pipeline.lattice import INF, Table, divisors
 from asa.planner.pipeline.pipelines import Skeleton, value_of
-from asa.planner.pipeline.points import OutOfTimeError
 from asa.planner.pipeline.shop import MANY, Shop
 from asa.planner.pipeline.skeletons import Leaves, Options, plans
 from asa.planner.pipeline.stages import MOST, UTMOST
+from asa.planner.stage.pareto import OutOfTimeError
 from asa.planner.stage.problem import Choice
 
 _CLOSE = 1e-9

@@ -87,7 +87,3 @@ class Points:
             found.append(int(configs[label]))
             label = int(parents[label])
         return tuple(reversed(found))
-
-
-class OutOfTimeError(Exception):
-    """Nothing can be said in time."""

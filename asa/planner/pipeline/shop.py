@@ -12,9 +12,10 @@ from asa.ir.layout import Layout
 from asa.planner.pipeline.bounds import Frame, Keys, Links
 from asa.planner.pipeline.lattice import INF, Numbers, Table, divisors
 from asa.planner.pipeline.pipelines import Pipelines
-from asa.planner.pipeline.points import OutOfTimeError, Points, Room
+from asa.planner.pipeline.points import Points, Room
 from asa.planner.pipeline.stages import UTMOST, Explorer
 from asa.planner.pipeline.tables import limited, relaxed, rough
+from asa.planner.stage.pareto import OutOfTimeError
 
 MANY = 24
 """Widths and degrees at the ends of stages, together, from which they are first looked at without degrees."""

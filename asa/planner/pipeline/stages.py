@@ -17,10 +17,10 @@ import numpy as np
 
 from asa.planner.pipeline import lattice as at
 from asa.planner.pipeline.lattice import INF, Numbers, Priced
-from asa.planner.pipeline.points import OutOfTimeError, Points, Room
+from asa.planner.pipeline.points import Points, Room
 from asa.planner.pipeline.tables import Objective, priced_memory, rows_of, weights_of
 from asa.planner.pipeline.thinning import BKT, BWD, FWD, HELD, LAST, PEAK, SUM, C, Front, P, Thinning, V
-from asa.planner.stage.pareto import efficient
+from asa.planner.stage.pareto import OutOfTimeError, efficient
 
 _CLOSE = 1 + 1e-12
 MOST, UTMOST = 100, 12_000
@@ -107,7 +107,7 @@ class Explorer:
         Raises:
             OutOfTimeError: the clock has passed ``ends``.
         """
-        self.thin.leading = start == 0
+        self.thin.leading, self.thin.ends = start == 0, ends
         merging = merging and not (hurry and self.tight)
         stops = sorted(caps)
         limits = np.stack([self.bounds.limits(caps[b]) for b in stops], axis=1)

@@ -38,7 +38,8 @@ class Front:
 
 class Thinning:
     """Of labels of one chain; memory counts where it is ``tight``. ``leading``: of stages that begin a pipeline, for
-    whose last backward no other one waits.
+    whose last backward no other one waits. ``ends``: when time is up, which
+    :class:`asa.planner.stage.pareto.OutOfTimeError` says.
 
     Of a single microbatch, every path through a pipeline goes forward through a stage that it comes back through. So
     what counts is forward; forward and back; and both with what comes once per step.
@@ -46,7 +47,7 @@ class Thinning:
 
     def __init__(self, numbers: Numbers, *, tight: bool) -> None:
         self.numbers, self.tight = numbers, tight
-        self.leading = False
+        self.leading, self.ends = False, float("inf")
         self.slowed = numbers.saving > 0 and numbers.sp > 1
         self.bucket = any(r[:, at.BUCKET].any() for r in numbers.rows)
         ends = np.where(np.isfinite(numbers.outlets), numbers.outlets, 0.0)
@@ -72,7 +73,7 @@ class Thinning:
                 columns.append(labels[:, [PEAK, LAST, HELD]])
             else:
                 columns += [np.maximum(labels[:, PEAK, None], labels[:, LAST, None]), labels[:, HELD, None]]
-        return efficient(np.concatenate(columns, axis=1), group)
+        return efficient(np.concatenate(columns, axis=1), group, self.ends)
 
     def grain(self, start: int, caps: Mapping[int, Room]) -> Any:
         """What each number of a label may be rounded by behind each component, in stages from ``start``."""

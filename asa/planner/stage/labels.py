@@ -11,14 +11,16 @@ above the bound of the relaxation, so that the first passes are short.
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from asa.planner.stage import dual
+from asa.planner.stage.descent import Descent
 from asa.planner.stage.dual import ACT, COST, EACT, ESTATE, ETRANS, GRAD, INF, LATE, PROMPT, STATE, TRANS, WINDOW, WORK
-from asa.planner.stage.pareto import efficient
+from asa.planner.stage.pareto import OutOfTimeError, efficient
 from asa.planner.stage.problem import Problem, Solution
 
 _CLOSE = 1e-9
@@ -26,6 +28,8 @@ _FEW, _MANY, _MOST = 250, 2_000, 20_000
 """Labels behind a component, in a pass that looks for a choice, and in passes that prove."""
 _STEPS, _ROUNDS, _GAINED = 60, 4, 1e-3
 """Subgradient steps before the first pass; how often they begin again with long ones, while that gains so much."""
+_SMALL, _FAR = 100, 1.03
+"""Components up to which choices are looked for beside one; and over the bound, from where on two changes at a time."""
 V, C, P, U, W, MOVING = range(6)
 
 
@@ -75,21 +79,24 @@ class _Pass:
             found[i - 1] = (between + (least + found[i])[None, :]).min(axis=1)
         return found
 
-    def run(self, limit: float, most: int, ends: float) -> tuple[float, list[int], float] | None:
-        """The best choice below ``limit`` that was met and its value, and below which value there is no other; None
-        where time is up."""
+    def run(self, limit: float, most: int, ends: float) -> tuple[float, list[int], float]:
+        """The best choice below ``limit`` that was met and its value, and below which value there is no other.
+
+        Raises:
+            OutOfTimeError: time is up.
+        """
         n = self.x.n
         history: list[tuple[Any, Any]] = []
         proved = limit
         front: _Labels | None = None
         for i in range(n):
             if time.monotonic() > ends:
-                return None
-            arrived = self._begin() if front is None else self._over(front, i, limit)
+                raise OutOfTimeError
+            arrived = self._begin() if front is None else self._over(front, i, limit, ends)
             front = self._through(arrived, i, limit)
             if not len(front.layout):
                 return INF, [], proved
-            front = front.taken(_efficient(front.own[:, : self.seen], front.layout))
+            front = front.taken(_efficient(front.own[:, : self.seen], front.layout, ends))
             if len(front.layout) > most:
                 bounds = self._bounds(front, i)
                 order = np.argpartition(bounds, most)
@@ -112,7 +119,7 @@ class _Pass:
         none = np.zeros(count, dtype=np.int64)
         return _Labels(own, np.zeros((count, len(self.priced.weights))), np.arange(count), none, none)
 
-    def _over(self, front: _Labels, i: int, limit: float) -> _Labels:
+    def _over(self, front: _Labels, i: int, limit: float, ends: float) -> _Labels:
         """What arrives in each layout of component i, before its configuration."""
         x, p = self.x, self.priced
         ahead = p.edges[i] + (p.least[i] + p.behind[i])[:, None, :] + p.weights.offset[:, None, None]
@@ -128,7 +135,7 @@ class _Pass:
         own[:, MOVING] = own[:, W] + e[ETRANS]
         costs = front.costs[source] + p.edges[i][:, front.layout[source], layout].T
         found = _Labels(own, costs, layout, source, np.zeros(len(source), dtype=np.int64))
-        return found.taken(_efficient(own[:, : self.seen + 1], layout)) if len(source) > 40 else found
+        return found.taken(_efficient(own[:, : self.seen + 1], layout, ends)) if len(source) > 40 else found
 
     def _through(self, front: _Labels, i: int, limit: float) -> _Labels:
         """With every configuration of component i."""
@@ -165,9 +172,9 @@ class _Pass:
         return (front.costs + p.behind[i][:, front.layout].T + p.weights.offset).max(axis=1)
 
 
-def _efficient(own: Any, layout: Any) -> Any:
+def _efficient(own: Any, layout: Any, ends: float) -> Any:
     """As :func:`asa.planner.stage.pareto.efficient`; a clock that has not begun yet has not for any of the labels."""
-    return efficient(np.where(np.isfinite(own), own, 0.0), layout)
+    return efficient(np.where(np.isfinite(own), own, 0.0), layout, ends)
 
 
 class Solver:
@@ -202,12 +209,24 @@ class Solver:
         if self.prices.value < self.value:
             self.value, self.picked = self.prices.value, self.prices.picked
         self._raise(self.prices.bound)
+        if self.x.capacity < INF and self.x.n <= _SMALL and self.picked and self.bound < min(cutoff, self.value):
+            self._descend()
+
+    def _descend(self) -> None:
+        """Beside the choice that was found: further off where that is far from the bound."""
+        found = Descent(self.x, self.picked)
+        found.by_one()
+        if found.value > self.bound * _FAR:
+            found.by_two()
+        if found.value < self.value:
+            self.value, self.picked = found.value, found.picked
 
     def hurry(self, cutoff: float, ends: float) -> None:
         """One short pass, for a first choice."""
-        seen = _Pass(self.x, self.prices).run(cutoff, _FEW, ends)
-        if seen is not None and seen[0] < min(cutoff, self.value):
-            self.value, self.picked = seen[0], seen[1]
+        with suppress(OutOfTimeError):
+            value, choice, _ = _Pass(self.x, self.prices).run(cutoff, _FEW, ends)
+            if value < min(cutoff, self.value):
+                self.value, self.picked = value, choice
 
     def run(self, cutoff: float, ends: float, gap: float = 0.0) -> None:
         """Pass by pass, until nothing below ``cutoff`` and the best choice is left, or time is up."""
@@ -222,10 +241,10 @@ class Solver:
             limit = best * (1 - _CLOSE)
             if self._sought:
                 limit = min(limit, self.bound + self._share * max(abs(self.bound), 1e-9))
-            seen = self._passes.run(limit, self._most, ends)
-            if seen is None:
+            try:
+                value, choice, proved = self._passes.run(limit, self._most, ends)
+            except OutOfTimeError:
                 return
-            value, choice, proved = seen
             if value < self.value:
                 self.value, self.picked = value, choice
             self._raise(proved)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import pairwise
 from typing import Any
 
@@ -14,8 +15,16 @@ _SPARSE, _MOST_PAIRS = 8, 300_000
 """Where so few of all pairs of rows are of one group, these are compared, and no others."""
 
 
-def efficient(values: Any, group: Any) -> Any:
-    """Indices of rows that no other row of the same group beats or equals in everything."""
+class OutOfTimeError(Exception):
+    """Nothing can be said in time."""
+
+
+def efficient(values: Any, group: Any, ends: float = float("inf")) -> Any:
+    """Indices of rows that no other row of the same group beats or equals in everything.
+
+    Raises:
+        OutOfTimeError: the monotonic clock has passed ``ends``, and there are many.
+    """
     order = np.lexsort((values.sum(axis=1), group))
     values, group = values[order], group[order]
     kept = np.ones(len(values), dtype=bool)
@@ -36,7 +45,7 @@ def efficient(values: Any, group: Any) -> Any:
             continue
         x = values[a:b]
         if b - a > 600:
-            kept[a:b] = _swept(x, group[a:b])
+            kept[a:b] = _swept(x, group[a:b], ends)
             continue
         beaten = _IN_FRONT[: b - a, : b - a].copy()
         if several:
@@ -61,12 +70,14 @@ def _beaten(values: Any, sizes: Any) -> Any:
     return behind
 
 
-def _swept(x: Any, group: Any) -> Any:
+def _swept(x: Any, group: Any, ends: float) -> Any:
     """The same for many rows, in order of their sums: only a kept row in front can beat one."""
     kept = np.zeros(len(x), dtype=bool)
     found = np.zeros((0, x.shape[1]))
     owners = np.zeros(0, dtype=group.dtype)
     for begin in range(0, len(x), 256):
+        if time.monotonic() > ends:
+            raise OutOfTimeError
         block, mine = x[begin : begin + 256], group[begin : begin + 256]
         good = np.ones(len(block), dtype=bool)
         if len(found):

@@ -193,7 +193,7 @@ class Single:
         self.place: Place | None = None
         self._settled: bool | None = None
         self.solution = _NOTHING
-        self._turns, self.by_ilp = 0, False
+        self._turns, self._labelled, self.by_ilp = 0, False, False
 
     @property
     def value(self) -> float:
@@ -299,7 +299,8 @@ class Single:
         self._raise(place.free.bound)
 
     def _solve(self, best: float, ends: float) -> None:
-        """With it, as far as it gets. A plan found is put back as the limit of what is looked for."""
+        """With it, as far as it gets, by labels and by the ILP in turn: where one of them takes long, the other often
+        does not. A plan found is put back as the limit of what is looked for."""
         assert self.place is not None
         if self._solver == "exhaustive":
             self._take(exhaustive.solve(self.place.asked))
@@ -313,13 +314,15 @@ class Single:
         assert self.place.solver is not None
         cutoff, solver = min(best, self.value), self.place.solver
         self._turns += 1
-        turn = (2 if self.place.handy else 3) if self._solver == "ilp" else 0
-        if self._turns == turn and slice_s >= _ILP_S:
+        ilp_too = self._solver == "ilp"
+        first = 2 if self.place.handy else 3
+        self._labelled = not (ilp_too and self._turns >= first and slice_s >= _ILP_S and self._labelled)
+        if not self._labelled:
             self._by_ilp(slice_s)
             return
         solver.run(cutoff, time.monotonic() + slice_s)
         self._take(solver.answer(cutoff))
-        self.stuck = solver.done and self._turns > turn and self.bound < min(best, self.value) * (1 - 1e-9)
+        self.stuck = solver.done and not ilp_too and self.bound < min(best, self.value) * (1 - 1e-9)
 
     def _by_ilp(self, slice_s: float) -> None:
         """The ILP's turn, where labels get too many. What it says of its choice is not believed; its bound is."""

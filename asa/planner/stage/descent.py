@@ -1,0 +1,118 @@
+"""Better choices beside one that fits, as long as the stage gets faster.
+
+Prices of memory (:mod:`asa.planner.stage.dual`) come upon choices that leave some of it empty: at one price every
+component that may give way does, also the one whose turn it was not. The room that is left goes where it gains most,
+and what is in the way of a greater gain gives way instead.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from asa.planner.stage import dual
+from asa.planner.stage.dual import ACT, COST, EACT, ESTATE, ETRANS, GRAD, INF, LATE, PROMPT, STATE, TRANS, WINDOW, WORK
+
+_TRIED = 3
+"""Changes of a component that do not fit by themselves: for so many, the fastest ones, room is looked for."""
+_GAIN = 1e-9
+
+
+class Descent:
+    """A choice that fits: ``picked``, rows of ``x``, and its ``value``, ms of a step."""
+
+    def __init__(self, x: dual.Arrays, picked: list[int]) -> None:
+        self.x = x
+        self._see(picked)
+
+    def _see(self, picked: list[int]) -> None:
+        """What ties the components together: peaks and overlap, by component."""
+        x, n = self.x, self.x.n
+        self.picked = picked
+        self._rows = np.array([x.rows[i][k] for i, k in enumerate(picked)])
+        self._layout = [int(x.layout[i][k]) for i, k in enumerate(picked)]
+        self._between = np.zeros((n + 1, 4))
+        for i in range(1, n):
+            self._between[i] = x.edges[i - 1][:, self._layout[i - 1], self._layout[i]]
+        leaving = self._rows[:, PROMPT].copy()
+        np.add.at(leaving, list(x.release), self._rows[:, LATE])
+        windows = np.cumsum(self._rows[:, WINDOW]) - self._rows[:, WINDOW]
+        self._hidden = x.sp * windows + x.sc * (leaving.sum() - np.cumsum(leaving))
+        self._total = float(self._rows[:, WORK].sum() + self._between[:, COST].sum())
+        self.value = self._total - x.saving * float(self._hidden.min())
+        held = np.cumsum(self._rows[:, ACT] + self._between[:n, EACT])
+        gradients = np.cumsum(self._rows[::-1, GRAD])[::-1]
+        standing = self._rows[:, STATE].sum() + self._between[:, ESTATE].sum()
+        self._peaks = standing + held + gradients + self._rows[:, TRANS] + self._between[:n, ETRANS]
+
+    def by_one(self) -> None:
+        """Always the change of one component that gains most, until none does."""
+        while (found := self._best()) is not None:
+            self._see(self._with(*found))
+
+    def by_two(self) -> None:
+        """Until no change of two gains either: a fast one that does not fit, and the one that makes room for it."""
+        self.by_one()
+        while (found := self._pair()) is not None:
+            self._see(found)
+            self.by_one()
+
+    def _with(self, i: int, row: int) -> list[int]:
+        return [*self.picked[:i], row, *self.picked[i + 1 :]]
+
+    def _best(self) -> tuple[int, int] | None:
+        """The component and its row that gain most; None where nothing does."""
+        least, found = self.value - _GAIN * abs(self.value), None
+        for i in range(self.x.n):
+            values, fits = self._others(i)
+            values = np.where(fits, values, INF)
+            row = int(values.argmin())
+            if values[row] < least:
+                least, found = float(values[row]), (i, row)
+        return found
+
+    def _pair(self) -> list[int] | None:
+        """A choice with two changes that gain together; None where there is none."""
+        least = self.value - _GAIN * abs(self.value)
+        for i in range(self.x.n):
+            values, fits = self._others(i)
+            values = np.where(fits, INF, values)
+            for row in np.argsort(values)[:_TRIED].tolist():
+                if values[row] >= least:
+                    break
+                crowded = Descent(self.x, self._with(i, row))
+                found = crowded._best_below(least, i)
+                if found is not None:
+                    return crowded._with(*found)
+        return None
+
+    def _best_below(self, least: float, but: int) -> tuple[int, int] | None:
+        """The change, not of component ``but``, after which all fits, and takes less."""
+        for j in range(self.x.n):
+            if j != but:
+                values, fits = self._others(j)
+                values = np.where(fits, values, INF)
+                row = int(values.argmin())
+                if values[row] < least:
+                    return j, row
+        return None
+
+    def _others(self, i: int) -> tuple[Any, Any]:
+        """With each row of component i in place of its own: ms of a step, and whether that fits."""
+        x, n = self.x, self.x.n
+        layout, k = x.layout[i], np.arange(n)
+        new = x.rows[i] - self._rows[i]
+        front, back = np.zeros((len(layout), 4)), np.zeros((len(layout), 4))
+        if i:
+            front = x.edges[i - 1][:, self._layout[i - 1], layout].T - self._between[i]
+        if i + 1 < n:
+            back = x.edges[i][:, layout, self._layout[i + 1]].T - self._between[i + 1]
+        hidden = self._hidden + x.sp * new[:, WINDOW, None] * (k > i) + x.sc * new[:, PROMPT, None] * (k < i)
+        hidden += x.sc * new[:, LATE, None] * (k < x.release[i])
+        values = self._total + new[:, WORK] + front[:, COST] + back[:, COST] - x.saving * hidden.min(axis=1)
+        standing = new[:, STATE] + front[:, ESTATE] + back[:, ESTATE]
+        peaks = self._peaks + standing[:, None] + (new[:, ACT] + front[:, EACT])[:, None] * (k >= i)
+        peaks += back[:, EACT, None] * (k > i) + new[:, GRAD, None] * (k <= i)
+        peaks += (new[:, TRANS] + front[:, ETRANS])[:, None] * (k == i) + back[:, ETRANS, None] * (k == i + 1)
+        return values, np.isfinite(values) & (peaks.max(axis=1) <= x.capacity)

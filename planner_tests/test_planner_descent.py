@@ -1,0 +1,137 @@
+"""What lies beside a choice that fits, against the definition of the problem; and solvers that take turns."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+from itertools import combinations, product
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import random_problems
+
+from asa.planner.stage import dual, exhaustive, labels
+from asa.planner.stage.descent import Descent
+from asa.planner.stage.pareto import OutOfTimeError, efficient
+from asa.planner.stage.problem import Choice, Config, Edge, Problem
+from asa.planner.stage.singles import Place, Single
+
+INF = float("inf")
+
+
+def fits(problem: Problem, choice: Choice) -> bool:
+    return exhaustive.value(problem, choice) < INF and exhaustive.peak(problem, choice) <= problem.capacity
+
+
+def begin(rng: random.Random, problem: Problem) -> tuple[dual.Arrays, list[int]] | None:
+    """A choice that fits, drawn from all of them, in rows of the arrays."""
+    every = [c for c in product(*(range(len(x)) for x in problem.configs)) if fits(problem, c)]
+    if not every:
+        return None
+    x, drawn = dual.Arrays(problem), rng.choice(every)
+    return x, [int(np.flatnonzero(x.index[i] == c)[0]) for i, c in enumerate(drawn)]
+
+
+def beside(problem: Problem, choice: Choice, changes: int) -> list[Choice]:
+    """Choices that differ from it in so many components at most, and fit."""
+    found = []
+    for where in combinations(range(len(choice)), changes):
+        for new in product(*(range(len(problem.configs[i])) for i in where)):
+            other = list(choice)
+            for i, c in zip(where, new, strict=True):
+                other[i] = c
+            found.append(tuple(other))
+    return [c for c in found if fits(problem, c)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_change_of_one_component_gains_after_a_descent(seed):
+    rng, moved, optimal, tried = random.Random(seed), 0, 0, 0
+    for k in range(12):
+        problem = random_problems.draw(rng, components=4, configs=5, most=500, tight=k % 3 > 0)
+        begun = begin(rng, problem)
+        if begun is None:
+            continue
+        x, picked = begun
+        found = Descent(x, picked)
+        before = found.value
+        assert before == pytest.approx(exhaustive.value(problem, x.choice(picked)), rel=1e-9)
+        found.by_one()
+        choice = x.choice(found.picked)
+        assert found.value == pytest.approx(exhaustive.value(problem, choice), rel=1e-9)
+        assert fits(problem, choice)
+        assert found.value <= before
+        least = min(exhaustive.value(problem, c) for c in beside(problem, choice, 1))
+        assert least >= found.value * (1 - 1e-8)
+        moved += found.value < before
+        after = found.value
+        found.by_two()
+        assert found.value <= after
+        assert fits(problem, x.choice(found.picked))
+        tried += 1
+        optimal += found.value <= exhaustive.solve(problem).value * (1 + 1e-9)
+    assert moved > tried / 2
+    assert optimal > tried / 2
+
+
+def test_two_changes_swap_who_gives_way():
+    """Two components want 3 and 2 of 3 GiB: the one that gains less has them, and gives way."""
+    problem = random_problems.draw(random.Random(0), components=2, configs=1)
+    roomy, lean = problem.configs[0][0], problem.configs[1][0]
+    zero = {"prompt": 0.0, "late": 0.0, "window": 0.0, "activations": 0.0, "gradients": 0.0, "transient": 0.0}
+
+    def ways(config: Config, slow: float, fast: float, state: float) -> tuple[Config, ...]:
+        plain = replace(config, **zero, layout=0)
+        return (
+            replace(plain, work=slow, state=0.0),
+            replace(plain, work=fast, state=state),
+        )
+
+    edge = Edge(cost=0.0)
+    problem = replace(
+        problem, configs=(ways(roomy, 90.0, 10.0, 3.0), ways(lean, 20.0, 10.0, 2.0)), edges=({(0, 0): edge},),
+        layouts=problem.layouts[:1], capacity=3.0,
+    )  # fmt: skip
+    x = dual.Arrays(problem)
+    found = Descent(x, [0, 1])
+    assert found.value == 100.0
+    found.by_one()
+    assert found.picked == [0, 1]
+    found.by_two()
+    assert found.picked == [1, 0]
+    assert found.value == 30.0
+
+
+def test_the_clock_ends_a_long_comparison():
+    rows = np.random.default_rng(0).random((2_000, 6))
+    assert len(efficient(rows, np.zeros(2_000))) > 200
+    with pytest.raises(OutOfTimeError):
+        efficient(rows, np.zeros(2_000), time.monotonic() - 1)
+
+
+def test_labels_that_run_out_of_time_keep_what_they_know():
+    problem = random_problems.draw(random.Random(3), components=5, configs=4, tight=True)
+    solver = labels.Solver(problem)
+    solver.price()
+    before = (solver.bound, solver.value, solver.picked)
+    solver.run(INF, time.monotonic() - 1)
+    assert (solver.bound, solver.value, solver.picked) == before
+
+
+@pytest.mark.parametrize(("solver", "asked"), [("ilp", ["labels", "labels", "ilp", "labels", "ilp"]),
+                                               ("dp", ["labels"] * 5)])  # fmt: skip
+def test_labels_and_the_ilp_take_turns(monkeypatch, solver, asked):
+    problem = random_problems.draw(random.Random(5), components=5, configs=4, tight=True)
+    single = Single(SimpleNamespace(), 0.0, problem.width, 1, solver)
+    single.place, single._settled = Place(SimpleNamespace(problem=problem)), True
+    monkeypatch.setattr(Place, "handy", property(lambda _self: False))
+    said: list[str] = []
+    monkeypatch.setattr(labels.Solver, "run", lambda *_args: said.append("labels"))
+    monkeypatch.setattr(Single, "_by_ilp", lambda *_args: said.append("ilp"))
+    monkeypatch.setattr(labels.Solver, "answer", lambda *_args: SimpleNamespace(bound=0.0, value=INF))
+    single.level = 8  # slices long enough
+    for _ in range(5):
+        single._solve(INF, INF)
+    assert said == asked
