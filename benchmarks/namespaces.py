@@ -78,7 +78,8 @@ def rooms(num_ranks: int) -> Iterator[None]:
         with apart(Surroundings(host="10.77.0.254", interface="eth0", enter=enter)):
             yield
     finally:
-        for name in made:
+        for rank, name in enumerate(made):  # the link first: with its namespace it would go only some time later
+            subprocess.run(("ip", "link", "del", f"asa{rank}"), capture_output=True, check=False)
             subprocess.run(("ip", "netns", "del", name), capture_output=True, check=False)
 
 
@@ -92,3 +93,15 @@ def shape(num_ranks: int, megabits: float) -> None:
     for rank in range(num_ranks):
         _do("tc", "qdisc", "replace", "dev", f"asa{rank}", *bucket)
         _do("tc", "-n", _name(rank), "qdisc", "replace", "dev", "eth0", *bucket)
+
+
+@contextmanager
+def shaped(num_ranks: int, megabits: float) -> Iterator[None]:
+    """:func:`rooms` with every link of that bandwidth.
+
+    Raises:
+        NotPermitted: as they do.
+    """
+    with rooms(num_ranks):
+        shape(num_ranks, megabits)
+        yield

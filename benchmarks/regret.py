@@ -1,7 +1,7 @@
 """What the planner's choice costs against everything else it could have chosen, measured.
 
     python benchmarks/regret.py [--budget 10m] [--models A,B] [--batches 32,16,64] [--ranks 2] [--folder DIR]
-                                [--random 50] [--changes 30] [--verify 4]
+                                [--random 50] [--changes 30] [--verify 4] [--megabits 1000]
 
 A cell is one model, batch and number of ranks. In it every whole strategy and hybrid, random feasible plans and every
 change of one component of the answer are run: first all of them for a few turns, in groups that fit into memory, each
@@ -12,6 +12,9 @@ and how much faster it is on the even ones, so that the luck of the fastest of m
 
     regret = time of the answer / time of the best - 1
     share  = (DDP - answer) / (DDP - best), of the gain there was over plain data parallelism
+
+With ``--megabits`` every rank has a network namespace of its own and a link of that many Mbit/s to the others, in place
+of shared memory (Linux, root, ``iproute2``; elsewhere it says so and stops).
 
 A finished cell is kept in the folder, so that a run that was stopped goes on; ``--budget`` is for the cells that are
 missing, and none is begun that would end later. Profiles and clusters in the folder are used again while they are
@@ -24,23 +27,24 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import random
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from statistics import fmean, median
-from typing import Any
+from statistics import median
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks are forked from here
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from menu import Menu
+from namespaces import NotPermitted, leave_network, shaped
+from regret_scores import Row, scores, show
 
 from asa.cli import contest as verification
 from asa.cli import ground, options
@@ -54,7 +58,9 @@ from asa.ir import codec
 from asa.ir.cluster import Cluster
 from asa.ir.plan import Plan
 from asa.ir.profile import Profile
+from asa.ir.units import MIB
 from asa.planner import Request
+from asa.profiler.collectives import SIZES
 from asa.profiler.interconnect import measure_cluster
 from asa.profiler.machine import choose_device, free_memory
 from asa.profiler.measure import profile_model
@@ -79,14 +85,16 @@ SHARES = {"verify": 0.2, "screen": 0.5, "final": 0.3}
 """Of a cell's time."""
 LEAST_ROUNDS = 2
 ENOUGH_ROUNDS = 3
+HOPELESS = 5.0
+"""Plain data parallelism is left to its prediction where that is so many times the answer's."""
 NOISE = 0.02
 """Gains over plain data parallelism below it are none."""
 SCREENED, FINAL = 4, 8
 """Plans in the same ranks while many are screened, and in the last contest; the fewer, the less they disturb."""
+FARTHEST = 16 * MIB
+"""Bytes of the longest message with which shaped links are measured: beyond it, their bandwidth says all."""
 FRESH_S = 1800.0
 """Profiles and links older than that are measured anew before another cell."""
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,14 +121,18 @@ class Bench:
     changes: int
     verify: int
     seed: int
+    megabits: float | None
     console: Console
 
     def cluster(self, ranks: int) -> Cluster:
         """The links of that many ranks, measured in the last half hour."""
-        path = self.folder / "profiles" / f"cluster.local-gloo-{ranks}.json"
+        name = f"local-gloo-{ranks}" + (f"x{self.megabits:g}Mbit" if self.megabits else "")
+        path = self.folder / "profiles" / f"cluster.{name}.json"
         if not fresh(path):
             say(f"measuring the links of {ranks} ranks")
-            codec.save(measure_cluster(ranks, backend="gloo", time_limit_s=ground.MEASURE_LIMIT_S), path)
+            sizes = [n for n in SIZES if n <= FARTHEST] if self.megabits else None
+            limit_s = ground.MEASURE_LIMIT_S
+            codec.save(measure_cluster(ranks, backend="gloo", sizes=sizes, time_limit_s=limit_s, name=name), path)
         return codec.load(Cluster, path)
 
     def profile(self, model: str, largest: int) -> Profile:
@@ -164,6 +176,7 @@ class Bench:
             "plans_run": len(screened),
             "confidence": codec.to_data(menu.answer.confidence),
             "gap": menu.answer.certificate.gap,
+            "predicted_s": {r.name: r.step_time_s for r in menu.answer.baselines},
             "verified": codec.to_data(verified.measured),
             **final,
             "screened": [
@@ -229,6 +242,8 @@ class Bench:
             key=lambda p: screened[p.conduct],
         )  # fmt: skip
         ddp = by_name.get("ddp")
+        if ddp and ddp.prediction.step_time_s > HOPELESS * menu.answer.prediction.step_time_s:
+            ddp = None
         chosen = distinct([menu.answer, *([ddp] if ddp else []), *hybrids[:1], verified, *order[:FINALISTS]])
         chosen = [menu.answer, *self.together(chosen[1:], menu.answer, FINAL)]
         cells = self.run(profile, chosen, Turns(count=len(chosen), least=6, most=60), budget_s)
@@ -286,61 +301,6 @@ def distinct(plans: Sequence[Plan]) -> list[Plan]:
     return list(found.values())
 
 
-def scores(cells: Sequence[Row]) -> Row:
-    """Over all cells; ratios by their geometric mean."""
-
-    def figures(key: str) -> list[float]:
-        return [c[key] for c in cells if c[key] is not None]
-
-    def mean(key: str) -> float | None:
-        found = figures(key)
-        return math.exp(fmean(map(math.log, found))) if found else None
-
-    def both(key: str) -> Row:
-        found = figures(key)
-        return {"median": median(found) if found else None, "worst": max(found, default=None)}
-
-    shares, sure = figures("share"), figures("verified_share")
-    return {
-        "cells": len(cells),
-        "plans_run": sum(c["plans_run"] for c in cells),
-        "regret": both("regret"),
-        "verified_regret": both("verified_regret"),
-        "share_of_gain": fmean(shares) if shares else None,
-        "verified_share_of_gain": fmean(sure) if sure else None,
-        "cells_with_gain": len(shares),
-        "slower_than_ddp": sum(c["slower_than_ddp"] for c in cells),
-        "verified_slower_than_ddp": sum(c["verified_slower_than_ddp"] for c in cells),
-        "time_over_ddp": mean("over_ddp"),
-        "time_over_best_hybrid": mean("over_hybrid"),
-        "verified_time_over_best_hybrid": mean("verified_over_hybrid"),
-    }
-
-
-def show(cells: Sequence[Row]) -> None:
-    """The table, on standard output."""
-    columns = ("model", "ranks", "batch", "plans", "best", "answer", "best s", "regret", "verified", "of gain", "/ddp",
-               "/hybrid")  # fmt: skip
-    widths = (18, 5, 5, 5, 26, 9, 9, 7, 8, 7, 6, 7)
-    print("  ".join(c.ljust(w) for c, w in zip(columns, widths, strict=True)))
-    for c in cells:
-        words = (
-            c["model"], c["ranks"], c["global_batch"], c["plans_run"], c["best"], f"{c['answer_s']['median']:.4f}",
-            f"{c['best_s']['median']:.4f}", _percent(c["regret"]), _percent(c["verified_regret"]), _percent(c["share"]),
-            _ratio(c["over_ddp"]), _ratio(c["over_hybrid"]),
-        )  # fmt: skip
-        print("  ".join(str(x)[:w].ljust(w) for x, w in zip(words, widths, strict=True)))
-    print(json.dumps(scores(cells), indent=1))
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f} %"
-
-
-def _ratio(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
-
-
 def say(text: str) -> None:
     """To standard error."""
     print(text, file=sys.stderr, flush=True)
@@ -360,12 +320,19 @@ def main() -> None:
     parser.add_argument("--cell-budget", default=None, help="of one cell (default: the budget over those missing)")
     parser.add_argument("--folder", type=Path, default=Path("runs/regret"))
     parser.add_argument("-o", "--output", type=Path)
+    parser.add_argument("--megabits", type=float, help="of a rank's link; shared memory where it is left out")
     args = parser.parse_args()
     start_program_again()  # with the heap that `asa train` has
+    if args.megabits:
+        try:
+            leave_network()
+        except NotPermitted as why:
+            say(f"skipped: no shaped links here: {why}")
+            return
     models, batches = args.models.split(","), [int(b) for b in args.batches.split(",")]
     run = Bench(
         folder=args.folder, random=args.random, changes=args.changes, verify=args.verify, seed=args.seed,
-        console=Console(as_json=True),
+        megabits=args.megabits, console=Console(as_json=True),
     )  # fmt: skip
     grid = [(m, b, r) for r in map(int, args.ranks.split(",")) for b in batches for m in models]
     paths = {x: args.folder / "cells" / f"{x[0].replace(':', '-')}.{x[1]}.{x[2]}.json" for x in grid}
@@ -379,14 +346,16 @@ def main() -> None:
             say(f"{len(missing) - number} cells are left for another run")
             break
         say(f"{model}, global batch {batch}, {ranks} ranks: {own:.0f} s")
-        cell = run.cell(model, batch, ranks, max(batches), own)
+        with shaped(ranks, args.megabits) if args.megabits else nullcontext():
+            cell = run.cell(model, batch, ranks, max(batches), own)
         paths[model, batch, ranks].parent.mkdir(parents=True, exist_ok=True)
         paths[model, batch, ranks].write_text(json.dumps(cell, indent=1) + "\n", encoding="utf-8")
     cells = [json.loads(p.read_text(encoding="utf-8")) for p in sorted((args.folder / "cells").glob("*.json"))]
     show(cells)
     if args.output is not None:
         machine = codec.to_data(ground.machine("cpu", max(c["ranks"] for c in cells), "gloo"))
-        document = {"schema_version": 1, "environment": machine, "scores": scores(cells), "cells": cells}
+        document = {"schema_version": 1, "environment": machine, "megabits": args.megabits, "scores": scores(cells),
+                    "cells": cells}  # fmt: skip
         args.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 

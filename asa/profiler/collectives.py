@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,10 @@ SIZES: tuple[int, ...] = (*(KIB << (2 * k) for k in range(10)),)
 """1 KiB to 256 MiB; a bucket of gradients has 25 MiB, unless one parameter has more."""
 
 _WORD = 4
+_SHORTEST = 64 * KIB
+_CALM_S = 0.1
+"""What one message of many may take. Between processes of one machine, and over any network made for this, the longest
+that are sent here take less; over slow ones they would fill minutes."""
 
 
 def measure_tables(
@@ -35,34 +40,64 @@ def measure_tables(
 ) -> list[CollectiveTable]:
     """Tables of every collective on ``group``; called by all its ranks and by no other.
 
-    Messages grow; one that would take a rank's whole share of time is left out with all larger ones. ``between`` is
-    called after each collective.
+    Messages grow; one that would take what is left of its collective's time is left out, with all larger ones.
+    ``between`` is called after each collective; its time does not count.
     """
     ranks = dist.get_world_size(group)
     ops = [op for op in COLLECTIVE_OPS if op != "send_recv" or ranks == 2]
-    started, done = time.perf_counter(), 0
-    tables: list[CollectiveTable] = []
-    for op in ops:
+    spent, tables = 0.0, list[CollectiveTable]()
+    for number, op in enumerate(ops):
         points: list[tuple[int, float]] = []
-        for size in sorted(sizes):
+        own_s, started = max(slice_s - spent, 0.0) / (len(ops) - number), time.perf_counter()
+        for done, size in enumerate(sorted(sizes)):
             words = max(1, round(size / _WORD / ranks))
             bytes_ = words * ranks * _WORD
-            elapsed = agree(time.perf_counter() - started, group=group)[0]
-            cells = len(ops) * len(sizes) - done
-            done += 1
+            left_s = max(own_s - agree(time.perf_counter() - started, group=group)[0], 0.0)
             if points and points[-1][0] >= bytes_:
                 continue
             expected = line_through(*points[-2:])(bytes_) if len(points) > 1 else 0.0
-            if expected * (LEAST_SAMPLES + 2) > max(slice_s - elapsed, 0.0) / max(1, len(ops) - len(tables)):
-                continue
-            say((done - 1) / (len(ops) * len(sizes)), f"{op} of {bytes_} bytes on {ranks} ranks")
-            share = max(slice_s - elapsed, 0.0) / cells
+            if expected * (LEAST_SAMPLES + 2) > left_s:
+                break
+            say((number + done / len(sizes)) / len(ops), f"{op} of {bytes_} bytes on {ranks} ranks")
             work = operation(op, words, group, device)
             messages = 2 if op == "send_recv" else 1
-            points.append((bytes_, time_together(work, clock, slice_s=share, group=group) / messages))
+            share_s = left_s / (2 * (len(sizes) - done))  # the longest ones take more than their share
+            points.append((bytes_, time_together(work, clock, slice_s=share_s, group=group) / messages))
         tables.append(CollectiveTable(op=op, ranks=ranks, points=tuple(points), status="measured", source=source))
+        spent += agree(time.perf_counter() - started, group=group)[0]
         between()
     return tables
+
+
+def message_within(
+    most: int, group: dist.ProcessGroup, device: torch.device, clock: Clock, *, seconds: float = _CALM_S
+) -> int:
+    """Bytes of the longest message that ``group`` sums up in that time: ``most``, or less by a power of four, down to
+    64 KiB. Called by all its ranks."""
+    fits = most
+    while fits > 4 * _SHORTEST:
+        fits //= 4
+    longer = [fits]
+    while longer[-1] < most:
+        longer.append(4 * longer[-1])
+    for size in longer:
+        message = torch.zeros(size // _WORD, device=device)
+        if _once(partial(direct.all_reduce, message, group=group), clock, group) > seconds:
+            break
+        fits = size
+    return fits
+
+
+def _once(work: Callable[[], object], clock: Clock, group: dist.ProcessGroup) -> float:
+    """Seconds of the slowest rank, the better of two."""
+    taken = []
+    for _ in range(2):
+        agree(group=group)
+        clock.settle()
+        start = clock.mark()
+        work()
+        taken.append(agree(clock.seconds([start, clock.mark()])[0], group=group)[0])
+    return min(taken)
 
 
 def operation(op: CollectiveOp, words: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:

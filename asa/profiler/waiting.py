@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from itertools import cycle
@@ -14,8 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from asa.ir.cluster import Sharding, Waiting
+from asa.ir.units import MIB
 from asa.profiler.clock import Clock
-from asa.profiler.collectives import operation
+from asa.profiler.collectives import message_within, operation
 from asa.profiler.interference import training_kernels
 from asa.profiler.rounds import agree, slowest, time_together
 from asa.profiler.updates import build_optimizer
@@ -26,14 +28,17 @@ from asa.sharding.parts import step_over_parts
 _MEETINGS = {1: 24, 2: 24, 4: 12, 8: 6, 16: 3, 32: 3, 64: 3}
 """By rounds of kernels between one meeting of the ranks and the next: meetings in a sample. A step adds up dozens of
 them, of which every few take several times as long as most, so that one alone says little."""
-_MESSAGE_WORDS = 1 << 18
-"""Of what ranks exchange where they meet: 1 MiB, about an activation."""
+_LONG_S, _ALONE = 0.1, 8
+"""A stretch of work beside which meeting does not count; and the least rounds of kernels that tell how long
+one takes alone."""
+_MESSAGE_BYTES, _MESSAGE_S = MIB, 0.02
+"""Of what ranks exchange where they meet: about an activation; less where it would take longer."""
 _MESSAGES = 16
 """Messages take turns: one that a step has just made was not sent before."""
 _LEAST_ROUNDS, _MOST_ROUNDS = 5, 40
 _UNITS = 6
 _SMALL, _LARGE = 64, 2048
-"""Sides of the weights of a unit: next to nothing, and 16 MiB."""
+"""Sides of the weights of a unit: next to nothing, and 16 MiB (less over slow links)."""
 
 
 def measure_waiting(
@@ -41,8 +46,8 @@ def measure_waiting(
 ) -> tuple[Waiting, ...]:
     """How much a stretch of work grows when ranks meet at its end; called by all ranks, ``groups`` by their size.
 
-    Ranks run the kernels 1, 2, 4 ... times, make a message and sum it up, again and again; then as many kernels, and as
-    many all_reduces, by themselves. What the first takes longer than the others together is lost by meeting: waiting
+    Ranks run the kernels 1, 2, 4 ... times, make a message and sum it up, again and again; and kernels, and
+    all_reduces, by themselves. What the first takes longer than the others together is lost by meeting: waiting
     for the slowest, caches that hold the work and not the message (the kernels go through more memory than a cache
     holds, as a component does), a core that is not free at once.
     """
@@ -56,7 +61,8 @@ def measure_waiting(
 
 def _grown(device: torch.device, clock: Clock, group: dist.ProcessGroup, ranks: int, *, slice_s: float) -> Waiting:
     kernels = training_kernels(device, small=True)
-    messages = cycle([torch.zeros(_MESSAGE_WORDS, device=device) for _ in range(_MESSAGES)])
+    words = message_within(_MESSAGE_BYTES, group, device, clock, seconds=_MESSAGE_S) // 4
+    messages = cycle([torch.zeros(words, device=device) for _ in range(_MESSAGES)])
     sent = next(messages)
 
     def work(stretch: int) -> Tensor:
@@ -64,8 +70,7 @@ def _grown(device: torch.device, clock: Clock, group: dist.ProcessGroup, ranks: 
             kernels.step()
         return next(messages).fill_(0.0)
 
-    def seconds(stretch: int, meeting: bool) -> float:
-        times = _MEETINGS.get(stretch, max(_MEETINGS.values()))
+    def seconds(stretch: int, times: int, *, meeting: bool) -> float:
         agree(group=group)
         clock.settle()
         start = clock.mark()
@@ -77,16 +82,19 @@ def _grown(device: torch.device, clock: Clock, group: dist.ProcessGroup, ranks: 
 
     for _ in range(5):
         direct.all_reduce(work(1), group=group)
-    taken: dict[int, list[tuple[float, float, float]]] = {k: [] for k in _MEETINGS}
+    step = agree(seconds(_ALONE, 1, meeting=False) / _ALONE, group=group)[0]
+    taken: dict[int, list[tuple[float, float, float]]] = {k: [] for k in _MEETINGS if k == 1 or k * step < 2 * _LONG_S}
     started, rounds = time.perf_counter(), 0
     while rounds < _LEAST_ROUNDS or (
         rounds < _MOST_ROUNDS and agree(time.perf_counter() - started, group=group)[0] < slice_s
     ):
         rounds += 1
         for k, times in taken.items():
-            times.append((seconds(k, True), seconds(k, False), seconds(0, True)))
+            both, sums = (seconds(stretch, _MEETINGS[k], meeting=True) for stretch in (k, 0))
+            worked = seconds(max(k, _ALONE), 1, meeting=False) * k / max(k, _ALONE)
+            times.append((both, worked, sums))
     medians = {k: [slowest([t[i] for t in times], group) for i in range(3)] for k, times in taken.items()}
-    longest = max(_MEETINGS)
+    longest = max(taken)
     unit = medians[longest][1] / longest
     points = [(k * unit, max(1.0, (both - alone) / worked)) for k, (both, worked, alone) in medians.items()]
     return Waiting(ranks=ranks, points=_falling(points))
@@ -113,9 +121,10 @@ def measure_sharding(device: torch.device, clock: Clock, group: dist.ProcessGrou
     by themselves, is what gathering and scattering cost the ranks: per unit (seen on tiny weights) and per byte moved
     (on large ones). Two gathers and one scatter of each unit a step, as ZeRO-3 does it.
     """
+    side = math.isqrt(message_within(4 * _LARGE**2, group, device, clock) // 4)
     small = _beside(_SMALL, device, clock, group, slice_s=0.45 * slice_s)
-    large = _beside(_LARGE, device, clock, group, slice_s=0.45 * slice_s)
-    moved = 3 * 4 * (_LARGE**2 - _SMALL**2)
+    large = _beside(side, device, clock, group, slice_s=0.45 * slice_s)
+    moved = 3 * 4 * (side**2 - _SMALL**2)
     return Sharding(
         unit_s=max(0.0, small / 3),
         byte_s=max(0.0, (large - small) / moved),
