@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from asa.errors import UsageError
 from asa.ir.cluster import Cluster
@@ -11,9 +16,10 @@ from asa.ir.codec import dumps, loads
 from asa.ir.traffic import COLLECTIVE_OPS
 from asa.launch import run_ranks
 from asa.profiler.clock import HostClock
-from asa.profiler.collectives import operation
+from asa.profiler.collectives import measure_tables, message_within, operation
 from asa.profiler.interconnect import measure_cluster
 from asa.profiler.rounds import agree, slowest, time_together
+from asa.sharding import direct
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +96,6 @@ def test_impossible_requests_are_refused_before_any_rank_starts(wrong):
 
 def _collectives_on_a_rank(rank: int) -> dict[str, float]:
     """What is left in a rank's buffers after each operation ran once on distinct values."""
-    import torch.distributed as dist
-
     group = dist.new_group([0, 1])
     found = {}
     for op in COLLECTIVE_OPS:
@@ -123,7 +127,37 @@ def _agreement_on_a_rank(rank: int) -> tuple[list[float], float, float]:
 
 
 def test_the_slowest_rank_counts_and_all_repeat_equally_often():
-    for counts, time, seconds in run_ranks(2, _agreement_on_a_rank, threads=1, limit_s=60):
+    for counts, median, seconds in run_ranks(2, _agreement_on_a_rank, threads=1, limit_s=60):
         assert counts[0] == -counts[1] > 0
-        assert time == 3.0
+        assert median == 3.0
         assert seconds > 0
+
+
+def _over_slow_links(rank: int) -> tuple[list[int], dict[str, int]]:
+    """What is sent over links of 10 MB/s: messages that fit into some times, and the longest of every table."""
+    group, device, clock = dist.new_group([0, 1]), torch.device("cpu"), HostClock()
+    real = {name: getattr(direct, name) for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")}
+
+    def slow(name: str) -> Callable[..., object]:
+        def sent(*tensors: torch.Tensor, **options: Any) -> object:
+            time.sleep(4 * max(t.numel() for t in tensors) / 1e7)
+            return real[name](*tensors, **options)
+
+        return sent
+
+    for name in real:
+        setattr(direct, name, slow(name))
+    within = [message_within(1 << 24, group, device, clock, seconds=s) for s in (0.06, 1.0, 1e-9)]
+    tables = measure_tables(
+        group, device, clock, sizes=[4**k for k in range(6, 12)], slice_s=3.0, source="a test", say=lambda *_: None,
+        between=lambda: time.sleep(0.5),
+    )  # fmt: skip
+    return within, {t.op: t.points[-1][0] for t in tables}
+
+
+def test_messages_are_as_long_as_the_links_allow():
+    (within, longest), other = run_ranks(2, _over_slow_links, threads=1, limit_s=90)
+    assert (within, longest) == other, "or a rank waits for what the other does not send"
+    assert within == [1 << 18, 1 << 22, 1 << 16]
+    assert longest["all_reduce"] < 1 << 22, "which takes 0.4 s, and five of them more than there is"
+    assert min(longest[op] for op in ("broadcast", "send_recv")) == 1 << 22, "what the others took is not their loss"

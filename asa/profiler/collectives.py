@@ -21,6 +21,8 @@ SIZES: tuple[int, ...] = (*(KIB << (2 * k) for k in range(10)),)
 """1 KiB to 256 MiB; a bucket of gradients has 25 MiB, unless one parameter has more."""
 
 _WORD = 4
+_LEAST_SHARE = 0.5
+"""Of an equal share of the time: the last collectives have that, whatever the others took."""
 _SHORTEST = 64 * KIB
 _CALM_S = 0.1
 """What one message of many may take. Between processes of one machine, and over any network made for this, the longest
@@ -40,7 +42,7 @@ def measure_tables(
 ) -> list[CollectiveTable]:
     """Tables of every collective on ``group``; called by all its ranks and by no other.
 
-    Messages grow; one that would take what is left of its collective's time is left out, with all larger ones.
+    Messages grow; one that would take a collective's whole share of the time is left out with all larger ones.
     ``between`` is called after each collective; its time does not count.
     """
     ranks = dist.get_world_size(group)
@@ -48,7 +50,8 @@ def measure_tables(
     spent, tables = 0.0, list[CollectiveTable]()
     for number, op in enumerate(ops):
         points: list[tuple[int, float]] = []
-        own_s, started = max(slice_s - spent, 0.0) / (len(ops) - number), time.perf_counter()
+        own_s = max((slice_s - spent) / (len(ops) - number), _LEAST_SHARE * slice_s / len(ops))
+        started = time.perf_counter()
         for done, size in enumerate(sorted(sizes)):
             words = max(1, round(size / _WORD / ranks))
             bytes_ = words * ranks * _WORD
@@ -56,12 +59,12 @@ def measure_tables(
             if points and points[-1][0] >= bytes_:
                 continue
             expected = line_through(*points[-2:])(bytes_) if len(points) > 1 else 0.0
-            if expected * (LEAST_SAMPLES + 2) > left_s:
+            if expected * (LEAST_SAMPLES + 2) > own_s:
                 break
             say((number + done / len(sizes)) / len(ops), f"{op} of {bytes_} bytes on {ranks} ranks")
             work = operation(op, words, group, device)
             messages = 2 if op == "send_recv" else 1
-            share_s = left_s / (2 * (len(sizes) - done))  # the longest ones take more than their share
+            share_s = left_s / (len(sizes) - done)
             points.append((bytes_, time_together(work, clock, slice_s=share_s, group=group) / messages))
         tables.append(CollectiveTable(op=op, ranks=ranks, points=tuple(points), status="measured", source=source))
         spent += agree(time.perf_counter() - started, group=group)[0]
@@ -75,7 +78,7 @@ def message_within(
     """Bytes of the longest message that ``group`` sums up in that time: ``most``, or less by a power of four, down to
     64 KiB. Called by all its ranks."""
     fits = most
-    while fits > 4 * _SHORTEST:
+    while fits >= 4 * _SHORTEST:
         fits //= 4
     longer = [fits]
     while longer[-1] < most:
