@@ -1,14 +1,15 @@
 """What the planner's choice costs against everything else it could have chosen, measured.
 
     python benchmarks/regret.py [--budget 10m] [--models A,B] [--batches 32,16,64] [--ranks 2] [--folder DIR]
-                                [--random 50] [--changes 30] [--verify 4] [--megabits 1000]
+                                [--random 50] [--changes 999] [--verify 4] [--megabits 1000]
 
 A cell is one model, batch and number of ranks. In it every whole strategy and hybrid, random feasible plans and every
 change of one component of the answer are run: first all of them for a few turns, in groups that fit into memory, each
-group beside the answer; then the fastest of those, the answer, plain data parallelism, the best whole strategy and the
-verified answer (``asa plan --verify``) against each other, as far as memory goes (a hybrid that it does not hold there
-is judged by the first turns, and has no ``hybrid_s``). Which plan is the best is decided on the odd rounds of that
-and how much faster it is on the even ones, so that the luck of the fastest of many is not counted as speed.
+group beside the answer (those that are foreseen to be fastest first: what there is no time for is what is foreseen to
+be slowest); then the fastest of those, the answer, plain data parallelism, the best whole strategy and the verified
+answer (``asa plan --verify``) against each other, as far as memory goes (a hybrid that it does not hold there is judged
+by the first turns, and has no ``hybrid_s``). Which plan is the best is decided on the odd rounds of that and how much
+faster it is on the even ones, so that the luck of the fastest of many is not counted as speed.
 
     regret = time of the answer / time of the best - 1
     share  = (DDP - answer) / (DDP - best), of the gain there was over plain data parallelism
@@ -35,7 +36,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from statistics import median
 
@@ -160,9 +160,11 @@ class Bench:
         changes, drawn = menu.changes(), menu.random(self.random, self.seed)
         every = len(changes)
         random.Random(self.seed).shuffle(changes)
-        mixed = [p for pair in zip_longest(changes[: self.changes], drawn) for p in pair if p is not None]
-        static = sorted(menu.static(), key=lambda p: p.prediction.step_time_s)  # there may be no time for all of them
-        pool = distinct([menu.answer, *static, verified, *mixed])
+        static, others = (
+            sorted(plans, key=lambda p: p.prediction.step_time_s)  # there may be no time for all of them
+            for plans in (menu.static(), [*changes[: self.changes], *drawn])
+        )
+        pool = distinct([menu.answer, *static, verified, *others])
         screened = self.screen(profile, pool, SHARES["screen"] * budget_s)
         final = self.final(profile, menu, pool, screened, verified, max(10.0, budget_s - (time.monotonic() - began)))
         return {
@@ -313,7 +315,7 @@ def main() -> None:
     parser.add_argument("--batches", default="32,16,64")
     parser.add_argument("--ranks", default="2")
     parser.add_argument("--random", type=int, default=50, help="random plans")
-    parser.add_argument("--changes", type=int, default=30, help="changes of one component, at most")
+    parser.add_argument("--changes", type=int, default=999, help="changes of one component, at most")
     parser.add_argument("--verify", type=int, default=4, help="finalists of the verified answer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--budget", default="10m", help="for the cells that are missing, in turn")
