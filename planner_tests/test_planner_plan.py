@@ -174,16 +174,24 @@ def test_a_win_below_the_noise_is_not_claimed_but_its_gap_is_stated():
         pytest.fail("this cluster was chosen because a uniform plan is as good as it gets")
 
 
-def test_a_small_lead_over_data_parallelism_is_said_to_be_unsure_where_it_can_be_tried():
+def test_a_small_lead_over_data_parallelism_gives_way_to_it_where_both_can_be_tried():
     profile, cluster = varied(2)
     (level,) = cluster.levels
     for faster_links, unsure in ((1.0, False), (50.0, True)):
         tables = tuple(replace(t, points=tuple((s, v / faster_links) for s, v in t.points)) for t in level.tables)
         links = replace(cluster, levels=(replace(level, tables=tables),))
-        found = plan(profile, links, FULL, Request(gpus=4, global_batch=8))[0]
-        assert any("faster than ddp with a probability" in n for n in found.notes) == unsure
+        bold, shy = (
+            plan(profile, links, FULL, Request(gpus=4, global_batch=8, prefer_simple=simple))[0]
+            for simple in (False, True)
+        )
+        ddp = next(b.step_time_s for b in shy.baselines if b.name == "ddp")
+        assert any("faster than ddp with a probability" in n for n in bold.notes) == unsure
+        assert any("stay with ddp" in n and "with a probability of" in n for n in shy.notes) == unsure
+        assert (shy.prediction.step_time_s == ddp) == unsure
+        assert shy.certificate.lower_bound_s <= bold.prediction.step_time_s * (1 + 1e-9) <= ddp
+        assert not any("longer --time-limit" in n for n in shy.notes), "the search was over"
         guessed = plan(profile, replace(links, status="estimated"), FULL, Request(gpus=4, global_batch=8))[0]
-        assert not any("faster than ddp" in n for n in guessed.notes), "there is nothing to measure it on"
+        assert not any("with a probability" in n for n in guessed.notes), "there is nothing to measure it on"
 
 
 def test_vgg_gets_data_parallel_convolutions_and_a_split_classifier():

@@ -338,3 +338,21 @@ def test_a_proved_stage_of_too_many_ways_is_not_solved_once_more(monkeypatch):
     assert search._again(single, "ilp", float("inf"))[1].endswith("checked by dp")
     monkeypatch.setattr("asa.planner.stage.singles.HANDY", 3)
     assert search._again(single, "ilp", float("inf")) == (single.solution, single.solution.solver)
+
+
+def test_brute_force_ends_in_time_and_proves_nothing_then(monkeypatch):
+    problem = random_problems.draw(random.Random(7), components=5, configs=5)
+    whole = exhaustive.solve(problem)
+    monkeypatch.setattr(exhaustive, "_LOOK", 1)
+    hurried = exhaustive.solve(problem, ends=0.0)
+    assert whole.proved
+    assert not hurried.proved
+    assert hurried.value >= whole.value
+
+
+def test_a_solver_that_was_stopped_before_it_found_anything_has_proved_nothing():
+    problem = random_problems.draw(random.Random(7), components=12, configs=6)
+    stopped = ilp.solve(problem, time_limit_s=1e-6)
+    assert stopped.bound <= labels.solve(problem).value * (1 + 1e-9)
+    assert not Solution(choice=None, value=float("inf"), bound=7.0, solver="some").proved
+    assert Solution(choice=None, value=float("inf"), bound=float("inf"), solver="some").proved

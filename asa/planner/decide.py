@@ -46,9 +46,10 @@ def plan(
 ) -> list[Plan]:
     """The best ``request.top_k`` plans, best first. ``known`` as for :class:`asa.planner.space.candidate.Prices`.
 
-    The answer is never predicted to be slower than any whole strategy that fits. A plan of the search's own that
-    beats the best whole strategy by less than the noise gives way to it (``request.prefer_simple``); the
-    certificate then shows the gap.
+    The answer is not predicted to be slower than any whole strategy that fits, but for plain data parallelism: where
+    the machine was measured, that is the answer unless a plan is surely enough faster (decision 0038). A plan of the
+    search's own that beats the best whole strategy by less than the noise gives way to it. The certificate then shows
+    the gap; ``request.prefer_simple`` turns off both.
 
     Raises:
         UsageError: unknown strategies, contradictory pins, more devices than the cluster has.
@@ -85,6 +86,8 @@ def plan(
     replicas = next((r for r in eligible if r.name == "ddp"), None)
     if chosen is None:
         chosen, notes = _least(prices, proved=outcome.lower_bound_s == float("inf"))
+    fastest_s = min([prices.of(chosen).cost.total_s, *([prices.of(outcome.best).cost.total_s] if outcome.best else [])])
+    chosen, notes = _surely(prices, chosen, notes, replicas)
     candidates = [chosen, *([outcome.best] if outcome.best else []), *(r.candidate for r in eligible if r.candidate)]
     if request.top_k > 1:
         candidates += next_best(outcome, request.top_k - 1, request.time_limit_s)
@@ -96,7 +99,7 @@ def plan(
         certificate = _certificate(prices, candidate, outcome, time.monotonic() - started)
         strategy = "asa" if i == 0 else candidate.origin
         rivals = [c for c in (chosen, *others) if c.key != candidate.key]
-        said = (*notes, *_doubt(prices, chosen, replicas), *_unfinished(prices, candidate, outcome)) if i == 0 else ()
+        said = (*notes, *_unfinished(fastest_s, outcome)) if i == 0 else ()
         made.append(_plan(profile, prices, candidate, strategy, certificate, rows, said, rivals))
     return made
 
@@ -106,10 +109,9 @@ def _below(bound_s: float, seconds: float) -> float:
     return max(0.0, 1 - bound_s / seconds) if seconds > 0 else 0.0
 
 
-def _unfinished(prices: Prices, candidate: Candidate, outcome: Outcome) -> tuple[str, ...]:
-    """That a longer search may find more, where it was not finished."""
-    best = min(prices.of(c).cost.total_s for c in (candidate, outcome.best) if c is not None)
-    left = _below(outcome.lower_bound_s, best)
+def _unfinished(fastest_s: float, outcome: Outcome) -> tuple[str, ...]:
+    """That a longer search may find more than what takes ``fastest_s``, where it was not finished."""
+    left = _below(outcome.lower_bound_s, fastest_s)
     if left <= _WORTH:
         return ()
     return (
@@ -200,18 +202,27 @@ def _open(possible: float) -> str:
     return f"nothing was found that is surely faster; up to {100 * possible:.2g} % are not ruled out"
 
 
-def _doubt(prices: Prices, chosen: Candidate, replicas: Row | None) -> tuple[str, ...]:
-    """That ``chosen`` is not surely enough faster than plain data parallelism, on a machine where that can be tried."""
+def _surely(
+    prices: Prices, chosen: Candidate, notes: tuple[str, ...], replicas: Row | None
+) -> tuple[Candidate, tuple[str, ...]]:
+    """Plain data parallelism in place of an answer that is not surely enough faster, on a machine where both can be
+    tried; the answer with that doubt where it was not to give way (``request.prefer_simple``)."""
     space = prices.space
     if replicas is None or replicas.candidate is None or replicas.price is None or not space.measured:
-        return ()
+        return chosen, notes
     ddp, own = (replicas.candidate, replicas.price), (chosen, prices.of(chosen))
     if ddp[0].key == chosen.key:
-        return ()
+        return chosen, notes
     sure = faster(own, ddp, space.profile, space.strategies, space.cluster.overlap)
     if sure >= constant("sure_enough"):
-        return ()
-    return (f"faster than ddp with a probability of {100 * sure:.0f} % only: `asa plan --verify 3` measures both",)
+        return chosen, notes
+    likely = f"with a probability of {100 * sure:.0f} % only: `asa plan --verify 3` measures both"
+    if not space.request.prefer_simple:
+        return chosen, (*notes, f"faster than ddp {likely}")
+    won = 100 * _below(own[1].cost.total_s, replicas.seconds)
+    what = "the best plan found" if chosen.origin == "asa" else chosen.origin
+    said = f"stay with ddp: {what} is foreseen to be {won:.2g} % faster, {likely}"
+    return ddp[0], (said, *circumstances(prices, ddp[0]))
 
 
 def _least(prices: Prices, *, proved: bool) -> tuple[Candidate, tuple[str, ...]]:

@@ -95,7 +95,11 @@ def _padded(x: Tensor, length: int) -> Tensor:
 
 
 def all_gather(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Tensor:
-    """Concatenate every index's shard along ``dim``; the result has ``sum(sizes)`` there."""
+    """Concatenate every index's shard along ``dim``; the result has ``sum(sizes)`` there.
+
+    It lies in memory in the order of its dimensions: of one that does not, some kernels take ten times as long (the
+    gradient of a linear layer from 4,096 to 1,024 for 8 samples: 33 ms, not 3).
+    """
     if axis.size == 1:
         return x
     longest = max(sizes)
@@ -107,7 +111,7 @@ def all_gather(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Tensor:
         direct.all_gather_into_tensor(whole, part, group=axis.group)
     if min(sizes) != longest:
         whole = torch.cat([whole[i * longest : i * longest + size] for i, size in enumerate(sizes)])
-    return whole.movedim(0, dim) if dim else whole
+    return whole.movedim(0, dim).contiguous()
 
 
 def reduce_scatter(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Tensor:

@@ -95,7 +95,8 @@ class Request:
     ``strategies`` are whole-strategy identifiers the answer may come from, all of them where None.
     ``offload``: whether optimizer state may be on the host; ``auto`` where plain data parallelism does not fit.
     ``uneven``: whether ranks with unequal devices may have unequal shares of a batch.
-    ``prefer_simple``: take the best whole strategy where a plan of its own would win less than the noise.
+    ``prefer_simple``: take the best whole strategy where a plan of its own would win less than the noise, and plain
+    data parallelism where nothing is surely enough faster.
     """
 
     gpus: int

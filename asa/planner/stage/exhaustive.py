@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import product
+import time
+from itertools import count, product
 from math import prod
 
 from asa.errors import UsageError
@@ -10,6 +11,8 @@ from asa.planner.stage.problem import Choice, Problem, Solution
 
 LIMIT = 5_000_000
 """Choices beyond which brute force is refused (minutes)."""
+_LOOK = 256
+"""Choices between two looks at the clock."""
 
 
 def value(problem: Problem, choice: Choice) -> float:
@@ -50,19 +53,22 @@ def peak(problem: Problem, choice: Choice) -> float:
     )
 
 
-def solve(problem: Problem) -> Solution:
-    """Try every choice.
+def solve(problem: Problem, ends: float = float("inf")) -> Solution:
+    """Try every choice; until the time ``ends`` (monotonic seconds), as many as there is time for, with nothing proved.
 
     Raises:
         UsageError: more than :data:`LIMIT` choices.
     """
-    count = prod(len(c) for c in problem.configs)
-    if count > LIMIT:
-        raise UsageError(f"--solver exhaustive would try {count:.1e} plans, the most is {LIMIT:.0e}; use ilp or dp")
+    many = prod(len(c) for c in problem.configs)
+    if many > LIMIT:
+        raise UsageError(f"--solver exhaustive would try {many:.1e} plans, the most is {LIMIT:.0e}; use ilp or dp")
     best: Choice | None = None
-    lowest = float("inf")
-    for choice in product(*(range(len(c)) for c in problem.configs)):
+    lowest, bound = float("inf"), None
+    for number, choice in zip(count(1), product(*(range(len(c)) for c in problem.configs))):
         found = value(problem, choice)
         if found < lowest and peak(problem, choice) <= problem.capacity:
             best, lowest = choice, found
-    return Solution(choice=best, value=lowest, bound=lowest, solver="exhaustive")
+        if number % _LOOK == 0 and time.monotonic() > ends:
+            bound = 0.0
+            break
+    return Solution(choice=best, value=lowest, bound=lowest if bound is None else bound, solver="exhaustive")

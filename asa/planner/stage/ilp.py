@@ -171,7 +171,7 @@ def _read(model: _Model, pulp: Any, name: str, cutoff: float) -> Solution:
     if status == pulp.LpSolutionInfeasible:
         return Solution(choice=None, value=float("inf"), bound=cutoff, solver=name)
     if status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
-        return Solution(choice=None, value=float("inf"), bound=-float("inf"), solver=name)
+        return Solution(choice=None, value=float("inf"), bound=_dual_bound(model.lp), solver=name)
     choice = tuple(max(range(len(row)), key=lambda c: row[c].value() or 0.0) for row in model.x)
     found = pulp.value(model.lp.objective)
     proved = status == pulp.LpSolutionOptimal and not _timed_out(model.lp)

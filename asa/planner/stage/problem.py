@@ -123,8 +123,10 @@ class Solution:
 
     @property
     def proved(self) -> bool:
-        """Whether the solver has closed the gap (to one part in a million)."""
-        return self.choice is None or self.value - self.bound <= 1e-6 * max(1.0, abs(self.value))
+        """Whether the solver has closed the gap (to one part in a million), or found that nothing fits at all."""
+        if self.choice is None:
+            return self.bound == float("inf")
+        return self.value - self.bound <= 1e-6 * max(1.0, abs(self.value))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -303,7 +303,8 @@ class Single:
         does not. A plan found is put back as the limit of what is looked for."""
         assert self.place is not None
         if self._solver == "exhaustive":
-            self._take(exhaustive.solve(self.place.asked))
+            self._take(exhaustive.solve(self.place.asked, ends))
+            self.stuck = self.bound < min(best, self.value) * (1 - 1e-9)  # time was up
             return
         slice_s = min(max(0.05, ends - time.monotonic()), _FIRST_S * 4 ** min(8, max(0, self.level - 4)))
         if not self._settled:
