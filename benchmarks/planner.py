@@ -49,7 +49,7 @@ from asa.ir.cluster import Cluster  # noqa: E402
 from asa.ir.graph import Component, LayerGraph, TensorSplit  # noqa: E402
 from asa.ir.profile import Profile  # noqa: E402
 from asa.ir.units import GIB  # noqa: E402
-from asa.planner import Request, plan  # noqa: E402
+from asa.planner import Request, plan, usual_limit  # noqa: E402
 from asa.planner.answer.certificate import check  # noqa: E402
 from asa.planner.answer.leanest import leanest  # noqa: E402
 from asa.planner.space.candidate import Prices  # noqa: E402
@@ -263,9 +263,10 @@ def cases(files: Files, *, quick: bool) -> Iterator[Case]:
         path = ROOT / "profiles" / f"{model}.cpu.fp32.json"
         yield Case(part="scale", name=model, profile=path, cluster=files.cluster(8), gpus=64, limit_s=2, batch=1024)
     if not quick:
-        yield Case(part="scale", name="resnet50", profile=resnet, cluster=files.cluster(128), gpus=1024, limit_s=8,
-                   batch=8192)  # fmt: skip
-        yield Case(part="scale", name="chain of 1000", profile=files.random(1000), cluster=FAST, gpus=8, limit_s=5)
+        yield Case(part="scale", name="resnet50", profile=resnet, cluster=files.cluster(128), gpus=1024,
+                   limit_s=usual_limit(1024), batch=8192)  # fmt: skip
+        yield Case(part="scale", name="chain of 1000", profile=files.random(1000), cluster=FAST, gpus=8,
+                   limit_s=usual_limit(8))  # fmt: skip
         for name, path in hard[:2]:
             memory = tight(path, SLOW, 8)
             for limit_s in CURVE_S:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from asa.launch import run_ranks
-from asa.sharding import direct
+from asa.sharding import collectives, direct
 from asa.sharding.axis import Axis
 from asa.sharding.direct import (
     Pending,
@@ -201,3 +201,22 @@ def _recorded(rank: int) -> float:
 def test_waiting_awake_under_a_profiler_locks_nobody_out() -> None:
     """Gloo's thread takes the GIL with the work's lock in hand, where tensors that are saved go through hooks."""
     assert run_ranks(2, _recorded, threads=1, timeout_s=60) == [0.5, 0.5]
+
+
+def _in_order(_rank: int, ranks: int) -> list[str]:
+    axis = Axis(size=ranks, index=dist.get_rank(), group=dist.group.WORLD)
+    wrong = []
+    for dim, sizes in ((0, [2, 2]), (1, [3, 3]), (1, [3, 2]), (2, [2, 2])):
+        shape = [2, 3, 2]
+        shape[dim] = sizes[axis.index]
+        part = torch.full(shape, float(axis.index))
+        found = collectives.all_gather(part, dim, sizes, axis)
+        mean = torch.cat([torch.full((size,), float(i)) for i, size in enumerate(sizes)])
+        right = torch.equal(found.amax([d for d in range(3) if d != dim]), mean)
+        if not (right and found.is_contiguous() and found.shape[dim] == sum(sizes)):
+            wrong.append(f"dim {dim}, sizes {sizes}: {tuple(found.shape)}, strides {found.stride()}")
+    return wrong
+
+
+def test_what_is_gathered_lies_in_the_order_of_its_dimensions() -> None:
+    assert run_ranks(2, _in_order, 2, threads=1, timeout_s=60) == [[], []]
