@@ -4,8 +4,9 @@
 
 Records are the JSON documents of ``asa bench``, ``asa bench --check-sealed``, ``benchmarks/prediction.py`` and
 ``benchmarks/regret.py`` (default: all of them in ``benchmarks/records``). Every cell that was predicted with an
-interval and measured counts for coverage; cells of regret records, and the planner's choice in every cell of a
-prediction record, also for P(best) and expected regret.
+interval and measured counts for coverage, the single steps of regret records apart: as they are, and beside each
+other. Cells of regret records, and the planner's choice in every cell of a prediction record, count for P(best) and
+expected regret.
 The figure goes to the folder as SVG, PDF, PNG and CSV.
 """
 
@@ -15,6 +16,7 @@ import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from asa.report.calibration import Outcome, Told, chart, scores
@@ -27,7 +29,7 @@ BEST = 0.01
 
 
 def told(document: dict[str, Any]) -> Iterator[Told]:
-    """Every cell with an interval and a measurement, whatever kind of record it is in."""
+    """Every cell with an interval and a measurement of training, whatever kind of record it is in."""
     for row in document.get("results", ()):
         if row.get("step_time_s") is not None and row.get("predicted_low_s") is not None:
             yield Told(
@@ -36,8 +38,16 @@ def told(document: dict[str, Any]) -> Iterator[Told]:
     for cell in document.get("cells", ()):
         if cell.get("measured") and "low_s" in cell:
             yield Told(low_s=cell["low_s"], high_s=cell["high_s"], measured_s=cell["measured"]["median"])
-        for plan in cell.get("screened", ()):
-            yield Told(low_s=plan["low_s"], high_s=plan["high_s"], measured_s=plan["step_s"])
+
+
+def in_turns(document: dict[str, Any], *, shared: bool) -> Iterator[Told]:
+    """Plans of regret records: single steps between those of other plans, which find no cache as they left it. With
+    ``shared``, in units of what all plans of a cell share of that."""
+    for cell in document.get("cells", ()):
+        plans = cell.get("screened", ())
+        factor = median(p["step_s"] / p["predicted_s"] for p in plans) if plans and shared else 1.0
+        for p in plans:
+            yield Told(low_s=p["low_s"], high_s=p["high_s"], measured_s=p["step_s"] / factor)
 
 
 def outcomes(document: dict[str, Any]) -> Iterator[Outcome]:
@@ -79,6 +89,10 @@ def main() -> None:
         own = list(told(document))
         if own:
             print(f"{path.name}: {sum(t.inside() for t in own)} of {len(own)} cells in their 90 % intervals")
+    found["in_turns"] = {
+        name: scores([t for d in documents for t in in_turns(d, shared=shared)], [])
+        for name, shared in (("as_measured", False), ("beside_each_other", True))
+    }
     print(json.dumps(found, indent=1))
     written, _ = draw(chart(intervals, choices), args.folder)
     print(f"wrote {written[0]}")

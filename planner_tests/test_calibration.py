@@ -17,7 +17,8 @@ def told(sigma: float, stated: float, count: int = 400) -> list[c.Told]:
 
 
 @pytest.mark.parametrize(
-    ("hits", "trials", "low", "high"), [(9, 10, 0.5550, 0.9975), (0, 5, 0.0, 0.5218), (5, 5, 0.4782, 1.0)]
+    ("hits", "trials", "low", "high"),
+    [(9, 10, 0.5550, 0.9975), (0, 5, 0.0, 0.5218), (5, 5, 0.4782, 1.0), (1800, 2000, 0.8860, 0.9128)],
 )
 def test_the_binomial_interval_is_the_exact_one(hits, trials, low, high):
     assert c.binomial(hits, trials) == pytest.approx((low, high), abs=1e-4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from math import comb, log, sqrt
+from math import exp, lgamma, log, log1p, sqrt
 from statistics import NormalDist, fmean, median
 from typing import Any
 
@@ -66,7 +66,8 @@ def binomial(hits: int, trials: int, level: float = _SURE) -> tuple[float, float
     tail = (1 - level) / 2
 
     def at_most(k: int, p: float) -> float:
-        return sum(comb(trials, i) * p**i * (1 - p) ** (trials - i) for i in range(k + 1))
+        ways = (lgamma(trials + 1) - lgamma(i + 1) - lgamma(trials - i + 1) for i in range(k + 1))
+        return sum(exp(w + i * log(p) + (trials - i) * log1p(-p)) for i, w in enumerate(ways))
 
     low = 0.0 if hits == 0 else _where(lambda p: at_most(hits - 1, p) > 1 - tail)
     high = 1.0 if hits == trials else _where(lambda p: at_most(hits, p) > tail)
