@@ -4,9 +4,9 @@
 
 Records are the JSON documents of ``asa bench``, ``asa bench --check-sealed``, ``benchmarks/prediction.py`` and
 ``benchmarks/regret.py`` (default: all of them in ``benchmarks/records``). Every cell that was predicted with an
-interval and measured counts for coverage, the single steps of regret records apart: as they are, and beside each
-other. Cells of regret records, and the planner's choice in every cell of a prediction record, count for P(best) and
-expected regret.
+interval and measured counts for coverage; beside that, training and the plans of regret records by themselves, the
+latter also in units of what the plans of a cell share, which is taken from those very cells. Cells of regret records,
+and the planner's choice in every cell of a prediction record, count for P(best) and expected regret.
 The figure goes to the folder as SVG, PDF, PNG and CSV.
 """
 
@@ -41,8 +41,8 @@ def told(document: dict[str, Any]) -> Iterator[Told]:
 
 
 def in_turns(document: dict[str, Any], *, shared: bool) -> Iterator[Told]:
-    """Plans of regret records: single steps between those of other plans, which find no cache as they left it. With
-    ``shared``, in units of what all plans of a cell share of that."""
+    """Plans of regret records, which take single steps in turns. With ``shared``, in units of what all plans of a cell
+    share: no test of a prediction, since that is taken from what was measured."""
     for cell in document.get("cells", ()):
         plans = cell.get("screened", ())
         factor = median(p["step_s"] / p["predicted_s"] for p in plans) if plans and shared else 1.0
@@ -82,13 +82,15 @@ def main() -> None:
     paths = args.records or sorted(RECORDS.glob("*.json"))
     read = [json.loads(p.read_text(encoding="utf-8")) for p in paths]
     documents = [d if isinstance(d, dict) else {} for d in read]
-    intervals = [t for d in documents for t in told(d)]
+    training = [t for d in documents for t in told(d)]
+    intervals = [*training, *(t for d in documents for t in in_turns(d, shared=False))]
     choices = [x for d in documents for x in outcomes(d)]
     found = scores(intervals, choices)
     for path, document in zip(paths, documents, strict=True):
-        own = list(told(document))
+        own = [*told(document), *in_turns(document, shared=False)]
         if own:
             print(f"{path.name}: {sum(t.inside() for t in own)} of {len(own)} cells in their 90 % intervals")
+    found["training"] = scores(training, [])
     found["in_turns"] = {
         name: scores([t for d in documents for t in in_turns(d, shared=shared)], [])
         for name, shared in (("as_measured", False), ("beside_each_other", True))
