@@ -19,7 +19,9 @@ class Ranks:
         return [values, [next(self.others)]]
 
 
-def run(mine: Sequence[int], others: Sequence[int], seconds: float = 0.1, *, hurried: bool = False) -> int:
+def run(
+    mine: Sequence[int], others: Sequence[int], seconds: float = 0.1, *, least: int = 3, hurried: bool = False
+) -> int:
     """How many steps are taken where steps touch so many bytes on two ranks."""
     taken: list[float] = []
 
@@ -31,7 +33,9 @@ def run(mine: Sequence[int], others: Sequence[int], seconds: float = 0.1, *, hur
             yield total
 
     look = memory()
-    warm_up(lambda: taken.append(seconds) or seconds, Ranks(others), hurried=hurried, memory=lambda: next(look))  # type: ignore[arg-type,func-returns-value]
+    warm_up(
+        lambda: taken.append(seconds) or seconds, Ranks(others), least=least, hurried=hurried, memory=lambda: next(look)
+    )  # type: ignore[arg-type,func-returns-value]
     return len(taken)
 
 
@@ -44,3 +48,8 @@ def test_until_nothing_new_is_touched(new, hurried, seconds, steps):
     touched = [n * SETTLED_BYTES for n in new] + [0] * 20
     assert run(touched, [0] * 40, seconds, hurried=hurried) == steps
     assert run([0] * 40, touched, seconds, hurried=hurried) == steps
+
+
+def test_plans_that_are_warm_are_asked_for_one_more_step_and_for_more_where_they_take_memory_from_each_other():
+    assert run([0] * 20, [0] * 20, least=1) == 1
+    assert run([9 * SETTLED_BYTES, 0, 0], [0] * 20, least=1) == 2

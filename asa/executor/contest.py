@@ -1,7 +1,8 @@
 """Plans run against each other until it is clear enough which is the fastest: rounds of turns, as a policy asks.
 
 As in :mod:`asa.executor.benchmark` all plans live in the same ranks and every step is real training on the same
-samples; here a plan is built when it first has a turn, and who has the next turns depends on what was measured.
+samples; here a plan is built when it first has a turn, and who has the next turns depends on what was measured. A plan
+that is new takes memory from the others, so all of a round warm up together before its first turn counts.
 """
 
 from __future__ import annotations
@@ -35,6 +36,11 @@ class Policy(Protocol):
         ...
 
 
+def _each(entrants: Sequence[Entrant], images: ImageSet, order: GlobalOrder, votes: Votes) -> float:
+    """A step of each; seconds of all."""
+    return sum(one_step(e, images, order, votes) for e in entrants)
+
+
 def _rank(rank: int, plans: Sequence[Plan], build: Callable[[], nn.Module], strategies: Strategies,
           data: Callable[[], tuple[ImageSet, ImageSet]], options: BenchOptions, policy: Policy,
           ends: float) -> tuple[list[Cell], list[dict[int, float]], list[int]]:  # fmt: skip
@@ -49,12 +55,14 @@ def _rank(rank: int, plans: Sequence[Plan], build: Callable[[], nn.Module], stra
         wanted = votes.tell(list(policy.next(rounds, ends - time.monotonic(), longest)) if rank == 0 else None)
         if not wanted:
             break
-        for index in wanted:
-            if index not in entrants:
-                began = time.monotonic()
+        if new := [i for i in wanted if i not in entrants]:
+            began = time.monotonic()
+            for index in new:
                 entrants[index] = Entrant(plans[index], build, strategies, rank, votes, options, device)
                 warm_up(partial(one_step, entrants[index], train, order, votes), votes, hurried=True)
-                longest = max(longest, time.monotonic() - began)
+            among = [entrants[i] for i in wanted]
+            warm_up(partial(_each, among, train, order, votes), votes, least=1)
+            longest = max(longest, (time.monotonic() - began) / len(new))
         shift = len(rounds) % len(wanted)
         found: dict[int, float] = {}
         for index in (*wanted[shift:], *wanted[:shift]):
