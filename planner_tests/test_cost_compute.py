@@ -42,6 +42,20 @@ def test_a_degree_between_measured_ones_follows_its_share_of_flops():
     assert four.saved_bytes == pytest.approx(two.saved_bytes / 2)
 
 
+def test_below_its_smallest_microbatch_a_degree_falls_as_the_whole_component_does():
+    """Weights that are read whatever the batch is do not go away at microbatches nobody measured."""
+    slow = tuple(
+        replace(t, forward=nouns.stat(0.04 + 1e-3 * t.microbatch)) if t.tensor_degree == 1 else t
+        for t in PROFILE.timings
+        if t.tensor_degree == 1 or t.microbatch >= 4
+    )
+    times = times_of(replace(PROFILE, timings=slow), fake_strategies.PLAIN)
+    edge = times.work(HEAD, 4, 2).forward_s
+    assert times.work(HEAD, 1, 2).forward_s == pytest.approx(edge * 0.041 / 0.044)
+    assert times.work(HEAD, 4, 2) == TIMES.work(HEAD, 4, 2)
+    assert times.work(HEAD, 8, 2) == TIMES.work(HEAD, 8, 2)
+
+
 @settings(deadline=None)
 @given(st.integers(1, 4096), st.integers(1, 64))
 def test_nothing_is_faster_than_the_dispatch_floor(samples, degree):
@@ -102,9 +116,10 @@ def test_a_step_waits_for_the_slowest_of_more_ranks():
     assert relative_deviation(PROFILE) > 0
 
 
-@pytest.mark.parametrize("kept", [(1, 2, 4, 8), (8,)])
-def test_all_components_at_once_take_what_each_of_them_does(kept):
-    profile = replace(PROFILE, timings=tuple(t for t in PROFILE.timings if t.microbatch in kept) or PROFILE.timings)
+@pytest.mark.parametrize(("kept", "split"), [((1, 2, 4, 8), (1, 2, 4, 8)), ((8,), (8,)), ((1, 2, 8), (4, 8))])
+def test_all_components_at_once_take_what_each_of_them_does(kept, split):
+    timings = [t for t in PROFILE.timings if t.microbatch in (kept if t.tensor_degree == 1 else split)]
+    profile = replace(PROFILE, timings=tuple(timings))
     times, components = times_of(profile, fake_strategies.PLAIN), profile.graph.components
     together = ChainTimes(times, components)
     for samples in (1, 3, 8, 100):

@@ -11,7 +11,7 @@ plan can do without is left out first, and said: degrees at microbatches too sma
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -97,13 +97,11 @@ class Surveyor:
         checked = set(sizes[::_CHECKED])
         for i, size in enumerate(sizes):
             self.progress(1 - max(0.0, self.end - time.perf_counter()) / self.time_s, f"microbatch {size}")
-            share = self.forecast.seconds(size) / sum(self.forecast.seconds(s) for s in sizes[i:])
-            slice_s = max(0.0, self.end - time.perf_counter()) * (share if i else min(1.0, _FIRST * share))
+            slice_s = self._slice(sizes[i:], checked, first=i == 0)
             # A profile without any check would be one to take on trust.
             unchecked = size == sizes[-1] and not self.sweep.whole
-            degrees, least = self._affordable(
-                size, slice_s, first=i == 0, sparse=size in checked, with_whole=size in checked and not unchecked
-            )
+            chosen = [d for d in self._wanted(size, checked) if not (unchecked and d == WHOLE)]
+            degrees, least = self._affordable(size, chosen, slice_s, first=i == 0)
             degrees = [WHOLE, *degrees] if unchecked else degrees
             try:
                 self._measure(size, degrees, slice_s, least)
@@ -114,6 +112,26 @@ class Surveyor:
                 self._leave_out(f"microbatch {size}: the device has not enough memory for it")
         self.reference.read()
         return self.sweep
+
+    def _slice(self, sizes: Sequence[int], checked: Collection[int], *, first: bool) -> float:
+        """Seconds for the first of the ``sizes`` that are left: what the fewest laps of all that is wanted there cost,
+        and its share of what those leave; of all that is left, where that is not enough for them everywhere."""
+        left = max(0.0, self.end - time.perf_counter())
+        share = self.forecast.seconds(sizes[0]) / sum(self.forecast.seconds(s) for s in sizes)
+        share = min(1.0, _FIRST * share) if first else share
+        least = [self.forecast.cost(s, self._wanted(s, checked), _LEAST) for s in sizes]
+        spare = left - sum(least)
+        return least[0] + share * spare if spare > 0 else share * left
+
+    def _wanted(self, size: int, checked: Collection[int]) -> list[int]:
+        """Degrees to measure at ``size`` if there is time; those of cut tokens, which differ by little from those of
+        whole ones, where it is ``checked`` against the whole model."""
+        degrees = [
+            d
+            for d in sorted(self.subject.chains, key=lambda d: (abs(d), -d))
+            if is_wanted(size, abs(d), self.top, self.largest) and (d > 0 or size in checked)
+        ]
+        return [WHOLE, *degrees] if size in checked else degrees
 
     def _reference(self, sizes: Sequence[int]) -> Reference:
         """Laps of the unsplit chain at a microbatch small enough to be read often."""
@@ -197,21 +215,13 @@ class Surveyor:
             "value per channel; try a larger global batch or input"
         )
 
-    def _affordable(
-        self, size: int, slice_s: float, *, first: bool, sparse: bool, with_whole: bool
-    ) -> tuple[list[int], int]:
-        """Degrees to measure at ``size`` and how often at least; 1 always is among them. ``sparse``: those of cut
-        tokens are, which differ by little from those of whole ones.
+    def _affordable(self, size: int, chosen: list[int], slice_s: float, *, first: bool) -> tuple[list[int], int]:
+        """Of the degrees ``chosen`` at ``size``, which to measure and how often at least; 1 always is among them.
 
         At the ``first`` (largest) microbatch no degree is left out, since a planner would know nothing of it:
         there one lap must do where three do not fit.
         """
-        wanted = [
-            d
-            for d in sorted(self.subject.chains, key=lambda d: (abs(d), -d))
-            if is_wanted(size, abs(d), self.top, self.largest) and (d > 0 or sparse)
-        ]
-        chosen = [*([WHOLE] if with_whole else []), *wanted]
+        wanted, with_whole = [d for d in chosen if d != WHOLE], WHOLE in chosen
         fits = self.forecast.fits(size, chosen, _LEAST, slice_s)
         if first and not fits:
             chosen = chosen if self.forecast.fits(size, chosen, 1, slice_s) else wanted

@@ -70,4 +70,8 @@ class Forecast:
 
     def fits(self, size: int, degrees: Sequence[int], laps: int, slice_s: float) -> bool:
         """Whether so many laps of each degree, and the one that warms up, end within ``slice_s``."""
-        return sum(self.lap(size, d) for d in degrees) * (laps + _WARMUP_LAPS) <= slice_s
+        return self.cost(size, degrees, laps) <= slice_s
+
+    def cost(self, size: int, degrees: Sequence[int], laps: int) -> float:
+        """Seconds of so many laps of each degree, and the one that warms up."""
+        return sum(self.lap(size, d) for d in degrees) * (laps + _WARMUP_LAPS)

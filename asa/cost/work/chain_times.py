@@ -21,13 +21,15 @@ from asa.ir.graph import Component
 @dataclass
 class _Alike:
     """Components (by index) measured alike. By tensor degree ``xs``: microbatches, ``times``: medians forward and
-    backward, ``sizes``: bytes saved and transient; pass x component x microbatch."""
+    backward, ``sizes``: bytes saved and transient; pass x component x microbatch. ``below``: as
+    :meth:`asa.cost.work.compute.Times.reaches_below`."""
 
     index: Any
     degrees: list[int]
     xs: dict[int, list[float]]
     times: dict[int, Any]
     sizes: dict[int, Any]
+    below: dict[int, bool]
 
 
 class ChainTimes:
@@ -54,6 +56,7 @@ class ChainTimes:
             xs={d: grids[d][0].xs for d in degrees},
             times={d: np.array([[g.forward for g in grids[d]], [g.backward for g in grids[d]]]) for d in degrees},
             sizes={d: np.array([[g.saved for g in grids[d]], [g.transient for g in grids[d]]]) for d in degrees},
+            below={d: self._times.reaches_below(names[0], d) for d in degrees},
         )
 
     def launch(self, component: Component) -> float:
@@ -107,6 +110,15 @@ class ChainTimes:
         return np.maximum(0.0 if sizes else max(0.0, self._times.floor), low + mix * (high - low))
 
     def _seconds(self, x: _Alike, samples: int, degree: int) -> Any:
+        xs = x.xs[degree]
+        if samples < xs[0] and x.below[degree]:
+            edge = self._measured(x, int(xs[0]), degree)
+            small, large = self._measured(x, samples, 1), self._measured(x, int(xs[0]), 1)
+            ratio = np.divide(small, large, out=np.ones_like(edge), where=large > 0)
+            return np.maximum(self._times.floor, edge * ratio)
+        return self._measured(x, samples, degree)
+
+    def _measured(self, x: _Alike, samples: int, degree: int) -> Any:
         xs, ys = x.xs[degree], x.times[degree]
         if len(xs) == 1:
             floor = np.minimum(self._times.floor, ys[..., 0])

@@ -1,9 +1,9 @@
 """Compute time of a component at any microbatch and tensor degree, from the times a profile holds.
 
 Time is affine in samples *between neighbouring measurements* and along the outermost pair beyond them: small
-microbatches are launch-bound and large ones are not, so one measurement is never scaled linearly. A tensor degree
-that was not measured lies between its neighbours by the share of FLOPs it computes. Nothing is faster than the
-dispatch floor.
+microbatches are launch-bound and large ones are not, so one measurement is never scaled linearly. Below the smallest
+microbatch at which a tensor degree was measured, it falls as the whole component does. A tensor degree that was not
+measured lies between its neighbours by the share of FLOPs it computes. Nothing is faster than the dispatch floor.
 """
 
 from __future__ import annotations
@@ -45,6 +45,10 @@ def _line(xs: list[float], ys: list[float], x: float) -> float:
     if x > xs[-1]:
         return ys[-1] + max(0.0, slope) * (x - xs[-1])
     return ys[at - 1] + slope * (x - xs[at - 1])
+
+
+def _ratio(a: float, b: float) -> float:
+    return a / b if b > 0 else 1.0
 
 
 @noun
@@ -201,7 +205,22 @@ class Times:
         )
 
     def _measured(self, name: str, samples: int, degree: int) -> Work:
-        return self._at(self.grid(name, degree), samples)
+        found = self._at(self.grid(name, degree), samples)
+        least = self.grid(name, degree).xs[0]
+        if samples >= least or not self.reaches_below(name, degree):
+            return found
+        edge = self._at(self.grid(name, degree), int(least))
+        small, large = self._measured(name, samples, 1), self._measured(name, int(least), 1)
+        return replace(
+            found,
+            forward_s=max(self.floor, edge.forward_s * _ratio(small.forward_s, large.forward_s)),
+            backward_s=max(self.floor, edge.backward_s * _ratio(small.backward_s, large.backward_s)),
+        )
+
+    def reaches_below(self, name: str, degree: int) -> bool:
+        """Whether the whole component was measured at smaller microbatches than a tensor degree of it."""
+        whole = 1 in self._degrees[name]
+        return degree > 1 and whole and self.grid(name, 1).xs[0] < self.grid(name, degree).xs[0]
 
     def _at(self, found: Grid, samples: int) -> Work:
         xs, floor = found.xs, self.floor
