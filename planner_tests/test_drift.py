@@ -133,6 +133,8 @@ def test_it_widens_every_interval_and_says_nothing_of_which_plan_is_best():
     assert known.step_time_s == unknown.step_time_s
     assert unknown.step_time_high_s > 1.2 * known.step_time_high_s
     assert log(unknown.step_time_high_s / unknown.step_time_s) / Z90 >= 0.99 * min(drift(wild), drift(moved))
+    seen = predict(price, calm, moved, widths=widths, global_batch=8)  # by the links alone
+    assert log(seen.step_time_high_s / seen.step_time_s) / Z90 >= 0.99 * drift(moved)
 
 
 def test_ranks_in_step_wait_for_cores_that_drift():

@@ -19,14 +19,16 @@ def deviation(price: Price, profile: Profile, cluster: Cluster) -> float:
 
     In quadrature: the standard errors of the measured times, the model's usual error on compute and on a stage's
     waiting for another's (a far larger one on estimated profiles), that of the links on what they leave exposed, and
-    by how much the machine will be faster or slower than it was when it was measured. That is the same for the whole
-    step, and for every other plan: it says nothing of which is the fastest.
+    by how much the machine will be faster or slower than it was when it was measured, as much as the more restless of
+    the two measurements saw. That is the same for the whole step, and for every other plan: it says nothing of which is
+    the fastest.
     """
     model = constant("step_error" if profile.provenance.origin == "measured" else "estimate_error")
     moved = price.cost.exposed_s + price.cost.hidden_s
     exposed = price.cost.exposed_s / moved if moved > 0 else 0.0
     worked = max(0.0, price.cost.total_s - price.cost.exposed_s)
-    common = drift(profile) * worked + drift(cluster) * price.cost.exposed_s
+    seen = drift(profile), drift(cluster)
+    common = (max(seen) if seen[0] else 0.0) * worked + seen[1] * price.cost.exposed_s
     return math.hypot(price.compute_error_s, model * worked, exposed * price.link_error_s, common)
 
 
