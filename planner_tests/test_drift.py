@@ -116,7 +116,9 @@ def test_the_floor_the_default_and_estimates():
     measured = replace(nouns.profile(), provenance=replace(nouns.profile().provenance, origin="measured"))
     assert drift(measured) == constant("drift_assumed")
     assert drift(replace(measured, drift=STEADY)) == constant(f"drift_floor_{measured.device.type}")
-    assert drift(replace(measured, drift=wandering(0.3))) == pytest.approx(0.3, rel=0.2)
+    assert drift(replace(measured, drift=wandering(0.3))) == pytest.approx(
+        0.3 * constant("drift_growth"), rel=0.2
+    )
     assert drift(replace(measured, provenance=replace(measured.provenance, origin="estimated"))) == 0
     assert drift(nouns.cluster(2)) == 0
 

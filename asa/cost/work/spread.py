@@ -65,8 +65,9 @@ def _relative_deviation(profile: Profile) -> float:
 def drift(measured: Profile | Cluster) -> float:
     """Standard deviation of the logarithm of the machine's speed, from when it was ``measured`` to when it is used.
 
-    What its reference showed over the time of the measurement, and never less than the floor of its kind of device;
-    an assumed one where no reference was read, and none on top of an estimate's own error.
+    What its reference showed over the time of the measurement, and somewhat more, since hours see more than minutes;
+    never less than the floor of its kind of device; an assumed one where no reference was read, and none on top of an
+    estimate's own error.
     """
     if isinstance(measured, Profile) and measured.provenance.origin != "measured":
         return 0.0
@@ -74,7 +75,7 @@ def drift(measured: Profile | Cluster) -> float:
         # How far links measured hours apart differ is the error of their tables.
         return constant("drift_assumed") if isinstance(measured, Profile) else 0.0
     floor = constant(f"drift_floor_{measured.device.type}")
-    return max(floor, measured.drift.ahead)
+    return max(floor, constant("drift_growth") * measured.drift.ahead)
 
 
 def contention(cluster: Cluster, ranks: float, *, memory: bool = False) -> float:
