@@ -4,9 +4,10 @@
 
 Records are the JSON documents of ``asa bench``, ``asa bench --check-sealed``, ``benchmarks/prediction.py`` and
 ``benchmarks/regret.py`` (default: all of them in ``benchmarks/records``). Every cell that was predicted with an
-interval and measured counts for coverage; beside that, training and the plans of regret records by themselves, the
-latter also in units of what the plans of a cell share, which is taken from those very cells. Cells of regret records,
-and the planner's choice in every cell of a prediction record, count for P(best) and expected regret.
+interval and measured counts for coverage, but for those that a constant was fitted to since (``used_to_fit``, which
+stand beside the rest); beside that, training and the plans of regret records by themselves, the latter also in units of
+what the plans of a cell share, which is taken from those very cells. Cells of regret records, and the planner's choice
+in every cell of a prediction record, count for P(best) and expected regret.
 The figure goes to the folder as SVG, PDF, PNG and CSV.
 """
 
@@ -40,11 +41,12 @@ def told(document: dict[str, Any]) -> Iterator[Told]:
             yield Told(low_s=cell["low_s"], high_s=cell["high_s"], measured_s=cell["measured"]["median"])
 
 
-def in_turns(document: dict[str, Any], *, shared: bool) -> Iterator[Told]:
-    """Plans of regret records, which take single steps in turns. With ``shared``, in units of what all plans of a cell
-    share: no test of a prediction, since that is taken from what was measured."""
+def in_turns(document: dict[str, Any], *, shared: bool = False, fitted: bool = False) -> Iterator[Told]:
+    """Plans of regret records, which take single steps in turns, of cells that were used to fit something or not. With
+    ``shared``, in units of what all plans of a cell share: no test of a prediction, since that is taken from what was
+    measured."""
     for cell in document.get("cells", ()):
-        plans = cell.get("screened", ())
+        plans = cell.get("screened", ()) if bool(cell.get("used_to_fit")) == fitted else ()
         factor = median(p["step_s"] / p["predicted_s"] for p in plans) if plans and shared else 1.0
         for p in plans:
             yield Told(low_s=p["low_s"], high_s=p["high_s"], measured_s=p["step_s"] / factor)
@@ -83,14 +85,15 @@ def main() -> None:
     read = [json.loads(p.read_text(encoding="utf-8")) for p in paths]
     documents = [d if isinstance(d, dict) else {} for d in read]
     training = [t for d in documents for t in told(d)]
-    intervals = [*training, *(t for d in documents for t in in_turns(d, shared=False))]
+    intervals = [*training, *(t for d in documents for t in in_turns(d))]
     choices = [x for d in documents for x in outcomes(d)]
     found = scores(intervals, choices)
     for path, document in zip(paths, documents, strict=True):
-        own = [*told(document), *in_turns(document, shared=False)]
+        own = [*told(document), *in_turns(document)]
         if own:
             print(f"{path.name}: {sum(t.inside() for t in own)} of {len(own)} cells in their 90 % intervals")
     found["training"] = scores(training, [])
+    found["used_to_fit"] = scores([t for d in documents for t in in_turns(d, fitted=True)], [])
     found["in_turns"] = {
         name: scores([t for d in documents for t in in_turns(d, shared=shared)], [])
         for name, shared in (("as_measured", False), ("beside_each_other", True))

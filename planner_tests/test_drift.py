@@ -116,11 +116,12 @@ def test_the_floor_the_default_and_estimates():
     measured = replace(nouns.profile(), provenance=replace(nouns.profile().provenance, origin="measured"))
     assert drift(measured) == constant("drift_assumed")
     assert drift(replace(measured, drift=STEADY)) == constant(f"drift_floor_{measured.device.type}")
-    assert drift(replace(measured, drift=wandering(0.3))) == pytest.approx(
-        0.3 * constant("drift_growth"), rel=0.2
-    )
+    assert drift(replace(measured, drift=wandering(0.3))) == pytest.approx(0.3 * constant("drift_growth"), rel=0.2)
     assert drift(replace(measured, provenance=replace(measured.provenance, origin="estimated"))) == 0
     assert drift(nouns.cluster(2)) == 0
+    virtual = replace(measured, drift=STEADY, device=replace(measured.device, virtual=True))
+    assert drift(virtual) == constant("drift_floor_virtual")
+    assert loads(Profile, dumps(virtual), source="test").device.virtual
 
 
 def test_it_widens_every_interval_and_says_nothing_of_which_plan_is_best():

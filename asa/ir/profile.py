@@ -81,12 +81,14 @@ class WholeStep:
 
 @noun
 class DeviceRecord:
-    """The device a profile speaks of. ``memory_bytes`` is what one rank may use."""
+    """The device a profile speaks of. ``memory_bytes`` is what one rank may use; ``virtual``: the cores are a virtual
+    machine's, whose host gives their other halves to others."""
 
     type: Literal["cpu", "cuda"]
     name: str
     memory_bytes: int
     threads: int
+    virtual: bool = later(False)
 
 
 @noun

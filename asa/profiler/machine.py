@@ -52,16 +52,27 @@ def device_record(device: torch.device) -> DeviceRecord:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return DeviceRecord(type="cuda", name=properties.name, memory_bytes=properties.total_memory, threads=1)
-    return DeviceRecord(type="cpu", name=cpu_name(), memory_bytes=total_memory() // usable_cores(), threads=1)
+    memory = total_memory() // usable_cores()
+    return DeviceRecord(type="cpu", name=cpu_name(), memory_bytes=memory, threads=1, virtual=is_virtual())
 
 
 def cpu_name() -> str:
     """Model name of the processor, as the system tells it."""
+    return _cpu_info("model name") or platform.processor() or platform.machine() or "cpu"
+
+
+def is_virtual() -> bool:
+    """Whether the cores are a virtual machine's, as far as the processor says so (x86 on Linux)."""
+    return "hypervisor" in _cpu_info("flags").split()
+
+
+def _cpu_info(field: str) -> str:
+    """What Linux says of the first processor; nothing elsewhere."""
     try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        found = re.search(rf"^{field}\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
         found = None
-    return found.group(1).strip() if found else platform.processor() or platform.machine() or "cpu"
+    return found.group(1).strip() if found else ""
 
 
 def total_memory() -> int:
