@@ -107,3 +107,27 @@ def test_a_near_copy_is_no_finalist_while_others_could_win():
     copy = rows[0] * 1.0005
     assert shortlist(np.vstack([rows, copy]), [0, 1], 3) == [0, 1, 2]
     assert sorted(shortlist(np.vstack([rows, copy]), [0], 9)) == [0, 1, 2, 3]
+
+
+def two_speeds(truth, prior, seed, *, noise, budget=8.0):
+    """The plan chosen where a step takes half as long again while either of two cores is slow, for a few steps at a
+    time; and how many rounds that took."""
+    rng = np.random.default_rng(seed)
+    policy = Policy(draws=tuple(tuple(map(float, row)) for row in prior), always=(0, 1), noise=noise)
+    rounds, slow = [], [False, False]
+    while chosen := policy.next(rounds, budget):
+        found = {}
+        for i in chosen:
+            slow = [rng.random() < 0.5 if rng.random() < 0.3 else s for s in slow]
+            found[i] = truth[i] * (1.5 if any(slow) else 1.0)
+        rounds.append(found)
+        budget -= sum(found.values())
+    return choose(prior, rounds, 1, noise=noise)[0], len(rounds)
+
+
+def test_where_steps_are_known_to_be_noisy_a_contest_takes_longer_and_errs_less():
+    truth, prior = [0.022, 0.035, 0.020, 0.021], draws([0.020, 0.035, 0.021, 0.021])
+    calm, wary = ([two_speeds(truth, prior, seed, noise=n) for seed in range(16)] for n in (0.03, 0.2))
+    assert sum(n for _, n in wary) > sum(n for _, n in calm)
+    missed = [sum(truth[i] / truth[2] - 1 for i, _ in found) for found in (wary, calm)]
+    assert missed[0] < 0.6 * missed[1]

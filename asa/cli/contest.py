@@ -56,8 +56,9 @@ def verify(
     Raises:
         As :func:`asa.planner.plan`; WorkersFailedError: a rank died.
     """
+    from asa.cost.work.spread import drift
     from asa.planner.answer.finalists import finalists
-    from asa.planner.answer.posterior import Policy, choose
+    from asa.planner.answer.posterior import NOISE, Policy, choose
     from asa.strategies import offered
 
     plans, draws, stock = finalists(profile, cluster, offered(), request, count)
@@ -68,11 +69,12 @@ def verify(
         return plans
     always = (0, stock or 1)
     table = tuple(tuple(float(x) for x in row) for row in draws)
-    policy = Policy(draws=table, always=always, enough=ENOUGH)
+    noise = max(NOISE, drift(profile))
+    policy = Policy(draws=table, always=always, enough=ENOUGH, noise=noise)
     began = time.monotonic()
     cells, rounds, steps = _run(plans, profile, cluster, policy, budget_s, console)
     seconds = time.monotonic() - began
-    best, before, after = choose(draws, rounds, stock)
+    best, before, after = choose(draws, rounds, stock, noise=noise)
     measured = _measured(plans, cells, steps, seconds, best, before, after, cluster)
     chosen = replace(_as_answer(plans[0], plans[best], _said(plans, best, measured)), measured=measured)
     others = [p for p in plans if p.conduct != chosen.conduct]

@@ -29,8 +29,9 @@ OWN = 0.1
 ALIKE, ALONE = 0.02, 0.1
 """Deviation of the ratio of two plans over the draws at which they share 1/e of what copies share; and what share of
 the variance they do not share even then."""
-_NOISE, _DRIFT, _KNOWN = 0.03, 0.03, 4.0
-"""Relative deviations of one step and of one round before any was seen, and how many observations that is worth."""
+NOISE, _DRIFT, _KNOWN = 0.03, 0.03, 4.0
+"""Relative deviations of one step, on a machine that does not drift, and of one round before any was seen, and how many
+observations that is worth."""
 _CLIP = 3.0
 """Deviations beyond which a step is taken to be no further off than that: the median's robustness."""
 _AHEAD = (1, 4, 16)
@@ -70,12 +71,13 @@ def sample(mean: np.ndarray, covariance: np.ndarray, count: int) -> np.ndarray:
 
 
 class Posterior:
-    """Beliefs after some rounds. ``draws``: seconds of a step, a row a plan and a column a joint draw."""
+    """Beliefs after some rounds. ``draws``: seconds of a step, a row a plan and a column a joint draw; ``noise``: the
+    relative deviation of one step that is expected before any was seen."""
 
-    def __init__(self, draws: np.ndarray, rounds: Sequence[Round] = ()) -> None:
+    def __init__(self, draws: np.ndarray, rounds: Sequence[Round] = (), *, noise: float = NOISE) -> None:
         self.mean, self.covariance = prior(draws)
         noted = [{i: float(np.log(s)) for i, s in r.items()} for r in rounds if r]
-        self.noise, self.drift, cleaned = _spread(noted)
+        self.noise, self.drift, cleaned = _spread(noted, noise)
         for one in cleaned:
             self._learn(sorted(one), np.array([one[i] for i in sorted(one)]))
 
@@ -112,22 +114,23 @@ class Posterior:
         return best
 
 
-def _spread(rounds: list[dict[int, float]]) -> tuple[float, float, list[dict[int, float]]]:
-    """Deviation of a step, deviation of a round, and the rounds with steps far off drawn in.
+def _spread(rounds: list[dict[int, float]], expected: float) -> tuple[float, float, list[dict[int, float]]]:
+    """Deviation of a step, deviation of a round, and the rounds with steps far off drawn in. ``expected``: the former,
+    before any was seen.
 
     Two-way: a time is its plan's median, what its round is off, and noise.
     """
     if not rounds:
-        return _NOISE, _DRIFT, []
+        return expected, _DRIFT, []
     centre = {i: float(np.median([r[i] for r in rounds if i in r])) for i in {i for r in rounds for i in r}}
     off = [float(np.median([x - centre[i] for i, x in r.items()])) if len(r) > 1 else 0.0 for r in rounds]
     rest = [{i: x - centre[i] - o for i, x in r.items()} for r, o in zip(rounds, off, strict=True)]
     flat = np.array([x for r in rest for x in r.values()])
-    limit = _CLIP * max(1.4826 * float(np.median(np.abs(flat))), _NOISE / 3)
+    limit = _CLIP * max(1.4826 * float(np.median(np.abs(flat))), expected / 3)
     kept = [{i: float(np.clip(x, -limit, limit)) for i, x in r.items()} for r in rest]
     free = max(0.0, len(flat) - len(centre) - len(rounds) + 1.0)
     squares = sum(x * x for r in kept for x in r.values())
-    noise = float(np.sqrt((_KNOWN * _NOISE**2 + squares) / (_KNOWN + free)))
+    noise = float(np.sqrt((_KNOWN * expected**2 + squares) / (_KNOWN + free)))
     far = np.clip(off, -0.5, 0.5)
     drift = float(np.sqrt((_KNOWN * _DRIFT**2 + float(far @ far)) / (_KNOWN + max(0, len(rounds) - 1))))
     cleaned = [{i: centre[i] + o + x for i, x in k.items()} for k, o in zip(kept, off, strict=True)]
@@ -140,12 +143,14 @@ class Policy:
 
     Every plan has one turn beside the first of ``always`` before any has a second; measuring ends where the expected
     regret of the choice is below ``enough``, and the plans of ``always`` and the choice have had ``least`` turns.
+    ``noise``: as of :class:`Posterior`; where steps are noisy and few of them look alike by chance, measuring goes on.
     """
 
     draws: tuple[tuple[float, ...], ...]
     always: tuple[int, ...]
     enough: float = 0.005
     least: int = 3
+    noise: float = NOISE
 
     def next(self, rounds: Sequence[Round], left_s: float, build_s: float = 0.0) -> tuple[int, ...]:
         """The plans of the next round; none where measuring is to end.
@@ -154,7 +159,7 @@ class Policy:
         """
         turns = [sum(i in r for r in rounds) for i in range(len(self.draws))]
         expected = np.median(np.array(self.draws), axis=1)
-        posterior = Posterior(np.array(self.draws), rounds)
+        posterior = Posterior(np.array(self.draws), rounds, noise=self.noise)
         now = np.exp(posterior.mean) if rounds else expected
 
         def affordable(plans: Sequence[int]) -> tuple[int, ...]:
@@ -179,12 +184,14 @@ class Policy:
         return max(sets, key=lambda s: posterior.worth(s) / sum(now[i] for i in s), default=())
 
 
-def choose(draws: np.ndarray, rounds: Sequence[Round], guard: int | None) -> tuple[int, Belief, Belief]:
-    """The plan to run, and the beliefs before and after measuring.
+def choose(
+    draws: np.ndarray, rounds: Sequence[Round], guard: int | None, *, noise: float = NOISE
+) -> tuple[int, Belief, Belief]:
+    """The plan to run, and the beliefs before and after measuring; ``noise`` as of :class:`Posterior`.
 
     A plan whose measured median is above that of ``guard`` (plain data parallelism) gives way to it.
     """
-    before, after = Posterior(draws).belief(), Posterior(draws, rounds).belief()
+    before, after = Posterior(draws).belief(), Posterior(draws, rounds, noise=noise).belief()
     medians = {i: float(np.median([r[i] for r in rounds if i in r])) for i in {i for r in rounds for i in r}}
     order = sorted(medians, key=after.expected_regret.__getitem__) or [before.best]
     best = order[0]
