@@ -15,7 +15,7 @@ import test_profiler_components as components
 
 from asa.cost.constants import constant
 from asa.cost.planned import price_plan
-from asa.cost.work.spread import Z90, drift, slowest_rank
+from asa.cost.work.spread import Z90, contention, drift, expected_maximum, slowest_rank
 from asa.errors import InvalidInputError
 from asa.ir.cluster import Cluster
 from asa.ir.codec import dumps, loads
@@ -147,6 +147,9 @@ def test_ranks_in_step_wait_for_cores_that_drift():
     assert steady == slowest_rank(nouns.profile(), nouns.cluster(2), 2)
     assert wild > 1.05 * steady
     assert slowest_rank(replace(nouns.profile(), drift=wandering(0.3)), nouns.cluster(2), 1) == 1
+    virtual = replace(nouns.profile(), drift=STEADY, device=replace(nouns.profile().device, virtual=True))
+    factor = 1 + constant("drift_floor_virtual") * expected_maximum(2)
+    assert slowest_rank(virtual, nouns.cluster(2), 2) == pytest.approx(contention(nouns.cluster(2), 2) * factor)
 
 
 def test_a_survey_on_a_machine_that_was_slow_for_a_while_is_as_if_it_had_not_been(monkeypatch: pytest.MonkeyPatch):

@@ -40,11 +40,12 @@ def relative_deviation(profile: Profile) -> float:
     """Standard deviation of one rank's step over its median: of whole steps, else of components in quadrature.
 
     Or, where that is more, of the machine's speed over the time of the profile: steps within a second or two of each
-    other do not see all of it, and cores drift each by itself.
+    other do not see all of it, and cores drift each by itself; those of a virtual machine always do.
     """
     known = _DEVIATIONS.get(id(profile))
     if known is None or known[0]() is not profile:
         drifted = profile.drift.deviation if profile.drift is not None else 0.0
+        drifted = max(drifted, constant("drift_floor_virtual")) if profile.device.virtual else drifted
         known = _DEVIATIONS[id(profile)] = (weakref.ref(profile), max(drifted, _relative_deviation(profile)))
     return known[1]
 
