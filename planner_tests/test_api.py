@@ -18,7 +18,9 @@ def test_plan_of_a_module() -> None:
     assert made.num_classes == 100
     assert made.global_batch == 4
     assert {b.name for b in made.baselines} >= {"single", "ddp", "tensor", "fsdp"}
-    assert all(b.step_time_s is None or made.prediction.step_time_s <= b.step_time_s for b in made.baselines if b.fits)
+    fastest = min(b.step_time_s for b in made.baselines if b.fits and b.step_time_s is not None)
+    stays = any(n.startswith("stay with ddp") for n in made.notes)  # where it was measured, unless surely slower
+    assert stays or made.prediction.step_time_s <= fastest
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
