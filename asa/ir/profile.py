@@ -82,7 +82,7 @@ class WholeStep:
 @noun
 class DeviceRecord:
     """The device a profile speaks of. ``memory_bytes`` is what one rank may use; ``virtual``: the cores are a virtual
-    machine's, whose host gives their other halves to others."""
+    machine's, whose speed may change with what else its host does."""
 
     type: Literal["cpu", "cuda"]
     name: str
