@@ -56,6 +56,23 @@ def test_below_its_smallest_microbatch_a_degree_falls_as_the_whole_component_doe
     assert times.work(HEAD, 8, 2) == TIMES.work(HEAD, 8, 2)
 
 
+def test_memory_of_a_degree_seen_at_one_microbatch_falls_as_that_of_the_whole_component_does():
+    """What weights take in backward does not shrink with the batch: of 64 samples alone that cannot be seen."""
+    sized = {(1, 64): (6400, 1264), (1, 16): (1600, 1216), (2, 64): (4800, 600)}
+    base = next(t for t in PROFILE.timings if t.component == HEAD.name)
+    kept = tuple(
+        replace(base, tensor_degree=t, microbatch=m, saved_bytes=saved, transient_bytes=passing)
+        for (t, m), (saved, passing) in sized.items()
+    )
+    profile = replace(PROFILE, timings=(*(t for t in PROFILE.timings if t.component != HEAD.name), *kept))
+    times = times_of(profile, fake_strategies.PLAIN)
+    found, chain = times.work(HEAD, 16, 2), ChainTimes(times, [HEAD]).sizes(16, 2)[:, 0]
+    assert found.saved_bytes == pytest.approx(1200)
+    assert found.transient_bytes == pytest.approx(1216 / 2)  # 577 by the ratio alone
+    assert chain.tolist() == [found.saved_bytes, found.transient_bytes]
+    assert times.work(HEAD, 64, 2).transient_bytes == 600
+
+
 @settings(deadline=None)
 @given(st.integers(1, 4096), st.integers(1, 64))
 def test_nothing_is_faster_than_the_dispatch_floor(samples, degree):

@@ -326,7 +326,7 @@ def test_where_labels_get_too_many_the_ilp_proves_a_single_stage(seed):
         if oracle.choice is not None and single.by_ilp:
             proved += 1
             assert exhaustive.peak(problem, single.solution.choice) <= problem.capacity
-            assert search._again(single, "ilp", float("inf")) == (single.solution, single.solution.solver)
+            assert search._again(single, "ilp", float("inf"), near=False) == (single.solution, single.solution.solver)
     assert proved > 5
 
 
@@ -335,9 +335,9 @@ def test_a_proved_stage_of_too_many_ways_is_not_solved_once_more(monkeypatch):
     single = Single(SimpleNamespace(), 0.0, problem.width, 1, "ilp")
     single.place = Place(SimpleNamespace(problem=problem))
     single.solution = dp.solve(problem)
-    assert search._again(single, "ilp", float("inf"))[1].endswith("checked by dp")
+    assert search._again(single, "ilp", float("inf"), near=False)[1].endswith("checked by dp")
     monkeypatch.setattr("asa.planner.stage.singles.HANDY", 3)
-    assert search._again(single, "ilp", float("inf")) == (single.solution, single.solution.solver)
+    assert search._again(single, "ilp", float("inf"), near=False) == (single.solution, single.solution.solver)
 
 
 def test_brute_force_ends_in_time_and_proves_nothing_then(monkeypatch):

@@ -49,6 +49,9 @@ _SLACK = 1e-7
 _SKETCH, _SKETCH_S = 0.4, 0.15
 """Of the time, at most, that first plans of pipelines are looked for; half of it where one stage of all ranks leads.
 So many seconds whatever time there is."""
+_BRIEF_S = 0.6
+"""Time limits beyond it leave no more time for first plans, and for single stages alone: what those miss, the search
+comes to, and what proves is the search."""
 _FLOORS_S = 1.0
 """For the quick bounds on pipelines, whatever time is left: without them nothing is proved at all."""
 _PATIENCE_S = 0.5
@@ -164,7 +167,8 @@ def _search(
             seconds=time.monotonic() - started, curve=tuple(curve),
         )  # fmt: skip
     assert single.place is not None
-    solution, said = _again(single, solver, ends)
+    near = bound_ms >= single.value * (1 - _ENOUGH)
+    solution, said = _again(single, solver, ends, near=near)
     assert solution.choice is not None
     return Outcome(
         best=single.place.formulation.candidate(solution.choice),
@@ -235,7 +239,7 @@ class _Ways:
         gpus, first = self.prices.space.request.gpus, next(iter(self.baselines), None)
         self.likely = first is not None and (len(first.widths) > 1 or first.ranks < gpus)
         self.near = 1 if first is None else first.num_microbatches
-        self.limit_s = self.ends - self.best.started
+        self.limit_s = min(_BRIEF_S, self.ends - self.best.started)
 
     def in_turn(self) -> tuple[Candidate | None, Pipelined]:
         """Single stages, first plans of pipelines (beside them, where that is possible), then all that is left."""
@@ -308,7 +312,7 @@ class _Ways:
         """Single stages for a part of the time."""
         self._first()
         now = time.monotonic()
-        until = now + _SHARE * (self.ends - now)
+        until = now + _SHARE * min(_BRIEF_S, self.ends - now)
         _best_first(self.alone, self.best, until, self.order, patience=now, gap=_NEARLY, news=news)
 
     def _floors(self) -> dict[int, float]:
@@ -332,9 +336,10 @@ class _Ways:
         return replace(found, curve=(*before, *found.curve))
 
 
-def _again(single: Single, solver: SolverName, ends: float) -> tuple[Solution, str]:
+def _again(single: Single, solver: SolverName, ends: float, *, near: bool) -> tuple[Solution, str]:
     """The answer of a single stage, solved once more by whom was asked for, and who found and proved it; not by the ILP
-    where that would not be done in time."""
+    where that would not be done in time, or where the answer is not proved, but ``near`` its bound, which is not worth
+    searching on for."""
     assert single.place is not None
     known, problem = single.solution, single.place.asked
     known = replace(known, bound=min(known.value, max(known.bound, single.bound)))  # it may have risen since
@@ -343,6 +348,8 @@ def _again(single: Single, solver: SolverName, ends: float) -> tuple[Solution, s
     if solver != "ilp":
         return known, known.solver + (", checked by dp" if solver == "exhaustive" else "")
     left = min(_AGAIN_S, ends - time.monotonic()) if known.proved else ends - time.monotonic()
+    if not known.proved and (near or left <= 0):
+        return known, "dp"
     found = ilp.solve(problem, time_limit_s=max(0.1, left))
     fits = found.choice is not None and exhaustive.peak(problem, found.choice) <= problem.capacity + TOLERANCE_GIB
     if fits and found.proved:

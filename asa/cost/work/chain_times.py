@@ -114,8 +114,7 @@ class ChainTimes:
         if samples < xs[0] and x.below[degree]:
             edge = self._measured(x, int(xs[0]), degree)
             small, large = self._measured(x, samples, 1), self._measured(x, int(xs[0]), 1)
-            ratio = np.divide(small, large, out=np.ones_like(edge), where=large > 0)
-            return np.maximum(self._times.floor, edge * ratio)
+            return np.maximum(self._times.floor, edge * _ratio(small, large))
         return self._measured(x, samples, degree)
 
     def _measured(self, x: _Alike, samples: int, degree: int) -> Any:
@@ -127,6 +126,10 @@ class ChainTimes:
 
     def _bytes(self, x: _Alike, samples: int, degree: int) -> Any:
         xs, ys = x.xs[degree], x.sizes[degree]
+        if samples < xs[0] and len(xs) == 1 and x.below[degree]:
+            small = self._bytes(x, samples, 1)
+            saved, passing = ys[..., 0] * _ratio(small, self._bytes(x, int(xs[0]), 1))
+            return np.array([saved, np.maximum(passing, small[1] / degree)])
         return ys[..., 0] * samples / xs[0] if len(xs) == 1 else np.maximum(0.0, _line(xs, ys, samples))
 
     def _share(self, x: _Alike, degree: int) -> Any:
@@ -136,6 +139,10 @@ class ChainTimes:
                 [1.0 if w else self._times.share(c, degree) for c, w in zip(self._components, whole, strict=True)]
             )
         return self._shares[degree][x.index]
+
+
+def _ratio(small: Any, large: Any) -> Any:
+    return np.divide(small, large, out=np.ones_like(large), where=large > 0)
 
 
 def _line(xs: list[float], ys: Any, samples: int) -> Any:

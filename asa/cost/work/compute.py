@@ -211,6 +211,16 @@ class Times:
             return found
         edge = self._at(self.grid(name, degree), int(least))
         small, large = self._measured(name, samples, 1), self._measured(name, int(least), 1)
+        if len(self.grid(name, degree).xs) == 1:
+            # What does not depend on samples is not to be seen from one point; of what is transient a rank may have
+            # less than its part at large microbatches only, where the peak is another moment.
+            passing = edge.transient_bytes * _ratio(small.transient_bytes, large.transient_bytes)
+            found = replace(
+                found,
+                saved_bytes=edge.saved_bytes * _ratio(small.saved_bytes, large.saved_bytes),
+                transient_bytes=max(passing, small.transient_bytes / degree),
+                unmade_bytes=edge.unmade_bytes * _ratio(small.unmade_bytes, large.unmade_bytes),
+            )
         return replace(
             found,
             forward_s=max(self.floor, edge.forward_s * _ratio(small.forward_s, large.forward_s)),

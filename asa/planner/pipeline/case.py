@@ -109,12 +109,12 @@ class Case:
                     self._roughly(best, 0.0)
                 return
         elif self.level == 3 and (best >= _FOREVER or (self._tight and self.bound < best * _FAR)):
-            guess.likely(self, self._frame, best)
+            guess.likely(self, self._frame, best, ends)
         else:
             with suppress(OutOfTimeError):
                 self._by_plans(best, ends)
             if not self.stuck and self.bound < best * _FAR and time.monotonic() < ends:
-                guess.likely(self, self._frame, best)
+                guess.likely(self, self._frame, best, ends)
         self.level += 1
 
     def _by_components(self, best: float, ends: float) -> None:

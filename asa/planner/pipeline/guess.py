@@ -3,6 +3,7 @@ hurry."""
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,10 +16,13 @@ if TYPE_CHECKING:
     from asa.planner.pipeline.case import Case
 
 
-def likely(case: Case, frame: Frame, best: float) -> None:
-    """A few likely plans, chosen in a hurry, handed to :meth:`Case.tell`."""
+def likely(case: Case, frame: Frame, best: float, ends: float) -> None:
+    """A few likely plans, chosen in a hurry, handed to :meth:`Case.tell`, as far as the monotonic clock leaves time
+    until ``ends``."""
     base = frame.value(case.stages)
     for share in (0.0005, 0.01, 0.05, 0.2, 1.0):
+        if time.monotonic() > ends:
+            break
         options: dict[tuple[int, int], Options] = {}
         limit = min(best, base * (1 + share) + 1e-9)
         for r in range(1, case.most + 1):
@@ -28,6 +32,8 @@ def likely(case: Case, frame: Frame, best: float) -> None:
             ((float(x.values[i]), x, i) for x in leaves for i in np.argsort(x.values)[:6]), key=lambda t: t[0]
         )[:6]  # fmt: skip
         for _, leaf, i in ranked:
+            if time.monotonic() > ends:
+                break
             _hurry(case, leaf, int(i), options)
         if ranked:
             break

@@ -77,6 +77,8 @@ def row(name: str, prices: Prices) -> Row:
                 best = seconds, candidate
             if best is not None and (not several or seconds > _PAST * best[0]):
                 break
+            if best is None and quick is None and _overfull(prices, candidate):
+                break
     except baselines.Unavailable as reason:
         return Row(name=name, candidate=None, price=None, fits=False, why_not=str(reason))
     found = first if best is None else best[1]
@@ -94,6 +96,13 @@ def _limit(prices: Prices, candidate: Candidate) -> float:
 def _exactly(prices: Prices, candidate: Candidate) -> tuple[float, float]:
     found = prices.of(candidate)
     return found.cost.total_s, found.peak.total
+
+
+def _overfull(prices: Prices, candidate: Candidate) -> bool:
+    """Whether parameters and the optimizer's state are too much, however many microbatches there are: those of a single
+    stage, or of one component of a pipeline, which may be cut elsewhere then."""
+    states = [c.footprint.state for c in prices.of(candidate).components]
+    return (sum(states) if len(candidate.widths) == 1 else max(states)) > _limit(prices, candidate)
 
 
 class Quick:
