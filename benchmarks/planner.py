@@ -6,7 +6,7 @@
 Every row is one process, of modules that are compiled: wall time from its start to its end, its peak resident memory,
 the step time it found, and the gaps it proved of its answer and of the best plan found (a win below the noise gives way
 to a whole strategy). Cases: the shipped profiles on 8 devices, over fast and slow links, slack
-and at 1.2 times the least memory that fits; a ViT-L-like chain and random chains of 30 components, with what a longer
+and at 1.2 times the least memory that fits, with the time that a search usually has; a ViT-L-like chain and random chains of 30 components, with what a longer
 search still gains; 64 devices in 8 nodes, 1,024 devices, 1,000 components; growth over components and devices; and each
 solver on instances small enough for all of them. Models that are not shipped are chains drawn here, written to a
 temporary folder.
@@ -249,8 +249,9 @@ def cases(files: Files, *, quick: bool) -> Iterator[Case]:
         for cluster in (FAST, SLOW):
             for memory in (None, tight(path, cluster, 8)):
                 yield Case(
-                    part="models", name=model, profile=path, cluster=cluster, gpus=8, limit_s=SOON_S, memory_gib=memory
-                )
+                    part="models", name=model, profile=path, cluster=cluster, gpus=8, limit_s=usual_limit(8),
+                    memory_gib=memory,
+                )  # fmt: skip
     hard = [("vit-l", files.vit_l()), *((f"random30.{s}", files.random(30, s)) for s in range(1 if quick else 3))]
     for name, path in hard:
         for cluster in (FAST, SLOW):

@@ -59,6 +59,8 @@ def test_meeting_and_sharding_cost_something(cluster):
         factors = [f for _, f in found.points]
         assert factors == sorted(factors, reverse=True)
         assert factors[-1] >= 1
+        one, every = (s for s, _ in found.points[:2])
+        assert every == pytest.approx(3 * one)  # a single kernel, and each of the three
     assert cluster.sharding.unit_s > 0
     assert min(cluster.sharding.byte_s, cluster.sharding.tensor_s) >= 0  # may be too little to see
 

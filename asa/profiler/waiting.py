@@ -25,12 +25,11 @@ from asa.sharding import direct
 from asa.sharding.direct import directly
 from asa.sharding.parts import step_over_parts
 
-_MEETINGS = {1: 24, 2: 24, 4: 12, 8: 6, 16: 3, 32: 3, 64: 3}
-"""By rounds of kernels between one meeting of the ranks and the next: meetings in a sample. A step adds up dozens of
-them, of which every few take several times as long as most, so that one alone says little."""
-_LONG_S, _ALONE = 0.1, 8
-"""A stretch of work beside which meeting does not count; and the least rounds of kernels that tell how long
-one takes alone."""
+_MEETINGS = {1: 48, 3: 24, 6: 24, 12: 12, 24: 6, 48: 3, 96: 3, 192: 3}
+"""By kernels between one meeting of the ranks and the next: meetings in a sample. A step adds up dozens of them, of
+which every few take several times as long as most, so that one alone says little. All kernels have a turn in each."""
+_LONG_S, _ALONE = 0.1, 24
+"""A stretch of work beside which meeting does not count; and the least kernels that tell how long one takes alone."""
 _MESSAGE_BYTES, _MESSAGE_S = MIB, 0.02
 """Of what ranks exchange where they meet: about an activation; less where it would take longer."""
 _MESSAGES = 16
@@ -46,9 +45,9 @@ def measure_waiting(
 ) -> tuple[Waiting, ...]:
     """How much a stretch of work grows when ranks meet at its end; called by all ranks, ``groups`` by their size.
 
-    Ranks run the kernels 1, 2, 4 ... times, make a message and sum it up, again and again; and kernels, and
-    all_reduces, by themselves. What the first takes longer than the others together is lost by meeting: waiting
-    for the slowest, caches that hold the work and not the message (the kernels go through more memory than a cache
+    Ranks run a kernel, or all of them 1, 2, 4 ... times, make a message and sum it up, again and again; and kernels,
+    and all_reduces, by themselves. What the first takes longer than the others together is lost by meeting: waiting for
+    the slowest, caches that hold the work and not the message (the kernels go through more memory than a cache
     holds, as a component does), a core that is not free at once.
     """
     found = []
@@ -61,13 +60,14 @@ def measure_waiting(
 
 def _grown(device: torch.device, clock: Clock, group: dist.ProcessGroup, ranks: int, *, slice_s: float) -> Waiting:
     kernels = training_kernels(device, small=True)
+    each = cycle(kernels.work.values())
     words = message_within(_MESSAGE_BYTES, group, device, clock, seconds=_MESSAGE_S) // 4
     messages = cycle([torch.zeros(words, device=device) for _ in range(_MESSAGES)])
     sent = next(messages)
 
     def work(stretch: int) -> Tensor:
         for _ in range(stretch):
-            kernels.step()
+            next(each)()
         return next(messages).fill_(0.0)
 
     def seconds(stretch: int, times: int, *, meeting: bool) -> float:
