@@ -50,7 +50,7 @@ def choices(sealed: list[Cell], found: list[Cell]) -> Iterator[Cell]:
     for one in sealed:
         chosen = one.get("choice")
         own = {
-            c["strategy"]: c["measured"]["median"] / c["anchor_s"]
+            c["strategy"]: 1.0 if c["strategy"] == c["anchor"] else c["measured"]["median"] / c["anchor_s"]
             for c in found
             if (c["model"], c["global_batch"]) == (one["model"], one["global_batch"])
         }

@@ -5,11 +5,11 @@
 
 Every row is one process, of modules that are compiled: wall time from its start to its end, its peak resident memory,
 the step time it found, and the gaps it proved of its answer and of the best plan found (a win below the noise gives way
-to a whole strategy). Cases: the shipped profiles on 8 devices, over fast and slow links, slack
-and at 1.2 times the least memory that fits, with the time that a search usually has; a ViT-L-like chain and random chains of 30 components, with what a longer
-search still gains; 64 devices in 8 nodes, 1,024 devices, 1,000 components; growth over components and devices; and each
-solver on instances small enough for all of them. Models that are not shipped are chains drawn here, written to a
-temporary folder.
+to a whole strategy). Cases: the shipped profiles on 8 devices, over fast and slow links, slack and at 1.2 times the
+least memory that fits, with the time that a search usually has; a ViT-L-like chain and random chains of 30 components,
+in little time, and with what a longer search still gains; 64 devices in 8 nodes, 1,024 devices, 1,000 components;
+growth over components and devices; and each solver on instances small enough for all of them. Models that are not
+shipped are chains drawn here, written to a temporary folder.
 
 With ``--moves``, something else: so many plans beside some proved ones (another way for a component, another cut,
 width, number of microbatches) are priced one by one; none may be faster than a plan called optimal, or than a bound.

@@ -43,20 +43,37 @@ def test_impossible_waits_are_refused(cluster, points):
         replace(cluster, waiting=(Waiting(ranks=2, points=points),))
 
 
-def _component(cluster, data: DataDegree, tensor: TensorDegree):
+def _pricer(cluster, num_microbatches=1, width=2, optimizer="sgd"):
     profile = chain_profile()
-    pricer = Pricer(
+    return Pricer(
         profile,
         times_of(profile, offered()),
         cluster,
         offered(),
-        width=2,
+        width=width,
         global_batch=8,
-        num_microbatches=1,
-        optimizer="sgd",
+        num_microbatches=num_microbatches,
+        optimizer=optimizer,
     )
+
+
+def _component(cluster, data: DataDegree, tensor: TensorDegree):
+    pricer = _pricer(cluster)
     layout = Layout(width=2, data=data.degree, tensor=tensor.degree)
     return pricer.component(1, Way(layout=layout, data=data, tensor=tensor))
+
+
+@pytest.mark.parametrize(("optimizer", "passes"), [("sgd", 5), ("adamw", 7)])
+@pytest.mark.parametrize("m", [1, 2, 8])
+def test_all_microbatches_but_the_first_add_up_their_gradients(cluster, m, optimizer, passes):
+    """Two are read and a sum is written, where the optimizer makes so many passes over as many bytes."""
+    pricer = _pricer(cluster, m, width=1, optimizer=optimizer)
+    alone, whole = DataDegree(strategy="replicate", degree=1), TensorDegree(strategy="none", degree=1)
+    found = pricer.component(1, Way(layout=Layout(width=1, data=1, tensor=1), data=alone, tensor=whole))
+    computed = found.forward_s + found.backward_s
+    assert found.update_s > 0
+    added = 3 / passes * found.update_s * (m - 1)
+    assert m * computed == pytest.approx(m * pricer.compute_alone(1, Layout(width=1, data=1, tensor=1)) + added)
 
 
 def test_tensor_parallel_components_wait_and_replicas_do_not(cluster):

@@ -21,6 +21,7 @@ from asa.cost.traffic.prefetch import Gathers, Hidden, hidden
 from asa.cost.traffic.sharing import alongside
 from asa.cost.way import Way
 from asa.cost.work.chain_times import ChainTimes
+from asa.cost.work.compute import adding
 from asa.cost.work.offload import host_update
 from asa.cost.work.spread import waitings
 from asa.interfaces.strategy import OPTIMIZER_WORDS, DataStrategy
@@ -178,7 +179,8 @@ class Menu:
 
         ahead, back = met("forward", forward, "update"), met("backward", backward, "gradient")
         back = back + np.where(again, inside["forward"], 0.0)
-        backward = backward + np.where(again, forward, 0.0)
+        added = adding(self._update[which] * pricer.slow_memory / pricer.shards.slowest, pricer.optimizer, m)
+        backward = backward + np.where(again, forward, 0.0) + added
         copying = self._copied[which] * pricer.slow / pricer.shards.slowest + self._handled[which]
         met_s = (
             self._shared[which] * inside["forward"],

@@ -25,7 +25,7 @@ from asa.cost.traffic.prefetch import Hidden, hidden
 from asa.cost.traffic.sharing import alongside
 from asa.cost.way import Alone, Spread, Way
 from asa.cost.work.chain_times import ChainTimes
-from asa.cost.work.compute import Times, Work
+from asa.cost.work.compute import Times, Work, adding
 from asa.cost.work.offload import host_update
 from asa.cost.work.spread import slowest_rank, waiting, working
 from asa.interfaces.strategy import OPTIMIZER_WORDS, Strategies
@@ -173,7 +173,8 @@ class Pricer:
             again = work.forward_s
             back += self._seconds(alone.inner, "forward")
         footprint, update = self._footprint(index, way)
-        ahead_s, back_s = work.forward_s * slow, (work.backward_s + again) * slow
+        added = adding(alone.update * self.slow_memory / self.shards.slowest, self.optimizer, m)
+        ahead_s, back_s = work.forward_s * slow, (work.backward_s + again) * slow + added
         met = self._met_on_links(index, way)
         sync = spread.prompt + spread.late
         saved, host = self._prefetched(index, way, back_s, met), self._awaited(index, way, ahead_s, back_s)

@@ -26,7 +26,7 @@ from torch.nn.parallel import distributed
 
 from asa.cost.constants import constant
 from asa.cost.pricing import times_of
-from asa.cost.work.compute import Times
+from asa.cost.work.compute import Times, adding
 from asa.executor.hooks import summed
 from asa.executor.parallel import ParallelModel
 from asa.interfaces.strategy import OPTIMIZER_WORDS, Strategies, TensorStrategy
@@ -288,14 +288,15 @@ class Emulation:
         page = self._strategies.data[assignment.data.strategy].of(assignment.data)
         memory = page.memory(share, assignment.data.degree, self._plan.optimizer)
         full = OPTIMIZER_WORDS[self._plan.optimizer] * share.parameter_bytes
+        whole_s = self._times.update(
+            component, assignment.tensor.degree, self._plan.optimizer, share.parameter_bytes, self._bandwidth
+        )  # fmt: skip
         if full > 0:
-            part = memory.optimizer / full
-            self._update_s += part * self._times.update(
-                component, assignment.tensor.degree, self._plan.optimizer, share.parameter_bytes, self._bandwidth
-            )  # fmt: skip
+            self._update_s += memory.optimizer / full * whole_s
         copied = self._copied(page.traffic(share, assignment.data.degree, 1))
         copied["gradient"] += constant("ddp_bucket_passes") * memory.buckets
         copied = {phase: size / self._bandwidth if self._bandwidth > 0 else 0.0 for phase, size in copied.items()}
+        copied["backward"] += adding(whole_s, self._plan.optimizer, self._plan.num_microbatches)
         self._update_s += copied["update"]
         sleeper = _Sleeper(
             component, traced, self._forms[traced.name], assignment, axis, self._times, self.clock, self._zeros,
