@@ -8,9 +8,9 @@ import pytest
 
 from asa.cost.machine import presets
 from asa.cost.pricing import Pricer, Way, times_of
-from asa.cost.work.spread import waiting
+from asa.cost.work.spread import slowest_rank, waiting, working
 from asa.errors import InvalidInputError
-from asa.ir.cluster import Sharding, Waiting
+from asa.ir.cluster import Contention, Sharding, Waiting
 from asa.ir.codec import build
 from asa.ir.layout import Layout
 from asa.ir.plan import DataDegree, TensorDegree
@@ -43,7 +43,7 @@ def test_impossible_waits_are_refused(cluster, points):
         replace(cluster, waiting=(Waiting(ranks=2, points=points),))
 
 
-def _pricer(cluster, num_microbatches=1, width=2, optimizer="sgd"):
+def _pricer(cluster, num_microbatches=1, width=2, optimizer="sgd", busy=None):
     profile = chain_profile()
     return Pricer(
         profile,
@@ -54,6 +54,7 @@ def _pricer(cluster, num_microbatches=1, width=2, optimizer="sgd"):
         global_batch=8,
         num_microbatches=num_microbatches,
         optimizer=optimizer,
+        busy=busy,
     )
 
 
@@ -145,3 +146,17 @@ def test_longer_stretches_grow_no_more_than_shorter_ones():
     found = _falling([(1.0, 1.2), (2.0, 1.4), (4.0, 1.0)])
     assert [s for s, _ in found] == [1.0, 2.0, 4.0]
     assert [f for _, f in found] == pytest.approx([1.3, 1.3, 1.0])
+
+
+@pytest.mark.parametrize("m", [1, 4])
+def test_a_stage_that_updates_holds_up_those_in_front(cluster, m):
+    """Two stages of one rank: what moves memory takes 1.8 times as long on both at once, and one of them loses that."""
+    together = Contention(ranks=2, slowdown=1.1, memory_slowdown=1.8)
+    cluster = replace(cluster, contention=(Contention(ranks=1, slowdown=1.0), together))
+    alone, whole = DataDegree(strategy="replicate", degree=1), TensorDegree(strategy="none", degree=1)
+    way = Way(layout=Layout(width=1, data=1, tensor=1), data=alone, tensor=whole)
+    one, stage = (_pricer(cluster, m, width=1, busy=busy).component(1, way) for busy in (1, 2))
+    assert one.bucket_s == 0
+    assert stage.bucket_s == pytest.approx(0.8 * stage.update_s)
+    spread = slowest_rank(chain_profile(), replace(cluster, contention=()), working(1, 2, m))
+    assert stage.update_s == pytest.approx(one.update_s * spread)

@@ -192,7 +192,8 @@ class Menu:
         held_up = np.minimum(sync, held_up)
         free = 1 - np.divide(held_up, sync, out=np.zeros(len(sync)), where=sync > 0)
         host = self._awaited(pricer, which, forward, backward, counts)
-        copying = copying + host.gradient
+        updated = self._updated(pricer, which)
+        copying = copying + host.gradient + np.where(self.offload[which], 0.0, updated * pricer.held_up_by_update)
         transient_ = transient_ * margin() + self._transient(pricer, which, saved_)
         fresh = np.where(
             np.array([x.data == 1 for x in self.layouts], dtype=bool)[k] & several, self._largest[which], 0.0
@@ -203,7 +204,7 @@ class Menu:
             backward=backward + back - saved_s.backward + host.backward,
             bucket=copying,
             once=copying
-            + self._updated(pricer, which)
+            + updated
             + self._update_moved[which]
             - saved_s.once
             + host.update
@@ -251,7 +252,7 @@ class Menu:
     def _updated(self, pricer: Pricer, which: Any) -> Any:
         """Seconds of the optimizer step."""
         part = self._part[which]
-        update = part * self._update[which] * pricer.slow_memory
+        update = part * self._update[which] * pricer.slow_update
         if pricer.cluster.sharding is not None:
             cut = self._parameters[which] < self._size[which]
             update = update + np.where(cut, pricer.cluster.sharding.tensor_s * self._tensors[which], 0.0)

@@ -27,7 +27,7 @@ from asa.cost.way import Alone, Spread, Way
 from asa.cost.work.chain_times import ChainTimes
 from asa.cost.work.compute import Times, Work, adding
 from asa.cost.work.offload import host_update
-from asa.cost.work.spread import slowest_rank, waiting, working
+from asa.cost.work.spread import contention, slowest_rank, waiting, working
 from asa.interfaces.strategy import OPTIMIZER_WORDS, Strategies
 from asa.ir.cluster import Cluster
 from asa.ir.graph import Component
@@ -91,6 +91,10 @@ class Pricer:
         at_once = working(width, busy, num_microbatches)
         self.slow = slowest_rank(profile, cluster, at_once)
         self.slow_memory = slowest_rank(profile, cluster, at_once, memory=True)
+        beside = [contention(cluster, ranks, memory=True) for ranks in (width, at_once, busy)]
+        self.slow_update = self.slow_memory * beside[0] / beside[1]
+        self.held_up_by_update = beside[2] / beside[0] - 1
+        """Of a stage's update, how much longer it makes the backward of those in front, which it runs beside."""
         self._components: dict[tuple[int, Way], ComponentCost] = {}
         self._alones: dict[tuple[object, ...], Alone] = {}
         self._spreads: dict[tuple[object, ...], Spread] = {}
@@ -187,7 +191,7 @@ class Pricer:
             backward_s=back_s,
             forward_communication_s=spread.ahead - saved.forward + host.forward,
             backward_communication_s=back - saved.backward + host.backward,
-            bucket_s=spread.copying + host.gradient,
+            bucket_s=spread.copying + host.gradient + (0.0 if way.offload else update * self.held_up_by_update),
             prompt_sync_s=spread.prompt * free,
             late_sync_s=spread.late * free,
             release=self._releases[index].index,
@@ -347,7 +351,7 @@ class Pricer:
         )
         if way.offload:
             return footprint, host_update(self.cluster, self.optimizer, part * share.parameter_bytes, self.busy)
-        update = part * alone.update * self.slow_memory
+        update = part * alone.update * self.slow_update
         if memory.parameters < share.parameter_bytes and self.cluster.sharding is not None:
             update += self.cluster.sharding.tensor_s * share.num_parameter_tensors
         return footprint, update / self.shards.slowest

@@ -28,8 +28,9 @@ class ComponentCost:
     """One component on one rank, in seconds (of the slowest rank) and bytes.
 
     ``forward_s`` and ``backward_s`` are compute of one microbatch, ``forward_communication_s`` and
-    ``backward_communication_s`` what blocks in it; ``bucket_s`` is compute on gradients in the last microbatch. Beside
-    ``covered_s`` of a backward the neighbour's weights are gathered, and gradients wait. The rest is once per step:
+    ``backward_communication_s`` what blocks in it; ``bucket_s`` is compute on gradients in the last microbatch, and
+    what the update of a stage takes from those in front. Beside ``covered_s`` of a backward the neighbour's weights are
+    gathered, and gradients wait. The rest is once per step:
     ``prompt_sync_s`` leaves when the last backward ends, ``late_sync_s`` after the backward of component ``release``;
     then the optimizer. ``prefetched_s`` is what gathers of weights took beside the neighbours' compute. ``error_s`` is
     a standard error of a step's compute, ``link_error_s`` one of its communication.
