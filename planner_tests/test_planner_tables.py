@@ -12,11 +12,11 @@ from random_pipelines import RandomPipelines
 from asa.cost.machine import presets
 from asa.ir.units import GIB
 from asa.planner import Request
-from asa.planner.pipeline.lattice import Numbers
+from asa.planner.pipeline.lattice import Numbers, Priced
 from asa.planner.pipeline.pipelines import stage_times
 from asa.planner.pipeline.points import Room
 from asa.planner.pipeline.stages import Explorer
-from asa.planner.pipeline.tables import limited, rates, relaxed, rough
+from asa.planner.pipeline.tables import limited, priced_memory, rates, relaxed, rough, weights_of
 from asa.planner.space.candidate import Prices
 from asa.planner.space.space import Space, anything
 from asa.planner.stage import dp, exhaustive
@@ -70,6 +70,54 @@ def test_tables_with_a_memory_limit_are_bounds_and_near():
     assert dearer > count / 8, "memory binds"
     assert near + full > 0.75 * count
     assert full > 0
+
+
+@pytest.mark.parametrize("m", [1, 4])
+def test_memory_may_be_priced_in_any_moments(m):
+    """In whose backward it is held: shares of components, also of those that are in another stage."""
+    draw, count = np.random.default_rng(m), 0
+    for seed in range(4):
+        chain = RandomPipelines(
+            seed, components=4, gpus=2, most=3, speed=0.05, memory=(2.0, 1.2)[seed % 2], strategies=2
+        ).chain(2, m)
+        assert chain is not None
+        x = Numbers(chain)
+        shares = np.concatenate([np.eye(4), draw.dirichlet(np.ones(5), 8)[:, :4]])
+        for flight, price in product((1, 2), (0.5, 5.0, 50.0)):
+            rows = [(1.0, 0.0, 0.0, price, float(flight), 1.0)] * len(shares)
+            found = Priced(x, weights_of(rows, 4, shares)).intervals() - price * x.capacity
+            for a, b in ((0, 1), (0, 2), (1, 3), (2, 4), (0, 4)):
+                true = truth(chain, a, b, flight)[0]
+                low = found[:, a, b].min(axis=(1, 2))
+                assert (low <= true * (1 + 1e-9)).all()
+                count += true < INF and bool((low > 0.5 * true).any())
+    assert count > 5
+
+
+def test_a_last_layer_that_is_small_hides_no_memory():
+    """What decides is held in the backward of the one in front of it: so is where the bound comes from."""
+    profile = known_models.profile(known_models.transformer(6, 512), 900.0, 32)
+    cluster = presets.load("a100-nvlink-8")
+    usable = Space(profile, cluster, offered(), Request(gpus=4, global_batch=64, memory_bytes=3 * GIB)).capacity(4)
+
+    def chain(capacity: float):
+        limit = 3 * GIB - usable + capacity * GIB
+        prices = Prices(Space(profile, cluster, offered(), Request(gpus=4, global_batch=64, memory_bytes=int(limit))))
+        return formulate(prices, 2, 1, busy=4).chain  # type: ignore[union-attr]
+
+    n = len(profile.graph)
+    least = dp.least_memory(chain(1e3).stage(n - 3, n)).value
+    tight = chain(1.2 * least)
+    x, solver = Numbers(tight), Solver(tight.stage(n - 3, n))
+    solver.hurry(INF, INF)
+    solver.price()
+    rows, moments = priced_memory(x, 1)
+    values = Priced(x, weights_of(rows, n, moments)).intervals()[:, n - 3, n].min(axis=(1, 2))
+    bounds = values - np.array([r[3] for r in rows]) * x.capacity
+    whole = [k for k, r in enumerate(rows) if r[2] > 0]
+    ahead = max(float(bounds[k]) for k in whole if moments[k].any())
+    last = max(float(bounds[k]) for k in whole if not moments[k].any())
+    assert last < ahead <= solver.value * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("about", [True, False])

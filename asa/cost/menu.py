@@ -203,12 +203,7 @@ class Menu:
             forward=forward + ahead - saved_s.forward + host.forward,
             backward=backward + back - saved_s.backward + host.backward,
             bucket=copying,
-            once=copying
-            + updated
-            + self._update_moved[which]
-            - saved_s.once
-            + host.update
-            + held_up,
+            once=copying + updated + self._update_moved[which] - saved_s.once + host.update + held_up,
             prompt=self._prompt[which] * free,
             late=self._late[which] * free,
             window=backward + copying - saved_s.covered,

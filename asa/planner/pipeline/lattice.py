@@ -149,8 +149,10 @@ def _numbered(values: Iterable[object]) -> list[int]:
 @dataclass(frozen=True, kw_only=True)
 class Weights:
     """One objective per row of a batch: ``steady`` per ms of a microbatch forward and back, ``ahead`` per ms forward
-    alone, ``once`` per ms of once-per-step work, ``memory`` per GiB held in the last component's backward with the
-    activations of ``flight`` microbatches.
+    alone, ``once`` per ms of once-per-step work, ``memory`` per GiB held with the activations of ``flight``
+    microbatches: in the backward of each component by its share in ``moments`` (row x component), in that of a stage's
+    last one by what these lack of 1. (In the backward of a component of another stage no more is counted than what is
+    held here throughout, or in the backward of the nearest one.)
 
     What synchronisation and backward take side by side is bounded, for every component k of a stage, by the windows in
     front of k and the synchronisation behind it. ``hidden`` is 0 for components in front of k, 1 for those behind (row
@@ -164,20 +166,39 @@ class Weights:
     flight: Any
     hidden: Any
     pivot: Any
+    moments: Any
 
     def __len__(self) -> int:
         return len(self.steady)
 
+    @cached_property
+    def activations(self) -> Any:
+        """Per GiB of a microbatch's activations: row x component. They are let go of in the backward of those in front
+        of it."""
+        behind = self.moments.sum(axis=1, keepdims=True) - np.cumsum(self.moments, axis=1) + self.moments
+        return self.memory[:, None] * (self.flight[:, None] - self.moments.sum(axis=1, keepdims=True) + behind)
 
-def _weighed(weights: Weights, f: Any, b: Any, once: Any, state: Any, act: Any) -> Any:
+    @cached_property
+    def gradients(self) -> Any:
+        """Per GiB of gradients: row x component. They come with its backward."""
+        return self.memory[:, None] * np.cumsum(self.moments, axis=1)
+
+    @cached_property
+    def transient(self) -> Any:
+        """Per GiB that is there in the component's backward alone: row x component."""
+        return self.memory[:, None] * self.moments
+
+    @cached_property
+    def ending(self) -> Any:
+        """Per GiB that is there in the backward of the last component alone, on top."""
+        return self.memory * (1 - self.moments.sum(axis=1))
+
+
+def _weighed(weights: Weights, f: Any, b: Any, once: Any) -> Any:
     """Batch first, then the shape of the arguments."""
     shape = (-1, *([1] * f.ndim))
     total = weights.steady.reshape(shape) * (f + b) + weights.ahead.reshape(shape) * f
-    total = total + weights.once.reshape(shape) * once
-    if weights.memory.any():
-        total = total + weights.memory.reshape(shape) * state
-        total = total + (weights.memory * weights.flight).reshape(shape) * act
-    return total
+    return total + weights.once.reshape(shape) * once
 
 
 class Priced:
@@ -191,10 +212,16 @@ class Priced:
         self.inner, self.first, self.last, self.alone = (np.full((n, batch, x.count), INF) for _ in range(4))
         row, component, begins = x.flat
         sync, once_ = row[:, PROMPT] + row[:, LATE], row[:, ONCE]
-        inside = _weighed(weights, row[:, F], row[:, B], once_ + sync, row[:, STATE], row[:, ACT])
-        ending = inside
-        if weights.memory.any():  # in its backward, the last component holds more
-            ending = inside + weights.memory[:, None] * (row[:, GRAD] + row[:, TRANS])
+        inside = _weighed(weights, row[:, F], row[:, B], once_ + sync)
+        ending, held = inside, weights.memory.any()
+        if held:
+            inside = inside + weights.memory[:, None] * row[:, STATE]
+            inside = inside + weights.activations[:, component] * row[:, ACT]
+            if weights.moments.any():
+                inside = inside + weights.gradients[:, component] * row[:, GRAD]
+                inside = inside + weights.transient[:, component] * row[:, TRANS]
+            # In its backward, the last component holds more.
+            ending = inside + weights.ending[:, None] * (row[:, GRAD] + row[:, TRANS])
         hidden = weights.hidden[:, component]
         once = weights.once[:, None] * x.saving * (weights.pivot[:, None] != component)
         behind = once * x.sc * hidden * sync
@@ -207,9 +234,14 @@ class Priced:
             into[where] = np.minimum.reduceat(cost, begins, axis=1).T
         with np.errstate(invalid="ignore"):
             found = []
-            for e, moving in ((x.edges, False), (x.inlets, False), (x.outlets, True)):
-                state = e[:, ESTATE] + e[:, ETRANS] if moving else e[:, ESTATE]
-                cost = _weighed(weights, e[:, EF], e[:, EB], e[:, EONCE], state, e[:, EACT])
+            for e, first, last in ((x.edges, 1, False), (x.inlets, 0, False), (x.outlets, 0, True)):
+                cost = _weighed(weights, e[:, EF], e[:, EB], e[:, EONCE])
+                if held:
+                    shape = (batch, len(e), *([1] * (e.ndim - 2)))
+                    moving = weights.transient[:, first:] + (weights.ending[:, None] if last else 0.0)
+                    cost = cost + weights.memory.reshape(-1, *([1] * (e.ndim - 1))) * e[:, ESTATE]
+                    cost = cost + weights.activations[:, first:].reshape(shape) * e[:, EACT]
+                    cost = cost + moving.reshape(shape) * e[:, ETRANS]
                 found.append(np.nan_to_num(cost, nan=INF, posinf=INF).swapaxes(0, 1))
         self.edges, self.inlets, self.outlets = found
 

@@ -33,12 +33,15 @@ class Completions:
     def __init__(self, numbers: Numbers, in_flight: int, tight: bool) -> None:
         n, m = numbers.n, numbers.m
         single: list[Objective] = [(1.0, 0.0, 1.0, 0.0, 1.0, h) for h in (1.0, 0.5, 0.0)] if m > 1 else []
-        rows = rows_of(n, m) + (priced_memory(numbers, in_flight) if tight else []) + single
+        dear, held = priced_memory(numbers, in_flight) if tight else ([], np.zeros((0, n)))
+        rows = [*rows_of(n, m), *dear, *single]
+        moments = np.zeros((len(rows), n))
+        moments[len(rows) - len(single) - len(dear) : len(rows) - len(single)] = held
         self.rows = np.array(rows)
         self.single = np.arange(len(rows)) >= len(rows) - len(single)
         self.rates = np.where(self.rows[:, 2] > 0, 1.0, np.where(self.rows[:, 0] > 0, 1 / m, 0.0))
         """What each objective may come to less, per ms that a plan is done earlier."""
-        weights = weights_of(rows, n)
+        weights = weights_of(rows, n, moments)
         self.hidden = weights.hidden
         priced = Priced(numbers, weights)
         self.behind = priced.completions()

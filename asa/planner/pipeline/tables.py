@@ -29,15 +29,17 @@ _ENTRIES = 6_000_000
 """Of arrays in one pass, about as many: tables for several numbers of microbatches in flight at once."""
 
 
-def weights_of(rows: Sequence[Objective], n: int) -> Weights:
-    """Of objectives; ``hidden`` beyond 1 is 2 + k for a pivot at component k."""
+def weights_of(rows: Sequence[Objective], n: int, moments: Any = None) -> Weights:
+    """Of objectives; ``hidden`` beyond 1 is 2 + k for a pivot at component k. ``moments``: a row each, none where
+    None."""
     a = np.array(rows, dtype=float)
     pivot = np.where(a[:, 5] > 1, a[:, 5] - 2, -1).astype(np.int64)
     behind = (np.arange(n)[None, :] >= pivot[:, None]).astype(float)
     hidden = np.where(pivot[:, None] >= 0, behind, a[:, 5:6])
     return Weights(
-        steady=a[:, 0], ahead=a[:, 1], once=a[:, 2], memory=a[:, 3], flight=a[:, 4], hidden=hidden, pivot=pivot
-    )
+        steady=a[:, 0], ahead=a[:, 1], once=a[:, 2], memory=a[:, 3], flight=a[:, 4], hidden=hidden, pivot=pivot,
+        moments=np.zeros((len(a), n)) if moments is None else moments,
+    )  # fmt: skip
 
 
 def pivots(n: int, count: int) -> list[float]:
@@ -76,14 +78,25 @@ def rates(numbers: Numbers, in_flight: int, most: int, *, whole: bool) -> list[f
     return [max(0.0, a / b) for a, b in zip(longer, saved, strict=True)]
 
 
-def priced_memory(numbers: Numbers, in_flight: int) -> list[Objective]:
-    """Objectives with prices of memory: first its amount alone, then for each price steady time, then all of a step."""
+def priced_memory(numbers: Numbers, in_flight: int) -> tuple[list[Objective], Any]:
+    """Objectives with prices of memory: first its amount alone, then for each price steady time, then all of a step;
+    held in the backward of a stage's last component, and, of one microbatch, of the chain's last but one, which decides
+    where the last is small. With their moments."""
     n, m, flight = numbers.n, numbers.m, float(in_flight)
-    rows: list[Objective] = [(0.0, 0.0, 0.0, 1.0, flight, 1.0)]
-    rows += [(1.0, 0.0, 0.0, p, flight, 1.0) for p in rates(numbers, in_flight, _STEADY, whole=False)]
+    rows: list[Objective] = [(1.0, 0.0, 0.0, p, flight, 1.0) for p in rates(numbers, in_flight, _STEADY, whole=False)]
     for p in rates(numbers, in_flight, _WHOLE, whole=True):
         rows += [(float(m), 0.0, 1.0, p, flight, h) for h in (1.0, *pivots(n, 2))]
-    return rows
+    again = rows if m == 1 and _ends_small(numbers) else []
+    moments = np.zeros((1 + len(rows) + len(again), n))
+    moments[1 + len(rows) :, n - 2] = 1.0
+    return [(0.0, 0.0, 0.0, 1.0, flight, 1.0), *rows, *again], moments
+
+
+def _ends_small(x: Numbers) -> bool:
+    """Whether the backward of the last component but one holds more than that of the last one, in the mean of their
+    configurations."""
+    held = [float((row[:, at.GRAD] + row[:, at.TRANS]).mean()) for row in x.rows[-2:]]
+    return held[0] > held[-1]
 
 
 def relaxed(numbers: Numbers) -> Table:
@@ -100,14 +113,16 @@ def limited(numbers: Numbers, table: Table, in_flight: Sequence[int]) -> list[Ta
     """The same with the memory limit, as far as prices of memory tell, for each of these numbers of microbatches in
     flight: no stage without memory, and others dearer."""
     x, found = numbers, list[Table]()
-    rows = [priced_memory(x, f) for f in in_flight]
+    priced = [priced_memory(x, f) for f in in_flight]
+    rows, moments = [p[0] for p in priced], [p[1] for p in priced]
     if not rows:
         return []
     each = max(len(r) for r in rows) * x.n * x.degrees * max((x.n + 1) * x.degrees, x.count**2)
     most = max(1, _ENTRIES // each)
     for begin in range(0, len(rows), most):
         some = rows[begin : begin + most]
-        values = Priced(x, weights_of([r for part in some for r in part], x.n)).intervals()
+        mu = np.concatenate(moments[begin : begin + most])
+        values = Priced(x, weights_of([r for part in some for r in part], x.n, mu)).intervals()
         for part in some:
             found.append(_dearer(x, table, part, values[: len(part)]))
             values = values[len(part) :]
