@@ -35,6 +35,8 @@ _MESSAGE_BYTES, _MESSAGE_S = MIB, 0.02
 _MESSAGES = 16
 """Messages take turns: one that a step has just made was not sent before."""
 _LEAST_ROUNDS, _MOST_ROUNDS = 5, 40
+_LEAST_TURNS, _MOST_TURNS = 5, 25
+"""Of a sharded chain, a whole one and the messages alone: short ones and many, since the machine's speed changes."""
 _UNITS = 6
 _SMALL, _LARGE = 64, 2048
 """Sides of the weights of a unit: next to nothing, and 16 MiB (less over slow links)."""
@@ -179,11 +181,13 @@ def _beside(side: int, device: torch.device, clock: Clock, group: dist.ProcessGr
         scatter()
 
     taken: list[float] = []
-    started = time.perf_counter()
-    while len(taken) < 3 or (len(taken) < 7 and agree(time.perf_counter() - started, group=group)[0] < slice_s):
-        whole = time_together(lambda: step(shards), clock, slice_s=slice_s / 20, group=group)
-        alone = time_together(lambda: step(plain), clock, slice_s=slice_s / 20, group=group)
-        messages = time_together(moves, clock, slice_s=slice_s / 20, group=group)
+    started, each = time.perf_counter(), slice_s / (3 * _MOST_TURNS)
+    while len(taken) < _LEAST_TURNS or (
+        len(taken) < _MOST_TURNS and agree(time.perf_counter() - started, group=group)[0] < slice_s
+    ):
+        whole = time_together(lambda: step(shards), clock, slice_s=each, group=group)
+        alone = time_together(lambda: step(plain), clock, slice_s=each, group=group)
+        messages = time_together(moves, clock, slice_s=each, group=group)
         taken.append((whole - alone) / _UNITS - messages)
     return median(taken)
 
