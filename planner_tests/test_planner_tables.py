@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import known_models
@@ -16,7 +17,7 @@ from asa.planner.pipeline.lattice import Numbers, Priced
 from asa.planner.pipeline.pipelines import stage_times
 from asa.planner.pipeline.points import Room
 from asa.planner.pipeline.stages import Explorer
-from asa.planner.pipeline.tables import limited, priced_memory, rates, relaxed, rough, weights_of
+from asa.planner.pipeline.tables import OWN_LAST, limited, priced_memory, rates, relaxed, rough, weights_of
 from asa.planner.space.candidate import Prices
 from asa.planner.space.space import Space, anything
 from asa.planner.stage import dp, exhaustive
@@ -84,8 +85,9 @@ def test_memory_may_be_priced_in_any_moments(m):
         x = Numbers(chain)
         shares = np.concatenate([np.eye(4), draw.dirichlet(np.ones(5), 8)[:, :4]])
         for flight, price in product((1, 2), (0.5, 5.0, 50.0)):
-            rows = [(1.0, 0.0, 0.0, price, float(flight), 1.0)] * len(shares)
-            found = Priced(x, weights_of(rows, 4, shares)).intervals() - price * x.capacity
+            rows = [(1.0, 0.0, 0.0, price, float(flight), 1.0, OWN_LAST)] * len(shares)
+            weights = replace(weights_of(rows, 4), moments=shares)
+            found = Priced(x, weights).intervals() - price * x.capacity
             for a, b in ((0, 1), (0, 2), (1, 3), (2, 4), (0, 4)):
                 true = truth(chain, a, b, flight)[0]
                 low = found[:, a, b].min(axis=(1, 2))
@@ -111,12 +113,12 @@ def test_a_last_layer_that_is_small_hides_no_memory():
     x, solver = Numbers(tight), Solver(tight.stage(n - 3, n))
     solver.hurry(INF, INF)
     solver.price()
-    rows, moments = priced_memory(x, 1)
-    values = Priced(x, weights_of(rows, n, moments)).intervals()[:, n - 3, n].min(axis=(1, 2))
+    rows = priced_memory(x, 1)
+    values = Priced(x, weights_of(rows, n)).intervals()[:, n - 3, n].min(axis=(1, 2))
     bounds = values - np.array([r[3] for r in rows]) * x.capacity
     whole = [k for k, r in enumerate(rows) if r[2] > 0]
-    ahead = max(float(bounds[k]) for k in whole if moments[k].any())
-    last = max(float(bounds[k]) for k in whole if not moments[k].any())
+    ahead = max(float(bounds[k]) for k in whole if rows[k][6] != OWN_LAST)
+    last = max(float(bounds[k]) for k in whole if rows[k][6] == OWN_LAST)
     assert last < ahead <= solver.value * (1 + 1e-9)
 
 

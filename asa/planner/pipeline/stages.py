@@ -18,7 +18,7 @@ import numpy as np
 from asa.planner.pipeline import lattice as at
 from asa.planner.pipeline.lattice import INF, Numbers, Priced
 from asa.planner.pipeline.points import Points, Room
-from asa.planner.pipeline.tables import Objective, priced_memory, rows_of, weights_of
+from asa.planner.pipeline.tables import OWN_LAST, Objective, priced_memory, rows_of, weights_of
 from asa.planner.pipeline.thinning import BKT, BWD, FWD, HELD, LAST, PEAK, SUM, C, Front, P, Thinning, V
 from asa.planner.stage.pareto import OutOfTimeError, efficient
 
@@ -32,16 +32,13 @@ class Completions:
 
     def __init__(self, numbers: Numbers, in_flight: int, tight: bool) -> None:
         n, m = numbers.n, numbers.m
-        single: list[Objective] = [(1.0, 0.0, 1.0, 0.0, 1.0, h) for h in (1.0, 0.5, 0.0)] if m > 1 else []
-        dear, held = priced_memory(numbers, in_flight) if tight else ([], np.zeros((0, n)))
-        rows = [*rows_of(n, m), *dear, *single]
-        moments = np.zeros((len(rows), n))
-        moments[len(rows) - len(single) - len(dear) : len(rows) - len(single)] = held
+        single: list[Objective] = [(1.0, 0.0, 1.0, 0.0, 1.0, h, OWN_LAST) for h in (1.0, 0.5, 0.0)] if m > 1 else []
+        rows = rows_of(n, m) + (priced_memory(numbers, in_flight) if tight else []) + single
         self.rows = np.array(rows)
         self.single = np.arange(len(rows)) >= len(rows) - len(single)
         self.rates = np.where(self.rows[:, 2] > 0, 1.0, np.where(self.rows[:, 0] > 0, 1 / m, 0.0))
         """What each objective may come to less, per ms that a plan is done earlier."""
-        weights = weights_of(rows, n, moments)
+        weights = weights_of(rows, n)
         self.hidden = weights.hidden
         priced = Priced(numbers, weights)
         self.behind = priced.completions()

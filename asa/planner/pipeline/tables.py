@@ -17,8 +17,10 @@ import numpy as np
 from asa.planner.pipeline import lattice as at
 from asa.planner.pipeline.lattice import INF, Numbers, Priced, Table, Weights
 
-Objective = tuple[float, float, float, float, float, float]
-"""Prices of steady time, of forward alone, of once-per-step time, of memory; microbatches in flight; ``hidden``."""
+Objective = tuple[float, float, float, float, float, float, float]
+"""Prices of steady time, of forward alone, of once-per-step time, of memory; microbatches in flight; ``hidden``; the
+component in whose backward memory is held (``OWN_LAST``: a stage's last one)."""
+OWN_LAST = -1.0
 
 _STEADY, _WHOLE = 5, 3
 """Prices of memory: for a microbatch's time, and for a step's."""
@@ -29,16 +31,15 @@ _ENTRIES = 6_000_000
 """Of arrays in one pass, about as many: tables for several numbers of microbatches in flight at once."""
 
 
-def weights_of(rows: Sequence[Objective], n: int, moments: Any = None) -> Weights:
-    """Of objectives; ``hidden`` beyond 1 is 2 + k for a pivot at component k. ``moments``: a row each, none where
-    None."""
+def weights_of(rows: Sequence[Objective], n: int) -> Weights:
+    """Of objectives; ``hidden`` beyond 1 is 2 + k for a pivot at component k."""
     a = np.array(rows, dtype=float)
     pivot = np.where(a[:, 5] > 1, a[:, 5] - 2, -1).astype(np.int64)
     behind = (np.arange(n)[None, :] >= pivot[:, None]).astype(float)
     hidden = np.where(pivot[:, None] >= 0, behind, a[:, 5:6])
     return Weights(
         steady=a[:, 0], ahead=a[:, 1], once=a[:, 2], memory=a[:, 3], flight=a[:, 4], hidden=hidden, pivot=pivot,
-        moments=np.zeros((len(a), n)) if moments is None else moments,
+        moments=(np.arange(n)[None, :] == a[:, 6:7]).astype(float),
     )  # fmt: skip
 
 
@@ -50,7 +51,7 @@ def pivots(n: int, count: int) -> list[float]:
 def rows_of(n: int, m: int) -> list[Objective]:
     """Objectives without memory: steady time, and all of a step from several sides."""
     once = [1.0, 0.5, 0.0, *pivots(n, 5)]
-    return [(1.0, 0.0, 0.0, 0.0, 1.0, 1.0)] + [(float(m), 0.0, 1.0, 0.0, 1.0, h) for h in once]
+    return [(1.0, 0.0, 0.0, 0.0, 1.0, 1.0, OWN_LAST)] + [(float(m), 0.0, 1.0, 0.0, 1.0, h, OWN_LAST) for h in once]
 
 
 def rates(numbers: Numbers, in_flight: int, most: int, *, whole: bool) -> list[float]:
@@ -78,18 +79,17 @@ def rates(numbers: Numbers, in_flight: int, most: int, *, whole: bool) -> list[f
     return [max(0.0, a / b) for a, b in zip(longer, saved, strict=True)]
 
 
-def priced_memory(numbers: Numbers, in_flight: int) -> tuple[list[Objective], Any]:
+def priced_memory(numbers: Numbers, in_flight: int) -> list[Objective]:
     """Objectives with prices of memory: first its amount alone, then for each price steady time, then all of a step;
     held in the backward of a stage's last component, and, of one microbatch, of the chain's last but one, which decides
-    where the last is small. With their moments."""
+    where the last is small."""
     n, m, flight = numbers.n, numbers.m, float(in_flight)
-    rows: list[Objective] = [(1.0, 0.0, 0.0, p, flight, 1.0) for p in rates(numbers, in_flight, _STEADY, whole=False)]
-    for p in rates(numbers, in_flight, _WHOLE, whole=True):
-        rows += [(float(m), 0.0, 1.0, p, flight, h) for h in (1.0, *pivots(n, 2))]
-    again = rows if m == 1 and _ends_small(numbers) else []
-    moments = np.zeros((1 + len(rows) + len(again), n))
-    moments[1 + len(rows) :, n - 2] = 1.0
-    return [(0.0, 0.0, 0.0, 1.0, flight, 1.0), *rows, *again], moments
+    steady, whole = rates(numbers, in_flight, _STEADY, whole=False), rates(numbers, in_flight, _WHOLE, whole=True)
+    rows: list[Objective] = [(0.0, 0.0, 0.0, 1.0, flight, 1.0, OWN_LAST)]
+    for moment in (OWN_LAST, n - 2.0) if m == 1 and _ends_small(numbers) else (OWN_LAST,):
+        rows += [(1.0, 0.0, 0.0, p, flight, 1.0, moment) for p in steady]
+        rows += [(float(m), 0.0, 1.0, p, flight, h, moment) for p in whole for h in (1.0, *pivots(n, 2))]
+    return rows
 
 
 def _ends_small(x: Numbers) -> bool:
@@ -102,9 +102,9 @@ def _ends_small(x: Numbers) -> bool:
 def relaxed(numbers: Numbers) -> Table:
     """Without the memory limit."""
     n, m = numbers.n, numbers.m
-    rows = [(0.0, 1.0, 0.0, 0.0, 1.0, 1.0), *rows_of(n, m)]
+    rows = [(0.0, 1.0, 0.0, 0.0, 1.0, 1.0, OWN_LAST), *rows_of(n, m)]
     k = len(rows)
-    rows += [(1.0, 0.0, 1.0, 0.0, 1.0, r[5]) for r in rows[2:]]
+    rows += [(1.0, 0.0, 1.0, 0.0, 1.0, r[5], OWN_LAST) for r in rows[2:]]
     found = Priced(numbers, weights_of(rows, n)).intervals()
     return Table(steady=found[1], forward=found[0], whole=found[2:k].max(axis=0), single=found[k:].max(axis=0))
 
@@ -113,16 +113,14 @@ def limited(numbers: Numbers, table: Table, in_flight: Sequence[int]) -> list[Ta
     """The same with the memory limit, as far as prices of memory tell, for each of these numbers of microbatches in
     flight: no stage without memory, and others dearer."""
     x, found = numbers, list[Table]()
-    priced = [priced_memory(x, f) for f in in_flight]
-    rows, moments = [p[0] for p in priced], [p[1] for p in priced]
+    rows = [priced_memory(x, f) for f in in_flight]
     if not rows:
         return []
     each = max(len(r) for r in rows) * x.n * x.degrees * max((x.n + 1) * x.degrees, x.count**2)
     most = max(1, _ENTRIES // each)
     for begin in range(0, len(rows), most):
         some = rows[begin : begin + most]
-        mu = np.concatenate(moments[begin : begin + most])
-        values = Priced(x, weights_of([r for part in some for r in part], x.n, mu)).intervals()
+        values = Priced(x, weights_of([r for part in some for r in part], x.n)).intervals()
         for part in some:
             found.append(_dearer(x, table, part, values[: len(part)]))
             values = values[len(part) :]
