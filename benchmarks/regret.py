@@ -1,7 +1,7 @@
 """What the planner's choice costs against everything else it could have chosen, measured.
 
     python benchmarks/regret.py [--budget 10m] [--models A,B] [--batches 32,16,64] [--ranks 2] [--folder DIR]
-                                [--random 50] [--changes 999] [--verify 4] [--megabits 1000]
+                                [--random 50] [--changes 999] [--verify 4] [--megabits 1000] [--input 3x224x224]
 
 A cell is one model, batch and number of ranks. In it every whole strategy and hybrid, random feasible plans and every
 change of one component of the answer are run: first all of them for a few turns, in groups that fit into memory, each
@@ -122,6 +122,7 @@ class Bench:
     verify: int
     seed: int
     megabits: float | None
+    shape: tuple[int, int, int] | None
     console: Console
 
     def cluster(self, ranks: int) -> Cluster:
@@ -141,7 +142,7 @@ class Bench:
         if not fresh(path):
             say(f"profiling {model}")
             made = profile_model(
-                model, input_shape=MODELS.get(model, OTHERS), num_classes=CLASSES, global_batch=largest, device="cpu",
+                model, input_shape=self.shape or MODELS.get(model, OTHERS), num_classes=CLASSES, global_batch=largest, device="cpu",
                 time_limit_s=PROFILE_S, max_tensor_degree=4,
             )  # fmt: skip
             codec.save(made, path)
@@ -322,6 +323,7 @@ def main() -> None:
     parser.add_argument("--cell-budget", default=None, help="of one cell (default: the budget over those missing)")
     parser.add_argument("--folder", type=Path, default=Path("runs/regret"))
     parser.add_argument("-o", "--output", type=Path)
+    parser.add_argument("--input", type=options.shape, help="CxHxW of every model; each one's own where left out")
     parser.add_argument("--megabits", type=float, help="of a rank's link; shared memory where it is left out")
     args = parser.parse_args()
     start_program_again()  # with the heap that `asa train` has
@@ -334,7 +336,7 @@ def main() -> None:
     models, batches = args.models.split(","), [int(b) for b in args.batches.split(",")]
     run = Bench(
         folder=args.folder, random=args.random, changes=args.changes, verify=args.verify, seed=args.seed,
-        megabits=args.megabits, console=Console(as_json=True),
+        megabits=args.megabits, shape=args.input, console=Console(as_json=True),
     )  # fmt: skip
     grid = [(m, b, r) for r in map(int, args.ranks.split(",")) for b in batches for m in models]
     paths = {x: args.folder / "cells" / f"{x[0].replace(':', '-')}.{x[1]}.{x[2]}.json" for x in grid}

@@ -134,10 +134,26 @@ def test_sharded_tensors_are_handed_to_the_update_one_by_one(cluster):
     assert halves[1] == pytest.approx(halves[0] / 2)
 
 
-def test_clusters_measured_before_there_was_a_time_per_tensor_have_none():
-    assert build(Sharding, {"unit_s": 1e-3, "byte_s": 1e-9}, source="test").tensor_s == 0.0
-    with pytest.raises(InvalidInputError, match="sharding"):
-        Sharding(unit_s=1e-3, byte_s=1e-9, tensor_s=-1.0)
+def test_units_of_many_tensors_cost_more_to_gather_and_scatter(cluster):
+    on_cpu = replace(cluster, waiting=None, device=replace(cluster.device, type="cpu"))
+    quiet = replace(on_cpu, sharding=Sharding(unit_s=1e-3, byte_s=0.0))
+    costly = replace(quiet, sharding=Sharding(unit_s=1e-3, byte_s=0.0, moved_tensor_s=1e-4))
+    sharded, whole = DataDegree(strategy="zero3", degree=2), TensorDegree(strategy="none", degree=1)
+    a, b = _component(quiet, sharded, whole), _component(costly, sharded, whole)
+    more = 1e-4 * chain_profile().graph.components[1].num_parameter_tensors
+    assert more > 0
+    assert b.forward_communication_s - a.forward_communication_s == pytest.approx(more)
+    assert b.backward_communication_s - a.backward_communication_s == pytest.approx(more)
+    assert b.bucket_s - a.bucket_s == pytest.approx(more)
+    assert b.update_s == a.update_s
+
+
+def test_clusters_measured_before_there_were_times_per_tensor_have_none():
+    old = build(Sharding, {"unit_s": 1e-3, "byte_s": 1e-9}, source="test")
+    assert (old.tensor_s, old.moved_tensor_s) == (0.0, 0.0)
+    for name in ("tensor_s", "moved_tensor_s"):
+        with pytest.raises(InvalidInputError, match="sharding"):
+            replace(old, **{name: -1.0})
 
 
 def test_longer_stretches_grow_no_more_than_shorter_ones():

@@ -39,7 +39,7 @@ def vit() -> Profile:
 
 def noisy() -> Cluster:
     """CPUs whose ranks wait for each other, and on which stock sharding costs something."""
-    costs = Sharding(unit_s=1e-3, byte_s=1e-9, tensor_s=1e-4)
+    costs = Sharding(unit_s=1e-3, byte_s=1e-9, tensor_s=1e-4, moved_tensor_s=2e-5)
     return replace(nouns.cluster(4), waiting=WAITING, sharding=costs)
 
 

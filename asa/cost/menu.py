@@ -97,7 +97,8 @@ class Menu:
         self._prompt, self._late = spread([k.prompt for k in distinct]), spread([k.late for k in distinct])
         self._update_moved = spread([k.update_moved for k in distinct])
         self._shared, self._scattered = spread([k.shared for k in distinct]), spread([k.scattered for k in distinct])
-        self._copied, self._handled = spread([k.copied for k in distinct]), spread([k.handled for k in distinct])
+        self._copied = spread([k.copied for k in distinct])
+        self._handled = {p: spread([k.handled[p] for k in distinct]) for p in _PHASES}
         self._blocking = spread([k.blocking for k in distinct]) > 0
         self._moving = spread([k.blocking or k.repeated for k in distinct]) > 0
         present = [[c for c in k.moved if c.ranks > 1 and c.bytes > 0] for k in distinct]
@@ -106,7 +107,6 @@ class Menu:
         self._moved = {
             p: spread([sum(taken(c) for c in x if c.phase == p) for x in present]) for p in _PHASES[:2]
         }  # fmt: skip
-        self._touched = {p: spread([self._states.handled(k.moved, p) for k in distinct]) for p in _PHASES[:2]}
         idle = Launches(0.0, 0.0, 0.0, 0.0)
         self._launches: Any = None
         if any(k.launches for k in distinct):
@@ -175,13 +175,13 @@ class Menu:
             stretch = compute / np.where(number > 0, number, 1.0)
             waited = compute * (waitings(pricer.cluster, pricer.width, stretch) - 1)
             taken = inside[phase] + np.where(moving, self._moved[phase][which], 0.0)
-            return np.where(number > 0, taken + waited, 0.0) + np.where(moving, self._touched[phase][which], 0.0)
+            return np.where(number > 0, taken + waited, 0.0) + np.where(moving, self._handled[phase][which], 0.0)
 
         ahead, back = met("forward", forward, "update"), met("backward", backward, "gradient")
         back = back + np.where(again, inside["forward"], 0.0)
         added = adding(self._update[which] * pricer.slow_memory / pricer.shards.slowest, pricer.optimizer, m)
         backward = backward + np.where(again, forward, 0.0) + added
-        copying = self._copied[which] * pricer.slow / pricer.shards.slowest + self._handled[which]
+        copying = self._copied[which] * pricer.slow / pricer.shards.slowest + self._handled["gradient"][which]
         met_s = (
             self._shared[which] * inside["forward"],
             self._shared[which] * (inside["backward"] + np.where(again, inside["forward"], 0.0)),

@@ -309,9 +309,9 @@ class Pricer:
                 )
                 ahead = self._met(traffic, "forward", way, work.forward_s * slow, once[0])
                 back = self._met(traffic, "backward", way, work.backward_s * slow, once[1])
-                ahead += self.states.handled(kept.moved, "forward")
-                back += self.states.handled(kept.moved, "backward")
-            copying = kept.copied * self.slow / self.shards.slowest + kept.handled
+                ahead += kept.handled["forward"]
+                back += kept.handled["backward"]
+            copying = kept.copied * self.slow / self.shards.slowest + kept.handled["gradient"]
             self._spreads[key] = Spread(
                 kept.page, kept.held, ahead, back, kept.update_moved, kept.prompt, kept.late, copying
             )

@@ -5,7 +5,7 @@ Components that are alike in all but their names, such as repeated blocks, are p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from asa.cost.boundary.crossings import Crossings
@@ -37,10 +37,10 @@ _PHASES: tuple[Phase, ...] = ("forward", "backward", "update", "gradient")
 class Kept:
     """A component under a data strategy. ``moved``: all its traffic; ``repeated``: whether some is in every microbatch;
     ``blocking``: whether backward waits for all of it. Seconds once per step as in
-    :class:`asa.cost.step.ComponentCost`; ``copied`` is compute on a rank as fast as the profile's device, ``handled``
-    on any. ``launches``: what the host does meanwhile, where the device works apart from it. ``shared``: the part of
-    ``moved``, in seconds, that takes the links of the component's own collectives, and could hide; ``scattered``: of
-    ``prompt``, by whom gathers its weights, too."""
+    :class:`asa.cost.step.ComponentCost`; ``copied`` is compute on a rank as fast as the profile's device, ``handled``,
+    of every phase, on any. ``launches``: what the host does meanwhile, where the device works apart from it.
+    ``shared``: the part of ``moved``, in seconds, that takes the links of the component's own collectives, and could
+    hide; ``scattered``: of ``prompt``, by whom gathers its weights, too."""
 
     page: DataStrategy
     held: Memory
@@ -51,7 +51,7 @@ class Kept:
     prompt: float
     late: float
     copied: float
-    handled: float
+    handled: Mapping[Phase, float]
     launches: Launches | None
     shared: float
     scattered: float
@@ -157,7 +157,9 @@ class States:
         # Stock sharding has no stream to scatter on where ranks are CPUs: backward waits for it. Weights that are
         # gathered once a step are awaited in forward.
         blocking = self._cluster.device.type == "cpu" and not held.buckets
-        update_moved = sum(self.links.seconds(c) for c in moved if c.phase == "update") + self.handled(moved, "update")
+        tensors = share.num_parameter_tensors
+        handled = {phase: self._handled(moved, phase, tensors) for phase in _PHASES}
+        update_moved = sum(self.links.seconds(c) for c in moved if c.phase == "update") + handled["update"]
         gradients = [c for c in moved if c.phase == "gradient"]
         prompt, late, copied, scattered = self._sync(index, share, gradients, bucketed=held.buckets > 0)
         if blocking:
@@ -170,8 +172,8 @@ class States:
             prompt=prompt,
             late=late,
             copied=copied,
-            handled=self.handled(moved, "gradient"),
-            launches=self._launches(moved),
+            handled=handled,
+            launches=self._launches(moved, tensors),
             shared=self._shared(moved, layout),
             scattered=scattered,
         )  # fmt: skip
@@ -214,33 +216,35 @@ class States:
             self._between[key] = Crossings([self.crossing(ends, x, whole(x)) for x in layouts])
         return self._between[key]
 
-    def handled(self, traffic: Iterable[Collective], phase: Phase) -> float:
-        """Seconds of a rank, beside the links', on what stock sharding gathers and scatters; where they were not
-        measured, those of its copies in the device's memory. Without what the host of a device apart does meanwhile."""
+    def _handled(self, traffic: Iterable[Collective], phase: Phase, tensors: int) -> float:
+        """Seconds of a rank, beside the links', on what stock sharding gathers and scatters of so many tensors; where
+        they were not measured, those of its copies in the device's memory. Without what the host of a device apart does
+        meanwhile."""
         costs, device = self._cluster.sharding, self._cluster.device
         if costs is None:
             if not self.apart or device.memory_bandwidth <= 0:
                 return 0.0
             costs = Sharding(unit_s=0.0, byte_s=constant("fsdp_copy_passes") / device.memory_bandwidth)
-        unit_s = 0.0 if self.apart else costs.unit_s
+        unit_s = 0.0 if self.apart else self._unit_s(tensors)
         return sum(unit_s + costs.byte_s * c.bytes for c in _sharding(traffic, phase))
 
-    def _launches(self, traffic: Sequence[Collective]) -> Launches | None:
+    def _launches(self, traffic: Sequence[Collective], tensors: int) -> Launches | None:
         """What the host of a device apart does for gathers and scatters; None for nothing."""
         numbers = [len(_sharding(traffic, phase)) for phase in _PHASES] if self.apart else []
-        return Launches(*(self._unit_s * n for n in numbers)) if any(numbers) else None
+        return Launches(*(self._unit_s(tensors) * n for n in numbers)) if any(numbers) else None
 
-    @property
-    def _unit_s(self) -> float:
+    def _unit_s(self, tensors: int) -> float:
+        """Seconds of the host on a gather, or a scatter, of a unit of so many tensors, whatever their bytes."""
         costs = self._cluster.sharding
-        return costs.unit_s if costs is not None else constant("fsdp_launch_s")
+        return constant("fsdp_launch_s") if costs is None else costs.unit_s + costs.moved_tensor_s * tensors
 
     def most_launched(self, index: int, layout: Layout) -> tuple[float, float]:
         """Seconds of the host, in a forward and in a backward, that component ``index`` in a layout takes at most for
         its own communication, whatever way it is run."""
         key = (self.like[index], layout.data > 1, layout.tensor)
         if key not in self._most:
-            component, units = self._graph.components[index], MOST_UNITS * self._unit_s if layout.data > 1 else 0.0
+            component = self._graph.components[index]
+            units = MOST_UNITS * self._unit_s(component.num_parameter_tensors) if layout.data > 1 else 0.0
             pages = [p for p in self._strategies.tensor.values() if not p.refusal(component, layout.tensor)]
             inner = [p.traffic(component, layout.tensor, 1) for p in pages] if layout.tensor > 1 else []
             ahead = max((launched(x, "forward") for x in inner), default=0)

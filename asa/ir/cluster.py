@@ -120,15 +120,16 @@ class Waiting:
 @noun
 class Sharding:
     """What stock ``fully_shard`` costs a rank beside its collectives: seconds per unit that is gathered or scattered,
-    and per byte of the whole message (copies in and out of it); ``tensor_s`` per tensor in an optimizer step, which
-    is handed the parts that a rank holds."""
+    per tensor in it (``moved_tensor_s``), and per byte of the whole message (copies in and out of it); ``tensor_s``
+    per tensor in an optimizer step, which is handed the parts that a rank holds."""
 
     unit_s: float
     byte_s: float
     tensor_s: float = later(0.0)
+    moved_tensor_s: float = later(0.0)
 
     def __post_init__(self) -> None:
-        seconds = (self.unit_s, self.byte_s, self.tensor_s)
+        seconds = (self.unit_s, self.byte_s, self.tensor_s, self.moved_tensor_s)
         if not min(seconds) >= 0:
             raise InvalidInputError("seconds of sharding are at least 0", where="$.sharding")
         if max(seconds) > MOST_SECONDS:

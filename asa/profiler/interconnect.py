@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Literal
@@ -185,9 +185,7 @@ def _on_rank(rank: int, task: _Task) -> _Found:
         reference.read()
         tables = tuple(_at_speed(t, reference.factor(*s)) for t, s in zip(tables, spans, strict=True))
         factor = reference.factor(begun, ended)
-        sharding = Sharding(
-            unit_s=factor * sharding.unit_s, byte_s=factor * sharding.byte_s, tensor_s=factor * sharding.tensor_s
-        )
+        sharding = Sharding(**{f.name: factor * getattr(sharding, f.name) for f in fields(Sharding)})
     record = device_record(device)
     found = Device(
         name=record.name,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 from statistics import median
 
@@ -37,7 +37,8 @@ _MESSAGES = 16
 _LEAST_ROUNDS, _MOST_ROUNDS = 5, 40
 _LEAST_TURNS, _MOST_TURNS = 5, 25
 """Of a sharded chain, a whole one and the messages alone: short ones and many, since the machine's speed changes."""
-_UNITS = 6
+_UNITS, _MANY = 6, 12
+"""Units of a chain, and the tensors of each where many are looked at."""
 _SMALL, _LARGE = 64, 2048
 """Sides of the weights of a unit: next to nothing, and 16 MiB (less over slow links)."""
 
@@ -120,17 +121,20 @@ def measure_sharding(device: torch.device, clock: Clock, group: dist.ProcessGrou
     """What ``fully_shard`` adds to a step beside its collectives; called by all ranks of ``group``.
 
     A chain of linear layers, each a unit, is trained whole and sharded. The difference, less what the collectives take
-    by themselves, is what gathering and scattering cost the ranks: per unit (seen on tiny weights) and per byte moved
-    (on large ones). Two gathers and one scatter of each unit a step, as ZeRO-3 does it.
+    by themselves, is what gathering and scattering cost the ranks: per unit and per tensor (seen on tiny weights, one
+    and many in a unit) and per byte moved (on large ones). Two gathers and one scatter of each unit a step, as ZeRO-3
+    does it.
     """
     side = math.isqrt(message_within(4 * _LARGE**2, group, device, clock) // 4)
-    small = _beside(_SMALL, device, clock, group, slice_s=0.45 * slice_s)
-    large = _beside(side, device, clock, group, slice_s=0.45 * slice_s)
+    one, many = _beside(_SMALL, (1, _MANY), device, clock, group, slice_s=0.55 * slice_s)
+    (large,) = _beside(side, (1,), device, clock, group, slice_s=0.35 * slice_s)
     moved = 3 * 4 * (side**2 - _SMALL**2)
+    tensor_s = max(0.0, many - one) / (_MANY - 1) / 3
     return Sharding(
-        unit_s=max(0.0, small / 3),
-        byte_s=max(0.0, (large - small) / moved),
+        unit_s=max(0.0, one / 3 - tensor_s),
+        byte_s=max(0.0, (large - one) / moved),
         tensor_s=_update(device, clock, group, slice_s=0.1 * slice_s),
+        moved_tensor_s=tensor_s,
     )
 
 
@@ -159,38 +163,53 @@ def _shard(chain: nn.Sequential, mesh: DeviceMesh) -> None:
     fully_shard(chain, mesh=mesh)
 
 
-def _beside(side: int, device: torch.device, clock: Clock, group: dist.ProcessGroup, *, slice_s: float) -> float:
-    """Seconds per unit and step that sharding adds, less the time of its collectives."""
+def _beside(
+    side: int, tensors: Sequence[int], device: torch.device, clock: Clock, group: dist.ProcessGroup, *, slice_s: float
+) -> tuple[float, ...]:  # fmt: skip
+    """Seconds per unit and step that sharding adds, less the time of its collectives, of units of so many tensors."""
     torch.manual_seed(0)
-    plain = _chain(side, device)
-    shards = _chain(side, device)
-    _shard(shards, DeviceMesh.from_group(group, device.type))
+    mesh = DeviceMesh.from_group(group, device.type)
     x = torch.randn(4, side, device=device)
 
-    def step(model: nn.Sequential) -> None:
-        model(x).sum().backward()
-        for p in model.parameters():
-            p.grad = None
+    def training(model: nn.Sequential) -> Callable[[], None]:
+        def step() -> None:
+            model(x).sum().backward()
+            for p in model.parameters():
+                p.grad = None
 
-    words = max(1, side * side // dist.get_world_size(group))
-    gather, scatter = (operation(op, words, group, device) for op in ("all_gather", "reduce_scatter"))
+        return step
 
-    def moves() -> None:
-        gather()
-        gather()
-        scatter()
+    def moving(words: int) -> Callable[[], None]:
+        gather, scatter = (operation(op, words, group, device) for op in ("all_gather", "reduce_scatter"))
 
-    taken: list[float] = []
-    started, each = time.perf_counter(), slice_s / (3 * _MOST_TURNS)
+        def moves() -> None:
+            gather()
+            gather()
+            scatter()
+
+        return moves
+
+    def trio(count: int) -> tuple[Callable[[], None], ...]:
+        plain, shards = _chain(side, device, count), _chain(side, device, count)
+        _shard(shards, mesh)
+        return training(shards), training(plain), moving(max(1, count * side * side // dist.get_world_size(group)))
+
+    trios = [trio(count) for count in tensors]
+    taken: list[tuple[float, ...]] = []
+    started, each = time.perf_counter(), slice_s / (3 * len(trios) * _MOST_TURNS)
     while len(taken) < _LEAST_TURNS or (
         len(taken) < _MOST_TURNS and agree(time.perf_counter() - started, group=group)[0] < slice_s
     ):
-        whole = time_together(lambda: step(shards), clock, slice_s=each, group=group)
-        alone = time_together(lambda: step(plain), clock, slice_s=each, group=group)
-        messages = time_together(moves, clock, slice_s=each, group=group)
-        taken.append((whole - alone) / _UNITS - messages)
-    return median(taken)
+        turn = [[time_together(run, clock, slice_s=each, group=group) for run in runs] for runs in trios]
+        taken.append(tuple((whole - alone) / _UNITS - messages for whole, alone, messages in turn))
+    return tuple(map(median, zip(*taken, strict=True)))
 
 
-def _chain(side: int, device: torch.device) -> nn.Sequential:
-    return nn.Sequential(*(nn.Linear(side, side, bias=False) for _ in range(_UNITS))).to(device)
+def _chain(side: int, device: torch.device, tensors: int = 1) -> nn.Sequential:
+    """Units of so many linear layers."""
+
+    def unit() -> nn.Module:
+        layers = [nn.Linear(side, side, bias=False) for _ in range(tensors)]
+        return layers[0] if tensors == 1 else nn.Sequential(*layers)
+
+    return nn.Sequential(*(unit() for _ in range(_UNITS))).to(device)
