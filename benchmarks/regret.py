@@ -86,7 +86,7 @@ SHARES = {"verify": 0.2, "screen": 0.5, "final": 0.3}
 LEAST_ROUNDS = 2
 ENOUGH_ROUNDS = 3
 HOPELESS = 5.0
-"""Plain data parallelism is left to its prediction where that is so many times the answer's."""
+"""Whole strategies are left to their predictions where these are so many times the answer's."""
 NOISE = 0.02
 """Gains over plain data parallelism below it are none."""
 SCREENED, FINAL = 4, 8
@@ -141,8 +141,9 @@ class Bench:
         path = self.folder / "profiles" / f"{model.replace(':', '-')}.cpu.fp32.json"
         if not fresh(path):
             say(f"profiling {model}")
+            shape = self.shape or MODELS.get(model, OTHERS)
             made = profile_model(
-                model, input_shape=self.shape or MODELS.get(model, OTHERS), num_classes=CLASSES, global_batch=largest, device="cpu",
+                model, input_shape=shape, num_classes=CLASSES, global_batch=largest, device="cpu",
                 time_limit_s=PROFILE_S, max_tensor_degree=4,
             )  # fmt: skip
             codec.save(made, path)
@@ -154,15 +155,18 @@ class Bench:
         profile, cluster = self.profile(model, largest), self.cluster(ranks)
         request = Request(gpus=ranks, global_batch=batch, time_limit_s=4.0)
         menu = Menu(profile, cluster, offered(), request)
-        verified = verification.verify(
-            profile, cluster, request, self.verify, SHARES["verify"] * budget_s, self.console
-        )[0]  # fmt: skip
-        verified = replace(verified, strategy="verified")
+        verified = menu.answer
+        if self.verify:
+            budget = SHARES["verify"] * budget_s
+            verified = verification.verify(profile, cluster, request, self.verify, budget, self.console)[0]
+            verified = replace(verified, strategy="verified")
         changes, drawn = menu.changes(), menu.random(self.random, self.seed)
         every = len(changes)
         random.Random(self.seed).shuffle(changes)
         static, others = (
-            sorted(plans, key=lambda p: p.prediction.step_time_s)  # there may be no time for all of them
+            sorted(  # there may be no time for all of them
+                (p for p in plans if not hopeless(p, menu.answer)), key=lambda p: p.prediction.step_time_s
+            )
             for plans in (menu.static(), [*changes[: self.changes], *drawn])
         )
         pool = distinct([menu.answer, *static, verified, *others])
@@ -180,7 +184,7 @@ class Bench:
             "confidence": codec.to_data(menu.answer.confidence),
             "gap": menu.answer.certificate.gap,
             "predicted_s": {r.name: r.step_time_s for r in menu.answer.baselines},
-            "verified": codec.to_data(verified.measured),
+            "verified": codec.to_data(verified.measured) if self.verify else None,
             **final,
             "screened": [
                 {"plan": p.strategy, "runs": summary(p.components), "predicted_s": p.prediction.step_time_s,
@@ -245,14 +249,14 @@ class Bench:
             key=lambda p: screened[p.conduct],
         )  # fmt: skip
         ddp = by_name.get("ddp")
-        if ddp and ddp.prediction.step_time_s > HOPELESS * menu.answer.prediction.step_time_s:
+        if ddp and hopeless(ddp, menu.answer):
             ddp = None
         chosen = distinct([menu.answer, *([ddp] if ddp else []), *hybrids[:1], verified, *order[:FINALISTS]])
         chosen = [menu.answer, *self.together(chosen[1:], menu.answer, FINAL)]
         cells = self.run(profile, chosen, Turns(count=len(chosen), least=6, most=60), budget_s)
         times = {p.conduct: cell for p, cell in zip(chosen, cells, strict=True)}
         best = min(cells, key=lambda c: median(c.steps[::2]))
-        mine, sure = times[menu.answer.conduct], times.get(verified.conduct)
+        mine, sure = times[menu.answer.conduct], times.get(verified.conduct) if self.verify else None
         stock = times.get(ddp.conduct) if ddp else None
         hybrid = times.get(hybrids[0].conduct) if hybrids else None
         first_turns = screened[menu.answer.conduct] / screened[hybrids[0].conduct] if hybrids else None
@@ -291,6 +295,11 @@ def _share(mine: Cell | None, stock: Cell | None, best: Cell) -> float | None:
     return 1 - _over(mine, best) / _over(stock, best)
 
 
+def hopeless(one: Plan, answer: Plan) -> bool:
+    """Whether it is foreseen to be so slow beside the answer that it is not worth a turn."""
+    return one.prediction.step_time_s > HOPELESS * answer.prediction.step_time_s
+
+
 def fresh(path: Path) -> bool:
     """Whether the file is there and young enough."""
     return path.is_file() and time.time() - path.stat().st_mtime < FRESH_S
@@ -317,7 +326,7 @@ def main() -> None:
     parser.add_argument("--ranks", default="2")
     parser.add_argument("--random", type=int, default=50, help="random plans")
     parser.add_argument("--changes", type=int, default=999, help="changes of one component, at most")
-    parser.add_argument("--verify", type=int, default=4, help="finalists of the verified answer")
+    parser.add_argument("--verify", type=int, default=4, help="finalists of the verified answer; 0: none")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--budget", default="10m", help="for the cells that are missing, in turn")
     parser.add_argument("--cell-budget", default=None, help="of one cell (default: the budget over those missing)")
