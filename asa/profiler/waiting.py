@@ -37,7 +37,7 @@ _MESSAGES = 16
 _LEAST_ROUNDS, _MOST_ROUNDS = 5, 40
 _LEAST_TURNS, _MOST_TURNS = 5, 25
 """Of a sharded chain, a whole one and the messages alone: short ones and many, since the machine's speed changes."""
-_UNITS, _MANY = 6, 12
+_UNITS, _MANY = 6, 32
 """Units of a chain, and the tensors of each where many are looked at."""
 _SMALL, _LARGE = 64, 2048
 """Sides of the weights of a unit: next to nothing, and 16 MiB (less over slow links)."""
@@ -126,10 +126,11 @@ def measure_sharding(device: torch.device, clock: Clock, group: dist.ProcessGrou
     does it.
     """
     side = math.isqrt(message_within(4 * _LARGE**2, group, device, clock) // 4)
-    one, many = _beside(_SMALL, (1, _MANY), device, clock, group, slice_s=0.55 * slice_s)
-    (large,) = _beside(side, (1,), device, clock, group, slice_s=0.35 * slice_s)
+    small = _beside(_SMALL, (1, _MANY), device, clock, group, slice_s=0.55 * slice_s)
+    one, more = median(x for x, _ in small), median(y - x for x, y in small)
+    large = median(x for (x,) in _beside(side, (1,), device, clock, group, slice_s=0.35 * slice_s))
     moved = 3 * 4 * (side**2 - _SMALL**2)
-    tensor_s = max(0.0, many - one) / (_MANY - 1) / 3
+    tensor_s = max(0.0, more) / (_MANY - 1) / 3
     return Sharding(
         unit_s=max(0.0, one / 3 - tensor_s),
         byte_s=max(0.0, (large - one) / moved),
@@ -165,8 +166,9 @@ def _shard(chain: nn.Sequential, mesh: DeviceMesh) -> None:
 
 def _beside(
     side: int, tensors: Sequence[int], device: torch.device, clock: Clock, group: dist.ProcessGroup, *, slice_s: float
-) -> tuple[float, ...]:  # fmt: skip
-    """Seconds per unit and step that sharding adds, less the time of its collectives, of units of so many tensors."""
+) -> list[tuple[float, ...]]:  # fmt: skip
+    """Seconds per unit and step that sharding adds, less the time of its collectives, of units of so many tensors: in
+    every turn."""
     torch.manual_seed(0)
     mesh = DeviceMesh.from_group(group, device.type)
     x = torch.randn(4, side, device=device)
@@ -202,7 +204,7 @@ def _beside(
     ):
         turn = [[time_together(run, clock, slice_s=each, group=group) for run in runs] for runs in trios]
         taken.append(tuple((whole - alone) / _UNITS - messages for whole, alone, messages in turn))
-    return tuple(map(median, zip(*taken, strict=True)))
+    return taken
 
 
 def _chain(side: int, device: torch.device, tensors: int = 1) -> nn.Sequential:
