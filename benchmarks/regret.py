@@ -6,7 +6,7 @@
 A cell is one model, batch and number of ranks. In it every whole strategy and hybrid, random feasible plans and every
 change of one component of the answer are run: first all of them for a few turns, in groups that fit into memory, each
 group beside the answer (those that are foreseen to be fastest first: what there is no time for is what is foreseen to
-be slowest); then the fastest of those, the answer, plain data parallelism, the best whole strategy and the verified
+be slowest, and none foreseen at five times the answer is run); then the fastest of those, the answer, plain data parallelism, the best whole strategy and the verified
 answer (``asa plan --verify``) against each other, as far as memory goes (a hybrid that it does not hold there is judged
 by the first turns, and has no ``hybrid_s``). Which plan is the best is decided on the odd rounds of that and how much
 faster it is on the even ones, so that the luck of the fastest of many is not counted as speed.
@@ -86,7 +86,7 @@ SHARES = {"verify": 0.2, "screen": 0.5, "final": 0.3}
 LEAST_ROUNDS = 2
 ENOUGH_ROUNDS = 3
 HOPELESS = 5.0
-"""Whole strategies are left to their predictions where these are so many times the answer's."""
+"""Plans are left to their predictions where these are so many times the answer's."""
 NOISE = 0.02
 """Gains over plain data parallelism below it are none."""
 SCREENED, FINAL = 4, 8
