@@ -6,7 +6,8 @@
 A cell is one model, batch and number of ranks. In it every whole strategy and hybrid, random feasible plans and every
 change of one component of the answer are run: first all of them for a few turns, in groups that fit into memory, each
 group beside the answer (those that are foreseen to be fastest first: what there is no time for is what is foreseen to
-be slowest, and none foreseen at five times the answer is run); then the fastest of those, the answer, plain data parallelism, the best whole strategy and the verified
+be slowest, and none foreseen at five times the answer is run); then the fastest of those,
+the answer, plain data parallelism, the best whole strategy and the verified
 answer (``asa plan --verify``) against each other, as far as memory goes (a hybrid that it does not hold there is judged
 by the first turns, and has no ``hybrid_s``). Which plan is the best is decided on the odd rounds of that and how much
 faster it is on the even ones, so that the luck of the fastest of many is not counted as speed.
