@@ -23,7 +23,8 @@ import sys
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -50,7 +51,7 @@ from asa.executor.worker import Tally, Worker
 from asa.ir.layout import bounds
 from asa.ir.plan import Assignment, Certificate, DataDegree, Plan, Prediction, Stage, TensorDegree
 from asa.launch import run_ranks, tell
-from asa.sharding import direct
+from asa.sharding import direct, segment
 from asa.sharding.describe import layer_graph
 from asa.strategies import offered
 from asa.tracing import trace
@@ -254,11 +255,27 @@ class Collectives(TorchDispatchMode):
             self.bytes[name] += sum(t.numel() * t.element_size() for t in tensors)
         return func(*args, **(kwargs or {}))
 
+    @contextmanager
+    def in_shared_memory(self) -> Iterator[None]:
+        """Inside, what goes through :class:`asa.sharding.segment.Segment` is counted, too."""
+        with ExitStack() as stack:
+            for name, whole in (("all_reduce", 0), ("all_gather", 0), ("reduce_scatter", 1)):
+                usual = getattr(segment.Segment, name)
+
+                def counted(own: Any, *args: Any, usual: Any = usual, name: str = name, whole: int = whole,
+                            **options: Any) -> None:  # fmt: skip
+                    self.calls[name] += 1
+                    self.bytes[name] += args[whole].nbytes
+                    usual(own, *args, **options)
+
+                stack.enter_context(patch.object(segment.Segment, name, counted))
+            yield
+
 
 def traffic(step: Step, indices: Tensor, number: int) -> tuple[dict[str, int], dict[str, int]]:
     """Calls and bytes of one step, by operation."""
     seen = Collectives()
-    with seen:
+    with seen.in_shared_memory(), seen:
         step(indices, number)
     return {k: int(n) for k, n in sorted(seen.calls.items())}, dict(sorted(seen.bytes.items()))
 
@@ -283,7 +300,7 @@ def python_of(strategy: str, rank: int, votes: Votes, ranks: int) -> tuple[int, 
     indices = GlobalOrder(1024, THIN_BATCH, SEED, drop_last=True).batch(0, 0)
     entrants = entrants_of(strategy, rank, votes, ranks, slim=True)
     ours, stock = (partial(entrants[name], indices, 10**6) for name in ("asa", "stock"))
-    with patch.object(direct, "_AWAKE_S", 0.0):
+    with patch.object(direct, "AWAKE_S", 0.0), patch.object(segment, "AWAKE_S", 0.0):
         for _ in range(WARM_UP):
             ours()
             stock()

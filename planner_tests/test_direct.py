@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from asa.launch import run_ranks
-from asa.sharding import collectives, direct
+from asa.sharding import collectives, direct, segment
 from asa.sharding.axis import Axis
 from asa.sharding.direct import (
     Pending,
@@ -102,7 +102,7 @@ def test_who_waits_keeps_a_core_of_its_own(
 ) -> None:
     yields: list[int] = []
     monkeypatch.setattr(direct.os, "sched_yield", lambda: yields.append(1))
-    monkeypatch.setattr(direct, "usable_cores", lambda: cores)
+    monkeypatch.setattr(segment, "usable_cores", lambda: cores)
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
     work = _Work(5)
@@ -114,7 +114,7 @@ def test_who_waits_keeps_a_core_of_its_own(
 def test_nobody_stays_awake_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter(range(100))
     monkeypatch.setattr(direct.time, "perf_counter", lambda: 0.02 * next(seconds))
-    monkeypatch.setattr(direct, "_own_cores", lambda: True)
+    monkeypatch.setattr(direct, "own_cores", lambda: True)
     work = _Work(90)
     awaited(work)  # type: ignore[arg-type]
     assert work.waits == 1
@@ -123,6 +123,8 @@ def test_nobody_stays_awake_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _gathered_by(_rank: int, ranks_here: int) -> list[str]:
     os.environ["LOCAL_WORLD_SIZE"] = str(ranks_here)
+    segment.own_cores = lambda: False
+    assert segment.segment_of(None) is None
     called: list[str] = []
     for name in ("broadcast", "all_gather_into_tensor"):
         usual = getattr(dist, name)
@@ -153,8 +155,9 @@ class _Segment(nn.Module):
         return y
 
 
-def _units(rank: int) -> tuple[bool, list[str]]:
+def _units(rank: int, shared: bool) -> tuple[bool, list[str]]:
     """Whether gradients of a sharded unit are those of the stock one, and which collectives made them."""
+    segment.own_cores = lambda: shared
     torch.manual_seed(0)
     ours, stock = _Segment(), nn.Linear(6, 5)
     stock.load_state_dict(ours.components[0].state_dict())
@@ -165,23 +168,27 @@ def _units(rank: int) -> tuple[bool, list[str]]:
     x = torch.randn(4, 6)
     stock(x).square().mean().backward()
     called = []
-    usual = dist.all_to_all_single
 
-    def noted(*args: object, **options: object) -> object:
-        called.append("all_to_all_single")
-        return usual(*args, **options)  # type: ignore[arg-type]
+    def noted(room: Any, name: str) -> Any:
+        usual = getattr(room, name)
 
-    dist.all_to_all_single = noted
-    try:
+        def call(*args: object, **options: object) -> object:
+            called.append(name)
+            return usual(*args, **options)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patched:
+        for room, name in ((dist, "all_to_all_single"), (segment.Segment, "reduce_scatter")):
+            patched.setattr(room, name, noted(room, name))
         ours(x).square().mean().backward()
-    finally:
-        dist.all_to_all_single = usual
     pairs = zip(ours.parameters(), stock.parameters(), strict=True)
     return all(torch.allclose(a.grad.to_local(), b.grad.to_local()) for a, b in pairs), called  # type: ignore[union-attr]
 
 
-def test_sharded_units_gather_and_scatter_this_way() -> None:
-    assert run_ranks(2, _units, threads=1, timeout_s=60) == [(True, ["all_to_all_single"])] * 2
+@pytest.mark.parametrize(("shared", "by"), [(False, ["all_to_all_single"]), (True, ["reduce_scatter"])])
+def test_sharded_units_gather_and_scatter_this_way(shared: bool, by: list[str]) -> None:
+    assert run_ranks(2, _units, shared, threads=1, timeout_s=60) == [(True, by)] * 2
 
 
 def test_a_module_that_is_no_unit_is_left_alone() -> None:

@@ -30,7 +30,7 @@ CLASSES = {"blocks": 12, "plain": 100, "perceptron": 12, "vision_transformer": 1
 OPS = {"allreduce_": "all_reduce", "_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter"}
 DIRECT = {
     "all_reduce": ("all_reduce", 0), "all_gather_into_tensor": ("all_gather", 0),
-    "reduce_scatter_tensor": ("reduce_scatter", 1),
+    "reduce_scatter_tensor": ("reduce_scatter", 1), "broadcast": ("broadcast", 0),
 }  # fmt: skip
 
 

@@ -75,7 +75,8 @@ class Pricer:
         )
         self.keeping = Keeping(profile.graph, times, self.shards)
         self.graph = profile.graph
-        self.around = Around(profile.graph, strategies, num_microbatches, copying=cluster.device.type == "cpu")
+        copying = cluster.device.type == "cpu" and not cluster.shared_memory
+        self.around = Around(profile.graph, strategies, num_microbatches, copying=copying)
         self.cluster = cluster
         self.strategies = strategies
         self.optimizer: OptimizerName = optimizer

@@ -38,6 +38,7 @@ from asa.ir.traffic import Collective, Phase
 from asa.sharding import direct
 from asa.sharding.axis import Axis
 from asa.sharding.collectives import all_gather, all_reduce, reduce_scatter
+from asa.sharding.segment import forgo
 from asa.sharding.sharded import GATHERED_ONCE
 from asa.tracing import TracedModel
 from asa.tracing.component import TracedComponent
@@ -256,6 +257,7 @@ class Emulation:
     then :meth:`settle` is called with what that made."""
 
     def __init__(self, device: EmulatedDevice, strategies: Strategies, plan: Plan) -> None:
+        forgo()
         profile = device.profile
         self._streams = profile.device.type == "cuda"
         self._strategies, self._plan, self._bandwidth = strategies, plan, device.memory_bandwidth

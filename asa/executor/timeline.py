@@ -30,7 +30,8 @@ from asa.sharding.transfer import Link
 _BEGIN = "asa.timeline.begin"
 _COLLECTIVES = (
     (dist, "all_reduce"), (dist, "all_gather"), (dist, "broadcast"), (dist, "all_to_all_single"),
-    (direct, "all_reduce"), (direct, "all_gather_into_tensor"), (direct, "reduce_scatter_tensor"),
+    (direct, "all_reduce"), (direct, "broadcast"), (direct, "all_gather_into_tensor"),
+    (direct, "reduce_scatter_tensor"),
 )  # fmt: skip
 _SENDS: tuple[Stream, Stream] = ("sending on", "sending back")
 
@@ -103,8 +104,10 @@ class Recorder(Watch):
             def timing(*args: Any, **kwargs: Any) -> Any:
                 start = time.perf_counter()
                 found = call(*args, **kwargs)
-                if not kwargs.get("async_op") and found is None:
-                    kind = "inside" if self._depth else "boundary"
+                if found is None or (isinstance(found, direct.Pending) and found.over):
+                    # What keeps state alike is asked for with a word on how; where ranks share memory it is over, too.
+                    state = not kwargs.keys().isdisjoint(("mean", "op", "async_op"))
+                    kind = "gradient" if state else "inside" if self._depth else "boundary"
                     self._blocking.append((name, kind, start, time.perf_counter()))
                 return found
 

@@ -3,9 +3,9 @@
 Of a unit of ``s`` bytes, between neighbours of ``f`` in front and ``b`` behind, each rank keeps a part ``p``. Backward
 gathers the weights into a flat buffer and copies them out, gathers the unit in front ahead of time into such a buffer,
 makes the gradients, lets the weights go, copies the gradients into a buffer to be scattered from, and lets that go only
-when the next unit is through, or, of the last unit, when all of backward is. On a CPU a scatter takes its buffer once
-more, for what it receives (:mod:`asa.sharding.direct`). Forward is the same with gathers only, and remembers the last
-buffer until the next gather is done.
+when the next unit is through, or, of the last unit, when all of backward is. On a CPU a scatter by messages takes its
+buffer once more, for what it receives (:mod:`asa.sharding.direct`). Forward is the same with gathers only, and
+remembers the last buffer until the next gather is done.
 
 torch.distributed.fsdp._fully_shard: ``FSDPParamGroup.pre_backward``, ``post_backward``; Zhao et al. 2023, "PyTorch
 FSDP", 3.3 and 3.4.

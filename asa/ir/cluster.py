@@ -157,6 +157,8 @@ class Cluster:
     what it has where they are unequal; ``device`` is then the one that profiles are of, of speed 1. ``waiting`` and
     ``sharding`` are None where they were not measured. ``devices_per_host`` is said where the innermost level is not a
     host's. ``drift`` is how the machine's speed changed while the links were measured; times are at its mean speed.
+    ``shared_memory``: ranks bring what they sum up, gather and scatter to memory that all of them map, with their own
+    hands: nothing of it goes on beside computation.
     """
 
     name: str
@@ -173,6 +175,7 @@ class Cluster:
     sharding: Sharding | None = later()
     devices_per_host: int | None = later()
     drift: Drift | None = later()
+    shared_memory: bool = later(False)
 
     @property
     def unequal(self) -> bool:

@@ -52,7 +52,7 @@ class Beside:
 
     ``front`` and ``behind`` are the parameter bytes of the nearest component on either side that has any, ``rest``
     those of the component and all behind it; ``saved`` are the activations it lets go of. ``copying``: what a
-    scatter receives takes memory of its own, before it is added up (between CPU ranks).
+    scatter receives takes memory of its own, before it is added up (messages between CPU ranks).
     """
 
     front: float = 0.0

@@ -118,7 +118,7 @@ def operation(op: CollectiveOp, words: int, group: dist.ProcessGroup, device: to
         received = torch.zeros_like(whole)
         return lambda: dist.all_to_all_single(received, whole, group=group)
     if op == "broadcast":
-        return lambda: dist.broadcast(whole, group_src=0, group=group)
+        return lambda: direct.broadcast(whole, group_src=0, group=group)
     first = dist.get_rank(group) == 0
 
     def there_and_back() -> None:

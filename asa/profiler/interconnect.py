@@ -24,11 +24,14 @@ from asa.profiler.machine import device_record
 from asa.profiler.rounds import agree
 from asa.profiler.unequal import measure_devices, without_speeds
 from asa.profiler.waiting import measure_sharding, measure_waiting
+from asa.sharding.segment import segment_of
 
 Backend = Literal["gloo", "nccl"]
 
 _TABLES_SHARE, _CONTENTION_SHARE, _OVERLAP_SHARE, _WAITING_SHARE, _SHARDING_SHARE = 0.55, 0.17, 0.12, 0.06, 0.1
 _LEAST_BYTES = 64
+_IN_TURN = Overlap(compute_slowdown=2.0, communication_slowdown=2.0)
+"""Of messages that a rank's own hands carry: while they do, nothing is computed, and nothing is saved."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class _Found:
     sharding: Sharding | None
     devices: tuple[RankDevice, ...] | None
     drift: Drift | None
+    shared_memory: bool
 
 
 def measure_cluster(
@@ -138,6 +142,7 @@ def _cluster(found: _Found, task: _Task, num_ranks: int, name: str | None) -> Cl
         source=task.source,
         devices=found.devices,
         drift=found.drift,
+        shared_memory=found.shared_memory,
     )
 
 
@@ -159,6 +164,7 @@ def _on_rank(rank: int, task: _Task) -> _Found:
     tables: tuple[CollectiveTable, ...] = ()
     devices: tuple[RankDevice, ...] | None = None
     reference: Reference | None = None
+    shared_memory = False
     if ranks > 1:
         say(0.02, "computing at once")
         # With a core for every rank only caches, memory and clocks are shared; other processes must not count.
@@ -173,7 +179,10 @@ def _on_rank(rank: int, task: _Task) -> _Found:
         reference.read()
         tables, spans = _tables(task, device, groups, say, reference)
         say(_CONTENTION_SHARE + _TABLES_SHARE, "computing while messages travel")
-        overlap = _worst_overlap(device, groups, slice_s=_OVERLAP_SHARE * task.time_limit_s)
+        shared_memory = device.type == "cpu" and segment_of(everybody) is not None
+        overlap = (
+            _IN_TURN if shared_memory else _worst_overlap(device, groups, slice_s=_OVERLAP_SHARE * task.time_limit_s)
+        )
         reference.read()
         say(1 - _WAITING_SHARE - _SHARDING_SHARE, "waiting for each other")
         waiting = measure_waiting(device, clock, groups, slice_s=_WAITING_SHARE * task.time_limit_s)
@@ -198,7 +207,7 @@ def _on_rank(rank: int, task: _Task) -> _Found:
     say(1.0, "done")
     return _Found(
         device=found, tables=tables, contention=contention, overlap=overlap, waiting=waiting, sharding=sharding,
-        devices=devices, drift=reference.drift if reference else None,
+        devices=devices, drift=reference.drift if reference else None, shared_memory=shared_memory,
     )  # fmt: skip
 
 

@@ -1,5 +1,8 @@
 """Collectives between CPU ranks, without the copies that gloo makes for itself, and without its naps.
 
+Where every rank has a core of its own on one host, they go through memory that the ranks share
+(:mod:`asa.sharding.segment`), and are over when the call returns. Elsewhere they are messages of gloo's.
+
 Gloo's own all_gather assembles everything in memory that it takes and gives back each time, and copies it out; its
 reduce_scatter does the like before it adds up. Here parts travel straight to where they belong: to gather, every rank
 broadcasts its own out of the message; to scatter, ranks exchange theirs (all_to_all) and each adds up what is its own.
@@ -25,21 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from asa.launch import usable_cores
-
-_AWAKE_S = 0.05
-"""For how long a rank that waits keeps its core."""
-
-
-def _on_one_host() -> bool:
-    """Whether all ranks are, by what every launcher says."""
-    return os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
-
-
-def _own_cores() -> bool:
-    """Whether there is a core for every rank, so that one that waits awake is in nobody's way."""
-    ranks = int(os.environ.get("WORLD_SIZE") or 0)
-    return hasattr(os, "sched_yield") and _on_one_host() and 0 < ranks <= usable_cores()
+from asa.sharding.segment import AWAKE_S, on_one_host, own_cores, segment_of
 
 
 def awaited(work: dist.Work | None) -> None:
@@ -51,8 +40,8 @@ def awaited(work: dist.Work | None) -> None:
     """
     if work is None:
         return
-    if _own_cores():
-        ends, there = time.perf_counter() + _AWAKE_S, work.get_future()
+    if own_cores():
+        ends, there = time.perf_counter() + AWAKE_S, work.get_future()
         while not there.done() and time.perf_counter() < ends:
             os.sched_yield()
     work.wait()
@@ -65,6 +54,8 @@ class Pending(dist.Work):
                  *, mean: bool = False) -> None:  # fmt: skip
         super().__init__()
         self._works, self._received, self._into, self._mean = works, received, into, mean
+        self.over = not works
+        """Whether nothing was under way in the first place."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # type: ignore[override]
         """Until the result is there, however long that takes."""
@@ -82,12 +73,28 @@ class Pending(dist.Work):
 
 
 @torch.no_grad()
-def all_reduce(x: Tensor, *, group: dist.ProcessGroup | None = None) -> None:
-    """The sum of every rank's ``x`` (contiguous), in ``x``."""
+def all_reduce(x: Tensor, *, group: dist.ProcessGroup | None = None, mean: bool = False) -> None:
+    """The sum (or mean) of every rank's ``x`` (contiguous), in ``x``."""
+    if x.device.type == "cpu" and (shared := segment_of(group)):
+        shared.all_reduce(x, mean=mean)
+        return
     if x.device.type != "cpu":
         dist.all_reduce(x, group=group)
     else:
         awaited(dist.all_reduce(x, group=group, async_op=True))
+    if mean:
+        x.div_(dist.get_world_size(group))
+
+
+@torch.no_grad()
+def broadcast(x: Tensor, *, group_src: int, group: dist.ProcessGroup | None = None, async_op: bool = False) -> Any:
+    """``x`` (contiguous) as rank ``group_src`` of the group has it, on all its ranks."""
+    if x.device.type == "cpu" and (shared := segment_of(group)):
+        shared.broadcast(x, group_src)
+        return _finished(Pending(()), async_op)
+    if x.device.type != "cpu":
+        return dist.broadcast(x, group_src=group_src, group=group, async_op=async_op)
+    return _finished(Pending([dist.broadcast(x, group_src=group_src, group=group, async_op=True)]), async_op)
 
 
 @torch.no_grad()
@@ -95,8 +102,11 @@ def all_gather_into_tensor(
     whole: Tensor, part: Tensor, *, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
     """Every rank's ``part``, in the order of ranks, in ``whole`` (both contiguous; ``part`` may lie in it)."""
+    if part.device.type == "cpu" and (shared := segment_of(group)):
+        shared.all_gather(whole, part)
+        return _finished(Pending(()), async_op)
     ranks, me = dist.get_world_size(group), dist.get_rank(group)
-    if part.device.type != "cpu" or (ranks > 2 and not _on_one_host()):
+    if part.device.type != "cpu" or (ranks > 2 and not on_one_host()):
         return dist.all_gather_into_tensor(whole, part, group=group, async_op=async_op)
     parts = whole.view(-1).chunk(ranks)
     if parts[me].data_ptr() != part.data_ptr():
@@ -114,6 +124,9 @@ def reduce_scatter_tensor(
     mean = op == dist.ReduceOp.AVG
     if part.device.type != "cpu" or not (mean or op == dist.ReduceOp.SUM):
         return dist.reduce_scatter_tensor(part, whole, op=op, group=group, async_op=async_op)
+    if shared := segment_of(group):
+        shared.reduce_scatter(part, whole, mean=mean)
+        return _finished(Pending(()), async_op)
     ranks = dist.get_world_size(group)
     received = torch.empty_like(whole)
     work = dist.all_to_all_single(received, whole, group=group, async_op=True)
@@ -155,4 +168,12 @@ def directly(unit: nn.Module) -> None:
         unit.set_custom_reduce_scatter(_Scatter())  # type: ignore[arg-type]
 
 
-__all__ = ["Pending", "all_gather_into_tensor", "all_reduce", "awaited", "directly", "reduce_scatter_tensor"]
+__all__ = [
+    "Pending",
+    "all_gather_into_tensor",
+    "all_reduce",
+    "awaited",
+    "broadcast",
+    "directly",
+    "reduce_scatter_tensor",
+]

@@ -9,13 +9,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from asa.sharding.axis import Axis
+from asa.sharding.bucket import shared
 from asa.sharding.compression import compress
+from asa.sharding.segment import segment_of
 
 
 def replicated(module: nn.Module, axis: Axis) -> nn.Module:
     """``module`` with gradients averaged over ``axis`` in buckets during backward; itself where there is nothing to do.
 
-    Buffers are not broadcast every step: the executor averages them where they are read.
+    Buffers are not broadcast every step: the executor averages them where they are read. Buckets go through memory that
+    the ranks share, where they share any, and by messages elsewhere.
     """
     if axis.size == 1 or not any(p.requires_grad for p in module.parameters()):
         return module
@@ -28,5 +31,8 @@ def replicated(module: nn.Module, axis: Axis) -> nn.Module:
     wrapped = DistributedDataParallel(
         module, process_group=axis.group, gradient_as_bucket_view=True, **cast(Any, options)
     )
-    compress(wrapped, axis)
+    if axis.compression != "none":
+        compress(wrapped, axis)
+    elif axis.group is not None and segment_of(axis.group) is not None:
+        wrapped.register_comm_hook(axis.group, shared)
     return wrapped

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from asa.interfaces.strategy import SENT_BYTES
+from asa.sharding import direct
 from asa.sharding.axis import Axis
 from asa.sharding.collectives import is_silent
-from asa.sharding.direct import awaited
 
 
 def owners(sizes: Sequence[int], ranks: int) -> list[int]:
@@ -74,12 +74,10 @@ class SharedUpdate:
                     flat = torch.cat([p.detach().reshape(-1) for p in chunk])
                 else:
                     flat = chunk[0].new_empty(sum(p.numel() for p in chunk))
-                work = dist.broadcast(flat, group_src=index, group=self.axis.group, async_op=True)
+                work = direct.broadcast(flat, group_src=index, group=self.axis.group, async_op=True)
                 sent.append((work, flat, [] if index == self.axis.index else chunk))
             for work, flat, chunk in sent:
-                if flat.device.type == "cpu":
-                    awaited(work)
-                elif work is not None:
+                if work is not None:
                     work.wait()
                 if chunk:
                     for p, part in zip(chunk, flat.split([p.numel() for p in chunk]), strict=True):

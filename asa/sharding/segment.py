@@ -1,0 +1,250 @@
+"""Collectives between CPU ranks of one host, through memory that they share.
+
+Gloo hands a message from thread to thread and through sockets: whatever it carries takes as long as it takes those
+threads to wake, 0.2 to 0.9 ms on a virtual machine. Here a rank copies what it brings into memory that all of them map,
+says so in a counter, waits awake for the counters of the others, and reads. Nobody else has to wake.
+
+Memory without a name (``memfd_create``) holds it: nothing is left behind, however a rank ends. Ranks agree on using it
+by a few messages over gloo the first time a group meets; where one of them cannot, none does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import platform
+import secrets
+import time
+import weakref
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from asa.ir.units import KIB, MIB
+from asa.launch import usable_cores
+
+CAPACITY_BYTES = MIB
+"""What a rank brings to one meeting, at most: of longer messages one such part follows another, in a cache."""
+_SMALL_BYTES = 16 * KIB
+"""What every rank adds up for itself, however many they are: to meet once more takes longer."""
+AWAKE_S = 0.05
+"""For how long a rank that waits keeps its core, yielding it to whoever wants it; then it naps."""
+_NAP_S = 0.001
+_LINE_BYTES = 128
+"""Counters lie so far apart that no two share a cache line, or the pair of lines that is fetched at once."""
+
+
+def on_one_host() -> bool:
+    """Whether all ranks are, by what every launcher says."""
+    return os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+
+
+def own_cores() -> bool:
+    """Whether there is a core for every rank, so that one that waits awake is in nobody's way."""
+    ranks = int(os.environ.get("WORLD_SIZE") or 0)
+    return hasattr(os, "sched_yield") and on_one_host() and 0 < ranks <= usable_cores()
+
+
+class _Switch:
+    on = True
+
+
+def forgo() -> None:
+    """Have groups that this process meets from now on go by messages: an emulated device's go beside its work."""
+    _Switch.on = False
+
+
+class Segment:
+    """Memory that the ``ranks`` of one group share, as rank ``me`` of it sees it.
+
+    Each rank has two slots, which take turns. At every meeting it writes its slot, then the meeting's number into its
+    counter; when all counters are there, the slots of that turn can be read. A slot is written again two meetings
+    later: then every rank has come to the one between, so it is done with reading.
+
+    Counters rely on stores that are seen in the order in which they were made, as those of x86 are.
+    """
+
+    def __init__(self, memory: mmap.mmap, ranks: int, me: int, timeout_s: float) -> None:
+        self.ranks, self.me, self.timeout_s = ranks, me, timeout_s
+        self._words = memoryview(memory).cast("q")
+        self._step = _LINE_BYTES // 8
+        self._all = torch.frombuffer(memory, dtype=torch.uint8, offset=_header(ranks)).view(2, ranks, CAPACITY_BYTES)
+        self._boards: dict[torch.dtype, tuple[Tensor, ...]] = {}
+        self._meeting = 0
+        self._words[me * self._step + 1] = os.getpid()
+
+    def all_reduce(self, x: Tensor, *, mean: bool = False) -> None:
+        """The sum (or mean) of every rank's ``x`` (contiguous), in ``x``; in the order of ranks, so bitwise the same on
+        all."""
+        for flat in self._slices(x.view(-1)):
+            if self.ranks == 2 or flat.nbytes <= _SMALL_BYTES:
+                _sum(self._shown(flat), flat)
+            else:
+                self._all_reduce_in_parts(flat)
+            if mean:
+                flat.div_(self.ranks)
+
+    def _all_reduce_in_parts(self, flat: Tensor) -> None:
+        """Each rank adds up one part for all, which reads as much however many there are."""
+        length = -(-flat.numel() // self.ranks)
+        edges = [min(r * length, flat.numel()) for r in range(self.ranks + 1)]
+        start, stop = edges[self.me], edges[self.me + 1]
+        _sum(self._shown(flat)[:, start:stop], flat[start:stop])
+        sums = self._shown(flat[start:stop], length)
+        for rank, (first, last) in enumerate(pairwise(edges)):
+            if rank != self.me:
+                flat[first:last].copy_(sums[rank, : last - first])
+
+    def all_gather(self, whole: Tensor, part: Tensor) -> None:
+        """Every rank's ``part``, in the order of ranks, in ``whole`` (both contiguous; ``part`` may lie in it)."""
+        rows, mine = whole.view(self.ranks, -1), part.view(-1)
+        for into, flat in zip(self._columns(rows), self._slices(mine), strict=True):
+            brought = self._shown(flat)
+            for rank in range(self.ranks):
+                if rank != self.me or into[rank].data_ptr() != flat.data_ptr():
+                    into[rank].copy_(brought[rank])
+
+    def reduce_scatter(self, part: Tensor, whole: Tensor, *, mean: bool = False) -> None:
+        """This rank's ``part`` of the sum (or mean) of every rank's ``whole`` (both contiguous)."""
+        rows = whole.view(self.ranks, -1)
+        for flat, brought in zip(self._slices(part.view(-1), self.ranks), self._columns(rows, self.ranks), strict=True):
+            _sum(self._shown(brought).view(self.ranks, self.ranks, -1)[:, self.me], flat)
+            if mean:
+                flat.div_(self.ranks)
+
+    def broadcast(self, x: Tensor, source: int) -> None:
+        """``x`` (contiguous) as rank ``source`` has it, on all. It fills one slot while others read one."""
+        for flat in self._slices(x.view(-1)):
+            brought = self._shown(flat if self.me == source else flat[:0], flat.numel())
+            if self.me != source:
+                flat.copy_(brought[source])
+
+    def _slices(self, flat: Tensor, share: int = 1) -> tuple[Tensor, ...]:
+        """``flat`` in what is sent at a time, ``share`` of which fill a slot."""
+        return flat.split(max(1, CAPACITY_BYTES // (share * flat.itemsize)))
+
+    def _columns(self, rows: Tensor, share: int = 1) -> tuple[Tensor, ...]:
+        """The same of every row."""
+        return rows.split(max(1, CAPACITY_BYTES // (share * rows.itemsize)), dim=1)
+
+    def _shown(self, brought: Tensor, length: int | None = None) -> Tensor:
+        """What every rank brings (``length`` elements, or as many as this one), a row each. To be read before the next
+        meeting."""
+        boards = self._boards.get(brought.dtype)
+        if boards is None:
+            boards = self._boards[brought.dtype] = tuple(self._all.view(brought.dtype))
+        self._meeting += 1
+        count = brought.numel()
+        board = boards[self._meeting % 2][:, : count if length is None else length]
+        board[self.me, :count].view(brought.shape).copy_(brought)
+        self._meet()
+        return board
+
+    def _meet(self) -> None:
+        now, words, step = self._meeting, self._words, self._step
+        words[self.me * step] = now
+        for rank in range(self.ranks):
+            if words[rank * step] < now:
+                self._wait(rank, now)
+
+    def _wait(self, rank: int, now: int) -> None:
+        words, place = self._words, rank * self._step
+        started = time.perf_counter()
+        asleep_at = started + AWAKE_S
+        while words[place] < now:
+            if time.perf_counter() < asleep_at:
+                os.sched_yield()
+                continue
+            time.sleep(_NAP_S)
+            if words[place] >= now:
+                return
+            if _gone(words[place + 1]):
+                raise dist.DistBackendError(f"Connection closed by peer: rank {rank} of the group is gone")
+            if time.perf_counter() - started > self.timeout_s:
+                raise dist.DistBackendError(
+                    f"Timed out: rank {rank} of the group did not come to a collective within {self.timeout_s:g} s"
+                )
+
+
+def _sum(rows: Tensor, into: Tensor) -> None:
+    if len(rows) == 2:  # a sum over so few goes row by row, and is slower
+        torch.add(rows[0], rows[1], out=into)
+    else:
+        torch.sum(rows, 0, out=into)
+
+
+def _header(ranks: int) -> int:
+    """Bytes before the slots, in whole pages: a counter and a process number for each rank, a token for all."""
+    return -(-(ranks + 1) * _LINE_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _gone(pid: int) -> bool:
+    """Whether process ``pid`` (0: not known yet) has ended, collected by its parent or not."""
+    if not pid:
+        return False
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return not Path(f"/proc/{pid}").exists()
+    return stat.rpartition(")")[2].split()[0] in "ZX"
+
+
+_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, Segment | None] = weakref.WeakKeyDictionary()
+
+
+def segment_of(group: dist.ProcessGroup | None) -> Segment | None:
+    """The memory that ``group`` (None: all ranks) shares; None where it goes by messages.
+
+    The first time all its ranks come here together, as to any collective.
+    """
+    group = group or dist.distributed_c10d._get_default_group()
+    try:
+        return _agreed[group]
+    except KeyError:
+        found = _agreed[group] = _agree(group)
+        return found
+
+
+def _agree(group: dist.ProcessGroup) -> Segment | None:
+    ranks, me = group.size(), group.rank()
+    if ranks == 1 or not on_one_host() or dist.get_backend(group) != "gloo":
+        return None
+    size = _header(ranks) + 2 * ranks * CAPACITY_BYTES
+    memory, fd, token = None, -1, secrets.randbits(62)
+    place = (_header(ranks) - _LINE_BYTES) // 8
+    able = _Switch.on and own_cores() and hasattr(os, "memfd_create") and platform.machine() in ("x86_64", "AMD64")
+    try:
+        if me == 0 and able:
+            with contextlib.suppress(OSError):
+                fd = os.memfd_create("asa", os.MFD_CLOEXEC)
+                os.ftruncate(fd, size)
+                memory = mmap.mmap(fd, size)
+                memoryview(memory).cast("q")[place] = token
+        said = torch.tensor([os.getpid(), fd, token])
+        dist.broadcast(said, group_src=0, group=group)
+        pid, theirs, token = said.tolist()
+        if me and able and theirs >= 0:
+            with contextlib.suppress(OSError, ValueError):
+                memory = _opened(f"/proc/{pid}/fd/{theirs}", size)
+        same = memory is not None and memoryview(memory).cast("q")[place] == token
+        agreed = torch.tensor([int(same)])
+        dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=group)
+    finally:
+        if fd >= 0:
+            os.close(fd)
+    if memory is None or not agreed.item():
+        return None
+    limit = group._get_backend(torch.device("cpu")).options._timeout
+    return Segment(memory, ranks, me, limit.total_seconds())
+
+
+def _opened(path: str, size: int) -> mmap.mmap:
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return mmap.mmap(fd, size)
+    finally:
+        os.close(fd)
