@@ -157,7 +157,7 @@ class _Segment(nn.Module):
 
 def _units(rank: int, shared: bool) -> tuple[bool, list[str]]:
     """Whether gradients of a sharded unit are those of the stock one, and which collectives made them."""
-    segment.own_cores = lambda: shared
+    segment.every_core_taken = lambda: shared
     torch.manual_seed(0)
     ours, stock = _Segment(), nn.Linear(6, 5)
     stock.load_state_dict(ours.components[0].state_dict())

@@ -26,7 +26,7 @@ def _shared(ranks: int, capacity: int = FEW_BYTES) -> Segment:
     """The default group's, whatever cores there are."""
     segment.CAPACITY_BYTES = capacity
     segment._SMALL_BYTES = 64
-    segment.own_cores = lambda: True
+    segment.every_core_taken = lambda: True
     found = segment_of(None)
     assert found is not None
     assert found.ranks == ranks
@@ -115,7 +115,7 @@ def test_a_sum_is_the_same_to_the_bit_on_all_ranks() -> None:
 
 
 def _one_unable(rank: int) -> tuple[bool, float]:
-    segment.own_cores = lambda: rank == 0
+    segment.every_core_taken = lambda: rank == 0
     x = torch.ones(4)
     direct.all_reduce(x)
     return segment_of(None) is None, float(x[0])
@@ -127,7 +127,7 @@ def test_where_one_rank_cannot_none_does() -> None:
 
 def _not_the_same_file(rank: int) -> bool:
     """Rank 1 is led to a file of its own, as one in a container of its own could be."""
-    segment.own_cores = lambda: True
+    segment.every_core_taken = lambda: True
     if rank:
         usual = segment._opened
 
@@ -164,7 +164,7 @@ def test_who_left_or_hangs_is_named(how: str, line: str) -> None:
 
 def _averaged(rank: int) -> tuple[bool, torch.Tensor]:
     """Gradients of a replicated layer, and whether they went through shared memory."""
-    segment.own_cores = lambda: True
+    segment.every_core_taken = lambda: True
     torch.manual_seed(0)
     group = dist.new_group([0, 1])
     assert isinstance(group, dist.ProcessGroup)
@@ -182,3 +182,16 @@ def test_replicas_average_their_gradients_there() -> None:
     for through, gradient in run_ranks(2, _averaged, threads=1, timeout_s=60):
         assert through
         assert torch.equal(gradient, torch.full((2, 3), 6.0))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "here", "cores", "taken"),
+    [(2, 2, 2, True), (2, 2, 3, True), (2, 2, 4, False), (2, 2, 1, False), (2, 1, 2, False)],
+)
+def test_with_idle_cores_gradients_go_by_messages_beside_backward(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, here: int, cores: int, taken: bool
+) -> None:
+    monkeypatch.setattr(segment, "usable_cores", lambda: cores)
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
+    assert segment.every_core_taken() is taken

@@ -1,6 +1,6 @@
 """Collectives between CPU ranks, without the copies that gloo makes for itself, and without its naps.
 
-Where every rank has a core of its own on one host, they go through memory that the ranks share
+Where every rank has a core of its own on one host, and no core is idle, they go through memory that the ranks share
 (:mod:`asa.sharding.segment`), and are over when the call returns. Elsewhere they are messages of gloo's.
 
 Gloo's own all_gather assembles everything in memory that it takes and gives back each time, and copies it out; its

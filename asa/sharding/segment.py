@@ -4,6 +4,9 @@ Gloo hands a message from thread to thread and through sockets: whatever it carr
 threads to wake, 0.2 to 0.9 ms on a virtual machine. Here a rank copies what it brings into memory that all of them map,
 says so in a counter, waits awake for the counters of the others, and reads. Nobody else has to wake.
 
+What a rank does with its own hands goes on beside nothing. So this is for ranks that have a core each and none besides:
+with idle cores, gloo's threads reduce gradients beside backward.
+
 Memory without a name (``memfd_create``) holds it: nothing is left behind, however a rank ends. Ranks agree on using it
 by a few messages over gloo the first time a group meets; where one of them cannot, none does.
 """
@@ -47,6 +50,11 @@ def own_cores() -> bool:
     """Whether there is a core for every rank, so that one that waits awake is in nobody's way."""
     ranks = int(os.environ.get("WORLD_SIZE") or 0)
     return hasattr(os, "sched_yield") and on_one_host() and 0 < ranks <= usable_cores()
+
+
+def every_core_taken() -> bool:
+    """Whether each rank has a core, and no second one on which gloo's threads could send while it computes."""
+    return own_cores() and usable_cores() < 2 * int(os.environ["WORLD_SIZE"])
 
 
 class _Switch:
@@ -216,7 +224,9 @@ def _agree(group: dist.ProcessGroup) -> Segment | None:
     size = _header(ranks) + 2 * ranks * CAPACITY_BYTES
     memory, fd, token = None, -1, secrets.randbits(62)
     place = (_header(ranks) - _LINE_BYTES) // 8
-    able = _Switch.on and own_cores() and hasattr(os, "memfd_create") and platform.machine() in ("x86_64", "AMD64")
+    able = (
+        _Switch.on and every_core_taken() and hasattr(os, "memfd_create") and platform.machine() in ("x86_64", "AMD64")
+    )
     try:
         if me == 0 and able:
             with contextlib.suppress(OSError):
