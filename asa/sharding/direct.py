@@ -1,6 +1,6 @@
 """Collectives between CPU ranks, without the copies that gloo makes for itself, and without its naps.
 
-Where every rank has a core of its own on one host, and no core is idle, they go through memory that the ranks share
+Where all ranks are on one host, and keep its cores busy, they go through memory that they share
 (:mod:`asa.sharding.segment`), and are over when the call returns. Elsewhere they are messages of gloo's.
 
 Gloo's own all_gather assembles everything in memory that it takes and gives back each time, and copies it out; its
@@ -28,7 +28,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from asa.sharding.segment import AWAKE_S, on_one_host, own_cores, segment_of
+from asa.launch import usable_cores
+from asa.sharding.segment import AWAKE_S, on_one_host, segment_of
+
+
+def own_cores() -> bool:
+    """Whether there is a core for every rank, so that one that waits awake is in nobody's way."""
+    ranks = int(os.environ.get("WORLD_SIZE") or 0)
+    return hasattr(os, "sched_yield") and on_one_host() and 0 < ranks <= usable_cores()
 
 
 def awaited(work: dist.Work | None) -> None:

@@ -4,8 +4,8 @@ Gloo hands a message from thread to thread and through sockets: whatever it carr
 threads to wake, 0.2 to 0.9 ms on a virtual machine. Here a rank copies what it brings into memory that all of them map,
 says so in a counter, waits awake for the counters of the others, and reads. Nobody else has to wake.
 
-What a rank does with its own hands goes on beside nothing. So this is for ranks that have a core each and none besides:
-with idle cores, gloo's threads reduce gradients beside backward.
+What a rank does with its own hands goes on beside nothing. So this is for ranks that have no second core each: with
+idle ones, gloo's threads reduce gradients beside backward. Where ranks share a core, who waits yields it.
 
 Memory without a name (``memfd_create``) holds it: nothing is left behind, however a rank ends. Ranks agree on using it
 by a few messages over gloo the first time a group meets; where one of them cannot, none does.
@@ -46,15 +46,10 @@ def on_one_host() -> bool:
     return os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
 
 
-def own_cores() -> bool:
-    """Whether there is a core for every rank, so that one that waits awake is in nobody's way."""
-    ranks = int(os.environ.get("WORLD_SIZE") or 0)
-    return hasattr(os, "sched_yield") and on_one_host() and 0 < ranks <= usable_cores()
-
-
 def every_core_taken() -> bool:
-    """Whether each rank has a core, and no second one on which gloo's threads could send while it computes."""
-    return own_cores() and usable_cores() < 2 * int(os.environ["WORLD_SIZE"])
+    """Whether all ranks are on one host, and there is no second core for each, on which gloo's threads could send while
+    it computes."""
+    return hasattr(os, "sched_yield") and on_one_host() and usable_cores() < 2 * int(os.environ.get("WORLD_SIZE") or 0)
 
 
 class _Switch:
