@@ -44,6 +44,9 @@ _NEAR = 0.002
 _CHEAP, _NEARER, _EACH = 400, 4, 8
 """Labels that stages are known by at once; how many times nearer the bound plans are looked for where that is not
 enough; labels for each layout and degree from which on merging loses little."""
+_SOON = 0.02
+"""Of a bound: plans no further beyond it are looked for with as many labels as that takes, at once. Step by step the
+same stages are explored anew, a little further each time."""
 _TRIED = 12
 """Plans filled in at a time, where stages are known as bounds only."""
 
@@ -218,7 +221,8 @@ class Case:
         limit = min(best, self.bound * (1 + self.share)) if self.share < 10 else best
         limit = min(limit, _FOREVER)
         self.share *= 4
-        far, finest, merged = limit, _CHEAP, self._merged()
+        finest = UTMOST if 0 < limit <= self.bound * (1 + _SOON) else _CHEAP
+        far, merged = limit, self._merged()
         while True:
             self.tables = self._known.tightened(self._base, limit)
             frame = self.frame(self._links, self.keys)  # type: ignore[arg-type]
@@ -237,7 +241,7 @@ class Case:
             if reached >= limit * (1 - _CLOSE):
                 break
             limit = max(reached, self.bound + (limit - self.bound) / _NEARER)
-            finest = UTMOST if reached < limit * (1 - _CLOSE) else _CHEAP
+            finest = UTMOST if reached < limit * (1 - _CLOSE) or limit <= self.bound * (1 + _SOON) else _CHEAP
             merged = self.widths if limit <= self.bound * (1 + _LEAST) else merged
         if limit < far:  # not as far, the next time
             self.share, self._short = (limit / self.bound - 1) * FINER, True

@@ -103,7 +103,7 @@ class Explored:
                             if most >= finest:
                                 reached = min(reached, known.limit)
                                 continue
-                            most = min(finest, FINER * most)
+                            most = finest
                     rooms = frame.room(w, r, limit) if rooms is None else rooms
                     place = self._shop.place(w, self._m, self._in_flight[r])
                     twin = self._shop.twin(w, self._m, a, b)

@@ -169,9 +169,12 @@ class Shop:
             known = self._points.get((*place, start, stop))
             if known is None or known[1] < most or not known[0].holds(room):
                 missing[stop] = (room.larger(1 + 1e-3), most)
-        if missing:
-            most, explorer = max(x[1] for x in missing.values()), self.explorer(place)
-            caps = {b: room for b, (room, _) in missing.items()}
+        ending = {self.n} if place[1] == 1 else set()  # of one microbatch, a last stage has fewer labels by itself
+        for some in (missing.keys() & ending, missing.keys() - ending):
+            if not some:
+                continue
+            most, explorer = max(missing[b][1] for b in some), self.explorer(place)
+            caps = {b: missing[b][0] for b in some}
             found = explorer.explore(start, caps, most, merging=merging, ends=ends)
             for stop, room in caps.items():
                 points, reached = found.get(stop), room.lessened(place[1], explorer.short[stop])

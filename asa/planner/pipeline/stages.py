@@ -32,6 +32,7 @@ class Completions:
 
     def __init__(self, numbers: Numbers, in_flight: int, tight: bool) -> None:
         n, m = numbers.n, numbers.m
+        self.m = m
         single: list[Objective] = [(1.0, 0.0, 1.0, 0.0, 1.0, h, OWN_LAST) for h in (1.0, 0.5, 0.0)] if m > 1 else []
         rows = rows_of(n, m) + (priced_memory(numbers, in_flight) if tight else []) + single
         self.rows = np.array(rows)
@@ -48,7 +49,8 @@ class Completions:
 
     def limits(self, room: Room) -> Any:
         """What each objective may come to, where a stage may take that long."""
-        once = np.where(self.single, room.single, room.whole)
+        whole = min(room.whole, room.single) if self.m == 1 else room.whole  # of one microbatch both are the same
+        once = np.where(self.single, room.single, whole)
         base = np.where(self.rows[:, 2] > 0, once, np.where(self.rows[:, 0] > 0, room.steady, 0.0))
         return base * (1 + 1e-9) + self.rows[:, 3] * self.capacity * _CLOSE + 1e-9
 
@@ -120,6 +122,7 @@ class Explorer:
         for i in range(start, stops[-1]):
             if time.monotonic() > ends:
                 raise OutOfTimeError
+            self.thin.last, self.thin.rounded = min(b for b in stops if b > i) == self.numbers.n, not exact
             later = [k for k, b in enumerate(stops) if b > i]
             # Per objective and layout, what a label may have come to.
             room = limits[:, later, None] - self.bounds.behind[i][:, [stops[k] for k in later], :]

@@ -38,16 +38,19 @@ class Front:
 
 class Thinning:
     """Of labels of one chain; memory counts where it is ``tight``. ``leading``: of stages that begin a pipeline, for
-    whose last backward no other one waits. ``ends``: when time is up, which
+    whose last backward no other one waits; ``last``: of stages that end it, behind which there is none. ``rounded``:
+    labels are less than the truth by now. ``ends``: when time is up, which
     :class:`asa.planner.stage.pareto.OutOfTimeError` says.
 
     Of a single microbatch, every path through a pipeline goes forward through a stage that it comes back through. So
-    what counts is forward; forward and back; and both with what comes once per step.
+    what counts is forward, where there are stages behind; forward and back, lengthened, where there are some in front;
+    and forward and back with what comes once per step.
     """
 
     def __init__(self, numbers: Numbers, *, tight: bool) -> None:
         self.numbers, self.tight = numbers, tight
-        self.leading, self.ends = False, float("inf")
+        self.leading = self.last = self.rounded = False
+        self.ends = float("inf")
         self.slowed = numbers.saving > 0 and numbers.sp > 1
         self.bucket = any(r[:, at.BUCKET].any() for r in numbers.rows)
         ends = np.where(np.isfinite(numbers.outlets), numbers.outlets, 0.0)
@@ -56,15 +59,7 @@ class Thinning:
     def best(self, labels: Any, group: Any, *, arriving: bool, ending: bool = False) -> Any:
         """Indices of labels that no other one of their group beats in everything. ``arriving``: over an edge;
         ``ending``: where a stage may stop."""
-        values = labels[:, [FWD, BWD, V, C, P]]
-        seen = [values]
-        if self.slowed and not self.leading:
-            seen.append(labels[:, SUM, None] - values[:, 2:])
-        if self.bucket and not self.leading:
-            seen.append(labels[:, BKT, None])
-        if self.numbers.m == 1:
-            values[:, 1] += values[:, 0]
-            values[:, 2:] += values[:, 1, None]
+        seen = self._once_through(labels) if self.numbers.m == 1 else self._times(labels)
         columns = [np.where(np.isfinite(x), x, 0.0) for x in seen]
         if self.tight:
             if arriving:
@@ -74,6 +69,33 @@ class Thinning:
             else:
                 columns += [np.maximum(labels[:, PEAK, None], labels[:, LAST, None]), labels[:, HELD, None]]
         return efficient(np.concatenate(columns, axis=1), group, self.ends)
+
+    def _times(self, labels: Any) -> list[Any]:
+        """What of a label's times the rest of a plan sees: columns."""
+        values = labels[:, [FWD, BWD, V, C, P]]
+        seen = [values]
+        if self.slowed and not self.leading:
+            seen.append(labels[:, SUM, None] - values[:, 2:])
+        if self.bucket and not self.leading:
+            seen.append(labels[:, BKT, None])
+        return seen
+
+    def _once_through(self, labels: Any) -> list[Any]:
+        """The same of a single microbatch: sums along the paths that go through the stage.
+
+        What comes once per step is the largest of the clocks, each with something that is the same for all labels of a
+        group; what lengthens backward grows with what is hidden, so with the least of what these leave of the sum.
+        """
+        x, both, clocks = self.numbers, labels[:, FWD, None] + labels[:, BWD, None], labels[:, [V, C, P]]
+        seen = [both + clocks]
+        if not self.leading:
+            longer = both + labels[:, BKT, None]
+            if self.slowed and not self.rounded:  # labels that are rounded count without it, in what comes of them
+                longer = longer + (labels[:, SUM, None] - clocks) * (1 - 1 / x.sp) / x.saving
+            seen.append(longer)
+        if not self.last:
+            seen.append(labels[:, FWD, None])
+        return seen
 
     def grain(self, start: int, caps: Mapping[int, Room]) -> Any:
         """What each number of a label may be rounded by behind each component, in stages from ``start``."""
@@ -94,6 +116,7 @@ class Thinning:
             total = front.labels[:, SUM].copy()
             front.labels = (np.floor(front.labels / grain) - 1e-9) * grain
             front.labels[:, SUM] = total
+            self.rounded = True
             group = front.entry * self.numbers.count + front.layout
             front = front.taken(self.best(front.labels, group, arriving=False, ending=ending))
             if len(front.labels) <= most:
