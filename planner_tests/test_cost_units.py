@@ -24,6 +24,7 @@ from asa.ir.profile import Profile
 from asa.ir.traffic import Beside, Share
 from asa.launch import run_ranks
 from asa.profiler import profile_module
+from asa.sharding import segment
 from asa.sharding.updates import owners
 from asa.strategies import offered
 from asa.strategies.zero1 import SharedOptimizer
@@ -125,6 +126,48 @@ def test_gradients_that_backward_has_not_made_yet_are_not_counted(strategy: str,
     assert highest <= predicted(profile) <= 1.05 * highest
     before = replace(profile, timings=tuple(replace(t, unmade_bytes=0) for t in profile.timings))
     assert predicted(before) > 1.05 * highest
+
+
+class Passing(nn.Module):
+    """Forward makes much that it lets go of again; nothing follows that would be gathered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(256, 4096), nn.Linear(4096, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = x.detach().repeat(1, 32).abs().mean(1, keepdim=True)
+        return x[:, :CLASSES] + self.last(torch.tanh(self.first(x * scale)))
+
+
+def passing() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), Passing())
+
+
+def _passing_rank(rank: int, plan: Plan) -> int:
+    segment.every_core_taken = lambda: True
+    images, device = noise(plan, torch.device("cpu")), torch.device("cpu")
+    order = GlobalOrder(len(images), plan.global_batch, 0, drop_last=True)
+    entrant = Entrant(plan, passing, offered(), rank, Votes(30), BenchOptions(), device)
+    entrant.turn(images, order, 2)
+    return _memory(entrant, images, order)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_in_forward_the_buffer_of_the_last_weights_is_still_there(strategy: str) -> None:
+    samples = 256
+    profile = profile_module(
+        passing(), torch.zeros((2, *SHAPE)), spec="passing", num_classes=CLASSES, global_batch=2 * samples,
+        device=torch.device("cpu"), time_limit_s=3.0, max_tensor_degree=1,
+    )  # fmt: skip
+    plan = hand_plan(
+        passing(), 2, uniform(2, 1), input_shape=SHAPE, num_classes=CLASSES, data_strategy=lambda _i: strategy,
+        global_batch=2 * samples, optimizer="sgd",
+    )  # fmt: skip
+    highest = max(run_ranks(2, _passing_rank, plan, threads=1, timeout_s=60))
+    cluster = replace(nouns.cluster(2), shared_memory=True)
+    assert highest <= price_plan(plan, profile, cluster, offered()).stages[0].most <= 1.1 * highest
 
 
 def share(size: float) -> Share:

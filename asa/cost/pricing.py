@@ -257,14 +257,21 @@ class Pricer:
         held = self.states.kept(index, way).held
         return held.gradients if held.accumulated is None else held.accumulated
 
-    def as_made(self, index: int, way: Way, footprint: Footprint) -> Footprint:
+    def as_made(self, index: int, way: Way, footprint: Footprint, *, ending: bool) -> Footprint:
         """The ``footprint`` of component ``index`` where each of its gradients is there from when backward makes it on:
-        not earlier in a bucket, or from an earlier microbatch."""
+        not earlier in a bucket, or from an earlier microbatch. ``ending``: of those wrapped together no other one with
+        weights follows. In its forward there is no gradient, but the buffer that the weights were gathered into."""
         if self.num_microbatches > 1 or not self.times.unmade:
             return footprint
-        held = self._spread(index, way).held
-        unmade = 0.0 if held.buckets else self.keeping.unmade(self.graph.components[index], way.layout)
-        return replace(footprint, transient=max(footprint.transient - unmade, held.updating)) if unmade else footprint
+        held, component = self._spread(index, way).held, self.graph.components[index]
+        unmade = 0.0 if held.buckets else self.keeping.unmade(component, way.layout)
+        if not unmade:
+            return footprint
+        made = max(footprint.transient - unmade, held.updating)
+        if ending:
+            _, passing = self.keeping.component(component, way.layout, checkpoint=way.checkpoint)
+            made = max(made, min(footprint.transient, passing * margin() + held.transient - held.gradients))
+        return replace(footprint, transient=made)
 
     def footprint(self, index: int, way: Way, alike: range) -> Footprint:
         """Memory of component ``index`` where of its neighbours only those ``alike`` are run as it is; else as in

@@ -46,7 +46,8 @@ def overcounted(
             repeated += pricer.states.repeated(placed, ways[run.start])
         near = joint and len(alike) > 1 and not pricer.states.prefetching  # then they gather for each other
         own = [pricer.footprint(start + i, ways[i], placed) if near else counted[i] for i in run]
-        parts += [pricer.as_made(start + i, ways[i], p) for i, p in zip(run, own, strict=True)]
+        last = max((i for i in run if pricer.graph.components[start + i].parameter_bytes), default=run.start)
+        parts += [pricer.as_made(start + i, ways[i], p, ending=i == last) for i, p in zip(run, own, strict=True)]
         left = next(filter(None, (pricer.left(start + i, ways[i]) for i in run)), 0.0) if joint else 0.0
         if left:  # in the backward of all in front
             parts[: run.start] = [replace(p, transient=p.transient + left) for p in parts[: run.start]]
