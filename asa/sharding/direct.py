@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from asa.launch import usable_cores
-from asa.sharding.segment import AWAKE_S, on_one_host, segment_of
+from asa.sharding.segment import AWAKE_S, on_one_host, segment_of, summed
 
 
 def own_cores() -> bool:
@@ -70,10 +70,7 @@ class Pending(dist.Work):
             awaited(work)
         if self._received is not None and self._into is not None:
             rows, self._received = self._received, None
-            if len(rows) == 2:  # a sum over so few goes row by row, and is slower
-                torch.add(rows[0], rows[1], out=self._into)
-            else:
-                torch.sum(rows, 0, out=self._into)
+            summed(rows, self._into)
             if self._mean:
                 self._into.div_(len(rows))
         return True

@@ -85,7 +85,7 @@ class Segment:
         all."""
         for flat in self._slices(x.view(-1)):
             if self.ranks == 2 or flat.nbytes <= _SMALL_BYTES:
-                _sum(self._shown(flat), flat)
+                summed(self._shown(flat), flat)
             else:
                 self._all_reduce_in_parts(flat)
             if mean:
@@ -96,7 +96,7 @@ class Segment:
         length = -(-flat.numel() // self.ranks)
         edges = [min(r * length, flat.numel()) for r in range(self.ranks + 1)]
         start, stop = edges[self.me], edges[self.me + 1]
-        _sum(self._shown(flat)[:, start:stop], flat[start:stop])
+        summed(self._shown(flat)[:, start:stop], flat[start:stop])
         sums = self._shown(flat[start:stop], length)
         for rank, (first, last) in enumerate(pairwise(edges)):
             if rank != self.me:
@@ -115,7 +115,7 @@ class Segment:
         """This rank's ``part`` of the sum (or mean) of every rank's ``whole`` (both contiguous)."""
         rows = whole.view(self.ranks, -1)
         for flat, brought in zip(self._slices(part.view(-1), self.ranks), self._columns(rows, self.ranks), strict=True):
-            _sum(self._shown(brought).view(self.ranks, self.ranks, -1)[:, self.me], flat)
+            summed(self._shown(brought).view(self.ranks, self.ranks, -1)[:, self.me], flat)
             if mean:
                 flat.div_(self.ranks)
 
@@ -173,7 +173,8 @@ class Segment:
                 )
 
 
-def _sum(rows: Tensor, into: Tensor) -> None:
+def summed(rows: Tensor, into: Tensor) -> None:
+    """The sum of ``rows``, in their order, in ``into``."""
     if len(rows) == 2:  # a sum over so few goes row by row, and is slower
         torch.add(rows[0], rows[1], out=into)
     else:
