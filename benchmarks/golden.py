@@ -1,7 +1,8 @@
 """Plan the golden cases anew: ``make golden``. The diff of ``planner_tests/golden/plans.json`` is the review of a
 cost-model change.
 
-Cases: every profile in ``profiles/`` on the measured clusters beside it; and the chains of
+Cases: the profiles that are shipped on the clusters measured with them (profiles of one's own beside them change
+nothing); and the chains of
 ``planner_tests/known_models.py`` at published single-GPU rates over presets from NVSwitch to 25 Gbit/s; memory limits
 from slack to tight, in shares of what plain data parallelism would take on the same devices.
 """
@@ -48,6 +49,8 @@ CLUSTERS = (
     "l4-8x1-25g-rdma",
     "t4-8x1-25g-tcp",
 )
+SHIPPED = ("resnet50.cpu.fp32", "vgg16.cpu.fp32", "vit_b_16.cpu.fp32")
+SHIPPED_CLUSTERS = ("local-gloo-2", "local-gloo-4")
 SHARES = (None, 0.75, 0.5, 0.3)
 LIMIT_S = 6.0
 """Longest search of a case; where it ends with a gap, another machine may come to another plan."""
@@ -76,21 +79,21 @@ def cases() -> Iterator[tuple[str, Solve]]:
 
 
 def committed() -> Iterator[tuple[str, Solve]]:
-    """The profiles in ``profiles/`` on the clusters measured with them, slack and at half of what stock data
-    parallelism takes."""
+    """The shipped profiles on the clusters measured with them, slack and at half of what stock data parallelism
+    takes."""
     folder = ROOT / "profiles"
-    clusters = [codec.load(Cluster, path) for path in sorted(folder.glob("cluster.*.json"))]
-    for path in sorted(p for p in folder.glob("*.json") if not p.name.startswith("cluster.")):
-        profile = codec.load(Profile, path)
-        for cluster in (c for c in clusters if c.device.type == profile.device.type):
+    clusters = [codec.load(Cluster, folder / f"cluster.{name}.json") for name in SHIPPED_CLUSTERS]
+    for name in SHIPPED:
+        profile = codec.load(Profile, folder / f"{name}.json")
+        for cluster in clusters:
             request = Request(
                 gpus=cluster.num_devices,
                 global_batch=profile.global_batch,
                 prefer_simple=False,
                 time_limit_s=LIMIT_S,
             )
-            for share, name in ((None, "slack"), (0.5, "half")):
-                yield f"{path.stem} {cluster.name} {name}", partial(solved, profile, cluster, request, share)
+            for share, memory in ((None, "slack"), (0.5, "half")):
+                yield f"{name} {cluster.name} {memory}", partial(solved, profile, cluster, request, share)
 
 
 def solved(profile: Profile, cluster: Cluster, request: Request, share: float | None) -> dict[str, Any]:
