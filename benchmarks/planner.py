@@ -61,7 +61,7 @@ FAST, SLOW, NODES = "a100-nvlink-8", "t4-8x1-25g-tcp", "a100-4x8-roce"
 BATCH = 256
 TIGHT = 1.2
 """Memory of a tight case, over the least that any plan of one stage needs."""
-SOON_S = 0.6
+SOON_S = 0.9
 """Of search, where the whole process is to take a second and a half."""
 CURVE_S = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 LONGEST_S = 120.0

@@ -57,6 +57,7 @@ def with_few_labels(monkeypatch: pytest.MonkeyPatch) -> None:
     for room in ("case", "explored"):
         monkeypatch.setattr(f"asa.planner.pipeline.{room}.MOST", 2)
     monkeypatch.setattr("asa.planner.pipeline.case._CHEAP", 4)
+    monkeypatch.setattr("asa.planner.pipeline.case._MORE", 8)
     for case in (40, 50, 63):
         pipelines = small(case, memory=(1, 1.5, 2.5, 3)[case % 4])
         found, truth = search(pipelines, crowded=True), joint_oracle.best(pipelines)

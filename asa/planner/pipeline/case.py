@@ -41,9 +41,9 @@ it (where memory may bind, labels grow in number with it): what is explored up t
 next."""
 _NEAR = 0.002
 """By how much a plan may exceed what its stages were taken for, and not be looked at more closely."""
-_CHEAP, _NEARER, _EACH = 400, 4, 8
-"""Labels that stages are known by at once; how many times nearer the bound plans are looked for where that is not
-enough; labels for each layout and degree from which on merging loses little."""
+_CHEAP, _MORE, _NEARER, _EACH = 400, 4000, 4, 8
+"""Labels that stages are known by at once, and where that is not enough; how many times nearer the bound plans are
+looked for where that is not, either; labels for each layout and degree from which on merging loses little."""
 _SOON = 0.02
 """Of a bound: plans no further beyond it are looked for with as many labels as that takes, at once. Step by step the
 same stages are explored anew, a little further each time."""
@@ -240,8 +240,11 @@ class Case:
                 continue
             if reached >= limit * (1 - _CLOSE):
                 break
+            if finest < _MORE:
+                finest = _MORE
+                continue
             limit = max(reached, self.bound + (limit - self.bound) / _NEARER)
-            finest = UTMOST if reached < limit * (1 - _CLOSE) or limit <= self.bound * (1 + _SOON) else _CHEAP
+            finest = UTMOST if limit <= self.bound * (1 + _SOON) else _CHEAP
             merged = self.widths if limit <= self.bound * (1 + _LEAST) else merged
         if limit < far:  # not as far, the next time
             self.share, self._short = (limit / self.bound - 1) * FINER, True

@@ -40,7 +40,10 @@ class Completions:
         self.rates = np.where(self.rows[:, 2] > 0, 1.0, np.where(self.rows[:, 0] > 0, 1 / m, 0.0))
         """What each objective may come to less, per ms that a plan is done earlier."""
         weights = weights_of(rows, n)
-        self.hidden = weights.hidden
+        hidden, each = weights.hidden.T, np.broadcast_to(self.rows, (n, *self.rows.shape))
+        parts = (each[..., 0], each[..., 2] * hidden, each[..., 2] * (1 - hidden), each[..., 3])
+        self.weights = np.stack(parts, axis=1)
+        """Component x what :meth:`values` sees of a label x objective."""
         priced = Priced(numbers, weights)
         self.behind = priced.completions()
         self.over = priced.edges + np.minimum(priced.inner, priced.last)[1:, :, None, :]
@@ -56,11 +59,9 @@ class Completions:
 
     def values(self, labels: Any, i: int) -> Any:
         """Objectives of labels behind component i so far: label x objective."""
-        steady = labels[:, FWD] + labels[:, BWD]
         once = np.maximum(labels[:, V], labels[:, C])
-        hidden = self.hidden[:, i]
-        once = once[:, None] * hidden + labels[:, P][:, None] * (1 - hidden)
-        return steady[:, None] * self.rows[:, 0] + once * self.rows[:, 2] + labels[:, HELD][:, None] * self.rows[:, 3]
+        seen = np.stack([labels[:, FWD] + labels[:, BWD], once, labels[:, P], labels[:, HELD]], axis=1)
+        return seen @ self.weights[i]
 
 
 class Explorer:
@@ -82,15 +83,19 @@ class Explorer:
             self.by_layout.append(known[key])
 
     def _undominated(self, i: int) -> list[tuple[int, Any, Any]]:
-        """Per layout, the configurations that no other one beats in everything."""
+        """Per layout, the configurations that no other one beats in all that they add to a label
+        (:meth:`asa.planner.pipeline.thinning.Thinning.best`)."""
         x, row = self.numbers, self.numbers.rows[i]
-        columns = [at.F, at.B, at.BUCKET, at.ONCE, at.PROMPT, at.LATE]
-        values = [row[:, columns], -row[:, [at.WINDOW]]]
+        both, sync = row[:, at.F] + row[:, at.B], row[:, at.PROMPT] + row[:, at.LATE]
+        late, prompt, window = x.sc * sync, x.sc * row[:, at.PROMPT], x.sp * row[:, at.WINDOW]
+        seen = [row[:, at.F]] + ([row[:, at.B]] if x.m > 1 else [])
+        seen += [both + row[:, at.ONCE] + sync - x.saving * hidden for hidden in (0.0, late, prompt, window)]
+        hidden = (0.0, late, prompt, window) if self.thin.slowed else (0.0,)
+        seen += [both + row[:, at.BUCKET] + (1 - 1 / x.sp) * h for h in hidden]
         if self.tight:
-            values.append(row[:, [at.STATE, at.ACT, at.GRAD, at.TRANS]])
-        if self.thin.slowed:
-            values.append(row[:, [at.WINDOW]])
-        kept = np.sort(efficient(np.concatenate(values, axis=1), x.layout[i]))
+            held = row[:, at.STATE] + self.in_flight * row[:, at.ACT]
+            seen += [held, held - row[:, at.ACT] + row[:, at.GRAD], held + row[:, at.GRAD] + row[:, at.TRANS]]
+        kept = np.sort(efficient(np.stack(seen, axis=1), x.layout[i]))
         return [
             (int(layout), kept[x.layout[i][kept] == layout], row[kept[x.layout[i][kept] == layout]])
             for layout in np.unique(x.layout[i][kept])
@@ -214,6 +219,11 @@ class Explorer:
         if not picked:
             return None
         index, chosen, row = np.concatenate(picked), np.concatenate(config), np.concatenate(rows)
+        if self.tight:
+            here = row[:, at.STATE] + more * row[:, at.ACT] + row[:, at.GRAD]
+            last = front.labels[index, 10] + row[:, at.ACT] + row[:, at.TRANS]
+            fits = here + np.maximum(front.labels[index, PEAK], last) <= x.capacity * _CLOSE
+            index, chosen, row = index[fits], chosen[fits], row[fits]
         labels = front.labels[index]
         moving = labels[:, 10]
         labels = labels[:, :10].copy()
@@ -239,8 +249,6 @@ class Explorer:
         labels[:, HELD] += grown
         layout = front.layout[index]
         good = (self.bounds.values(labels, i) <= room[:, layout].T).all(axis=1)
-        if self.tight:
-            good &= np.maximum(labels[:, PEAK], labels[:, LAST]) <= x.capacity * _CLOSE
         return Front(labels[good], front.entry[index][good], layout[good], front.parent[index][good], chosen[good])
 
     def _ended(self, front: Front, i: int, caps: Room, exact: bool, history: list[tuple[Any, Any]]) -> Points | None:
@@ -266,7 +274,8 @@ class Explorer:
         least = np.stack([forward, backward, labels[:, BKT] if not exact else extra, once])
         index = np.flatnonzero(good)
         leaving = x.degree[front.layout]
-        kept = index[efficient(least[:, index].T, front.entry[index] * x.degrees + leaving[index])]
+        seen = self.thin.along_paths(*least)[index]
+        kept = index[efficient(seen, front.entry[index] * x.degrees + leaving[index])]
         return Points(
             least=least[:, kept],
             entry=front.entry[kept],

@@ -42,9 +42,10 @@ class Thinning:
     labels are less than the truth by now. ``ends``: when time is up, which
     :class:`asa.planner.stage.pareto.OutOfTimeError` says.
 
-    Of a single microbatch, every path through a pipeline goes forward through a stage that it comes back through. So
-    what counts is forward, where there are stages behind; forward and back, lengthened, where there are some in front;
-    and forward and back with what comes once per step.
+    A path through the clock of a pipeline that comes back through a stage has gone forward through it. So what
+    lengthens its last backward counts with a microbatch forward and back at least, where there are stages in front, and
+    so does what comes once per step. Forward and backward count by themselves, too, in the paths of several
+    microbatches; of a single one only forward, where there are stages behind.
     """
 
     def __init__(self, numbers: Numbers, *, tight: bool) -> None:
@@ -59,8 +60,7 @@ class Thinning:
     def best(self, labels: Any, group: Any, *, arriving: bool, ending: bool = False) -> Any:
         """Indices of labels that no other one of their group beats in everything. ``arriving``: over an edge;
         ``ending``: where a stage may stop."""
-        seen = self._once_through(labels) if self.numbers.m == 1 else self._times(labels)
-        columns = [np.where(np.isfinite(x), x, 0.0) for x in seen]
+        columns = [np.where(np.isfinite(x), x, 0.0) for x in self._paths(labels)]
         if self.tight:
             if arriving:
                 columns.append(labels[:, [PEAK, HELD, 10]])
@@ -70,18 +70,8 @@ class Thinning:
                 columns += [np.maximum(labels[:, PEAK, None], labels[:, LAST, None]), labels[:, HELD, None]]
         return efficient(np.concatenate(columns, axis=1), group, self.ends)
 
-    def _times(self, labels: Any) -> list[Any]:
-        """What of a label's times the rest of a plan sees: columns."""
-        values = labels[:, [FWD, BWD, V, C, P]]
-        seen = [values]
-        if self.slowed and not self.leading:
-            seen.append(labels[:, SUM, None] - values[:, 2:])
-        if self.bucket and not self.leading:
-            seen.append(labels[:, BKT, None])
-        return seen
-
-    def _once_through(self, labels: Any) -> list[Any]:
-        """The same of a single microbatch: sums along the paths that go through the stage.
+    def _paths(self, labels: Any) -> list[Any]:
+        """What of a label's times the rest of a plan sees: sums along the paths that go through the stage.
 
         What comes once per step is the largest of the clocks, each with something that is the same for all labels of a
         group; what lengthens backward grows with what is hidden, so with the least of what these leave of the sum.
@@ -93,9 +83,17 @@ class Thinning:
             if self.slowed and not self.rounded:  # labels that are rounded count without it, in what comes of them
                 longer = longer + (labels[:, SUM, None] - clocks) * (1 - 1 / x.sp) / x.saving
             seen.append(longer)
-        if not self.last:
+        if x.m > 1:
+            seen.append(labels[:, [FWD, BWD]])
+        elif not self.last:
             seen.append(labels[:, FWD, None])
         return seen
+
+    def along_paths(self, forward: Any, backward: Any, longer: Any, once: Any) -> Any:
+        """The same of stages that have ended, where ``once`` is all that comes once per step: stage x sum."""
+        both = forward + backward
+        seen = [forward, both + longer, both + once]
+        return np.stack(seen if self.numbers.m == 1 else [*seen, backward], axis=1)
 
     def grain(self, start: int, caps: Mapping[int, Room]) -> Any:
         """What each number of a label may be rounded by behind each component, in stages from ``start``."""
