@@ -20,13 +20,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from asa.planner.answer.posterior import TIE
 from asa.report.calibration import Outcome, Told, chart, scores
 from asa.report.page import draw
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "benchmarks" / "records"
-BEST = 0.01
-"""A choice within it of the best measured counts as the best: closer than two runs of one plan come."""
 
 
 def told(document: dict[str, Any]) -> Iterator[Told]:
@@ -56,7 +55,7 @@ def outcomes(document: dict[str, Any]) -> Iterator[Outcome]:
     """What was said of choices, before and after verification, and how they turned out."""
     for choice in document.get("choices", ()):
         yield Outcome(
-            p_best=choice["p_best"], expected_regret=choice["expected_regret"], best=choice["regret"] <= BEST,
+            p_best=choice["p_best"], expected_regret=choice["expected_regret"], best=choice["regret"] <= TIE,
             regret=choice["regret"],
         )  # fmt: skip
     for cell in document.get("cells", ()):
@@ -64,13 +63,13 @@ def outcomes(document: dict[str, Any]) -> Iterator[Outcome]:
             continue
         said = cell["confidence"]
         yield Outcome(
-            p_best=said["p_best"], expected_regret=said["expected_regret"], best=cell["regret"] <= BEST,
+            p_best=said["p_best"], expected_regret=said["expected_regret"], best=cell["regret"] <= TIE,
             regret=cell["regret"],
         )  # fmt: skip
         if cell.get("verified") and cell.get("verified_regret") is not None:
             said, regret = cell["verified"]["after"], cell["verified_regret"]
             yield Outcome(
-                p_best=said["p_best"], expected_regret=said["expected_regret"], best=regret <= BEST, regret=regret
+                p_best=said["p_best"], expected_regret=said["expected_regret"], best=regret <= TIE, regret=regret
             )  # fmt: skip
 
 

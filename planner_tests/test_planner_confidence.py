@@ -29,6 +29,7 @@ def finalists(cluster: str):
 @pytest.mark.parametrize("cluster", ["a100-nvlink-8", "3090-pcie-8"])
 def test_somebody_is_the_best_in_every_draw(cluster, monkeypatch):
     monkeypatch.setattr("asa.planner.answer.confidence.SAMPLES", 1 << 16)  # every order of plans has draws of its own
+    monkeypatch.setattr("asa.planner.answer.confidence.TIE", 1e-9)
     rows, profile, overlap = finalists(cluster)
     distinct = list({c.key: (c, p) for c, p in rows}.values())
     found = [
@@ -37,6 +38,19 @@ def test_somebody_is_the_best_in_every_draw(cluster, monkeypatch):
     assert sum(f.p_best for f in found) == pytest.approx(1, abs=0.01)
     assert all(f.expected_regret >= 0 for f in found)
     assert all((f.p_best == 1) == (f.expected_regret < 1e-12) for f in found)
+
+
+def test_plans_that_nobody_can_tell_apart_are_both_the_best(monkeypatch):
+    rows, profile, overlap = finalists("a100-nvlink-8")
+    two = list({c.key: (c, p) for c, p in rows}.values())[:2]
+
+    def likely() -> float:
+        return sum(confidence(both, profile, STAGED, overlap).p_best for both in (two, two[::-1]))
+
+    told = likely()
+    assert 1.01 < told <= 2
+    monkeypatch.setattr("asa.planner.answer.confidence.TIE", 1e-9)
+    assert likely() == pytest.approx(1, abs=0.01)
 
 
 def test_a_plan_alone_is_the_best_and_a_copy_of_it_changes_nothing():

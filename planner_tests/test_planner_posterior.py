@@ -32,7 +32,7 @@ def contest(truth, prior, *, budget=60.0, noise=0.02, drift=0.05, always=(0, 1),
 def test_before_measuring_the_fastest_by_costs_is_the_likeliest():
     belief = Posterior(draws([1.0, 1.1, 1.5])).belief()
     assert belief.best == 0
-    assert sum(belief.p_best) == pytest.approx(1, abs=1e-6)
+    assert 1 <= sum(belief.p_best) < 1.2, "who is within 1 % of the fastest is the best, too"
     assert belief.p_best[0] > belief.p_best[1] > belief.p_best[2]
     assert all(r >= 0 for r in belief.expected_regret)
 

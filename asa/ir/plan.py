@@ -161,8 +161,8 @@ class Certificate:
 @noun
 class Confidence:
     """What uncertain costs leave of a certificate, over ``draws`` joint draws of their errors among ``finalists``
-    plans: in which share of them this plan is the fastest, and by how much of the fastest time it is slower on
-    average."""
+    plans: in which share of them this plan is the fastest, or within 1 % of it, and by how much of the fastest time it
+    is slower on average."""
 
     p_best: float
     expected_regret: float
@@ -175,7 +175,7 @@ class Trial:
     """One finalist among those that were measured. ``runs`` is its assignment in words.
 
     ``step_time_s`` is None where the steps were better spent on others. ``p_best_before`` and ``p_best_after``: how
-    likely it is the fastest of them by the costs alone, and with what was measured.
+    likely it is the fastest of them, or within 1 % of it, by the costs alone, and with what was measured.
     """
 
     strategy: str

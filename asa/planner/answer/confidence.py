@@ -5,7 +5,7 @@ draws of the errors: computation of each component (one draw for all plans that 
 cancel), what a tensor degree adds to that, and each kind of group that communicates. Draws are log-normal with the
 medians as stated, and always the same ones for the same request.
 
-    P(best) = share of draws in which the plan is the fastest
+    P(best) = share of draws in which the plan is the fastest, or within 1 % of it
     regret  = mean over draws of (its time - the fastest time) / the fastest time
 
 over draws to which :func:`asa.planner.answer.posterior.prior` adds what no cost foresees: an error of each plan's own,
@@ -25,7 +25,7 @@ from asa.interfaces.strategy import Strategies
 from asa.ir.cluster import Overlap
 from asa.ir.plan import Confidence
 from asa.ir.profile import Profile
-from asa.planner.answer.posterior import prior, sample
+from asa.planner.answer.posterior import TIE, prior, sample
 from asa.planner.space.candidate import Candidate
 
 DRAWS = 256
@@ -68,8 +68,8 @@ def confidence(
     times = np.exp(sample(*prior(known), SAMPLES)).T if known.min() > 0 else known
     fastest = times.min(axis=0)
     slower = np.divide(times[0], fastest, out=np.ones_like(fastest), where=fastest > 0)
-    # Plans that tie are all best: a whole strategy may be found under several names.
-    best = times[0] <= fastest * (1 + 1e-9)
+    # Plans that tie are all best: a whole strategy may be found under several names, and its near copies measure alike.
+    best = times[0] <= fastest * (1 + TIE)
     return Confidence(
         p_best=float(best.mean()),
         expected_regret=float((slower - 1).mean()),

@@ -26,7 +26,9 @@ COMMON = 0.3
 """Relative deviation of an error that all plans share: another machine state than the profile's."""
 OWN = 0.06
 """Relative deviation of what a plan takes from what its costs can explain; near copies share it. Of 2,340 plans of the
-regret records of November 2026 it was 0.05 to 0.09 around what the plans of a cell share, what measuring adds included."""
+regret records of November 2026 it was 0.05 to 0.09 around what the plans of a cell share, with what measuring adds."""
+TIE = 0.01
+"""Part of a step by which plans may be apart and both be the best: two runs of one plan come no closer."""
 ALIKE, ALONE = 0.02, 0.1
 """Deviation of the ratio of two plans over the draws at which they share 1/e of what copies share; and what share of
 the variance they do not share even then."""
@@ -43,7 +45,8 @@ _SEED = 20250321
 
 @noun
 class Belief:
-    """Per plan: how likely it is the fastest, and what choosing it costs over the fastest on average."""
+    """Per plan: how likely it is the fastest, or as good as that (:data:`TIE`), and what choosing it costs over the
+    fastest on average."""
 
     p_best: tuple[float, ...]
     expected_regret: tuple[float, ...]
@@ -101,7 +104,7 @@ class Posterior:
         times = np.exp(sample(self.mean, self.covariance, DRAWS))
         fastest = times.min(axis=1, keepdims=True)
         return Belief(
-            p_best=tuple(float(x) for x in (times <= fastest * (1 + 1e-9)).mean(axis=0)),
+            p_best=tuple(float(x) for x in (times <= fastest * (1 + TIE)).mean(axis=0)),
             expected_regret=tuple(float(x) for x in (times / fastest - 1).mean(axis=0)),
         )
 
