@@ -88,10 +88,10 @@ class Explorer:
         x, row = self.numbers, self.numbers.rows[i]
         both, sync = row[:, at.F] + row[:, at.B], row[:, at.PROMPT] + row[:, at.LATE]
         late, prompt, window = x.sc * sync, x.sc * row[:, at.PROMPT], x.sp * row[:, at.WINDOW]
+        hidden = (0.0, late, prompt, window)
         seen = [row[:, at.F]] + ([row[:, at.B]] if x.m > 1 else [])
-        seen += [both + row[:, at.ONCE] + sync - x.saving * hidden for hidden in (0.0, late, prompt, window)]
-        hidden = (0.0, late, prompt, window) if self.thin.slowed else (0.0,)
-        seen += [both + row[:, at.BUCKET] + (1 - 1 / x.sp) * h for h in hidden]
+        seen += [both + row[:, at.ONCE] + sync - x.saving * h for h in hidden]
+        seen += [both + row[:, at.BUCKET] + (1 - 1 / x.sp) * h for h in (hidden if self.thin.slowed else (0.0,))]
         if self.tight:
             held = row[:, at.STATE] + self.in_flight * row[:, at.ACT]
             seen += [held, held - row[:, at.ACT] + row[:, at.GRAD], held + row[:, at.GRAD] + row[:, at.TRANS]]

@@ -53,7 +53,6 @@ class Thinning:
         self.leading = self.last = self.rounded = False
         self.ends = float("inf")
         self.slowed = numbers.saving > 0 and numbers.sp > 1
-        self.bucket = any(r[:, at.BUCKET].any() for r in numbers.rows)
         ends = np.where(np.isfinite(numbers.outlets), numbers.outlets, 0.0)
         self.outlets_hold = bool(ends[:, at.ESTATE :].any())
 
