@@ -101,8 +101,8 @@ def doubt(plan: Plan) -> list[RenderableType]:
         return []
     return [
         line(
-            f"the best of {c.finalists} finalists with probability {percent(c.p_best)}, expected regret "
-            f"{percent(c.expected_regret)} ({c.draws} joint draws of the errors of costs)"
+            f"the best of {c.finalists} finalists, or within 1 % of it, with probability {percent(c.p_best)}, expected "
+            f"regret {percent(c.expected_regret)} ({c.draws} joint draws of the errors of costs)"
         )
     ]
 

@@ -63,8 +63,8 @@ def prior(draws: np.ndarray, own: float = OWN) -> tuple[np.ndarray, np.ndarray]:
     logs = np.log(draws)
     apart = logs - logs.mean(axis=1, keepdims=True)
     distance = np.sqrt(((apart[:, None] - apart[None]) ** 2).mean(axis=2))
-    alone = own**2 * ((1 - ALONE) * np.exp(-((distance / ALIKE) ** 2)) + ALONE * np.eye(len(logs)))
-    return logs.mean(axis=1), np.atleast_2d(np.cov(logs)) + COMMON**2 + alone
+    errors = own**2 * ((1 - ALONE) * np.exp(-((distance / ALIKE) ** 2)) + ALONE * np.eye(len(logs)))
+    return logs.mean(axis=1), np.atleast_2d(np.cov(logs)) + COMMON**2 + errors
 
 
 def sample(mean: np.ndarray, covariance: np.ndarray, count: int) -> np.ndarray:
