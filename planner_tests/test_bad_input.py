@@ -164,6 +164,14 @@ def test_whole_strategies_that_do_not_fit_come_with_a_memory_that_does(capsys):
     assert entry.run(["plan", "--strategies", "ddp,tensor", "--memory", enough]) == 0
 
 
+def test_memory_below_a_device_s_context_is_said_to_be_that(capsys):
+    said = refused(
+        capsys, 4, "plan", "--strategies", "ddp", "--gpus", "2", "--cluster", "a100-nvlink-8", "--memory", "0.5"
+    )
+    assert "GiB, and the context of the device leaves nothing of its memory" in said
+    assert "try --memory " in said
+
+
 def test_more_stages_than_components_come_with_devices_that_do(capsys):
     said = refused(capsys, 4, "plan", "--strategies", "1f1b", "--gpus", "8")
     assert "1f1b cannot be had: needs a component for each of its 8 stages, the model has 3; " in said

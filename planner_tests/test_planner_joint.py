@@ -10,10 +10,11 @@ import joint_oracle
 import pytest
 from random_pipelines import RandomPipelines
 
+from asa.planner.pipeline.explored import Explored
 from asa.planner.pipeline.floors import floors
 from asa.planner.pipeline.joint import joined, search
+from asa.planner.pipeline.outlines import Outlines
 from asa.planner.pipeline.pipelines import Skeleton, stage_times, value_of
-from asa.planner.pipeline.stages import Explorer
 from asa.planner.pipeline.thinning import Thinning
 from asa.planner.stage.problem import Chain
 
@@ -52,29 +53,21 @@ def test_the_search_finds_what_brute_force_finds(seed):
     assert impossible < 25, "the draw must not be all infeasible"
 
 
-def with_few_labels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same where memory binds and a stage is known by a handful of labels at first, of draws with many."""
-    for room in ("case", "explored"):
-        monkeypatch.setattr(f"asa.planner.pipeline.{room}.MOST", 2)
-    monkeypatch.setattr("asa.planner.pipeline.case._CHEAP", 4)
-    monkeypatch.setattr("asa.planner.pipeline.case._MORE", 8)
-    for case in (40, 50, 63):
+def test_few_labels_at_first_cost_neither_plan_nor_proof(monkeypatch):
+    """Where memory binds, stages of a handful of labels are merged, outlined and explored again."""
+    outlined, refined = [], []
+    draw, refine = Outlines.draw, Explored.refine
+    monkeypatch.setattr(Outlines, "draw", lambda self, *args: outlined.append(draw(self, *args)))
+    monkeypatch.setattr(Explored, "refine", lambda self, key: refined.append(key) or refine(self, key))
+    monkeypatch.setattr("asa.planner.pipeline.explored.MOST", 2)
+    monkeypatch.setattr("asa.planner.pipeline.outlines._LABELS", 4)
+    for case in range(40, 100):
         pipelines = small(case, memory=(1, 1.5, 2.5, 3)[case % 4])
         found, truth = search(pipelines, crowded=True), joint_oracle.best(pipelines)
         assert found.value == pytest.approx(truth, rel=1e-9), case
         assert found.bound == pytest.approx(truth, rel=1e-8), case
-
-
-def test_labels_that_are_left_for_slower_plans_cost_neither_plan_nor_proof(monkeypatch):
-    met, nearest = [], Explorer._nearest
-
-    def counted(*args: Any) -> Any:
-        met.append(args)
-        return nearest(*args)
-
-    monkeypatch.setattr(Explorer, "_nearest", counted)
-    with_few_labels(monkeypatch)
-    assert len(met) > 50, "the draw must leave labels out"
+    assert len(outlined) > 5, "the draw must outline"
+    assert len(refined) > 8, "the draw must refine"
 
 
 def test_a_stage_that_others_wait_for_is_no_first_stage(monkeypatch):

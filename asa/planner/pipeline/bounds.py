@@ -72,6 +72,7 @@ class Stages:
     forward: Any
     whole: Any
     single: Any
+    backward: Any
     offsets: Any
     groups: Any
     back: Any = None
@@ -121,7 +122,8 @@ class Frame:
             return None
         return Stages(
             start=start, stop=stop, steady=steady[good], forward=table.forward[start, stop],
-            whole=table.whole[start, stop], single=table.single[start, stop], offsets=offsets,
+            whole=table.whole[start, stop], single=table.single[start, stop],
+            backward=None if table.backward is None else table.backward[start, stop], offsets=offsets,
             groups=np.flatnonzero(np.r_[True, np.diff(start) != 0]),
         )  # fmt: skip
 

@@ -19,12 +19,12 @@ from asa.cost.pipeline import shape
 from asa.interfaces.schedule import Schedule
 from asa.planner.pipeline import guess
 from asa.planner.pipeline.bounds import Frame, Keys, Links
-from asa.planner.pipeline.explored import FINER, Explored, Key
+from asa.planner.pipeline.explored import Explored
 from asa.planner.pipeline.lattice import INF, Table, divisors
+from asa.planner.pipeline.outlines import Key
 from asa.planner.pipeline.pipelines import Skeleton, value_of
 from asa.planner.pipeline.shop import MANY, Shop
-from asa.planner.pipeline.skeletons import Leaves, Options, plans
-from asa.planner.pipeline.stages import MOST, UTMOST
+from asa.planner.pipeline.skeletons import FEW, Leaves, Options, plans
 from asa.planner.stage.pareto import OutOfTimeError
 from asa.planner.stage.problem import Choice
 
@@ -41,12 +41,8 @@ it (where memory may bind, labels grow in number with it): what is explored up t
 next."""
 _NEAR = 0.002
 """By how much a plan may exceed what its stages were taken for, and not be looked at more closely."""
-_CHEAP, _MORE, _NEARER, _EACH = 400, 4000, 4, 8
-"""Labels that stages are known by at once, and where that is not enough; how many times nearer the bound plans are
-looked for where that is not, either; labels for each layout and degree from which on merging loses little."""
-_SOON = 0.02
-"""Of a bound: plans no further beyond it are looked for with as many labels as that takes, at once. Step by step the
-same stages are explored anew, a little further each time."""
+_NEARER = 0.03
+"""Beyond the bound plans are looked for no further, where memory binds and labels were too many."""
 _TRIED = 12
 """Plans filled in at a time, where stages are known as bounds only."""
 
@@ -80,7 +76,8 @@ class Case:
         self._near = {(w, r): every for w in self.widths for r in range(1, self.most + 1)}
         self._known = Explored(shop, m, self.in_flight)
         self.stuck = False
-        self.share, self._short, self._strict = 0.003, False, False
+        self.share, self._short = 0.003, False
+        self._unsure = set[Key]()
         self._tight = False
 
     def _lead(self, r: int) -> int | None:
@@ -114,9 +111,10 @@ class Case:
         elif self.level == 3 and (best >= _FOREVER or (self._tight and self.bound < best * _FAR)):
             guess.likely(self, self._frame, best, ends)
         else:
+            before = self.bound
             with suppress(OutOfTimeError):
                 self._by_plans(best, ends)
-            if not self.stuck and self.bound < best * _FAR and time.monotonic() < ends:
+            if self.bound > before and not self.stuck and self.bound < best * _FAR and time.monotonic() < ends:
                 guess.likely(self, self._frame, best, ends)
         self.level += 1
 
@@ -221,44 +219,54 @@ class Case:
         limit = min(best, self.bound * (1 + self.share)) if self.share < 10 else best
         limit = min(limit, _FOREVER)
         self.share *= 4
-        finest = UTMOST if 0 < limit <= self.bound * (1 + _SOON) else _CHEAP
-        far, merged = limit, self._merged()
         while True:
             self.tables = self._known.tightened(self._base, limit)
             frame = self.frame(self._links, self.keys)  # type: ignore[arg-type]
-            low = frame.value(self.stages)
-            if low >= limit:
-                self.bound = max(self.bound, limit if limit < _FOREVER else INF)
+            if self._below(frame.value(self.stages), limit):
                 return
-            self.bound = max(self.bound, low)
             frame.look_ahead(self.stages)
             self._frame = frame
-            new, reached = self._known.explore(frame, self._base, self.widths, limit, ends, finest, merged)
+            if self._unsure:
+                self._known.outlines.draw(frame, self._unsure, limit, ends)
+                self._unsure = set()
+                continue
+            options = self._known.options(frame, limit)
+            leaves, told = plans(frame, options, self.stages, self.schedule, limit, FEW)
+            vague: set[Key] | None = None
+            if told >= limit:
+                if self._below(min((float(x.values.min()) for x in leaves), default=INF), limit):
+                    return
+                vague = self._known.vague(leaves, options, limit)
+                if not vague:
+                    break
+            if not self._known.explore(frame, limit, ends, vague):
+                leaves, told = plans(frame, options, self.stages, self.schedule, limit)
+                break
             if time.monotonic() > ends:
                 return
-            if new:
-                continue
-            if reached >= limit * (1 - _CLOSE):
-                break
-            if finest < _MORE:
-                finest = _MORE
-                continue
-            limit = max(reached, self.bound + (limit - self.bound) / _NEARER)
-            finest = UTMOST if limit <= self.bound * (1 + _SOON) else _CHEAP
-            merged = self.widths if limit <= self.bound * (1 + _LEAST) else merged
-        if limit < far:  # not as far, the next time
-            self.share, self._short = (limit / self.bound - 1) * FINER, True
-        options = self._known.options(self.keys, self.most, limit)
-        wanted = limit
-        leaves, limit = plans(frame, options, self.stages, self.schedule, limit)
-        proved, again = limit, False
+        self._fill_in(leaves, options, best, limit, told)
+
+    def _below(self, low: float, limit: float) -> bool:
+        """Note a bound on all plans below ``limit``; whether there are none."""
+        if low < limit:
+            self.bound = max(self.bound, low)
+            return False
+        self.bound = max(self.bound, limit if limit < _FOREVER else INF)
+        return True
+
+    def _fill_in(
+        self, leaves: Sequence[Leaves], options: dict[tuple[int, int], Options], best: float, limit: float, told: float
+    ) -> None:
+        """The plans behind the best of all leaves below ``told``, where all below ``limit`` were looked for, and which
+        stages are to be known better."""
+        proved, again = told, False
         blurred, nearly = set[Key](), set[Key]()
-        if limit < wanted and self.bound > 0:  # too many: not as far, the next time
-            self.share, self._short = min(self.share, wanted / self.bound - 1) / 8, True
+        if told < limit and self.bound > 0:  # too many: not as far, the next time
+            self.share, self._short = min(self.share, limit / self.bound - 1) / 8, True
             again = self.share > _LEAST
         for x in leaves:
             for i in np.argsort(x.values, kind="stable")[:_TRIED]:
-                if x.values[i] >= min(best, limit):
+                if x.values[i] >= min(best, told):
                     break
                 proved = min(proved, float(x.values[i]))
                 value, vague, taken = self._fill(x, int(i), options)
@@ -268,26 +276,23 @@ class Case:
                     nearly.update(vague)
                 if near or not vague:
                     break
-                blurred.update(vague)
+                efforts = [self._known.effort(key, limit) for key in vague]
+                blurred.update(key for key, e in zip(vague, efforts, strict=True) if e == min(efforts))
         if proved <= self.bound and not again and not blurred:  # that close, and no further: once in more detail
-            blurred = {key for key in nearly if not self._known.detailed(key)}
-        if blurred and self._tight and not self._strict:  # merged labels say too little where memory binds
-            self._strict, again = True, True
-            self._known.forget_rough()
-            blurred = set()
+            blurred = {key for key in nearly if self._known.effort(key, limit) <= 1}
+        nearer = False
         for key in blurred:  # the next time in more detail
-            again = True
-            self.stuck = not self._known.refine(key) or self.stuck
+            if self._tight and self.m > 1 and not self._known.outlines.known(key, limit):
+                self._unsure.add(key)
+                again = True
+            else:
+                again = self._known.refine(key) or again
+                if self._tight:
+                    nearer = True
+        if nearer:  # and not as far at first
+            self.share, self._short = _NEARER, True
         self.stuck = self.stuck or (proved <= self.bound and not again)
         self.bound = max(self.bound, proved if proved < _FOREVER else INF)
-
-    def _merged(self) -> tuple[int, ...]:
-        """Widths whose stages have labels merged where there are too many. Where memory may bind only those with few
-        layouts, and only until merged labels turn out to say too little."""
-        if not self._tight:
-            return self.widths
-        groups = {w: 0 if (x := self.shop.numbers(w, self.m)) is None else x.count * x.degrees for w in self.widths}
-        return () if self._strict else tuple(w for w in self.widths if _EACH * groups[w] <= MOST)
 
     def _fill(self, leaf: Leaves, i: int, options: dict[tuple[int, int], Options]) -> tuple[float, list[Key], bool]:
         """The time of the plan behind a leaf, which of its stages may not be what they were taken for, and whether it

@@ -3,37 +3,35 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from asa.planner.pipeline.bounds import Frame, Keys
+from asa.planner.pipeline.bounds import Frame, Stages
 from asa.planner.pipeline.lattice import INF, Table
+from asa.planner.pipeline.outlines import Key, Outlines, apart
 from asa.planner.pipeline.points import Points, Room
 from asa.planner.pipeline.shop import Shop
-from asa.planner.pipeline.skeletons import Options
+from asa.planner.pipeline.skeletons import Leaves, Options, sums_of
 from asa.planner.pipeline.stages import MOST, UTMOST
 
-FINER = 4
-"""Times as many labels, for stages whose labels turned out to be too rough."""
+FINER, FINER_ALONE = 4, 16
+"""Times as many labels, for stages whose labels turned out to be too rough; of a single microbatch, where they have
+fewer numbers."""
 _CLOSE = 1e-9
 
-Key = tuple[int, int, int, int]
-"""A stage: width, place (1 is the last), start, stop."""
 Tables = Mapping[tuple[int, int], Table | None]
 """Bounds on stages by width and place; None where none can be part of a plan."""
 
 
 @dataclass
 class _Known:
-    """A stage explored up to plans of ``limit`` ms; ``asked``: up to which that was to be, with so many labels."""
+    """A stage explored up to plans of ``limit`` ms."""
 
     limit: float
     points: Points | None
-    asked: float
-    most: int
 
 
 @dataclass(frozen=True)
@@ -55,6 +53,7 @@ class Explored:
         self._shop, self._m, self._in_flight = shop, m, in_flight
         self._stages: dict[Key, _Known] = {}
         self._detail: dict[Key, int] = {}
+        self.outlines = Outlines(shop, m, in_flight)
 
     def points(self, key: Key) -> Points:
         """Of a stage that is part of a plan."""
@@ -62,112 +61,143 @@ class Explored:
         assert points is not None
         return points
 
-    def detailed(self, key: Key) -> bool:
-        """Whether it has been refined."""
-        return key in self._detail
+    def effort(self, key: Key, limit: float) -> int:
+        """How much was done to know it up to ``limit``, beyond what is done for all."""
+        return self._detail.get(key, 1 if self.outlines.known(key, limit) else 0)
 
     def refine(self, key: Key) -> bool:
-        """Explore it again with more labels; False where those are more than can be."""
+        """Explore it again with more labels; False where it was with as many as can be."""
+        most = self._detail.get(key, MOST)
+        if most >= UTMOST:
+            return False
         self._stages[key].limit = 0.0
-        self._detail[key] = FINER * self._detail.get(key, MOST)
-        return self._detail[key] <= UTMOST
+        self._detail[key] = min(UTMOST, most * (FINER if self._m > 1 else FINER_ALONE))
+        return True
 
-    def forget_rough(self) -> None:
-        """Explore again what is not known exactly."""
-        for known in self._stages.values():
-            if known.points is not None and not known.points.exact:
-                known.limit = 0.0
-
-    def explore(
-        self, frame: Frame, base: Tables, widths: Collection[int], limit: float, ends: float, finest: int,
-        merged: Collection[int],
-    ) -> tuple[bool, float]:  # fmt: skip
-        """Explore the stages that a plan below ``limit`` could have; whether there were new ones, and up to which limit
-        all of them are known: perhaps a lower one, but for ``merged`` widths, in whose stages labels are merged. More
-        labels than were not enough are taken up to ``finest``. ``base``: tables of what may be part of a plan."""
+    def explore(self, frame: Frame, limit: float, ends: float, only: Collection[Key] | None) -> bool:
+        """Explore the stages (``only`` these, if not None) that a plan below ``limit`` could have; whether there were
+        any left."""
         wanted: dict[tuple[int, int, int], dict[int, list[_Wanted]]] = {}
-        reached = limit
-        for r in self._in_flight:
-            for w in widths:
-                if base.get((w, r)) is None:
+        for w, r in frame.parts:
+            rooms: Any = None
+            for a, b in np.argwhere(frame.through(w, r) < limit).tolist():
+                key = (w, r, a, b)
+                if (only is not None and key not in only) or self._upto(key, limit) is not None:
                     continue
-                rooms: Any = None
-                for a, b in np.argwhere(frame.through(w, r) < limit).tolist():
-                    known = self._stages.get((w, r, a, b))
-                    if known is not None and known.limit >= limit * (1 - _CLOSE):
-                        continue
-                    most = self._detail.get((w, r, a, b), MOST)
-                    if known is not None and 0.0 < known.limit < known.asked:
-                        most = max(most, known.most)
-                        if known.asked >= limit * (1 - _CLOSE) and w not in merged:
-                            if most >= finest:
-                                reached = min(reached, known.limit)
-                                continue
-                            most = finest
-                    rooms = frame.room(w, r, limit) if rooms is None else rooms
-                    place = self._shop.place(w, self._m, self._in_flight[r])
-                    twin = self._shop.twin(w, self._m, a, b)
-                    wanted.setdefault(place, {}).setdefault(twin[0], []).append(
-                        _Wanted(r, (a, b), twin[1], Room(*rooms[:, a, b].tolist()), most)
-                    )
+                rooms = frame.room(w, r, limit) if rooms is None else rooms
+                place = self._shop.place(w, self._m, self._in_flight[r])
+                start, stop = self._shop.twin(w, self._m, a, b)
+                room = Room(*rooms[:, a, b].tolist())
+                wanted.setdefault(place, {}).setdefault(start, []).append(
+                    _Wanted(r, (a, b), stop, room, self._detail.get(key, MOST))
+                )
         for place, starts in wanted.items():
             for start, some in starts.items():
                 asked: dict[int, tuple[Room, int]] = {}
                 for x in some:
                     room, most = asked.get(x.stop, (x.room, 0))
                     asked[x.stop] = (room.joined(x.room), max(most, x.most))
-                found = self._shop.explored(place, start, asked, ends, merging=place[0] in merged)
+                found = self._shop.explored(place, start, asked, ends)
                 for x in some:
-                    room, points = found[x.stop]
-                    short = room.short(self._m, x.room)
+                    points = found[x.stop]
                     points = None if points is None else points.within(self._m, x.room)
-                    self._stages[place[0], x.place, *x.stage] = _Known(limit - short, points, limit, x.most)
+                    self._stages[place[0], x.place, *x.stage] = _Known(limit, points)
                 if time.monotonic() > ends:
-                    return True, limit
-        return bool(wanted), reached
+                    return True
+        return bool(wanted)
+
+    def _upto(self, key: Key, limit: float) -> _Known | None:
+        """What is known of a stage, if it was explored up to ``limit``."""
+        known = self._stages.get(key)
+        return known if known is not None and known.limit >= limit * (1 - _CLOSE) else None
 
     def tightened(self, base: Tables, limit: float) -> dict[tuple[int, int], Table | None]:
-        """``base`` with what was explored up to ``limit``, as far as plans below it are concerned."""
+        """``base`` with what was explored and outlined up to ``limit``, as far as plans below it are concerned."""
         tables = dict(base)
         copied: set[tuple[int, int]] = set()
-        for (w, r, a, b), known in self._stages.items():
-            if known.limit < limit * (1 - _CLOSE):
-                continue
+
+        def own(w: int, r: int) -> Iterable[Any]:
             table = tables[w, r]
             assert table is not None
             if (w, r) not in copied:
                 copied.add((w, r))
-                table = tables[w, r] = Table(
-                    steady=table.steady.copy(),
-                    forward=table.forward.copy(),
-                    whole=table.whole.copy(),
-                    single=table.single.copy(),
-                )
-            arrays = (table.steady, table.forward, table.whole, table.single)
-            for x in arrays:
-                x[a, b] = INF
-            if known.points is not None:
-                f, back, _, once = known.points.least
-                steady = f + back
-                at = (known.points.entry, known.points.exit)
-                for x, values in zip(arrays, (steady, f, self._m * steady + once, steady + once), strict=True):
-                    np.minimum.at(x[a, b], at, values)
+                table = tables[w, r] = Table(*(x.copy() for x in table.values()))
+            return table.values()
+
+        for (w, r, a, b), least in self.outlines.all(limit):
+            for x, values in zip(own(w, r), least, strict=True):
+                np.maximum(x[a, b], values, out=x[a, b])
+        for (w, r, a, b), known in self._stages.items():
+            if known.limit < limit * (1 - _CLOSE):
+                continue
+            for x, values in zip(own(w, r), self._least(known.points), strict=True):
+                found = np.full_like(x[a, b], INF)
+                if known.points is not None:
+                    np.minimum.at(found, (known.points.entry, known.points.exit), values)
+                np.maximum(x[a, b], found, out=x[a, b])  # of merged labels, what was known before may say more
         return tables
 
-    def options(self, keys: Keys, most: int, limit: float) -> dict[tuple[int, int], Options]:
-        """What stages explored up to ``limit`` may do, by place (1 is the last) and start."""
-        return {(r, a): x for r in range(1, most + 1) for a, x in self._options(keys, r, limit).items()}
+    def _least(self, points: Points | None) -> Sequence[Any]:
+        """Of each point, in the order of :meth:`asa.planner.pipeline.lattice.Table.values`."""
+        if points is None:
+            return (None,) * 5
+        steady, whole, single = sums_of(points.least, self._m)
+        return steady, points.least[0], whole, single, points.least[1]
 
-    def _options(self, keys: Keys, r: int, limit: float) -> dict[int, Options]:
-        parts: dict[int, list[Any]] = {}
-        for (w, rank, a, b), known in self._stages.items():
-            if rank != r or known.points is None or known.limit < limit * (1 - _CLOSE):
-                continue
-            x, k = known.points, keys.of[w].start
-            size = np.full(len(x), 1)
-            parts.setdefault(a, []).append((size * w, size * b, x.entry + k, x.exit + k, x.least, np.arange(len(x))))
-        found = {}
-        for a, some in parts.items():
-            width, stop, entry, leaving, times, point = (np.concatenate(x, axis=-1) for x in zip(*some, strict=True))
-            found[a] = Options(width, stop, entry, leaving, times, point, point)
+    def options(self, frame: Frame, limit: float) -> dict[tuple[int, int], Options]:
+        """What stages may do in plans below ``limit``, by place (1 is the last) and start: the points of those that
+        were explored so far, and bounds on all there are of the others."""
+        parts: dict[tuple[int, int], list[Any]] = {}
+        for (w, r), part in frame.parts.items():
+            near, first = frame.through(w, r)[part.start, part.stop] < limit, frame.keys.of[w].start
+            for i in np.flatnonzero(near).tolist():
+                a, b = int(part.start[i]), int(part.stop[i])
+                known = self._upto((w, r, a, b), limit)
+                if known is not None and known.points is None:
+                    continue
+                points = None if known is None else known.points
+                some = self._some(part, i, points)
+                if points is None or not points.exact:
+                    some = self._bounded(part, i, some, self.outlines.known((w, r, a, b), limit))
+                entry, leaving, times, sums, point = some
+                size = np.ones_like(point)
+                parts.setdefault((r, a), []).append(
+                    (size * w, size * b, entry + first, leaving + first, times, sums, point)
+                )
+        return {
+            where: Options(*(np.concatenate(x, axis=-1) for x in zip(*some, strict=True)))
+            for where, some in parts.items()
+        }
+
+    def _some(self, part: Stages, i: int, points: Points | None) -> tuple[Any, ...]:
+        """Entry, exit, times, sums and point of each way known, or of each bound."""
+        if points is not None:
+            return points.entry, points.exit, points.least, sums_of(points.least, self._m), np.arange(len(points))
+        entry, leaving = np.nonzero(np.isfinite(part.steady[i]))
+        ways = np.stack([part.forward[i][entry, leaving], part.backward[i][entry, leaving]])
+        return entry, leaving, np.concatenate([ways, 0 * ways]), np.zeros((3, len(entry))), np.full(len(entry), -1)
+
+    def _bounded(self, part: Stages, i: int, some: tuple[Any, ...], outlined: bool) -> tuple[Any, ...]:
+        """The same with what bounds on the stage say, apart where these were looked at closely."""
+        entry, leaving, times, sums, point = some
+        bounds = [x[i][entry, leaving] for x in (part.steady, part.whole, part.single)]
+        sums = np.maximum(sums, np.stack(bounds))
+        if not outlined:
+            return entry, leaving, times, sums, point
+        good = np.isfinite(sums).all(axis=0)
+        entry, leaving, times, sums, point = entry[good], leaving[good], times[:, good], sums[:, good], point[good]
+        of, times, sums = apart(times, sums, self._m)
+        return entry[of], leaving[of], times, sums, point[of]
+
+    def vague(self, leaves: Sequence[Leaves], options: Mapping[tuple[int, int], Options], limit: float) -> set[Key]:
+        """Stages of plans below ``limit`` of which no more than bounds are known."""
+        found = set[Key]()
+        for x in leaves:
+            below, p = x.values < limit, x.starts.shape[1]
+            for s in range(p):
+                starts, picked = x.starts[below, s], x.options[below, s]
+                for a in np.unique(starts).tolist():
+                    some, k = options[p - s, a], np.unique(picked[starts == a])
+                    k = k[some.point[k] < 0]
+                    found |= {(int(w), p - s, a, int(b)) for w, b in zip(some.width[k], some.stop[k], strict=True)}
         return found

@@ -10,7 +10,7 @@ import numpy as np
 
 from asa.planner.pipeline.bounds import Frame
 from asa.planner.pipeline.points import Room
-from asa.planner.pipeline.skeletons import Leaves, Options, plans
+from asa.planner.pipeline.skeletons import Leaves, Options, plans, sums_of
 
 if TYPE_CHECKING:
     from asa.planner.pipeline.case import Case
@@ -63,8 +63,9 @@ def _options(case: Case, frame: Frame, r: int, limit: float, into: dict[tuple[in
     order = np.argsort(start, kind="stable")
     for some in np.split(order, np.flatnonzero(np.diff(start[order])) + 1):
         into[r, int(start[some[0]])] = Options(
-            width[some], stop[some], entry[some], leaving[some], times[:, some], stop[some], stop[some]
-        )
+            width[some], stop[some], entry[some], leaving[some], times[:, some],
+            sums_of(times[:, some], case.m), stop[some],
+        )  # fmt: skip
 
 
 def _hurry(case: Case, leaf: Leaves, i: int, options: dict[tuple[int, int], Options]) -> None:

@@ -283,16 +283,20 @@ class Priced:
 class Table:
     """Least values of stages of one width: arrays start x stop x entry degree x exit degree.
 
-    ``steady``: forward and backward of a microbatch; ``forward``: alone; ``whole``: all of a step; ``single``: one
-    microbatch and what comes once per step.
+    ``steady``: forward and backward of a microbatch; ``forward`` and ``backward``: alone; ``whole``: all of a step;
+    ``single``: one microbatch and what comes once per step.
     """
 
     steady: Any
     forward: Any
     whole: Any
     single: Any
+    backward: Any = None
 
     def anyhow(self) -> Table:
         """The least of each value, whatever the degrees at the ends."""
-        values = (self.steady, self.forward, self.whole, self.single)
-        return Table(*(x.min(axis=(2, 3), keepdims=True) for x in values))
+        return Table(*(None if x is None else x.min(axis=(2, 3), keepdims=True) for x in self.values()))
+
+    def values(self) -> tuple[Any, ...]:
+        """The arrays."""
+        return self.steady, self.forward, self.whole, self.single, self.backward

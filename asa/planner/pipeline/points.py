@@ -21,6 +21,11 @@ class Room(NamedTuple):
     whole: float
     single: float = _ANY
 
+    def along(self, m: int, objective: tuple[float, float, float]) -> Room:
+        """What is left of it where only one of these is looked at: what is least may take more in the others."""
+        kinds = ((1.0, 1.0, 0.0), (m, m, 1.0), (1.0, 1.0, 1.0))
+        return Room(*(x if objective == k else _ANY for x, k in zip(self, kinds, strict=True)))
+
     def joined(self, other: Room) -> Room:
         """Room for both."""
         return Room(*map(max, self, other))
@@ -28,14 +33,6 @@ class Room(NamedTuple):
     def larger(self, factor: float) -> Room:
         """So many times as much."""
         return Room(*(x * factor for x in self))
-
-    def lessened(self, m: int, short: float) -> Room:
-        """In a plan of m microbatches that is done so many ms earlier."""
-        return Room(self.steady - short / m, self.whole - short, self.single - short)
-
-    def short(self, m: int, other: Room) -> float:
-        """By how many ms a plan must be done earlier, at least, for this to be room enough where ``other`` was."""
-        return max(0.0, m * (other.steady - self.steady), other.whole - self.whole, other.single - self.single)
 
     def holds(self, other: Room) -> bool:
         """Whether it is no less in anything."""

@@ -159,11 +159,10 @@ class Shop:
         return self._explorers[place]
 
     def explored(
-        self, place: tuple[int, int, int], start: int, asked: dict[int, tuple[Room, int]], ends: float, *,
-        merging: bool = True,
-    ) -> dict[int, tuple[Room, Points | None]]:  # fmt: skip
-        """The points of stages from ``start`` to each stop that is asked for, up to so many ms at least, with
-        so many labels; without ``merging`` perhaps not as far, and up to which ms."""
+        self, place: tuple[int, int, int], start: int, asked: dict[int, tuple[Room, int]], ends: float
+    ) -> dict[int, Points | None]:
+        """The points of stages from ``start`` to each stop that is asked for, up to so many ms at least, with so many
+        labels."""
         missing = {}
         for stop, (room, most) in asked.items():
             known = self._points.get((*place, start, stop))
@@ -175,12 +174,12 @@ class Shop:
                 continue
             most, explorer = max(missing[b][1] for b in some), self.explorer(place)
             caps = {b: missing[b][0] for b in some}
-            found = explorer.explore(start, caps, most, merging=merging, ends=ends)
+            found = explorer.explore(start, caps, most, ends=ends)
             for stop, room in caps.items():
-                points, reached = found.get(stop), room.lessened(place[1], explorer.short[stop])
+                points = found.get(stop)
                 exact = points is None or points.exact
-                self._points[(*place, start, stop)] = (reached, UTMOST if exact else most, points)
-        return {stop: self._points[(*place, start, stop)][::2] for stop in asked}
+                self._points[(*place, start, stop)] = (room, UTMOST if exact else most, points)
+        return {stop: self._points[(*place, start, stop)][2] for stop in asked}
 
     def links(self, m: int, keys: Keys, *, free: bool = False, ends: float = INF) -> Links:
         """Transfers between stages of these keys; nothing where ``free``.

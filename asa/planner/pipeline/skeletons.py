@@ -19,6 +19,8 @@ MOST_ROWS = 60_000
 """Partial plans kept; the bound of the best one dropped limits what is proved."""
 MOST_LEAVES = 400_000
 """The same for whole plans."""
+FEW = (8_000, 16_000)
+"""As many of both, where it is only asked which stages are in any plan."""
 MOST_TURNS = 40_000_000
 """Forwards and backwards that are timed, of all whole plans together."""
 
@@ -27,8 +29,9 @@ MOST_TURNS = 40_000_000
 class Options:
     """Stages that begin with one component, r stages to the last: one entry of each array per way to run one.
 
-    ``times``: forward, backward, what lengthens the last backward, once per step (that length included); ``source``
-    and ``point`` say where it comes from.
+    ``times``: forward, backward, what lengthens the last backward, once per step (that length included); ``least``:
+    steady, whole and single as in :class:`asa.planner.pipeline.lattice.Table`; ``point`` says where it comes from,
+    below zero where it is no way but a bound on all there are.
     """
 
     width: Any
@@ -36,8 +39,14 @@ class Options:
     entry: Any
     exit: Any
     times: Any
-    source: Any
+    least: Any
     point: Any
+
+
+def sums_of(times: Any, m: int) -> Any:
+    """Steady, whole and single of the ``times`` of options."""
+    steady = times[0] + times[1]
+    return np.stack([steady, m * steady + times[3], steady + times[3]])
 
 
 @dataclass
@@ -91,11 +100,12 @@ def _joined(rows: list[_Rows]) -> _Rows:
 
 
 def plans(
-    frame: Frame, options: dict[tuple[int, int], Options], stages: Iterable[int], schedule: Schedule, limit: float
-) -> tuple[list[Leaves], float]:
+    frame: Frame, options: dict[tuple[int, int], Options], stages: Iterable[int], schedule: Schedule, limit: float,
+    most: tuple[int, int] = (MOST_ROWS, MOST_LEAVES),
+) -> tuple[list[Leaves], float]:  # fmt: skip
     """All plans whose bound is below ``limit``, and that limit, lowered where there were too many.
 
-    ``options[r, start]``: the ways to run a stage there.
+    ``options[r, start]``: the ways to run a stage there; ``most``: partial and whole plans kept.
     """
     levels: dict[int, _Rows] = {}
     wanted = set(stages)
@@ -106,11 +116,11 @@ def plans(
             ([levels[r]] if r in levels else []) + ([_row_of_start(frame.stages)] if r in wanted else [])
         ) if r in levels or r in wanted else _row_of_start(frame.stages).taken(np.zeros(0, dtype=np.int64))  # fmt: skip
         grown = _grown(frame, options, r, levels[r], limit, filled=filled)
-        most = MOST_ROWS if r > 1 else min(MOST_LEAVES, MOST_TURNS // (2 * m * frame.stages))
-        if len(grown.cut) > most:
-            order = np.argpartition(grown.bound, most)
-            limit = min(limit, float(grown.bound[order[most:]].min()))
-            grown = grown.taken(order[:most])
+        kept = most[0] if r > 1 else min(most[1], MOST_TURNS // (2 * m * frame.stages))
+        if len(grown.cut) > kept:
+            order = np.argpartition(grown.bound, kept)
+            limit = min(limit, float(grown.bound[order[kept:]].min()))
+            grown = grown.taken(order[:kept])
         levels[r - 1] = grown
     return _leaves(frame, options, levels, schedule, limit), limit
 
@@ -146,15 +156,15 @@ def _grown(
                 room = offset + w < links.gpus if r > 1 else offset + w <= links.gpus
                 fits[w] = room and offset in links.offsets[int(w)]
             which = np.flatnonzero(fits[x.width])
-            steady, once = x.times[0, which] + x.times[1, which], x.times[3, which]
+            steady, whole, single = x.least[:, which]
             after, trip = NEVER, 0.0
             done = np.full(len(which), NEVER)
             if r > 1:
                 at = (x.stop[which], offset + x.width[which], x.exit[which])
                 after = np.maximum(frame.behind_back[r - 1][at], frame.behind_crowd[r - 1][at])
                 done, trip = frame.behind_done[r - 1][at], frame.behind_trip[r - 1][at]
-            places[cut, offset] = (which, steady, once, x.times[0, which], after, done, trip)
-        which, steady, once, forward, after, done, behind = places[cut, offset]
+            places[cut, offset] = (which, steady, whole, single, *x.times[:2, which], after, done, trip)
+        which, steady, whole, single, forward, backward, after, done, behind = places[cut, offset]
         if not len(which):
             continue
         both = ahead_over = 0.0
@@ -163,17 +173,18 @@ def _grown(
             both = links.both[hop][cut, key, x.entry[which]]
             ahead_over = links.ahead[hop][cut, key, x.entry[which]]
         late, ahead = rows.late[index][:, None] + both, rows.ahead[index][:, None] + ahead_over
-        over = np.maximum(rows.over[index][:, None], np.maximum(late + m * steady, ahead + m * steady + once))
+        over = np.maximum(rows.over[index][:, None], np.maximum(late + m * steady, ahead + whole))
         waited, own = rows.turns[index], None
         if r > 1 and times[r - 1]:
             loops, steps = divmod(m - 1, frame.lead(r) or m)
-            own = np.maximum(late, ahead + once) + steady + ((loops + steps) * steady if loops else steps * forward)
-        late = np.maximum(late + steady, ahead + steady + once)
+            own = np.maximum(late + steady, ahead + single)
+            own = own + ((loops + steps) * steady if loops else steps * forward)
+        late = np.maximum(late + steady, ahead + single)
         ahead = ahead + forward
         bound = np.maximum(over, np.maximum(late + after, ahead + done)) if r > 1 else over
         trip = rows.trip[index][:, None] + both + steady
         most_ahead = np.maximum(np.maximum(rows.most_ahead[index][:, None], ahead_over), forward)
-        most_back = np.maximum(np.maximum(rows.most_back[index][:, None], both - ahead_over), steady - forward)
+        most_back = np.maximum(np.maximum(rows.most_back[index][:, None], both - ahead_over), backward)
         way = both + steady
         for k in np.flatnonzero((waited > NEVER / 2).any(axis=0)).tolist():
             bound = np.maximum(bound, waited[:, k, None] + times[k] * (way + behind))
@@ -227,12 +238,12 @@ def _leaves(
         which = np.flatnonzero(begun == p)
         begin = np.stack([s[which] for s in starts[:p]][::-1], axis=1)
         option = np.stack([o[which] for o in picked[:p]][::-1], axis=1)
-        found.append(_timed(frame, options, begin, option, schedule))
+        found.append(_timed(frame, options, begin, option, schedule, last.bound[good][which]))
     return found
 
 
 def _timed(
-    frame: Frame, options: dict[tuple[int, int], Options], starts: Any, picked: Any, schedule: Schedule
+    frame: Frame, options: dict[tuple[int, int], Options], starts: Any, picked: Any, schedule: Schedule, least: Any
 ) -> Leaves:
     count, p = starts.shape
     links = frame.links
@@ -258,4 +269,4 @@ def _timed(
     for begin in range(0, count, 4096):
         part = slice(begin, begin + 4096)
         values[part] = makespans(times[:, :, part], moves[:, :, part], schedule, frame.m)
-    return Leaves(starts=starts, options=picked, values=values)
+    return Leaves(starts=starts, options=picked, values=np.maximum(values, least))

@@ -70,7 +70,6 @@ class Explorer:
     def __init__(self, numbers: Numbers, in_flight: int) -> None:
         self.numbers, self.in_flight = numbers, in_flight
         self.tight = not numbers.roomy(in_flight)
-        self.short: dict[int, float] = {}
         self.bounds = Completions(numbers, in_flight, self.tight)
         x = numbers
         self.thin = Thinning(x, tight=self.tight)
@@ -102,25 +101,26 @@ class Explorer:
         ]
 
     def explore(
-        self, start: int, caps: Mapping[int, Room], most: int = MOST, *, hurry: bool = False, merging: bool = True,
-        ends: float = INF,
+        self, start: int, caps: Mapping[int, Room], most: int = MOST, *, hurry: bool = False, ends: float = INF,
+        along: tuple[float, float, float] | None = None,
     ) -> dict[int, Points]:  # fmt: skip
         """Points of the stages from ``start`` to each stop in ``caps``, up to the ms named there.
 
         ``most`` labels are kept per component, others merged with them; in a ``hurry`` they are forgotten, so that
-        the points are true ones, and not all. Without ``merging`` those go that are in no plan but the slowest ones:
-        what is found is all there is in plans that are done by ``self.short[stop]`` ms earlier.
+        the points are true ones, and not all. ``along``: weights of forward, backward and once per step, by whose sum
+        alone labels are compared; the points are then those that have least of it.
 
         Raises:
             OutOfTimeError: the clock has passed ``ends``.
         """
-        self.thin.leading, self.thin.ends = start == 0, ends
-        merging = merging and not (hurry and self.tight)
+        self.thin.leading, self.thin.ends, self.thin.along = start == 0, ends, along
+        merging = not (hurry and self.tight)
         stops = sorted(caps)
-        limits = np.stack([self.bounds.limits(caps[b]) for b in stops], axis=1)
         grain = self.thin.grain(start, caps)
-        exact, short = True, 0.0
-        self.short = {}
+        if along is not None:
+            caps = {b: x.along(self.numbers.m, along) for b, x in caps.items()}
+        limits = np.stack([self.bounds.limits(caps[b]) for b in stops], axis=1)
+        exact = True
         history: list[tuple[Any, Any]] = []
         found: dict[int, Points] = {}
         front: Front | None = None
@@ -139,28 +139,21 @@ class Explorer:
                 break
             front, merged = self.thin.thinned(front, i + 1 in caps, most, None if hurry else grain, merging=merging)
             if not merging and len(front.labels) > most:
-                front, less = self._nearest(front, i, room, most)
-                if not hurry:
-                    short += less
-                    limits -= less * self.bounds.rates[:, None]
+                front = self._nearest(front, i, room, most)
             exact = exact and not merged
             history.append((front.parent, front.config))
             if i + 1 in caps:
-                self.short[i + 1] = short
-                points = self._ended(front, i, caps[i + 1].lessened(self.numbers.m, short), exact, history)
+                points = self._ended(front, i, caps[i + 1], exact, history)
                 if points is not None:
                     found[i + 1] = points
-        self.short |= {b: short for b in stops if b not in self.short}
         return found
 
-    def _nearest(self, front: Front, i: int, room: Any, most: int) -> tuple[Front, float]:
-        """So many labels, those furthest from the limits behind component i; and how far the next one is, in ms of a
-        plan."""
+    def _nearest(self, front: Front, i: int, room: Any, most: int) -> Front:
+        """So many labels, those furthest from the limits behind component i."""
         with np.errstate(divide="ignore", invalid="ignore"):
             left = (room[:, front.layout].T - self.bounds.values(front.labels, i)) / self.bounds.rates
         far = np.where(self.bounds.rates > 0, left, INF).min(axis=1)
-        order = np.argpartition(-far, most)
-        return front.taken(order[:most]), max(0.0, float(far[order[most:]].max()))
+        return front.taken(np.argpartition(-far, most)[:most])
 
     def _begin(self, i: int) -> Front | None:
         """Layouts in which component i can begin a stage; the configuration comes next."""

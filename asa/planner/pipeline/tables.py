@@ -92,6 +92,11 @@ def priced_memory(numbers: Numbers, in_flight: int) -> list[Objective]:
     return rows
 
 
+def _backward_too(rows: list[Objective]) -> list[Objective]:
+    """With objectives of backward alone, at the prices of steady time."""
+    return rows + [(1.0, -1.0, *r[2:]) for r in rows if r[0] == 1.0 and not r[2]]
+
+
 def _ends_small(x: Numbers) -> bool:
     """Whether the backward of the last component but one holds more than that of the last one, in the mean of their
     configurations."""
@@ -104,16 +109,20 @@ def relaxed(numbers: Numbers) -> Table:
     n, m = numbers.n, numbers.m
     rows = [(0.0, 1.0, 0.0, 0.0, 1.0, 1.0, OWN_LAST), *rows_of(n, m)]
     k = len(rows)
-    rows += [(1.0, 0.0, 1.0, 0.0, 1.0, r[5], OWN_LAST) for r in rows[2:]]
+    rows += [(1.0, -1.0, 0.0, 0.0, 1.0, 1.0, OWN_LAST)]
+    rows += [(1.0, 0.0, 1.0, 0.0, 1.0, r[5], OWN_LAST) for r in rows[2:k]]
     found = Priced(numbers, weights_of(rows, n)).intervals()
-    return Table(steady=found[1], forward=found[0], whole=found[2:k].max(axis=0), single=found[k:].max(axis=0))
+    return Table(
+        steady=found[1], forward=found[0], whole=found[2:k].max(axis=0), single=found[k + 1 :].max(axis=0),
+        backward=found[k],
+    )  # fmt: skip
 
 
 def limited(numbers: Numbers, table: Table, in_flight: Sequence[int]) -> list[Table]:
     """The same with the memory limit, as far as prices of memory tell, for each of these numbers of microbatches in
     flight: no stage without memory, and others dearer."""
     x, found = numbers, list[Table]()
-    rows = [priced_memory(x, f) for f in in_flight]
+    rows = [_backward_too(priced_memory(x, f)) for f in in_flight]
     if not rows:
         return []
     each = max(len(r) for r in rows) * x.n * x.degrees * max((x.n + 1) * x.degrees, x.count**2)
@@ -177,11 +186,13 @@ def rough(numbers: Numbers, in_flight: int) -> Table:
 
 def _dearer(x: Numbers, table: Table, rows: list[Objective], values: Any) -> Table:
     full = values[0] > x.capacity * (1 + 1e-9)
-    steady, whole = table.steady, table.whole
+    steady, whole, backward = table.steady, table.whole, table.backward
     for row, value in zip(rows[1:], values[1:], strict=True):
         free = value - row[3] * x.capacity
         if row[2]:
             whole = np.maximum(whole, free)
+        elif row[1]:
+            backward = np.maximum(backward, free)
         else:
             steady = np.maximum(steady, free)
     whole, single = np.maximum(whole, x.m * steady), np.maximum(table.single, steady)
@@ -190,4 +201,5 @@ def _dearer(x: Numbers, table: Table, rows: list[Objective], values: Any) -> Tab
         forward=np.where(full, INF, table.forward),
         whole=np.where(full, INF, whole),
         single=np.where(full, INF, whole if x.m == 1 else single),
+        backward=np.where(full, INF, backward),
     )

@@ -39,7 +39,8 @@ class Front:
 class Thinning:
     """Of labels of one chain; memory counts where it is ``tight``. ``leading``: of stages that begin a pipeline, for
     whose last backward no other one waits; ``last``: of stages that end it, behind which there is none. ``rounded``:
-    labels are less than the truth by now. ``ends``: when time is up, which
+    labels are less than the truth by now. ``along``: weights of forward, backward and once per step, by
+    whose sum alone labels are compared, if any. ``ends``: when time is up, which
     :class:`asa.planner.stage.pareto.OutOfTimeError` says.
 
     A path through the clock of a pipeline that comes back through a stage has gone forward through it. So what
@@ -51,6 +52,7 @@ class Thinning:
     def __init__(self, numbers: Numbers, *, tight: bool) -> None:
         self.numbers, self.tight = numbers, tight
         self.leading = self.last = self.rounded = False
+        self.along: tuple[float, float, float] | None = None
         self.ends = float("inf")
         self.slowed = numbers.saving > 0 and numbers.sp > 1
         ends = np.where(np.isfinite(numbers.outlets), numbers.outlets, 0.0)
@@ -76,6 +78,10 @@ class Thinning:
         group; what lengthens backward grows with what is hidden, so with the least of what these leave of the sum.
         """
         x, both, clocks = self.numbers, labels[:, FWD, None] + labels[:, BWD, None], labels[:, [V, C, P]]
+        if self.along is not None:
+            ahead, back, once = self.along
+            each = ahead * labels[:, FWD, None] + back * labels[:, BWD, None]
+            return [each + once * clocks] if once else [each]
         seen = [both + clocks]
         if not self.leading:
             longer = both + labels[:, BKT, None]
@@ -91,6 +97,8 @@ class Thinning:
     def along_paths(self, forward: Any, backward: Any, longer: Any, once: Any) -> Any:
         """The same of stages that have ended, where ``once`` is all that comes once per step: stage x sum."""
         both = forward + backward
+        if self.along is not None:
+            return (self.along[0] * forward + self.along[1] * backward + self.along[2] * once)[:, None]
         seen = [forward, both + longer, both + once]
         return np.stack(seen if self.numbers.m == 1 else [*seen, backward], axis=1)
 

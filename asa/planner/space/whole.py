@@ -85,8 +85,14 @@ def row(name: str, prices: Prices) -> Row:
     assert found is not None
     price, free = prices.of(found), prices.capacity(found)
     fits = price.peak.total <= _limit(prices, found)
-    why = "" if fits else f"{price.peak.total / GIB:.3g} GiB of {max(0.0, free) / GIB:.3g} GiB"
+    why = "" if fits else _too_much(price.peak.total, free)
     return Row(name=name, candidate=found, price=price, fits=fits, why_not=why)
+
+
+def _too_much(needed: float, free: float) -> str:
+    if free <= 0:
+        return f"{needed / GIB:.3g} GiB, and the context of the device leaves nothing of its memory"
+    return f"{needed / GIB:.3g} GiB of {free / GIB:.3g} GiB"
 
 
 def _limit(prices: Prices, candidate: Candidate) -> float:
