@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from asa.errors import InvalidInputError, PreemptedError, UnavailableError, UsageError, WorkersFailedError
-from asa.launch import Place, cuda_devices, forking, join, launched, run_ranks, tell
+from asa.launch import Place, cuda_devices, forking, join, launched, run_ranks, tell, worker
 from asa.launch.blame import Outcome, culprit
 from asa.launch.signals import take_sigterm
 from asa.launch.worker import Failure, failure, others_may_leave
@@ -133,6 +133,30 @@ def test_the_rank_at_fault_is_named_and_all_end(kind: str, words: str) -> None:
     assert "\n" not in str(caught.value)
     assert len(pids) == 3
     assert _gone(pids)
+
+
+@pytest.mark.parametrize(("losses", "told", "tries"), [(1, False, 2), (9, False, 2), (9, True, 1)])
+def test_ranks_that_lose_each_other_in_coming_up_are_started_again_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, losses: int, told: bool, tries: int
+) -> None:
+    form_group, tried = worker.form_group, tmp_path / "tried"
+
+    def losing(backend: str, store: dist.Store, rank: int, *args: object) -> None:
+        if rank == 1:
+            with tried.open("a") as out:
+                out.write(".")
+            if len(tried.read_text()) <= losses:
+                raise RuntimeError("Gloo connectFullMesh failed with [pair.cc:561] Connection closed by peer [::1]:1")
+        form_group(backend, store, rank, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(worker, "form_group", losing)
+    started = (lambda: None) if told else None
+    if losses < tries:
+        assert run_ranks(2, lambda rank: rank, timeout_s=20, once_started=started) == [0, 1]
+    else:
+        with pytest.raises(WorkersFailedError, match="connectFullMesh"):
+            run_ranks(2, lambda rank: rank, timeout_s=20, once_started=started)
+    assert len(tried.read_text()) == tries
 
 
 def test_our_own_errors_pass_through_with_the_ranks_trace() -> None:

@@ -73,7 +73,8 @@ def run_ranks(
             :func:`~asa.launch.signals.take_sigterm`); a second one kills them. Otherwise the first does. SIGHUP, where
             it is not ignored, becomes a SIGTERM to the ranks.
         on_message: called here as ``on_message(rank, message)`` for whatever ranks :func:`~asa.launch.tell`.
-        once_started: called here when all ranks run: what only they need can go.
+        once_started: called here when all ranks run: what only they need can go. (Without it, ranks that gloo lets lose
+            each other in coming up are started again, once.)
 
     Returns:
         The results, by rank.
@@ -91,16 +92,23 @@ def run_ranks(
             f"{num_ranks} nccl ranks need {num_ranks} CUDA devices, this machine has {cuda_devices()}; "
             "plan for fewer, or run on the CPU"
         )
-    crew = _Crew(num_ranks, backend, safe_threads(threads, num_ranks), timeout_s)
-    with _sigterm(crew, forward_sigterm):
-        try:
-            with held_while_starting(forward_sigterm):  # by ranks that do not listen yet; they take it when they do
-                crew.start(function, args)
-            if once_started is not None:
-                once_started()
-            return crew.listen(on_message, None if limit_s is None else time.monotonic() + limit_s)
-        finally:
-            crew.end()
+    deadline, again = None if limit_s is None else time.monotonic() + limit_s, False
+    while True:
+        crew = _Crew(num_ranks, backend, safe_threads(threads, num_ranks), timeout_s)
+        with _sigterm(crew, forward_sigterm):
+            try:
+                with held_while_starting(forward_sigterm):  # by ranks that do not listen yet; they take it when they do
+                    crew.start(function, args)
+                if once_started is not None:
+                    once_started()
+                return crew.listen(on_message, deadline)
+            except WorkersFailedError:
+                if again or once_started is not None or not crew.unmet:
+                    raise
+                again = True
+                _log.info("ranks lost each other in coming up, and are started again")
+            finally:
+                crew.end()
 
 
 class _Crew:
@@ -111,6 +119,7 @@ class _Crew:
         self.processes: list[BaseProcess] = []
         self.connections: list[Connection] = []
         self.outcomes: dict[int, Outcome] = {}
+        self.spoken = False
         self.store: TCPStore | None = None
 
     def start(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -197,6 +206,7 @@ class _Crew:
                 while rank not in self.outcomes and self.connections[rank].poll():
                     kind, content = pickle.loads(self.connections[rank].recv_bytes())
                     if kind == "message":
+                        self.spoken = True
                         if on_message is not None:
                             on_message(rank, content)
                     else:
@@ -219,6 +229,12 @@ class _Crew:
         if failure.trace:
             error.add_note(f"on rank {rank}:\n{failure.trace}")
         raise error
+
+    @property
+    def unmet(self) -> bool:
+        """Whether no rank has failed but in coming up, and none has come further."""
+        failures = [o.failure for o in self.outcomes.values()]
+        return not self.spoken and bool(failures) and all(f is not None and f.unmet for f in failures)
 
     def signal(self, number: int) -> None:
         """Send ``number`` to every rank that lives."""

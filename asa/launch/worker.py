@@ -13,7 +13,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -32,6 +32,7 @@ _PR_SET_PDEATHSIG = 1
 # gloo puts the place in its own source in front of what it says.
 _PLACE = re.compile(r"\[[^\]]*\.(cc|cpp|h):\d+\] ?")
 # What a rank sees when somebody *else* is gone: such errors name a victim.
+_UNMET = re.compile(r"connectFullMesh failed.*Connection (closed|reset) by peer", re.DOTALL)
 _COLLECTIVE = re.compile(r"gloo|NCCL|Connection (closed|reset|refused)|Timed out|[Tt]imeout|Broken pipe|TCPStore")
 
 _parent: Connection | None = None
@@ -39,7 +40,8 @@ _parent: Connection | None = None
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """How a rank failed. ``collective``: in waiting for others, so most likely a victim.
+    """How a rank failed. ``collective``: in waiting for others, so most likely a victim. ``unmet``: gloo lost another
+    rank in coming up, which happens where ports are taken and left by many groups at once.
 
     ``error`` is the exception itself where it is one of ours; ``line`` says it in one line; ``signal`` killed it.
     """
@@ -49,6 +51,7 @@ class Failure:
     trace: str = ""
     error: AsaError | None = None
     signal: int | None = None
+    unmet: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +86,7 @@ def work(
     (A plain exit would run destructors of a group whose peers are gone, which abort, and the wrong rank is blamed.)
     """
     global _parent
-    code = 1
+    code, met = 1, False
     try:
         _guard(setting.parent)
         gc.freeze()  # looking for garbage among what the parent made would copy every page of it
@@ -93,6 +96,7 @@ def work(
         if setting.where.enter is not None:
             setting.where.enter(setting.rank)
         _enter(setting)
+        met = True
         result = function(setting.rank, *args)
         _send(connection, ("result", result))
         # Leaving closes sockets from which a slower rank may still have to read: wait for the parent's word.
@@ -104,7 +108,8 @@ def work(
     except BaseException as error:
         if code:
             with contextlib.suppress(Exception):
-                _send(connection, ("failure", failure(error)))
+                unmet = not met and _UNMET.search(str(error)) is not None
+                _send(connection, ("failure", replace(failure(error), unmet=unmet)))
     finally:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
