@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import astuple
 from typing import Any
 
 import pytest
@@ -61,9 +62,9 @@ def test_meeting_and_sharding_cost_something(cluster):
         assert factors[-1] >= 1
         one, every = (s for s, _ in found.points[:2])
         assert every == pytest.approx(3 * one)  # a single kernel, and each of the three
-    assert cluster.sharding.unit_s > 0
-    rest = cluster.sharding.byte_s, cluster.sharding.tensor_s, cluster.sharding.moved_tensor_s
-    assert min(rest) >= 0  # may be too little to see
+    costs = astuple(cluster.sharding)
+    assert min(costs) >= 0  # each is a difference of times, and may be too little to see on busy cores
+    assert max(costs) > 0
 
 
 def test_the_device_is_this_machine(cluster):
