@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 
 import joint_oracle
 import known_models
-import numpy as np
 import pytest
 import random_problems
 from random_pipelines import RandomPipelines
@@ -21,9 +19,7 @@ from asa.planner import Request, plan
 from asa.planner.beside import Beside, possible
 from asa.planner.pipeline import joint
 from asa.planner.pipeline.lattice import Numbers, divisors
-from asa.planner.pipeline.outlines import Outlines, apart
 from asa.planner.pipeline.points import Room
-from asa.planner.pipeline.shop import Shop
 from asa.planner.pipeline.skeletons import filled_up
 from asa.planner.pipeline.staged import StagedSpace
 from asa.planner.pipeline.stages import Explorer
@@ -31,7 +27,6 @@ from asa.planner.space.candidate import Prices
 from asa.planner.space.space import Space, anything
 from asa.planner.stage import exhaustive, labels
 from asa.planner.stage.formulate import formulate
-from asa.planner.stage.problem import Chain, Config
 from asa.schedules import schedules
 from asa.strategies import offered
 
@@ -108,77 +103,6 @@ def test_rounded_and_merged_labels_stand_for_every_way_of_running_a_stage():
     assert min(exact) == pytest.approx(0.0, abs=1e-9)
     assert max(abs(a - b) for a, b in zip(exact, rounded, strict=True)) > 0, "the draw must round"
     assert sum(rounded) <= sum(merged)
-
-
-def tempting(c: Config, m: int) -> Config:
-    return replace(c, forward=0.9 * c.forward, once=c.once + 9, work=c.work + 9 - m * c.forward / 10)
-
-
-class Tempting(RandomPipelines):
-    """Every component may also run a tenth faster forward, at a price that comes once per step."""
-
-    def chain(self, width: int, m: int) -> Chain | None:
-        chain = super().chain(width, m)
-        if chain is None:
-            return None
-        return replace(chain, configs=tuple((*row, *(tempting(c, m) for c in row)) for row in chain.configs))
-
-
-def outlined(*, squeezed: bool) -> list[float]:
-    """By what part values of outlined stages are below the least there is; ``squeezed``: for plans in which
-    there is no room for the stage whose microbatches take least, since all of a step takes too long."""
-    below = []
-    for seed in range(8):
-        pipelines = Tempting(
-            seed, components=4, gpus=4, most=2, speed=0.05, memory=(4.0, 2.5)[seed % 2], strategies=1, sp=1.2,
-            checkpoint=False,
-        )  # fmt: skip
-        chain, degrees = pipelines.chain(2, 2), divisors(2)
-        sums: dict[tuple[int, int], list[tuple[float, ...]]] = {}
-        for (forward, backward, longer, after), entry, leaving, _ in joint_oracle.stage(chain, 0, 4, 2):
-            steady, once = forward + backward, longer + after
-            at = degrees.index(entry.data), degrees.index(leaving.data)
-            sums.setdefault(at, []).append((steady, forward, 2 * steady + once, steady + once, backward))
-        quickest = min((x for some in sums.values() for x in some), default=(0.0,) * 5)
-        room = np.full((3, 4, 5), 1e6)
-        room[1] = quickest[2] * (1 - 1e-6) if squeezed else 1e6
-        outlines = Outlines(Shop(pipelines), 2, {1: 2})
-        outlines.draw(SimpleNamespace(room=lambda *_, room=room: room), [(2, 1, 0, 4)], 1.0, INF)  # type: ignore[arg-type]
-        for _, found in outlines.all(1.0):
-            for at, ways in sums.items():
-                for k in range(5):
-                    lowest = min((x[k] for x in ways if x[2] <= room[1, 0, 0]), default=INF)
-                    assert found[k][at] <= lowest + 1e-9, (seed, at, k)
-                    if k in (0, 2, 3) and lowest < INF:
-                        below.append(1 - float(found[k][at]) / lowest)
-    return below
-
-
-def test_outlines_bound_every_way_to_run_a_stage(monkeypatch):
-    assert max(outlined(squeezed=False)) < 2e-3, "where there is room for all, they are the least, but for rounding"
-    assert max(outlined(squeezed=True)) > 0.005, "what takes least of one value may take too much of another"
-    monkeypatch.setattr(Room, "along", lambda self, *_: self)
-    with pytest.raises(AssertionError):
-        outlined(squeezed=True)
-
-
-def test_a_bound_taken_apart_covers_what_it_covered():
-    rng = np.random.default_rng(0)
-    several = 0
-    for _ in range(200):
-        m = int(rng.integers(1, 9))
-        steady, once = rng.uniform(1, 2), rng.uniform(0, 1)
-        whole, single = m * steady + once + rng.uniform(0, 5), steady + once + rng.uniform(0, 1)
-        whole = max(whole, single) if m > 1 else single
-        times, sums = np.array([[0.4], [0.5], [0.1], [once]]), np.array([[steady], [whole], [single]])
-        of, parts, least = apart(times, sums, m)
-        several += len(of) > 1
-        for s in rng.uniform(steady, 2 * steady, 40):
-            d = max(once, whole - m * s, single - s)
-            covered = (least[0] <= s + 1e-9) & (least[1] <= m * s + d + 1e-9) & (least[2] <= s + d + 1e-9)
-            assert (covered & (parts[3] <= d + 1e-9)).any()
-        assert (least >= sums[:, of] - 1e-12).all(), "nothing is said to take less than it was known to"
-    assert several > 100
 
 
 def test_rounding_up_would_be_noticed(monkeypatch):

@@ -13,7 +13,6 @@ from random_pipelines import RandomPipelines
 from asa.planner.pipeline.explored import Explored
 from asa.planner.pipeline.floors import floors
 from asa.planner.pipeline.joint import joined, search
-from asa.planner.pipeline.outlines import Outlines
 from asa.planner.pipeline.pipelines import Skeleton, stage_times, value_of
 from asa.planner.pipeline.thinning import Thinning
 from asa.planner.stage.problem import Chain
@@ -54,24 +53,45 @@ def test_the_search_finds_what_brute_force_finds(seed):
 
 
 def test_few_labels_at_first_cost_neither_plan_nor_proof(monkeypatch):
-    """Where memory binds, stages of a handful of labels are merged, outlined and explored again."""
-    outlined, refined = [], []
-    draw, refine = Outlines.draw, Explored.refine
-    monkeypatch.setattr(Outlines, "draw", lambda self, *args: outlined.append(draw(self, *args)))
+    """Where memory binds and weights are given up at once, stages of a handful of labels are merged and explored again;
+    and where they are not, hardly any."""
+    refined = []
+    refine = Explored.refine
     monkeypatch.setattr(Explored, "refine", lambda self, key: refined.append(key) or refine(self, key))
     monkeypatch.setattr("asa.planner.pipeline.explored.MOST", 2)
-    monkeypatch.setattr("asa.planner.pipeline.outlines._LABELS", 4)
-    for case in range(40, 100):
-        pipelines = small(case, memory=(1, 1.5, 2.5, 3)[case % 4])
-        found, truth = search(pipelines, crowded=True), joint_oracle.best(pipelines)
-        assert found.value == pytest.approx(truth, rel=1e-9), case
-        assert found.bound == pytest.approx(truth, rel=1e-8), case
-    assert len(outlined) > 5, "the draw must outline"
-    assert len(refined) > 8, "the draw must refine"
+    counts = []
+    for turns in (8, 1):
+        monkeypatch.setattr("asa.planner.pipeline.fixed._TURNS", turns)
+        for case in range(40, 100):
+            pipelines = small(case, memory=(1, 1.5, 2.5, 3)[case % 4])
+            found, truth = search(pipelines, crowded=True), joint_oracle.best(pipelines)
+            assert found.value == pytest.approx(truth, rel=1e-9), case
+            assert found.bound == pytest.approx(truth, rel=1e-8), case
+        counts.append(len(refined))
+    assert counts[1] - counts[0] > 5, "the draw must refine"
+
+
+@pytest.mark.parametrize("explored", [False, True])
+@pytest.mark.parametrize("stride", [0.3, 0.02])
+def test_a_search_with_one_way_to_look_at_cuts_finds_the_same(explored, stride, monkeypatch):
+    """All stages in full, or cuts and widths one by one at weights; at once, or in many small steps."""
+    monkeypatch.setattr("asa.planner.pipeline.open_list._SOME", 0 if explored else 10**9)
+    monkeypatch.setattr("asa.planner.pipeline.open_list._SHARED", 10**9)
+    monkeypatch.setattr("asa.planner.pipeline.open_list._DIVES", 0 if explored else 3)
+    monkeypatch.setattr("asa.planner.pipeline.open_list._STRIDE", stride)
+    if stride < 0.1:
+        for name, value in (("_LEAP", 0.0), ("_HOP", 0.0), ("_WIDER", 1.5)):
+            monkeypatch.setattr(f"asa.planner.pipeline.open_list.{name}", value)
+    for case in range(60):
+        pipelines = small(case)
+        found, truth = search(pipelines), joint_oracle.best(pipelines)
+        assert (found.value, found.bound) == pytest.approx((truth, truth), rel=1e-8), case
 
 
 def test_a_stage_that_others_wait_for_is_no_first_stage(monkeypatch):
     """A first stage is explored without what lengthens its last backward: elsewhere that would be noticed."""
+    monkeypatch.setattr("asa.planner.pipeline.open_list._SOME", 0)
+    monkeypatch.setattr("asa.planner.pipeline.open_list._DIVES", 0)
     pipelines = small(24, sp=1.25, memory=50, components=3, gpus=3, strategies=2, most=2)
     truth = joint_oracle.best(pipelines)
     assert search(pipelines).value == pytest.approx(truth, rel=1e-9)

@@ -1,9 +1,8 @@
 """One number of microbatches and one schedule: a bound on all plans with them that rises in steps, and plans.
 
-First components one by one bound them, then prices without the memory limit, then prices of memory; where that may
-bind, sums of least values at prices of memory, then all of it. After that, limit by limit: every stage that could be
-part of a plan below the limit is explored in full, which raises the bounds of the others; what is left is listed, and
-timed by the clock.
+First components one by one bound them, then prices without the memory limit, then prices of memory, where that may
+bind. After that the cuts and widths of plans, those with the lowest bounds first
+(:mod:`asa.planner.pipeline.open_list`).
 """
 
 from __future__ import annotations
@@ -17,35 +16,13 @@ import numpy as np
 
 from asa.cost.pipeline import shape
 from asa.interfaces.schedule import Schedule
-from asa.planner.pipeline import guess
 from asa.planner.pipeline.bounds import Frame, Keys, Links
-from asa.planner.pipeline.explored import Explored
 from asa.planner.pipeline.lattice import INF, Table, divisors
-from asa.planner.pipeline.outlines import Key
+from asa.planner.pipeline.open_list import OpenList
 from asa.planner.pipeline.pipelines import Skeleton, value_of
 from asa.planner.pipeline.shop import MANY, Shop
-from asa.planner.pipeline.skeletons import FEW, Leaves, Options, plans
 from asa.planner.stage.pareto import OutOfTimeError
 from asa.planner.stage.problem import Choice
-
-_CLOSE = 1e-9
-_FOREVER = 1e15
-"""Ms that no plan takes: a limit where none is known."""
-_FAR = 0.99
-"""Of the best plan: a bound below it calls for better plans, too."""
-_LEAST = 1e-4
-"""Of a bound: the least step upwards."""
-_STRIDE, _LEAP, _HOP = 0.3, 0.28, 0.06
-"""Of the way from the bound to the best plan, at least, at a time; and up to which share of the bound that is all of
-it (where memory may bind, labels grow in number with it): what is explored up to one limit is explored anew up to the
-next."""
-_NEAR = 0.002
-"""By how much a plan may exceed what its stages were taken for, and not be looked at more closely."""
-_NEARER = 0.03
-"""Beyond the bound plans are looked for no further, where memory binds and labels were too many."""
-_TRIED = 12
-"""Plans filled in at a time, where stages are known as bounds only."""
-
 
 _NOTHING = Table(steady=None, forward=None, whole=None, single=None)
 
@@ -71,14 +48,12 @@ class Case:
         self.widths = tuple(w for w in shop.offsets if w < shop.gpus)
         self.keys = Keys(self.widths)
         self.tables: dict[tuple[int, int], Table | None] = {}
-        self._links: Links | None = None
+        self.links: Links | None = None
         every = np.arange(shop.n + 1)[None, :] > np.arange(shop.n)[:, None]
         self._near = {(w, r): every for w in self.widths for r in range(1, self.most + 1)}
-        self._known = Explored(shop, m, self.in_flight)
         self.stuck = False
-        self.share, self._short = 0.003, False
-        self._unsure = set[Key]()
         self._tight = False
+        self._open: OpenList | None = None
 
     def _lead(self, r: int) -> int | None:
         """Microbatches in flight with r stages to the last, where the schedule waits for each to come back."""
@@ -86,8 +61,9 @@ class Case:
         lead, _, strict = next(iter(found))
         return lead if len(found) == 1 and strict else None
 
-    def frame(self, links: Links, keys: Keys) -> Frame:
+    def framed(self) -> Frame:
         """Bounds by the tables of now."""
+        assert self.links is not None
 
         def tables(w: int, r: int) -> Table | None:
             return self.tables.get((w, r))
@@ -95,7 +71,7 @@ class Case:
         def near(w: int, r: int) -> Any:
             return self._near[w, r]
 
-        return Frame(self.shop.n, self.m, keys, links, tables, self.most, self._leads.__getitem__, near)
+        return Frame(self.shop.n, self.m, self.keys, self.links, tables, self.most, self._leads.__getitem__, near)
 
     def step(self, best: float, ends: float) -> None:
         """Raise the bound. ``best``: what is known already, plans from there on are of no interest."""
@@ -108,14 +84,9 @@ class Case:
                 if self.level == 1:
                     self._roughly(best, 0.0)
                 return
-        elif self.level == 3 and (best >= _FOREVER or (self._tight and self.bound < best * _FAR)):
-            guess.likely(self, self._frame, best, ends)
         else:
-            before = self.bound
             with suppress(OutOfTimeError):
                 self._by_plans(best, ends)
-            if self.bound > before and not self.stuck and self.bound < best * _FAR and time.monotonic() < ends:
-                guess.likely(self, self._frame, best, ends)
         self.level += 1
 
     def _by_components(self, best: float, ends: float) -> None:
@@ -190,10 +161,9 @@ class Case:
                 return
         if self._tight or not limit:
             self.keys = Keys(self.widths)
-            self._links = self.shop.links(self.m, self.keys, ends=ends)
+            self.links = self.shop.links(self.m, self.keys, ends=ends)
             self._priced(ends)
-            self._alive(self.frame(self._links, self.keys), best)
-        self._base = dict(self.tables)
+            self._alive(self.framed(), best)
 
     def _priced(self, ends: float) -> None:
         """Tables of prices, with the memory limit where it may bind."""
@@ -205,108 +175,14 @@ class Case:
             for r in places:
                 self.tables[w, r] = limited[self.in_flight[r]] if self._tight else self.shop.relaxed(w, self.m)
 
-    def tell(self, starts: tuple[int, ...], widths: tuple[int, ...], choices: tuple[Choice, ...]) -> tuple[float, bool]:
+    def tell(self, starts: tuple[int, ...], widths: tuple[int, ...], choices: tuple[Choice, ...]) -> float:
+        """Hand a plan on; its time, infinite where it was not taken."""
         skeleton = Skeleton(starts=starts, widths=widths, num_microbatches=self.m, schedule=self.name)
         value = value_of(self.shop.pipelines, skeleton, choices)
-        return value, self.found(value, skeleton, choices)
+        return value if self.found(value, skeleton, choices) else INF
 
     def _by_plans(self, best: float, ends: float) -> None:
-        """All plans up to a limit, a little further each time."""
-        if self.bound > 0 and best < _FOREVER and not self._short:  # far from the best plan, in longer strides
-            left = best / self.bound - 1
-            leap = _HOP if self._tight else _LEAP
-            self.share = max(self.share, left if left <= leap else left * _STRIDE)
-        limit = min(best, self.bound * (1 + self.share)) if self.share < 10 else best
-        limit = min(limit, _FOREVER)
-        self.share *= 4
-        while True:
-            self.tables = self._known.tightened(self._base, limit)
-            frame = self.frame(self._links, self.keys)  # type: ignore[arg-type]
-            if self._below(frame.value(self.stages), limit):
-                return
-            frame.look_ahead(self.stages)
-            self._frame = frame
-            if self._unsure:
-                self._known.outlines.draw(frame, self._unsure, limit, ends)
-                self._unsure = set()
-                continue
-            options = self._known.options(frame, limit)
-            leaves, told = plans(frame, options, self.stages, self.schedule, limit, FEW)
-            vague: set[Key] | None = None
-            if told >= limit:
-                if self._below(min((float(x.values.min()) for x in leaves), default=INF), limit):
-                    return
-                vague = self._known.vague(leaves, options, limit)
-                if not vague:
-                    break
-            if not self._known.explore(frame, limit, ends, vague):
-                leaves, told = plans(frame, options, self.stages, self.schedule, limit)
-                break
-            if time.monotonic() > ends:
-                return
-        self._fill_in(leaves, options, best, limit, told)
-
-    def _below(self, low: float, limit: float) -> bool:
-        """Note a bound on all plans below ``limit``; whether there are none."""
-        if low < limit:
-            self.bound = max(self.bound, low)
-            return False
-        self.bound = max(self.bound, limit if limit < _FOREVER else INF)
-        return True
-
-    def _fill_in(
-        self, leaves: Sequence[Leaves], options: dict[tuple[int, int], Options], best: float, limit: float, told: float
-    ) -> None:
-        """The plans behind the best of all leaves below ``told``, where all below ``limit`` were looked for, and which
-        stages are to be known better."""
-        proved, again = told, False
-        blurred, nearly = set[Key](), set[Key]()
-        if told < limit and self.bound > 0:  # too many: not as far, the next time
-            self.share, self._short = min(self.share, limit / self.bound - 1) / 8, True
-            again = self.share > _LEAST
-        for x in leaves:
-            for i in np.argsort(x.values, kind="stable")[:_TRIED]:
-                if x.values[i] >= min(best, told):
-                    break
-                proved = min(proved, float(x.values[i]))
-                value, vague, taken = self._fill(x, int(i), options)
-                near = value <= float(x.values[i]) * (1 + _NEAR) and (taken or value >= best)
-                best = min(best, value)
-                if near and value > float(x.values[i]) * (1 + _CLOSE):
-                    nearly.update(vague)
-                if near or not vague:
-                    break
-                efforts = [self._known.effort(key, limit) for key in vague]
-                blurred.update(key for key, e in zip(vague, efforts, strict=True) if e == min(efforts))
-        if proved <= self.bound and not again and not blurred:  # that close, and no further: once in more detail
-            blurred = {key for key in nearly if self._known.effort(key, limit) <= 1}
-        nearer = False
-        for key in blurred:  # the next time in more detail
-            if self._tight and self.m > 1 and not self._known.outlines.known(key, limit):
-                self._unsure.add(key)
-                again = True
-            else:
-                again = self._known.refine(key) or again
-                if self._tight:
-                    nearer = True
-        if nearer:  # and not as far at first
-            self.share, self._short = _NEARER, True
-        self.stuck = self.stuck or (proved <= self.bound and not again)
-        self.bound = max(self.bound, proved if proved < _FOREVER else INF)
-
-    def _fill(self, leaf: Leaves, i: int, options: dict[tuple[int, int], Options]) -> tuple[float, list[Key], bool]:
-        """The time of the plan behind a leaf, which of its stages may not be what they were taken for, and whether it
-        was taken."""
-        p, choices, widths = leaf.starts.shape[1], [], []
-        vague: list[Key] = []
-        for s in range(p):
-            r, start = p - s, int(leaf.starts[i, s])
-            x, k = options[r, start], int(leaf.options[i, s])
-            w, stop = int(x.width[k]), int(x.stop[k])
-            points = self._known.points((w, r, start, stop))
-            choices.append(points.choice(int(x.point[k])))
-            widths.append(w)
-            if not points.exact:
-                vague.append((w, r, start, stop))
-        value, taken = self.tell(tuple(int(a) for a in leaf.starts[i]), tuple(widths), tuple(choices))
-        return value, vague, taken
+        if self._open is None:
+            self._open = OpenList(self, dict(self.tables), tight=self._tight)
+        self._open.step(best, ends)
+        self.bound, self.stuck = max(self.bound, self._open.bound), self._open.stuck

@@ -11,12 +11,13 @@ import numpy as np
 
 from asa.planner.pipeline.bounds import Frame, Stages
 from asa.planner.pipeline.lattice import INF, Table
-from asa.planner.pipeline.outlines import Key, Outlines, apart
 from asa.planner.pipeline.points import Points, Room
 from asa.planner.pipeline.shop import Shop
-from asa.planner.pipeline.skeletons import Leaves, Options, sums_of
+from asa.planner.pipeline.skeletons import Options, sums_of
 from asa.planner.pipeline.stages import MOST, UTMOST
 
+Key = tuple[int, int, int, int]
+"""A stage: width, place (1 is the last), start, stop."""
 FINER, FINER_ALONE = 4, 16
 """Times as many labels, for stages whose labels turned out to be too rough; of a single microbatch, where they have
 fewer numbers."""
@@ -53,7 +54,6 @@ class Explored:
         self._shop, self._m, self._in_flight = shop, m, in_flight
         self._stages: dict[Key, _Known] = {}
         self._detail: dict[Key, int] = {}
-        self.outlines = Outlines(shop, m, in_flight)
 
     def points(self, key: Key) -> Points:
         """Of a stage that is part of a plan."""
@@ -61,9 +61,14 @@ class Explored:
         assert points is not None
         return points
 
-    def effort(self, key: Key, limit: float) -> int:
-        """How much was done to know it up to ``limit``, beyond what is done for all."""
-        return self._detail.get(key, 1 if self.outlines.known(key, limit) else 0)
+    def known(self, key: Key, limit: float) -> bool:
+        """Whether it was explored, as far as plans below ``limit`` are concerned."""
+        return self._upto(key, limit) is not None
+
+    def exact(self, key: Key, limit: float) -> bool:
+        """And whether its points are true ways to run it."""
+        known = self._upto(key, limit)
+        return known is not None and (known.points is None or known.points.exact)
 
     def refine(self, key: Key) -> bool:
         """Explore it again with more labels; False where it was with as many as can be."""
@@ -112,7 +117,7 @@ class Explored:
         return known if known is not None and known.limit >= limit * (1 - _CLOSE) else None
 
     def tightened(self, base: Tables, limit: float) -> dict[tuple[int, int], Table | None]:
-        """``base`` with what was explored and outlined up to ``limit``, as far as plans below it are concerned."""
+        """``base`` with what was explored up to ``limit``, as far as plans below it are concerned."""
         tables = dict(base)
         copied: set[tuple[int, int]] = set()
 
@@ -124,9 +129,6 @@ class Explored:
                 table = tables[w, r] = Table(*(x.copy() for x in table.values()))
             return table.values()
 
-        for (w, r, a, b), least in self.outlines.all(limit):
-            for x, values in zip(own(w, r), least, strict=True):
-                np.maximum(x[a, b], values, out=x[a, b])
         for (w, r, a, b), known in self._stages.items():
             if known.limit < limit * (1 - _CLOSE):
                 continue
@@ -144,21 +146,25 @@ class Explored:
         steady, whole, single = sums_of(points.least, self._m)
         return steady, points.least[0], whole, single, points.least[1]
 
-    def options(self, frame: Frame, limit: float) -> dict[tuple[int, int], Options]:
-        """What stages may do in plans below ``limit``, by place (1 is the last) and start: the points of those that
-        were explored so far, and bounds on all there are of the others."""
+    def options(
+        self, frame: Frame, limit: float, only: Collection[Key] | None = None
+    ) -> dict[tuple[int, int], Options]:
+        """What stages (``only`` these, if not None) may do in plans below ``limit``, by place (1 is the last) and
+        start: the points of those that were explored so far, and bounds on all there are of the others."""
         parts: dict[tuple[int, int], list[Any]] = {}
         for (w, r), part in frame.parts.items():
             near, first = frame.through(w, r)[part.start, part.stop] < limit, frame.keys.of[w].start
             for i in np.flatnonzero(near).tolist():
                 a, b = int(part.start[i]), int(part.stop[i])
+                if only is not None and (w, r, a, b) not in only:
+                    continue
                 known = self._upto((w, r, a, b), limit)
                 if known is not None and known.points is None:
                     continue
                 points = None if known is None else known.points
                 some = self._some(part, i, points)
                 if points is None or not points.exact:
-                    some = self._bounded(part, i, some, self.outlines.known((w, r, a, b), limit))
+                    some = self._bounded(part, i, some)
                 entry, leaving, times, sums, point = some
                 size = np.ones_like(point)
                 parts.setdefault((r, a), []).append(
@@ -177,27 +183,8 @@ class Explored:
         ways = np.stack([part.forward[i][entry, leaving], part.backward[i][entry, leaving]])
         return entry, leaving, np.concatenate([ways, 0 * ways]), np.zeros((3, len(entry))), np.full(len(entry), -1)
 
-    def _bounded(self, part: Stages, i: int, some: tuple[Any, ...], outlined: bool) -> tuple[Any, ...]:
-        """The same with what bounds on the stage say, apart where these were looked at closely."""
+    def _bounded(self, part: Stages, i: int, some: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The same with what bounds on the stage say."""
         entry, leaving, times, sums, point = some
         bounds = [x[i][entry, leaving] for x in (part.steady, part.whole, part.single)]
-        sums = np.maximum(sums, np.stack(bounds))
-        if not outlined:
-            return entry, leaving, times, sums, point
-        good = np.isfinite(sums).all(axis=0)
-        entry, leaving, times, sums, point = entry[good], leaving[good], times[:, good], sums[:, good], point[good]
-        of, times, sums = apart(times, sums, self._m)
-        return entry[of], leaving[of], times, sums, point[of]
-
-    def vague(self, leaves: Sequence[Leaves], options: Mapping[tuple[int, int], Options], limit: float) -> set[Key]:
-        """Stages of plans below ``limit`` of which no more than bounds are known."""
-        found = set[Key]()
-        for x in leaves:
-            below, p = x.values < limit, x.starts.shape[1]
-            for s in range(p):
-                starts, picked = x.starts[below, s], x.options[below, s]
-                for a in np.unique(starts).tolist():
-                    some, k = options[p - s, a], np.unique(picked[starts == a])
-                    k = k[some.point[k] < 0]
-                    found |= {(int(w), p - s, a, int(b)) for w, b in zip(some.width[k], some.stop[k], strict=True)}
-        return found
+        return entry, leaving, times, np.maximum(sums, np.stack(bounds)), point

@@ -21,11 +21,6 @@ class Room(NamedTuple):
     whole: float
     single: float = _ANY
 
-    def along(self, m: int, objective: tuple[float, float, float]) -> Room:
-        """What is left of it where only one of these is looked at: what is least may take more in the others."""
-        kinds = ((1.0, 1.0, 0.0), (m, m, 1.0), (1.0, 1.0, 1.0))
-        return Room(*(x if objective == k else _ANY for x, k in zip(self, kinds, strict=True)))
-
     def joined(self, other: Room) -> Room:
         """Room for both."""
         return Room(*map(max, self, other))

@@ -15,6 +15,7 @@ from asa.planner.pipeline.pipelines import Pipelines
 from asa.planner.pipeline.points import Points, Room
 from asa.planner.pipeline.stages import UTMOST, Explorer
 from asa.planner.pipeline.tables import limited, relaxed, rough
+from asa.planner.pipeline.weighted import Piece
 from asa.planner.stage.pareto import OutOfTimeError
 
 MANY = 24
@@ -45,8 +46,8 @@ class Shop:
         self._computed: dict[int, Frame] = {}
         self._rough: dict[tuple[int, int, int], Table | None] = {}
         self._alone: dict[int, dict[int, Table]] = {}
-        self.hurried: dict[tuple[int, int, int, int, int], Points] = {}
         self._links: dict[Any, Links] = {}
+        self._pieces: dict[tuple[int, int, int, int, int], Piece] = {}
 
     def alone(self, m: int) -> dict[int, Table]:
         """Stages of each width that can run at all, by compute alone."""
@@ -157,6 +158,13 @@ class Shop:
         if place not in self._explorers:
             self._explorers[place] = Explorer(numbers, max(1, in_flight))
         return self._explorers[place]
+
+    def piece(self, place: tuple[int, int, int], start: int, stop: int) -> Piece:
+        """Such a stage, to be looked at by itself."""
+        key = (*place, *self.twin(place[0], place[1], start, stop))
+        if key not in self._pieces:
+            self._pieces[key] = Piece(self.explorer(place), *key[3:])
+        return self._pieces[key]
 
     def explored(
         self, place: tuple[int, int, int], start: int, asked: dict[int, tuple[Room, int]], ends: float

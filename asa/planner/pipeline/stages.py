@@ -37,8 +37,6 @@ class Completions:
         rows = rows_of(n, m) + (priced_memory(numbers, in_flight) if tight else []) + single
         self.rows = np.array(rows)
         self.single = np.arange(len(rows)) >= len(rows) - len(single)
-        self.rates = np.where(self.rows[:, 2] > 0, 1.0, np.where(self.rows[:, 0] > 0, 1 / m, 0.0))
-        """What each objective may come to less, per ms that a plan is done earlier."""
         weights = weights_of(rows, n)
         hidden, each = weights.hidden.T, np.broadcast_to(self.rows, (n, *self.rows.shape))
         parts = (each[..., 0], each[..., 2] * hidden, each[..., 2] * (1 - hidden), each[..., 3])
@@ -101,24 +99,18 @@ class Explorer:
         ]
 
     def explore(
-        self, start: int, caps: Mapping[int, Room], most: int = MOST, *, hurry: bool = False, ends: float = INF,
-        along: tuple[float, float, float] | None = None,
-    ) -> dict[int, Points]:  # fmt: skip
+        self, start: int, caps: Mapping[int, Room], most: int = MOST, *, ends: float = INF
+    ) -> dict[int, Points]:
         """Points of the stages from ``start`` to each stop in ``caps``, up to the ms named there.
 
-        ``most`` labels are kept per component, others merged with them; in a ``hurry`` they are forgotten, so that
-        the points are true ones, and not all. ``along``: weights of forward, backward and once per step, by whose sum
-        alone labels are compared; the points are then those that have least of it.
+        ``most`` labels are kept per component, others merged with them.
 
         Raises:
             OutOfTimeError: the clock has passed ``ends``.
         """
-        self.thin.leading, self.thin.ends, self.thin.along = start == 0, ends, along
-        merging = not (hurry and self.tight)
+        self.thin.leading, self.thin.ends = start == 0, ends
         stops = sorted(caps)
         grain = self.thin.grain(start, caps)
-        if along is not None:
-            caps = {b: x.along(self.numbers.m, along) for b, x in caps.items()}
         limits = np.stack([self.bounds.limits(caps[b]) for b in stops], axis=1)
         exact = True
         history: list[tuple[Any, Any]] = []
@@ -137,9 +129,7 @@ class Explorer:
                 front = self._through(front, i, start, room)
             if front is None or not len(front.labels):
                 break
-            front, merged = self.thin.thinned(front, i + 1 in caps, most, None if hurry else grain, merging=merging)
-            if not merging and len(front.labels) > most:
-                front = self._nearest(front, i, room, most)
+            front, merged = self.thin.thinned(front, i + 1 in caps, most, grain)
             exact = exact and not merged
             history.append((front.parent, front.config))
             if i + 1 in caps:
@@ -147,13 +137,6 @@ class Explorer:
                 if points is not None:
                     found[i + 1] = points
         return found
-
-    def _nearest(self, front: Front, i: int, room: Any, most: int) -> Front:
-        """So many labels, those furthest from the limits behind component i."""
-        with np.errstate(divide="ignore", invalid="ignore"):
-            left = (room[:, front.layout].T - self.bounds.values(front.labels, i)) / self.bounds.rates
-        far = np.where(self.bounds.rates > 0, left, INF).min(axis=1)
-        return front.taken(np.argpartition(-far, most)[:most])
 
     def _begin(self, i: int) -> Front | None:
         """Layouts in which component i can begin a stage; the configuration comes next."""

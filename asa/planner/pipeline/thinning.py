@@ -39,8 +39,7 @@ class Front:
 class Thinning:
     """Of labels of one chain; memory counts where it is ``tight``. ``leading``: of stages that begin a pipeline, for
     whose last backward no other one waits; ``last``: of stages that end it, behind which there is none. ``rounded``:
-    labels are less than the truth by now. ``along``: weights of forward, backward and once per step, by
-    whose sum alone labels are compared, if any. ``ends``: when time is up, which
+    labels are less than the truth by now. ``ends``: when time is up, which
     :class:`asa.planner.stage.pareto.OutOfTimeError` says.
 
     A path through the clock of a pipeline that comes back through a stage has gone forward through it. So what
@@ -52,7 +51,6 @@ class Thinning:
     def __init__(self, numbers: Numbers, *, tight: bool) -> None:
         self.numbers, self.tight = numbers, tight
         self.leading = self.last = self.rounded = False
-        self.along: tuple[float, float, float] | None = None
         self.ends = float("inf")
         self.slowed = numbers.saving > 0 and numbers.sp > 1
         ends = np.where(np.isfinite(numbers.outlets), numbers.outlets, 0.0)
@@ -78,10 +76,6 @@ class Thinning:
         group; what lengthens backward grows with what is hidden, so with the least of what these leave of the sum.
         """
         x, both, clocks = self.numbers, labels[:, FWD, None] + labels[:, BWD, None], labels[:, [V, C, P]]
-        if self.along is not None:
-            ahead, back, once = self.along
-            each = ahead * labels[:, FWD, None] + back * labels[:, BWD, None]
-            return [each + once * clocks] if once else [each]
         seen = [both + clocks]
         if not self.leading:
             longer = both + labels[:, BKT, None]
@@ -97,8 +91,6 @@ class Thinning:
     def along_paths(self, forward: Any, backward: Any, longer: Any, once: Any) -> Any:
         """The same of stages that have ended, where ``once`` is all that comes once per step: stage x sum."""
         both = forward + backward
-        if self.along is not None:
-            return (self.along[0] * forward + self.along[1] * backward + self.along[2] * once)[:, None]
         seen = [forward, both + longer, both + once]
         return np.stack(seen if self.numbers.m == 1 else [*seen, backward], axis=1)
 
@@ -109,28 +101,22 @@ class Thinning:
         found[[PEAK, LAST, HELD]] = _ROUNDED_MEMORY * self.numbers.capacity / self.numbers.n if self.tight else 1.0
         return found
 
-    def thinned(self, front: Front, ending: bool, most: int, grain: Any, *, merging: bool = True) -> tuple[Front, bool]:
-        """At most so many labels, and whether they are less than the truth; without a ``grain`` some are forgotten.
-        Without ``merging`` there may be too many."""
+    def thinned(self, front: Front, ending: bool, most: int, grain: Any) -> tuple[Front, bool]:
+        """At most so many labels, and whether they are less than the truth."""
         group = front.entry * self.numbers.count + front.layout
         if len(front.labels) > 1:
             front = front.taken(self.best(front.labels, group, arriving=False, ending=ending))
         if len(front.labels) <= most:
             return front, False
-        if grain is not None:
-            total = front.labels[:, SUM].copy()
-            front.labels = (np.floor(front.labels / grain) - 1e-9) * grain
-            front.labels[:, SUM] = total
-            self.rounded = True
-            group = front.entry * self.numbers.count + front.layout
-            front = front.taken(self.best(front.labels, group, arriving=False, ending=ending))
-            if len(front.labels) <= most:
-                return front, True
-        if not merging:
-            return front, True
-        return self._merged(front, most, grain is None), grain is not None
+        total = front.labels[:, SUM].copy()
+        front.labels = (np.floor(front.labels / grain) - 1e-9) * grain
+        front.labels[:, SUM] = total
+        self.rounded = True
+        group = front.entry * self.numbers.count + front.layout
+        front = front.taken(self.best(front.labels, group, arriving=False, ending=ending))
+        return (front if len(front.labels) <= most else self._merged(front, most)), True
 
-    def _merged(self, front: Front, most: int, hurry: bool) -> Front:
+    def _merged(self, front: Front, most: int) -> Front:
         """Similar labels become one: the least of each number, and one of their choices."""
         group = front.entry * self.numbers.count + front.layout
         labels = front.labels
@@ -142,14 +128,12 @@ class Thinning:
         while True:
             cell = ((keys - low) / span * (cells - 1e-6)).astype(np.int64)
             code = (group * cells + cell[:, 0]) * cells + cell[:, 1]
-            order = np.lexsort((keys[:, 1 if self.tight and not hurry else 0], code))
+            order = np.lexsort((keys[:, 1 if self.tight else 0], code))
             begins = np.flatnonzero(np.r_[True, np.diff(code[order]) != 0])
             if len(begins) <= most or cells == 1:
                 break
             cells = max(1, cells * 2 // 3)
         merged = front.taken(order[begins])
-        if hurry:
-            return merged
         merged.labels = np.minimum.reduceat(labels[order], begins, axis=0)
         merged.labels[:, SUM] = labels[order[begins], SUM]
         return merged

@@ -1,0 +1,272 @@
+"""The cuts and widths that plans of a case may have, those with the lowest bound first.
+
+Stages as they are known by now are put together to all plans below a limit (:mod:`asa.planner.pipeline.skeletons`), a
+little further each time. Few cuts and widths are among them, and each is looked at by itself: by prices of memory at
+weights of the clock, by labels then (:mod:`asa.planner.pipeline.fixed`), and where weights say no more, by all ways to
+run its stages. One step at a time, always where the bound is lowest: plans come up early, and what cannot be better
+than these is not looked at any closer.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from asa.planner.pipeline.explored import Explored, Key, Tables
+from asa.planner.pipeline.fixed import Cuts, Fixed
+from asa.planner.pipeline.lattice import INF
+from asa.planner.pipeline.skeletons import FEW, Leaves, Options, plans
+
+if TYPE_CHECKING:
+    from asa.planner.pipeline.case import Case
+
+_FOREVER = 1e15
+"""Ms that no plan takes: a limit where none is known."""
+_SHARE, _WIDER = 0.003, 4.0
+"""Of the bound: how far beyond it plans are listed at first, and how many times as far the next time."""
+_ALL = 10.0
+"""Share from which on all plans are listed."""
+_STRIDE, _LEAP, _HOP = 0.3, 0.28, 0.06
+"""Of the way from the bound to the best plan, at least, at a time; and up to which share of the bound that is all of
+it (less where memory may bind): what is explored up to one limit is explored anew up to the next."""
+_SOME, _SHARED = 200, 3
+"""Cuts and widths looked at one by one, rather than stages in full; and in how many of them a stage is, on average."""
+_AT_ONCE = 8
+"""Looked at in one step."""
+_DIVES, _DEEP, _FAR = 3, 4, 0.01
+"""As many are followed at once, in so many steps, where the best plan is further than that from the bound."""
+_SEEN = 12
+"""Plans of the same cuts and widths that weights are first chosen against."""
+
+
+class OpenList:
+    """Of a case, whose stages without what was explored are bounded by ``base``. No plan takes less than ``bound`` ms;
+    ``stuck``: that is as far as it goes."""
+
+    def __init__(self, case: Case, base: Tables, *, tight: bool) -> None:
+        self._case, self._base, self._tight = case, base, tight
+        self._known = Explored(case.shop, case.m, case.in_flight)
+        self._share, self._short = _SHARE, False
+        self._queue: list[tuple[float, Cuts]] = []
+        self._leaves: dict[Cuts, tuple[Leaves, Any, bool]] = {}
+        self._fixed = dict[Cuts, Fixed]()
+        self._settled = dict[Cuts, float]()
+        self._listed, self._floor = 0.0, INF
+        self.bound, self.stuck = case.bound, False
+
+    def step(self, best: float, ends: float) -> None:
+        """Raise the bound. ``best``: plans from there on are of no interest.
+
+        Raises:
+            OutOfTimeError: time is up.
+        """
+        if not self._queue or self._queue[0][0] >= min(best, self._listed):
+            self._list(best, ends)
+            return
+        for _ in range(_AT_ONCE):
+            if not self._queue or self._queue[0][0] >= min(best, self._listed) or time.monotonic() > ends:
+                break
+            low, cuts = self._queue[0]
+            found, value = self._closer(low, cuts, best, ends)
+            best = min(best, value)
+            heapq.heappop(self._queue)
+            if found < best:
+                heapq.heappush(self._queue, (found, cuts))
+            else:
+                self._settled[cuts] = found
+                self._fixed.pop(cuts, None)
+        self._note(best)
+
+    def _note(self, best: float) -> None:
+        low = min(self._queue[0][0] if self._queue else INF, self._listed, self._floor)
+        self.bound = max(self.bound, INF if low >= min(best, _FOREVER) else low)
+
+    def _closer(self, low: float, cuts: Cuts, best: float, ends: float) -> tuple[float, float]:
+        """Look at these a little closer: a bound on them, and the time of a plan where a better one came up."""
+        leaf, rows, exact = self._leaves[cuts]
+        if exact:
+            return INF, self._filled(leaf, int(rows[0]), self._options)
+        if cuts not in self._fixed:
+            self._fixed[cuts] = Fixed(self._case, cuts, low, self._seen(leaf, rows[:_SEEN]))
+        fixed = self._fixed[cuts]
+        low = max(low, fixed.bound)
+        if low >= min(best, self._listed):
+            return low, INF
+        if fixed.done:
+            return self._in_full(fixed, best, ends)
+        before, value = fixed.value, INF
+        fixed.step(best, ends)
+        if fixed.value < min(best, before):
+            starts, widths = tuple(a for _, a, _ in cuts), tuple(w for w, _, _ in cuts)
+            value = self._case.tell(starts, widths, fixed.choices)
+        return max(low, fixed.bound), value
+
+    def _in_full(self, fixed: Fixed, best: float, ends: float) -> tuple[float, float]:
+        """All ways to run the stages of these cuts and widths, as far as they may be part of a better plan."""
+        limit, frame, schedule = min(best, self._limit), self._frame, self._case.schedule
+        keys = keys_of(fixed.cuts)
+        new = {key for key in keys if not self._known.known(key, limit)}
+        if not new:
+            new = {key for key in keys if not self._known.exact(key, limit) and self._known.refine(key)}
+        if new:
+            self._known.explore(frame, limit, ends, new)
+        options = self._known.options(frame, limit, set(keys))
+        leaves, bound = plans(frame, options, [len(keys)], schedule, limit)
+        value = INF
+        for leaf in leaves:
+            k = int(leaf.values.argmin())
+            bound = min(bound, float(leaf.values[k]))
+            if leaf.values[k] < best:
+                value = self._filled(leaf, k, options)
+        if not new and bound <= fixed.bound:
+            self._floor = min(self._floor, fixed.bound)
+            return INF, value
+        fixed.bound = max(fixed.bound, bound)
+        return fixed.bound, value
+
+    def _list(self, best: float, ends: float) -> None:
+        """All cuts and widths of plans below a limit, a little further than the last time. Where they are many, the
+        first few of them say how far that limit has to be, and stages are explored in full."""
+        cap = _FOREVER
+        while True:
+            share = self._next(best)
+            limit = self._limit = min(best, cap, self.bound * (1 + share) if share < _ALL else INF)
+            self._case.tables = self._known.tightened(self._base, limit)
+            frame = self._frame = self._case.framed()
+            low = frame.value(self._case.stages)
+            if low >= limit:
+                self._queue, self._listed = [], limit
+                break
+            self.bound = max(self.bound, low)
+            frame.look_ahead(self._case.stages)
+            options = self._options = self._known.options(frame, limit)
+            leaves, told = plans(frame, options, self._case.stages, self._case.schedule, limit, FEW)
+            self._open(leaves, min(told, limit))
+            found = self._dive(best, ends)
+            vague, slots = self._vague(), sum(len(cuts) for _, cuts in self._queue)
+            few = len(vague) * _SHARED >= slots and len(self._queue) <= _SOME
+            if few and (told >= limit or told > self.bound * (1 + _SHARE)):
+                break
+            if found < limit:
+                best = found
+                continue
+            if self._tight and self.bound * (1 + _SHARE) < told < limit:
+                cap = told
+                continue
+            if (told >= limit and not vague) or not self._known.explore(
+                frame, limit, ends, vague if told >= limit else None
+            ):
+                if told < limit:
+                    leaves, told = plans(frame, options, self._case.stages, self._case.schedule, limit)
+                    self._open(leaves, min(told, limit))
+                    self._short = True
+                break
+            if time.monotonic() > ends:
+                return
+        self._share = share * _WIDER
+        if not self._queue:
+            self.stuck = self._floor < best if self._listed >= min(best, _FOREVER) else self._listed <= self.bound
+        self._note(best)
+
+    def _dive(self, best: float, ends: float) -> float:
+        """A plan of the first few each, where the best one is far away: what is the best then."""
+        for bound, cuts in heapq.nsmallest(_DIVES, self._queue):
+            for _ in range(_DEEP):
+                if bound * (1 + _FAR) > best or bound >= self._listed or time.monotonic() > ends:
+                    break
+                bound, found = self._closer(bound, cuts, best, ends)
+                if found < INF:
+                    best = min(best, found)
+                    break
+        return best
+
+    def _next(self, best: float) -> float:
+        """The share of the bound up to which plans are listed: far from the best plan, in longer strides."""
+        if self.bound <= 0 or best >= _FOREVER or self._short:
+            return self._share
+        left = best / self.bound - 1
+        leap = _HOP if self._tight else _LEAP
+        return max(self._share, left if left <= leap else left * _STRIDE)
+
+    def _open(self, leaves: Sequence[Leaves], limit: float) -> None:
+        """Take what is below ``limit`` among leaves."""
+        self._queue, self._leaves, self._listed = [], {}, limit
+        for low, leaf, rows in alike(leaves, self._options):
+            cuts = cuts_of(leaf, int(rows[0]), self._options)
+            bound = self._fixed[cuts].bound if cuts in self._fixed else self._settled.get(cuts, 0.0)
+            if max(low, bound) < limit:
+                self._queue.append((max(low, bound), cuts))
+                exact = all(self._known.exact(key, self._limit) for key in keys_of(cuts))
+                self._leaves[cuts] = leaf, rows, exact
+        heapq.heapify(self._queue)
+
+    def _vague(self) -> set[Key]:
+        return {key for _, cuts in self._queue for key in keys_of(cuts) if not self._known.known(key, self._limit)}
+
+    def _seen(self, leaf: Leaves, rows: Any) -> list[Any]:
+        """What is known of the times of plans, as :func:`asa.planner.pipeline.fixed.longest` takes them."""
+        found, p, links = [], leaf.starts.shape[1], self._case.links
+        assert links is not None
+        for i in rows.tolist():
+            column, offset, before = list[float](), 0, 0
+            moves = list[float]()
+            for s in range(p):
+                x, k = self._options[p - s, int(leaf.starts[i, s])], int(leaf.options[i, s])
+                forward, _, longer, once = x.times[:, k].tolist()
+                steady, whole, _ = x.least[:, k].tolist()
+                if x.point[k] < 0:
+                    once = max(0.0, whole - self._case.m * steady)
+                column += [forward, max(0.0, steady - forward), max(0.0, longer), max(0.0, once - max(0.0, longer))]
+                if s:
+                    where = (links.hops[offset], int(leaf.starts[i, s]), before, int(x.entry[k]))
+                    moves += [float(links.ahead[where]), float(links.back[where])]
+                offset += int(x.width[k])
+                before = int(x.exit[k])
+            found.append(np.array(column + moves))
+        return found
+
+    def _filled(self, leaf: Leaves, i: int, options: dict[tuple[int, int], Options]) -> float:
+        """The time of the plan behind a leaf."""
+        p, choices, widths = leaf.starts.shape[1], [], []
+        for s in range(p):
+            r, start = p - s, int(leaf.starts[i, s])
+            x, k = options[r, start], int(leaf.options[i, s])
+            choices.append(self._known.points((int(x.width[k]), r, start, int(x.stop[k]))).choice(int(x.point[k])))
+            widths.append(int(x.width[k]))
+        return self._case.tell(tuple(int(a) for a in leaf.starts[i]), tuple(widths), tuple(choices))
+
+
+def alike(leaves: Sequence[Leaves], options: dict[tuple[int, int], Options]) -> list[tuple[float, Leaves, Any]]:
+    """Leaves with the same cuts and widths: the lowest bound, and the rows, those with the lowest bounds first."""
+    found = []
+    for x in leaves:
+        widths = np.zeros_like(x.starts)
+        p = x.starts.shape[1]
+        for s in range(p):
+            for a in np.unique(x.starts[:, s]).tolist():
+                mine = x.starts[:, s] == a
+                widths[mine, s] = options[p - s, a].width[x.options[mine, s]]
+        _, of = np.unique(np.concatenate([x.starts, widths], axis=1), axis=0, return_inverse=True)
+        of = of.reshape(-1)
+        order = np.lexsort((x.values, of))
+        for rows in np.split(order, np.flatnonzero(np.diff(of[order])) + 1):
+            found.append((float(x.values[rows[0]]), x, rows))
+    return found
+
+
+def cuts_of(leaf: Leaves, i: int, options: dict[tuple[int, int], Options]) -> Cuts:
+    """The cuts and widths of one of the leaves."""
+    p, found = leaf.starts.shape[1], []
+    for s in range(p):
+        x, k = options[p - s, int(leaf.starts[i, s])], int(leaf.options[i, s])
+        found.append((int(x.width[k]), int(leaf.starts[i, s]), int(x.stop[k])))
+    return tuple(found)
+
+
+def keys_of(cuts: Cuts) -> list[Key]:
+    """The stages between cuts."""
+    return [(w, len(cuts) - s, a, b) for s, (w, a, b) in enumerate(cuts)]
