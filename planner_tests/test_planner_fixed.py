@@ -16,9 +16,10 @@ from asa.planner.pipeline import fixed, weighted
 from asa.planner.pipeline.case import Case
 from asa.planner.pipeline.fixed import Fixed, game, longest
 from asa.planner.pipeline.lattice import Numbers, divisors
+from asa.planner.pipeline.piece import Piece
 from asa.planner.pipeline.shop import Shop
 from asa.planner.pipeline.stages import Explorer
-from asa.planner.pipeline.weighted import Piece, Weighted
+from asa.planner.pipeline.weighted import Weighted
 from asa.schedules import schedules
 
 INF = float("inf")

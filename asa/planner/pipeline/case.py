@@ -120,7 +120,6 @@ class Case:
         self.widths = tuple(alive)
         self.most = max((r for r in range(1, self.most + 1) if any(self._near[w, r].any() for w in alive)), default=1)
         self.stages = tuple(p for p in self.stages if p <= self.most)
-        self._frame = frame
 
     def _roughly(self, best: float, ends: float) -> None:
         """By prices of stages without what lies between them, whatever the degrees at their ends: as far as there is

@@ -18,8 +18,9 @@ import numpy as np
 from asa.cost.pipeline import program
 from asa.interfaces.schedule import Schedule
 from asa.planner.pipeline.lattice import INF
+from asa.planner.pipeline.piece import Piece
 from asa.planner.pipeline.pipelines import stage_times
-from asa.planner.pipeline.weighted import Best, Piece, Weighted
+from asa.planner.pipeline.weighted import Best, Weighted
 from asa.planner.stage.problem import Choice
 
 if TYPE_CHECKING:

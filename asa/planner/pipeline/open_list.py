@@ -200,9 +200,15 @@ class OpenList:
             bound = self._fixed[cuts].bound if cuts in self._fixed else self._settled.get(cuts, 0.0)
             if max(low, bound) < limit:
                 self._queue.append((max(low, bound), cuts))
-                exact = all(self._known.exact(key, self._limit) for key in keys_of(cuts))
-                self._leaves[cuts] = leaf, rows, exact
+                self._leaves[cuts] = leaf, rows, self._exact(cuts, leaf, int(rows[0]))
         heapq.heapify(self._queue)
+
+    def _exact(self, cuts: Cuts, leaf: Leaves, i: int) -> bool:
+        """Whether a leaf is made of true ways to run its stages."""
+        return all(
+            self._options[key[1:3]].point[k] >= 0 and self._known.exact(key, self._limit)
+            for key, k in zip(keys_of(cuts), leaf.options[i].tolist(), strict=True)
+        )
 
     def _vague(self) -> set[Key]:
         return {key for _, cuts in self._queue for key in keys_of(cuts) if not self._known.known(key, self._limit)}

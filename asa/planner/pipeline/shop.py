@@ -11,11 +11,11 @@ import numpy as np
 from asa.ir.layout import Layout
 from asa.planner.pipeline.bounds import Frame, Keys, Links
 from asa.planner.pipeline.lattice import INF, Numbers, Table, divisors
+from asa.planner.pipeline.piece import Piece
 from asa.planner.pipeline.pipelines import Pipelines
 from asa.planner.pipeline.points import Points, Room
 from asa.planner.pipeline.stages import UTMOST, Explorer
 from asa.planner.pipeline.tables import limited, relaxed, rough
-from asa.planner.pipeline.weighted import Piece
 from asa.planner.stage.pareto import OutOfTimeError
 
 MANY = 24
