@@ -88,6 +88,23 @@ def test_a_search_with_one_way_to_look_at_cuts_finds_the_same(explored, stride, 
         assert (found.value, found.bound) == pytest.approx((truth, truth), rel=1e-8), case
 
 
+def test_stages_that_time_was_too_short_for_are_explored_later(monkeypatch):
+    """What is known of the others by then is no plan yet."""
+    explore, pieces = Explored.explore, []
+
+    def one(self: Any, frame: Any, limit: float, ends: float, only: Any) -> bool:
+        pieces.append(only is not None and len(only) > 1)
+        return explore(self, frame, limit, ends, only and sorted(only)[:1])
+
+    monkeypatch.setattr(Explored, "explore", one)
+    monkeypatch.setattr("asa.planner.pipeline.fixed._TURNS", 1)
+    for case in range(40):
+        pipelines = small(case)
+        found, truth = search(pipelines), joint_oracle.best(pipelines)
+        assert (found.value, found.bound) == pytest.approx((truth, truth), rel=1e-8), case
+    assert sum(pieces) > 10
+
+
 def test_a_stage_that_others_wait_for_is_no_first_stage(monkeypatch):
     """A first stage is explored without what lengthens its last backward: elsewhere that would be noticed."""
     monkeypatch.setattr("asa.planner.pipeline.open_list._SOME", 0)

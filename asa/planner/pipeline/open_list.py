@@ -20,6 +20,7 @@ from asa.planner.pipeline.explored import Explored, Key, Tables
 from asa.planner.pipeline.fixed import Cuts, Fixed
 from asa.planner.pipeline.lattice import INF
 from asa.planner.pipeline.skeletons import FEW, Leaves, Options, plans
+from asa.planner.stage.pareto import OutOfTimeError
 
 if TYPE_CHECKING:
     from asa.planner.pipeline.case import Case
@@ -114,6 +115,8 @@ class OpenList:
             new = {key for key in keys if not self._known.exact(key, limit) and self._known.refine(key)}
         if new:
             self._known.explore(frame, limit, ends, new)
+            if not all(self._known.known(key, limit) for key in keys if key in new):
+                raise OutOfTimeError
         options = self._known.options(frame, limit, set(keys))
         leaves, bound = plans(frame, options, [len(keys)], schedule, limit)
         value = INF
