@@ -199,54 +199,47 @@ class OpenList:
         """Take what is below ``limit`` among leaves."""
         self._queue, self._leaves, self._listed = [], {}, limit
         for low, leaf, rows in alike(leaves, self._options):
-            cuts = cuts_of(leaf, int(rows[0]), self._options)
+            cuts = tuple((w, a, b) for (w, _, a, b), _, _ in ways(leaf, int(rows[0]), self._options))
             bound = self._fixed[cuts].bound if cuts in self._fixed else self._settled.get(cuts, 0.0)
             if max(low, bound) < limit:
                 self._queue.append((max(low, bound), cuts))
-                self._leaves[cuts] = leaf, rows, self._exact(cuts, leaf, int(rows[0]))
+                self._leaves[cuts] = leaf, rows, self._exact(leaf, int(rows[0]))
         heapq.heapify(self._queue)
 
-    def _exact(self, cuts: Cuts, leaf: Leaves, i: int) -> bool:
+    def _exact(self, leaf: Leaves, i: int) -> bool:
         """Whether a leaf is made of true ways to run its stages."""
-        return all(
-            self._options[key[1:3]].point[k] >= 0 and self._known.exact(key, self._limit)
-            for key, k in zip(keys_of(cuts), leaf.options[i].tolist(), strict=True)
-        )
+        stages = ways(leaf, i, self._options)
+        return all(x.point[k] >= 0 and self._known.exact(key, self._limit) for key, x, k in stages)
 
     def _vague(self) -> set[Key]:
         return {key for _, cuts in self._queue for key in keys_of(cuts) if not self._known.known(key, self._limit)}
 
     def _seen(self, leaf: Leaves, rows: Any) -> list[Any]:
         """What is known of the times of plans, as :func:`asa.planner.pipeline.fixed.longest` takes them."""
-        found, p, links = [], leaf.starts.shape[1], self._case.links
+        found, links = [], self._case.links
         assert links is not None
         for i in rows.tolist():
             column, offset, before = list[float](), 0, 0
             moves = list[float]()
-            for s in range(p):
-                x, k = self._options[p - s, int(leaf.starts[i, s])], int(leaf.options[i, s])
+            for s, ((w, _, start, _), x, k) in enumerate(ways(leaf, i, self._options)):
                 forward, _, longer, once = x.times[:, k].tolist()
                 steady, whole, _ = x.least[:, k].tolist()
                 if x.point[k] < 0:
                     once = max(0.0, whole - self._case.m * steady)
                 column += [forward, max(0.0, steady - forward), max(0.0, longer), max(0.0, once - max(0.0, longer))]
                 if s:
-                    where = (links.hops[offset], int(leaf.starts[i, s]), before, int(x.entry[k]))
+                    where = (links.hops[offset], start, before, int(x.entry[k]))
                     moves += [float(links.ahead[where]), float(links.back[where])]
-                offset += int(x.width[k])
+                offset += w
                 before = int(x.exit[k])
             found.append(np.array(column + moves))
         return found
 
     def _filled(self, leaf: Leaves, i: int, options: dict[tuple[int, int], Options]) -> float:
         """The time of the plan behind a leaf."""
-        p, choices, widths = leaf.starts.shape[1], [], []
-        for s in range(p):
-            r, start = p - s, int(leaf.starts[i, s])
-            x, k = options[r, start], int(leaf.options[i, s])
-            choices.append(self._known.points((int(x.width[k]), r, start, int(x.stop[k]))).choice(int(x.point[k])))
-            widths.append(int(x.width[k]))
-        return self._case.tell(tuple(int(a) for a in leaf.starts[i]), tuple(widths), tuple(choices))
+        stages = ways(leaf, i, options)
+        choices = tuple(self._known.points(key).choice(int(x.point[k])) for key, x, k in stages)
+        return self._case.tell(tuple(key[2] for key, _, _ in stages), tuple(key[0] for key, _, _ in stages), choices)
 
 
 def alike(leaves: Sequence[Leaves], options: dict[tuple[int, int], Options]) -> list[tuple[float, Leaves, Any]]:
@@ -267,13 +260,13 @@ def alike(leaves: Sequence[Leaves], options: dict[tuple[int, int], Options]) -> 
     return found
 
 
-def cuts_of(leaf: Leaves, i: int, options: dict[tuple[int, int], Options]) -> Cuts:
-    """The cuts and widths of one of the leaves."""
+def ways(leaf: Leaves, i: int, options: dict[tuple[int, int], Options]) -> list[tuple[Key, Options, int]]:
+    """The stages of one of the leaves, and which of the options there it takes."""
     p, found = leaf.starts.shape[1], []
-    for s in range(p):
-        x, k = options[p - s, int(leaf.starts[i, s])], int(leaf.options[i, s])
-        found.append((int(x.width[k]), int(leaf.starts[i, s]), int(x.stop[k])))
-    return tuple(found)
+    for s, (start, k) in enumerate(zip(leaf.starts[i].tolist(), leaf.options[i].tolist(), strict=True)):
+        x = options[p - s, start]
+        found.append(((int(x.width[k]), p - s, start, int(x.stop[k])), x, k))
+    return found
 
 
 def keys_of(cuts: Cuts) -> list[Key]:

@@ -14,6 +14,7 @@ from asa.cost.pipeline import makespans, shape
 from asa.interfaces.schedule import Schedule
 from asa.planner.pipeline.bounds import NEVER, Frame
 from asa.planner.pipeline.lattice import INF
+from asa.planner.stage.pareto import lowest
 
 MOST_ROWS = 60_000
 """Partial plans kept; the bound of the best one dropped limits what is proved."""
@@ -116,11 +117,10 @@ def plans(
             ([levels[r]] if r in levels else []) + ([_row_of_start(frame.stages)] if r in wanted else [])
         ) if r in levels or r in wanted else _row_of_start(frame.stages).taken(np.zeros(0, dtype=np.int64))  # fmt: skip
         grown = _grown(frame, options, r, levels[r], limit, filled=filled)
-        kept = most[0] if r > 1 else min(most[1], MOST_TURNS // (2 * m * frame.stages))
-        if len(grown.cut) > kept:
-            order = np.argpartition(grown.bound, kept)
-            limit = min(limit, float(grown.bound[order[kept:]].min()))
-            grown = grown.taken(order[:kept])
+        many = most[0] if r > 1 else min(most[1], MOST_TURNS // (2 * m * frame.stages))
+        if len(grown.cut) > many:
+            kept, dropped = lowest(grown.bound, many)
+            grown, limit = grown.taken(kept), min(limit, dropped)
         levels[r - 1] = grown
     return _leaves(frame, options, levels, schedule, limit), limit
 

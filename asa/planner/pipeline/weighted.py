@@ -23,7 +23,7 @@ import numpy as np
 from asa.planner.pipeline import lattice as at
 from asa.planner.pipeline.lattice import INF
 from asa.planner.pipeline.piece import Piece
-from asa.planner.stage.pareto import OutOfTimeError, efficient
+from asa.planner.stage.pareto import OutOfTimeError, efficient, lowest
 
 _CLOSE = 1 + 1e-12
 _COARSE, _WIDE = 10, (2e-3, 30.0)
@@ -216,10 +216,8 @@ class Weighted:
                 return Best(none.values, none.choices, none.entries, proved)
             front = front.taken(self._efficient(front, front.own[:, : U + 2 if piece.tight else U], ends))
             if len(front.layout) > most:
-                bounds = self._bounds(front, i)
-                order = np.argpartition(bounds, most)
-                proved = min(proved, float(bounds[order[most:]].min()))
-                front = front.taken(order[:most])
+                kept, dropped = lowest(self._bounds(front, i), most)
+                front, proved = front.taken(kept), min(proved, dropped)
             history.append((front.parent, front.config))
         assert front is not None
         return self._told(front, history, proved)

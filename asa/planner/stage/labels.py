@@ -20,7 +20,7 @@ import numpy as np
 from asa.planner.stage import dual
 from asa.planner.stage.descent import Descent
 from asa.planner.stage.dual import ACT, COST, EACT, ESTATE, ETRANS, GRAD, INF, LATE, PROMPT, STATE, TRANS, WINDOW, WORK
-from asa.planner.stage.pareto import OutOfTimeError, efficient
+from asa.planner.stage.pareto import OutOfTimeError, efficient, lowest
 from asa.planner.stage.problem import Problem, Solution
 
 _CLOSE = 1e-9
@@ -98,10 +98,8 @@ class _Pass:
                 return INF, [], proved
             front = front.taken(_efficient(front.own[:, : self.seen], front.layout, ends))
             if len(front.layout) > most:
-                bounds = self._bounds(front, i)
-                order = np.argpartition(bounds, most)
-                proved = min(proved, float(bounds[order[most:]].min()))
-                front = front.taken(order[:most])
+                kept, dropped = lowest(self._bounds(front, i), most)
+                front, proved = front.taken(kept), min(proved, dropped)
             history.append((front.parent, front.config))
         assert front is not None
         values = np.maximum(front.own[:, V], front.own[:, C])

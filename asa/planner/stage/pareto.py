@@ -57,6 +57,14 @@ def efficient(values: Any, group: Any, ends: float = float("inf")) -> Any:
     return order[kept]
 
 
+def lowest(bounds: Any, most: int) -> tuple[Any, float]:
+    """Indices of so many with the lowest bounds (in order, where that is all), and the least bound of the rest."""
+    if len(bounds) <= most:
+        return np.arange(len(bounds)), float("inf")
+    order = np.argpartition(bounds, most)
+    return order[:most], float(bounds[order[most:]].min())
+
+
 def _beaten(values: Any, sizes: Any) -> Any:
     """Rows that one in front beats, in groups of these ``sizes``."""
     begin = np.repeat(np.cumsum(sizes) - sizes, sizes)
