@@ -9,11 +9,44 @@ from asa.ir.profile import Stat
 
 
 @noun
+class RankTiming:
+    """Medians of one rank over the measured steps, in seconds per step.
+
+    ``own_s``: the step less every wait, i.e. computing and preparing. ``waiting_s``: waiting in collectives for a
+    rank that came later, without the transfer itself. ``data_wait_s``: waiting for input. ``stolen_share``: share
+    of the step in which this rank was ready to run while other processes had its core, 0 to 1; None where the
+    system does not tell.
+    """
+
+    own_s: float
+    waiting_s: float
+    data_wait_s: float
+    stolen_share: float | None = None
+
+
+@noun
+class Transfer:
+    """Seconds that one kind of communication took from the last rank's arrival on: a median over ``n`` of them.
+
+    ``op``: the collective, by the names of the cluster's tables, or ``send``. ``level``: index of the level of links
+    that the group crosses. ``group_size``: ranks that take part. ``num_bytes``: payload, counted as in those tables.
+    """
+
+    op: str
+    level: int
+    group_size: int
+    num_bytes: float
+    seconds: float
+    n: int
+
+
+@noun
 class Measurements:
     """Timing and memory of training steps under one plan.
 
     ``peak_memory_bytes`` per rank is the active peak, by the same count as the prediction; None where it was
     not tracked. ``communication_s`` is the exposed part; ``data_wait_s`` the wait for input, both per step.
+    ``per_rank``: by rank of the plan, empty where ranks were not observed; ``links``: likewise.
     """
 
     plan_fingerprint: str
@@ -26,6 +59,8 @@ class Measurements:
     data_wait_s: float
     peak_memory_bytes: tuple[int, ...] | None
     predicted_memory_bytes: tuple[int, ...]
+    per_rank: tuple[RankTiming, ...] = ()
+    links: tuple[Transfer, ...] = ()
 
     @property
     def samples_per_s(self) -> float:
