@@ -50,6 +50,5 @@ with Path("sealed/here.jsonl").open("w") as file:
         file.write(line)
 PY
 sample bench-check-sealed bench --check-sealed --sealed sealed --gpus 2 --device cpu --budget 20s
-sample bench-truth bench truth
 sample doctor doctor
 sample config-show config show plan

@@ -1,4 +1,4 @@
-"""``asa bench truth``: the document, what is missing, what is broken; predictions of scaling from structure alone."""
+"""The command of the public record: its document, what is missing or broken, and scaling predicted from structure."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from pathlib import Path
 import known_models
 import pytest
 
-from asa.cli import entry, truth
-from asa.ir.truth import Figure, Truth
-from asa.planner.truth import suite
-from asa.planner.truth.scaling import Predictor
-from asa.report import truth as report
 from asa.report.tables import plain
 from asa.strategies import offered
+from benchmarks.truth import __main__ as command
+from benchmarks.truth import show as report
+from benchmarks.truth import suite
+from benchmarks.truth.figures import Figure, Truth
+from benchmarks.truth.scaling import Predictor
 
 TRUTH = Path(__file__).resolve().parent.parent.parent / "shared" / "truth"
 here = pytest.mark.skipif(not TRUTH.is_dir(), reason="the public measurements (../shared/truth) are not here")
 
 
 def test_a_missing_folder_ends_with_5_and_one_line(tmp_path, capsys):
-    assert entry.run(["bench", "truth", "--truth", str(tmp_path / "none")]) == 5
+    assert command.main(["--truth", str(tmp_path / "none")]) == 5
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert "--truth DIR" in said
 
 
 def test_an_unknown_part_is_a_mistake_of_the_command_line(tmp_path, capsys):
-    assert entry.run(["bench", "truth", "--only", "pipedram", "--truth", str(tmp_path)]) == 2
+    assert command.main(["--only", "pipedram", "--truth", str(tmp_path)]) == 2
     assert "pipedream" in capsys.readouterr().err
 
 
 @here
 def test_files_that_are_not_there_are_left_out_and_said_so(tmp_path, capsys):
     shutil.copytree(TRUTH / "pipedream", tmp_path / "pipedream")
-    assert entry.run(["bench", "truth", "--only", "pipedream,vtrain", "--truth", str(tmp_path), "--json"]) == 0
+    assert command.main(["--only", "pipedream,vtrain", "--truth", str(tmp_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["schema_version"] == 1
     assert found["kind"] == "truth"
@@ -45,7 +45,7 @@ def test_files_that_are_not_there_are_left_out_and_said_so(tmp_path, capsys):
 
 
 def test_a_folder_without_any_of_the_files_ends_with_5(tmp_path, capsys):
-    assert entry.run(["bench", "truth", "--only", "piper,vtrain", "--truth", str(tmp_path)]) == 5
+    assert command.main(["--only", "piper,vtrain", "--truth", str(tmp_path)]) == 5
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert "vtrain_iterations.csv is not in" in said
@@ -57,14 +57,14 @@ def test_a_broken_file_ends_with_3_and_the_place(tmp_path, capsys):
     (tmp_path / "pipedream").mkdir()
     text = (TRUTH / "pipedream" / "vgg16.txt").read_text()
     (tmp_path / "pipedream" / "vgg16.txt").write_text(text[: len(text) // 2 - 20])
-    assert entry.run(["bench", "truth", "--only", "pipedream", "--truth", str(tmp_path)]) == 3
+    assert command.main(["--only", "pipedream", "--truth", str(tmp_path)]) == 3
     assert "(at line " in capsys.readouterr().err
 
 
 @here
 def test_the_document_has_every_figure_with_its_target(tmp_path, capsys):
     shutil.copytree(TRUTH / "pipedream", tmp_path / "pipedream")
-    assert entry.run(["bench", "truth", "--only", "pipedream", "--truth", str(tmp_path), "--json"]) == 0
+    assert command.main(["--only", "pipedream", "--truth", str(tmp_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert len(found["figures"]) == 5
     assert all(f["met"] is True and f["target"] and f["part"] == "pipedream" for f in found["figures"])
@@ -72,7 +72,7 @@ def test_the_document_has_every_figure_with_its_target(tmp_path, capsys):
 
 
 def test_the_default_folder_is_beside_the_repository():
-    assert TRUTH == truth.FOLDER
+    assert TRUTH == command.FOLDER
 
 
 def test_missed_targets_are_repeated_at_the_end():

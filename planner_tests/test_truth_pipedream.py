@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from asa.errors import InvalidInputError, UsageError
-from asa.planner.truth import pipedream
-from asa.planner.truth.downsets import downsets, topological
-from asa.planner.truth.pipedream import Layer, Workload, load, optimum, parse
+from benchmarks.truth import pipedream
+from benchmarks.truth.downsets import downsets, topological
+from benchmarks.truth.pipedream import Layer, Workload, load, optimum, parse
 
 TRUTH = Path(__file__).resolve().parent.parent.parent / "shared" / "truth"
 here = pytest.mark.skipif(not TRUTH.is_dir(), reason="the public measurements (../shared/truth) are not here")

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from asa.errors import InfeasibleError, InvalidInputError
-from asa.planner.truth import knapsack, piper
-from asa.planner.truth.piper import Edge, Node, Stage, Variant, Workload
-from asa.planner.truth.piper_search import solve
+from benchmarks.truth import knapsack, piper
+from benchmarks.truth.piper import Edge, Node, Stage, Variant, Workload
+from benchmarks.truth.piper_search import solve
 
 TRUTH = Path(__file__).resolve().parent.parent.parent / "shared" / "truth"
 here = pytest.mark.skipif(not TRUTH.is_dir(), reason="the public measurements (../shared/truth) are not here")

@@ -11,9 +11,9 @@ import pytest
 
 from asa.cost.machine import presets
 from asa.errors import InvalidInputError
-from asa.planner.truth import replay, scaling, vtrain
-from asa.planner.truth.fit import least_squares
-from asa.planner.truth.law import PARAMETERS, Law
+from benchmarks.truth import replay, scaling, vtrain
+from benchmarks.truth.fit import least_squares
+from benchmarks.truth.law import PARAMETERS, Law
 
 TRUTH = Path(__file__).resolve().parent.parent.parent / "shared" / "truth"
 here = pytest.mark.skipif(not TRUTH.is_dir(), reason="the public measurements (../shared/truth) are not here")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from asa.cli import emulated, places, truth
+from asa.cli import emulated, places
 from asa.cli import options as o
 from asa.cli.console import Console
 from asa.cli.verb import Arguments, Option, Verb
@@ -64,7 +64,6 @@ def run(args: Arguments, console: Console) -> None:
 
 
 VERBS = (
-    truth.VERB,  # before `bench`, whose name begins its own
     Verb(
         name="bench",
         help="the same training under every strategy on the same ranks, data and seed, taking turns",

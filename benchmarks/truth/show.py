@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rich.console import RenderableType
 
-from asa.ir.truth import Truth
 from asa.report.tables import line, table
+from benchmarks.truth.figures import Truth
 
 
 def render(truth: Truth) -> list[RenderableType]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from asa.ir.cluster import Cluster
-from asa.planner.truth.law import Law
-from asa.planner.truth.vtrain import Iterations, Mask, Score, score
+from benchmarks.truth.law import Law
+from benchmarks.truth.vtrain import Iterations, Mask, Score, score
 
 FOLDS = 5
 

@@ -16,9 +16,9 @@ from asa.errors import UnavailableError
 from asa.interfaces.strategy import Strategies
 from asa.ir.graph import LayerGraph
 from asa.ir.traffic import Collective
-from asa.ir.truth import Figure, Truth
-from asa.planner.truth import knapsack, pipedream, piper, piper_search, replay, vtrain
-from asa.planner.truth.scaling import Arithmetic, Predictor, Published, read_nvlink, read_pcie
+from benchmarks.truth import knapsack, pipedream, piper, piper_search, replay, vtrain
+from benchmarks.truth.figures import Figure, Truth
+from benchmarks.truth.scaling import Arithmetic, Predictor, Published, read_nvlink, read_pcie
 
 PARTS = ("pipedream", "piper", "vtrain", "scaling")
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from asa.planner.truth.downsets import Floats
+from benchmarks.truth.downsets import Floats
 
 _STEP = 1e-4
 _MOST_STEPS = 60

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asa.errors import InvalidInputError
-from asa.planner.truth.downsets import Floats, Indices
+from benchmarks.truth.downsets import Floats, Indices
 
 Mask = NDArray[np.bool_]
 

@@ -33,9 +33,9 @@ import numpy as np
 from asa.cost.traffic.collectives import Links
 from asa.ir.cluster import Cluster
 from asa.ir.traffic import Collective, CollectiveOp
-from asa.planner.truth.downsets import Floats, Indices
-from asa.planner.truth.fit import least_squares
-from asa.planner.truth.vtrain import Iterations, Mask
+from benchmarks.truth.downsets import Floats, Indices
+from benchmarks.truth.fit import least_squares
+from benchmarks.truth.vtrain import Iterations, Mask
 
 _HALF = 2  # bytes of an activation or a gradient
 _VOCABULARY = 50_257  # GPT-2's tokens; the models' only shape that the table does not state

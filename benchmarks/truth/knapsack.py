@@ -16,7 +16,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from asa.planner.truth.downsets import Floats
+from benchmarks.truth.downsets import Floats
 
 Variants = Sequence[tuple[float, float]]
 """(time, memory) of each variant of a node."""

@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from asa.errors import InvalidInputError, UsageError
-from asa.planner.truth.downsets import downsets, topological
+from benchmarks.truth.downsets import downsets, topological
 
 _NUMBER = r"=\s*([^,\s]+)"
 _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")

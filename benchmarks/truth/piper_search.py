@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from asa.errors import InfeasibleError
-from asa.planner.truth import knapsack
-from asa.planner.truth.downsets import Downsets, Floats, Indices, downsets
-from asa.planner.truth.piper import Stage, Workload, contributions
+from benchmarks.truth import knapsack
+from benchmarks.truth.downsets import Downsets, Floats, Indices, downsets
+from benchmarks.truth.piper import Stage, Workload, contributions
 
 Fill = Callable[[Sequence[knapsack.Variants], float], knapsack.Choice]
 _Key = tuple[int, int]  # devices, sum of data degrees

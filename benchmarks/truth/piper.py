@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from asa.errors import InvalidInputError
-from asa.planner.truth.downsets import topological
+from benchmarks.truth.downsets import topological
 
 
 @dataclass(frozen=True)
