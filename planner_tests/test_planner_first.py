@@ -6,6 +6,7 @@ import itertools
 from dataclasses import replace
 
 import known_models
+import label_program
 import pytest
 
 from asa.cost.machine import presets
@@ -16,7 +17,7 @@ from asa.planner import Request, plan
 from asa.planner.pipeline import joint
 from asa.planner.space.candidate import Prices
 from asa.planner.space.space import Space, anything
-from asa.planner.stage import dp, exhaustive
+from asa.planner.stage import exhaustive, memory
 from asa.planner.stage.first import first_plan
 from asa.planner.stage.formulate import formulate
 from asa.planner.stage.problem import MS
@@ -39,7 +40,7 @@ def tight(model: str, cluster: str, share: float) -> Prices:
     for m in (1, 2, 4):
         formulation = formulate(roomy, 4, m, every=True)
         assert formulation is not None
-        peaks.append(dp.least_memory(formulation.problem).value * GIB)
+        peaks.append(memory.least_memory(formulation.problem).value * GIB)
     limit = int(needed(where.device, share * min(peaks), 4))
     return Prices(Space(roomy.space.profile, where, offered(), replace(request, memory_bytes=limit)))
 
@@ -57,7 +58,7 @@ def test_a_first_plan_fits_and_is_close_to_the_best_of_its_kind(model, cluster, 
     assert exhaustive.peak(problem, choice) <= problem.capacity
     assert exhaustive.value(problem, choice) == pytest.approx(value)
     assert prices.of(found.place.formulation.candidate(choice)).cost.total_s * MS == pytest.approx(value)
-    best = dp.solve(problem, time_limit_s=1.0)
+    best = label_program.solve(problem, time_limit_s=1.0)
     assert best.bound * (1 - 1e-9) <= value <= 1.25 * best.value
 
 

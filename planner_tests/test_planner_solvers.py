@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 
+import label_program
 import numpy as np
 import pytest
 import random_problems
@@ -14,7 +15,7 @@ import random_problems
 from asa.errors import AsaError, UnavailableError, UsageError
 from asa.ir.plan import DataDegree, TensorDegree
 from asa.planner import search
-from asa.planner.stage import dp, dual, exhaustive, ilp, labels
+from asa.planner.stage import dual, exhaustive, ilp, memory
 from asa.planner.stage.problem import Config, Edge, Problem, Solution
 from asa.planner.stage.singles import Place, Single
 
@@ -34,7 +35,7 @@ def test_brute_force_ilp_and_dp_agree(seed):
     rng, feasible = random.Random(seed), 0
     for _ in range(100):
         problem = small(rng)
-        oracle, label, linear = exhaustive.solve(problem), dp.solve(problem), ilp.solve(problem)
+        oracle, label, linear = exhaustive.solve(problem), label_program.solve(problem), ilp.solve(problem)
         assert label.proved
         assert linear.proved
         assert (oracle.choice is None) == (label.choice is None) == (linear.choice is None)
@@ -52,14 +53,14 @@ def test_ilp_and_dp_agree_beyond_brute_force():
     rng = random.Random(7)
     for _ in range(12):
         problem = random_problems.draw(rng, components=8, configs=6)
-        lean = dp.least_memory(problem)
-        roomy = dp.solve(problem)
+        lean = memory.least_memory(problem)
+        roomy = label_program.solve(problem)
         assert lean.choice is not None
         assert roomy.choice is not None
         # Between the leanest plan and the fastest one the limit binds.
         limit = (lean.value + exhaustive.peak(problem, roomy.choice)) / 2
         tight = replace(problem, capacity=limit)
-        a, b = ilp.solve(tight), dp.solve(tight)
+        a, b = ilp.solve(tight), label_program.solve(tight)
         assert a.choice is not None
         assert same(a.value, b.value)
         assert same(exhaustive.value(tight, a.choice), a.value)
@@ -69,7 +70,7 @@ def test_the_leanest_plan_is_the_leanest():
     rng = random.Random(3)
     for _ in range(60):
         problem = random_problems.draw(rng, components=rng.randint(1, 4), configs=5)
-        found = dp.least_memory(problem)
+        found = memory.least_memory(problem)
         assert found.choice is not None
         assert found.value == pytest.approx(exhaustive.peak(problem, found.choice))
         assert exhaustive.solve(replace(problem, capacity=found.value * (1 + 1e-9))).choice is not None
@@ -112,9 +113,9 @@ def simple(**changes: float) -> Problem:
 def test_a_perturbed_coefficient_breaks_the_agreement(field):
     right = simple()
     wrong = simple(**{field: {"work": 10.01, "prompt": 2.5}[field]})
-    assert same(ilp.solve(right).value, dp.solve(right).value)
-    assert not same(ilp.solve(wrong).value, dp.solve(right).value)
-    assert not same(ilp.solve(right).value, dp.solve(wrong).value)
+    assert same(ilp.solve(right).value, label_program.solve(right).value)
+    assert not same(ilp.solve(wrong).value, label_program.solve(right).value)
+    assert not same(ilp.solve(right).value, label_program.solve(wrong).value)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -128,7 +129,7 @@ def test_scaling_all_times_scales_the_answer_and_nothing_else(seed):
         ),
         edges=tuple({k: replace(e, cost=3 * e.cost) for k, e in edges.items()} for edges in problem.edges),
     )
-    one, three = dp.solve(problem), dp.solve(scaled)
+    one, three = label_program.solve(problem), label_program.solve(scaled)
     assert one.choice == three.choice
     assert three.value == pytest.approx(3 * one.value)
 
@@ -137,7 +138,7 @@ def test_more_memory_never_gives_a_slower_optimum():
     rng = random.Random(11)
     for _ in range(20):
         problem = random_problems.draw(rng, components=4, configs=5)
-        values = [dp.solve(replace(problem, capacity=c)).value for c in (2, 4, 6, 8, 12, 20)]
+        values = [label_program.solve(replace(problem, capacity=c)).value for c in (2, 4, 6, 8, 12, 20)]
         assert values == sorted(values, reverse=True)
 
 
@@ -153,7 +154,7 @@ def test_a_planted_optimum_is_found():
         ),
         edges=tuple(dict.fromkeys(e, Edge(cost=0.0)) for e in problem.edges),
     )
-    assert dp.solve(cheap).choice == planted
+    assert label_program.solve(cheap).choice == planted
     assert ilp.solve(cheap).choice == planted
 
 
@@ -161,7 +162,7 @@ def test_local_moves_never_improve_an_optimum():
     rng = random.Random(13)
     for _ in range(5):
         problem = random_problems.draw(rng, components=7, configs=6)
-        found = dp.solve(problem)
+        found = label_program.solve(problem)
         assert found.choice is not None
         for _ in range(400):
             moved = list(found.choice)
@@ -170,21 +171,10 @@ def test_local_moves_never_improve_an_optimum():
             assert exhaustive.value(problem, tuple(moved)) >= found.value - 1e-9
 
 
-def test_the_beam_is_a_true_plan_with_a_true_bound():
-    rng = random.Random(17)
-    for _ in range(20):
-        problem = random_problems.draw(rng, components=6, configs=6)
-        best = dp.solve(problem).value
-        quick = dp.solve(problem, beam=2)
-        assert quick.choice is not None
-        assert quick.bound - 1e-9 <= best <= quick.value + 1e-9
-        assert exhaustive.value(problem, quick.choice) == pytest.approx(quick.value)
-
-
 def test_no_time_is_no_proof():
     problem = random_problems.draw(random.Random(1), components=8, configs=6)
-    found = dp.solve(problem, time_limit_s=0.0)
-    best = dp.solve(problem).value
+    found = label_program.solve(problem, time_limit_s=0.0)
+    best = label_program.solve(problem).value
     assert found.bound <= best + 1e-9
     assert found.choice is None or found.value >= best - 1e-9
 
@@ -200,7 +190,7 @@ def test_both_backends_find_the_same():
 
 def test_a_cutoff_below_the_optimum_is_a_proof():
     problem = random_problems.draw(random.Random(29), components=4, configs=4)
-    best = dp.solve(problem).value
+    best = label_program.solve(problem).value
     beaten = ilp.solve(problem, cutoff=0.9 * best)
     assert beaten.choice is None
     assert beaten.bound == pytest.approx(0.9 * best)
@@ -232,7 +222,7 @@ def test_a_problem_refuses_buckets_that_overlap():
 
 def test_where_two_proofs_differ_the_definition_decides(caplog):
     problem = random_problems.draw(random.Random(37), components=4, configs=4)
-    best = dp.solve(problem)
+    best = label_program.solve(problem)
     assert best.choice is not None
     other = ilp.solve(problem, forbidden=(best.choice,)).choice
     assert other is not None
@@ -250,14 +240,14 @@ def test_the_label_program_in_arrays_finds_what_brute_force_finds(seed):
     rng, feasible = random.Random(100 + seed), 0
     for _ in range(60):
         problem = small(rng)
-        oracle, found = exhaustive.solve(problem), labels.solve(problem)
+        oracle, found = exhaustive.solve(problem), label_program.solve(problem)
         assert found.proved
         assert same(oracle.value, found.value)
         if found.choice is not None:
             feasible += 1
             assert same(exhaustive.value(problem, found.choice), found.value)
             assert exhaustive.peak(problem, found.choice) <= problem.capacity + 1e-9
-        beaten = labels.solve(problem, cutoff=0.99 * oracle.value)
+        beaten = label_program.solve(problem, cutoff=0.99 * oracle.value)
         assert beaten.choice is None
         assert oracle.choice is None or beaten.bound == pytest.approx(0.99 * oracle.value)
     assert feasible > 30, "the draw must not be all infeasible"
@@ -286,16 +276,16 @@ def test_a_hurried_label_program_states_a_true_bound():
     rng = random.Random(41)
     for _ in range(8):
         problem = random_problems.draw(rng, components=12, configs=6)
-        lean = dp.least_memory(problem)
+        lean = memory.least_memory(problem)
         tight = replace(problem, capacity=1.15 * lean.value)
-        best = labels.solve(tight)
+        best = label_program.solve(tight)
         assert best.proved
         assert best.choice is not None
         for limit in (0.0, 0.005, 0.02):
-            found = labels.solve(tight, time_limit_s=limit)
+            found = label_program.solve(tight, time_limit_s=limit)
             assert found.bound <= best.value * (1 + 1e-9)
             assert found.choice is None or found.value >= best.value * (1 - 1e-9)
-        assert labels.solve(tight, gap=0.05).value <= best.value * 1.06
+        assert label_program.solve(tight, gap=0.05).value <= best.value * 1.06
 
 
 def test_no_choice_peaks_above_the_ceiling_or_below_the_floor():
@@ -307,8 +297,8 @@ def test_no_choice_peaks_above_the_ceiling_or_below_the_floor():
             for choice in product(*(range(len(c)) for c in problem.configs))
             if exhaustive.value(problem, choice) < float("inf")
         ]
-        assert dp.memory_floor(problem) <= min(peaks) + 1e-12
-        assert max(peaks) <= dp.memory_ceiling(problem) + 1e-12
+        assert memory.memory_floor(problem) <= min(peaks) + 1e-12
+        assert max(peaks) <= memory.memory_ceiling(problem) + 1e-12
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -334,7 +324,7 @@ def test_a_proved_stage_of_too_many_ways_is_not_solved_once_more(monkeypatch):
     problem = random_problems.draw(random.Random(1), components=5, configs=4, most=400)
     single = Single(SimpleNamespace(), 0.0, problem.width, 1, "ilp")
     single.place = Place(SimpleNamespace(problem=problem))
-    single.solution = dp.solve(problem)
+    single.solution = label_program.solve(problem)
     assert search._again(single, "ilp", float("inf"), near=False)[1].endswith("checked by dp")
     monkeypatch.setattr("asa.planner.stage.singles.HANDY", 3)
     assert search._again(single, "ilp", float("inf"), near=False) == (single.solution, single.solution.solver)
@@ -353,6 +343,6 @@ def test_brute_force_ends_in_time_and_proves_nothing_then(monkeypatch):
 def test_a_solver_that_was_stopped_before_it_found_anything_has_proved_nothing():
     problem = random_problems.draw(random.Random(7), components=12, configs=6)
     stopped = ilp.solve(problem, time_limit_s=1e-6)
-    assert stopped.bound <= labels.solve(problem).value * (1 + 1e-9)
+    assert stopped.bound <= label_program.solve(problem).value * (1 + 1e-9)
     assert not Solution(choice=None, value=float("inf"), bound=7.0, solver="some").proved
     assert Solution(choice=None, value=float("inf"), bound=float("inf"), solver="some").proved

@@ -20,7 +20,7 @@ from asa.planner.pipeline.stages import Explorer
 from asa.planner.pipeline.tables import OWN_LAST, limited, priced_memory, rates, relaxed, rough, weights_of
 from asa.planner.space.candidate import Prices
 from asa.planner.space.space import Space, anything
-from asa.planner.stage import dp, exhaustive
+from asa.planner.stage import exhaustive, memory
 from asa.planner.stage.floor import floor
 from asa.planner.stage.formulate import formulate
 from asa.planner.stage.labels import Solver
@@ -108,10 +108,9 @@ def test_a_last_layer_that_is_small_hides_no_memory():
         return formulate(prices, 2, 1, busy=4).chain  # type: ignore[union-attr]
 
     n = len(profile.graph)
-    least = dp.least_memory(chain(1e3).stage(n - 3, n)).value
+    least = memory.least_memory(chain(1e3).stage(n - 3, n)).value
     tight = chain(1.2 * least)
     x, solver = Numbers(tight), Solver(tight.stage(n - 3, n))
-    solver.hurry(INF, INF)
     solver.price()
     rows = priced_memory(x, 1)
     values = Priced(x, weights_of(rows, n)).intervals()[:, n - 3, n].min(axis=(1, 2))
@@ -162,18 +161,17 @@ def test_what_a_single_stage_takes_at_least(model):
 
     free = floor(prices(None), 4, 1, anything)
     assert not free.crowded
-    least = dp.least_memory(formulate(prices(None), 4, 1, anything, every=True).problem).value  # type: ignore[union-attr]
+    least = memory.least_memory(formulate(prices(None), 4, 1, anything, every=True).problem).value  # type: ignore[union-attr]
     reserved = prices(2 * GIB).space.capacity(4)
     for m in (1, 4):
         tight = prices(int(1.3 * least * GIB + 2 * GIB - reserved))
         found, formulation = floor(tight, 4, m, anything), formulate(tight, 4, m)
         assert formulation is not None
         solver = Solver(formulation.problem)
-        solver.hurry(INF, INF)
         solver.price()
         assert found.crowded
         assert free.whole < found.whole <= solver.value * (1 + 1e-9)
         assert found.whole > 0.6 * solver.bound
-        assert found.memory <= dp.least_memory(formulation.problem).value * (1 + 1e-9)
+        assert found.memory <= memory.least_memory(formulation.problem).value * (1 + 1e-9)
     none = prices(int(0.3 * least * GIB + 2 * GIB - reserved))
     assert floor(none, 4, 1, anything).memory > none.space.capacity(4) / GIB

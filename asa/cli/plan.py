@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,10 +17,6 @@ if TYPE_CHECKING:
     from asa.ir.profile import Profile
     from asa.planner import Request
     from asa.planner.answer.frontier import Frontier
-
-
-_OBJECTS = 50_000
-"""Made between two looks for garbage in cycles."""
 
 
 def run(args: Arguments, console: Console) -> None:
@@ -71,8 +64,7 @@ def run(args: Arguments, console: Console) -> None:
         contest.check(cluster, gpus, console)
         plans = contest.verify(profile, cluster, request, args.verify, args.budget or contest.BUDGET_S, console)
     else:
-        with _few_collections():
-            plans = plan(profile, cluster, offered(), request)
+        plans = plan(profile, cluster, offered(), request)
     path = Path(args.output) if args.output else places.plan_path(plans[0])
     codec.save(plans[0], path)
     data = codec.document(plans[0])
@@ -85,18 +77,6 @@ def run(args: Arguments, console: Console) -> None:
         more += curves.render(found)
     console.result(data, lambda: [*report.render(plans[0]), *more])
     console.say(f"asa: wrote {path}")
-
-
-@contextmanager
-def _few_collections() -> Iterator[None]:
-    """A search makes millions of small objects and no cycles of them: looking for some after every 700 is a tenth of
-    its time."""
-    before = gc.get_threshold()
-    gc.set_threshold(_OBJECTS, 20, 50)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 def _frontier(args: Arguments, profile: Profile, cluster: Cluster, request: Request, answer: Plan) -> Frontier:

@@ -4,7 +4,7 @@ First single stages alone (:mod:`asa.planner.stage.singles`), for a part of the 
 pipelines (:mod:`asa.planner.pipeline.joint`): what has the lowest bound is taken a step further, until that bound
 reaches the best plan. What is left cannot hold a better one.
 
-The label program finds and proves (:mod:`asa.planner.stage.dp`). Where the answer is a single stage and the ILP was
+The label program finds and proves (:mod:`asa.planner.stage.labels`). Where the answer is a single stage and the ILP was
 asked for, that solves the same problem once more, by itself. Where both have proved an optimum and they differ, the
 definition of the problem decides.
 """

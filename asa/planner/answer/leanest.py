@@ -11,7 +11,7 @@ from asa.planner.pipeline.pipelines import Skeleton
 from asa.planner.pipeline.staged import StagedSpace
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.space import MOST_IN_A_PIPELINE, Allowed, Space, anything, widths
-from asa.planner.stage import dp
+from asa.planner.stage import memory
 from asa.planner.stage.formulate import formulate
 from asa.planner.stage.problem import Chain
 
@@ -52,7 +52,7 @@ def _leanest_stages(prices: Prices, allowed: Allowed, some: Sequence[int]) -> It
             formulation = formulate(prices, width, m, allowed, every=True)
             if formulation is None:
                 continue
-            found = dp.least_memory(formulation.problem)
+            found = memory.least_memory(formulation.problem)
             if found.choice is not None:
                 yield formulation.candidate(found.choice)
 
@@ -85,7 +85,7 @@ def _leanest_pipeline(space: Space, staged: StagedSpace, stages: int, width: int
         return
     choices = []
     for s, (start, stop) in enumerate(pairwise((*starts, n))):
-        choices.append(dp.least_memory(chain.stage(start, stop, flights[s])).choice)
+        choices.append(memory.least_memory(chain.stage(start, stop, flights[s])).choice)
     made = tuple(c for c in choices if c is not None)
     if len(made) == stages:
         yield staged.candidate(

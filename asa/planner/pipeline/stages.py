@@ -1,7 +1,7 @@
 """Every way of running a stage that could matter: labels front to back over its components, for all stops at once.
 
 A label is a partial choice, reduced to what the rest can see: forward and backward of a microbatch, the clocks of
-gradient synchronisation (:mod:`asa.planner.stage.dp` derives them; here without the work that is done per microbatch),
+gradient synchronisation (derived in :mod:`asa.planner.stage.labels`; here without what is done per microbatch),
 the memory held and its peak. One that is no better in anything than another with the same entry degree and layout is
 dropped, and so is one whose best completion is beyond what a stage may take there. Where labels get too many
 (:mod:`asa.planner.pipeline.thinning`), what comes out is still a bound.

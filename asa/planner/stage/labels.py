@@ -1,17 +1,33 @@
-"""The label program of :mod:`asa.planner.stage.dp` for problems in which memory binds: arrays instead of tuples, and
-prices of memory to see early what cannot be completed below a limit.
+"""The label program for one stage: exact, front to back, with prices that show early what cannot be completed.
 
-A label carries what :mod:`asa.planner.stage.dp` says (``v``, ``c``, ``p``, ``u``, ``w``) and, for each of a few sets of
-prices, what its components have cost under them (:mod:`asa.planner.stage.dual`): with the least cost of what is behind,
-that is a bound on every completion. A pass looks for choices below a limit. Where labels get too many, those with the
-highest bounds are dropped, and the least of these bounds is as far as the pass proves anything. Limits rise from just
-above the bound of the relaxation, so that the first passes are short.
+A label is a partial choice for components 0..i, reduced to what the rest can see: the layout of component i and
+
+* ``p``: its time, if all its backward windows overlapped with synchronisation still to come,
+* ``c``: its time, if the communication stream turns out busy to the end from a component of the bucket now open,
+* ``v``: the same, from a component in front of that bucket,
+* ``u``: the peak so far, in a step that ended here;  ``w``: state and activations held so far.
+
+Adding a component with time d (its work and the edge in front), own release a = saving*sc*prompt, late release
+l = saving*sc*late:
+
+    v <- v + d - a - l,   c <- c + d - a,   p <- p + d     (a release behind a busy stretch's start is hidden)
+    a bucket begins here:  v <- max(v, c), c <- p;   else  c <- max(c, p)
+    p <- p - saving*sp*window
+    u <- max(u + state + gradients, w + state + activations + gradients + transient),   w <- w + state + activations
+
+All five are monotone, so a label that is no better in any of them than another with the same layout is dropped, and
+the value at the end, ``max(v, c)`` with ``u <= capacity``, is exact.
+
+A label also carries, for each of a few sets of prices of memory and overlap (:mod:`asa.planner.stage.dual`), what its
+components have cost under them: with the least cost of what is behind, that is a bound on every completion. A pass
+looks for choices below a limit. Where labels get too many, those with the highest bounds are dropped, and the least of
+these bounds is as far as the pass proves anything. Limits rise from just above the bound of the relaxation, so that the
+first passes are short.
 """
 
 from __future__ import annotations
 
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +41,7 @@ from asa.planner.stage.problem import Problem, Solution
 
 _CLOSE = 1e-9
 _FEW, _MANY, _MOST = 250, 2_000, 20_000
-"""Labels behind a component, in a pass that looks for a choice, and in passes that prove."""
+"""Labels kept behind a component: in the first pass, which looks for a choice, then in passes that prove."""
 _STEPS, _ROUNDS, _GAINED = 60, 4, 1e-3
 """Subgradient steps before the first pass; how often they begin again with long ones, while that gains so much."""
 _SMALL, _FAR = 100, 1.03
@@ -219,13 +235,6 @@ class Solver:
         if found.value < self.value:
             self.value, self.picked = found.value, found.picked
 
-    def hurry(self, cutoff: float, ends: float) -> None:
-        """One short pass, for a first choice."""
-        with suppress(OutOfTimeError):
-            value, choice, _ = _Pass(self.x, self.prices).run(cutoff, _FEW, ends)
-            if value < min(cutoff, self.value):
-                self.value, self.picked = value, choice
-
     def run(self, cutoff: float, ends: float, gap: float = 0.0) -> None:
         """Pass by pass, until nothing below ``cutoff`` and the best choice is left, or time is up."""
         while not self.done:
@@ -264,16 +273,3 @@ class Solver:
             return Solution(choice=None, value=INF, bound=min(self.bound, cutoff), solver=solver)
         choice = self.x.choice(self.picked)
         return Solution(choice=choice, value=self.value, bound=min(self.bound, self.value), solver=solver)
-
-
-def solve(
-    problem: Problem, *, time_limit_s: float = 60.0, cutoff: float = INF, gap: float = 0.0, solver: str = "dp"
-) -> Solution:
-    """As :func:`asa.planner.stage.dp.solve`; a choice within ``gap`` of the bound is good enough."""
-    ends = time.monotonic() + time_limit_s
-    found = Solver(problem)
-    if found.bound < cutoff:
-        found.hurry(cutoff, ends)
-        found.price(min(cutoff, found.value), gap)
-    found.run(cutoff, ends, gap)
-    return found.answer(cutoff, solver)

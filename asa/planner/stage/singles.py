@@ -17,7 +17,7 @@ from asa.ir.units import GIB
 from asa.planner.space.candidate import Prices
 from asa.planner.space.request import SolverName
 from asa.planner.space.space import Allowed, widths
-from asa.planner.stage import dp, exhaustive, ilp, labels
+from asa.planner.stage import exhaustive, ilp, labels, memory
 from asa.planner.stage.floor import Floor, floor
 from asa.planner.stage.formulate import Formulation, formulate
 from asa.planner.stage.problem import MS, Problem, Solution
@@ -52,9 +52,9 @@ class Place:
             return
         self.problem = formulation.problem
         self._limit = self.problem.capacity + TOLERANCE_GIB
-        self._possible = dp.memory_floor(self.problem) <= self._limit
+        self._possible = memory.memory_floor(self.problem) <= self._limit
         self.settled = not self._possible
-        self.roomy = self._possible and dp.memory_ceiling(self.problem) <= self.problem.capacity
+        self.roomy = self._possible and memory.memory_ceiling(self.problem) <= self.problem.capacity
         """Whether every choice fits."""
 
     @property

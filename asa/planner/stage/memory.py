@@ -1,0 +1,88 @@
+"""Memory alone: the least that a stage can peak at, and bounds on the peak of any choice.
+
+A label is a partial choice for components 0..i, reduced to the layout of component i, the peak ``u`` of a step that
+ended here and the state and activations ``w`` held so far. Both are monotone, so a label that is no better in either
+than another with the same layout is dropped, and the least ``u`` at the end is exact. :mod:`asa.cost.memory.peak` has
+the law itself.
+"""
+
+from __future__ import annotations
+
+from operator import itemgetter
+from typing import Any
+
+from asa.planner.stage.problem import Problem, Solution
+
+_INF = float("inf")
+
+# u, w, configuration, label behind it.
+_Label = tuple[float, float, int, Any]
+# u, w as they arrive over an edge, w with the transient of that edge, label they come from.
+_Arrival = tuple[float, float, float, Any]
+
+
+def least_memory(problem: Problem) -> Solution:
+    """The choice with the lowest peak; ``value`` and ``bound`` are that peak in GiB."""
+    front: dict[int, list[_Label]] = {}
+    for i, configs in enumerate(problem.configs):
+        arriving = _arrivals(problem, i, front)
+        labels: dict[int, list[_Label]] = {}
+        for k, own in enumerate(configs):
+            grown = own.state + own.activations
+            for u, w, moving, behind in arriving.get(own.layout, ()):
+                peak = max(u + own.state + own.gradients, moving + grown + own.gradients + own.transient)
+                labels.setdefault(own.layout, []).append((peak, w + grown, k, behind))
+        front = {layout: _undominated(found, 2) for layout, found in labels.items()}
+    best = min((label for found in front.values() for label in found), key=itemgetter(0), default=None)
+    if best is None:
+        return Solution(choice=None, value=_INF, bound=_INF, solver="memory")
+    picked: list[int] = []
+    at: Any = best
+    while at is not None:
+        picked.append(at[2])
+        at = at[3]
+    return Solution(choice=tuple(reversed(picked)), value=best[0], bound=best[0], solver="memory")
+
+
+def _arrivals(problem: Problem, i: int, front: dict[int, list[_Label]]) -> dict[int, list[_Arrival]]:
+    """What reaches each layout of component ``i``, before it takes a configuration there."""
+    if i == 0:
+        return {config.layout: [(0.0, 0.0, 0.0, None)] for config in problem.configs[0]}
+    found: dict[int, list[_Arrival]] = {}
+    for (a, b), edge in problem.edges[i - 1].items():
+        for label in front.get(a, ()):
+            held = label[1] + edge.state + edge.activations
+            found.setdefault(b, []).append((label[0] + edge.state, held, held + edge.transient, label))
+    return {b: _undominated(arriving, 3) for b, arriving in found.items()}
+
+
+def _undominated(labels: list[Any], size: int) -> list[Any]:
+    """The labels that no other one beats or equals in each of their first ``size`` entries."""
+    labels.sort(key=itemgetter(*range(size)))
+    kept: list[Any] = []
+    for a in labels:
+        if not any(all(b[j] <= a[j] for j in range(size)) for b in kept):
+            kept.append(a)
+    return kept
+
+
+def memory_floor(problem: Problem) -> float:
+    """GiB below which no choice peaks: every component at its leanest in each respect, whether or not at once."""
+    state = sum(min(c.state for c in row) for row in problem.configs)
+    gradients = [min(c.gradients for c in row) for row in problem.configs]
+    activations, behind, found = 0.0, sum(gradients), 0.0
+    for row, own in zip(problem.configs, gradients, strict=True):
+        activations += min(c.activations for c in row)
+        found = max(found, state + activations + behind + min(c.transient for c in row))
+        behind -= own
+    return found
+
+
+def memory_ceiling(problem: Problem) -> float:
+    """GiB above which no choice peaks: every component and edge at its largest in each respect, all at once."""
+    found = sum(max(c.state for c in row) + max(c.activations for c in row) for row in problem.configs)
+    found += sum(max(c.gradients for c in row) for row in problem.configs)
+    between = [list(edges.values()) for edges in problem.edges if edges]
+    found += sum(max(e.state for e in edges) + max(e.activations for e in edges) for edges in between)
+    moving = max((e.transient for edges in between for e in edges), default=0.0)
+    return found + max(c.transient for row in problem.configs for c in row) + moving
