@@ -1,0 +1,168 @@
+"""What each mechanism of the search is worth: every one switched off in turn, the others left as they are.
+
+    python benchmarks/ablation.py [--seconds 4] [--only NAME,NAME] [--cases NAME,NAME] [-o FILE]
+
+Cases: ResNet-50, ViT-B/16 and VGG-16 on 8 devices over fast and slow links, with all their memory and with 1.2 times
+what the leanest plan needs, and a random chain of 30 components over slow links in tight memory, which takes longest.
+The clock is CPU seconds of one process, so that a busy machine changes little. A row says how the plan of a case
+compares with the plan of the whole search (``slower``), and how far each is from its bound (``gap``). A mechanism whose
+rows are all zero is to go.
+
+The record of a full run is ``benchmarks/records/ablation.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import planner as cases_of  # noqa: E402
+
+from asa.cost.machine import presets  # noqa: E402
+from asa.cost.machine.estimate import on_device  # noqa: E402
+from asa.ir import codec  # noqa: E402
+from asa.ir.profile import Profile  # noqa: E402
+from asa.ir.units import GIB  # noqa: E402
+from asa.planner import Request, plan, search  # noqa: E402
+from asa.planner.pipeline import case, joint, open_list  # noqa: E402
+from asa.planner.stage import labels, singles  # noqa: E402
+from asa.strategies import offered  # noqa: E402
+
+RECORD = ROOT / "benchmarks" / "records" / "ablation.json"
+
+Patch = tuple[Any, str, Any]
+
+
+def _no_bounds(pipelines: Any, *_: Any, **__: Any) -> dict[int, float]:
+    return dict.fromkeys(pipelines.microbatches(), 0.0)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _never(*_: Any, **__: Any) -> float:
+    return float("inf")
+
+
+def _by_no_components(self: Any, _best: float, _ends: float) -> None:
+    for w in self.shop.alone(self.m):
+        self.tables.update({(w, r): case._NOTHING for r in range(1, self.most + 1)})
+
+
+MECHANISMS: dict[str, list[Patch]] = {
+    "nothing": [],
+    "first plans of pipelines": [(search, "first_plans", _nothing)],
+    "bounds from compute alone": [(search, "floors", _no_bounds), (joint, "floors", _no_bounds)],
+    "whole strategies of fewer devices": [(search, "by_width", lambda *_: [])],
+    "first plans of one stage": [(search, "first_plan", _never)],
+    "first plans of narrow stages": [(search, "narrow_plan", _never)],
+    "components one by one": [(case.Case, "_by_components", _by_no_components)],
+    "rough tables": [(case.Case, "_roughly", _nothing)],
+    "descent beside a choice": [(labels.Solver, "_descend", _nothing)],
+    "dives": [(open_list.OpenList, "_dive", lambda _self, best, _ends: best)],
+    "the ILP's turns": [(singles, "_ILP_S", float("inf"))],
+    "local search after the search": [
+        (search, "improved", lambda _prices, found, *_: found),
+        (search, "canonical", lambda _prices, found, *_: found),
+    ],
+}
+
+
+@contextmanager
+def switched_off(name: str) -> Iterator[None]:
+    """The planner without one mechanism; in one process, its clock counting CPU seconds."""
+    with ExitStack() as stack:
+        for where, attribute, other in MECHANISMS[name]:
+            stack.enter_context(mock.patch.object(where, attribute, other))
+        stack.enter_context(mock.patch.object(search, "possible", return_value=False))
+        stack.enter_context(mock.patch.object(time, "monotonic", time.process_time))
+        yield
+
+
+def requests(folder: Path) -> Iterator[tuple[str, Path, str, float | None]]:
+    """Name, profile, cluster and GiB of every case."""
+    files = cases_of.Files(folder)
+    for model in cases_of.SHIPPED:
+        path = ROOT / "profiles" / f"{model}.cpu.fp32.json"
+        for cluster, links in ((cases_of.FAST, "fast"), (cases_of.SLOW, "slow")):
+            yield f"{model} {links} slack", path, cluster, None
+            yield f"{model} {links} tight", path, cluster, cases_of.tight(path, cluster, 8)
+    path = files.random(30, 5)
+    yield "random30.5 slow tight", path, cases_of.SLOW, cases_of.tight(path, cases_of.SLOW, 8)
+
+
+def measured(path: Path, cluster: str, memory: float | None, seconds: float) -> dict[str, float]:
+    """Step time of the plan, its gap, and CPU seconds."""
+    links = presets.load(cluster)
+    profile = on_device(codec.load(Profile, path), links)
+    limit = None if memory is None else int(memory * GIB)
+    request = Request(
+        gpus=8, global_batch=cases_of.BATCH, memory_bytes=limit, prefer_simple=False, time_limit_s=seconds
+    )
+    began = time.process_time()
+    found = plan(profile, links, offered(), request)[0]
+    return {
+        "step_time_s": found.prediction.step_time_s,
+        "gap": found.certificate.gap,
+        "cpu_s": round(time.process_time() - began, 3),
+    }
+
+
+def main(argv: list[str]) -> int:
+    """Prints a line a mechanism and case, and writes the record."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=4.0, help="CPU seconds of search (default: 4)")
+    parser.add_argument("--only", help="mechanisms, comma-separated (default: all)")
+    parser.add_argument("--cases", help="cases whose names contain one of these (default: all)")
+    parser.add_argument("-o", "--output", type=Path, default=RECORD)
+    args = parser.parse_args(argv)
+    wanted = args.only.split(",") if args.only else list(MECHANISMS)
+    rows, whole = [], dict[str, dict[str, float]]()
+    with tempfile.TemporaryDirectory() as folder:
+        every = [c for c in requests(Path(folder)) if not args.cases or any(x in c[0] for x in args.cases.split(","))]
+        for name in dict.fromkeys(["nothing", *wanted]):
+            for case_name, path, cluster, memory in every:
+                with switched_off(name):
+                    found = measured(path, cluster, memory, args.seconds)
+                base = whole.setdefault(case_name, found)
+                slower = found["step_time_s"] / base["step_time_s"] - 1
+                rows.append({"off": name, "case": case_name, **found, "slower": slower})
+                print(
+                    f"{name:<34} {case_name:<24} {1e3 * found['step_time_s']:10.3f} ms {100 * slower:+7.2f} % "
+                    f"gap {100 * found['gap']:6.2f} % {found['cpu_s']:6.2f} s",
+                    flush=True,
+                )
+    record = {"schema_version": 1, "kind": "ablation", "created": datetime.now(UTC).isoformat(timespec="seconds"),
+              "cpu_seconds": args.seconds, "rows": rows}  # fmt: skip
+    args.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    _summary(rows)
+    return 0
+
+
+def _summary(rows: list[dict[str, Any]]) -> None:
+    base = {r["case"]: r for r in rows if r["off"] == "nothing"}
+    pick: Callable[[str], list[dict[str, Any]]] = lambda name: [r for r in rows if r["off"] == name]  # noqa: E731
+    print(f"\n{'switched off':<34} plans slower by > 0.5 %   worst    gaps > 0.5 % (all on: "
+          f"{sum(r['gap'] > 0.005 for r in base.values())})   CPU s in all")  # fmt: skip
+    for name in dict.fromkeys(r["off"] for r in rows):
+        own = pick(name)
+        print(f"{name:<34} {sum(r['slower'] > 0.005 for r in own):>3}                      "
+              f"{100 * max(r['slower'] for r in own):6.2f} %   {sum(r['gap'] > 0.005 for r in own):>3}"
+              f"                        {sum(r['cpu_s'] for r in own):.1f}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
