@@ -149,7 +149,8 @@ VERBS = (
             ),
             Option(
                 name="time-limit",
-                help="longest search (default: 2s, 6s for more than 64 devices)",
+                help="longest search, in seconds of a processor (default: 2s, 6s for more than 64 devices); on a busy "
+                "machine up to four times as long on the wall",
                 parse=o.budget,
                 metavar="T",
             ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -16,6 +15,7 @@ from asa.ir.cluster import Cluster
 from asa.ir.plan import Assignment, Baseline, Certificate, CurvePoint, Plan, Stage
 from asa.ir.profile import Profile
 from asa.ir.units import GIB
+from asa.planner import clock
 from asa.planner.answer import infeasible, leanest
 from asa.planner.answer.circumstances import circumstances
 from asa.planner.answer.confidence import confidence, faster
@@ -34,6 +34,11 @@ from asa.planner.stage.singles import TOLERANCE_GIB
 
 _WORTH = 0.02
 """A gap from which on a longer search is worth mentioning."""
+_PROVED = 1e-6
+"""A gap that is none."""
+_BUSY, _SHORT_S = 2.0, 0.1
+"""Seconds on the wall for one of work from which on a machine is called busy; searches shorter than that say nothing.
+"""
 _DRAWN = 3_000
 """Components, over all finalists, whose errors are drawn: of a thousand components, not of every whole strategy."""
 _TIE = 1 + 1e-9
@@ -56,7 +61,7 @@ def plan(
         InfeasibleError: nothing fits; names what binds and the nearest remedy.
         UnavailableError: the solver is not installed.
     """
-    started = time.monotonic()
+    started = clock.now()
     wanted = tuple(dict.fromkeys(request.strategies or ("asa",)))
     check_request(cluster, strategies, request)
     used = on_device(profile, cluster) if known is None else known.space.profile
@@ -91,12 +96,12 @@ def plan(
     candidates = [chosen, *([outcome.best] if outcome.best else []), *(r.candidate for r in eligible if r.candidate)]
     if request.top_k > 1:
         candidates += next_best(outcome, request.top_k - 1, request.time_limit_s)
-        candidates += beside(prices, chosen, pins, request.top_k - 1, time.monotonic() + request.time_limit_s)
+        candidates += beside(prices, chosen, pins, request.top_k - 1, clock.now() + request.time_limit_s)
     distinct = list({c.key: c for c in reversed(candidates)}.values())
     others = sorted((c for c in distinct if c.key != chosen.key), key=lambda c: prices.of(c).cost.total_s)
     made = []
     for i, candidate in enumerate((chosen, *others[: request.top_k - 1])):
-        certificate = _certificate(prices, candidate, outcome, time.monotonic() - started)
+        certificate = _certificate(prices, candidate, outcome, clock.now() - started)
         strategy = "asa" if i == 0 else candidate.origin
         rivals = [c for c in (chosen, *others) if c.key != candidate.key]
         said = (*notes, *_unfinished(fastest_s, outcome)) if i == 0 else ()
@@ -112,12 +117,18 @@ def _below(bound_s: float, seconds: float) -> float:
 def _unfinished(fastest_s: float, outcome: Outcome) -> tuple[str, ...]:
     """That a longer search may find more than what takes ``fastest_s``, where it was not finished."""
     left = _below(outcome.lower_bound_s, fastest_s)
-    if left <= _WORTH:
-        return ()
-    return (
-        f"the search was stopped after {outcome.seconds:.2g} s, {100 * left:.2g} % above its bound: a longer "
-        "--time-limit may find a faster plan",
-    )
+    said: list[str] = []
+    if left > _WORTH:
+        said.append(
+            f"the search was stopped after {outcome.seconds:.2g} s, {100 * left:.2g} % above its bound: a longer "
+            "--time-limit may find a faster plan"
+        )
+    if left > _PROVED and outcome.wall_s > _BUSY * max(outcome.seconds, _SHORT_S):
+        said.append(
+            f"this machine was busy: {outcome.seconds:.2g} s of search took {outcome.wall_s:.2g} s, and less may have "
+            "been tried than on a quiet one"
+        )
+    return tuple(said)
 
 
 def _whole(
@@ -142,7 +153,7 @@ def _whole(
             lower_bound_s=among[0].seconds,
             gap=gap,
             space=f"the whole strategies {', '.join(sorted(meant))}",
-            solve_s=time.monotonic() - started,
+            solve_s=clock.now() - started,
         )
         name = row.name if row.name in wanted else next(w for w in wanted if row.name in _members(prices, w))
         made.append(
@@ -246,9 +257,9 @@ def _certificate(prices: Prices, candidate: Candidate, outcome: Outcome, seconds
     gap = _below(bound, answer)
     return Certificate(
         solver=outcome.solver,
-        status="optimal" if gap <= 1e-6 else "feasible",
+        status="optimal" if gap <= _PROVED else "feasible",
         lower_bound_s=bound,
-        gap=0.0 if gap <= 1e-6 else gap,
+        gap=0.0 if gap <= _PROVED else gap,
         space=prices.space.describe(),
         solve_s=seconds,
         curve=_curve(outcome),

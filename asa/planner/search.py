@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from asa.errors import AsaError
+from asa.planner import clock
 from asa.planner.answer.canonical import canonical, improved
 from asa.planner.beside import Beside, Board, Told, possible
 from asa.planner.pipeline import joint
@@ -76,7 +77,8 @@ class Outcome:
     """What the search found and proved. Seconds.
 
     ``choice`` in ``formulation`` is ``best`` where that has one stage; ``best`` is None where nothing fits. ``curve``:
-    (seconds, best, bound in ms), as they got better.
+    (seconds, best, bound in ms), as they got better. ``seconds`` are of work (:mod:`asa.planner.clock`), ``wall_s``
+    those that passed meanwhile.
     """
 
     best: Candidate | None
@@ -86,6 +88,7 @@ class Outcome:
     solver: str
     seconds: float
     curve: tuple[tuple[float, float, float], ...] = ()
+    wall_s: float = 0.0
 
 
 def search(
@@ -109,29 +112,30 @@ def search(
         UsageError: too many plans for ``exhaustive``.
         UnavailableError: the solver is not installed.
     """
-    started = time.monotonic()
+    started, began = clock.now(), time.monotonic()
     found = _search(prices, solver, started + time_limit_s, allowed, incumbent_s, baselines, start)
     if found.best is None:
-        return found
+        return replace(found, wall_s=time.monotonic() - began)
     before_ms = prices.of(found.best).cost.total_s * MS
     proved = found.lower_bound_s * MS >= before_ms * (1 - _PROVED)
     if proved:
         first = canonical(prices, found.best, allowed)
     else:  # which plan that is depends on the clock anyway
         polish_s = min(_POLISH_S, _POLISH * time_limit_s)
-        better = improved(prices, found.best, allowed, time.monotonic() + polish_s)
-        first = canonical(prices, better, allowed, time.monotonic() + polish_s)
+        better = improved(prices, found.best, allowed, clock.now() + polish_s)
+        first = canonical(prices, better, allowed, clock.now() + polish_s)
     value_ms = prices.of(first).cost.total_s * MS
-    taken = time.monotonic() - started
+    taken = clock.now() - started
     last = ((taken, value_ms, found.lower_bound_s * MS),) if value_ms < before_ms * (1 - 1e-9) else ()
-    return replace(found, best=first, seconds=taken, curve=(*found.curve, *last))
+    wall_s = time.monotonic() - began
+    return replace(found, best=first, seconds=taken, wall_s=wall_s, curve=(*found.curve, *last))
 
 
 def _search(
     prices: Prices, solver: SolverName, ends: float, allowed: Allowed, incumbent_s: float,
     baselines: Sequence[Candidate], start: Candidate | None,
 ) -> Outcome:  # fmt: skip
-    started = time.monotonic()
+    started = clock.now()
     space = prices.space
     gpus = space.request.gpus
     room = max(space.room(rank, 1, gpus) for rank in range(gpus))
@@ -140,7 +144,7 @@ def _search(
     start_s = float("inf") if start is None else prices.of(start).cost.total_s
     found = start if start_s < incumbent_s else None
     incumbent_s = min(incumbent_s, start_s)
-    narrow = by_width(prices, allowed, time.monotonic() + _UNIFORM_S)
+    narrow = by_width(prices, allowed, clock.now() + _UNIFORM_S)
     narrow_s = min((prices.of(x).cost.total_s * (1 + _SLACK) for x in narrow), default=float("inf"))
     if narrow_s < incumbent_s:
         found, incumbent_s = narrow[0], narrow_s
@@ -164,7 +168,7 @@ def _search(
         return Outcome(
             best=found, choice=(), formulation=None, lower_bound_s=bound_ms / MS,
             solver="dp" if found is not None else "dp, as bounds",
-            seconds=time.monotonic() - started, curve=tuple(curve),
+            seconds=clock.now() - started, curve=tuple(curve),
         )  # fmt: skip
     assert single.place is not None
     near = bound_ms >= single.value * (1 - _ENOUGH)
@@ -176,7 +180,7 @@ def _search(
         formulation=single.place.formulation,
         lower_bound_s=min(bound_ms, solution.value) / MS,
         solver=said,
-        seconds=time.monotonic() - started,
+        seconds=clock.now() - started,
         curve=tuple(curve),
     )
 
@@ -186,10 +190,10 @@ def _best_first(
     news: Callable[[float], float] | None = None,
 ) -> None:  # fmt: skip
     """Single stages until the time ``ends``; where that is not soon done, the widths in ``order`` get first plans."""
-    began = time.monotonic()
+    began = clock.now()
     joint.best_first(alone, best, began + _SOON * (ends - began), patience=patience, gap=gap, news=news)
     if best.bound < best.limit * (1 - gap):
-        best.other(narrow_plan(alone, order, best.limit, time.monotonic() + _NARROW * (ends - began)))
+        best.other(narrow_plan(alone, order, best.limit, clock.now() + _NARROW * (ends - began)))
     joint.best_first(alone, best, ends, patience=patience, gap=gap, news=news)
 
 
@@ -243,7 +247,7 @@ class _Ways:
 
     def in_turn(self) -> tuple[Candidate | None, Pipelined]:
         """Single stages, first plans of pipelines (beside them, where that is possible), then all that is left."""
-        apart, best, began = possible(), self.best, time.monotonic()
+        apart, best, began = possible(), self.best, clock.now()
         if not apart:
             self._first()
             joint.best_first(self.alone, best, began + _FIRST * self.limit_s, patience=self.ends)
@@ -297,7 +301,7 @@ class _Ways:
     def _sketched(self) -> tuple[Candidate | None, float]:
         """A first plan of several stages, and its ms."""
         share = _SKETCH if self.likely else _SKETCH / 2
-        until = time.monotonic() + max(_SKETCH_S, share * self.limit_s)
+        until = clock.now() + max(_SKETCH_S, share * self.limit_s)
         near = self.near if self.near > 1 else None
         found = first_plans(self.prices, self.allowed, self.best.limit / MS, until, near)
         if found is not None:
@@ -306,18 +310,18 @@ class _Ways:
 
     def _first(self) -> None:
         """A first plan of one stage, where memory binds."""
-        self.best.other(first_plan(self.alone, self.best.limit, time.monotonic() + _FIRST * self.limit_s))
+        self.best.other(first_plan(self.alone, self.best.limit, clock.now() + _FIRST * self.limit_s))
 
     def _singles(self, news: Callable[[float], float]) -> None:
         """Single stages for a part of the time."""
         self._first()
-        now = time.monotonic()
+        now = clock.now()
         until = now + _SHARE * min(_BRIEF_S, self.ends - now)
         _best_first(self.alone, self.best, until, self.order, patience=now, gap=_NEARLY, news=news)
 
     def _floors(self) -> dict[int, float]:
         """Whether compute alone says that no pipeline is better; closer bounds only where there are no others."""
-        ends = max(self.ends, time.monotonic() + _FLOORS_S)
+        ends = max(self.ends, clock.now() + _FLOORS_S)
         return floors(self.staged, self.best.limit, ends, **({"halvings": 1} if joint.searched(self.staged) else {}))
 
     def _rest(
@@ -325,10 +329,10 @@ class _Ways:
         shared: joint.Shared | None = None,
     ) -> Pipelined:  # fmt: skip
         """All that is left; the curve begins with what was known before."""
-        best, left = self.best, self.ends - time.monotonic()
+        best, left = self.best, self.ends - clock.now()
         found = joint.search(
             self.staged, incumbent_ms=best.limit, time_limit_s=max(_REST_S, left), gap=_ENOUGH,
-            patience_s=max(0.0, best.started + _PATIENCE_S - time.monotonic()), others=others, started=best.started,
+            patience_s=max(0.0, best.started + _PATIENCE_S - clock.now()), others=others, started=best.started,
             floor=floor, news=news, shared=shared, crowded=self.staged.crowded,
         )  # fmt: skip
         least = min((b for _, _, b in found.curve), default=0.0)
@@ -347,7 +351,7 @@ def _again(single: Single, solver: SolverName, ends: float, *, near: bool) -> tu
         return known, known.solver
     if solver != "ilp":
         return known, known.solver + (", checked by dp" if solver == "exhaustive" else "")
-    left = min(_AGAIN_S, ends - time.monotonic()) if known.proved else ends - time.monotonic()
+    left = min(_AGAIN_S, ends - clock.now()) if known.proved else ends - clock.now()
     if not known.proved and (near or left <= 0):
         return known, "dp"
     found = ilp.solve(problem, time_limit_s=max(0.1, left))
@@ -389,8 +393,8 @@ def next_best(outcome: Outcome, count: int, time_limit_s: float) -> list[Candida
     if outcome.formulation is None or outcome.best is None:
         return []
     problem, found = outcome.formulation.problem, [outcome.choice]
-    ends = time.monotonic() + time_limit_s
-    while len(found) <= count and (left := ends - time.monotonic()) > 0:
+    ends = clock.now() + time_limit_s
+    while len(found) <= count and (left := ends - clock.now()) > 0:
         solution = ilp.solve(problem, time_limit_s=left, forbidden=tuple(found))
         if solution.choice is None or solution.choice in found:
             break

@@ -17,7 +17,6 @@ fewer ranks, runs one component otherwise in its layout, or has two components o
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, combinations, pairwise
@@ -27,6 +26,7 @@ from asa.cost.pipeline import lower_bound, makespan
 from asa.cost.planned import StagePrice, price_stage
 from asa.cost.pricing import Way
 from asa.ir.layout import Layout
+from asa.planner import clock
 from asa.planner.pipeline.sketch import INF, Sketch
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.space import Allowed
@@ -40,7 +40,7 @@ _CHANGES = 200
 
 
 def canonical(prices: Prices, candidate: Candidate, allowed: Allowed, ends: float = INF) -> Candidate:
-    """The plan itself, or one that takes no longer and comes before it; the first of all around it, if the monotonic
+    """The plan itself, or one that takes no longer and comes before it; the first of all around it, if the
     clock leaves time until ``ends``."""
     if len(candidate.ways) > _MOST:
         return candidate
@@ -55,7 +55,7 @@ def canonical(prices: Prices, candidate: Candidate, allowed: Allowed, ends: floa
 
 
 def improved(prices: Prices, candidate: Candidate, allowed: Allowed, ends: float = INF) -> Candidate:
-    """A plan that is no slower, and if the monotonic clock leaves time until ``ends`` has no faster one beside it: what
+    """A plan that is no slower, and if the clock leaves time until ``ends`` has no faster one beside it: what
     is not proved to be the fastest is rarely even that."""
     if len(candidate.ways) > _MOST:
         return candidate
@@ -118,7 +118,7 @@ class _Around:
     def earlier(self, x: Candidate, until: float) -> Candidate | None:
         """A plan beside ``x`` that comes before it; None where there is none, or time is up."""
         for other in self.changes(x):
-            if time.monotonic() > until:
+            if clock.now() > until:
                 return None
             if self.before(other, x):
                 return other
@@ -128,7 +128,7 @@ class _Around:
         """A plan beside ``x`` that takes less, and is the limit then; None where there is none, or time is up."""
         less_s = self.limit_s / (1 + TIE) * (1 - 2 * TIE)
         for other in self.changes(x):
-            if time.monotonic() > until:
+            if clock.now() > until:
                 return None
             taken_s = self.seconds(other, less_s)
             if taken_s < less_s:

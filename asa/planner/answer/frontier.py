@@ -7,7 +7,6 @@ not solved for again: the fastest plan under a limit is the fastest under every 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -20,6 +19,7 @@ from asa.ir.cluster import Cluster
 from asa.ir.codec import noun
 from asa.ir.plan import Assignment, Plan
 from asa.ir.profile import Profile
+from asa.planner import clock
 from asa.planner.answer.leanest import leanest
 from asa.planner.decide import plan
 from asa.planner.space.candidate import Prices
@@ -171,11 +171,11 @@ class _Clock:
 
     def __init__(self, request: Request, points: int) -> None:
         self._most, self._points = request.time_limit_s, points
-        self._ends = time.monotonic() + BUDGET_S
+        self._ends = clock.now() + BUDGET_S
 
     def limit(self, done: int) -> float:
         """Seconds of the next solve, ``done`` points being made."""
-        share = (self._ends - time.monotonic()) / max(1, self._points - done)
+        share = (self._ends - clock.now()) / max(1, self._points - done)
         return min(self._most, max(0.25, share))
 
 

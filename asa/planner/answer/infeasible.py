@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from asa.cost.memory.peak import usable
 from asa.errors import InfeasibleError
 from asa.ir.units import GIB, MOST_SAMPLES
+from asa.planner import clock
 from asa.planner.answer.leanest import leanest
 from asa.planner.space import baselines
 from asa.planner.space.candidate import Candidate, Prices
@@ -162,10 +162,10 @@ def _fits(prices: Prices) -> bool:
 
 def _smaller_batch(space: Space) -> int | None:
     """The largest halving of the global batch under which something fits, if it is soon found."""
-    batch, ends = space.request.global_batch // 2, time.monotonic() + _LOOK_S
+    batch, ends = space.request.global_batch // 2, clock.now() + _LOOK_S
     if batch and hopeless(_with(space, global_batch=batch), space.pinned):
         return None  # what does not depend on the batch is too much already
-    while batch >= 1 and time.monotonic() < ends:
+    while batch >= 1 and clock.now() < ends:
         if _fits(_with(space, global_batch=batch)):
             return batch
         batch //= 2
@@ -175,11 +175,11 @@ def _smaller_batch(space: Space) -> int | None:
 def _fewer_devices(space: Space, names: Sequence[str]) -> int | None:
     """The most devices, fewer than asked for, on which one of the whole strategies fits, if it is soon found: stages
     and splits need as many components, rows or samples as there are ranks."""
-    ends = time.monotonic() + _LOOK_S
+    ends = clock.now() + _LOOK_S
     for gpus in range(space.request.gpus - 1, 1, -1):
         if _one_fits(names, _with(space, gpus=gpus)):
             return gpus
-        if time.monotonic() > ends:
+        if clock.now() > ends:
             break
     return None
 
@@ -198,13 +198,13 @@ def _one_fits(names: Sequence[str], prices: Prices) -> bool:
 def _more_devices(space: Space) -> int | None:
     """The fewest devices, within the cluster, under which something fits: doubled, then by halves between, while
     there is time."""
-    most, ends = min(space.cluster.num_devices, _MOST_DEVICES), time.monotonic() + _LOOK_S
+    most, ends = min(space.cluster.num_devices, _MOST_DEVICES), clock.now() + _LOOK_S
     low, high = space.request.gpus, min(2 * space.request.gpus, most)
     while high > low and not _fits(_with(space, gpus=high)):
         low, high = high, min(2 * high, most)
     if high <= low:
         return None
-    while high - low > 1 and time.monotonic() < ends:
+    while high - low > 1 and clock.now() < ends:
         middle = (low + high) // 2
         low, high = (low, middle) if _fits(_with(space, gpus=middle)) else (middle, high)
     return high

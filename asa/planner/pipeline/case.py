@@ -7,7 +7,6 @@ bind. After that the cuts and widths of plans, those with the lowest bounds firs
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -16,6 +15,7 @@ import numpy as np
 
 from asa.cost.pipeline import shape
 from asa.interfaces.schedule import Schedule
+from asa.planner import clock
 from asa.planner.pipeline.bounds import Frame, Keys, Links
 from asa.planner.pipeline.lattice import INF, Table, divisors
 from asa.planner.pipeline.open_list import OpenList
@@ -151,7 +151,7 @@ class Case:
                 if self.bound >= best:
                     return
             for w in self.widths:
-                if time.monotonic() > ends:
+                if clock.now() > ends:
                     raise OutOfTimeError
                 self.shop.numbers(w, self.m)
             self._tight = any(self.shop.tight(w, self.m, max(self.in_flight.values())) for w in self.widths)
@@ -167,7 +167,7 @@ class Case:
     def _priced(self, ends: float) -> None:
         """Tables of prices, with the memory limit where it may bind."""
         for w in self.widths:
-            if time.monotonic() > ends:
+            if clock.now() > ends:
                 raise OutOfTimeError
             places = [r for r in range(1, self.most + 1) if self.tables.get((w, r)) is not None]
             limited = self.shop.limited(w, self.m, [self.in_flight[r] for r in places]) if self._tight else {}

@@ -5,7 +5,6 @@ Changes are those of :mod:`asa.planner.pipeline.neighbours`. Stages are priced o
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +12,7 @@ import numpy as np
 from asa.cost.pipeline import StageTimes, lower_bound, makespan
 from asa.cost.pricing import Way
 from asa.ir.layout import Layout
+from asa.planner import clock
 from asa.planner.pipeline.neighbours import Neighbours
 from asa.planner.pipeline.sketch import INF, Manner, Outline, Sketch
 from asa.planner.pipeline.uniform import Uniform
@@ -155,7 +155,7 @@ class Climber:
         while moved:
             moved = False
             for other in self.neighbours.of(x):
-                if time.monotonic() > ends:
+                if clock.now() > ends:
                     return x
                 found = self.seconds(other, value * (1 - 1e-6))
                 if found < value * (1 - 1e-6):
@@ -181,7 +181,7 @@ def first_plans(
         likely = list(dict.fromkeys((likely[0], 1, *likely)))
     found: dict[Outline, float] = {}
     for m in likely:
-        if time.monotonic() > ends:
+        if clock.now() > ends:
             break
         if prices.space.strategies.schedules[sketch.schedule].refusal(2, m) or not _worth(prices, m, best_s):
             continue

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from asa.planner import clock
 from asa.planner.pipeline.bounds import Frame, Stages
 from asa.planner.pipeline.lattice import INF, Table
 from asa.planner.pipeline.points import Points, Room
@@ -107,7 +107,7 @@ class Explored:
                     points = found[x.stop]
                     points = None if points is None else points.within(self._m, x.room)
                     self._stages[place[0], x.place, *x.stage] = _Known(limit, points)
-                if time.monotonic() > ends:
+                if clock.now() > ends:
                     return True
         return bool(wanted)
 

@@ -9,11 +9,11 @@ microbatches take in a stage and one takes in all stages in front.
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
 
+from asa.planner import clock
 from asa.planner.pipeline.lattice import INF
 from asa.planner.pipeline.pipelines import Pipelines
 
@@ -41,7 +41,7 @@ def floors(
     Time ``ends`` (a second from now at least) for the last of them only, which takes longest; the others are had
     whatever time is left: without them nothing is proved.
     """
-    ends = max(ends, time.monotonic() + _LEAST_S)
+    ends = max(ends, clock.now() + _LEAST_S)
     found = dict.fromkeys(pipelines.microbatches(), 0.0)
     gpus = pipelines.gpus
     for m in found:
@@ -79,7 +79,7 @@ def _paced(
     least = {k: (sums[slots_of == k], *joints[:, slots_of == k]) for k in counts}
     for step in range(halvings):
         middle = high if step == 0 else (low + high) / 2
-        if time.monotonic() > ends:
+        if clock.now() > ends:
             break
         if _reachable(least, slots, m, middle * (1 + 1e-9)):
             if step == 0:

@@ -7,12 +7,12 @@ one with the lowest bound is taken a step further, until that bound has reached 
 from __future__ import annotations
 
 import heapq
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 from asa.interfaces.schedule import Schedule
+from asa.planner import clock
 from asa.planner.pipeline.case import Case
 from asa.planner.pipeline.floors import floors
 from asa.planner.pipeline.lattice import INF
@@ -66,7 +66,7 @@ class Best:
         self.limit, self.value = incumbent_ms, float("inf")
         self.skeleton: Skeleton | None = None
         self.choices: tuple[Choice, ...] = ()
-        self.started = time.monotonic() if started is None else started
+        self.started = clock.now() if started is None else started
         self.curve: list[tuple[float, float, float]] = []
         self.bound = 0.0
 
@@ -88,7 +88,7 @@ class Best:
     def note(self, bound: float) -> None:
         """A point of the curve."""
         self.bound = max(self.bound, min(bound, self.limit))
-        point = (time.monotonic() - self.started, self.limit, self.bound)
+        point = (clock.now() - self.started, self.limit, self.bound)
         if not self.curve or point[1:] != self.curve[-1][1:]:
             self.curve.append(point)
 
@@ -136,7 +136,7 @@ def search(
     ``crowded``: memory is likely to bind.
     """
     best = Best(pipelines, incumbent_ms, started)
-    ends = time.monotonic() + time_limit_s
+    ends = clock.now() + time_limit_s
     queue: list[Item] = [*others]
     floor = floors(pipelines, incumbent_ms, ends) if floor is None else floor
     if not searched(pipelines):
@@ -147,7 +147,7 @@ def search(
             for name, schedule in _distinct(pipelines.schedules, min(shop.n, shop.gpus), m).items():
                 for stages in _alike(schedule, min(shop.n, shop.gpus), m):
                     queue.append(Case(shop, m, name, schedule, stages, best.found, bound=floor[m]))
-    counts = best_first(queue, best, ends, gap=gap, patience=time.monotonic() + patience_s, news=news,
+    counts = best_first(queue, best, ends, gap=gap, patience=clock.now() + patience_s, news=news,
                         shared=shared)  # fmt: skip
     return Pipelined(
         skeleton=best.skeleton,
@@ -221,11 +221,11 @@ def best_first(
         if news is not None:
             best.other(news(best.limit))
         best.note(min(bound, lowest, left()))
-        allowed = gap if time.monotonic() >= patience else 0.0
+        allowed = gap if clock.now() >= patience else 0.0
         enough = best.limit * (1 - max(allowed, _CLOSE))
-        if bound >= enough or time.monotonic() > ends:
+        if bound >= enough or clock.now() > ends:
             heapq.heappush(queue, (bound, number, item))
-            if left() >= enough or time.monotonic() > ends:
+            if left() >= enough or clock.now() > ends:
                 break
             queue, later, shared = queue + later, [], shared and shared.all()
             heapq.heapify(queue)

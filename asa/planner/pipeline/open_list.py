@@ -10,12 +10,12 @@ than these is not looked at any closer.
 from __future__ import annotations
 
 import heapq
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from asa.planner import clock
 from asa.planner.pipeline.explored import Explored, Key, Tables
 from asa.planner.pipeline.fixed import Cuts, Fixed
 from asa.planner.pipeline.lattice import INF
@@ -69,7 +69,7 @@ class OpenList:
             self._list(best, ends)
             return
         for _ in range(_AT_ONCE):
-            if not self._queue or self._queue[0][0] >= min(best, self._listed) or time.monotonic() > ends:
+            if not self._queue or self._queue[0][0] >= min(best, self._listed) or clock.now() > ends:
                 break
             low, cuts = self._queue[0]
             found, value = self._closer(low, cuts, best, ends)
@@ -168,7 +168,7 @@ class OpenList:
                     self._open(leaves, min(told, limit))
                     self._short = True
                 break
-            if time.monotonic() > ends:
+            if clock.now() > ends:
                 return
         self._share = share * _WIDER
         if not self._queue:
@@ -179,7 +179,7 @@ class OpenList:
         """A plan of the first few each, where the best one is far away: what is the best then."""
         for bound, cuts in heapq.nsmallest(_DIVES, self._queue):
             for _ in range(_DEEP):
-                if bound * (1 + _FAR) > best or bound >= self._listed or time.monotonic() > ends:
+                if bound * (1 + _FAR) > best or bound >= self._listed or clock.now() > ends:
                     break
                 bound, found = self._closer(bound, cuts, best, ends)
                 if found < INF:

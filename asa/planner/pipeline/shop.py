@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from asa.ir.layout import Layout
+from asa.planner import clock
 from asa.planner.pipeline.bounds import Frame, Keys, Links
 from asa.planner.pipeline.lattice import INF, Numbers, Table, divisors
 from asa.planner.pipeline.piece import Piece
@@ -71,7 +71,7 @@ class Shop:
         few = sum(len(divisors(w)) for w in widths) <= MANY
         for w in list(tables):
             possible = bool(np.isfinite(tables[w].steady[0, n]).any())
-            apart = self.pipelines.apart(w, m) if few and time.monotonic() < ends and possible else None
+            apart = self.pipelines.apart(w, m) if few and clock.now() < ends and possible else None
             if apart is not None:
                 forward, steady, whole, single = (_summed(x) for x in apart)
                 tables[w] = Table(
@@ -94,12 +94,12 @@ class Shop:
         better is known. ``tight``: with the memory limit, but without what lies between components."""
         found: dict[int, Table | None] = {}
         for f in set(in_flight):
-            if tight and (w, m, f) not in self._rough and ((w, m) in self._numbers or time.monotonic() < ends):
+            if tight and (w, m, f) not in self._rough and ((w, m) in self._numbers or clock.now() < ends):
                 numbers = self.numbers(w, m)
                 self._rough[w, m, f] = None if numbers is None else rough(numbers, f)
             if (w, m, f) in self._rough:
                 found[f] = self._rough[w, m, f]
-            elif not tight and ((w, m) in self._relaxed or time.monotonic() < ends):
+            elif not tight and ((w, m) in self._relaxed or clock.now() < ends):
                 table = self.relaxed(w, m)
                 found[f] = None if table is None else table.anyhow()
             else:
@@ -210,7 +210,7 @@ class Shop:
             layouts = [Layout(width=w, data=d, tensor=1) for w, d in keys.pairs]
             sent = np.zeros((kinds, len(firsts), count, count, 2))
             for a, x in enumerate(layouts):
-                if time.monotonic() > ends:
+                if clock.now() > ends:
                     raise OutOfTimeError
                 for b, y in enumerate(layouts):
                     for kind, offset in enumerate(self.example) if x.width + y.width <= self.gpus else ():

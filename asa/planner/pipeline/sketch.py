@@ -9,7 +9,6 @@ one misses costs time, never the proof.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +19,7 @@ from asa.cost.menu import Menu, Priced
 from asa.cost.pricing import Pricer, Way
 from asa.ir.layout import Layout
 from asa.ir.plan import DataDegree, DataStrategyName, TensorDegree
+from asa.planner import clock
 from asa.planner.pipeline.uniform import Uniform
 from asa.planner.space.candidate import Prices
 from asa.planner.space.space import Allowed, widths
@@ -104,7 +104,7 @@ class Sketch:
             yield from self._free(m, sizes)
             return
         for w in sizes:
-            if self.gpus // w <= self.most and (w <= 8 or self.gpus % w == 0) and time.monotonic() < self.ends:
+            if self.gpus // w <= self.most and (w <= 8 or self.gpus % w == 0) and clock.now() < self.ends:
                 yield from self._free(m, [w])
 
     def _free(self, m: int, sizes: Sequence[int]) -> Iterator[Outline]:
@@ -134,7 +134,7 @@ class Sketch:
         for level in np.geomspace(shortest * 1.001, max(longest, shortest * 1.01), _LEVELS):
             for value, candidate in self._below(m, float(level), stages, links, placed, unit, ranks):
                 found.setdefault((candidate.starts, candidate.widths), (value, candidate))
-            if time.monotonic() > self.ends:
+            if clock.now() > self.ends:
                 break
         for _, candidate in sorted(found.values(), key=lambda x: x[0])[:_PRICED]:
             yield candidate
@@ -275,7 +275,7 @@ class Sketch:
         if plain is not None and np.isfinite(plain.steady[:, each, each + even]).all():
             return plain
         self.tight = True
-        return self._table(w, m, lean=True) if time.monotonic() < self.ends else plain
+        return self._table(w, m, lean=True) if clock.now() < self.ends else plain
 
     def _table(self, w: int, m: int, *, lean: bool) -> _Stages | None:
         schedule = self.space.strategies.schedules[self.schedule]
@@ -292,7 +292,7 @@ class Sketch:
         counts = np.maximum(1, at[None, :] - at[:, None])
         before: tuple[Any, Any] | None = None
         for number, x in enumerate(manners):
-            if number and time.monotonic() > self.ends:
+            if number and clock.now() > self.ends:
                 break
             c = self.uniform(w, m, x).priced
             sync = c.prompt + c.late

@@ -9,12 +9,12 @@ dropped, and so is one whose best completion is beyond what a stage may take the
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from asa.planner import clock
 from asa.planner.pipeline import lattice as at
 from asa.planner.pipeline.lattice import INF, Numbers, Priced
 from asa.planner.pipeline.points import Points, Room
@@ -117,7 +117,7 @@ class Explorer:
         found: dict[int, Points] = {}
         front: Front | None = None
         for i in range(start, stops[-1]):
-            if time.monotonic() > ends:
+            if clock.now() > ends:
                 raise OutOfTimeError
             self.thin.last, self.thin.rounded = min(b for b in stops if b > i) == self.numbers.n, not exact
             later = [k for k, b in enumerate(stops) if b > i]

@@ -13,13 +13,13 @@ component by component, where otherwise the largest does.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from asa.planner import clock
 from asa.planner.pipeline import lattice as at
 from asa.planner.pipeline.lattice import INF
 from asa.planner.pipeline.piece import Piece
@@ -208,7 +208,7 @@ class Weighted:
         none = Best(np.full(degrees, INF), [None] * degrees, [0] * degrees, proved)
         front: _Front | None = None
         for i in range(n):
-            if time.monotonic() > ends:
+            if clock.now() > ends:
                 raise OutOfTimeError
             arrived = self._begin(entry) if front is None else self._over(front, i, limit, ends)
             front = self._configured(arrived, i, limit)

@@ -6,9 +6,9 @@ the last devices are slow, a narrow stage is faster all the same; one that runs 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
+from asa.planner import clock
 from asa.planner.space import baselines
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.space import Allowed, Space, widths
@@ -24,7 +24,7 @@ def by_width(prices: Prices, allowed: Allowed, ends: float) -> list[Candidate]:
     """
     best: dict[int, tuple[float, Candidate]] = {}
     for width, candidate in _uniform(prices):
-        if time.monotonic() > ends:
+        if clock.now() > ends:
             break
         if not all(allowed(i, way) for i, way in enumerate(candidate.ways)):
             continue

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import heapq
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import islice
 
 from asa.cost.pricing import Way
+from asa.planner import clock
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.space import Allowed, Space
 
@@ -50,7 +50,7 @@ def beside(prices: Prices, candidate: Candidate, allowed: Allowed, count: int, e
     def changed() -> Iterator[tuple[float, int, Candidate]]:
         for i, way in enumerate(candidate.ways):
             for other in prices.space.ways(i, candidate.width(i), candidate.num_microbatches, allowed):
-                if time.monotonic() > ends:
+                if clock.now() > ends:
                     return
                 if other != way:
                     found = replace(candidate.with_way(i, other), origin="asa")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from itertools import count, product
 from math import prod
 
 from asa.errors import UsageError
+from asa.planner import clock
 from asa.planner.stage.problem import Choice, Problem, Solution
 
 LIMIT = 5_000_000
@@ -54,7 +54,7 @@ def peak(problem: Problem, choice: Choice) -> float:
 
 
 def solve(problem: Problem, ends: float = float("inf")) -> Solution:
-    """Try every choice; until the time ``ends`` (monotonic seconds), as many as there is time for, with nothing proved.
+    """Try every choice; until the time ``ends`` (:mod:`asa.planner.clock`), as many as there is time for, nothing proved.
 
     Raises:
         UsageError: more than :data:`LIMIT` choices.
@@ -68,7 +68,7 @@ def solve(problem: Problem, ends: float = float("inf")) -> Solution:
         found = value(problem, choice)
         if found < lowest and peak(problem, choice) <= problem.capacity:
             best, lowest = choice, found
-        if number % _LOOK == 0 and time.monotonic() > ends:
+        if number % _LOOK == 0 and clock.now() > ends:
             bound = 0.0
             break
     return Solution(choice=best, value=lowest, bound=lowest if bound is None else bound, solver="exhaustive")

@@ -9,9 +9,9 @@ And of fewer ranks: a search that begins with the lowest bounds comes to them la
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
+from asa.planner import clock
 from asa.planner.stage.singles import Single
 
 _MORE = 5_000
@@ -29,7 +29,7 @@ def first_plan(alone: Sequence[Single], best: float, ends: float) -> float:
     priced = 0
     for single in own:
         several = single.num_microbatches > 1
-        if single.bound >= best or (several and time.monotonic() > ends) or not single.crowded or single.long:
+        if single.bound >= best or (several and clock.now() > ends) or not single.crowded or single.long:
             break
         least = single.least
         priced += single.ways if several else 0
@@ -54,7 +54,7 @@ def narrow_plan(alone: Sequence[Single], order: Sequence[int], best: float, ends
     for width in order:
         own = [x for x in alone if x.width == width and x.num_microbatches == 1]
         for single in dict.fromkeys((*own[:1], *sorted(own, key=lambda x: x.bound)[:1])):
-            if time.monotonic() > ends:
+            if clock.now() > ends:
                 break
             if single.bound < found and not single.long and single.least < found:
                 single.begin(found)

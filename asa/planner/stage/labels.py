@@ -27,12 +27,12 @@ first passes are short.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from asa.planner import clock
 from asa.planner.stage import dual
 from asa.planner.stage.descent import Descent
 from asa.planner.stage.dual import ACT, COST, EACT, ESTATE, ETRANS, GRAD, INF, LATE, PROMPT, STATE, TRANS, WINDOW, WORK
@@ -106,7 +106,7 @@ class _Pass:
         proved = limit
         front: _Labels | None = None
         for i in range(n):
-            if time.monotonic() > ends:
+            if clock.now() > ends:
                 raise OutOfTimeError
             arrived = self._begin() if front is None else self._over(front, i, limit, ends)
             front = self._through(arrived, i, limit)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+
+from asa.planner import clock
 
 _IN_FRONT = np.triu(np.ones((600, 600), dtype=bool), 1)
 """Rows come in order of their sums: what beats a row has a smaller one, and of equals the first one stays."""
@@ -23,7 +24,7 @@ def efficient(values: Any, group: Any, ends: float = float("inf")) -> Any:
     """Indices of rows that no other row of the same group beats or equals in everything.
 
     Raises:
-        OutOfTimeError: the monotonic clock has passed ``ends``, and there are many.
+        OutOfTimeError: the clock has passed ``ends``, and there are many.
     """
     order = np.lexsort((values.sum(axis=1), group))
     values, group = values[order], group[order]
@@ -84,7 +85,7 @@ def _swept(x: Any, group: Any, ends: float) -> Any:
     found = np.zeros((0, x.shape[1]))
     owners = np.zeros(0, dtype=group.dtype)
     for begin in range(0, len(x), 256):
-        if time.monotonic() > ends:
+        if clock.now() > ends:
             raise OutOfTimeError
         block, mine = x[begin : begin + 256], group[begin : begin + 256]
         good = np.ones(len(block), dtype=bool)

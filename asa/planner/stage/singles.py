@@ -9,11 +9,11 @@ binds, that is while the fastest plan without a limit does not fit.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from asa.ir.units import GIB
+from asa.planner import clock
 from asa.planner.space.candidate import Prices
 from asa.planner.space.request import SolverName
 from asa.planner.space.space import Allowed, widths
@@ -129,9 +129,9 @@ class Places:
         """What is known of such a stage before it is formulated."""
         key = (width, num_microbatches)
         if key not in self._floors:
-            began = time.process_time()
+            began = clock.now()
             self._floors[key] = floor(self._prices, *key, self._allowed)
-            self.took[key] = time.process_time() - began
+            self.took[key] = clock.now() - began
         return self._floors[key]
 
     def apart(self, width: int, num_microbatches: int, alone_ms: float) -> float:
@@ -241,7 +241,7 @@ class Single:
         """Raise the bound. Plans from ``best`` on are of no interest."""
         self.level += 1
         self.stuck = False
-        began = time.monotonic()
+        began = clock.now()
         if self.level == 1:
             self._raise(self._places.apart(self.width, self.num_microbatches, self.bound))
         elif self.level == 2 and self.place is None and self.long and began + _FORMULATED * self.took > ends:
@@ -286,7 +286,7 @@ class Single:
 
     def _settle(self, best: float, ends: float) -> None:
         """Whether it is in the space, and what would be fastest without the memory limit."""
-        place, until = self.place, min(ends, time.monotonic() + _FIRST_S * 4 ** min(8, max(0, self.level - 4)))
+        place, until = self.place, min(ends, clock.now() + _FIRST_S * 4 ** min(8, max(0, self.level - 4)))
         assert place is not None
         enough = self._places.enough(self.width, self.num_microbatches, best, until)
         if enough:
@@ -306,9 +306,9 @@ class Single:
             self._take(exhaustive.solve(self.place.asked, ends))
             self.stuck = self.bound < min(best, self.value) * (1 - 1e-9)  # time was up
             return
-        slice_s = min(max(0.05, ends - time.monotonic()), _FIRST_S * 4 ** min(8, max(0, self.level - 4)))
+        slice_s = min(max(0.05, ends - clock.now()), _FIRST_S * 4 ** min(8, max(0, self.level - 4)))
         if not self._settled:
-            self._settle(best, time.monotonic() + slice_s)
+            self._settle(best, clock.now() + slice_s)
         if self.place.fits or self.bound >= best:  # solved as far as it can be
             self.stuck = self.bound < min(best, self.value) * (1 - 1e-9)
             return
@@ -321,7 +321,7 @@ class Single:
         if not self._labelled:
             self._by_ilp(slice_s)
             return
-        solver.run(cutoff, time.monotonic() + slice_s)
+        solver.run(cutoff, clock.now() + slice_s)
         self._take(solver.answer(cutoff))
         self.stuck = solver.done and not ilp_too and self.bound < min(best, self.value) * (1 - 1e-9)
 
