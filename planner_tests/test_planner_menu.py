@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from dataclasses import replace
 
 import known_models
@@ -20,7 +19,7 @@ from asa.cost.work.spread import waiting, waitings
 from asa.ir.cluster import Cluster, Sharding, Waiting
 from asa.ir.profile import Profile
 from asa.ir.units import GIB
-from asa.planner import Request, plan
+from asa.planner import Request, clock, plan
 from asa.planner.pipeline.sketch import Sketch
 from asa.planner.pipeline.staged import StagedSpace
 from asa.planner.space.candidate import Prices
@@ -144,7 +143,7 @@ def test_what_stages_take_to_begin_and_end_is_the_least_of_all_layouts(name: str
 def test_stages_that_run_alike(name: str) -> None:
     space = spaces()[name]
     prices, overlap, count = Prices(space), space.cluster.overlap, len(space.profile.graph)
-    sketch = Sketch(prices, anything, time.monotonic() + 600)
+    sketch = Sketch(prices, anything, clock.now() + 600)
     for width, m in ((2, 1), (4, 4), (1, 2)):
         for manner in sketch.manners(width, m, lean=True):
             alike, pricer = sketch.uniform(width, m, manner), prices.pricer(width, m, space.request.gpus)

@@ -54,7 +54,7 @@ def peak(problem: Problem, choice: Choice) -> float:
 
 
 def solve(problem: Problem, ends: float = float("inf")) -> Solution:
-    """Try every choice; until the time ``ends`` (:mod:`asa.planner.clock`), as many as there is time for, nothing proved.
+    """Try every choice; until the time ``ends`` (:mod:`asa.planner.clock`), what there is time for, proving nothing.
 
     Raises:
         UsageError: more than :data:`LIMIT` choices.
