@@ -57,11 +57,6 @@ def _never(*_: Any, **__: Any) -> float:
     return float("inf")
 
 
-def _by_no_components(self: Any, _best: float, _ends: float) -> None:
-    for w in self.shop.alone(self.m):
-        self.tables.update({(w, r): case._NOTHING for r in range(1, self.most + 1)})
-
-
 MECHANISMS: dict[str, list[Patch]] = {
     "nothing": [],
     "first plans of pipelines": [(search, "first_plans", _nothing)],
@@ -69,7 +64,6 @@ MECHANISMS: dict[str, list[Patch]] = {
     "whole strategies of fewer devices": [(search, "by_width", lambda *_: [])],
     "first plans of one stage": [(search, "first_plan", _never)],
     "first plans of narrow stages": [(search, "narrow_plan", _never)],
-    "components one by one": [(case.Case, "_by_components", _by_no_components)],
     "rough tables": [(case.Case, "_roughly", _nothing)],
     "descent beside a choice": [(labels.Solver, "_descend", _nothing)],
     "dives": [(open_list.OpenList, "_dive", lambda _self, best, _ends: best)],

@@ -6,8 +6,6 @@ import random
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from asa.ir.layout import Layout
 from asa.ir.plan import DataDegree, TensorDegree
 from asa.planner.stage.problem import Chain, Config, Edge
@@ -82,18 +80,6 @@ class RandomPipelines:
             [min(x.forward + x.backward for x in row.values()) for row in e] for e in (chain.inlets, chain.outlets)
         )
         return begin, end
-
-    def apart(self, width: int, m: int) -> Any | None:
-        chain, rows = self.chain(width, m), list[tuple[float, ...]]()
-        if chain is None:
-            return None
-        for configs in chain.configs:
-            both = [c.forward + c.backward for c in configs]
-            once = [c.once + c.prompt + c.late - chain.saving * chain.sp * c.window for c in configs]
-            pairs = list(zip(both, once, strict=True))
-            rows.append((min(c.forward for c in configs), min(both), min(m * x + y for x, y in pairs),
-                         min(x + y for x, y in pairs)))  # fmt: skip
-        return np.array(rows).T
 
     def chain(self, width: int, m: int) -> Chain | None:
         if (width, m) not in self._chains:

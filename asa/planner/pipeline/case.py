@@ -1,8 +1,7 @@
 """One number of microbatches and one schedule: a bound on all plans with them that rises in steps, and plans.
 
-First components one by one bound them, then prices without the memory limit, then prices of memory, where that may
-bind. After that the cuts and widths of plans, those with the lowest bounds first
-(:mod:`asa.planner.pipeline.open_list`).
+Prices without the memory limit bound them first, then prices of memory, where that may bind. After that come the cuts
+and widths of plans, those with the lowest bounds first (:mod:`asa.planner.pipeline.open_list`).
 """
 
 from __future__ import annotations
@@ -47,7 +46,9 @@ class Case:
         self._leads = {r: self._lead(r) for r in range(1, self.most + 1)}
         self.widths = tuple(w for w in shop.offsets if w < shop.gpus)
         self.keys = Keys(self.widths)
-        self.tables: dict[tuple[int, int], Table | None] = {}
+        self.tables: dict[tuple[int, int], Table | None] = {
+            (w, r): _NOTHING for w in shop.alone(m) for r in range(1, self.most + 1)
+        }
         self.links: Links | None = None
         every = np.arange(shop.n + 1)[None, :] > np.arange(shop.n)[:, None]
         self._near = {(w, r): every for w in self.widths for r in range(1, self.most + 1)}
@@ -75,29 +76,17 @@ class Case:
 
     def step(self, best: float, ends: float) -> None:
         """Raise the bound. ``best``: what is known already, plans from there on are of no interest."""
-        if self.level == 0:
-            self._by_components(best, ends)
-        elif self.level in (1, 2):
+        if self.level < 2:
             try:
-                self._by_prices(best, ends, limit=self.level == 2)
+                self._by_prices(best, ends, limit=self.level == 1)
             except OutOfTimeError:
-                if self.level == 1:
+                if self.level == 0:
                     self._roughly(best, 0.0)
                 return
         else:
             with suppress(OutOfTimeError):
                 self._by_plans(best, ends)
         self.level += 1
-
-    def _by_components(self, best: float, ends: float) -> None:
-        if self.shop.crowded:
-            for w in self.shop.alone(self.m):
-                self.tables.update({(w, r): _NOTHING for r in range(1, self.most + 1)})
-            return
-        frame = self.shop.by_components(self.m, ends)
-        for w, r in frame.parts:
-            self.tables[w, r] = _NOTHING
-        self._alive(frame, best)
 
     def _alive(self, frame: Frame, best: float) -> None:
         """Note the bound, and drop the widths that are in no plan below ``best``."""

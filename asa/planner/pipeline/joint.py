@@ -232,7 +232,7 @@ def best_first(
             continue
         item.step(best.limit * (1 - _CLOSE), ends)
         steps += 1
-        if isinstance(item, Case) and item.level == 3 and item.bound < best.limit == INF:
+        if isinstance(item, Case) and item.level == 2 and item.bound < best.limit == INF:
             item.step(best.limit, ends)  # a first plan, early
         best.other(item.value)
         if item.stuck:

@@ -12,7 +12,6 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby
-from typing import Any
 
 from asa.ir.cluster import Cluster
 from asa.ir.layout import Layout, lowest_terms
@@ -139,10 +138,6 @@ class KindSpace(StagedSpace):
 
     def ends(self, width: int, num_microbatches: int) -> None:
         """Of unequal devices nothing is known quickly."""
-
-    def apart(self, width: int, num_microbatches: int) -> Any | None:
-        """Of unequal devices, compute is all that is known quickly."""
-        return None
 
     def formulation(self, width: int, num_microbatches: int) -> Formulation | None:
         """As of every :class:`StagedSpace`."""

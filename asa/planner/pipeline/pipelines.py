@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import Protocol
 
 from asa.cost.pipeline import StageTimes, makespan
 from asa.interfaces.schedule import Schedule
@@ -46,11 +46,6 @@ class Pipelines(Protocol):
     def ends(self, width: int, num_microbatches: int) -> tuple[Sequence[float], Sequence[float]] | None:
         """Per component at least so many ms of one microbatch, there and back, for a stage to begin with it, and to end
         with it; None where nothing is known. Cheap."""
-
-    def apart(self, width: int, num_microbatches: int) -> Any | None:
-        """The same with all that a component costs by itself: per component the least ms of one microbatch forward, and
-        forward and back, of all of a step, and of one microbatch with what comes once per step; None where only
-        :meth:`compute` is known."""
 
     def chain(self, width: int, num_microbatches: int) -> Chain | None:
         """All there is to know about stages of that width; None where some component cannot run. Asked for once."""

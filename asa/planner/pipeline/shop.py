@@ -9,8 +9,8 @@ import numpy as np
 
 from asa.ir.layout import Layout
 from asa.planner import clock
-from asa.planner.pipeline.bounds import Frame, Keys, Links
-from asa.planner.pipeline.lattice import INF, Numbers, Table, divisors
+from asa.planner.pipeline.bounds import Keys, Links
+from asa.planner.pipeline.lattice import INF, Numbers, Table
 from asa.planner.pipeline.piece import Piece
 from asa.planner.pipeline.pipelines import Pipelines
 from asa.planner.pipeline.points import Points, Room
@@ -43,7 +43,6 @@ class Shop:
         self._limited: dict[tuple[int, int, int], Table] = {}
         self._points: dict[tuple[int, int, int, int, int], tuple[Room, int, Points | None]] = {}
         self._explorers: dict[tuple[int, int, int], Explorer] = {}
-        self._computed: dict[int, Frame] = {}
         self._rough: dict[tuple[int, int, int], Table | None] = {}
         self._alone: dict[int, dict[int, Table]] = {}
         self._links: dict[Any, Links] = {}
@@ -60,34 +59,6 @@ class Shop:
                     free = np.where(steady < INF, 0.0, INF)
                     tables[w] = Table(steady=steady, forward=free, whole=m * steady, single=steady)
         return self._alone[m]
-
-    def by_components(self, m: int, ends: float) -> Frame:
-        """Bounds by what each component takes by itself, whatever the schedule: by all that it costs where there are
-        not too many widths, and there is time for it; by compute alone elsewhere."""
-        if m in self._computed:
-            return self._computed[m]
-        n, tables = self.n, self.alone(m)
-        widths = [w for w in self.offsets if w < self.gpus]
-        few = sum(len(divisors(w)) for w in widths) <= MANY
-        for w in list(tables):
-            possible = bool(np.isfinite(tables[w].steady[0, n]).any())
-            apart = self.pipelines.apart(w, m) if few and clock.now() < ends and possible else None
-            if apart is not None:
-                forward, steady, whole, single = (_summed(x) for x in apart)
-                tables[w] = Table(
-                    steady=steady, forward=forward, whole=np.maximum(whole, m * steady),
-                    single=np.maximum(single, steady),
-                )  # fmt: skip
-        keys = Keys(widths, lambda _w: (1,))
-        every = np.ones((n, n + 1), dtype=bool)
-        stages = min(n, self.gpus)
-        frame = Frame(
-            n, m, keys, self.links(m, keys, free=True), lambda w, _r: tables.get(w), stages, lambda _r: None,
-            lambda _w, _r: every,
-        )  # fmt: skip
-        frame.look_ahead(range(2, stages + 1))
-        self._computed[m] = frame
-        return frame
 
     def rough(self, w: int, m: int, in_flight: Iterable[int], ends: float, *, tight: bool) -> dict[int, Table | None]:
         """Stages of any degrees at their ends, by microbatches in flight; by compute alone where time is up and nothing

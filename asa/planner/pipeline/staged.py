@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from asa.cost.boundary.at_once import AtOnce
 from asa.cost.pricing import Way
@@ -12,7 +11,6 @@ from asa.ir.layout import Layout
 from asa.planner.pipeline.pipelines import Skeleton
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.space import MOST_IN_A_PIPELINE, Allowed, widths
-from asa.planner.stage.apart import Apart
 from asa.planner.stage.formulate import Formulation, formulate
 from asa.planner.stage.problem import MS, Chain, Choice
 
@@ -78,10 +76,6 @@ class StagedSpace:
             MS * x[:, :2].sum(axis=1).min(axis=1) for x in (edges.inlets(n, layouts), edges.outlets(n, layouts))
         )
         return begin.tolist(), end.tolist()
-
-    def apart(self, width: int, num_microbatches: int) -> Any | None:
-        """As :meth:`compute`, with all that a component costs by itself."""
-        return Apart(self._prices, self._allowed, width, num_microbatches, self.gpus).rows()
 
     def formulation(self, width: int, num_microbatches: int) -> Formulation | None:
         """Stages of that width, in full; None where some component cannot run in one."""
