@@ -145,7 +145,7 @@ class Menu:
         self._part = np.divide(self._optimizer, full, out=np.zeros(len(full)), where=full > 0)
 
     def enough(self, samples: Sequence[int], fewest: Any) -> Any:
-        """Of each way, whether its component has enough samples: ``samples`` on a rank per layout, ``fewest`` per
+        """Whether the component of each way has enough samples: ``samples`` on a rank per layout, ``fewest`` per
         component."""
         return np.array(samples)[self.layout] >= np.asarray(fewest)[self.component]
 

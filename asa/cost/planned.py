@@ -46,7 +46,7 @@ class StagePrice:
 
     @property
     def most(self) -> float:
-        """Those of the rank that holds most."""
+        """Bytes of the rank that holds most."""
         return max(p.total for p in self.peaks or (self.peak,)) - self.overcounted
 
 
@@ -66,7 +66,7 @@ class Price:
 
     @property
     def components(self) -> tuple[ComponentCost, ...]:
-        """Those of all stages."""
+        """Costs of the components of all stages."""
         return tuple(c for s in self.stages for c in s.components)
 
     @property

@@ -95,7 +95,7 @@ class Pricer:
         beside = [contention(cluster, ranks, memory=True) for ranks in (width, at_once, busy)]
         self.slow_update = self.slow_memory * beside[0] / beside[1]
         self.held_up_by_update = beside[2] / beside[0] - 1
-        """Of a stage's update, how much longer it makes the backward of those in front, which it runs beside."""
+        """Share by which a stage's update lengthens the backward of those in front, which it runs beside."""
         self._components: dict[tuple[int, Way], ComponentCost] = {}
         self._alones: dict[tuple[object, ...], Alone] = {}
         self._spreads: dict[tuple[object, ...], Spread] = {}
@@ -133,7 +133,7 @@ class Pricer:
         return self.shards.largest(layout)
 
     def holder(self, place: int) -> Pricer:
-        """The same, but with the memory that the stage's rank ``place`` holds."""
+        """A copy that prices the memory of the stage's rank ``place``."""
         found = copy(self)
         found.shards = self.shards.at(place)
         found.keeping = Keeping(self.graph, self.times, found.shards)
@@ -374,7 +374,7 @@ class Pricer:
     def handovers(
         self, indices: Sequence[int], source: Layout, target: Layout, offset: int
     ) -> list[tuple[float, float]]:  # fmt: skip
-        """The same in front of each of some components."""
+        """Seconds of handovers, forward and backward, in front of each of some components."""
         sizes = tuple(self.graph.components[i - 1].output_bytes_per_sample for i in indices)
         sent = self._handovers.all_seconds
         return list(zip(sent(sizes, source, target, offset), sent(sizes, target, source, offset), strict=True))

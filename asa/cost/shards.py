@@ -17,7 +17,7 @@ from asa.ir.transfer import messages
 
 
 class Shards:
-    """Of ``num_microbatches`` in a step of ``global_batch``, on ``width`` ranks.
+    """Shards of ``num_microbatches`` in a step of ``global_batch``, on ``width`` ranks.
 
     ``speeds``: one per rank, relative to the device that was profiled; ``spare``: how many bytes each rank's device has
     more than the smallest. Empty where all are alike. ``place``: the rank of whose memory is asked, None for all.
@@ -41,7 +41,7 @@ class Shards:
         return min(self.speeds, default=1.0)
 
     def at(self, place: int) -> Shards:
-        """The same, asked about the memory of one rank."""
+        """A copy that is asked about the memory of one rank."""
         found = copy(self)
         found.place, found._held = place, {}
         return found
@@ -137,14 +137,14 @@ class Keeping:
         )
 
     def part(self, size: float, layout: Layout) -> float:
-        """Of ``size`` bytes of a whole microbatch, what a rank holds at most."""
+        """Most bytes that a rank holds of ``size`` bytes of a whole microbatch."""
         if not layout.weights:
             return size / layout.data
         return size * max(samples for samples, _ in self.shards.held(layout)) / self.shards.microbatch
 
     @cached_property
     def _parts(self) -> tuple[float, float]:
-        """Of a byte to spare: how much goes to what is there for a while, and how much to each byte that a sample
+        """Shares of a spare byte: how much goes to what is there for a while, and how much to each byte that a sample
         leaves, the model's input among them. All parts together are one byte at most."""
         components = self._graph.components
         works = [self._times.work(c, self.shards.microbatch, 1) for c in components]
@@ -156,7 +156,7 @@ class Keeping:
 
 @lru_cache(maxsize=65536)
 def sending(source: Layout, target: Layout, rows: int) -> tuple[int, tuple[tuple[int, ...], ...]]:
-    """Of a transfer of ``rows`` rows between stages: how many flows there are, and the messages (in rows) that a rank
+    """For a transfer of ``rows`` rows between stages: how many flows there are, and the messages (in rows) that a rank
     sends or receives, for every rank that may be the busiest: none has as many that are all as large."""
     busy: dict[int, list[int]] = {}
     senders, receivers = set(), set()

@@ -58,7 +58,7 @@ class Kept:
 
 
 class States:
-    """Of the components of one graph, on stages of one width, while so many ranks work as ``links`` knows."""
+    """States of the components of one graph, on stages of one width, while so many ranks work as ``links`` knows."""
 
     def __init__(
         self, graph: LayerGraph, times: Times, cluster: Cluster, strategies: Strategies, links: Links,

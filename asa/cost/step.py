@@ -54,7 +54,7 @@ class ComponentCost:
     prefetched_s: float = 0.0
 
     def released_at(self, release: int) -> ComponentCost:
-        """The same with another ``release``. (A thousand components of many plans are moved: `replace` checks each
+        """A copy with another ``release``. (A thousand components of many plans are moved: `replace` checks each
         field anew.)"""
         found = object.__new__(ComponentCost)
         found.__dict__.update(self.__dict__, release=release)

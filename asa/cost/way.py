@@ -41,7 +41,7 @@ class Alone:
 
 @dataclass
 class Spread:
-    """The same under a data strategy: its page, what is held, and seconds as in
+    """A way under a data strategy: its page, what is held, and seconds as in
     :class:`asa.cost.step.ComponentCost`."""
 
     page: DataStrategy

@@ -77,7 +77,7 @@ def _on_cuda(device: torch.device) -> Room:
 
 
 def _shared(kind: str, own: int, all_used: int, limit: int) -> Room:
-    """Of a limit that others draw on, too, this process may have what it holds and what is free."""
+    """Room under a limit that others draw on, too: what this process holds and what is free."""
     return Room(kind=kind, used=own, limit=own + max(0, limit - all_used), full=all_used / max(1, limit))
 
 

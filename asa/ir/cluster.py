@@ -185,11 +185,11 @@ class Cluster:
         return len({self.speed(r) for r in range(self.num_devices)}) > 1 or len(set(self.memories())) > 1
 
     def speed(self, rank: int) -> float:
-        """Of that rank's device, relative to ``device``."""
+        """Speed of that rank's device, relative to ``device``."""
         return 1.0 if self.devices is None else self.devices[rank].speed
 
     def speeds(self, ranks: Sequence[int]) -> tuple[float, ...]:
-        """Of each of ``ranks``; none where all have the speed of ``device``.
+        """Speeds of ``ranks``; empty where all have the speed of ``device``.
 
         Raises:
             InvalidInputError: there are fewer ranks.

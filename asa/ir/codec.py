@@ -25,10 +25,10 @@ T = TypeVar("T")
 SCHEMA_VERSION = 1
 
 MOST_BYTES = 64 * 1024**2
-"""Of a file that is read: a profile of thousands of components stays far below."""
+"""Most bytes of a file that is read: a profile of thousands of components stays far below."""
 
 _DIGITS = 18
-"""Of a whole number in a file: what fits 64 bits, and more bytes than there are."""
+"""Largest whole number in a file: what fits 64 bits, and more bytes than there are."""
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -107,7 +107,7 @@ def fingerprint(value: Any) -> str:
 
 
 _FINGERPRINTS: dict[int, tuple[weakref.ref[Any], str]] = {}
-"""Of the nouns there are, by their identity: nouns do not change, and a profile of a thousand components is asked for
+"""Fingerprints by identity: nouns do not change, and a profile of a thousand components is asked for
 its own several times in a command."""
 
 
@@ -117,7 +117,7 @@ def _fingerprint(value: Any) -> str:
 
 
 def _canonical(value: Any) -> Any:
-    """As :func:`to_data`, without fields at their default, and 1.0 as 1: JSON does not keep them apart."""
+    """Data of :func:`to_data` without fields at their default, and 1.0 as 1: JSON does not keep them apart."""
     kind: Any = type(value)
     if kind is float:
         return int(value) if value.is_integer() else value

@@ -37,7 +37,7 @@ class Drift:
 
     @property
     def ahead(self) -> float:
-        """The same of a later moment around the mean of the readings, which is itself known to 1 / sqrt(n) of it."""
+        """Spread of a later moment around the mean of the readings, which is itself known to 1 / sqrt(n) of it."""
         return self.deviation * sqrt(1 + 1 / len(self.readings))
 
     @property

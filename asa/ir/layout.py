@@ -25,7 +25,7 @@ from asa.ir.codec import hashed, noun
 from asa.ir.traffic import Collective, Phase
 
 MOST_WEIGHT = 2**24
-"""Of a rank: more than there are samples in a global batch."""
+"""Largest weight of a rank: more than there are samples in a global batch."""
 
 
 def bounds(total: int, parts: int, index: int) -> tuple[int, int]:
@@ -79,7 +79,7 @@ class Layout:
         return front * total // all_of_it, behind * total // all_of_it
 
     def rows_of(self, total: int, rank: int) -> tuple[int, int]:
-        """Those of the shard that ``rank`` holds."""
+        """First row and one past the last of the shard that ``rank`` holds."""
         return self.rows(total, self.data_index(rank))
 
     def sizes(self, total: int) -> tuple[int, ...]:
@@ -167,7 +167,7 @@ def check_weights(weights: tuple[int, ...], ranks: int) -> None:
 
 
 def lowest_terms(weights: tuple[int, ...]) -> tuple[int, ...]:
-    """The same proportions in the smallest numbers; none at all where they are equal.
+    """Weights in the same proportions and the smallest whole numbers; empty where they are equal.
 
     >>> lowest_terms((6, 2)), lowest_terms((3, 3))
     ((3, 1), ())

@@ -310,7 +310,7 @@ class Plan:
         return self.components, self.stages, self.num_microbatches, self.schedule, self.compression
 
     def fewest(self, rows: int, microbatches: int | None = None) -> int:
-        """Of a batch of ``rows``, how many the smallest shard has of one of its ``microbatches`` (the plan's own number
+        """How many of a batch of ``rows`` the smallest shard has in one of its ``microbatches`` (the plan's own number
         where None)."""
         m = self.num_microbatches if microbatches is None else microbatches
         return min(x.fewest(n) for x in set(self.layouts()) for n in {rows // m, -(-rows // m)})

@@ -115,7 +115,7 @@ def read(path: Path) -> list[Seal]:
 
 
 def newest(seals: Iterable[Seal]) -> list[Seal]:
-    """Of every cell the last prediction, in the order of the first ones."""
+    """The last prediction of every cell, in the order of the first ones."""
     found: dict[tuple[object, ...], Seal] = {}
     for seal in seals:
         key = seal.claim.key

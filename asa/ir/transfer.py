@@ -58,7 +58,7 @@ def transfers(
 
 
 def messages(source: Layout, target: Layout, rows: int) -> Iterator[tuple[int, int, int, int]]:
-    """The same as (sender's place in its stage, receiver's place in its own, first row, one past the last)."""
+    """Messages as (sender's place in its stage, receiver's place in its own, first row, one past the last)."""
     shards = [source.rows(rows, i) for i in range(source.data)]
     ends = [stop for _, stop in shards]
     # Every rank holds one shard, so of each shard it is enough to know who of its holders has sent fewest rows.
@@ -114,7 +114,7 @@ class Hop:
 
 
 def whole(layout: Layout) -> Layout:
-    """The same batch shards with nothing split: what enters and leaves a stage."""
+    """A layout of the same batch shards with nothing split: what enters and leaves a stage."""
     return replace(layout, tensor=1, sequence=False)
 
 

@@ -125,7 +125,7 @@ class Board:
         self._owners[0] = 1
 
     def read(self) -> list[float] | None:
-        """Those numbers, if they have been written."""
+        """Numbers that the other process wrote, None before it did."""
         if not self._owners[0]:
             return None
         return [_NUMBER.unpack_from(self._numbers, k * _NUMBER.size)[0] for k in range(self._count)]

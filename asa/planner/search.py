@@ -39,16 +39,16 @@ from asa.planner.stage.singles import TOLERANCE_GIB, Places, Single, crowded, si
 
 _LOG = logging.getLogger("asa")
 _FIRST, _SHARE = 0.15, 0.35
-"""Of the time, at most, that single stages are searched for alone where there are pipelines too: before the first of
+"""Most of the time that single stages are searched for alone where there are pipelines too: before the first of
 these (if there is no other core for them), and before what is left is searched for all together."""
 _SOON, _NARROW = 0.1, 0.3
-"""Of the time, at most, that single stages are searched for before first plans of a few widths, and for these."""
+"""Most of the time for single stages before first plans of a few widths, and for these."""
 _UNIFORM_S = 0.05
 """For the whole strategies on fewer devices."""
 _SLACK = 1e-7
 """By how much a uniform plan of fewer devices may be beaten, so that the search finds the same plan itself."""
 _SKETCH, _SKETCH_S = 0.4, 0.15
-"""Of the time, at most, that first plans of pipelines are looked for; half of it where one stage of all ranks leads.
+"""Most of the time for first plans of pipelines; half of it where one stage of all ranks leads.
 So many seconds whatever time there is."""
 _BRIEF_S = 0.6
 """Time limits beyond it leave no more time for first plans, and for single stages alone: what those miss, the search
@@ -213,15 +213,15 @@ class _Half:
         return _Half(board, side, {m: k for k, m in enumerate(sorted(floor, key=lambda m: (floor[m], m)))})
 
     def elsewhere(self, m: int) -> bool:
-        """As of :class:`asa.planner.pipeline.joint.Shared`."""
+        """Whether the other process has begun with them (:class:`asa.planner.pipeline.joint.Shared`)."""
         return self.board.elsewhere(self.side, m.bit_length())
 
     def take(self, m: int) -> bool:
-        """The same."""
+        """Begin with them, unless they belong to the other process."""
         return (self.whatever or self.places[m] % 2 == self.side) and self.board.mine(self.side, m.bit_length())
 
     def all(self) -> _Half:
-        """The same."""
+        """A view that takes all that nobody has begun."""
         return replace(self, whatever=True)
 
 
@@ -267,7 +267,7 @@ class _Ways:
             sketch.stop()
 
     def both(self) -> tuple[Candidate | None, Pipelined]:
-        """The same in two processes: single stages here, first plans of pipelines there; then each takes every other
+        """Searches in two processes: single stages here, first plans of pipelines there; then each takes every other
         number of microbatches, in order of their bounds, and when it is done with these, what the other has not begun.
         """
         counts = self.staged.microbatches()

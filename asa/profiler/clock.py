@@ -59,7 +59,7 @@ class HostClock(Clock):
         return [(b - a) / 1e9 for a, b in pairwise(marks)]
 
     def host_seconds(self, marks: Sequence[int]) -> list[float]:
-        """The same: the host is the device."""
+        """Seconds on the host, which is the device."""
         return self.seconds(marks)
 
 

@@ -22,7 +22,7 @@ SIZES: tuple[int, ...] = (*(KIB << (2 * k) for k in range(10)),)
 
 _WORD = 4
 _LEAST_SHARE = 0.5
-"""Of an equal share of the time: the last collectives have that, whatever the others took."""
+"""Least part of an equal share of the time: the last collectives have that, whatever the others took."""
 _SHORTEST = 64 * KIB
 _CALM_S = 0.1
 """What one message of many may take. Between processes of one machine, and over any network made for this, the longest

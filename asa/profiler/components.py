@@ -216,7 +216,7 @@ class Surveyor:
         )
 
     def _affordable(self, size: int, chosen: list[int], slice_s: float, *, first: bool) -> tuple[list[int], int]:
-        """Of the degrees ``chosen`` at ``size``, which to measure and how often at least; 1 always is among them.
+        """Which of the degrees ``chosen`` at ``size`` to measure, and how often at least; 1 always is among them.
 
         At the ``first`` (largest) microbatch no degree is left out, since a planner would know nothing of it:
         there one lap must do where three do not fit.

@@ -31,7 +31,7 @@ Backend = Literal["gloo", "nccl"]
 _TABLES_SHARE, _CONTENTION_SHARE, _OVERLAP_SHARE, _WAITING_SHARE, _SHARDING_SHARE = 0.55, 0.17, 0.12, 0.06, 0.1
 _LEAST_BYTES = 64
 _IN_TURN = Overlap(compute_slowdown=2.0, communication_slowdown=2.0)
-"""Of messages that a rank's own hands carry: while they do, nothing is computed, and nothing is saved."""
+"""Overlap of messages that a rank's own thread carries: while it does, nothing is computed and nothing is saved."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def measure_cluster(
 
 
 def measure_group(*, backend: Backend = "gloo", time_limit_s: float = 20.0, name: str | None = None) -> Cluster:
-    """As :func:`measure_cluster`, between the ranks of the group that this process is in already. Collective.
+    """A cluster measured between the ranks of the group that this process is in already. Collective.
 
     All links count as one level, at the speed at which groups of so many ranks were seen to run. Rank 0's answer is
     the one to use: what others return lacks the groups that they are not in.

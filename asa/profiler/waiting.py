@@ -31,12 +31,12 @@ which every few take several times as long as most, so that one alone says littl
 _LONG_S, _ALONE = 0.1, 24
 """A stretch of work beside which meeting does not count; and the least kernels that tell how long one takes alone."""
 _MESSAGE_BYTES, _MESSAGE_S = MIB, 0.02
-"""Of what ranks exchange where they meet: about an activation; less where it would take longer."""
+"""Bytes that ranks exchange where they meet: about an activation; less where it would take longer."""
 _MESSAGES = 16
 """Messages take turns: one that a step has just made was not sent before."""
 _LEAST_ROUNDS, _MOST_ROUNDS = 5, 40
 _LEAST_TURNS, _MOST_TURNS = 5, 25
-"""Of a sharded chain, a whole one and the messages alone: short ones and many, since the machine's speed changes."""
+"""Turns of a sharded chain, a whole one and the messages alone: short and many, since the machine's speed changes."""
 _UNITS, _MANY = 6, 32
 """Units of a chain, and the tensors of each where many are looked at."""
 _SMALL, _LARGE = 64, 2048

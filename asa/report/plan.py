@@ -11,7 +11,7 @@ from asa.report.tables import groups, line, runs, short, table
 from asa.report.units import NOTHING, error, percent, rate, seconds, size
 
 _POINTS = 5
-"""Of the curve of a search, at most."""
+"""Most points shown of the curve of a search."""
 
 
 def render(plan: Plan) -> list[RenderableType]:

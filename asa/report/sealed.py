@@ -109,7 +109,7 @@ def _pairs(cells: Sequence[CheckedCell]) -> Iterator[bool]:
 
 
 def _regret(group: Sequence[CheckedCell]) -> float | None:
-    """Of the cell foretold fastest; None where it could not be measured."""
+    """Regret of the cell predicted fastest; None where it could not be measured."""
     times = [c.measured.median for c in group if c.measured is not None]
     first = min(group, key=lambda c: c.predicted_s)
     return first.measured.median / min(times) - 1 if first.measured is not None else None

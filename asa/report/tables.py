@@ -26,7 +26,7 @@ def line(text: str, style: str = "") -> Text:
 
 
 def plain(parts: Iterable[RenderableType], *, width: int = 100) -> str:
-    """The same output as text without colour: for files, and for tests."""
+    """Plain text of ``parts`` without colour: for files, and for tests."""
     console = Console(width=width, color_system=None, force_terminal=False, legacy_windows=False)
     with console.capture() as captured:
         for part in parts:

@@ -26,7 +26,7 @@ from asa.planner import plan as solve
 MOST_SCALE = 16.0
 """What is beyond has other reasons than the model of a component."""
 _LESS = (0.95, 0.85, 0.65)
-"""Of what the plan that failed is now predicted to need, at the first, second and later attempts: the most that a rank
+"""Shares of what the failed plan is now predicted to need, at the first, second and later attempts: most that a rank
 may be promised."""
 
 

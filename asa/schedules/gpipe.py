@@ -26,7 +26,7 @@ class GPipe(Schedule):
         return ""
 
     def order(self, stage: int, stages: int, num_microbatches: int) -> tuple[Action, ...]:
-        """The same on every stage."""
+        """All forwards, then all backwards, on every stage alike."""
         return _order(num_microbatches)
 
     def in_flight(self, stage: int, stages: int, num_microbatches: int) -> int:

@@ -33,7 +33,7 @@ class _BySample:
         need_weights: bool = True, attn_mask: Tensor | None = None, average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """As the stock module: output, and the weights it was made with."""
+        """Output and attention weights, like the stock module."""
         m = self._module
         if not m.training or query.dim() != 3:
             options: dict[str, Any] = {"average_attn_weights": average_attn_weights, "is_causal": is_causal}

@@ -61,7 +61,7 @@ class Crossing:
         return x if self.silent else _Cross.apply(x, self, samples)
 
     def leave(self, x: Tensor, samples: int, dim: int | None) -> Tensor:
-        """As calling it, for an output whose batch is dimension ``dim``; one without (None) is a mean over samples."""
+        """The converted output, its batch in dimension ``dim``; one without a batch (None) is a mean over samples."""
         if dim == 0 or self.boundary.reduces_exit:
             return self(x, samples)
         if dim is not None:

@@ -21,7 +21,7 @@ from asa.tracing import TracedModel
 from asa.tracing.component import TracedComponent
 
 _NOTES = 3
-"""Of a trace, at most: a model of many layers may have one for each."""
+"""Most notes of a trace: a model of many layers may have one for each."""
 
 
 def _bytes_per_sample(node: torch.fx.Node) -> float:

@@ -145,7 +145,7 @@ def _finished(pending: Pending, async_op: bool) -> Pending | None:
 
 
 class _Gather:
-    """As :class:`torch.distributed.fsdp`'s own, by :func:`all_gather_into_tensor`."""
+    """Gathers for :class:`torch.distributed.fsdp` by :func:`all_gather_into_tensor`."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -157,7 +157,7 @@ class _Gather:
 
 
 class _Scatter(_Gather):
-    """The same for :func:`reduce_scatter_tensor`."""
+    """Scatters for :class:`torch.distributed.fsdp` by :func:`reduce_scatter_tensor`."""
 
     def __call__(  # type: ignore[override]
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False

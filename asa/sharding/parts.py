@@ -35,7 +35,7 @@ def as_held(parameter: Tensor, value: Tensor) -> Tensor:
 
 
 class _Parts:
-    """Of the parameters of ``optimizer``, which between ``enter`` and ``leave`` knows those that it updates by this
+    """Parts of parameters of ``optimizer``, which between ``enter`` and ``leave`` knows those that it updates by this
     rank's parts, and no others. ``elsewhere``: identities of what is held here and updated by another rank.
 
     Parts are looked up anew each time: ``fully_shard`` may put a parameter elsewhere between steps.

@@ -38,7 +38,7 @@ class _BySample:
         self._module, self._dropout, self._site = module, dropout, site
 
     def __call__(self, input: Any, hx: Any = None) -> tuple[Any, Any]:
-        """As the stock module: output, and the last states."""
+        """Output and last states, like the stock module."""
         m = self._module
         packed = isinstance(input, PackedSequence)
         if not m.training or (not packed and input.dim() != 3):

@@ -35,7 +35,7 @@ class SampleContext:
     """Step and samples that ``_calls`` were counted with."""
 
     def copy(self) -> SampleContext:
-        """As it is now."""
+        """A copy of the context as it is now."""
         return replace(self, _calls=self._calls.copy())
 
     def become(self, other: SampleContext) -> None:
@@ -135,7 +135,7 @@ class SampleDropout(BySample):
         return self.masked(x, kept.view(*kept.shape, *(1,) * (x.dim() - kept.dim())))
 
     def by_generator(self, x: Tensor) -> Tensor:
-        """As the stock function draws."""
+        """``x`` with elements dropped as the stock function draws."""
         if self.whole_from is None:
             return nn.functional.dropout(x, self.p, True)
         shared = (1,) * (x.dim() - self.whole_from)
@@ -151,7 +151,7 @@ class SampleDropout(BySample):
 
 
 _SATURATION = 1.7580993408473766
-"""Of SELU: what alpha dropout puts in the place of a dropped element, with the sign changed."""
+"""Minus the value that alpha dropout puts in the place of a dropped element, from SELU."""
 
 
 class SampleAlphaDropout(SampleDropout):

@@ -131,7 +131,7 @@ class Segment:
         return flat.split(max(1, CAPACITY_BYTES // (share * flat.itemsize)))
 
     def _columns(self, rows: Tensor, share: int = 1) -> tuple[Tensor, ...]:
-        """The same of every row."""
+        """Columns of every row that ``share`` covers."""
         return rows.split(max(1, CAPACITY_BYTES // (share * rows.itemsize)), dim=1)
 
     def _shown(self, brought: Tensor, length: int | None = None) -> Tensor:

@@ -35,7 +35,7 @@ def example_input(component: TracedComponent, samples: int = _SAMPLES) -> Tensor
 
 
 def _input_dtype(component: TracedComponent) -> torch.dtype:
-    """As traced, or as the component was converted since."""
+    """The dtype as traced, or as the component was converted since."""
     if not component.input_dtype.is_floating_point:
         return component.input_dtype
     return next((p.dtype for p in component.parameters() if p.is_floating_point()), component.input_dtype)

@@ -15,7 +15,7 @@ from asa.simulator.stage import StageRun
 from asa.simulator.timeline import Event, Timeline
 
 MOST_PASSES = 500_000
-"""Of microbatches through components: what a timeline can show, and a machine's memory hold, by far."""
+"""Most microbatches times components: more than a timeline can show."""
 
 
 def simulate(plan: Plan, profile: Profile, cluster: Cluster, strategies: Strategies) -> Timeline:

@@ -30,7 +30,7 @@ class SharedOptimizer(DataStrategy):
         return ""
 
     def memory(self, share: Share, degree: int, optimizer: str) -> Memory:
-        """As replicated, but for the optimizer: parameters are owned, not cut. Small ones are sent in copies, a few of
+        """Memory as replicated, but for the optimizer: parameters are owned, not cut. Small ones go in copies, a few of
         every owner at a time."""
         size = share.parameter_bytes
         part = _most([share], degree)

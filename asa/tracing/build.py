@@ -84,7 +84,7 @@ def _volatile(model: nn.Module) -> set[str]:
 
 
 def _inside(paths: frozenset[str], objects: dict[str, Any]) -> frozenset[str]:
-    """Those of ``paths`` that a component with ``objects`` holds: called modules and what lies below them."""
+    """The ``paths`` that a component with ``objects`` holds: called modules and what lies below them."""
     called = [t for t, thing in objects.items() if isinstance(thing, nn.Module)]
     return frozenset(p for p in paths if any(within(p, t) for t in called))
 

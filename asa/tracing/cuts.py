@@ -97,7 +97,7 @@ class Cut:
 
     @property
     def key(self) -> str:
-        """The same in the graphs of both modes."""
+        """A key that is equal in the graphs of both modes."""
         return origin(self.node).key
 
 

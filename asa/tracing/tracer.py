@@ -96,7 +96,7 @@ class ModelTracer(fx.Tracer):
         return node
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
-        """As in fx; the cache is kept in sight because a roll-back must clean it."""
+        """The attribute as fx gives it; the cache is kept in sight because a roll-back must clean it."""
         if self._oracle.running:
             return attr_val
         self._attribute_proxies = parameter_proxy_cache

@@ -73,7 +73,7 @@ def _factory(spec: str) -> Callable[..., Any]:
 
 
 def _accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:
-    """Those of the offered keyword arguments the function takes; all but ``input_shape`` through ``**kwargs``."""
+    """Offered keyword arguments that the function takes; all but ``input_shape`` through ``**kwargs``."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):

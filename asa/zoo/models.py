@@ -25,7 +25,7 @@ _LARGER_DEFAULTS = {"alexnet": 64, "inception_v3": 75, "maxvit_t": 224, "vit_h_1
 """The models that cannot take CIFAR's 32 pixels, and the smallest usual side above that each can (a test asks them)."""
 
 _CLASSES = 100
-"""Those of CIFAR-100."""
+"""Classes of CIFAR-100."""
 
 _INCEPTION_AUX_SIDE = 299
 """Below this side the map in front of inception's auxiliary head is too small for the head's 5x5 kernels."""

@@ -20,7 +20,7 @@ from asa.ir.transfer import UNDER_WAY
 
 
 class AtOnce:
-    """Those of ``edges``. Arrays are component x column x pair (or layout), the columns seconds forward, backward and
+    """Boundaries of ``edges``. Arrays are component x column x pair (or layout); columns: seconds forward, backward and
     of the wrapper, bytes of state, activations and transient."""
 
     def __init__(self, edges: Edges) -> None:
@@ -72,7 +72,7 @@ class AtOnce:
         return found
 
     def _parts(self, sizes: Sequence[float], layouts: tuple[Layout, ...]) -> Any:
-        """Of whole tensors, so many bytes a sample, what a rank holds: tensor x layout."""
+        """Bytes a rank holds of whole tensors of so many bytes a sample: tensor x layout."""
         return self._edges.microbatch * np.array(sizes)[:, None] / np.array([x.data for x in layouts])
 
     def _crossed(

@@ -80,7 +80,7 @@ class Crossings:
 
 
 def _kept(boundary: Boundary) -> tuple[float, int, int]:
-    """Of what a boundary makes and the target keeps, where that is another tensor: into how many parts it is cut, and
+    """For what a boundary makes and the target keeps, where that is another tensor: into how many parts it is cut, and
     of how many tokens a rank has how many."""
     source, target = boundary.source, boundary.target
     if boundary.cuts_tokens:

@@ -43,12 +43,12 @@ class Edges:
         return (*self.form(index), self._like(index - 1), self._like(index))
 
     def form(self, index: int) -> tuple[float, Ends]:
-        """Of a boundary in front of component ``index``: bytes of a sample that cross, and its two sides."""
+        """Bytes of a sample that cross the boundary in front of component ``index``, and its two sides."""
         before, after = self.graph.components[index - 1], self.graph.components[index]
         return before.output_bytes_per_sample, Ends.between(before, after)
 
     def _like(self, index: int) -> int:
-        """Of what component the boundaries of component ``index`` are, where that makes a difference."""
+        """The component whose boundaries those of component ``index`` equal."""
         return -1 if self.launching is None else self.states.timed[index]
 
     def boundary(self, index: int, source: Layout, target: Layout) -> BoundaryCost:

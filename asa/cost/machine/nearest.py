@@ -11,7 +11,7 @@ from asa.ir.cluster import Cluster
 
 
 def nearest(known: Sequence[Cluster], device: str, device_name: str, gpus: int | None) -> Cluster:
-    """Of ``known`` (measured here) the one of that device with enough ranks, else a preset of the same GPU, else, of a
+    """A cluster of ``known`` (measured here) of that device with enough ranks, else a preset of that GPU, else, for a
     CPU, the largest measured one with more ranks on its cores.
 
     Raises:

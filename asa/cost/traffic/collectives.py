@@ -93,7 +93,7 @@ class Links:
         return self.taken(c.op, c.bytes, c.ranks, c.stride)
 
     def taken(self, op: CollectiveOp, size: float, ranks: int, stride: int) -> float:
-        """The same of ``size`` bytes among ``ranks`` ranks ``stride`` apart.
+        """Seconds for ``size`` bytes among ``ranks`` ranks that are ``stride`` apart.
 
         Raises:
             InvalidInputError: as for :meth:`seconds`.

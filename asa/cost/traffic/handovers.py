@@ -10,7 +10,7 @@ from asa.ir.layout import Layout, largest_shard
 
 
 class Handovers:
-    """Of microbatches of ``microbatch`` samples over ``links``; each is priced once."""
+    """Handovers of microbatches of ``microbatch`` samples over ``links``; each is priced once."""
 
     def __init__(self, links: Links, microbatch: int) -> None:
         self._links, self._microbatch = links, microbatch
@@ -19,7 +19,7 @@ class Handovers:
         self._sent: dict[tuple[object, ...], tuple[int, tuple[tuple[int, ...], ...]]] = {}
 
     def seconds(self, size: float, source: Layout, target: Layout, offset: int) -> float:
-        """Of ``size`` bytes of a sample, to a stage that begins on rank ``offset`` (or back from it). The busiest rank
+        """Seconds for ``size`` bytes of a sample to (or from) a stage that begins on rank ``offset``. The busiest rank
         decides (:mod:`asa.ir.transfer`)."""
         key = (size, source.width, source.data, target.width, target.data, offset, source.weights, target.weights)
         found = self._known.get(key)
@@ -29,7 +29,7 @@ class Handovers:
         return found
 
     def all_seconds(self, sizes: tuple[float, ...], source: Layout, target: Layout, offset: int) -> list[float]:
-        """The same of each of ``sizes``: between many pairs of stages go the same messages."""
+        """Seconds for each of ``sizes``: many pairs of stages exchange equal messages."""
         flows, ranks = self._messages(source, target)
         key = (sizes, flows, ranks, offset)
         if key not in self._several:

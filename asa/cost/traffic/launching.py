@@ -50,7 +50,7 @@ class Launches:
 def awaited(
     launches: Launches, *, forward: Any, backward: Any, floor: Any, most: Callable[[Any, Any], Any] = max
 ) -> Launches:
-    """Of ``launches``, what the device waits for: ``forward`` and ``backward`` are the component's compute in one
+    """The part of ``launches`` that the device waits for: ``forward`` and ``backward`` are the compute of one
     microbatch, ``floor`` what of a forward its own launch takes, in seconds. With ``most=numpy.maximum`` of many."""
     ahead, back = most(0.0, forward - floor), most(0.0, backward - 2 * floor)
     in_forward, in_backward = most(0.0, launches.forward - ahead), most(0.0, launches.backward - back)
@@ -102,7 +102,7 @@ class Launching:
     def all_between(
         self, indices: Sequence[int], sources: Sequence[Any], targets: Sequence[Any], forward: Any, backward: Any
     ) -> Any:
-        """The same in front of several components, between all pairs of layouts, those from the first of ``sources``
+        """Launches in front of several components between all pairs of layouts, those from the first of ``sources``
         first: pass x component x pair, as counts are."""
         ahead = self._each([i - 1 for i in indices], sources)[0]
         back = self._each(indices, targets)[1]
@@ -117,7 +117,7 @@ class Launching:
         return found
 
     def all_entered(self, indices: Sequence[int], layouts: Sequence[Any], forward: Any, backward: Any) -> Any:
-        """The same of several components in each of these layouts: pass x component x layout, as counts are."""
+        """Launches on entering components in each of these layouts: pass x component x layout, as counts are."""
         return self._entered(self._each(indices, layouts), forward, backward, np.maximum)
 
     def _entered(self, ahead: Any, forward: Any, backward: Any, most: Callable[[Any, Any], Any]) -> Any:
@@ -135,7 +135,7 @@ class Launching:
     def all_left(
         self, indices: Sequence[int], layouts: Sequence[Any], forward: Any, backward: Any, *, sent: Any
     ) -> Any:  # fmt: skip
-        """The same as of :meth:`all_entered`; ``sent``: component x 1."""
+        """Launches on leaving, as :meth:`all_entered`; ``sent``: component x 1."""
         return self._left(self._each(indices, layouts), forward, backward, np.maximum, sent=sent)
 
     def _left(self, ahead: Any, forward: Any, backward: Any, most: Callable[[Any, Any], Any], *, sent: Any) -> Any:

@@ -70,7 +70,7 @@ class ChainTimes:
         return forward + backward
 
     def passes(self, samples: int, degree: int) -> Any:
-        """The same, apart: pass x component."""
+        """Seconds of each pass by itself: pass x component."""
         found = np.zeros((2, len(self._components)))
         for group in self._groups:
             found[:, group.index] = self._between(group, samples, degree, sizes=False)
@@ -84,7 +84,7 @@ class ChainTimes:
         return found
 
     def least(self, samples: int, degree: int) -> Any:
-        """As :meth:`both`, with tokens cut, too, where that is faster."""
+        """Seconds of :meth:`both`, with tokens cut, too, where that is faster."""
         found = self.both(samples, degree)
         for name in self._times.by_tokens(degree):
             work = self._times.work(self._components[self._places[name]], samples, degree, by_tokens=True)

@@ -24,7 +24,7 @@ from asa.ir.profile import Profile, Stat, Timing
 PASSES: dict[str, float] = {"sgd": 5.0, "adamw": 7.0}
 """Memory passes over parameters of one optimizer step: reads and writes of parameter, gradient and state."""
 _ADDING_PASSES = 3.0
-"""Of adding a microbatch's gradients to those of the ones before: two are read, their sum is written."""
+"""Memory passes of adding a microbatch's gradients to those of the ones before: two are read, their sum is written."""
 
 _NORMAL_P90 = 1.2816
 

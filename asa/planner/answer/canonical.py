@@ -36,7 +36,7 @@ TIE = 1e-9
 _MOST = 60
 """Components beyond which an answer is left as it is: there is hardly a tie that is worth its price."""
 _CHANGES = 200
-"""Of one answer, at most."""
+"""At most, of one answer."""
 
 
 def canonical(prices: Prices, candidate: Candidate, allowed: Allowed, ends: float = INF) -> Candidate:
@@ -174,7 +174,7 @@ class _Around:
         )  # fmt: skip
 
     def seconds(self, x: Candidate, most_s: float) -> float:
-        """Of a step; infinite where it does not fit, or surely takes more than ``most_s``."""
+        """Seconds of a step; infinite where the plan does not fit, or surely takes more than ``most_s``."""
         parts = self._parts(x)
         stages = [self._priced(s) for s in parts]
         for part, stage in zip(parts, stages, strict=True):
@@ -267,7 +267,7 @@ class _Around:
         yield replace(cut, ways=tuple(ways))
 
     def _like(self, i: int, w: int, m: int, beside: Way, own: Way) -> Way | None:
-        """Of component ``i`` in a stage of ``w`` ranks, its own way, or the one most like that of its neighbour."""
+        """The way of component ``i`` in a stage of ``w`` ranks: its own, or the one most like its neighbour's."""
         possible = self._ways(i, w, m)
         if own in possible:
             return own

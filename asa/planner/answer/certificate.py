@@ -112,7 +112,7 @@ class Evaluator:
         return [min(times) for times in zip(*(self.prices.compute(width, m, gpus, r) for r in places), strict=True)]
 
     def _pipelines(self, m: int, best: float) -> float:
-        """The same of several stages: least[r] of what is behind a cut on r ranks, from the last cut to the first."""
+        """A bound in seconds on plans of several stages: the least behind a cut on r ranks, last cut first."""
         gpus, n = self.space.request.gpus, len(self.space.profile.graph)
         taken = {w: self._fastest(w, m) for w in widths(gpus) if w < gpus}
         none = float("inf")
@@ -210,7 +210,7 @@ def _rebuilt(
     e: Evaluator, at: Candidate, starts: Sequence[int], sizes: Sequence[int], m: int, schedule: str,
     rng: random.Random,
 ) -> Candidate | None:  # fmt: skip
-    """The same components in other stages, each as it was as far as it can be; None where that is no plan."""
+    """A plan of these components in other stages, each run as before where possible; None where that is no plan."""
     n, gpus = len(at.ways), e.space.request.gpus
     allowed = set(widths(gpus))
     if sum(sizes) > gpus or any(w not in allowed for w in sizes) or m > e.space.request.global_batch:
@@ -244,7 +244,7 @@ def _rebuilt(
 
 
 def _nearest(way: Way, offered: Sequence[Way], rng: random.Random) -> Way:
-    """Of the same kind, in the layout that is most like the old one."""
+    """A way of the same kind, in the layout that is most like the old one."""
 
     def far(x: Way) -> tuple[bool, int, bool]:
         return x.tensor.degree != way.tensor.degree, abs(_repeats(x.layout) - _repeats(way.layout)), x.data != way.data

@@ -30,7 +30,7 @@ from asa.planner.space.candidate import Candidate
 
 DRAWS = 256
 SAMPLES = 4096
-"""Of the joint distribution that those draws are of."""
+"""Draws of the joint distribution of errors."""
 UNLIKE = 0.1
 """Deviation of each plan's own error where two of different kinds are compared, such as a plan and plain data
 parallelism: more than that of the best plans, which resemble each other. A lead of 9 % was measured as a loss of 4."""
@@ -60,7 +60,7 @@ class Errors:
 def confidence(
     finalists: Sequence[tuple[Candidate, Price]], profile: Profile, strategies: Strategies, overlap: Overlap
 ) -> Confidence:
-    """Of the first of ``finalists`` among all of them; the same plan found twice counts once."""
+    """Confidence in the first of ``finalists`` among all of them; a plan that was found twice counts once."""
     distinct: dict[object, tuple[Candidate, Price]] = {}
     for candidate, price in finalists:
         distinct.setdefault(candidate.key, (candidate, price))

@@ -19,7 +19,7 @@ _MOST_DEVICES = 64
 _LOOK_S = 1.0
 
 MOST_MEMORY = 2**20 * GIB
-"""Of one device, by far."""
+"""Far more than one device has, in bytes."""
 
 
 def overfull(space: Space) -> bool:

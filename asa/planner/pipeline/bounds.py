@@ -29,7 +29,7 @@ NEVER = -1e30
 """Earlier than anything; finite, so that it can be added to what is infinite."""
 
 Tables = Callable[[int, int], Table | None]
-"""Of a stage width, and how many stages there are from it to the last: what such stages take at least."""
+"""Gives a lower bound table for stages of a width, by how many stages there are from it to the last."""
 
 
 class Keys:
@@ -267,6 +267,6 @@ class Frame:
 
 
 def _used(values: Any) -> tuple[Any, Any]:
-    """Of an array cut x offset x key, the cuts and the offsets with anything finite."""
+    """Cuts and offsets of an array cut x offset x key that have anything finite."""
     some = np.isfinite(values).any(axis=-1)
     return np.flatnonzero(some.any(axis=1)), np.flatnonzero(some.any(axis=0))

@@ -38,7 +38,7 @@ class Climber:
         self.neighbours = Neighbours(sketch)
 
     def seconds(self, x: Outline, below: float = INF) -> float:
-        """Of a step, infinite where it does not fit or is no plan; ``below``: or if it cannot be less than that."""
+        """Seconds of a step; infinite where the plan does not fit, is no plan, or cannot take less than ``below``."""
         if x not in self._values:
             found = self._seconds(x, below)
             if found == INF and below < INF:

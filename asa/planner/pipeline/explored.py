@@ -56,7 +56,7 @@ class Explored:
         self._detail: dict[Key, int] = {}
 
     def points(self, key: Key) -> Points:
-        """Of a stage that is part of a plan."""
+        """Points of a stage that is part of a plan."""
         points = self._stages[key].points
         assert points is not None
         return points
@@ -66,7 +66,7 @@ class Explored:
         return self._upto(key, limit) is not None
 
     def exact(self, key: Key, limit: float) -> bool:
-        """And whether its points are true ways to run it."""
+        """Whether a stage is known up to ``limit``, its points being true ways to run it."""
         known = self._upto(key, limit)
         return known is not None and (known.points is None or known.points.exact)
 
@@ -140,7 +140,7 @@ class Explored:
         return tables
 
     def _least(self, points: Points | None) -> Sequence[Any]:
-        """Of each point, in the order of :meth:`asa.planner.pipeline.lattice.Table.values`."""
+        """Least times of each point, in the order of :meth:`asa.planner.pipeline.lattice.Table.values`."""
         if points is None:
             return (None,) * 5
         steady, whole, single = sums_of(points.least, self._m)
@@ -184,7 +184,7 @@ class Explored:
         return entry, leaving, np.concatenate([ways, 0 * ways]), np.zeros((3, len(entry))), np.full(len(entry), -1)
 
     def _bounded(self, part: Stages, i: int, some: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The same with what bounds on the stage say."""
+        """Options of a stage that also keep to the bounds on it."""
         entry, leaving, times, sums, point = some
         bounds = [x[i][entry, leaving] for x in (part.steady, part.whole, part.single)]
         return entry, leaving, times, np.maximum(sums, np.stack(bounds)), point

@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from asa.planner.pipeline.case import Case
 
 Cuts = tuple[tuple[int, int, int], ...]
-"""Of each stage its width, and the components from which and before which it runs."""
+"""Width, first component and component behind the last one, for each stage."""
 
 _LABELS, _UTMOST = 300, 4800
 _TURNS, _PATHS = 8, 40
 """Labels kept behind a component, at first and at most; turns at most, and paths added in one."""
 _CLOSE = 1e-3
-"""Of a bound: no closer is worth another turn."""
+"""Share of a bound: a smaller gain is not worth another turn."""
 _FIRST, _NEAR = 0.2, 0.3
 """Share in the weights of what every stage takes at first, and of those that said most so far then: what is best at
 weights that leave a stage out may take any time there."""
@@ -170,7 +170,7 @@ class Fixed:
         return self._weights[i] * ahead + self._weights[i + 1] * back
 
     def _times(self, choices: Sequence[Choice]) -> Any:
-        """Of a plan, in the order of :func:`longest`."""
+        """Times of a plan, in the order of :func:`longest`."""
         pipelines, m, found, degrees = self.case.shop.pipelines, self.case.m, list[float](), []
         for (w, a, _), choice in zip(self.cuts, choices, strict=True):
             chain = pipelines.chain(w, m)
@@ -187,7 +187,7 @@ class Fixed:
 
 
 def longest(times: Any, schedule: Schedule, stages: int, num_microbatches: int) -> tuple[float, Any]:
-    """As :func:`asa.cost.pipeline.makespan`, with how often each time is on a longest path.
+    """Makespan, as :func:`asa.cost.pipeline.makespan`, with how often each time is on a longest path.
 
     ``times``: of each stage forward, backward, last_backward_extra and after; then of each link ahead and back.
     """
@@ -227,7 +227,7 @@ def _later(a: tuple[float, Any], b: tuple[float, Any]) -> tuple[float, Any]:
 
 
 def game(values: Any) -> tuple[Any, Any, float]:
-    """Of a matrix above zero: shares of its rows whose mean is largest in its least column, shares of columns whose
+    """Optimal mixed strategies of a positive matrix: rows whose mean is largest in its least column, columns whose
     mean is least in its largest row, and that value, which is the same (von Neumann). By the simplex method."""
     scale = float(values.max())
     rows, columns = values.shape

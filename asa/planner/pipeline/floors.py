@@ -23,11 +23,11 @@ _STEPS = 12
 _PACED = 6
 """Halvings of what is left between a bound and the best plan."""
 _NEAR = 0.5
-"""Of the best plan: a bound further below it is not looked at for being paced, where closer bounds follow anyway."""
+"""Share of the best plan: a bound further below it is not raised here, where closer bounds follow anyway."""
 _MOST_RANKS, _NODE = 128, 8
 """Beyond so many ranks they are counted in nodes of eight, and narrower stages as none at all."""
 _MOST_ENTRIES = 4e8
-"""Of all tables that are looked through for one halving, beyond which none are made: seconds."""
+"""Most entries of all tables of one halving (seconds of work); beyond, none is made."""
 
 
 def floors(

@@ -55,7 +55,7 @@ class Shared(Protocol):
         """Begin with them, unless they are rather left to somebody else."""
 
     def all(self) -> Shared:
-        """The same, for one who has nothing else to do: nothing is left to others that they have not begun."""
+        """A view for a process that has nothing else to do: it takes all that nobody has begun."""
 
 
 class Best:
@@ -173,7 +173,7 @@ class Closed:
 
 
 def joined(a: Pipelined, b: Pipelined) -> Pipelined:
-    """Of two searches through two parts of a space."""
+    """One result from searches through two parts of a space."""
     better = min(a, b, key=lambda x: x.value)
     curve, now = [], [(INF, 0.0), (INF, 0.0)]
     for at, value, bound, k in sorted((t, v, low, k) for k, x in enumerate((a, b)) for t, v, low in x.curve):
@@ -259,7 +259,7 @@ def _alike(schedule: Schedule, most: int, m: int) -> list[list[int]]:
 
 
 def _distinct(schedules: dict[str, Schedule], most: int, m: int) -> dict[str, Schedule]:
-    """Those that differ: of a single microbatch they usually have the same order."""
+    """Schedules that differ: with a single microbatch most have the same order."""
     if m > 1:
         return schedules
     found: dict[tuple[object, ...], str] = {}

@@ -73,7 +73,7 @@ def _distinct(found: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
 
 
 def views(prices: Prices) -> list[tuple[Prices, tuple[int, ...]]]:
-    """The same prices with one choice of weights for each of the widths that have devices of several speeds: none for
+    """Prices with one choice of batch weights for each of the widths that have devices of several speeds: none for
     all widths first, then every choice with the widths that it differs for."""
     space = prices.space
     found = [(prices, widths(space.request.gpus))]
@@ -128,7 +128,7 @@ class KindSpace(StagedSpace):
         return super().hop(self.first(offset))
 
     def compute(self, width: int, num_microbatches: int) -> list[float]:
-        """As of every :class:`StagedSpace`."""
+        """Milliseconds of computation, as :meth:`StagedSpace.compute`."""
         key = (width, num_microbatches)
         if key not in self._computes:
             kind, count = self._stages[width]
@@ -137,10 +137,10 @@ class KindSpace(StagedSpace):
         return self._computes[key]
 
     def ends(self, width: int, num_microbatches: int) -> None:
-        """Of unequal devices nothing is known quickly."""
+        """None: with unequal devices nothing is known quickly."""
 
     def formulation(self, width: int, num_microbatches: int) -> Formulation | None:
-        """As of every :class:`StagedSpace`."""
+        """A formulation, as :meth:`StagedSpace.formulation`."""
         key = (width, num_microbatches)
         if key not in self._formulations:
             kind, count = self._stages[width]
@@ -159,7 +159,7 @@ class KindSpace(StagedSpace):
     def transfer(
         self, cut: int, num_microbatches: int, source: Layout, target: Layout, offset: int
     ) -> tuple[float, float]:
-        """As of every :class:`StagedSpace`; the layouts may be given with the numbers of their stages."""
+        """Milliseconds of a transfer; layouts may come with the numbers of their stages."""
         ends = []
         for layout in (source, target):
             width = self.width(layout.width)
@@ -180,7 +180,7 @@ class KindSpace(StagedSpace):
     def transfers(
         self, cuts: Sequence[int], num_microbatches: int, source: Layout, target: Layout, offset: int
     ) -> list[tuple[float, float]]:
-        """As of every :class:`StagedSpace`."""
+        """Milliseconds of transfers, as :meth:`StagedSpace.transfers`."""
         return [self.transfer(c, num_microbatches, source, target, offset) for c in cuts]
 
     def candidate(self, skeleton: Skeleton, choices: Sequence[Choice]) -> Candidate:

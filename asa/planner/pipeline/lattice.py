@@ -84,7 +84,7 @@ class Numbers:
 
     @cached_property
     def kinds(self) -> list[int]:
-        """Of each component a number, equal where all configurations are: of repeated blocks."""
+        """A number for each component, equal where all configurations are, as in repeated blocks."""
         return _numbered((row.tobytes(), at.tobytes()) for row, at in zip(self.rows, self.layout, strict=True))
 
     @cached_property
@@ -141,7 +141,7 @@ class Numbers:
 
 
 def _numbered(values: Iterable[object]) -> list[int]:
-    """Of each a number: equal values have the same."""
+    """A number for each value; equal values have the same."""
     known: dict[object, int] = {}
     return [known.setdefault(x, len(known)) for x in values]
 

@@ -22,7 +22,7 @@ class Neighbours:
         self._manners: dict[tuple[int, int], list[Manner]] = {}
 
     def of(self, x: Outline) -> Iterator[Outline]:
-        """Those of ``x``, the likeliest to help first."""
+        """Neighbours of ``x``, the likeliest to help first."""
         p = len(x.starts)
         yield from self._cut_elsewhere(x, 1)
         for name in self.space.schedules:

@@ -28,24 +28,24 @@ if TYPE_CHECKING:
 _FOREVER = 1e15
 """Ms that no plan takes: a limit where none is known."""
 _SHARE, _WIDER = 0.003, 4.0
-"""Of the bound: how far beyond it plans are listed at first, and how many times as far the next time."""
+"""Share of the bound by which plans are listed beyond it at first, and how many times as far the next time."""
 _ALL = 10.0
 """Share from which on all plans are listed."""
 _STRIDE, _LEAP, _HOP = 0.3, 0.28, 0.06
-"""Of the way from the bound to the best plan, at least, at a time; and up to which share of the bound that is all of
+"""Least share of the way from the bound to the best plan at a time; and up to which share of the bound that is all of
 it (less where memory may bind): what is explored up to one limit is explored anew up to the next."""
 _SOME, _SHARED = 200, 3
 """Cuts and widths looked at one by one, rather than stages in full; and in how many of them a stage is, on average."""
 _AT_ONCE = 8
 """Looked at in one step."""
 _DIVES, _DEEP, _FAR = 3, 4, 0.01
-"""As many are followed at once, in so many steps, where the best plan is further than that from the bound."""
+"""How many are followed at once, in how many steps, where the best plan is further than the last from the bound."""
 _SEEN = 12
 """Plans of the same cuts and widths that weights are first chosen against."""
 
 
 class OpenList:
-    """Of a case, whose stages without what was explored are bounded by ``base``. No plan takes less than ``bound`` ms;
+    """Cuts and widths of a case, whose unexplored stages are bounded by ``base``. No plan takes less than ``bound`` ms;
     ``stuck``: that is as far as it goes."""
 
     def __init__(self, case: Case, base: Tables, *, tight: bool) -> None:

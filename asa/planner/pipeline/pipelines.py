@@ -23,7 +23,7 @@ class Pipelines(Protocol):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the components."""
+        """Names of the components."""
 
     @property
     def gpus(self) -> int:

@@ -56,7 +56,7 @@ class Points:
         return len(self.entry)
 
     def within(self, m: int, room: Room) -> Points | None:
-        """Those that take no longer."""
+        """Points that take no longer than ``room`` allows."""
         forward, backward, _, once = self.least
         good = forward + backward <= room.steady * (1 + 1e-9)
         good &= m * (forward + backward) + once <= room.whole * (1 + 1e-9)

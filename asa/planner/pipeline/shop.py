@@ -122,7 +122,7 @@ class Shop:
         return numbers.twin(start, stop)
 
     def explorer(self, place: tuple[int, int, int]) -> Explorer:
-        """Of such stages."""
+        """Explorer of such stages."""
         w, m, in_flight = place
         numbers = self.numbers(w, m)
         assert numbers is not None

@@ -19,9 +19,9 @@ from asa.planner.stage.pareto import lowest
 MOST_ROWS = 60_000
 """Partial plans kept; the bound of the best one dropped limits what is proved."""
 MOST_LEAVES = 400_000
-"""The same for whole plans."""
+"""Most whole plans at a time."""
 FEW = (8_000, 16_000)
-"""As many of both, where it is only asked which stages are in any plan."""
+"""Most of both, where the question is only which stages are in any plan."""
 MOST_TURNS = 40_000_000
 """Forwards and backwards that are timed, of all whole plans together."""
 

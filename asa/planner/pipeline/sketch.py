@@ -143,7 +143,7 @@ class Sketch:
         self, m: int, level: float, stages: dict[int, _Stages], links: dict[int, Any], placed: dict[int, Any],
         unit: int, ranks: int,
     ) -> Iterator[tuple[float, Outline]]:  # fmt: skip
-        """Of each number of stages, the plan with the shortest way there and back in which no stage is slower."""
+        """The plan of each number of stages with the shortest way there and back and no stage slower than ``level``."""
         count = len(self.cuts)
         behind = np.full((count, ranks + 1), INF)
         behind[-1] = 0.0

@@ -66,7 +66,7 @@ class StagedSpace:
         return self._computes[key]
 
     def ends(self, width: int, num_microbatches: int) -> tuple[list[float], list[float]] | None:
-        """Of devices apart from their hosts, what these take at least to hand microbatches over."""
+        """Milliseconds that hosts take at least to hand microbatches over, for devices that run asynchronously."""
         pricer = self._prices.pricer(width, num_microbatches, self.gpus)
         layouts = self._prices.space.layouts(width, num_microbatches)
         if not pricer.states.apart or not layouts:

@@ -45,7 +45,7 @@ class Completions:
         priced = Priced(numbers, weights)
         self.behind = priced.completions()
         self.over = priced.edges + np.minimum(priced.inner, priced.last)[1:, :, None, :]
-        """Of passing from a layout to another and the next component in it: component in front x objective x both."""
+        """Costs of passing to another layout and of the next component in it: component in front x objective x both."""
         self.capacity = numbers.capacity if tight else 0.0
 
     def limits(self, room: Room) -> Any:

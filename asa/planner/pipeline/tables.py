@@ -28,11 +28,11 @@ _FINE = 28
 _PRICES = np.geomspace(1e-3, 1e2, _FINE)
 """Prices that are looked at, in units of a chain's time over the capacity."""
 _ENTRIES = 6_000_000
-"""Of arrays in one pass, about as many: tables for several numbers of microbatches in flight at once."""
+"""About the most array entries in one pass: tables for several numbers of microbatches in flight at once."""
 
 
 def weights_of(rows: Sequence[Objective], n: int) -> Weights:
-    """Of objectives; ``hidden`` beyond 1 is 2 + k for a pivot at component k."""
+    """Weights of objectives; ``hidden`` beyond 1 is 2 + k for a pivot at component k."""
     a = np.array(rows, dtype=float)
     pivot = np.where(a[:, 5] > 1, a[:, 5] - 2, -1).astype(np.int64)
     behind = (np.arange(n)[None, :] >= pivot[:, None]).astype(float)
@@ -119,7 +119,7 @@ def relaxed(numbers: Numbers) -> Table:
 
 
 def limited(numbers: Numbers, table: Table, in_flight: Sequence[int]) -> list[Table]:
-    """The same with the memory limit, as far as prices of memory tell, for each of these numbers of microbatches in
+    """Tables with the memory limit, as far as prices of memory tell, for each of these numbers of microbatches in
     flight: no stage without memory, and others dearer."""
     x, found = numbers, list[Table]()
     rows = [_backward_too(priced_memory(x, f)) for f in in_flight]

@@ -37,7 +37,7 @@ class Front:
 
 
 class Thinning:
-    """Of labels of one chain; memory counts where it is ``tight``. ``leading``: of stages that begin a pipeline, for
+    """Drops dominated labels of a chain; memory counts where it is ``tight``. ``leading``: stages begin a pipeline, for
     whose last backward no other one waits; ``last``: of stages that end it, behind which there is none. ``rounded``:
     labels are less than the truth by now. ``ends``: when time is up, which
     :class:`asa.planner.stage.pareto.OutOfTimeError` says.
@@ -89,7 +89,7 @@ class Thinning:
         return seen
 
     def along_paths(self, forward: Any, backward: Any, longer: Any, once: Any) -> Any:
-        """The same of stages that have ended, where ``once`` is all that comes once per step: stage x sum."""
+        """Sums along paths for stages that have ended, where ``once`` is all that comes once per step: stage x sum."""
         both = forward + backward
         seen = [forward, both + longer, both + once]
         return np.stack(seen if self.numbers.m == 1 else [*seen, backward], axis=1)

@@ -33,7 +33,7 @@ _FINER = (-0.7, -0.35, -0.15, 0.15, 0.35, 0.7)
 _BESIDE = (0.5, 1.6)
 """Other prices, in parts of the best one, that labels are judged by, too."""
 _NEVER = 1e30
-"""Of a clock that has not begun: finite, so that it can be added to what is infinite."""
+"""Value of a clock that has not begun: finite, so that it can be added to what is infinite."""
 V, C, P, U, W, MOVING = range(6)
 
 

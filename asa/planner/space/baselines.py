@@ -233,7 +233,7 @@ def _balanced(prices: Prices, ways: list[Way], degrees: Degrees, num_microbatche
 
 
 def _by_speed(prices: Prices, ways: list[Way], degrees: Degrees, num_microbatches: int) -> tuple[int, ...]:
-    """The same where stages have unequal devices: each by what its own ranks take, so slow ones get less.
+    """Cuts for stages of unequal devices: each stage by what its own ranks take, so that slow ones get less.
 
     Raises:
         Unavailable: fewer cuts than stages.

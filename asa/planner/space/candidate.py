@@ -65,7 +65,7 @@ class Candidate:
         return {w: x for w, x in cut.items() if x}
 
     def with_way(self, index: int, way: Way) -> Candidate:
-        """The same, but for one component."""
+        """A copy that runs one component another way."""
         return replace(self, ways=(*self.ways[:index], way, *self.ways[index + 1 :]))
 
 
@@ -194,7 +194,7 @@ class Prices:
         return found
 
     def _least(self, width: int, num_microbatches: int, first: int) -> np.ndarray:
-        """The same with nobody else at work."""
+        """Seconds with nobody else at work."""
         space, batch = self.space, self.space.request.global_batch
         speeds = space.cluster.speeds(range(first, first + width))
         key = (width, num_microbatches, speeds)
@@ -216,7 +216,7 @@ class Prices:
         return least
 
     def _unequal(self, layout: Layout, cut: Shards) -> np.ndarray:
-        """Of a layout with uneven shards, or on unequal devices: the rank that takes longest."""
+        """Seconds of the rank that takes longest, in a layout with uneven shards or on unequal devices."""
         fewest = min(layout.fewest(size) for size in cut.sizes)
         if fewest < 1:
             return np.full(len(self.fewest), np.inf)

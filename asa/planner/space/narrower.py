@@ -49,7 +49,7 @@ def _uniform(prices: Prices) -> Iterator[tuple[int, Candidate]]:
 
 
 def _widths(space: Space) -> list[int]:
-    """Those worth a look: the devices in front that are as fast as the first one, a node, all, powers of two, few."""
+    """Widths worth a look: the devices in front that are as fast as the first one, a node, all, powers of two, few."""
     gpus, cluster = space.request.gpus, space.cluster
     speeds = [cluster.speed(r) for r in range(gpus)]
     alike = next((r for r, s in enumerate(speeds) if s != speeds[0]), gpus)

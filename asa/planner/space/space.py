@@ -82,7 +82,7 @@ class Space:
         """By width, how stages that begin with rank 0 cut a batch; evenly where nothing is said."""
 
     def weighted(self, weights: dict[int, tuple[int, ...]]) -> Space:
-        """The same space, but for how batches are cut."""
+        """A copy in which batches are cut by ``weights``."""
         found = copy(self)
         found.weights, found._layouts, found._ways = weights, {}, {}
         return found
@@ -97,7 +97,7 @@ class Space:
         return self.room(0, width, width)
 
     def room(self, first: int, width: int, busy: int) -> float:
-        """The same of a stage that begins with rank ``first``, where ``busy`` ranks take part."""
+        """Bytes for a stage that begins with rank ``first``, where ``busy`` ranks take part."""
         limit = self.request.memory_bytes
         if limit is None and self.cluster.devices is not None:
             limit = min(self.cluster.memories()[first : first + width])
@@ -219,18 +219,18 @@ class Space:
         return self.request.global_batch // num_microbatches // degree >= self.fewest_samples(index)
 
     def enough(self, index: int, layout: Layout, num_microbatches: int) -> bool:
-        """The same of a layout, whose shards may be uneven."""
+        """Whether a layout, whose shards may be uneven, has samples enough."""
         return self.samples(layout, num_microbatches) >= self.fewest_samples(index)
 
     def samples(self, layout: Layout, num_microbatches: int) -> int:
-        """Of the smallest shard in the smallest microbatch."""
+        """Samples of the smallest shard in the smallest microbatch."""
         batch = self.request.global_batch
         if not layout.weights:
             return batch // num_microbatches // layout.data
         return min(layout.fewest(size) for size in (batch // num_microbatches, -(-batch // num_microbatches)))
 
     def fewest_samples(self, index: int) -> int:
-        """Of a microbatch, on a rank."""
+        """Fewest samples of a microbatch on a rank."""
         component = self.profile.graph.components[index]
         return 2 if component.batch_norm and component.name not in self._measured_one else 1
 

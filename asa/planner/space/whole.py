@@ -120,7 +120,7 @@ class Quick:
         self._menus: dict[tuple[object, ...], Menu] = {}
 
     def of(self, candidate: Candidate) -> tuple[float, float]:
-        """As of :meth:`asa.planner.space.candidate.Prices.of`."""
+        """Seconds and peak bytes, as :meth:`asa.planner.space.candidate.Prices.of` would say."""
         prices, m, width = self.prices, candidate.num_microbatches, candidate.widths[0]
         pricer = prices.pricer(width, m, prices.busy(candidate))
         if (width, candidate.ways) not in self._menus:

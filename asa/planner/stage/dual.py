@@ -124,7 +124,7 @@ class Weights:
 
 
 def weigh(x: Arrays, pivot: Any, memory: Any) -> Weights:
-    """Of prices, batch x component each."""
+    """Weights of prices, batch x component each."""
     before = np.cumsum(pivot, axis=1) - pivot
     behind = pivot.sum(axis=1, keepdims=True) - before - pivot
     upto = np.cumsum(memory, axis=1)
@@ -143,7 +143,7 @@ def weigh(x: Arrays, pivot: Any, memory: Any) -> Weights:
 
 
 def config_costs(x: Arrays, w: Weights, i: int) -> Any:
-    """Of component i: batch x configuration."""
+    """Costs of the configurations of component i: batch x configuration."""
     r = x.rows[i]
     found = r[:, WORK] - w.window[:, i, None] * r[:, WINDOW] - w.prompt[:, i, None] * r[:, PROMPT]
     found = found - w.late[:, i, None] * r[:, LATE]
@@ -274,7 +274,7 @@ class Search:
         return low, path
 
     def _looked_at(self, path: list[int]) -> tuple[Any, Any, float]:
-        """Of a choice: the peak in every component, what each pivot says of the overlap, and the exact value."""
+        """For a choice: the peak in every component, what each pivot says of the overlap, and the exact value."""
         x, n = self.x, self.x.n
         r = np.array([x.rows[i][k] for i, k in enumerate(path)])
         layout = [int(x.layout[i][k]) for i, k in enumerate(path)]

@@ -39,7 +39,7 @@ class Floor:
 
 
 def floor(prices: Prices, width: int, num_microbatches: int, allowed: Allowed) -> Floor:
-    """Of stages of that width."""
+    """Least time and memory of stages of that width."""
     space, overlap = prices.space, prices.space.cluster.overlap
     pricer = prices.pricer(width, num_microbatches)
     menu = prices.menu(pricer, allowed)

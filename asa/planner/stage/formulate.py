@@ -164,14 +164,14 @@ class _Options:
         self.work = (pricer.num_microbatches * (x.forward + x.backward) + once + sync) * MS
 
     def among(self, which: Any) -> _Options:
-        """Those of these that are in a mask over the menu."""
+        """Options that are in a mask over the menu."""
         found, kept = copy(self), which[self.which]
         found.which, found.values, found.work = self.which[kept], self.values[kept], self.work[kept]
         found.component, found.layout = self.component[kept], self.layout[kept]
         return found
 
     def most(self, column: str) -> Any:
-        """Of each component, the largest value."""
+        """The largest value of each component."""
         values = self.values[:, COLUMNS.index(column)]
         return np.maximum.reduceat(values, np.flatnonzero(np.r_[True, np.diff(self.component) != 0]))
 
@@ -219,7 +219,7 @@ class _Options:
         return np.sort(table[good & ~beaten])
 
     def rows(self, kept: Any, numbers: dict[Layout, int]) -> tuple[Row, ...]:
-        """Those that are left, a row a component."""
+        """Options that are left, a row a component."""
         number = np.array([numbers.get(x, -1) for x in self._menu.layouts])
         found = []
         for some in np.split(kept, np.flatnonzero(np.diff(self.component[kept])) + 1):

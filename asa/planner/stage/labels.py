@@ -187,7 +187,7 @@ class _Pass:
 
 
 def _efficient(own: Any, layout: Any, ends: float) -> Any:
-    """As :func:`asa.planner.stage.pareto.efficient`; a clock that has not begun yet has not for any of the labels."""
+    """Indices of undominated labels; a clock that has not begun has not for any of them."""
     return efficient(np.where(np.isfinite(own), own, 0.0), layout, ends)
 
 

@@ -80,7 +80,7 @@ def _beaten(values: Any, sizes: Any) -> Any:
 
 
 def _swept(x: Any, group: Any, ends: float) -> Any:
-    """The same for many rows, in order of their sums: only a kept row in front can beat one."""
+    """Undominated rows of many, in order of their sums: only a kept row in front can beat one."""
     kept = np.zeros(len(x), dtype=bool)
     found = np.zeros((0, x.shape[1]))
     owners = np.zeros(0, dtype=group.dtype)

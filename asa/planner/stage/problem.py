@@ -104,7 +104,7 @@ class Problem:
         return len(self.names)
 
     def without_memory_limit(self) -> Problem:
-        """The same problem with all the memory one could want."""
+        """A copy without the memory limit."""
         return replace(self, capacity=float("inf"))
 
 

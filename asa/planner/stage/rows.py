@@ -13,10 +13,10 @@ from asa.planner.stage.problem import Config, Edge
 
 COLUMNS = ("forward", "backward", "bucket", "once", "prompt", "late", "window", "state", "activations", "gradients",
            "transient")  # fmt: skip
-"""Of :attr:`Row.values`, named as in :class:`asa.planner.stage.problem.Config`."""
+"""Columns of :attr:`Row.values`, named as in :class:`asa.planner.stage.problem.Config`."""
 
 JOINT = ("cost", "forward", "backward", "once", "state", "activations", "transient")
-"""Of :attr:`Joints.figures` and :attr:`Sides.figures`, named as in :class:`asa.planner.stage.problem.Edge`."""
+"""Columns of :attr:`Joints.figures` and :attr:`Sides.figures`, named as in :class:`asa.planner.stage.problem.Edge`."""
 
 
 class Row(Sequence[Config]):

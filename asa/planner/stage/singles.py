@@ -66,7 +66,7 @@ class Place:
 
     @property
     def formulation(self) -> Formulation:
-        """Of a place where something fits."""
+        """The formulation, where something fits."""
         assert self._formulation is not None
         return self._formulation
 
@@ -212,7 +212,7 @@ class Single:
 
     @property
     def ways(self) -> int:
-        """Of all components together, that are priced for :attr:`least`."""
+        """Number of ways of all components together that are priced for :attr:`least`."""
         return self._places.floor(self.width, self.num_microbatches).ways
 
     @property

@@ -10,7 +10,7 @@ from asa.report.jobs.job import ENVIRONMENT, GRACE_S, PREEMPTED, Job, resume_lin
 _EARLIER_S = 60
 """By which Slurm may send its signal before the time asked for, https://slurm.schedmd.com/sbatch.html#OPT_signal."""
 _LEAST_S = 2 * GRACE_S + _EARLIER_S
-"""Of a job, so that it works for at least as long as it has to save; a shorter one would be told to stop as it starts,
+"""Shortest job: it works for at least as long as it has to save. A shorter one would be told to stop as it starts,
 save, and queue again for ever."""
 
 

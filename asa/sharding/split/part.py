@@ -16,7 +16,7 @@ from asa.sharding.split.wire import Split, averaged, whole
 
 @dataclass(frozen=True)
 class Call:
-    """Of a function of torch, by whatever name it was reached."""
+    """A call of a function of torch, by whatever name it was reached."""
 
     func: Callable[..., Any]
     name: str
@@ -126,7 +126,7 @@ class TensorPart(Tensor):
 
     @property
     def data(self) -> TensorPart:  # type: ignore[override]
-        """The same memory, for autograd another tensor."""
+        """A view of the same memory that autograd takes for another tensor."""
         return TensorPart(self.held.data, self.parted)
 
     @data.setter
@@ -138,7 +138,7 @@ class TensorPart(Tensor):
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
-        """As of what is held."""
+        """Whether what is held requires a gradient."""
         return self.held.requires_grad
 
     @requires_grad.setter
@@ -147,12 +147,12 @@ class TensorPart(Tensor):
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
-        """As of what is held."""
+        """Whether what is held is a leaf."""
         return self.held.is_leaf
 
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]
-        """As of what is held."""
+        """The gradient function of what is held."""
         return self.held.grad_fn
 
     @property
@@ -160,11 +160,11 @@ class TensorPart(Tensor):
         return self.held._version
 
     def data_ptr(self) -> int:
-        """Of what is held."""
+        """Address of what is held."""
         return self.held.data_ptr()
 
     def full_tensor(self) -> TensorPart:
-        """As of a sharded tensor, for a loss with others: this, of which nothing is sharded any more."""
+        """This part itself: nothing of it is sharded any more. A loss with sharded tensors asks for it."""
         held = whole(self.held)
         return self if held is self.held else TensorPart(held, self.parted)
 

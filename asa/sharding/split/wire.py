@@ -39,11 +39,11 @@ class Split:
 
     @property
     def length(self) -> int:
-        """Of the whole, along that dimension."""
+        """Length of the whole along that dimension."""
         return self.shard.blocks * self.shard.units * self.shard.unit
 
     def at(self, dim: int) -> Split:
-        """The same cut along another dimension."""
+        """This cut along another dimension."""
         return self if dim == self.dim else replace(self, shard=replace(self.shard, dim=dim))
 
     def alike(self, other: Split) -> bool:
@@ -57,7 +57,7 @@ class Split:
 
 
 def whole(x: Tensor) -> Tensor:
-    """Of ranks that share a part, what they have together."""
+    """The tensor that ranks which share a part have together."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 

@@ -46,7 +46,7 @@ class ImageSet:
         return self.images.shape[0]
 
     def to(self, device: torch.device | str) -> ImageSet:
-        """The same set resident on ``device``, where ``fetch`` then gathers and augments."""
+        """A copy resident on ``device``, where ``fetch`` then gathers and augments."""
         return replace(self, images=self.images.to(device), labels=self.labels.to(device))
 
 
