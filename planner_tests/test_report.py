@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import doctest
+import math
+import random
 import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
@@ -16,6 +18,7 @@ import pytest
 from asa.ir import codec
 from asa.ir.bench import Bench, BenchResult
 from asa.ir.equivalence import Equivalence, TensorError
+from asa.ir.intervals import median_interval
 from asa.planner.answer.explain import Difference, Term
 from asa.report import bench, charts, checks, cluster, explain, page, plan, profile, tables, training, units, verify
 
@@ -136,9 +139,71 @@ def test_every_cell_of_a_comparison_is_shown():
     assert "time of asa over ddp: 0.810 (95 %: 0.790 to 0.830, 30 pairs): asa is faster" in text
 
 
-def test_a_ratio_whose_interval_holds_one_claims_nothing():
-    c = nouns.b.Comparison(model="m", left="asa", right="ddp", pairs=9, ratio=0.99, low=0.97, high=1.01)
-    assert bench.comparison(c).endswith("no difference shown")
+def pairs(left: str, right: str, low: float, high: float, n: int = 9, **others: float) -> nouns.b.Comparison:
+    return nouns.b.Comparison(model="m", left=left, right=right, pairs=n, ratio=(low + high) / 2, low=low, high=high,
+                              **others)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "noise", "said"),
+    [
+        (0.97, 1.01, (0.99, 1.01), "not told apart from noise"),
+        (0.968, 0.987, (0.968, 1.043), "not told apart from noise"),
+        (0.736, 0.772, (0.968, 1.043), "asa is faster"),
+        (1.10, 1.20, (0.968, 1.043), "ddp is faster"),
+        (1.01, 1.20, (0.968, 1.043), "not told apart from noise"),
+        (0.90, 0.95, (1.02, 1.10), "asa is faster"),
+        (1.01, 1.015, (1.02, 1.10), "not told apart from noise"),
+    ],
+)
+def test_faster_is_said_only_outside_the_noise_of_the_same_run(low, high, noise, said):
+    assert bench.comparison(pairs("asa", "ddp", low, high), pairs("asa", "asa", *noise)).endswith(said)
+
+
+def test_a_few_pairs_are_shown_without_a_verdict():
+    said = bench.comparison(pairs("asa", "ddp", 0.5, 0.6, 5), pairs("asa", "asa", 0.99, 1.01, 5))
+    assert "all: 0.500 to 0.600, 5 pairs" in said
+    assert said.endswith("too few pairs to tell")
+
+
+def test_a_busy_machine_is_named_and_no_verdict_given():
+    made = nouns.bench()
+    loud = replace(made, comparisons=tuple(replace(c, others_cores=1e3) for c in made.comparisons))
+    calm = replace(made, comparisons=tuple(replace(c, others_cores=0.0) for c in made.comparisons))
+    model = made.settings.models[0]
+    assert any("is faster" in text for text in bench.sentences(calm, model))
+    said = bench.sentences(loud, model)
+    assert not any("is faster" in text for text in said)
+    assert "no verdict" in said[-1]
+
+
+def test_communication_that_noise_hides_is_not_drawn():
+    alone = replace(nouns.bench().results[0], ranks=1, step_time_s=nouns.Stat(median=1.0, p10=1.0, p90=1.0, n=9))
+    cell = replace(alone, ranks=2, communication_s=0.1, communication_low_s=0.05, communication_high_s=0.15,
+                   step_time_s=nouns.Stat(median=0.6, p10=0.6, p90=0.6, n=9))  # fmt: skip
+    assert bench.told_apart(cell, alone)
+    assert not bench.told_apart(replace(cell, communication_low_s=-0.1), alone), "the interval is too wide"
+    assert not bench.told_apart(replace(cell, communication_s=0.3), alone), "no rank computes that fast"
+    assert bench.exposed(cell) == "17 (8 to 25) %"
+
+
+def test_accuracy_near_chance_gives_way_to_the_loss():
+    point = nouns.b.AccuracyPoint(
+        epoch=0.5, seconds=1.0, train_loss=4.6, validation_loss=4.61, validation_accuracy=0.012
+    )
+    cell = replace(nouns.bench().results[0], accuracy=(point,))
+    assert bench.costs(cell, 100)[-1] == "loss 4.610 after 0.5 epochs"
+    assert bench.costs(replace(cell, accuracy=(replace(point, validation_accuracy=0.3),)), 100)[-1].startswith("30.0 %")
+
+
+@pytest.mark.parametrize("n", [6, 8, 9, 12, 30])
+def test_intervals_of_a_median_cover_what_they_say(n):
+    rng, held, trials = random.Random(n), 0, 3000
+    for _ in range(trials):
+        low, high = median_interval([rng.expovariate(1.0) for _ in range(n)])
+        held += low <= math.log(2) <= high
+    assert held / trials >= 0.94
+    assert n < 9 or median_interval(range(n)) > (0, n - 1), "and are narrower than all there is"
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from asa.errors import InfeasibleError
 from asa.ir import bench as nouns
 from asa.ir import codec
 from asa.ir.cluster import Cluster
+from asa.ir.intervals import median_interval
 from asa.ir.plan import Plan
 from asa.ir.profile import Profile
 from asa.ir.units import GIB
@@ -138,6 +139,7 @@ def measure(
     """Run the distinct plans against each other and fill in ``cells`` and ``comparisons``."""
     from asa.executor.benchmark import BenchOptions, compare
     from asa.executor.benchmark import measure as run
+    from asa.instruments.others import watching
     from asa.profiler.machine import choose_device, free_memory
     from asa.strategies import offered
     from asa.zoo.models import build
@@ -157,7 +159,7 @@ def measure(
         build, contest.model, num_classes=graph.num_classes, input_shape=(channels, height, width), seed=args.seed
     )
     options = BenchOptions(device=device, budget_s=budget_s, seed=args.seed, lr=args.lr, threads=1)
-    with console.progress(f"measuring {contest.model}") as report:
+    with watching() as others, console.progress(f"measuring {contest.model}") as report:
 
         def hear(_rank: int, message: dict[str, Any]) -> None:
             report(message["round"] / message["rounds"], f"round {message['round']} of {message['rounds']}")
@@ -165,11 +167,14 @@ def measure(
         cells = run(plans, factory, offered(), data, options, on_message=hear)
     by_conduct = {conduct(p): cell for p, cell in zip(plans, cells, strict=True)}
     contest.cells = {strategy: by_conduct[conduct(p)] for strategy, p in contest.plans.items()}
-    contest.comparisons = [compare(contest.model, cells[0], cells[0])]
+    taken = None if device == "cuda" else others.cores
+    contest.comparisons = [compare(contest.model, cells[0], cells[0], others_cores=taken)]
     own = contest.cells.get("asa")
     # A cell goes by the first strategy that ran its plan; here it stands for asa.
     contest.comparisons += [
-        replace(compare(contest.model, own, c), left="asa") for c in cells if own is not None and c is not own
+        replace(compare(contest.model, own, c, others_cores=taken), left="asa")
+        for c in cells
+        if own is not None and c is not own
     ]
 
 
@@ -284,6 +289,7 @@ def _result(contest: Contest, strategy: str, global_batch: int) -> nouns.BenchRe
         )
     plan, cell = contest.plans[strategy], contest.cells[strategy]
     p, peaks = plan.prediction, cell.peak_memory_bytes
+    low, high = median_interval(cell.communication) if cell.communication else (None, None)
     return nouns.BenchResult(
         model=contest.model,
         strategy=strategy,
@@ -295,6 +301,8 @@ def _result(contest: Contest, strategy: str, global_batch: int) -> nouns.BenchRe
         predicted_high_s=p.step_time_high_s,
         samples_per_s=plan.global_batch / cell.step_time.median,
         communication_s=cell.communication_s,
+        communication_low_s=low,
+        communication_high_s=high,
         predicted_communication_s=p.exposed_communication_s,
         peak_memory_bytes=max(peaks) if peaks else None,
         predicted_memory_bytes=max(p.memory_bytes_per_rank),

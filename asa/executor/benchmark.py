@@ -7,7 +7,6 @@ far from 1 a ratio gets by noise alone. Every step a plan takes is real training
 
 from __future__ import annotations
 
-import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -29,13 +28,16 @@ from asa.executor.warmup import warm_up
 from asa.executor.worker import Tally, Worker
 from asa.interfaces.strategy import Strategies
 from asa.ir.bench import AccuracyPoint, Comparison
+from asa.ir.intervals import median_interval
 from asa.ir.plan import Plan
 from asa.ir.profile import Stat
 from asa.launch import run_ranks, tell
 from asa.sharding.collectives import silenced
 from asa.zoo.data import GlobalOrder, ImageSet
 
-_SILENT_STEPS = 3
+_SILENT_STEPS, _LEAST_SILENT, _SILENT_SHARE = 8, 3, 0.2
+"""Pairs of a whole and a silent step that exposed communication is measured by, at most and at least; and the share of
+the budget they may take."""
 _MAX_ROUNDS = 200
 
 
@@ -64,9 +66,14 @@ class Cell:
     steps: list[float] = field(default_factory=list)
     turns: list[list[float]] = field(default_factory=list)
     data_wait: list[float] = field(default_factory=list)
-    communication_s: float | None = None
+    communication: list[float] = field(default_factory=list)
     peak_memory_bytes: tuple[int, ...] | None = None
     accuracy: list[AccuracyPoint] = field(default_factory=list)
+
+    @property
+    def communication_s(self) -> float | None:
+        """Exposed communication per step: the median of the pairs, none below zero; None where it was not measured."""
+        return max(0.0, statistics.median(self.communication)) if self.communication else None
 
     @property
     def step_time(self) -> Stat:
@@ -133,14 +140,14 @@ def _memory(entrant: Entrant, images: ImageSet, order: GlobalOrder) -> int:
     return active_peak(worker, lambda: entrant.turn(images, order, 1))
 
 
-def _communication(entrant: Entrant, images: ImageSet, order: GlobalOrder, votes: Votes, steps: int) -> float:
-    """Exposed communication per step: a step less the same step with every collective silenced (median, paired).
+def _communication(entrant: Entrant, images: ImageSet, order: GlobalOrder, votes: Votes, steps: int) -> list[float]:
+    """Exposed communication in seconds, one per pair: a step less the same step with every collective silenced.
 
     Ends the training: silenced steps leave ranks with different weights.
     """
     if entrant.plan.num_ranks == 1:
         entrant.step += 2 * steps
-        return 0.0
+        return [0.0] * steps
     differences = []
     for _ in range(steps):
         barrier(votes)
@@ -152,7 +159,7 @@ def _communication(entrant: Entrant, images: ImageSet, order: GlobalOrder, votes
                 stack.enter_context(entrant.worker.model.no_sync())
             (silent,) = slowest(votes, entrant.turn(images, order, 1))
         differences.append(whole[1] - silent[1])
-    return max(0.0, statistics.median(differences))
+    return differences
 
 
 def _evaluate(entrant: Entrant, test: ImageSet, votes: Votes, seconds: float, epoch: float) -> AccuracyPoint:
@@ -186,9 +193,11 @@ def _rank(rank: int, plans: Sequence[Plan], build: Callable[[], nn.Module], stra
     warm_up(every, votes)
     turns = [entrants[0], *entrants]
     per_round = options.steps_per_turn * sum(warm[entrants.index(e)] for e in turns)
-    fixed = (
-        options.evaluations * 0.5 * options.evaluation_samples / plans[0].global_batch + 2 * _SILENT_STEPS + 6
-    ) * sum(warm)
+    silent = int(votes.tell(min(_SILENT_STEPS, max(
+        _LEAST_SILENT, int(_SILENT_SHARE * options.budget_s / max(2 * sum(warm), 1e-9))
+    ))))  # fmt: skip
+    validating = options.evaluations * 0.5 * options.evaluation_samples / plans[0].global_batch
+    fixed = (validating + 2 * silent + 6) * sum(warm)
     left = options.budget_s - (time.monotonic() - began) - fixed
     rounds = int(votes.tell(max(options.least_rounds, min(_MAX_ROUNDS, int(left / max(per_round, 1e-9))))))
     marks = {rounds * (i + 1) // options.evaluations for i in range(options.evaluations)}
@@ -217,7 +226,7 @@ def _rank(rank: int, plans: Sequence[Plan], build: Callable[[], nn.Module], stra
         peaks = votes.gather([float(_memory(entrant, train, order))])
         entrant.cell.peak_memory_bytes = tuple(int(p[0]) for p in peaks[: entrant.plan.num_ranks])
     for entrant in entrants:
-        entrant.cell.communication_s = _communication(entrant, train, order, votes, _SILENT_STEPS)
+        entrant.cell.communication = _communication(entrant, train, order, votes, silent)
     return [e.cell for e in entrants]
 
 
@@ -256,15 +265,14 @@ def measure(
     return cells
 
 
-def compare(model: str, left: Cell, right: Cell, *, seed: int = 0) -> Comparison:
-    """Median of paired ratios of step time, and its 95 % interval by bootstrap; a cell against itself is the A/A."""
+def compare(model: str, left: Cell, right: Cell, *, others_cores: float | None = None) -> Comparison:
+    """Median of paired ratios of step time and its interval; a cell against itself is the A/A comparison."""
     if left is right:
         ratios = [turn[0] / turn[1] for turn in left.turns if len(turn) > 1]
     else:
         ratios = [statistics.mean(a) / statistics.mean(b) for a, b in zip(left.turns, right.turns, strict=True)]
-    draw = random.Random(seed)
-    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(1000))
+    low, high = median_interval(ratios)
     return Comparison(
         model=model, left=left.strategy, right=right.strategy, pairs=len(ratios), ratio=statistics.median(ratios),
-        low=medians[25], high=medians[974],
+        low=low, high=high, others_cores=others_cores,
     )  # fmt: skip

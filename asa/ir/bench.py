@@ -28,7 +28,8 @@ class BenchResult:
     A cell that could not be run is still here, with ``why_not`` saying why and no ``step_time_s``.
     ``step_time_s`` is the measured step over all rounds; ``communication_s`` the exposed part of it, None where
     it was not tracked. Memory is the active peak of the rank that holds most, by the same count on both sides.
-    ``components`` is the assignment that ran, ``plan_fingerprint`` the plan it came from.
+    ``components`` is the assignment that ran, ``plan_fingerprint`` the plan it came from. ``communication_low_s`` and
+    ``communication_high_s`` bound the exposed part with 95 %; below six pairs they are the least and the largest.
     """
 
     model: str
@@ -41,6 +42,8 @@ class BenchResult:
     predicted_high_s: float | None = None
     samples_per_s: float | None = None
     communication_s: float | None = None
+    communication_low_s: float | None = None
+    communication_high_s: float | None = None
     predicted_communication_s: float | None = None
     peak_memory_bytes: int | None = None
     predicted_memory_bytes: int | None = None
@@ -70,7 +73,9 @@ class ScalingPoint:
 class Comparison:
     """Paired, interleaved rounds of two strategies: median of time(left) / time(right) and its 95 % interval.
 
-    With ``left == right`` it is the A/A comparison: how far from 1 a ratio gets by noise alone.
+    With ``left == right`` it is the A/A comparison: how far from 1 a ratio gets by noise alone. Below six pairs
+    ``low`` and ``high`` are the least and the largest ratio, which cover less. ``others_cores``: cores that other
+    processes kept busy meanwhile, beyond those that the ranks left idle; None where nobody looked.
     """
 
     model: str
@@ -80,6 +85,7 @@ class Comparison:
     ratio: float
     low: float
     high: float
+    others_cores: float | None = None
 
 
 @noun

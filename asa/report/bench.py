@@ -8,11 +8,17 @@ from pathlib import Path
 
 from rich.console import RenderableType
 
-from asa.ir.bench import Bench, BenchResult, Comparison
+from asa.ir.bench import AccuracyPoint, Bench, BenchResult, Comparison
+from asa.ir.intervals import FEWEST
 from asa.report.plan import summary
 from asa.report.tables import line, table
 from asa.report.units import NOTHING, error, percent, rate, seconds, size
 
+_WIDEST, _LEAST_SHARE = 0.25, 0.9
+_CHANCE = 2.0
+"""Accuracies below so many times that of guessing say nothing about learning."""
+_BUSY = 0.1
+"""Cores that others may take of each rank's before no verdict is given."""
 TIMES = ("strategy", "ranks", "step", "p10 - p90", "n", "predicted", "error", "samples/s")
 COSTS = ("peak memory", "predicted", "error", "communication", "accuracy")
 COLUMNS = (*TIMES, *COSTS)
@@ -45,16 +51,27 @@ def times(r: BenchResult) -> tuple[str, ...]:
     )
 
 
-def costs(r: BenchResult) -> tuple[str, ...]:
-    """Memory, communication and accuracy of a row; accuracy with the epochs it took, which differ between cells."""
+def costs(r: BenchResult, num_classes: int) -> tuple[str, ...]:
+    """Memory, communication, and accuracy (the loss where that is near chance) with the epochs it took."""
     last = r.accuracy[-1] if r.accuracy else None
     return (
         size(r.peak_memory_bytes),
         size(r.predicted_memory_bytes),
         error(r.predicted_memory_bytes, r.peak_memory_bytes),
-        percent(communication_share(r)),
-        f"{percent(last.validation_accuracy)} after {last.epoch:.2g} epochs" if last else NOTHING,
+        exposed(r),
+        _learnt(last, num_classes) if last else NOTHING,
     )
+
+
+def exposed(r: BenchResult) -> str:
+    """The exposed share of communication with its interval, in per cent of a step."""
+    share, low, high = communication_share(r), r.communication_low_s, r.communication_high_s
+    if share is None or r.step_time_s is None:
+        return NOTHING
+    if r.ranks == 1 or low is None or high is None:
+        return percent(share)
+    step = r.step_time_s.median
+    return f"{100 * share:.0f} ({100 * low / step:.0f} to {100 * high / step:.0f}) %"
 
 
 def communication_share(r: BenchResult) -> float | None:
@@ -62,6 +79,29 @@ def communication_share(r: BenchResult) -> float | None:
     if r.communication_s is None or r.step_time_s is None or not r.step_time_s.median:
         return None
     return r.communication_s / r.step_time_s.median
+
+
+def told_apart(r: BenchResult, single: BenchResult | None) -> bool:
+    """Whether the exposed communication of a cell is known well enough to be drawn.
+
+    It is not where its interval is wider than a quarter of a step, nor where what is left for computation is less than
+    a rank's share of the single device's step: no rank computes faster than that.
+    """
+    if r.communication_s is None or r.step_time_s is None:
+        return False
+    if r.ranks == 1:
+        return True
+    low, high, step = r.communication_low_s, r.communication_high_s, r.step_time_s.median
+    if low is None or high is None or high - low > _WIDEST * step:
+        return False
+    alone = single.step_time_s.median if single is not None and single.step_time_s is not None else 0.0
+    return step - r.communication_s >= _LEAST_SHARE * alone / r.ranks
+
+
+def _learnt(last: AccuracyPoint, num_classes: int) -> str:
+    if last.validation_accuracy <= _CHANCE / num_classes:
+        return f"loss {last.validation_loss:.3f} after {last.epoch:.2g} epochs"
+    return f"{percent(last.validation_accuracy)} after {last.epoch:.2g} epochs"
 
 
 def throughput(r: BenchResult) -> float | None:
@@ -80,17 +120,40 @@ def sentences(bench: Bench, model: str) -> list[str]:
         said.append(f"fastest for {model}: {strategy}, {seconds(time)} a step")
     said += [f"{r.strategy} was not measured: {r.why_not}" for r in bench.of(model) if r.step_time_s is None]
     said += [f"asa chose {summary(r.components)}" for r in bench.of(model) if r.strategy == "asa" and r.components]
-    return said + [comparison(c) for c in bench.comparisons if c.model == model]
+    own = [c for c in bench.comparisons if c.model == model]
+    noise = next((c for c in own if c.left == c.right), None)
+    disturbed = busy(bench, model)
+    return said + [comparison(c, noise, disturbed=bool(disturbed)) for c in own] + ([disturbed] if disturbed else [])
 
 
-def comparison(c: Comparison) -> str:
-    """A paired ratio with its interval; an A/A comparison is named as such."""
-    interval = f"{c.ratio:.3f} (95 %: {c.low:.3f} to {c.high:.3f}, {c.pairs} pairs)"
+def busy(bench: Bench, model: str) -> str:
+    """What other processes took while the cells of ``model`` were measured, where that is too much; else empty."""
+    taken = next((c.others_cores for c in bench.comparisons if c.model == model and c.others_cores is not None), None)
+    ranks = max((r.ranks for r in bench.of(model)), default=1)
+    cores = bench.environment.cpu_cores
+    if taken is None or taken <= max(0, cores - ranks) + _BUSY * min(ranks, cores):
+        return ""
+    return (
+        f"other processes kept {taken:.1f} of {cores} cores busy while {ranks} ranks were measured: no verdict; "
+        "measure again on a quiet machine"
+    )
+
+
+def comparison(c: Comparison, noise: Comparison | None, *, disturbed: bool = False) -> str:
+    """A paired ratio with its interval, and what it shows beside ``noise``, the A/A comparison."""
+    few = c.pairs < FEWEST
+    interval = f"{c.ratio:.3f} ({'all' if few else '95 %'}: {c.low:.3f} to {c.high:.3f}, {c.pairs} pairs)"
     if c.left == c.right:
         return f"A/A, {c.left} against itself: {interval}: a ratio inside this says nothing"
-    if c.low <= 1 <= c.high:
-        return f"time of {c.left} over {c.right}: {interval}: no difference shown"
-    return f"time of {c.left} over {c.right}: {interval}: {c.left if c.high < 1 else c.right} is faster"
+    said = f"time of {c.left} over {c.right}: {interval}"
+    if disturbed:
+        return said
+    if few or (noise is not None and noise.pairs < FEWEST):
+        return f"{said}: too few pairs to tell"
+    low, high = (min(1.0, noise.low), max(1.0, noise.high)) if noise is not None else (1.0, 1.0)
+    if c.high < low or c.low > high:
+        return f"{said}: {c.left if c.high < low else c.right} is faster"
+    return f"{said}: not told apart from noise"
 
 
 def machine(bench: Bench) -> str:
@@ -175,5 +238,5 @@ def _tables(bench: Bench, model: str) -> list[RenderableType]:
     for r in bench.of(model):
         style = "bold" if r.strategy == "asa" else "dim" if r.step_time_s is None else ""
         first.add_row(*times(r), style=style)
-        second.add_row(r.strategy, *costs(r), style=style)
+        second.add_row(r.strategy, *costs(r, bench.settings.num_classes), style=style)
     return [first, line(""), second]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from asa.ir.bench import Bench
 from asa.report import drawing
-from asa.report.bench import communication_share
+from asa.report.bench import communication_share, told_apart
 from asa.report.drawing import Row
 from asa.report.tables import short
 
@@ -97,14 +97,18 @@ def speedup(bench: Bench) -> Chart:
 def compute_communication(bench: Bench) -> Chart:
     """A measured step, split into computation and the communication it could not hide."""
     rows: list[Row] = []
+    alone = {r.model: r for r in bench.results if r.strategy == "single"}
     for r in bench.results:
-        if r.step_time_s is not None and r.communication_s is not None:
+        if r.step_time_s is not None and r.communication_s is not None and told_apart(r, alone.get(r.model)):
             total = r.step_time_s.median
             rows.append((r.model, r.strategy, total - r.communication_s, r.communication_s, communication_share(r)))
     return Chart(
         name="compute_communication",
         title="Computation against communication",
-        caption="Measured median step: computation, and communication that was not hidden behind it.",
+        caption=(
+            "Measured median step: computation, and communication that was not hidden behind it. Cells in which noise "
+            "hides how much that was are left out."
+        ),
         columns=("model", "strategy", "compute_s", "communication_s", "communication_share"),
         rows=tuple(rows),
         draw=drawing.compute_communication,

@@ -74,7 +74,7 @@ def _results(bench: Bench, model: str) -> str:
     rows = []
     for r in bench.of(model):
         kind = "asa" if r.strategy == "asa" else "missing" if r.step_time_s is None else ""
-        rows.append((kind, (*words.times(r), *words.costs(r))))
+        rows.append((kind, (*words.times(r), *words.costs(r, bench.settings.num_classes))))
     return _table(words.COLUMNS, rows)
 
 

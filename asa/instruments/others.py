@@ -1,0 +1,39 @@
+"""Cores that other processes keep busy while something is measured here."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+
+
+class OthersCores:
+    """``cores`` that others kept busy, on average; None before the end of :func:`watching`."""
+
+    cores: float | None = None
+
+
+@contextmanager
+def watching() -> Iterator[OthersCores]:
+    """Measures until the end of the block. What this process and children that have ended by then used is its own."""
+    found = OthersCores()
+    busy, own, began = _busy_s(), _own_s(), time.monotonic()
+    yield found
+    seconds = time.monotonic() - began
+    if seconds > 0:
+        found.cores = max(0.0, (_busy_s() - busy) - (_own_s() - own)) / seconds
+
+
+def _busy_s() -> float:
+    times = psutil.cpu_times()
+    idle = times.idle + getattr(times, "iowait", 0.0)
+    # On Linux, time of guests is within that of user and nice.
+    return float(sum(times) - idle - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0))
+
+
+def _own_s() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system

@@ -1,0 +1,29 @@
+"""Intervals that cover what they say at their number of observations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+FEWEST = 6
+"""Observations from which on an interval between two of them covers the median with 95 %: 1 - 2 / 2**6 is 97 %."""
+
+
+def median_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float]:
+    """The narrowest interval between observations, equally far from both ends, that covers the median with ``level``.
+
+    Below :data:`FEWEST` observations no such interval exists: the least and the largest are returned. Exact for
+    independent observations of any distribution: the number of them below the median is binomial with one half (David
+    and Nagaraja, "Order Statistics", 7.1).
+
+    >>> median_interval([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0])
+    (1.0, 8.0)
+    >>> median_interval([float(x) for x in range(1, 13)])
+    (3.0, 10.0)
+    """
+    ordered, n = sorted(values), len(values)
+    below, k = 0.0, 0
+    while k < n // 2 and 2 * (below + math.comb(n, k) / 2**n) <= 1 - level:
+        below += math.comb(n, k) / 2**n
+        k += 1
+    return ordered[max(0, k - 1)], ordered[n - max(1, k)]
