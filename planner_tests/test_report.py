@@ -49,14 +49,36 @@ def test_nothing_has_no_sign():
     assert not re.search(r"-0(\.0)? ", text)
 
 
-def test_a_plan_shows_groups_baselines_and_certificate():
-    text = tables.plain(plan.render(nouns.plan()), width=200)
+def test_a_plan_shows_its_figures_its_groups_and_the_fastest_strategies():
+    text = tables.plain(plan.render(nouns.plan(), shares=(0.25, 0.25, 0.5)), width=80)
+    assert re.search(r"^Plan +.* a step \(90 %: .*\), .* samples/s, .* a rank$", text, re.MULTILINE)
+    assert re.search(r"^Against .* (faster|slower) than|as fast as", text, re.MULTILINE)
+    assert re.search(r"^Proof +(optimal|feasible)", text, re.MULTILINE)
     assert "stem .. body.0 (2)" in text
     assert "tensor x2" in text
-    assert "16 GiB of 8" in text, "a baseline that does not fit says why"
-    assert text.index("this plan (asa)") < text.index("ddp "), "fastest first"
-    assert "optimal" in text
+    assert "50 % ######" in text
+    assert text.index("\nthis plan") < text.index("\nddp "), "fastest first"
     assert "note: a note" in text
+    assert all(len(row) <= 80 for row in text.splitlines()[1:])
+
+
+def test_strategies_that_do_not_fit_are_named_and_explained_when_asked():
+    made = nouns.plan()
+    short, whole = (tables.plain(plan.render(made, verbose=v), width=200) for v in (False, True))
+    large = [b.name for b in made.baselines if not b.fits]
+    assert large
+    assert "16 GiB of 8" not in short
+    assert all(name in short for name in large)
+    assert "16 GiB of 8" in whole, "a baseline that does not fit says why"
+    assert "certificate: optimal" in whole
+
+
+def test_strategies_that_are_one_and_the_same_share_a_row():
+    made = nouns.plan()
+    first = next(b for b in made.baselines if b.fits)
+    twin = replace(first, name="hybrid:twin")
+    text = tables.plain(plan.render(replace(made, baselines=(*made.baselines, twin))), width=120)
+    assert f"{first.name} = hybrid:twin" in text
 
 
 def test_best_plans_show_their_times_however_long_their_assignments():

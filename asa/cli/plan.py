@@ -24,7 +24,7 @@ def run(args: Arguments, console: Console) -> None:
     from rich.text import Text
 
     from asa.cli import choose
-    from asa.planner import Request, check_request, parse_pin, plan, usual_limit
+    from asa.planner import Request, check_request, parse_pin, plan, step_shares, usual_limit
     from asa.report import frontier as curves
     from asa.report import plan as report
     from asa.strategies import offered
@@ -75,8 +75,10 @@ def run(args: Arguments, console: Console) -> None:
         found = _frontier(args, profile, cluster, request, plans[0])
         data["frontier"] = codec.to_data(found)
         more += curves.render(found)
-    console.result(data, lambda: [*report.render(plans[0]), *more])
+    shares = step_shares(plans[0], profile, cluster, offered())
+    console.result(data, lambda: [*report.render(plans[0], verbose=args.verbose, shares=shares), *more])
     console.say(f"asa: wrote {path}")
+    console.say("asa: next: asa train | asa explain --why-not ddp | asa plan --verify 3")
 
 
 def _frontier(args: Arguments, profile: Profile, cluster: Cluster, request: Request, answer: Plan) -> Frontier:
@@ -158,6 +160,13 @@ VERBS = (
             o.option(o.INPUT, help="of a model that is profiled first"),
             o.option(o.CLASSES, help="of a model that is profiled first"),
             o.option(o.OUTPUT, help="file to write (default: runs/plans/MODEL.CLUSTER.GPUS.json)"),
+            Option(
+                name="verbose",
+                short="-v",
+                help="every strategy with its refusal, what the step is made of, and how the search went",
+                switch=True,
+                default=False,
+            ),
             o.JSON,
         ),
         details="The plan goes to runs/plans/, where `asa train` finds it.",

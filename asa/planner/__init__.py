@@ -11,7 +11,7 @@ from asa.planner.answer.explain import (
     explain,
     why_not,
 )
-from asa.planner.answer.verify import verify
+from asa.planner.answer.verify import step_shares, verify
 from asa.planner.decide import plan
 from asa.planner.space.admission import check_request
 from asa.planner.space.request import Pin, Request, SolverName, parse_pin, usual_limit
@@ -29,6 +29,7 @@ __all__ = [
     "explain",
     "parse_pin",
     "plan",
+    "step_shares",
     "usual_limit",
     "verify",
     "why_not",

@@ -7,80 +7,164 @@ from collections.abc import Sequence
 from rich.console import RenderableType
 
 from asa.ir.plan import Assignment, Baseline, Plan, Trial
+from asa.ir.units import figures
 from asa.report.tables import groups, line, runs, short, table
 from asa.report.units import NOTHING, error, percent, rate, seconds, size
 
 _POINTS = 5
 """Most points shown of the curve of a search."""
+_PROVED = 1e-6
+"""A gap that is none."""
+_ROWS, _NAMES, _BAR = 8, 4, 12
+"""Most whole strategies shown without ``-v``, most names of those left out, characters of a bar for all of a step."""
 
 
-def render(plan: Plan) -> list[RenderableType]:
-    """The whole plan."""
-    return [
-        headline(plan),
-        line(""),
-        assignments(plan),
-        line(""),
-        baselines(plan),
-        line(""),
-        prediction(plan),
-        certificate(plan),
-        *search(plan),
-        *doubt(plan),
-        *measured(plan),
-        *(line(f"note: {n}") for n in plan.notes),
-    ]
+def render(plan: Plan, *, verbose: bool = False, shares: Sequence[float] = ()) -> list[RenderableType]:
+    """What the plan is, what it is held against and how sure it is, its components, and the best whole strategies.
+
+    ``shares``: of a step, per component, where they are known. ``verbose``: every strategy with its refusal, what the
+    step is made of, the space of the certificate and the course of the search.
+    """
+    found: list[RenderableType] = [headline(plan), *standing(plan), line("")]
+    found += [assignments(plan, shares), line(""), *baselines(plan, verbose=verbose)]
+    if verbose:
+        found += [line(""), prediction(plan), certificate(plan), *search(plan), *doubt(plan)]
+    return [*found, *measured(plan), *(line(f"note: {n}") for n in plan.notes)]
 
 
 def headline(plan: Plan) -> RenderableType:
     """What is planned, on what, for which batch."""
-    where = f"{plan.gpus} device{'s' if plan.gpus > 1 else ''}"
+    where = f"{plan.gpus} x {plan.device_type}"
     if plan.num_ranks < plan.gpus:
         where = f"{plan.num_ranks} of {where}"
     return line(
-        f"{plan.model_spec} on {where} ({plan.device_type}, {plan.cluster}), global batch {plan.global_batch}, "
-        f"{plan.precision}, {plan.optimizer}, strategy {plan.strategy}"
-        + (f", gradients as {plan.compression}" if plan.compression != "none" else ""),
+        f"{plan.model_spec} on {where} ({plan.cluster}, {plan.origin}), batch {plan.global_batch}, {plan.precision}, "
+        f"{plan.optimizer}" + (f", gradients as {plan.compression}" if plan.compression != "none" else ""),
         "bold",
     )
 
 
-def assignments(plan: Plan) -> RenderableType:
-    """Components with the same assignment share a line."""
-    away = any(c.offload for c in plan.components)
-    made = table("Assignment", ("components", "data", "tensor", "stage", "checkpoint", *["offload"] * away), left=3)
+def standing(plan: Plan) -> list[RenderableType]:
+    """Four lines: the plan's figures, what it is faster than, what is proved, and how sure that is."""
+    p, c, sure = plan.prediction, plan.certificate, plan.confidence
+    said = [
+        f"Plan     {seconds(p.step_time_s)} a step (90 %: {seconds(p.step_time_low_s)} to "
+        f"{seconds(p.step_time_high_s)}), {figures(p.samples_per_s)} samples/s, "
+        f"{size(max(p.memory_bytes_per_rank))} a rank",
+        f"Against  {_against(plan)}",
+    ]
+    if c.gap <= _PROVED:
+        said.append(f"Proof    optimal in {seconds(c.solve_s)}: nothing in the space is faster")
+    else:
+        said.append(f"Proof    {c.status} after {seconds(c.solve_s)}: at most {percent(c.gap)} could be saved")
+    if sure is not None and sure.finalists > 1 and plan.measured is None:
+        said.append(f"Doubt    {100 * sure.p_best:.0f} % that it is the best of {sure.finalists}, or within 1 % of it")
+    return [line(text) for text in said]
+
+
+def _against(plan: Plan) -> str:
+    """How much faster the plan is than the best whole strategy and than plain data parallelism."""
+    step = plan.prediction.step_time_s
+    known = {b.name: b.step_time_s for b in plan.baselines if b.fits and b.step_time_s is not None}
+    if not known:
+        return "no whole strategy fits"
+    name = min(known, key=lambda n: (known[n], n == "hybrid"))
+    said = [f"{_faster(known[name], step)} {name} (best whole strategy)"]
+    if "ddp" in known and name != "ddp":
+        said.append(f"{_faster(known['ddp'], step)} ddp")
+    elif "ddp" not in known and plan.gpus > 1:
+        said.append("ddp does not fit")
+    return ", ".join(said)
+
+
+def _faster(other_s: float, step_s: float) -> str:
+    gain = 1 - step_s / other_s
+    return "as fast as" if abs(gain) < 5e-4 else f"{percent(abs(gain))} {'faster' if gain > 0 else 'slower'} than"
+
+
+def assignments(plan: Plan, shares: Sequence[float] = ()) -> RenderableType:
+    """Components with the same assignment share a line; with their share of the step where that is known."""
+    staged = len(plan.stages) > 1
+    made = table("", ("components", "runs as", *["stage"] * staged), left=2)
+    if shares:
+        made.add_column("of the step", justify="left", no_wrap=True)
+    at = 0
     for first, names in groups(plan.components):
-        made.add_row(
-            runs(names),
-            "whole batch" if first.data.degree == 1 else first.data.text,
-            _degree(first.tensor.strategy, first.tensor.degree, "whole weights"),
-            str(first.stage),
-            "yes" if first.checkpoint else "no",
-            *["yes" if first.offload else "no"] * away,
-        )
+        part = sum(shares[at : at + len(names)])
+        at += len(names)
+        cells = [runs(names), short(first), *[str(first.stage)] * staged]
+        if shares:
+            cells.append(f"{100 * part:3.0f} % {'#' * round(_BAR * part)}")
+        made.add_row(*cells)
+    made.title = None
     return made
 
 
-def baselines(plan: Plan) -> RenderableType:
-    """Every whole strategy beside the plan, fastest first, with what it would cost and whether it fits."""
-    made = table("Predicted", ("strategy", "step", "against plan", "memory per rank", "fits"), left=1)
+def baselines(plan: Plan, *, verbose: bool = False) -> list[RenderableType]:
+    """Whole strategies beside the plan, fastest first: the best ones, those that are one and the same joined.
+
+    ``verbose``: all of them, with the reason for each that does not fit.
+    """
     best = plan.prediction.step_time_s
     here = Baseline(
-        name=f"this plan ({plan.strategy})",
-        step_time_s=best,
-        memory_bytes_max=max(plan.prediction.memory_bytes_per_rank),
-        fits=True,
+        name="this plan", step_time_s=best, memory_bytes_max=max(plan.prediction.memory_bytes_per_rank), fits=True
     )
-    for b in sorted((here, *plan.baselines), key=_rank):
-        made.add_row(
-            b.name,
+    order = sorted((here, *plan.baselines), key=_rank)
+    rows = [[b] for b in order] if verbose else _joined([b for b in order if b.fits and not _priced_only(b)])
+    shown = rows if verbose else _shown(rows, here)
+    made = table("", ("strategy", "step", "against", "memory", *["fits"] * verbose), left=1)
+    made.title = None
+    for alike in shown:
+        b = alike[0]
+        cells = [
+            " = ".join(x.name for x in alike),
             seconds(b.step_time_s),
             NOTHING if b is here else error(b.step_time_s, best),
             size(b.memory_bytes_max),
-            "yes" if b.fits else f"no: {b.why_not}" if b.why_not else "no",
-            style="bold" if b is here else "" if b.fits else "dim",
-        )
-    return made
+        ]
+        if verbose:
+            cells.append("yes" if b.fits else f"no: {b.why_not}" if b.why_not else "no")
+        made.add_row(*cells, style="bold" if here in alike else "" if b.fits else "dim")
+    return [made] if verbose else [made, *_folded(plan, len(rows) - len(shown))]
+
+
+def _joined(order: Sequence[Baseline]) -> list[list[Baseline]]:
+    """Strategies that are the same to the last figure, together."""
+    found: list[list[Baseline]] = []
+    for b in order:
+        if found and (found[-1][0].step_time_s, found[-1][0].memory_bytes_max) == (b.step_time_s, b.memory_bytes_max):
+            found[-1].append(b)
+        else:
+            found.append([b])
+    return found
+
+
+def _shown(rows: list[list[Baseline]], here: Baseline) -> list[list[Baseline]]:
+    """The fastest rows; the plan, plain data parallelism and the single device always among them."""
+    kept = {id(r) for r in rows if any(b is here or b.name in ("ddp", "single") for b in r)}
+    for r in rows:
+        if len(kept) < _ROWS:
+            kept.add(id(r))
+    return [r for r in rows if id(r) in kept]
+
+
+def _folded(plan: Plan, more: int) -> list[RenderableType]:
+    """What the short table leaves out, on one line."""
+    run = [b for b in plan.baselines if not _priced_only(b)]
+    said = [f"{more} more"] if more else []
+    for what, names in (
+        ("too large", [b.name for b in run if not b.fits and b.step_time_s is not None]),
+        ("not to be had here", [b.name for b in run if not b.fits and b.step_time_s is None]),
+        ("priced only", [b.name for b in plan.baselines if _priced_only(b)]),
+    ):
+        rest = f" and {len(names) - _NAMES} others" if len(names) > _NAMES else ""
+        said += [f"{what}: {', '.join(names[:_NAMES])}{rest}"] if names else []
+    return [line(f"-v shows: {'; '.join(said)}", "dim")] if said else []
+
+
+def _priced_only(b: Baseline) -> bool:
+    """Whether a strategy has a price and no executor."""
+    return b.name.startswith("ps_")
 
 
 def prediction(plan: Plan) -> RenderableType:
@@ -194,7 +278,3 @@ def summary(components: Sequence[Assignment]) -> str:
 
 def _rank(b: Baseline) -> tuple[bool, float]:
     return (not b.fits, b.step_time_s if b.step_time_s is not None else float("inf"))
-
-
-def _degree(strategy: str, degree: int, alone: str) -> str:
-    return alone if degree == 1 and strategy in ("replicate", "none") else f"{strategy} x{degree}"

@@ -20,3 +20,18 @@ def verify(plan: Plan, profile: Profile, cluster: Cluster, strategies: Strategie
     price = price_plan(plan, profile, cluster, strategies)
     widths = [len(s.ranks) for s in plan.stages]
     return predict(price, on_device(profile, cluster), cluster, widths=widths, global_batch=plan.global_batch)
+
+
+def step_shares(plan: Plan, profile: Profile, cluster: Cluster, strategies: Strategies) -> tuple[float, ...]:
+    """The share of each component in the work of a step, 0 to 1, boundaries counted with the component behind them.
+
+    Raises:
+        InvalidInputError: as for :func:`verify`.
+    """
+    found = price_plan(plan, profile, cluster, strategies)
+    each = [
+        c.compute_s + c.blocking_s + c.sync_s + c.update_s + c.update_communication_s + b.blocking_s
+        for c, b in zip(found.components, found.boundaries[:-1], strict=True)
+    ]
+    whole = sum(each)
+    return tuple(x / whole for x in each) if whole > 0 else ()
