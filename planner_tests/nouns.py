@@ -210,6 +210,8 @@ def bench() -> b.Bench:
                     predicted_step_time_s=time * (0.95 + 0.03 * i),
                     samples_per_s=64 / time,
                     communication_s=0.0 if strategy == "single" else 0.1 * time,
+                    communication_low_s=0.0 if strategy == "single" else 0.08 * time,
+                    communication_high_s=0.0 if strategy == "single" else 0.12 * time,
                     peak_memory_bytes=(300 - 20 * i) * MIB,
                     predicted_memory_bytes=(310 - 20 * i) * MIB,
                     plan_fingerprint=f"{i:016x}",

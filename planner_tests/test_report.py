@@ -22,7 +22,10 @@ from asa.ir.intervals import median_interval
 from asa.planner.answer.explain import Difference, Term
 from asa.report import bench, charts, checks, cluster, explain, page, plan, profile, tables, training, units, verify
 
-FIGURES = ("training_time", "speedup", "compute_communication", "accuracy", "memory", "assignment")
+FIGURES = (
+    "training_time", "predicted_measured", "speedup", "compute_communication", "accuracy", "loss", "memory",
+    "assignment",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("module", [units, tables, cluster, profile])
@@ -295,10 +298,43 @@ def test_the_page_is_self_contained(written):
         ElementTree.fromstring(svg)
 
 
+def test_the_page_can_be_heard_and_walked_through(written):
+    text = (written / "report.html").read_text()
+    assert len(re.findall(r'<svg role="img" aria-labelledby="[^"]+" aria-describedby="[^"]+"', text)) == len(FIGURES)
+    assert text.count("<table>") == text.count("<caption>") == text.count('role="region"')
+    heads = re.findall(r"<th[ >]", text)
+    assert len(heads) == len(re.findall(r'<th scope="(?:col|row)"', text))
+    ids = set(re.findall(r'id="([^"]+)"', text))
+    for attribute in ("aria-labelledby", "aria-describedby"):
+        assert set(re.findall(rf'{attribute}="([^"]+)"', text)) <= ids
+    assert text.index('class="first"') < text.index('id="training_time"') < text.index("<table>"), "the story first"
+    assert len(text.encode()) < 1_000_000
+    assert "prefers-color-scheme: dark" in text
+
+
+def luminance(colour: str) -> float:
+    wide = colour if len(colour) == 7 else "#" + "".join(2 * c for c in colour[1:])
+    parts = [int(wide[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_text_stands_out_from_the_paper_in_both_schemes():
+    """Contrast by WCAG 2.1: 4.5 for text."""
+    schemes = re.findall(r":root \{([^}]*)\}", page.STYLE)
+    assert len(schemes) == 2
+    for scheme in schemes:
+        colours = dict(re.findall(r"--(\w+): (#[0-9a-f]+)", scheme))
+        paper = luminance(colours["paper"])
+        for name in ("ink", "soft", "accent"):
+            high, low = sorted((luminance(colours[name]), paper), reverse=True)
+            assert (high + 0.05) / (low + 0.05) >= 4.5, name
+
+
 def test_the_same_comparison_gives_the_same_figure(written, tmp_path):
     _, svg = page.draw(charts.memory(nouns.bench()), tmp_path)
     assert (tmp_path / "memory.svg").read_text() == (written / "figures/memory.svg").read_text()
-    assert svg in (written / "report.html").read_text()
+    assert svg.removeprefix("<svg ") in (written / "report.html").read_text()
 
 
 def test_a_comparison_in_which_nothing_ran_is_still_a_report(tmp_path):

@@ -20,8 +20,7 @@ _CHANCE = 2.0
 _BUSY = 0.1
 """Cores that others may take of each rank's before no verdict is given."""
 TIMES = ("strategy", "ranks", "step", "p10 - p90", "n", "predicted", "error", "samples/s")
-COSTS = ("peak memory", "predicted", "error", "communication", "accuracy")
-COLUMNS = (*TIMES, *COSTS)
+COSTS = ("peak memory", "predicted memory", "memory error", "communication", "accuracy")
 
 
 def render(bench: Bench) -> list[RenderableType]:
@@ -109,6 +108,20 @@ def throughput(r: BenchResult) -> float | None:
     if r.samples_per_s is not None:
         return r.samples_per_s
     return r.global_batch / r.step_time_s.median if r.step_time_s and r.step_time_s.median else None
+
+
+def story(bench: Bench, model: str) -> str:
+    """One sentence: how fast the fastest cell is, and what that is beside plain data parallelism and one device."""
+    timed = {r.strategy: r.step_time_s.median for r in bench.of(model) if r.step_time_s is not None}
+    if not timed:
+        return f"{model}: nothing could be measured."
+    best = min(timed, key=lambda s: (timed[s], s != "asa"))
+    beside = [(s, name) for s, name in (("ddp", "plain data parallelism"), ("single", "one device")) if s in timed]
+    ratios = [f"{timed[s] / timed[best]:.2f} times as fast as {name}" for s, name in beside if s != best]
+    said = f"{model}: {best} is the fastest measured, {seconds(timed[best])} a step"
+    if "asa" in timed and best != "asa":
+        ratios.append(f"asa took {timed['asa'] / timed[best]:.2f} times as long")
+    return said + (f"; {', '.join(ratios)}." if ratios else ".")
 
 
 def sentences(bench: Bench, model: str) -> list[str]:

@@ -1,9 +1,9 @@
-"""The six figures: what each shows, as rows anybody can plot again. Drawing them is :mod:`asa.report.drawing`."""
+"""The figures: what each shows, as rows anybody can plot again. Drawing them is :mod:`asa.report.drawing`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from asa.ir.bench import Bench
@@ -29,12 +29,14 @@ class Chart:
 
 
 def charts(bench: Bench) -> tuple[Chart, ...]:
-    """Training time, speed-up, computation against communication, accuracy, memory, strategy per component."""
+    """Training time first, then what was predicted, speed-up, communication, learning, memory and the strategies."""
     return (
         training_time(bench),
+        predicted_measured(bench),
         speedup(bench),
         compute_communication(bench),
         accuracy(bench),
+        loss(bench),
         memory(bench),
         assignment(bench),
     )
@@ -67,6 +69,23 @@ def training_time(bench: Bench) -> Chart:
     )
 
 
+def predicted_measured(bench: Bench) -> Chart:
+    """Every cell's predicted step against its measured one, with the interval of the prediction."""
+    rows: list[Row] = [
+        (r.model, r.strategy, r.step_time_s.median, r.predicted_step_time_s, r.predicted_low_s, r.predicted_high_s)
+        for r in bench.results
+        if r.step_time_s is not None and r.predicted_step_time_s is not None
+    ]
+    return Chart(
+        name="predicted_measured",
+        title="Predicted against measured",
+        caption="A point a cell, with its 90 % interval. The grey band is 10 % to either side: the aim.",
+        columns=("model", "strategy", "measured_s", "predicted_s", "low_s", "high_s"),
+        rows=tuple(rows),
+        draw=drawing.predicted_measured,
+    )
+
+
 def speedup(bench: Bench) -> Chart:
     """Speed over a single device: predicted on 1, 2, 4, 8 ranks, measured where that many ran."""
     alone_p = {p.model: p.predicted_s for p in bench.scaling if p.strategy == "single" and p.ranks == 1}
@@ -87,7 +106,10 @@ def speedup(bench: Bench) -> Chart:
     return Chart(
         name="speedup",
         title="Speed-up over one device",
-        caption="Lines: predicted for 1, 2, 4 and 8 ranks. Filled points: measured, where that many ranks ran.",
+        caption=(
+            f"Lines: predicted for {', '.join(str(n) for n in sorted({p.ranks for p in bench.scaling}))} ranks. Filled "
+            "points: measured, where that many ranks ran."
+        ),
         columns=("model", "strategy", "ranks", "predicted_s", "measured_s", "predicted_speedup", "measured_speedup"),
         rows=tuple(rows),
         draw=drawing.speedup,
@@ -129,6 +151,17 @@ def accuracy(bench: Bench) -> Chart:
         columns=("model", "strategy", "epoch", "seconds", "train_loss", "validation_loss", "validation_accuracy"),
         rows=tuple(rows),
         draw=drawing.accuracy,
+    )
+
+
+def loss(bench: Bench) -> Chart:
+    """Validation loss over the epochs."""
+    return replace(
+        accuracy(bench),
+        name="loss",
+        title="Validation loss over epochs",
+        caption="Loss of the same cells: it tells learning where accuracy is still near chance.",
+        draw=drawing.loss,
     )
 
 

@@ -1,4 +1,4 @@
-"""How the six figures are drawn: one panel a model, one colour a strategy everywhere, no global plotting state."""
+"""How the figures are drawn: one panel a model, one colour a strategy everywhere, no global plotting state."""
 
 from __future__ import annotations
 
@@ -39,6 +39,33 @@ def training_time(rows: Sequence[Row]) -> Figure:
             _predicted(axes, predicted, y, missing=median is None)
         _strategies(axes, found)
         axes.set_xlabel("seconds per step")
+    return figure
+
+
+def predicted_measured(rows: Sequence[Row]) -> Figure:
+    """Rows: model, strategy, measured, predicted, low, high."""
+    figure, panels = _panels(rows, height=3.6)
+    for axes, found in panels:
+        times = [v for row in found for i in (2, 3) if (v := _number(row[i])) is not None]
+        ends = [0.8 * min(times), 1.25 * max(times)] if times else [0.1, 1.0]
+        axes.fill_between(ends, [0.9 * x for x in ends], [1.1 * x for x in ends], color="#DDDDDD", linewidth=0)
+        axes.plot(ends, ends, color="#999999", linewidth=1)
+        for i, row in enumerate(found):
+            measured, predicted, low, high = (_number(row[k]) for k in (2, 3, 4, 5))
+            if measured is None or predicted is None:
+                continue
+            if low is not None and high is not None:
+                axes.plot([measured, measured], [low, high], color=colour(str(row[1])), linewidth=1, alpha=0.7)
+            axes.plot(
+                measured, predicted, marker=MARKERS[i % len(MARKERS)], color=colour(str(row[1])), linestyle="none",
+                label=str(row[1]),
+            )  # fmt: skip
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xlim(*ends)
+        axes.set_xlabel("measured, seconds per step")
+        axes.set_ylabel("predicted, seconds per step")
+        axes.legend(frameon=False, fontsize=7)
     return figure
 
 
@@ -104,10 +131,19 @@ def speedup(rows: Sequence[Row]) -> Figure:
 
 def accuracy(rows: Sequence[Row]) -> Figure:
     """Rows: model, strategy, epoch, seconds, train loss, validation loss, validation accuracy."""
+    return _over_epochs(rows, 6, 100.0, "validation accuracy, %")
+
+
+def loss(rows: Sequence[Row]) -> Figure:
+    """Rows as for :func:`accuracy`."""
+    return _over_epochs(rows, 5, 1.0, "validation loss")
+
+
+def _over_epochs(rows: Sequence[Row], column: int, scale: float, label: str) -> Figure:
     figure, panels = _panels(rows, height=3.4)
     for axes, found in panels:
         for i, strategy in enumerate(dict.fromkeys(str(row[1]) for row in found)):
-            points = [(row[2], 100 * (_number(row[6]) or 0.0)) for row in found if row[1] == strategy]
+            points = [(row[2], scale * (_number(row[column]) or 0.0)) for row in found if row[1] == strategy]
             axes.plot(
                 *_columns(points),
                 color=colour(strategy),
@@ -118,7 +154,7 @@ def accuracy(rows: Sequence[Row]) -> Figure:
                 label=strategy,
             )
         axes.set_xlabel("epochs")
-        axes.set_ylabel("validation accuracy, %")
+        axes.set_ylabel(label)
         axes.legend(frameon=False)
     return figure
 

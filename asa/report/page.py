@@ -15,16 +15,25 @@ from asa.report import bench as words
 from asa.report.charts import Chart, charts
 
 STYLE = """
-:root { --ink: #222; --soft: #666; --line: #ddd; --accent: #d55e00; --paper: #fff; }
+:root { --ink: #1f2328; --soft: #57606a; --line: #d0d7de; --accent: #9a3b00; --paper: #fff; color-scheme: light dark; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6edf3; --soft: #a5b0bb; --line: #3d444d; --accent: #ffa657; --paper: #0d1117; }
+}
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
        max-width: 1080px; margin: 2rem auto; padding: 0 1.2rem; }
 h1 { font-size: 1.6rem; margin-bottom: .2rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; }
-p.soft, figcaption { color: var(--soft); font-size: .9rem; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .86rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .3rem .7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; } tr.asa td { font-weight: 600; color: var(--accent); }
-tr.missing td { color: var(--soft); } figure { margin: 1.4rem 0; } figure svg { max-width: 100%; height: auto; }
-ul { padding-left: 1.2rem; } code { font-size: .85em; }
+p.first { font-size: 1.1rem; } p.soft, figcaption, caption { color: var(--soft); font-size: .9rem; }
+nav ul { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: .3rem 1rem; } a { color: inherit; }
+.wide { overflow-x: auto; } .wide:focus { outline: 2px solid var(--accent); outline-offset: 2px; }
+table { border-collapse: collapse; font-size: .86rem; font-variant-numeric: tabular-nums; margin-bottom: 1rem; }
+caption { text-align: left; padding-bottom: .3rem; }
+th, td { padding: .3rem .6rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; } tr.asa > * { font-weight: 600; color: var(--accent); }
+tr.missing > * { color: var(--soft); }
+figure { margin: 1.4rem 0; } .paper { background: #fff; border-radius: 6px; padding: .6rem; overflow-x: auto; }
+figure svg { width: 100%; min-width: 24rem; max-width: 56rem; height: auto; display: block; }
+ul { padding-left: 1.2rem; } code { font-size: .85em; overflow-wrap: anywhere; }
+@media print { body { max-width: none; margin: 0; } nav { display: none; } figure, table { break-inside: avoid; } }
 """
 
 
@@ -45,50 +54,83 @@ def write(bench: Bench, folder: Path) -> list[Path]:
 
 def html(bench: Bench, drawn: list[tuple[Chart, str]]) -> str:
     """The page; ``drawn`` are the figures with their inline SVG."""
+    first, *others = drawn
+    models = escape(", ".join(bench.settings.models))
     parts = [
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>asa bench: {escape(', '.join(bench.settings.models))}</title><style>{STYLE}</style></head><body>",
-        f"<h1>{escape(', '.join(bench.settings.models))} under every strategy</h1>",
-        f'<p class="soft">{escape(words.machine(bench))}. Data: {escape(bench.settings.data_source)}. '
-        f"{escape(bench.created)}</p>",
+        f"<title>asa bench: {models}</title><style>{STYLE}</style></head><body><main>",
+        f"<h1>{models} under every strategy</h1>",
+        *(f'<p class="first">{escape(words.story(bench, model))}</p>' for model in bench.settings.models),
+        _figure(*first),
+        _contents(bench, drawn),
     ]
     for model in bench.settings.models:
-        parts += [f"<h2>{escape(model)}</h2>", _results(bench, model)]
+        parts += [f'<h2 id="model-{escape(model)}">{escape(model)}</h2>', *_results(bench, model)]
         parts += ["<ul>", *(f"<li>{escape(s)}</li>" for s in words.sentences(bench, model)), "</ul>"]
-    for chart, svg in drawn:
-        parts += [
-            f'<h2>{escape(chart.title)}</h2><figure id="{chart.name}">',
-            svg,
-            f"<figcaption>{escape(chart.caption)} Data: <code>figures/{chart.name}.csv</code>.</figcaption></figure>",
-        ]
+    parts += [_figure(chart, svg) for chart, svg in others]
     if bench.notes:
-        parts += ["<h2>Notes</h2><ul>", *(f"<li>{escape(n)}</li>" for n in bench.notes), "</ul>"]
-    parts += ["<h2>Plans, written before the first measurement</h2>", _sealed(bench)]
-    parts += [f'<p class="soft">First measured step: {escape(bench.started)}.</p>', "</body></html>\n"]
+        parts += ['<h2 id="notes">Notes</h2><ul>', *(f"<li>{escape(n)}</li>" for n in bench.notes), "</ul>"]
+    parts += ['<h2 id="plans">Plans, written before the first measurement</h2>', _sealed(bench)]
+    parts += [
+        f'<p class="soft">{escape(words.machine(bench))}. Data: {escape(bench.settings.data_source)}. '
+        f"{escape(bench.created)}. First measured step: {escape(bench.started)}.</p>",
+        "</main></body></html>\n",
+    ]
     return "\n".join(parts)
 
 
-def _results(bench: Bench, model: str) -> str:
-    rows = []
+def _figure(chart: Chart, svg: str) -> str:
+    """A figure with its title, what it shows for those who cannot see it, and where its data are."""
+    name = escape(chart.name)
+    told = f'role="img" aria-labelledby="{name}-title" aria-describedby="{name}-caption"'
+    return (
+        f'<h2 id="{name}-title">{escape(chart.title)}</h2><figure id="{name}">'
+        f'<div class="paper" tabindex="0">{svg.replace("<svg ", f"<svg {told} ", 1)}</div>'
+        f'<figcaption id="{name}-caption">{escape(chart.caption)} Data: <code>figures/{name}.csv</code> beside this '
+        "comparison's <code>bench.json</code>.</figcaption></figure>"
+    )
+
+
+def _contents(bench: Bench, drawn: list[tuple[Chart, str]]) -> str:
+    links = [(f"model-{m}", m) for m in bench.settings.models] + [(f"{c.name}-title", c.title) for c, _ in drawn]
+    links += [("notes", "Notes")] if bench.notes else []
+    links.append(("plans", "Plans"))
+    items = "".join(f'<li><a href="#{escape(at)}">{escape(text)}</a></li>' for at, text in links)
+    return f'<nav aria-label="Contents"><ul>{items}</ul></nav>'
+
+
+def _results(bench: Bench, model: str) -> list[str]:
+    times: list[tuple[str, tuple[str, ...]]] = []
+    costs: list[tuple[str, tuple[str, ...]]] = []
     for r in bench.of(model):
         kind = "asa" if r.strategy == "asa" else "missing" if r.step_time_s is None else ""
-        rows.append((kind, (*words.times(r), *words.costs(r, bench.settings.num_classes))))
-    return _table(words.COLUMNS, rows)
+        times.append((kind, words.times(r)))
+        costs.append((kind, (r.strategy, *words.costs(r, bench.settings.num_classes))))
+    return [
+        _table(f"{model}: time of a step, measured and predicted", words.TIMES, times),
+        _table(f"{model}: memory of the fullest rank, communication, learning", ("strategy", *words.COSTS), costs),
+    ]
 
 
 def _sealed(bench: Bench) -> str:
     columns = ("model", "strategy", "plan", "profile", "profile of", "cluster", "written")
-    return _table(columns, [("", row) for row in words.sealed(bench)])
+    return _table("Fingerprints and dates", columns, [("", row) for row in words.sealed(bench)])
 
 
-def _table(columns: tuple[str, ...], rows: list[tuple[str, tuple[str, ...]]]) -> str:
-    head = "".join(f"<th>{escape(c)}</th>" for c in columns)
+def _table(caption: str, columns: tuple[str, ...], rows: list[tuple[str, tuple[str, ...]]]) -> str:
+    head = "".join(f'<th scope="col">{escape(c)}</th>' for c in columns)
     body = "".join(
-        f'<tr class="{kind}">' + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for kind, row in rows
+        f'<tr class="{kind}"><th scope="row">{escape(row[0])}</th>'
+        + "".join(f"<td>{escape(cell)}</td>" for cell in row[1:])
+        + "</tr>"
+        for kind, row in rows
     )
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    return (
+        f'<div class="wide" tabindex="0" role="region" aria-label="{escape(caption)}"><table>'
+        f"<caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
 
 
 def draw(chart: Chart, folder: Path) -> tuple[list[Path], str]:
@@ -104,11 +146,11 @@ def draw(chart: Chart, folder: Path) -> tuple[list[Path], str]:
     with rc_context(settings):
         figure = chart.draw(chart.rows)
         svg = StringIO()
-        figure.savefig(svg, format="svg", metadata={"Date": None})
+        figure.savefig(svg, format="svg", bbox_inches="tight", metadata={"Date": None})
         paths = [folder / f"{chart.name}.{kind}" for kind in ("svg", "pdf", "png", "csv")]
         paths[0].write_text(svg.getvalue(), encoding="utf-8")
-        figure.savefig(paths[1], format="pdf", metadata={"CreationDate": None})
-        figure.savefig(paths[2], format="png", dpi=150)
+        figure.savefig(paths[1], format="pdf", bbox_inches="tight", metadata={"CreationDate": None})
+        figure.savefig(paths[2], format="png", bbox_inches="tight", dpi=150)
     words.write_csv(paths[3], chart.columns, chart.rows)
     return paths, inline(svg.getvalue(), chart.name)
 
