@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
 
 from asa.executor.groups import Groups, Purpose, all_ranks
 from asa.executor.position import Position
@@ -228,6 +227,8 @@ class ParallelModel:
         """
         context, total = self.context, len(samples)
         context.step, context.total = step, total
+        if self.training:
+            self.reduction.begin()
         sides: dict[str, Tensor] = {}
         for place, rows in zip(self._placed, self._rows_of(total), strict=True):
             if place.entry is not None:
@@ -267,11 +268,6 @@ class ParallelModel:
 
     __call__ = forward
 
-    @property
-    def replicas(self) -> list[DistributedDataParallel]:
-        """The segments whose gradients are averaged in buckets."""
-        return [p.module for p in self._placed if isinstance(p.module, DistributedDataParallel)]
-
     def gather_across(self) -> None:
         """Have weights gathered a component ahead from one segment to the next, too."""
         segments = [p.segment for p in self._placed]
@@ -284,7 +280,7 @@ class ParallelModel:
 
     def bucket_gradients(self) -> list[Tensor]:
         """Gradients that lie in communication buckets, which outlive the step (after the first backward)."""
-        return [p.grad for m in self.replicas for p in m.parameters() if p.grad is not None]
+        return [p.grad for r in self.reduction.replicas for p in r.parameters if p.grad is not None]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
