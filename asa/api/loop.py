@@ -115,7 +115,7 @@ def parallelize(
         outer=Layout(width=place.ranks, data=place.ranks, tensor=1),
     )  # fmt: skip
     placed = PlacedModel(parallel, place, names=names)
-    placed.train(model.training)
+    placed.begin(model.training)
     rebinding.apply(parallel, placed.seen)
     give_back_freed_memory()  # the model was traced and cut up
     return placed, optimizer, PlacedLoader(batches, placed)

@@ -118,6 +118,12 @@ class PlacedModel(nn.Module):
             )
         return total, rows * ranks / max(total, 1), 0
 
+    def begin(self, mode: bool) -> None:
+        """Be in training or in evaluation, every module as it came."""
+        self.__dict__["training"] = mode
+        if self.parallel is not None:
+            self.parallel.train(mode)
+
     def train(self, mode: bool = True) -> PlacedModel:
         """As of any module."""
         parallel = self.parallel
@@ -125,7 +131,7 @@ class PlacedModel(nn.Module):
             super().train(mode)
             return self
         self.__dict__["training"] = mode
-        parallel.train(mode)
+        parallel.train(mode, all_alike=True)
         return self
 
     def named_parameters(

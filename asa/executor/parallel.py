@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from asa.executor.groups import Groups, Purpose, all_ranks
+from asa.executor.modes import Modes
 from asa.executor.position import Position
 from asa.executor.reduction import Reduction
 from asa.interfaces.schedule import Action
@@ -119,6 +120,7 @@ class ParallelModel:
         self._updates = [u for u in map(shared_update, modules) if u is not None]
         self.owner = {p: i for u in self._updates for p, i in zip(u.parameters, u.owner, strict=True)}
         self.training = True
+        self.modes = Modes()
         self._rows: dict[int, list[slice]] = {}
         if device.type == "cuda":  # elsewhere FSDP waits for what it gathers
             self.gather_across()
@@ -170,12 +172,15 @@ class ParallelModel:
         for p in self.parameters():
             p.grad = None
 
-    def train(self, mode: bool = True) -> None:
-        """Training mode, or evaluation."""
+    def train(self, mode: bool = True, *, all_alike: bool = False) -> None:
+        """Training mode, or evaluation. In training what came in evaluation mode stays there, but where ``all_alike``:
+        so it is where a program says ``train()``."""
         self.training = mode
         self.reduction.release()
         for place in self._placed:
             place.module.train(mode)
+        if mode and not all_alike:
+            self.modes.restore(self.components)
 
     def eval(self) -> None:
         """Evaluation mode."""
