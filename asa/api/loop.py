@@ -10,14 +10,14 @@ from torch.optim import Optimizer
 
 from asa.api.batches import GlobalBatches
 from asa.api.names import StateNames
-from asa.api.optimizers import Rebinding, check_shared, elementwise, planned_as
+from asa.api.optimizers import Rebinding, check_shared, others_over, planned_as, whole_because
+from asa.api.optimizers import elementwise as known_elementwise
 from asa.api.place import find_place, same_weights
 from asa.api.placed import PlacedLoader, PlacedModel, rows_here
 from asa.api.planned import Wishes, agreed_plan, checked_plan, usual_cache
 from asa.api.planning import device_of, one_tensor, shaped
 from asa.errors import UsageError
 from asa.executor.materialize import materialize
-from asa.executor.parameter_hooks import hooked
 from asa.ir.cluster import Cluster
 from asa.ir.layout import Layout
 from asa.ir.plan import Plan
@@ -40,6 +40,7 @@ def parallelize(
     precision: Precision = "fp32",
     batch_norm: Literal["local", "exact"] = "local",
     device: str = "auto",
+    elementwise: bool | None = None,
     seed: int = 0,
     time_limit_s: float = 60.0,
     cache: Path | str | None = "auto",
@@ -75,6 +76,8 @@ def parallelize(
         example_input: a batch the model takes; by default the first tensor of the loader's.
         cluster, strategies, pins, memory_bytes, precision: as for :func:`asa.plan`.
         device: ``auto``, ``cpu`` or ``cuda``.
+        elementwise: whether ``optimizer`` updates element by element, where it is none of ``torch.optim``: only then
+            may ranks hold parts of parameters.
         time_limit_s: for profiling.
         cache: a folder of plans; None keeps nothing.
         timeout_s: how long a rank waits for the others.
@@ -85,20 +88,23 @@ def parallelize(
     """
     place = find_place(device, timeout_s)
     batches = GlobalBatches(loader, place.votes, lambda total: rows_here(total, place.ranks, place.rank))
-    rebinding = Rebinding(optimizer, model)
+    optimizers = [optimizer, *others_over(model, optimizer)]
+    rebindings = [Rebinding(o, model, elementwise=known_elementwise(o, elementwise)) for o in optimizers]
     if place.ranks == 1 and plan == "auto":
         model.to(place.device)
         alone = PlacedModel(None, place, plain=model)
         return alone, optimizer, PlacedLoader(batches, alone)
     shaped(model)
-    check_shared(optimizer)
+    for each in optimizers:
+        check_shared(each)
     example = example_of(batches) if example_input is None else one_tensor(example_input)
     same_weights(place, model)
     if plan == "auto":
+        whole = next(filter(None, (whole_because(o, model, elementwise) for o in optimizers)), "")
         wishes = Wishes(
             global_batch=batches.batch_size, optimizer=planned_as(optimizer), pipelines=False, strategies=strategies,
             pins=pins, memory_bytes=memory_bytes, cluster=cluster, precision=precision, time_limit_s=time_limit_s,
-            cache=cache_folder(cache), elementwise=elementwise(optimizer) and not any(map(hooked, model.parameters())),
+            cache=cache_folder(cache), whole_because=whole,
         )  # fmt: skip
         chosen, _ = agreed_plan(place, model, example, wishes)
     else:
@@ -116,7 +122,8 @@ def parallelize(
     )  # fmt: skip
     placed = PlacedModel(parallel, place, names=names)
     placed.begin(model.training)
-    rebinding.apply(parallel, placed.seen)
+    for rebinding in rebindings:
+        rebinding.apply(parallel, placed.seen)
     give_back_freed_memory()  # the model was traced and cut up
     return placed, optimizer, PlacedLoader(batches, placed)
 

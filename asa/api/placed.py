@@ -17,7 +17,7 @@ from asa.api.place import Place
 from asa.api.seen import Seen
 from asa.errors import UsageError
 from asa.executor.parallel import ParallelModel
-from asa.executor.parameter_hooks import refuse_hooks
+from asa.executor.parameter_hooks import refuse_hooks, replaced
 from asa.executor.state import load_full_state
 from asa.ir.layout import bounds
 from asa.ir.plan import Plan
@@ -61,11 +61,13 @@ class PlacedModel(nn.Module):
         self.plan: Plan | None = None if parallel is None else parallel.plan
         self.parts = nn.ModuleList(parallel.components if parallel is not None else [] if plain is None else [plain])
         self._independent = True
+        self._averages = False
         if parallel is not None:
             understood_by_torch(parallel)
             numbers_of_wholes(parallel.parameters())
             refuse_hooks(parallel.parameters())
             self._independent = all(layout.data == place.ranks for layout in parallel.layouts)
+            self._averages = self._independent and not any(map(replaced, parallel.plan.components))
 
     def forward(self, x: Any, *more: Any, **options: Any) -> Any:
         """The model's own output for this rank's samples ``x`` [N, ...]; alone, for whatever it takes.
@@ -83,6 +85,10 @@ class PlacedModel(nn.Module):
                 "asa.parallelize, in a module around it"
             )
         total, weight, first = self._total(len(x))
+        if self._averages and torch.is_grad_enabled():
+            few = self.share is not None and self.share.total < self.place.ranks
+            counted = self.share.total if self.share is not None and few else total
+            weight = parallel.reduction.weighed(weight, counted, self.place.ranks)
         value, sides = parallel.compute(entering(x, weight), torch.arange(first, first + total), self.calls)
         if self.training:
             self.__dict__["calls"] += 1

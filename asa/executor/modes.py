@@ -55,8 +55,8 @@ class Modes:
         ]
         if apart:
             warnings.warn(
-                f"{apart[0]} is in evaluation mode and asks for its mode in forward, beside layers that train: it runs as "
-                "in training; set its probabilities to zero instead",
+                f"{apart[0]} is in evaluation mode and asks for its mode in forward, beside layers that train: it runs "
+                "as in training; set its probabilities to zero instead",
                 stacklevel=2,
             )
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from asa.errors import UsageError
 from asa.sharding.averaging import Averaging
 from asa.sharding.replicated import replicated_of
 from asa.sharding.sharded import GATHERED_ONCE, UNREACHED
@@ -25,7 +26,30 @@ class Reduction:
         self._averaging = Averaging(self.replicas, [m.__dict__[UNREACHED] for m in self._sharded])
         self._releases: dict[FSDPModule, bool] = {}
         self._reduced = False
+        self._batch: tuple[int, int] | None = None
         self.quiet = False
+
+    def weighed(self, weight: float, total: int, ranks: int) -> float:
+        """Have gradients of the backward to come count by ``weight`` when they are averaged, those of gradients of
+        gradients too; what outputs are to be weighed by instead, where batches of several sizes go into one backward.
+        ``total``: samples of the batch, over all ``ranks``.
+
+        Raises:
+            UsageError: there are several, and one has fewer samples than ranks (on all of them).
+        """
+        averaging = self._averaging
+        if self._batch is None or averaging.done != self._batch[0]:
+            self._batch = averaging.done, total
+            averaging.weight = weight
+            return 1.0
+        if self._batch[1] == total:
+            return 1.0
+        if min(total, self._batch[1]) < ranks:
+            raise UsageError(
+                f"batches of {self._batch[1]} and {total} samples go into one backward, and {ranks} ranks cannot share "
+                "the smaller: call backward for each, or leave it out (drop_last=True)"
+            )
+        return weight / averaging.weight
 
     def gather(self) -> None:
         """Begin to gather what is gathered once a step (collective): a stage that has nothing to compute yet may as

@@ -48,6 +48,8 @@ class Averaging:
         self._placed: set[tuple[int, int]] = set()
         self._sparse: list[tuple[Replicated, nn.Parameter]] = []
         self._under_way = False
+        self.weight = 1.0
+        """Of this rank's gradients in the mean; over all ranks they add up to as many as there are."""
         self.done = 0
         """Backwards after which gradients were averaged."""
         for each in unreached:
@@ -103,6 +105,8 @@ class Averaging:
 
     def _send(self) -> None:
         replica, bucket = self._buckets[len(self._waits)]
+        if self.weight != 1:
+            bucket.flat.mul_(self.weight)
         bucket.mark()
         for i in range(len(bucket.parameters)) if bucket.waiting else ():
             if (len(self._waits), i) not in self._placed and bucket.parameters[i].grad is None:
@@ -133,7 +137,7 @@ class Averaging:
                     if p.grad is None and not bucket.absent_everywhere(i):
                         p.grad = bucket.view(i)
             for replica, p in self._sparse:
-                average_rows(p, replica.axis)
+                average_rows(p, replica.axis, self.weight)
         for each in self._unreached:
             each.settle()
 
@@ -145,8 +149,9 @@ class Averaging:
 
 
 @torch.no_grad()
-def average_rows(p: nn.Parameter, axis: Axis) -> None:
-    """Make the sparse gradient of ``p`` its mean over ``axis``, with the rows that any rank has (collective)."""
+def average_rows(p: nn.Parameter, axis: Axis, weight: float = 1.0) -> None:
+    """Make the sparse gradient of ``p``, this rank's weighed by ``weight``, its mean over ``axis``, with the rows that
+    any rank has (collective)."""
     gradient, group = p.grad, axis.group
     if gradient is not None and gradient.layout == torch.sparse_coo:
         gradient = gradient.coalesce()
@@ -160,7 +165,7 @@ def average_rows(p: nn.Parameter, axis: Axis) -> None:
     if max(counts) == _NONE == min(counts):
         return
     if min(counts) == _DENSE:
-        whole = torch.zeros_like(p) if gradient is None else gradient.to_dense().contiguous()
+        whole = torch.zeros_like(p) if gradient is None else gradient.to_dense().contiguous() * weight
         dist.all_reduce(whole, group=group)
         p.grad = whole / axis.size
         return
@@ -168,7 +173,7 @@ def average_rows(p: nn.Parameter, axis: Axis) -> None:
     where = torch.zeros((most,), dtype=torch.int64, device=p.device)
     values = p.new_zeros((most, *p.shape[1:]))
     if gradient is not None:
-        where[:rows], values[:rows] = gradient.indices()[0], gradient.values() / axis.size
+        where[:rows], values[:rows] = gradient.indices()[0], gradient.values() * (weight / axis.size)
     all_where, all_values = ([torch.empty_like(t) for _ in counts] for t in (where, values))
     dist.all_gather(all_where, where, group=group)
     dist.all_gather(all_values, values, group=group)

@@ -98,6 +98,9 @@ def sharded(module: nn.Module, axis: Axis, *, release: bool) -> nn.Module:
     mesh = _mesh(axis, device)
     policy = MixedPrecisionPolicy(reduce_dtype=REDUCED.get(axis.compression))
     _without_sparse_gradients(module)
+    for p in module.parameters():
+        if not p.is_contiguous():  # channels last: a part of it would not be one piece
+            p.data = p.data.contiguous()
     scalars = {p for p in module.parameters() if not p.dim()}
     for component in module.get_submodule("components").children():
         if any(p.dim() for p in component.parameters()):
