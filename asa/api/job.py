@@ -20,8 +20,9 @@ from asa.api.names import StateNames
 from asa.api.optimizers import Rebinding, check_shared, planned_as, whole_because
 from asa.api.optimizers import elementwise as known_elementwise
 from asa.api.place import find_place, same_weights
+from asa.api.placed import MEETING_S
 from asa.api.planned import Wishes, agreed_plan, checked_plan, on_all_ranks
-from asa.api.planning import device_of, one_tensor, shaped
+from asa.api.planning import check_plain, device_of, one_tensor, shaped
 from asa.cost.machine.slower import slower_links, slower_profile
 from asa.errors import UsageError
 from asa.executor import checkpoint
@@ -84,7 +85,7 @@ class Job:
         keep: int = 2,
         time_limit_s: float = 60.0,
         cache: Path | str | None = "auto",
-        timeout_s: float = 1800.0,
+        timeout_s: float = 300.0,
         on_event: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         """Plan (unless one is handed in) and place.
@@ -109,6 +110,7 @@ class Job:
             raise UsageError(f"max_norm is a norm above 0, asked {max_norm}")
         if resume and out is None:
             raise UsageError("resume needs out, the folder of the run to go on with")
+        check_plain(model)
         self._place = place = find_place(device, timeout_s)
         self._stack = ExitStack()
         self._replan = replan
@@ -144,10 +146,12 @@ class Job:
             if not plain and spare is None:
                 raise UsageError("this job was made without re-planning")
             fresh = plain.pop() if plain or spare is None else spare.copy()
-            return materialize(
+            made = materialize(
                 wanted, fresh, example.to(device_of(fresh)), rank=place.rank, strategies=offered(),
                 device=place.device, seed=seed, batch_norm=batch_norm, timeout_s=timeout_s,
             )  # fmt: skip
+            made.meet = votes.meet
+            return made
 
         found: tuple[Path, Manifest] | None = None
         if out is not None:
@@ -236,10 +240,12 @@ class Job:
         Raises:
             UsageError: the job has no folder. UnavailableError: it cannot be written.
         """
+        self.model.meet("job.save()", within_s=MEETING_S)
         return self._executor.commit()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Full weights and buffers under the model's own names, on the CPU of every rank (collective)."""
+        self.model.meet("job.state_dict()", within_s=MEETING_S)
         self.model.average_buffers()
         return self._names.full(self.model)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,14 +16,14 @@ from asa.api.optimizers import elementwise as known_elementwise
 from asa.api.place import find_place, same_weights
 from asa.api.placed import PlacedLoader, PlacedModel, rows_here
 from asa.api.planned import Wishes, agreed_plan, checked_plan, usual_cache
-from asa.api.planning import device_of, one_tensor, shaped
+from asa.api.planning import check_plain, device_of, one_tensor, shaped
 from asa.errors import UsageError
 from asa.executor.materialize import materialize
 from asa.ir.cluster import Cluster
 from asa.ir.layout import Layout
 from asa.ir.plan import Plan
 from asa.ir.profile import Precision
-from asa.launch import give_back_freed_memory
+from asa.launch import give_back_freed_memory, launched
 from asa.strategies import offered
 
 
@@ -44,7 +45,7 @@ def parallelize(
     seed: int = 0,
     time_limit_s: float = 60.0,
     cache: Path | str | None = "auto",
-    timeout_s: float = 1800.0,
+    timeout_s: float = 300.0,
 ) -> tuple[PlacedModel, Optimizer, PlacedLoader]:
     """``model``, ``optimizer`` and ``loader`` on the ranks that are there; every rank calls this.
 
@@ -80,18 +81,23 @@ def parallelize(
             may ranks hold parts of parameters.
         time_limit_s: for profiling.
         cache: a folder of plans; None keeps nothing.
-        timeout_s: how long a rank waits for the others.
+        timeout_s: how long a rank waits for the others, in seconds; the first time no longer than 60.
 
     Raises:
         UsageError: a plan for other ranks or with stages, a loader or an optimizer that cannot be used.
         InfeasibleError: no plan fits.
     """
+    check_plain(model)
     place = find_place(device, timeout_s)
     batches = GlobalBatches(loader, place.votes, lambda total: rows_here(total, place.ranks, place.rank))
     optimizers = [optimizer, *others_over(model, optimizer)]
     rebindings = [Rebinding(o, model, elementwise=known_elementwise(o, elementwise)) for o in optimizers]
     if place.ranks == 1 and plan == "auto":
         model.to(place.device)
+        if not launched():
+            warnings.warn(
+                "1 process: nothing is spread; start several with torchrun --nproc-per-node N SCRIPT", stacklevel=2
+            )
         alone = PlacedModel(None, place, plain=model)
         return alone, optimizer, PlacedLoader(batches, alone)
     shaped(model)
@@ -120,6 +126,7 @@ def parallelize(
         seed=seed, batch_norm=batch_norm, timeout_s=timeout_s,
         outer=Layout(width=place.ranks, data=place.ranks, tensor=1),
     )  # fmt: skip
+    parallel.meet = place.votes.meet
     placed = PlacedModel(parallel, place, names=names)
     placed.begin(model.training)
     for rebinding in rebindings:

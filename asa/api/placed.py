@@ -22,6 +22,9 @@ from asa.executor.state import load_full_state
 from asa.ir.layout import bounds
 from asa.ir.plan import Plan
 
+MEETING_S = 30.0
+"""For ranks to come to what a program easily calls on one of them only."""
+
 
 def rows_here(total: int, ranks: int, rank: int) -> list[int]:
     """Rows of a batch of ``total`` that a rank computes: its share, or where there are too few for all, one of them."""
@@ -172,6 +175,8 @@ class PlacedModel(nn.Module):
         if parallel is None:
             return self.parts[0].state_dict(*args, **options)
         assert self.names is not None
+        if any(map(replaced, parallel.plan.components)):
+            parallel.meet("model.state_dict() of a plan that splits the model", within_s=MEETING_S)
         return self.names.full(parallel)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

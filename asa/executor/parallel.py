@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,10 @@ from asa.sharding.transfer import Link
 from asa.sharding.updates import shared_update
 from asa.tracing import TracedModel
 from asa.tracing.component import TracedComponent
+
+
+def _nobody(_what: str, *, within_s: float) -> None:
+    """The meeting of ranks of whom nobody may be missing: what they run is asa's own."""
 
 
 class Segment(nn.Module):
@@ -121,6 +125,7 @@ class ParallelModel:
         self.owner = {p: i for u in self._updates for p, i in zip(u.parameters, u.owner, strict=True)}
         self.training = True
         self.modes = Modes()
+        self.meet: Callable[..., None] = _nobody
         self._rows: dict[int, list[slice]] = {}
         if device.type == "cuda":  # elsewhere FSDP waits for what it gathers
             self.gather_across()
