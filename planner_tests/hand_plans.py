@@ -7,7 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from asa.errors import UsageError
 from asa.ir.plan import Assignment, Certificate, DataDegree, Plan, Prediction, Stage, TensorDegree
+from asa.sharding.propagate import SplitPlan
 from asa.sharding.tensor import plan_split, sequence_plans
 from asa.tracing import TracedModel, trace
 
@@ -24,15 +26,19 @@ def hand_plan(
     model: nn.Module, width: int, choose: Choose, *, input_shape: tuple[int, ...], num_classes: int,
     data_strategy: Callable[[int], str] = lambda _i: "replicate", global_batch: int = 12,
     num_microbatches: int = 1, optimizer: str = "sgd", spec: str = "model",
-    by_tokens: Callable[[int], bool] = lambda _i: False,
+    by_tokens: Callable[[int], bool] = lambda _i: False, example: torch.Tensor | None = None,
 ) -> Plan:  # fmt: skip
     """A plan of one stage; components that cannot be split that far run whole, on the same data degree. ``by_tokens``:
-    which of those that are split cut their tokens, too, where they can."""
+    which of those that are split cut their tokens, too, where they can. ``example``: an input to trace with, where
+    zeros in float32 are none."""
     components = []
-    found = traced(model, input_shape)
+    found = traced(model, input_shape) if example is None else trace(model, example, name="model")
     for i, c in enumerate(found.components):
         data, tensor = choose(i, c.name)
-        split = plan_split(c)[0]
+        try:
+            split = plan_split(c)[0]
+        except UsageError:  # shapes that depend on values
+            split = SplitPlan()
         tensor = tensor if split.actions and tensor <= split.max_degree else 1
         sequence = tensor > 1 and by_tokens(i) and sequence_plans(c) is not None
         components.append(

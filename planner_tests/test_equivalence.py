@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -14,7 +13,7 @@ from torch import nn
 from asa.executor.equivalence import settled, verify
 from asa.ir.equivalence import Equivalence
 from asa.ir.layout import Boundary
-from asa.sharding import batchnorm, boundary
+from asa.sharding import batchnorm, boundary, replicated
 from asa.strategies import offered
 from planner_tests.hand_plans import Choose, alternating, hand_plan, uniform
 from planner_tests.small_models import INPUT, MODELS, build
@@ -101,29 +100,13 @@ def test_a_scaled_boundary_gradient_is_found(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_bucket_left_unreduced_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.nn.parallel import DistributedDataParallel
+    honest = replicated.sender
 
-    honest = DistributedDataParallel.__init__
+    def sabotaged(axis: Any) -> Any:
+        send = honest(axis)
+        return lambda bucket: send(bucket) if bucket.number else lambda: None
 
-    @functools.wraps(honest)
-    def sabotaged(self: Any, *args: Any, **options: Any) -> None:
-        honest(self, *args, **options)
-
-        def hook(_state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-            import torch.distributed as dist
-
-            done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-            if bucket.index() > 0:
-                dist.all_reduce(bucket.buffer(), group=self.process_group)
-                bucket.buffer().div_(2)
-            done.set_result(bucket.buffer())
-            return done
-
-        hook.__annotations__.clear()  # DDP refuses annotations that are strings
-        self.register_comm_hook(None, hook)
-        self.register_comm_hook = lambda *_: None  # the one hook there can be is this
-
-    monkeypatch.setattr(DistributedDataParallel, "__init__", sabotaged)
+    monkeypatch.setattr(replicated, "sender", sabotaged)
     assert not check("plain", 2, uniform(2, 1)).equivalent
 
 

@@ -13,12 +13,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 
+from asa.errors import UsageError
 from asa.executor.parallel import ParallelModel
 from asa.executor.state import held
 from asa.sharding.split import held_of
 
 _split: WeakSet[ParallelModel] = WeakSet()
 """Models whose gradients no rank has in full."""
+_of_jobs: WeakSet[ParallelModel] = WeakSet()
+"""Those of them of which an optimizer knows no more than this rank updates: what it asks for is about all of them."""
 
 
 @torch.no_grad()
@@ -66,12 +69,16 @@ def clip(model: ParallelModel, max_norm: float) -> Tensor:
     return norm
 
 
-def understood_by_torch(model: ParallelModel) -> None:
+def understood_by_torch(model: ParallelModel, *, job: bool = False) -> None:
     """Have ``torch.nn.utils.clip_grad_norm_`` on parameters of ``model`` take the norm over all ranks, too: its own
-    would be of what this rank holds, another on every rank. Calls on anything else are torch's as before."""
-    if all(a.data.strategy == "replicate" and a.tensor.degree == 1 for a in model.plan.components):
+    would be of what this rank holds, another on every rank. Calls on anything else are torch's as before. ``job``: such
+    a call, in a hook of the optimizer, is on what this rank updates, and means what all ranks update."""
+    whole = all(a.data.strategy == "replicate" and a.tensor.degree == 1 for a in model.plan.components)
+    if whole and len(model.plan.stages) == 1:
         return
     _split.add(model)
+    if job:
+        _of_jobs.add(model)
     for where, before in ((clip_grad, "_"), (nn.utils, "")):  # as torch calls them itself, and as programs do
         for name, ours in ((f"{before}get_total_norm", _norm), (f"{before}clip_grads_with_norm_", _scaled)):
             theirs = getattr(where, name, None)
@@ -79,17 +86,29 @@ def understood_by_torch(model: ParallelModel) -> None:
                 setattr(where, name, ours(theirs))
 
 
+def _checked(norm: Tensor, error_if_nonfinite: bool, gradients: list[Tensor], model: ParallelModel) -> Tensor:
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(f"the total norm of the gradients is {float(norm)}, so they cannot be clipped")
+    return norm.to(device=model.device, dtype=gradients[0].dtype if gradients else torch.float32)
+
+
 def _norm(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def norm(tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: Any = None) -> Tensor:
         listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         wanted = {id(held_of(t)) for t in listed}
+        for model in _of_jobs:
+            mine = {id(p.grad) for p in model.updated if p.grad is not None}
+            if wanted == mine:
+                return _checked(total_norm(model, float(norm_type)), error_if_nonfinite, listed, model)
+            if wanted & mine:
+                raise UsageError(
+                    "a Job cannot clip some of its parameters, of which ranks update different ones: clip all of them "
+                    "at once, or give asa.Job max_norm"
+                )
         for model in _split if wanted else ():
             only = {id(p) for p in model.parameters() if p.grad is not None and id(p.grad) in wanted}
             if only:
-                found = total_norm(model, float(norm_type), only)
-                if error_if_nonfinite and not found.isfinite():
-                    raise RuntimeError(f"the total norm of the gradients is {float(found)}, so they cannot be clipped")
-                return found.to(device=model.device, dtype=listed[0].dtype)
+                return _checked(total_norm(model, float(norm_type), only), error_if_nonfinite, listed, model)
         return theirs(listed, norm_type, error_if_nonfinite, foreach)
 
     norm.asa = True  # type: ignore[attr-defined]

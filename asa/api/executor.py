@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from asa.api.batches import GlobalBatches, Share, moved, rows_of, samples_in
+from asa.api.clipping import clip, understood_by_torch
 from asa.api.optimizers import Rebinding
 from asa.api.place import Place
 from asa.api.validation import mean_loss
@@ -66,7 +67,9 @@ class UserExecutor(PlannedExecutor):
         announce: Announce,
         folder: Path | None,
         run: str,
+        max_norm: float | None = None,
     ) -> None:
+        self._max_norm = max_norm
         self._build, self._settings, self._rebinding, self._data = build, settings, rebinding, data
         self._place, self._votes, self.announce, self._folder = place, place.votes, announce, folder
         self.stop = StopRequest()
@@ -83,6 +86,7 @@ class UserExecutor(PlannedExecutor):
         self._fewest = 2 if self._votes.anyone(norms) else 1
 
     def _worker_of(self, model: ParallelModel, scale: LossScale) -> Worker:
+        understood_by_torch(model, job=True)
         return Worker(
             model=model, optimizer=self._rebinding.apply(model), scale=scale, votes=self._votes,
             clock=StepClock(model.device), precision=model.plan.precision, seed=self._settings.seed,
@@ -190,6 +194,8 @@ class UserExecutor(PlannedExecutor):
         tally.note(loss / scale.value * share.total * float(model.counts_rows()), share.total if self.leads else 0)
         faults.reached("all_reduce")
         if scale.unscale(model.parameters(), self._votes):
+            if self._max_norm is not None:
+                clip(model, self._max_norm)
             faults.reached("optimizer")
             worker.optimizer.step()
         worker.clock.mark()

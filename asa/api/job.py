@@ -17,10 +17,12 @@ from asa.api.batches import GlobalBatches
 from asa.api.executor import UserData, UserExecutor
 from asa.api.loop import cache_folder, example_of
 from asa.api.names import StateNames
-from asa.api.optimizers import Rebinding, check_shared, elementwise, planned_as
+from asa.api.optimizers import Rebinding, check_shared, planned_as, whole_because
+from asa.api.optimizers import elementwise as known_elementwise
 from asa.api.place import find_place, same_weights
+from asa.api.placed import MEETING_S
 from asa.api.planned import Wishes, agreed_plan, checked_plan, on_all_ranks
-from asa.api.planning import device_of, one_tensor, shaped
+from asa.api.planning import check_plain, device_of, one_tensor, shaped
 from asa.cost.machine.slower import slower_links, slower_profile
 from asa.errors import UsageError
 from asa.executor import checkpoint
@@ -28,7 +30,6 @@ from asa.executor.checkpoint import Manifest
 from asa.executor.materialize import materialize
 from asa.executor.outdir import CHECKPOINTS, owned
 from asa.executor.parallel import ParallelModel
-from asa.executor.parameter_hooks import hooked
 from asa.executor.settings import TrainSettings
 from asa.ir import codec
 from asa.ir.cluster import Cluster
@@ -77,12 +78,14 @@ class Job:
         precision: Precision = "fp32",
         batch_norm: Literal["local", "exact"] = "local",
         device: str = "auto",
+        elementwise: bool | None = None,
+        max_norm: float | None = None,
         seed: int = 0,
         log_every: int = 50,
         keep: int = 2,
         time_limit_s: float = 60.0,
         cache: Path | str | None = "auto",
-        timeout_s: float = 1800.0,
+        timeout_s: float = 300.0,
         on_event: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         """Plan (unless one is handed in) and place.
@@ -93,6 +96,7 @@ class Job:
             resume: go on from the newest checkpoint in ``out``, written under this plan or another.
             replan: take another plan between epochs where steps take other than predicted, and that pays.
             split: makes ``(input, labels)`` of a batch; by default its first and second item.
+            max_norm: gradients are scaled so that their norm over the whole model is at most this, in every step.
             seed: of the order of samples (one order per epoch) and of dropout.
             on_event: hears, on rank 0, what ``asa train`` writes to its log.
             model, optimizer, loader, and the others: as for :func:`asa.parallelize`.
@@ -102,8 +106,11 @@ class Job:
             NoCheckpointError: nothing to resume.
         """
         faults.arm()
+        if max_norm is not None and not max_norm > 0:
+            raise UsageError(f"max_norm is a norm above 0, asked {max_norm}")
         if resume and out is None:
             raise UsageError("resume needs out, the folder of the run to go on with")
+        check_plain(model)
         self._place = place = find_place(device, timeout_s)
         self._stack = ExitStack()
         self._replan = replan
@@ -112,12 +119,12 @@ class Job:
         example = example_of(batches) if example_input is None else one_tensor(example_input)
         shaped(model)
         check_shared(optimizer)
-        rebinding = Rebinding(optimizer, model)
+        rebinding = Rebinding(optimizer, model, elementwise=known_elementwise(optimizer, elementwise))
         same_weights(place, model)
         wishes = Wishes(
             global_batch=batches.batch_size, optimizer=planned_as(optimizer), pipelines=True, strategies=strategies,
             pins=pins, memory_bytes=memory_bytes, cluster=cluster, precision=precision, time_limit_s=time_limit_s,
-            cache=cache_folder(cache), elementwise=elementwise(optimizer) and not any(map(hooked, model.parameters())),
+            cache=cache_folder(cache), whole_because=whole_because(optimizer, model, elementwise),
         )  # fmt: skip
         self._wishes, self._origins = wishes, None
         if plan == "auto":
@@ -139,10 +146,12 @@ class Job:
             if not plain and spare is None:
                 raise UsageError("this job was made without re-planning")
             fresh = plain.pop() if plain or spare is None else spare.copy()
-            return materialize(
+            made = materialize(
                 wanted, fresh, example.to(device_of(fresh)), rank=place.rank, strategies=offered(),
                 device=place.device, seed=seed, batch_norm=batch_norm, timeout_s=timeout_s,
             )  # fmt: skip
+            made.meet = votes.meet
+            return made
 
         found: tuple[Path, Manifest] | None = None
         if out is not None:
@@ -159,6 +168,7 @@ class Job:
             announce=(on_event or (lambda _: None)) if place.rank == 0 else (lambda _: None),
             folder=None if out is None else Path(out) / CHECKPOINTS,
             run=str(votes.tell(secrets.token_hex(4))),
+            max_norm=max_norm,
         )
         give_back_freed_memory()  # the model was traced and cut up
         if found is not None:
@@ -230,10 +240,12 @@ class Job:
         Raises:
             UsageError: the job has no folder. UnavailableError: it cannot be written.
         """
+        self.model.meet("job.save()", within_s=MEETING_S)
         return self._executor.commit()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Full weights and buffers under the model's own names, on the CPU of every rank (collective)."""
+        self.model.meet("job.state_dict()", within_s=MEETING_S)
         self.model.average_buffers()
         return self._names.full(self.model)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,19 +11,19 @@ from torch.optim import Optimizer
 
 from asa.api.batches import GlobalBatches
 from asa.api.names import StateNames
-from asa.api.optimizers import Rebinding, check_shared, elementwise, planned_as
+from asa.api.optimizers import Rebinding, check_shared, others_over, planned_as, whole_because
+from asa.api.optimizers import elementwise as known_elementwise
 from asa.api.place import find_place, same_weights
 from asa.api.placed import PlacedLoader, PlacedModel, rows_here
 from asa.api.planned import Wishes, agreed_plan, checked_plan, usual_cache
-from asa.api.planning import device_of, one_tensor, shaped
+from asa.api.planning import check_plain, device_of, one_tensor, shaped
 from asa.errors import UsageError
 from asa.executor.materialize import materialize
-from asa.executor.parameter_hooks import hooked
 from asa.ir.cluster import Cluster
 from asa.ir.layout import Layout
 from asa.ir.plan import Plan
 from asa.ir.profile import Precision
-from asa.launch import give_back_freed_memory
+from asa.launch import give_back_freed_memory, launched
 from asa.strategies import offered
 
 
@@ -40,10 +41,11 @@ def parallelize(
     precision: Precision = "fp32",
     batch_norm: Literal["local", "exact"] = "local",
     device: str = "auto",
+    elementwise: bool | None = None,
     seed: int = 0,
     time_limit_s: float = 60.0,
     cache: Path | str | None = "auto",
-    timeout_s: float = 1800.0,
+    timeout_s: float = 300.0,
 ) -> tuple[PlacedModel, Optimizer, PlacedLoader]:
     """``model``, ``optimizer`` and ``loader`` on the ranks that are there; every rank calls this.
 
@@ -75,30 +77,40 @@ def parallelize(
         example_input: a batch the model takes; by default the first tensor of the loader's.
         cluster, strategies, pins, memory_bytes, precision: as for :func:`asa.plan`.
         device: ``auto``, ``cpu`` or ``cuda``.
+        elementwise: whether ``optimizer`` updates element by element, where it is none of ``torch.optim``: only then
+            may ranks hold parts of parameters.
         time_limit_s: for profiling.
         cache: a folder of plans; None keeps nothing.
-        timeout_s: how long a rank waits for the others.
+        timeout_s: how long a rank waits for the others, in seconds; the first time no longer than 60.
 
     Raises:
         UsageError: a plan for other ranks or with stages, a loader or an optimizer that cannot be used.
         InfeasibleError: no plan fits.
     """
+    check_plain(model)
     place = find_place(device, timeout_s)
     batches = GlobalBatches(loader, place.votes, lambda total: rows_here(total, place.ranks, place.rank))
-    rebinding = Rebinding(optimizer, model)
+    optimizers = [optimizer, *others_over(model, optimizer)]
+    rebindings = [Rebinding(o, model, elementwise=known_elementwise(o, elementwise)) for o in optimizers]
     if place.ranks == 1 and plan == "auto":
         model.to(place.device)
+        if not launched():
+            warnings.warn(
+                "1 process: nothing is spread; start several with torchrun --nproc-per-node N SCRIPT", stacklevel=2
+            )
         alone = PlacedModel(None, place, plain=model)
         return alone, optimizer, PlacedLoader(batches, alone)
     shaped(model)
-    check_shared(optimizer)
+    for each in optimizers:
+        check_shared(each)
     example = example_of(batches) if example_input is None else one_tensor(example_input)
     same_weights(place, model)
     if plan == "auto":
+        whole = next(filter(None, (whole_because(o, model, elementwise) for o in optimizers)), "")
         wishes = Wishes(
             global_batch=batches.batch_size, optimizer=planned_as(optimizer), pipelines=False, strategies=strategies,
             pins=pins, memory_bytes=memory_bytes, cluster=cluster, precision=precision, time_limit_s=time_limit_s,
-            cache=cache_folder(cache), elementwise=elementwise(optimizer) and not any(map(hooked, model.parameters())),
+            cache=cache_folder(cache), whole_because=whole,
         )  # fmt: skip
         chosen, _ = agreed_plan(place, model, example, wishes)
     else:
@@ -114,9 +126,11 @@ def parallelize(
         seed=seed, batch_norm=batch_norm, timeout_s=timeout_s,
         outer=Layout(width=place.ranks, data=place.ranks, tensor=1),
     )  # fmt: skip
+    parallel.meet = place.votes.meet
     placed = PlacedModel(parallel, place, names=names)
-    placed.train(model.training)
-    rebinding.apply(parallel, placed.seen)
+    placed.begin(model.training)
+    for rebinding in rebindings:
+        rebinding.apply(parallel, placed.seen)
     give_back_freed_memory()  # the model was traced and cut up
     return placed, optimizer, PlacedLoader(batches, placed)
 

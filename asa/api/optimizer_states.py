@@ -12,8 +12,12 @@ from torch.optim import Optimizer
 
 from asa.errors import UsageError
 from asa.executor.parallel import ParallelModel
+from asa.executor.parameter_hooks import replaced
 from asa.executor.state import full_optimizer_state, load_full_optimizer_state, restored, stored
 from asa.sharding.split import TensorPart, held_of
+
+_MEETING_S = 30.0
+"""For ranks to come to what a program easily calls on one of them only."""
 
 Names = Sequence[Sequence[tuple[str, ...]]]
 """Per group and parameter, as they were handed in: all names of it in the model."""
@@ -54,6 +58,8 @@ def plain_states(optimizer: Optimizer, model: ParallelModel, names: Names) -> Ca
     first = [sum(map(len, names[:i])) for i in range(len(names))]
 
     def saved(_optimizer: Optimizer, found: dict[str, Any]) -> dict[str, Any]:
+        if model.state_axis is not None or any(map(replaced, model.plan.components)):
+            model.meet("optimizer.state_dict() of a plan that shares it out", within_s=_MEETING_S)
         full: dict[str, dict[str, Any]] = {}
         for key, value in full_optimizer_state(model, _of_held(optimizer)).items():
             name, _, what = key.rpartition("/")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from asa.api.scaling import understood_by_scalers
 from asa.api.seen import Seen
 from asa.errors import UsageError
 from asa.executor.parallel import ParallelModel
+from asa.executor.parameter_hooks import hooked
 from asa.executor.state import Held, held, stored
 from asa.ir.plan import OptimizerName
 from asa.sharding.parts import step_over_parts
@@ -26,8 +28,11 @@ _ELEMENTWISE = {
 """Of ``torch.optim``: those that update element by element, so that shards add up to wholes."""
 
 
-def elementwise(optimizer: Optimizer) -> bool:
-    """Whether a shard of a parameter is updated as the same part of the whole would be."""
+def elementwise(optimizer: Optimizer, declared: bool | None = None) -> bool:
+    """Whether a shard of a parameter is updated as the same part of the whole would be; ``declared``: what the user
+    says of it."""
+    if declared is not None:
+        return declared
     kind = type(optimizer)
     return kind.__name__ in _ELEMENTWISE and kind.__module__.startswith("torch.optim")
 
@@ -50,14 +55,33 @@ def check_shared(optimizer: Optimizer) -> None:
         )
 
 
+def others_over(model: nn.Module, optimizer: Optimizer) -> list[Optimizer]:
+    """Further optimizers of this process that hold parameters of ``model``: a program may step several in its loop."""
+    own = {id(p) for p in model.parameters()}
+    # By type: whoever asks a lazy object for its class may wake it.
+    found = [o for o in gc.get_objects() if issubclass(type(o), Optimizer) and o is not optimizer]
+    return [o for o in found if any(id(p) in own for g in getattr(o, "param_groups", ()) for p in g["params"])]
+
+
+def whole_because(optimizer: Optimizer, model: nn.Module, declared: bool | None) -> str:
+    """Why no rank may update a part of a parameter; empty where any may."""
+    name = next((name for name, p in model.named_parameters() if hooked(p)), None)
+    if name is not None:
+        return f"{name} has a hook on its gradient"
+    kind = type(optimizer).__name__
+    if elementwise(optimizer, declared):
+        return ""
+    if declared is None and not type(optimizer).__module__.startswith("torch.optim"):
+        return f"{kind} is not known to update element by element (say elementwise=True if it does)"
+    return f"{kind} looks at all elements of a parameter"
+
+
 def check_parts(optimizer: Optimizer, name: str) -> None:
     """Refuse, or doubt, an optimizer that is to update a part of parameter ``name``.
 
     Raises:
         UsageError: one of torch.optim of which it is known that it looks at all elements of a parameter.
     """
-    if elementwise(optimizer):
-        return
     kind = type(optimizer)
     why = f"the plan cuts parameters ({name}), of which a rank updates a part"
     instead = 'plan="auto" and strategies=("ddp",) keep them whole'
@@ -72,7 +96,9 @@ class Rebinding:
     Made before the model is split (its parameters are known by name then), applied after.
     """
 
-    def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
+    def __init__(self, optimizer: Optimizer, model: nn.Module, *, elementwise: bool = False) -> None:
+        """``elementwise``: it is known to update element by element."""
+        self._elementwise = elementwise
         named: dict[int, list[str]] = {}
         for name, p in model.named_parameters(remove_duplicate=False):
             named.setdefault(id(p), []).append(name)
@@ -104,7 +130,7 @@ class Rebinding:
         """
         optimizer, updated = self.optimizer, {id(p) for p in model.updated}
         cut = next((item.name for item in held(model) if item.name in self._group and _in_parts(item)), None)
-        if cut is not None:
+        if cut is not None and not self._elementwise:
             check_parts(optimizer, cut)
         while self._undo:
             self._undo.pop()()

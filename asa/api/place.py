@@ -14,6 +14,9 @@ from asa.errors import UnavailableError, UsageError
 from asa.executor.votes import Votes
 from asa.launch import join, launched
 
+_FIRST_S = 60.0
+"""For the first meeting of all ranks; later ones have the user's limit."""
+
 _open = ExitStack()
 atexit.register(_open.close)
 
@@ -59,7 +62,9 @@ def find_place(device: str, timeout_s: float) -> Place:
         local = place.local_rank
     if cuda:
         torch.cuda.set_device(local)
-    return Place(votes=Votes(timeout_s), device=torch.device("cuda", local) if cuda else torch.device("cpu"))
+    votes = Votes(timeout_s)
+    votes.meet("asa.parallelize (or asa.Job)", within_s=_FIRST_S)
+    return Place(votes=votes, device=torch.device("cuda", local) if cuda else torch.device("cpu"))
 
 
 @torch.no_grad()

@@ -17,10 +17,13 @@ from asa.api.place import Place
 from asa.api.seen import Seen
 from asa.errors import UsageError
 from asa.executor.parallel import ParallelModel
-from asa.executor.parameter_hooks import refuse_hooks
+from asa.executor.parameter_hooks import refuse_hooks, replaced
 from asa.executor.state import load_full_state
 from asa.ir.layout import bounds
 from asa.ir.plan import Plan
+
+MEETING_S = 30.0
+"""For ranks to come to what a program easily calls on one of them only."""
 
 
 def rows_here(total: int, ranks: int, rank: int) -> list[int]:
@@ -61,11 +64,13 @@ class PlacedModel(nn.Module):
         self.plan: Plan | None = None if parallel is None else parallel.plan
         self.parts = nn.ModuleList(parallel.components if parallel is not None else [] if plain is None else [plain])
         self._independent = True
+        self._averages = False
         if parallel is not None:
             understood_by_torch(parallel)
             numbers_of_wholes(parallel.parameters())
             refuse_hooks(parallel.parameters())
             self._independent = all(layout.data == place.ranks for layout in parallel.layouts)
+            self._averages = self._independent and not any(map(replaced, parallel.plan.components))
 
     def forward(self, x: Any, *more: Any, **options: Any) -> Any:
         """The model's own output for this rank's samples ``x`` [N, ...]; alone, for whatever it takes.
@@ -83,6 +88,10 @@ class PlacedModel(nn.Module):
                 "asa.parallelize, in a module around it"
             )
         total, weight, first = self._total(len(x))
+        if self._averages and torch.is_grad_enabled():
+            few = self.share is not None and self.share.total < self.place.ranks
+            counted = self.share.total if self.share is not None and few else total
+            weight = parallel.reduction.weighed(weight, counted, self.place.ranks)
         value, sides = parallel.compute(entering(x, weight), torch.arange(first, first + total), self.calls)
         if self.training:
             self.__dict__["calls"] += 1
@@ -118,6 +127,12 @@ class PlacedModel(nn.Module):
             )
         return total, rows * ranks / max(total, 1), 0
 
+    def begin(self, mode: bool) -> None:
+        """Be in training or in evaluation, every module as it came."""
+        self.__dict__["training"] = mode
+        if self.parallel is not None:
+            self.parallel.train(mode)
+
     def train(self, mode: bool = True) -> PlacedModel:
         """As of any module."""
         parallel = self.parallel
@@ -125,7 +140,7 @@ class PlacedModel(nn.Module):
             super().train(mode)
             return self
         self.__dict__["training"] = mode
-        parallel.train(mode)
+        parallel.train(mode, all_alike=True)
         return self
 
     def named_parameters(
@@ -160,6 +175,8 @@ class PlacedModel(nn.Module):
         if parallel is None:
             return self.parts[0].state_dict(*args, **options)
         assert self.names is not None
+        if any(map(replaced, parallel.plan.components)):
+            parallel.meet("model.state_dict() of a plan that splits the model", within_s=MEETING_S)
         return self.names.full(parallel)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,8 @@ class Wishes:
     precision: Precision = "fp32"
     time_limit_s: float = 75.0
     cache: Path | None = None
-    elementwise: bool = True
+    whole_because: str = ""
+    """Why every parameter is to stay whole; empty where ranks may hold parts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +82,25 @@ def agreed_plan(place: Place, model: nn.Module, example: Tensor, wishes: Wishes)
         if made is not None and kept is not None:
             kept.write(*made)
     text = votes.tell(None if made is None else codec.dumps(made[0]))
-    return codec.loads(Plan, text, source="the plan from rank 0"), None if made is None else made[1]
+    agreed = codec.loads(Plan, text, source="the plan from rank 0")
+    if place.rank == 0:
+        for line in _to_be_said(agreed, wishes):
+            warnings.warn(line, stacklevel=3)
+    return agreed, None if made is None else made[1]
+
+
+def _to_be_said(plan: Plan, wishes: Wishes) -> list[str]:
+    """What whoever asked may not expect of the plan."""
+    said = []
+    if wishes.whole_because and wishes.strategies is None and plan.num_ranks > 1:
+        said.append(f"{wishes.whole_because}, so every rank keeps all parameters whole, and its state too")
+    idle = plan.num_ranks > 1 and all(layout.data == layout.tensor == 1 for layout in plan.layouts())
+    if idle and len(plan.stages) == 1 and wishes.strategies != ("single",):
+        said.append(
+            f"the plan is for one device: each of the {plan.num_ranks} ranks computes the whole batch, which is faster "
+            "than sharing it would be; strategies=('ddp',) shares it all the same"
+        )
+    return said
 
 
 def _cluster(place: Place, wishes: Wishes) -> Cluster | None:
@@ -153,7 +173,7 @@ def on_all_ranks(profile: Profile, cluster: Cluster, ranks: int, wishes: Wishes)
     strategies: Strategies = replace(offered(), offload=False)
     if not wishes.pipelines:
         strategies = replace(strategies, schedules={})
-    wanted = wishes.strategies if wishes.elementwise else ("single", "ddp")
+    wanted = wishes.strategies if not wishes.whole_because else _of_wholes(wishes)
     request = Request(
         gpus=ranks,
         global_batch=wishes.global_batch,
@@ -170,14 +190,44 @@ def on_all_ranks(profile: Profile, cluster: Cluster, ranks: int, wishes: Wishes)
     found = next((plan for plan in usable if plan is not None), None)
     if found is not None:
         return found
-    if wishes.pipelines:
+
+    def plain() -> Plan:
+        if wishes.strategies is not None and "ddp" not in wishes.strategies:
+            asked = ", ".join(wishes.strategies)
+            raise UsageError(
+                f"no plan of {asked} gives work to all {ranks} ranks, and none can be sent home: start fewer, or allow "
+                "ddp too"
+            )
         return solve(profile, cluster, strategies, replace(request, strategies=("ddp",), top_k=1))[0]
+
+    if wishes.pipelines:
+        return plain()
     # The best of them accumulates over microbatches, which a loop of the user's own does not.
     first = next((p for p in (_whole(plan, ranks) for plan in plans) if p is not None), None)
     if first is None:
-        first = solve(profile, cluster, strategies, replace(request, strategies=("ddp",), top_k=1))[0]
+        first = plain()
     note = f"planned with {first.num_microbatches} microbatches for their memory; a loop of one's own runs them as one"
     return replace(first, num_microbatches=1, notes=(*first.notes, note))
+
+
+_WHOLE = ("single", "ddp")
+"""Strategies that keep every parameter whole on every rank."""
+
+
+def _of_wholes(wishes: Wishes) -> tuple[str, ...]:
+    """Those of the strategies asked for that keep parameters whole.
+
+    Raises:
+        UsageError: there is none.
+    """
+    wanted = wishes.strategies or _WHOLE
+    found = tuple(s for s in wanted if s in _WHOLE)
+    if not found:
+        raise UsageError(
+            f"{wishes.whole_because}, so parameters stay whole: strategies=('ddp',) does that, of those asked for "
+            f"({', '.join(wanted)}) none does"
+        )
+    return found
 
 
 def _whole(plan: Plan, ranks: int) -> Plan | None:
@@ -212,7 +262,7 @@ class Kept:
             "ranks": place.ranks,
             "batch": wishes.global_batch,
             "optimizer": wishes.optimizer,
-            "elementwise": wishes.elementwise,
+            "elementwise": not wishes.whole_because,
             "pipelines": wishes.pipelines,
             "strategies": wishes.strategies,
             "pins": wishes.pins,

@@ -164,6 +164,26 @@ def one_tensor(example: Any) -> Tensor:
     )
 
 
+def check_plain(model: nn.Module) -> None:
+    """Refuse a model that is spread over ranks already, before any rank waits for another.
+
+    Raises:
+        UsageError: it is, as a whole or in a part.
+    """
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.nn.parallel import DistributedDataParallel
+
+    for path, module in model.named_modules():
+        kind = type(module).__name__
+        if isinstance(module, DistributedDataParallel):
+            inside = f"{path or 'model'}.module"
+            raise UsageError(f"{path or 'the model'} is in {kind}: hand in what is inside ({inside}); asa spreads it")
+        if isinstance(module, FSDPModule | FullyShardedDataParallel):
+            raise UsageError(
+                f"{path or 'the model'} is sharded already ({kind}): hand in the plain model; asa shards it"
+            )
+
+
 def shaped(model: nn.Module) -> None:
     """Refuse a model whose lazy modules have not seen a sample yet.
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from asa.executor.benchmark import barrier, slowest
 from asa.executor.clock import StepClock
-from asa.executor.emulation import EmulatedDevice, Emulation, unsent
+from asa.executor.emulation import EmulatedDevice, Emulation
 from asa.executor.groups import Groups, groups_of
 from asa.executor.loop import TrainingExecutor
 from asa.executor.materialize import materialize
@@ -60,11 +60,10 @@ def emulated_worker(
     """``rank``'s part of ``plan`` on an emulated device. Collective."""
     host = torch.device("cpu")
     emulation = Emulation(device, strategies, plan)
-    with unsent():
-        model = materialize(
-            plan, traced, torch.empty(0), rank=rank, strategies=strategies, device=host,
-            timeout_s=timeout_s, **emulation.hooks(),
-        )  # fmt: skip
+    model = materialize(
+        plan, traced, torch.empty(0), rank=rank, strategies=strategies, device=host,
+        timeout_s=timeout_s, alike=True, **emulation.hooks(),
+    )  # fmt: skip
     model.train()
     return Worker(
         model=model, optimizer=emulation.settle(model), scale=LossScale("fp32"), votes=votes, clock=StepClock(host),

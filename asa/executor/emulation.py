@@ -22,12 +22,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import distributed
 
 from asa.cost.constants import constant
 from asa.cost.pricing import times_of
 from asa.cost.work.compute import Times, adding
-from asa.executor.hooks import summed
 from asa.executor.parallel import ParallelModel
 from asa.interfaces.strategy import OPTIMIZER_WORDS, Strategies, TensorStrategy
 from asa.ir.graph import Component
@@ -38,6 +36,7 @@ from asa.ir.traffic import Collective, Phase
 from asa.sharding import direct
 from asa.sharding.axis import Axis
 from asa.sharding.collectives import all_gather, all_reduce, reduce_scatter
+from asa.sharding.replicated import Bucket, Send, Wait
 from asa.sharding.segment import forgo
 from asa.sharding.sharded import GATHERED_ONCE
 from asa.tracing import TracedModel
@@ -317,9 +316,9 @@ class Emulation:
 
     def settle(self, model: ParallelModel) -> SleepingUpdate:
         """Make the wrappers of ``model`` as idle as its components; the optimizer to train it with."""
-        for replica in model.replicas:
-            if not replica._comm_hooks:  # compression is one
-                replica.register_comm_hook(replica.process_group, summed)
+        if self._plan.compression == "none":
+            for replica in model.reduction.replicas:
+                replica.send = _summed(replica.axis)
         stream = _Stream()
         if self._streams:
             for module in model.sharded:
@@ -344,13 +343,12 @@ class Emulation:
             sleeper.remember()
 
 
-@contextmanager
-def unsent() -> Iterator[None]:
-    """Inside, wrappers do not send their first weights around: they are never looked at."""
-    name = "_sync_module_states"
-    usual = getattr(distributed, name)
-    setattr(distributed, name, lambda *_, **__: None)
-    try:
-        yield
-    finally:
-        setattr(distributed, name, usual)
+def _summed(axis: Axis) -> Send:
+    """Buckets are added up over ``axis`` and divided by nothing: that would be work of the host's."""
+
+    def send(bucket: Bucket) -> Wait:
+        work = dist.all_reduce(bucket.flat, group=axis.group, async_op=True)
+        assert work is not None
+        return work.wait
+
+    return send

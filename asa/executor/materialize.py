@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from asa.errors import InvalidInputError, UsageError
 from asa.executor.groups import Groups, Purpose, groups_of
+from asa.executor.modes import Modes
 from asa.executor.parallel import Links, ParallelModel, Placed, Segment
 from asa.executor.parameter_hooks import check_hooks
 from asa.executor.position import Position
@@ -223,9 +224,11 @@ def materialize(
         InvalidInputError: the plan's components are not the model's.
         UsageError: the plan asks for something this executor does not run.
     """
+    modes = Modes()
     if isinstance(model, TracedModel):
         traced = model
     else:
+        modes = Modes.of(model)
         traced = trace(model, example, name=plan.model_spec, known=plan.model_fingerprint)
     _check(plan, traced, strategies)
     if outer is not None and outer.weights != (plan.stages[0].weights or ()):
@@ -256,10 +259,14 @@ def materialize(
         component.to(device)
         component.settle()
     placed = _place(plan, traced, crossings, context, strategies, around)
-    return ParallelModel(
+    made = ParallelModel(
         plan, traced, placed, crossings[-1], context, around.groups, rank, device,
         position=position, links=links, order=order, elsewhere=elsewhere,
     )  # fmt: skip
+    made.modes = modes
+    modes.restore(made.components)
+    modes.check(made.components)
+    return made
 
 
 def _own_part(traced: TracedModel, position: Position) -> tuple[TracedModel, frozenset[str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
 
 from asa.executor.groups import Groups, Purpose, all_ranks
+from asa.executor.modes import Modes
 from asa.executor.position import Position
 from asa.executor.reduction import Reduction
 from asa.interfaces.schedule import Action
@@ -27,6 +27,10 @@ from asa.sharding.transfer import Link
 from asa.sharding.updates import shared_update
 from asa.tracing import TracedModel
 from asa.tracing.component import TracedComponent
+
+
+def _nobody(_what: str, *, within_s: float) -> None:
+    """The meeting of ranks of whom nobody may be missing: what they run is asa's own."""
 
 
 class Segment(nn.Module):
@@ -120,6 +124,8 @@ class ParallelModel:
         self._updates = [u for u in map(shared_update, modules) if u is not None]
         self.owner = {p: i for u in self._updates for p, i in zip(u.parameters, u.owner, strict=True)}
         self.training = True
+        self.modes = Modes()
+        self.meet: Callable[..., None] = _nobody
         self._rows: dict[int, list[slice]] = {}
         if device.type == "cuda":  # elsewhere FSDP waits for what it gathers
             self.gather_across()
@@ -171,12 +177,15 @@ class ParallelModel:
         for p in self.parameters():
             p.grad = None
 
-    def train(self, mode: bool = True) -> None:
-        """Training mode, or evaluation."""
+    def train(self, mode: bool = True, *, all_alike: bool = False) -> None:
+        """Training mode, or evaluation. In training what came in evaluation mode stays there, but where ``all_alike``:
+        so it is where a program says ``train()``."""
         self.training = mode
         self.reduction.release()
         for place in self._placed:
             place.module.train(mode)
+        if mode and not all_alike:
+            self.modes.restore(self.components)
 
     def eval(self) -> None:
         """Evaluation mode."""
@@ -228,6 +237,8 @@ class ParallelModel:
         """
         context, total = self.context, len(samples)
         context.step, context.total = step, total
+        if self.training:
+            self.reduction.begin()
         sides: dict[str, Tensor] = {}
         for place, rows in zip(self._placed, self._rows_of(total), strict=True):
             if place.entry is not None:
@@ -267,11 +278,6 @@ class ParallelModel:
 
     __call__ = forward
 
-    @property
-    def replicas(self) -> list[DistributedDataParallel]:
-        """The segments whose gradients are averaged in buckets."""
-        return [p.module for p in self._placed if isinstance(p.module, DistributedDataParallel)]
-
     def gather_across(self) -> None:
         """Have weights gathered a component ahead from one segment to the next, too."""
         segments = [p.segment for p in self._placed]
@@ -284,7 +290,7 @@ class ParallelModel:
 
     def bucket_gradients(self) -> list[Tensor]:
         """Gradients that lie in communication buckets, which outlive the step (after the first backward)."""
-        return [p.grad for m in self.replicas for p in m.parameters() if p.grad is not None]
+        return [p.grad for r in self.reduction.replicas for p in r.parameters if p.grad is not None]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -3,33 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
 
-from asa.sharding.sharded import GATHERED_ONCE, SCALARS
-
-_NOTHING = nullcontext()
+from asa.errors import UsageError
+from asa.sharding.averaging import Averaging
+from asa.sharding.replicated import replicated_of
+from asa.sharding.sharded import GATHERED_ONCE, UNREACHED
 
 
 class Reduction:
-    """The data-parallel wrappers of a rank. ``quiet``: nothing is reduced at all, gradients stay this rank's own.
+    """What reduces the gradients of a rank. ``quiet``: nothing is reduced at all, gradients stay this rank's own.
 
-    DDP decides in *forward* whether the backward to come reduces, and expects it next. So it does where the last
-    microbatch goes forward and straight back. Where others come between, it runs every forward as one that only
-    accumulates, and is told to expect gradients just before the last backward: what torch's own pipelines do.
-    Fully sharded modules decide in backward.
+    Outside of :meth:`backward`, every backward reduces.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._replicated = [m for m in modules if isinstance(m, DistributedDataParallel)]
+        self.replicas = [r for r in map(replicated_of, modules) if r is not None]
         self._sharded = [m for m in modules if isinstance(m, FSDPModule)]
+        self._averaging = Averaging(self.replicas, [m.__dict__[UNREACHED] for m in self._sharded])
         self._releases: dict[FSDPModule, bool] = {}
-        self._expecting = False
         self._reduced = False
+        self._batch: tuple[int, int] | None = None
         self.quiet = False
+
+    def weighed(self, weight: float, total: int, ranks: int) -> float:
+        """Have gradients of the backward to come count by ``weight`` when they are averaged, those of gradients of
+        gradients too; what outputs are to be weighed by instead, where batches of several sizes go into one backward.
+        ``total``: samples of the batch, over all ``ranks``.
+
+        Raises:
+            UsageError: there are several, and one has fewer samples than ranks (on all of them).
+        """
+        averaging = self._averaging
+        if self._batch is None or averaging.done != self._batch[0]:
+            self._batch = averaging.done, total
+            averaging.weight = weight
+            return 1.0
+        if self._batch[1] == total:
+            return 1.0
+        if min(total, self._batch[1]) < ranks:
+            raise UsageError(
+                f"batches of {self._batch[1]} and {total} samples go into one backward, and {ranks} ranks cannot share "
+                "the smaller: call backward for each, or leave it out (drop_last=True)"
+            )
+        return weight / averaging.weight
 
     def gather(self) -> None:
         """Begin to gather what is gathered once a step (collective): a stage that has nothing to compute yet may as
@@ -47,29 +67,22 @@ class Reduction:
                 if isinstance(module, FSDPModule):
                     module.reshard()
 
-    def forward(self, *, straight_to_last: bool) -> AbstractContextManager[None]:
-        """Around a microbatch's forward; ``straight_to_last``: the step's last backward follows at once."""
-        self._expecting = straight_to_last and not self.quiet
-        return _NOTHING if self._expecting or not self._replicated else self._accumulating()
+    def begin(self) -> None:
+        """Before a forward whose gradients are asked for."""
+        self._averaging.refresh()
 
     @contextmanager
-    def _accumulating(self) -> Iterator[None]:
-        for module in self._replicated:
-            module.require_backward_grad_sync = False
-        try:
-            yield
-        finally:
-            for module in self._replicated:
-                module.require_backward_grad_sync = True
-
-    def backward(self, *, last: bool, in_flight: int) -> AbstractContextManager[None]:
+    def backward(self, *, last: bool, in_flight: int) -> Iterator[None]:
         """Around a microbatch's backward; ``last`` of the step, ``in_flight`` others still to come back."""
-        reduce = last and not self.quiet
-        if reduce and not self._expecting:
-            for module in self._replicated:
-                module.reducer.prepare_for_backward([])
-        self._expecting = False
-        return self._scattering(reduce, last, in_flight == 0) if self._sharded else _NOTHING
+        averaging, reduce = self._averaging, last and not self.quiet
+        averaging.on, before = reduce, averaging.done
+        try:
+            with self._scattering(reduce, last, in_flight == 0):
+                yield
+            if reduce and averaging.done == before:
+                averaging.complete()
+        finally:
+            averaging.on = True
 
     @contextmanager
     def _scattering(self, reduce: bool, last: bool, none_in_flight: bool) -> Iterator[None]:
@@ -78,7 +91,6 @@ class Reduction:
         for sharded in self._sharded:
             if tells:
                 sharded.set_requires_gradient_sync(reduce)
-                getattr(sharded, SCALARS).reduce = reduce
                 # Weights are prefetched in the order of the forwards since; with none in flight there are none.
                 sharded.set_is_last_backward(none_in_flight)
             releases = last or not getattr(sharded, GATHERED_ONCE)
@@ -91,5 +103,4 @@ class Reduction:
         finally:
             for sharded in self._sharded if tells else ():
                 sharded.set_requires_gradient_sync(True)
-                getattr(sharded, SCALARS).reduce = True
                 sharded.set_is_last_backward(True)

@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 from asa.errors import UsageError
 from asa.executor.clock import StepClock
 from asa.executor.footprint import active_peak
-from asa.executor.hooks import at_once
 from asa.executor.materialize import materialize
 from asa.executor.noise import noise
 from asa.executor.optimizer import build_optimizer
@@ -33,6 +32,7 @@ from asa.interfaces.strategy import Strategies
 from asa.ir.plan import Plan
 from asa.ir.profile import Precision, Stat
 from asa.ir.rehearsal import Spans
+from asa.sharding.replicated import Bucket, Wait
 from asa.sharding.transfer import Arrival, Link
 
 _WARM_UP = 3
@@ -157,18 +157,22 @@ def _worker(
     plan: Plan, model: nn.Module, rank: int, strategies: Strategies, device: torch.device, seed: int, votes: Votes
 ) -> Worker:
     example = torch.zeros((2, *plan.input_shape))
-    plan = replace(plan, compression="none")  # a wrapper takes one hook, and here it is the one that moves nothing
+    plan = replace(plan, compression="none")
     made = materialize(plan, model, example, rank=rank, strategies=strategies, device=device, seed=seed)
     made.train()
-    for replica in made.replicas:
-        if not replica._comm_hooks:  # compression is one
-            replica.register_comm_hook(None, at_once)
+    for replica in made.reduction.replicas:
+        replica.send = _at_once
     made.links = _supplied(made.links, plan.precision)
     optimizer = build_optimizer(plan.optimizer, made.updated, offloaded=made.offloaded)
     return Worker(
         model=made, optimizer=optimizer, scale=LossScale(plan.precision), votes=votes, clock=StepClock(device),
         precision=plan.precision, seed=seed, label_smoothing=0.0,
     )  # fmt: skip
+
+
+def _at_once(_bucket: Bucket) -> Wait:
+    """Nothing is sent: a made-up process group hands out nothing to wait for."""
+    return lambda: None
 
 
 def _trainer(worker: Worker, plan: Plan) -> Callable[[], None]:

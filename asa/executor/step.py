@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -47,8 +47,7 @@ def microbatches_of(plan: Plan, batch: int) -> int:
 
 @dataclass(frozen=True)
 class _Turn:
-    """An action and what follows it. ``final``: nothing but its own backward does (a forward), or no backward at all
-    (a backward)."""
+    """An action and what follows it. ``final``: a backward behind which there is no other."""
 
     action: Action
     following: Action | None
@@ -96,10 +95,7 @@ def _turns(order: tuple[Action, ...]) -> tuple[_Turn, ...]:
     found = []
     for i, action in enumerate(order):
         behind = order[i + 1 :]
-        if action.direction == "forward":
-            final = behind == (replace(action, direction="backward"),)
-        else:
-            final = all(a.direction == "forward" for a in behind)
+        final = all(a.direction == "forward" for a in behind)
         found.append(_Turn(action, behind[0] if behind else None, final))
     return tuple(found)
 
@@ -167,7 +163,7 @@ class Step:
                     self._expect(turn.following)
             faults.reached(action.direction)
             if action.direction == "forward":
-                self._forward(action.microbatch, straight_to_last=turn.final)
+                self._forward(action.microbatch)
             else:
                 self._backward(action.microbatch, last=turn.final)
         self.model.links.settle()
@@ -192,14 +188,14 @@ class Step:
             left, size = self.flights[j], self.rows[j].size
             self.gradients[j] = links.gradient_in.receive(size, left.shape, left.dtype, model.device)
 
-    def _forward(self, j: int, *, straight_to_last: bool) -> None:
+    def _forward(self, j: int) -> None:
         model, links, part = self.model, self.model.links, self.rows[j]
         if links.arriving is not None:
             value = self.coming.pop(j).wait().requires_grad_(links.gradient_out is not None)
         else:
             value = self.inputs(part.read)
         entry = value
-        with model.reduction.forward(straight_to_last=straight_to_last), self.precision():
+        with self.precision():
             value, sides = model.compute(value, self.samples[part.start : part.stop], self.step)
             if links.leaving is None:
                 loss = self.loss_fn(model.traced.assemble(value, sides), self.labels(part.kept))

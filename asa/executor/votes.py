@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -23,6 +24,7 @@ class Votes:
     """
 
     def __init__(self, timeout_s: float = 300.0) -> None:
+        self._timeout_s = timeout_s
         self.rank, self.num_ranks = 0, 1
         self._group: Any = None  # torch types it as a group or a number
         if dist.is_initialized():
@@ -30,6 +32,28 @@ class Votes:
         if self.num_ranks > 1:
             # A group of its own: a vote never queues behind gradients, and works where the default group is nccl.
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+
+    def meet(self, what: str, *, within_s: float) -> None:
+        """Wait until all ranks have come to ``what`` (collective).
+
+        Raises:
+            WorkersFailedError: some have not within ``within_s``, or the time a rank waits for the others if that is
+                shorter; it names them.
+        """
+        if self.num_ranks == 1:
+            return
+        limit = min(within_s, self._timeout_s)
+        try:
+            dist.monitored_barrier(self._group, timeout=timedelta(seconds=limit), wait_all_ranks=self.rank == 0)
+        except RuntimeError as error:
+            named = re.search(r"Ranks ([\d, ]+) failed", str(error))
+            missing = [int(r) for r in re.findall(r"\d+", named.group(1))] if named and self.rank == 0 else [0]
+            who = "rank 0, or another that rank 0 names," if self.rank else f"{', '.join(f'rank {r}' for r in missing)}"
+            raise WorkersFailedError(
+                f"{what} is for every rank to call, and {who} did not come within {limit:g} s: call it outside of "
+                "'if rank == 0', or see why that rank is late",
+                rank=missing[0],
+            ) from error
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
         """Every rank's ``values`` (the same number everywhere), by rank."""

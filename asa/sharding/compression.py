@@ -1,36 +1,88 @@
-"""Gradients made smaller for their way between ranks: stock communication hooks of ``DistributedDataParallel``.
+"""Gradients made smaller for their way between ranks.
 
 ``fp16`` and ``bf16`` cast a bucket before it is averaged and back afterwards. ``powersgd`` sends factors of low rank
 and keeps what they miss for the next step (Vogels et al. 2019, "PowerSGD: Practical Low-Rank Gradient Compression for
-Distributed Optimization"); what it keeps belongs to a run and is in no checkpoint. Sharded components take the first
-two as the type in which their gradients are scattered; factors are for whole gradients only.
+Distributed Optimization"), by torch's own communication hook; what it keeps belongs to a run and is in no checkpoint.
+Sharded components take the first two as the type in which their gradients are scattered; factors are for whole
+gradients only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
-from torch.nn.parallel import DistributedDataParallel
 
 from asa.ir.plan import POWERSGD_RANK
 from asa.sharding.axis import Axis
+
+if TYPE_CHECKING:
+    from asa.sharding.replicated import Bucket, Send
 
 REDUCED: dict[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16}
 """Type of a gradient on its way, where that is all that changes."""
 
 _WHOLE_STEPS = 2
-"""Steps before factors are sent: DDP settles its buckets in them."""
+"""Steps before factors are sent: torch's hook wants as many."""
 
 
-def compress(module: DistributedDataParallel, axis: Axis) -> None:
-    """Have ``module`` send its gradients as ``axis.compression`` says."""
+def compressed(axis: Axis) -> Send:
+    """How buckets are averaged over ``axis`` under its compression, which is not ``none``."""
     if axis.compression == "powersgd":
-        state = powersgd.PowerSGDState(
-            axis.group, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=_WHOLE_STEPS
-        )
-        module.register_comm_hook(state, powersgd.powerSGD_hook)
-    elif axis.compression != "none":
-        module.register_comm_hook(
-            axis.group, {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}[axis.compression]
-        )
+        return _factors(axis)
+    dtype, group = REDUCED[axis.compression], axis.group
+
+    def send(bucket: Bucket) -> Callable[[], None]:
+        small = bucket.flat.to(dtype).div_(axis.size)
+        work = dist.all_reduce(small, group=group, async_op=True)
+
+        def wait() -> None:
+            if work is not None:
+                work.wait()
+            bucket.flat.copy_(small)
+
+        return wait
+
+    return send
+
+
+def _factors(axis: Axis) -> Send:
+    state = powersgd.PowerSGDState(
+        axis.group, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=_WHOLE_STEPS
+    )
+
+    def send(bucket: Bucket) -> Callable[[], None]:
+        travelling: Any = _AsTorchHasIt(bucket)
+        coming = powersgd.powerSGD_hook(state, travelling)
+
+        def wait() -> None:
+            mean: Tensor = coming.wait()
+            if mean.data_ptr() != bucket.flat.data_ptr():
+                bucket.flat.copy_(mean)
+
+        return wait
+
+    return send
+
+
+class _AsTorchHasIt:
+    """A bucket with the methods of torch's own."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+
+    def buffer(self) -> Tensor:
+        return self._bucket.flat
+
+    def index(self) -> int:
+        return self._bucket.number
+
+    def gradients(self) -> list[Tensor]:
+        return [self._bucket.view(i) for i in range(len(self._bucket.parameters))]
+
+    def is_last(self) -> bool:
+        return self._bucket.last

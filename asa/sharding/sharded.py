@@ -3,39 +3,85 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
+from torch.autograd import Variable
 from torch.distributed import get_process_group_ranks
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from asa.sharding.axis import Axis
 from asa.sharding.compression import REDUCED
 from asa.sharding.direct import directly
+from asa.sharding.replicated import replicated
 
 GATHERED_ONCE = "asa_gathered_once"
 """Attribute of a module whose weights stay gathered until a step's last backward."""
 
-SCALARS = "asa_scalars"
-"""Attribute of a module: its :class:`Scalars`."""
+UNREACHED = "asa_unreached"
+"""Attribute of a module: its :class:`Unreached`."""
 
 
-@dataclass
-class Scalars:
-    """Parameters without a dimension to shard (temperatures, gains): whole on every rank, their gradients averaged as
-    they are made. ``reduce``: whether the backward to come does that; one that does makes up for those before it."""
+class Unreached:
+    """Parameters of the sharded units under ``root`` to which no sample of this rank led in a backward.
 
-    group: dist.ProcessGroup
-    reduce: bool = True
+    Each counts as a zero, so that all ranks scatter alike. One that no rank's samples reached has no gradient, as on
+    one device: the zeros are negative, and only a sum of negative zeros is one.
+    """
 
-    def average(self, parameter: Tensor) -> None:
-        """Make ``parameter``'s gradient the mean over the group (collective)."""
-        if self.reduce and parameter.grad is not None:
-            dist.all_reduce(parameter.grad, group=self.group)
-            parameter.grad /= dist.get_world_size(self.group)
+    def __init__(self, root: nn.Module) -> None:
+        self._filled: list[Any] = []
+        self._call: Callable[[], None] = lambda: None
+        for module in root.modules():
+            for group in _groups_of(module):
+                group.post_backward = self._filling(group, group.post_backward)
+
+    def at_the_end(self, call: Callable[[], None]) -> None:
+        """Have ``call`` called towards the end of a backward that found such parameters; it is to :meth:`settle`."""
+        self._call = call
+
+    def _filling(self, group: Any, theirs: Callable[..., Any]) -> Callable[..., Any]:
+        def post_backward(*args: Any) -> Any:
+            if group.reduce_grads:
+                for p in group.fsdp_params:
+                    self._fill(p)
+            return theirs(*args)
+
+        return post_backward
+
+    @torch.no_grad()
+    def _fill(self, p: Any) -> None:
+        whole = getattr(p, "_unsharded_param", None)
+        if whole is None or not whole.requires_grad or whole.grad is not None:
+            return
+        if p.sharded_param.grad is None:
+            if not self._filled:
+                Variable._execution_engine.queue_callback(self._call)
+            self._filled.append(p)
+        whole.grad = torch.full_like(whole, -0.0)
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Once gradients are scattered: forget those that are nobody's."""
+        filled, self._filled = self._filled, []
+        for p in filled:
+            gradient = p.sharded_param.grad
+            if gradient is not None:
+                part = gradient.to_local()
+                if not part.numel() or bool(((part == 0) & part.signbit()).all()):
+                    p.sharded_param.grad = None
+
+
+def _groups_of(module: nn.Module) -> list[Any]:
+    if not isinstance(module, FSDPModule):
+        return []
+    state: Any = module._get_fsdp_state()
+    found = getattr(state, "_fsdp_param_groups", None)
+    return list(found) if found is not None else [g for g in (state._fsdp_param_group,) if g is not None]
 
 
 def sharded(module: nn.Module, axis: Axis, *, release: bool) -> nn.Module:
@@ -44,13 +90,17 @@ def sharded(module: nn.Module, axis: Axis, *, release: bool) -> nn.Module:
 
     ``release``: let go of gathered weights between forward and backward; otherwise they stay until the last backward.
     """
-    if axis.size == 1 or axis.group is None or not any(p.requires_grad for p in module.parameters()):
+    if axis.size == 1 or axis.group is None or next(module.parameters(), None) is None:
         return module
     # What crosses from one component to the next is never written to behind the cut: tracing sees to that.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     device = next(module.parameters()).device.type
     mesh = _mesh(axis, device)
     policy = MixedPrecisionPolicy(reduce_dtype=REDUCED.get(axis.compression))
+    _without_sparse_gradients(module)
+    for p in module.parameters():
+        if not p.is_contiguous():  # channels last: a part of it would not be one piece
+            p.data = p.data.contiguous()
     scalars = {p for p in module.parameters() if not p.dim()}
     for component in module.get_submodule("components").children():
         if any(p.dim() for p in component.parameters()):
@@ -58,11 +108,21 @@ def sharded(module: nn.Module, axis: Axis, *, release: bool) -> nn.Module:
             directly(component)
     fully_shard(module, mesh=mesh, reshard_after_forward=release, mp_policy=policy, ignored_params=scalars)
     module.__dict__[GATHERED_ONCE] = not release
-    module.__dict__[SCALARS] = Scalars(axis.group)
-    for p in scalars:
-        if p.requires_grad:
-            p.register_post_accumulate_grad_hook(module.__dict__[SCALARS].average)
-    return module
+    module.__dict__[UNREACHED] = Unreached(module)
+    # What has no dimension to shard (temperatures, gains) is whole on every rank.
+    return replicated(module, replace(axis, alike=True), only=scalars) if scalars else module
+
+
+def _without_sparse_gradients(module: nn.Module) -> None:
+    """Have the tables in ``module`` give dense gradients: of others no part can be scattered."""
+    for table in module.modules():
+        if isinstance(table, nn.Embedding | nn.EmbeddingBag) and table.sparse:
+            table.sparse = False
+            warnings.warn(
+                f"an {type(table).__name__} with sparse=True is sharded, so its gradients are dense; "
+                "strategies=('ddp',) keeps them sparse",
+                stacklevel=2,
+            )
 
 
 def _mesh(axis: Axis, device: str) -> DeviceMesh:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Replicate(DataStrategy):
-    """Stock ``DistributedDataParallel`` on the data group."""
+    """Whole on every rank of the data group; buckets of gradients set out as they fill."""
 
     identifier = "replicate"
 
@@ -27,7 +27,7 @@ class Replicate(DataStrategy):
         return ""
 
     def memory(self, share: Share, degree: int, optimizer: str) -> Memory:
-        """Gradients live inside DDP's buckets (``gradient_as_bucket_view``), which last from step to step; each is
+        """Gradients live inside the buckets, which last from step to step; each is
         made outside and copied in, so the largest one exists twice for a moment. Those that several microbatches add up
         stay outside, all of them, until the last one."""
         size = share.parameter_bytes
@@ -49,7 +49,7 @@ class Replicate(DataStrategy):
         return (Collective(op="all_reduce", phase="gradient", bytes=size, ranks=degree, stride=stride),)
 
     def apply(self, module: nn.Module, axis: Axis) -> nn.Module:
-        """Wrap in DDP."""
+        """Have its gradients averaged."""
         from asa.sharding.replicated import replicated
 
         return replicated(module, axis)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class SharedOptimizer(DataStrategy):
-    """Stock ``DistributedDataParallel``, and optimizer state spread by parameter (:mod:`asa.sharding.updates`)."""
+    """As :mod:`asa.strategies.replicate`, and optimizer state spread by parameter (:mod:`asa.sharding.updates`)."""
 
     identifier = "zero1"
     joint = True
@@ -61,7 +61,7 @@ class SharedOptimizer(DataStrategy):
         )
 
     def apply(self, module: nn.Module, axis: Axis) -> nn.Module:
-        """Wrap in DDP, and share the update out."""
+        """Have its gradients averaged, and share the update out."""
         from asa.sharding.replicated import replicated
         from asa.sharding.updates import share_update
 

@@ -1,0 +1,70 @@
+"""Training or evaluation, module by module: what a program has left in evaluation (frozen BatchNorm) stays there."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from asa.tracing.component import TracedComponent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Modes:
+    """The mode of every module of a model in training, by its path; empty where they are all in one."""
+
+    training: dict[str, bool] = field(default_factory=dict)
+    by_code: frozenset[str] = frozenset()
+    """Paths of modules in evaluation whose own ``forward`` asks for the mode."""
+
+    @staticmethod
+    def of(model: nn.Module) -> Modes:
+        """As they are now. A model in evaluation as a whole is not looked into: it has not been set to train yet."""
+        found = {path: m.training for path, m in model.named_modules() if path}
+        if not model.training or all(found.values()):
+            return Modes()
+        still = [(path, m) for path, m in model.named_modules() if path and not m.training]
+        return Modes(training=found, by_code=frozenset(path for path, m in still if _asks(m)))
+
+    def restore(self, components: Sequence[TracedComponent]) -> None:
+        """Have the modules of ``components``, all in training, be as they were."""
+        for component in components:
+            own = [p for p, _ in component.named_modules() if p in self.training]
+            if not own:
+                continue
+            for path, module in component.named_modules():
+                parts = path.split(".") if path else []
+                known = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+                nearest = next((p for p in known if p in self.training), None)
+                if nearest is not None:
+                    module.training = self.training[nearest]
+            # Where nothing trains it is the graph of evaluation that runs.
+            component.training = any(self.training[p] for p in own)
+
+    def check(self, components: Sequence[TracedComponent]) -> None:
+        """Warn of modules in evaluation that a trace in training has taken apart."""
+        called = {str(n.target) for c in components for n in c.train_graph.graph.nodes if n.op == "call_module"}
+        apart = [
+            path
+            for path in sorted(self.by_code)
+            if not any(path == c or path.startswith(f"{c}.") for c in called)
+            and any(c.training and any(p.startswith(path) for p, _ in c.named_modules()) for c in components)
+        ]
+        if apart:
+            warnings.warn(
+                f"{apart[0]} is in evaluation mode and asks for its mode in forward, beside layers that train: it runs "
+                "as in training; set its probabilities to zero instead",
+                stacklevel=2,
+            )
+
+
+def _asks(module: nn.Module) -> bool:
+    if type(module).__module__.startswith("torch.nn"):
+        return False
+    try:
+        return "training" in inspect.getsource(type(module).forward)
+    except (OSError, TypeError):
+        return False

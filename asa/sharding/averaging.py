@@ -1,0 +1,205 @@
+"""The end of a backward: whatever of the gradients has not been averaged by then is averaged, on all ranks alike.
+
+A parameter that the samples of some ranks did not reach has no gradient there, which counts as zero. One that no rank's
+samples reached keeps what it had before, nothing as a rule, so that an optimizer leaves it alone as on one device.
+Which it is, sums say: who has none hands in a negative zero, and only a sum of negative zeros is one.
+
+So the sequence of collectives is a function of what is trained, and of nothing that a rank's samples decide.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
+
+from asa.sharding.axis import Axis
+from asa.sharding.replicated import Bucket, Replicated, Wait
+from asa.sharding.sharded import Unreached
+
+_NONE, _DENSE = -1, -2
+"""In the place of the number of rows of a sparse gradient: there is none, or it is not sparse."""
+
+
+def at_the_end_of_backward(call: Callable[[], None]) -> None:
+    """Have ``call`` called when the backward that is under way is over."""
+    Variable._execution_engine.queue_callback(call)
+
+
+class Averaging:
+    """The gradients of what a rank holds whole, ``replicas`` in the order of the network, and those that ``unreached``
+    parameters of sharded units lack. ``on``: whether backwards average; of others gradients add up where they are."""
+
+    def __init__(self, replicas: Sequence[Replicated], unreached: Sequence[Unreached]) -> None:
+        self.on = True
+        self._replicas, self._unreached = replicas, unreached
+        self._parameters = [p for r in replicas for p in r.parameters]
+        self._trained: list[bool] | None = None
+        self._handles: list[RemovableHandle] = []
+        self._buckets: list[tuple[Replicated, Bucket]] = []
+        self._waits: list[Wait] = []
+        self._placed: set[tuple[int, int]] = set()
+        self._sparse: list[tuple[Replicated, nn.Parameter]] = []
+        self._under_way = False
+        self.weight = 1.0
+        """Of this rank's gradients in the mean; over all ranks they add up to as many as there are."""
+        self.done = 0
+        """Backwards after which gradients were averaged."""
+        for each in unreached:
+            each.at_the_end(self._ended)
+
+    def refresh(self) -> None:
+        """Before a forward: take note of what is trained now."""
+        trained = [p.requires_grad for p in self._parameters]
+        if trained == self._trained:
+            return
+        self._trained = trained
+        for handle in self._handles:
+            handle.remove()
+        self._buckets = [(r, b) for r in reversed(self._replicas) for b in r.buckets()]
+        self._handles = []
+        this = weakref.ref(self)
+        for number, (_, bucket) in enumerate(self._buckets):
+            for i, p in enumerate(bucket.parameters):
+                self._handles.append(p.register_post_accumulate_grad_hook(partial(_arrived, this, number, i)))
+        self._sparse = [(r, p) for r in reversed(self._replicas) for p in r.sparse if p.requires_grad]
+        for _, p in self._sparse:
+            self._handles.append(p.register_post_accumulate_grad_hook(partial(_began, this)))
+
+    def begin(self) -> None:
+        """In a backward: a gradient has come."""
+        if self.on and not self._under_way:
+            self._open()
+            at_the_end_of_backward(self._ended)
+
+    def _open(self) -> None:
+        self._under_way = True
+        self._waits, self._placed = [], set()
+        for _, bucket in self._buckets:
+            bucket.begin()
+
+    @torch.no_grad()
+    def arrived(self, number: int, i: int) -> None:
+        """The gradient of parameter ``i`` of bucket ``number`` has been accumulated."""
+        if not self.on:
+            return
+        self.begin()
+        bucket = self._buckets[number][1]
+        gradient = bucket.parameters[i].grad
+        if gradient is not None and gradient.layout != torch.strided:
+            _told_dense()
+            bucket.parameters[i].grad = gradient.to_dense()
+        bucket.place(i)
+        if (number, i) not in self._placed:
+            self._placed.add((number, i))
+            bucket.waiting -= 1
+        while len(self._waits) < len(self._buckets) and not self._buckets[len(self._waits)][1].waiting:
+            self._send()
+
+    def _send(self) -> None:
+        replica, bucket = self._buckets[len(self._waits)]
+        if self.weight != 1:
+            bucket.flat.mul_(self.weight)
+        bucket.mark()
+        for i in range(len(bucket.parameters)) if bucket.waiting else ():
+            if (len(self._waits), i) not in self._placed and bucket.parameters[i].grad is None:
+                bucket.absent(i)
+        self._waits.append(replica.send(bucket))
+
+    def _ended(self) -> None:
+        # Sharded units have their say at the end, too, and some of them begin to reduce only then.
+        at_the_end_of_backward(self.finish)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Average what has not been (collective)."""
+        if self._under_way:
+            self._under_way = False
+            self.done += 1
+            for number, (_, bucket) in enumerate(self._buckets):
+                for i, p in enumerate(bucket.parameters) if bucket.waiting else ():
+                    if (number, i) not in self._placed and p.grad is not None:  # of an earlier backward
+                        bucket.place(i)
+            while len(self._waits) < len(self._buckets):
+                self._send()
+            for wait in self._waits:
+                wait()
+            self._waits = []
+            for _, bucket in self._buckets:
+                for i, p in enumerate(bucket.parameters) if bucket.waiting else ():
+                    if p.grad is None and not bucket.absent_everywhere(i):
+                        p.grad = bucket.view(i)
+            for replica, p in self._sparse:
+                average_rows(p, replica.axis, self.weight)
+        for each in self._unreached:
+            each.settle()
+
+    def complete(self) -> None:
+        """Behind a backward that was to average, and did nothing of the kind here: do it (collective)."""
+        if self._buckets or self._sparse:
+            self._open()
+        self.finish()
+
+
+@torch.no_grad()
+def average_rows(p: nn.Parameter, axis: Axis, weight: float = 1.0) -> None:
+    """Make the sparse gradient of ``p``, this rank's weighed by ``weight``, its mean over ``axis``, with the rows that
+    any rank has (collective)."""
+    gradient, group = p.grad, axis.group
+    if gradient is not None and gradient.layout == torch.sparse_coo:
+        gradient = gradient.coalesce()
+        count = gradient._nnz()
+    else:
+        count = _NONE if gradient is None else _DENSE
+    mine = torch.tensor([count], dtype=torch.int64, device=p.device)
+    found = [torch.empty_like(mine) for _ in range(axis.size)]
+    dist.all_gather(found, mine, group=group)
+    counts = [int(each) for each in found]
+    if max(counts) == _NONE == min(counts):
+        return
+    if min(counts) == _DENSE:
+        whole = torch.zeros_like(p) if gradient is None else gradient.to_dense().contiguous() * weight
+        dist.all_reduce(whole, group=group)
+        p.grad = whole / axis.size
+        return
+    most, rows = max(counts), max(count, 0)
+    where = torch.zeros((most,), dtype=torch.int64, device=p.device)
+    values = p.new_zeros((most, *p.shape[1:]))
+    if gradient is not None:
+        where[:rows], values[:rows] = gradient.indices()[0], gradient.values() * (weight / axis.size)
+    all_where, all_values = ([torch.empty_like(t) for _ in counts] for t in (where, values))
+    dist.all_gather(all_where, where, group=group)
+    dist.all_gather(all_values, values, group=group)
+    p.grad = torch.sparse_coo_tensor(
+        torch.cat([t[: max(n, 0)] for t, n in zip(all_where, counts, strict=True)])[None],
+        torch.cat([t[: max(n, 0)] for t, n in zip(all_values, counts, strict=True)]),
+        p.shape,
+        check_invariants=False,
+    ).coalesce()
+
+
+def _told_dense() -> None:
+    warnings.warn(
+        "a sparse gradient of a parameter that no sparse Embedding or EmbeddingBag holds is made dense, to be averaged "
+        "over the ranks",
+        stacklevel=3,
+    )
+
+
+def _arrived(averaging: weakref.ref[Averaging], number: int, i: int, _: Tensor) -> None:
+    found = averaging()
+    if found is not None:
+        found.arrived(number, i)
+
+
+def _began(averaging: weakref.ref[Averaging], _: Tensor) -> None:
+    found = averaging()
+    if found is not None:
+        found.begin()

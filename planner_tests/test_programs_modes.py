@@ -1,0 +1,84 @@
+"""Modes and state of modules: each keeps its own, as in one process."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from asa.executor.modes import Modes
+from planner_tests.programs import Program, State, assert_as_alone, classes, cross_entropy, epochs, numbers
+
+X, Y = numbers(20, 8), classes(20, 4)
+
+
+def usual(net: nn.Module, opt: torch.optim.Optimizer, batches: Any) -> State:
+    return epochs(net, opt, batches, cross_entropy, 2)
+
+
+def frozen_norm() -> nn.Module:
+    net = nn.Sequential(
+        nn.Linear(8, 12), nn.BatchNorm1d(12, momentum=0.3), nn.GELU(), nn.Dropout(0.5), nn.Linear(12, 4)
+    )
+    net[1].running_mean += 0.3
+    net[1].eval()
+    net[3].eval()
+    return net
+
+
+def test_what_came_in_evaluation_mode_stays_there() -> None:
+    assert_as_alone(Program(model=frozen_norm, x=X, y=Y, loop=usual))
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inside(nn.functional.dropout(x, 0.5, training=self.training))
+
+
+def frozen_part() -> nn.Module:
+    net = nn.Sequential(Noisy(), nn.GELU(), nn.Linear(8, 4))
+    net[0].eval()
+    return net
+
+
+def test_a_part_that_asks_for_its_mode_stays_in_evaluation_or_is_named() -> None:
+    program = Program(model=frozen_part, x=X, y=Y, loop=usual)
+    for name, states in program.spread(["ddp", "fsdp"]).items():
+        for state in states:
+            assert not isinstance(state, str), f"{name}: {state}"
+    net = program.made()[0]
+    assert Modes.of(net).by_code == {"0"}
+
+
+def train_again(net: nn.Module, opt: torch.optim.Optimizer, batches: Any) -> State:
+    """A program that calls ``train`` has every module train, frozen before or not."""
+    epochs(net, opt, batches, cross_entropy)
+    net.eval()
+    net.train()
+    return epochs(net, opt, batches, cross_entropy)
+
+
+def frozen_dropless() -> nn.Module:
+    net = nn.Sequential(nn.Linear(8, 12), nn.BatchNorm1d(12), nn.GELU(), nn.Linear(12, 4))
+    net[1].eval()
+    return net
+
+
+def test_train_means_all() -> None:
+    program = Program(model=frozen_dropless, x=X, y=Y, loop=train_again, options={"batch_norm": "exact"})
+    wanted = program.alone()
+    assert float(wanted["1.running_mean"].abs().max()) > 1e-3
+    assert_as_alone(program, ["ddp", "tensor"], within=1e-9)
+
+
+def test_a_model_of_one_mode_has_nothing_to_keep() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not Modes.of(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))).training
+        assert not Modes.of(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).eval()).training
