@@ -8,8 +8,8 @@ from itertools import pairwise
 from math import hypot
 
 from asa.cost.machine.estimate import on_device
-from asa.cost.memory.peak import Peak, peak
 from asa.cost.memory import together
+from asa.cost.memory.peak import Peak, peak
 from asa.cost.pipeline import StageTimes, makespan
 from asa.cost.pricing import Pricer, Way, times_of
 from asa.cost.step import BoundaryCost, ComponentCost, StepCost, step
@@ -86,7 +86,7 @@ def _rank_peaks(pricer: Pricer, start: int, ways: Sequence[Way], in_flight: int)
             between = [own.edges.boundary(i, a.layout, b.layout) for i, (a, b) in enumerate(pairwise(ways), start + 1)]
             inlets = (own.edges.inlet(start, ways[0].layout), *between)
             outlet = own.edges.outlet(start + len(ways) - 1, ways[-1].layout)
-            held = peak(ended(parts, outlet.footprint), [b.footprint for b in inlets], in_flight)
+            held = peak(together.ended(parts, outlet.footprint), [b.footprint for b in inlets], in_flight)
             known[mine] = replace(held, index=start + held.index)
         found.append(known[mine])
     return tuple(found)
@@ -150,9 +150,7 @@ def price(
     ends = [*starts[1:], len(ways)]
     m = pricers[0].num_microbatches
     stages = tuple(
-        price_stage(
-            pricer, a, ways[a:b], overlap, 1 if schedule is None else schedule.in_flight(s, len(starts), m)
-        )
+        price_stage(pricer, a, ways[a:b], overlap, 1 if schedule is None else schedule.in_flight(s, len(starts), m))
         for s, (pricer, a, b) in enumerate(zip(pricers, starts, ends, strict=True))
     )
     offsets = [sum(p.width for p in pricers[:s]) for s in range(len(pricers))]

@@ -2,10 +2,10 @@
 
 The sum over components takes each as if all around it were run as it is, as if it were alone with its state, and with
 all its gradients from the first moment of its backward: up to a fifth too much where strategies are mixed, or
-parameters shared out whole. Of a plan as a whole it is known which components are wrapped together. Solvers add up what
-each component has at least, whatever is beside it (:attr:`asa.planner.stage.problem.Config.added`,
-:meth:`asa.interfaces.strategy.DataStrategy.least`): their bounds hold for what is said here, and what they find is asked
-here whether it fits.
+parameters shared out whole. Of a plan as a whole it is known which components are wrapped together.
+
+Solvers add up what each component has at least, whatever is beside it (``least_state`` and ``least_transient`` of
+:class:`asa.cost.menu.Priced`), so that their bounds hold for every plan; whether what they find fits is said here.
 """
 
 from __future__ import annotations

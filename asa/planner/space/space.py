@@ -24,7 +24,9 @@ _NARROW = 16
 """Ranks up to which a stage may use every layout."""
 _WIDEST_SPLIT = 64
 
-_SPARED = 1e-5 * GIB - 1e-3
+TOLERANCE_GIB = 1e-5
+"""What is asked of memory, to this much: solvers take limits in GiB, with a tolerance."""
+_SPARED = TOLERANCE_GIB * GIB - 1e-3
 """Bytes: by so much a solver may overstep a limit in GiB, so that what is promised stays within what was asked."""
 
 MOST_IN_A_PIPELINE = 1024

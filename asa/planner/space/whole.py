@@ -14,7 +14,7 @@ from asa.ir.units import GIB
 from asa.planner.pipeline.uniform import Uniform
 from asa.planner.space import baselines, parameter_server
 from asa.planner.space.candidate import Candidate, Prices
-from asa.planner.stage.singles import TOLERANCE_GIB
+from asa.planner.space.space import TOLERANCE_GIB
 
 _MANY = 100
 """Components from which on numbers of microbatches are compared by what all components cost together."""
@@ -84,7 +84,7 @@ def row(name: str, prices: Prices) -> Row:
     found = first if best is None else best[1]
     assert found is not None
     price, free = prices.of(found), prices.capacity(found)
-    fits = price.peak.total <= _limit(prices, found)
+    fits = prices.fits(found)
     why = "" if fits else _too_much(price.peak.total, free)
     return Row(name=name, candidate=found, price=price, fits=fits, why_not=why)
 
