@@ -236,6 +236,14 @@ class Prices:
             found = np.where([x is layout or x == layout for x in layouts], taken, found)
         return found
 
+    def compute_of(self, data: int, tensor: int, num_microbatches: int, stages: int) -> np.ndarray:
+        """Per component the seconds of forward and backward of one microbatch on stages of ``data`` x ``tensor`` ranks,
+        ``stages`` of which work at once, nothing communicated; whole where it cannot be split, on equal devices."""
+        width = data * tensor
+        split = [tensor > 1 and self.space.splits(i, tensor) for i in range(len(self.space.profile.graph))]
+        layouts = [Layout(width=width, data=data, tensor=t) for t in (1, tensor)]
+        return self.alone([layouts[s] for s in split], num_microbatches, width * stages)
+
     def at_least(self, candidate: Candidate) -> float:
         """Seconds that a pipeline takes if nothing is communicated: a microbatch through all stages in front of one,
         and all of them through that."""

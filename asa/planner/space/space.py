@@ -128,7 +128,7 @@ class Space:
             share = self.strategies.tensor[tensor].share(component, layout.tensor)
             private = [
                 (checkpoint, offload)
-                for checkpoint in ((False, True) if self._forgets(component) else (False,))
+                for checkpoint in ((False, True) if self.forgets(component) else (False,))
                 for offload in self._offloads(share.parameter_bytes > 0)
             ]
             for data in self._data(index, layout, share.parameter_bytes > 0):
@@ -166,7 +166,7 @@ class Space:
             self._layouts[key] = tuple(found)
         return self._layouts[key]
 
-    def _forgets(self, component: Component) -> bool:
+    def forgets(self, component: Component) -> bool:
         """Whether checkpointing it is offered, and saves anything: a checkpoint keeps the component's output."""
         return self.strategies.checkpoint and component.saved_bytes_per_sample > component.output_bytes_per_sample
 
