@@ -69,6 +69,9 @@ class RandomPipelines:
     def transfers(self, cuts: Any, m: int, source: Layout, target: Layout, offset: int) -> list[tuple[float, float]]:
         return [self.transfer(cut, m, source, target, offset) for cut in cuts]
 
+    def fits(self, skeleton: Any, choices: Any) -> bool:
+        return True
+
     def compute(self, width: int, m: int) -> list[float]:
         return [3 * (launch / 3 + c / m / width) * (1 - self.noise) for c, _, _, launch, _, _ in self.parts]
 

@@ -92,7 +92,12 @@ def test_at_once_and_one_by_one(name: str) -> None:
             assert [menu.ways[w] for w in which] == [w for row in ways for w in row]
             for k, w in enumerate(which.tolist()):
                 exact = pricer.component(int(menu.component[w]), menu.ways[w])
-                check(exact, {field: float(values[k]) for field, values in vars(found).items()})
+                named = {field: float(values[k]) for field, values in vars(found).items()}
+                least, added = (named.pop("least_state"), named.pop("least_transient")), named.pop("added")
+                check(exact, named)
+                assert 0 <= least[0] <= named["state"]
+                assert least[1] <= named["transient"]
+                assert added == (pricer.added(int(menu.component[w]), menu.ways[w]) if m > 1 else 0.0)
                 seen += 1
     assert seen > 50
 
@@ -151,7 +156,10 @@ def test_stages_that_run_alike(name: str) -> None:
                 exact = price_stage(pricer, start, alike.ways[start:stop], overlap, in_flight)
                 times, peak = alike.stage(start, stop, in_flight)
                 assert vars(times) == pytest.approx(vars(exact.times), rel=1e-9, abs=1e-15)
-                assert peak == pytest.approx(exact.peak.total, rel=1e-9)
+                if any(map(pricer.joint, alike.ways)):  # what neighbours share is not known
+                    assert exact.peak.total <= peak * 1.02
+                else:
+                    assert peak == pytest.approx(exact.peak.total, rel=1e-9)
 
 
 def test_waiting_for_many_stretches() -> None:

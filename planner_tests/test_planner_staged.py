@@ -87,7 +87,7 @@ def test_prices_numbers_and_events_agree(graph, cluster, seed):
         in_flight = schedule.in_flight(s, len(choices), m)
         problem = staged.chain(candidate.widths[s], m).stage(stage.start, stage.start + len(choice), in_flight)
         assert exhaustive.value(problem, choice) / MS == pytest.approx(stage.cost.total_s, rel=1e-9)
-        assert exhaustive.peak(problem, choice) * GIB == pytest.approx(stage.peak.total, rel=1e-9)
+        assert exhaustive.peak(problem, choice) * GIB <= stage.peak.total * (1 + 1e-9)
         picked = [row[c] for row, c in zip(problem.configs, choice, strict=True)]
         between = [e[a.layout, b.layout] for e, a, b in zip(problem.edges, picked, picked[1:], strict=False)]
         for name in ("forward", "backward"):

@@ -13,7 +13,7 @@ from random_pipelines import RandomPipelines
 from asa.cost.machine import presets
 from asa.ir.units import GIB
 from asa.planner import Request
-from asa.planner.pipeline.lattice import Numbers, Priced
+from asa.planner.pipeline.lattice import ACT, Numbers, Priced
 from asa.planner.pipeline.pipelines import stage_times
 from asa.planner.pipeline.points import Room
 from asa.planner.pipeline.stages import Explorer
@@ -134,7 +134,7 @@ def test_rates_of_repeated_blocks_are_those_of_a_block():
     x = Numbers(RandomPipelines(3, components=6, gpus=2, most=4, speed=0.05, memory=0.4, equal=True).chain(1, 4))
     row = x.rows[2]
     plain, again = (row[k, :2].sum() for k in (0, 1))
-    kept, less = row[0, -3], row[1, -3]
+    kept, less = row[0, ACT], row[1, ACT]
     found = rates(x, 2, 5, whole=False)
     assert any(r == pytest.approx((again - plain) / (2 * (kept - less)), rel=1e-3) for r in found)
 

@@ -57,6 +57,8 @@ def plan(
 
     if global_batch is None:
         global_batch = model.global_batch if isinstance(model, Profile) else 64
+    from asa.cost.machine import widen
+
     request = Request(
         gpus=gpus,
         global_batch=global_batch,
@@ -67,6 +69,8 @@ def plan(
         time_limit_s=usual_limit(gpus),
     )
     named = None if cluster is None else named_cluster(cluster)
+    if named is not None and len(named.levels) > 1 and widen.possible(named, gpus):
+        named = widen.widened(named, gpus)
     if named is not None:
         check_request(named, offered(), request)  # before the model is measured, which takes longer
     if isinstance(model, Profile):

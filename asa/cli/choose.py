@@ -37,6 +37,16 @@ def named_cluster(name: str) -> Cluster:
     return presets.load(name)
 
 
+def wide_enough(cluster: Cluster, gpus: int | None, console: Console) -> Cluster:
+    """``cluster``, or with as many more nodes of its kind as ``gpus`` ask for, which is said."""
+    from asa.cost.machine import widen
+
+    if gpus is None or len(cluster.levels) < 2 or not widen.possible(cluster, gpus):
+        return cluster
+    console.say(f"asa: {widen.said(cluster, gpus)}")
+    return widen.widened(cluster, gpus)
+
+
 def default_cluster(console: Console, device: str, device_name: str, gpus: int | None) -> Cluster:
     """See :func:`asa.cost.machine.nearest.nearest`."""
     from asa.cost.machine.nearest import nearest
@@ -157,14 +167,14 @@ def origins(plan: Plan, console: Console, args: Arguments | None = None) -> tupl
             f"the profile the plan was made from ({plan.profile_fingerprint}) is not in {places.PROFILES}/; "
             f"{remedy.format('--profile')}, or plan again"
         )
+    from asa.cost.machine import presets, widen
+
     if cluster_name is not None:
         clusters = [named_cluster(cluster_name)]
     else:
-        from asa.cost.machine import presets, widen
-
         clusters = [c for _, c in places.clusters(console)]
-        clusters += [widen.widened(c, plan.gpus) for c in clusters if widen.possible(c, plan.gpus)]
-        clusters += [presets.load(name) for name in presets.names() if name == plan.cluster]
+        clusters += [presets.load(n) for n in presets.names() if plan.cluster.partition(widen.AS)[0] == n]
+    clusters += [widen.widened(c, plan.gpus) for c in clusters if widen.possible(c, plan.gpus)]
     for cluster in clusters:
         if codec.fingerprint(cluster) == plan.cluster_fingerprint:
             return found, cluster

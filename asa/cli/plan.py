@@ -31,7 +31,7 @@ def run(args: Arguments, console: Console) -> None:
 
     if args.output:
         places.check_writable(Path(args.output), "-o")
-    cluster = choose.named_cluster(args.cluster) if args.cluster else None
+    cluster = choose.wide_enough(choose.named_cluster(args.cluster), args.gpus, console) if args.cluster else None
     pins = tuple(parse_pin(text) for text in args.pin)
     if cluster:
         asked = Request(

@@ -27,7 +27,7 @@ from asa.cost.work.spread import waitings
 from asa.interfaces.strategy import OPTIMIZER_WORDS, DataStrategy
 from asa.ir.graph import LayerGraph
 from asa.ir.layout import Layout
-from asa.ir.plan import OptimizerName
+from asa.ir.plan import OptimizerName, TensorDegree
 from asa.ir.traffic import Collective, Phase
 
 _PHASES: tuple[Phase, ...] = ("forward", "backward", "gradient", "update")
@@ -37,7 +37,9 @@ _PHASES: tuple[Phase, ...] = ("forward", "backward", "gradient", "update")
 class Priced:
     """Seconds and bytes as in :class:`asa.cost.step.ComponentCost`, an entry a way; ``forward`` and ``backward`` with
     what blocks in them, ``window``: backward compute of the last microbatch, ``once``: once per step but for
-    synchronisation, ``bucket`` included."""
+    synchronisation, ``bucket`` included. ``least_state`` and ``least_transient``: what is left of these at least,
+    whatever is run beside it (:mod:`asa.cost.memory.together`); ``added``: of the state, gradients that microbatches
+    add up."""
 
     forward: Any
     backward: Any
@@ -50,6 +52,9 @@ class Priced:
     activations: Any
     gradients: Any
     transient: Any
+    least_state: Any
+    least_transient: Any
+    added: Any
 
 
 class Menu:
@@ -75,6 +80,7 @@ class Menu:
             self.saving[at] = forgetting(int(self.component[at]), self.ways[at])
         self.offload = np.array([w.offload for w in self.ways], dtype=bool)
         self._known: dict[tuple[Pricer, bytes], Priced] = {}
+        self._largest_of: dict[TensorDegree, tuple[int, float]] = {}
         self._cells: dict[tuple[int, int], Way] = {}
         for i, way in each:
             self._cells.setdefault((i, number[way.layout]), way)
@@ -142,7 +148,21 @@ class Menu:
         self._ahead: Any = None
         if any(ahead):
             self._ahead = np.array([[getattr(x or none, f.name) for x in ahead] for f in fields(Gathers)])[:, like]
+        self._joint = np.array([w.data.degree > 1 and k.page.joint for (_, w), k in zip(each, kept, strict=True)])[like]
+        self._buckets = spread([x.buckets for x in held])
+        least = [
+            k.page.least(s, w.layout.data, optimizer, self._others(i, w)) if w.data.degree > 1 and k.page.joint else 0.0
+            for (i, w), k, s in zip(each, kept, shares, strict=True)
+        ]
+        self._repeated = np.where(self._joint & ~self.offload, self._optimizer - np.array(least)[like], 0.0)
         self._part = np.divide(self._optimizer, full, out=np.zeros(len(full)), where=full > 0)
+
+    def _others(self, index: int, way: Way) -> float:
+        """As of :meth:`asa.interfaces.strategy.DataStrategy.least`: of the component with the largest parameter."""
+        if way.tensor not in self._largest_of:
+            self._largest_of[way.tensor] = self._states.largest(way.tensor)
+        largest, others = self._largest_of[way.tensor]
+        return others if index == largest else float("inf")
 
     def enough(self, samples: Sequence[int], fewest: Any) -> Any:
         """Whether the component of each way has enough samples: ``samples`` on a rank per layout, ``fewest`` per
@@ -194,11 +214,15 @@ class Menu:
         host = self._awaited(pricer, which, forward, backward, counts)
         updated = self._updated(pricer, which)
         copying = copying + host.gradient + np.where(self.offload[which], 0.0, updated * pricer.held_up_by_update)
-        transient_ = transient_ * margin() + self._transient(pricer, which, saved_)
+        own = transient_ * margin()
+        transient_ = own + self._transient(pricer, which, saved_)
         fresh = np.where(
             np.array([x.data == 1 for x in self.layouts], dtype=bool)[k] & several, self._largest[which], 0.0
         )
         state = self._state[which] + (self._added[which] + self._kept[which] if several else 0.0)
+        state = state - np.where(self.offload[which], self._optimizer[which], 0.0)
+        lone = transient_ if pricer.states.prefetching else own + self._transient(pricer, which, saved_, alone=True)
+        lone = np.minimum(lone, transient_) + fresh - self._unmade(pricer, which)
         return Priced(
             forward=forward + ahead - saved_s.forward + host.forward,
             backward=backward + back - saved_s.backward + host.backward,
@@ -207,11 +231,28 @@ class Menu:
             prompt=self._prompt[which] * free,
             late=self._late[which] * free,
             window=backward + copying - saved_s.covered,
-            state=state - np.where(self.offload[which], self._optimizer[which], 0.0),
+            state=state,
             activations=saved_ * margin() + (0.0 if several else self._kept[which]),
             gradients=0.0 * state if several else self._gradients[which],
             transient=np.maximum(transient_ + fresh, self._updating[which]),
+            least_state=state - self._repeated[which],
+            least_transient=np.maximum(lone, self._updating[which]),
+            added=self._added[which] if several else 0.0 * state,
         )
+
+    def _unmade(self, pricer: Pricer, which: Any) -> Any:
+        """By how much less is there beside a backward that makes its gradients itself
+        (:meth:`asa.cost.pricing.Pricer.as_made`)."""
+        found = np.zeros(len(which))
+        if pricer.num_microbatches > 1 or not pricer.times.unmade:
+            return found
+        known: dict[tuple[int, int], float] = {}
+        for at in np.flatnonzero(self._buckets[which] == 0).tolist():
+            key = (int(self.component[which[at]]), int(self.layout[which[at]]))
+            if key not in known:
+                known[key] = pricer.keeping.unmade(self._graph.components[key[0]], self.layouts[key[1]])
+            found[at] = known[key]
+        return found
 
     def _prefetched(self, pricer: Pricer, which: Any, passes: Any, own: Any, met: tuple[Any, Any]) -> Hidden:
         """What gathers ahead save. ``passes``: seconds forward and backward x layout x component; ``own``: of the ways'
@@ -258,16 +299,18 @@ class Menu:
             update[away] = host_update(pricer.cluster, pricer.optimizer, sizes, pricer.busy)
         return update
 
-    def _transient(self, pricer: Pricer, which: Any, saved: Any) -> Any:
-        """Bytes beside the component's own, of strategies that say it by what is around."""
+    def _transient(self, pricer: Pricer, which: Any, saved: Any, *, alone: bool = False) -> Any:
+        """Bytes beside the component's own, of strategies that say it by what is around; ``alone``: where no neighbour
+        of those that are joint is run alike."""
         found = self._apart[which]
         known: dict[tuple[object, ...], float] = {}  # alike whether or not its state is on the host
         for at in np.flatnonzero(self._own[which]).tolist():
             w = int(which[at])
             key = (self.component[w], self.layout[w], id(self._page[w]), saved[at])
             if key not in known:
-                way = self.ways[w]
-                beside = pricer.around.of(int(self.component[w]), way.tensor, float(saved[at]))
+                way, i = self.ways[w], int(self.component[w])
+                alike = range(i, i + 1) if alone and self._joint[w] else None
+                beside = pricer.around.of(i, way.tensor, float(saved[at]), alike)
                 known[key] = self._page[w].transient(self._share[w], way.layout.data, beside)
             found[at] = known[key]
         return found

@@ -8,8 +8,8 @@ from itertools import pairwise
 from math import hypot
 
 from asa.cost.machine.estimate import on_device
+from asa.cost.memory import together
 from asa.cost.memory.peak import Peak, peak
-from asa.cost.memory.together import ended, overcounted
 from asa.cost.pipeline import StageTimes, makespan
 from asa.cost.pricing import Pricer, Way, times_of
 from asa.cost.step import BoundaryCost, ComponentCost, StepCost, step
@@ -27,8 +27,8 @@ class StagePrice:
     """What one stage costs: seconds of its own work in a step, the peak of a rank in bytes.
 
     ``start`` is its first component. ``boundaries[i]`` lies in front of its component i, the last one behind the last.
-    ``peaks``: one per rank where ranks hold different shards, ``peak`` otherwise. Peaks are sums over components, as
-    every solver counts them; ``overcounted`` bytes of them no rank has (:mod:`asa.cost.memory.together`).
+    ``peak``: of the rank that holds most (:mod:`asa.cost.memory.together`); ``peaks``: one per rank, where ranks hold
+    different shards.
     """
 
     start: int
@@ -38,16 +38,15 @@ class StagePrice:
     components: tuple[ComponentCost, ...]
     boundaries: tuple[BoundaryCost, ...]
     peaks: tuple[Peak, ...] = ()
-    overcounted: float = 0.0
 
     def held(self, place: int) -> float:
         """Bytes that its rank ``place`` holds at its peak."""
-        return (self.peaks[place] if self.peaks else self.peak).total - self.overcounted
+        return (self.peaks[place] if self.peaks else self.peak).total
 
     @property
     def most(self) -> float:
         """Bytes of the rank that holds most."""
-        return max(p.total for p in self.peaks or (self.peak,)) - self.overcounted
+        return max(p.total for p in self.peaks or (self.peak,))
 
 
 @noun
@@ -87,7 +86,7 @@ def _rank_peaks(pricer: Pricer, start: int, ways: Sequence[Way], in_flight: int)
             between = [own.edges.boundary(i, a.layout, b.layout) for i, (a, b) in enumerate(pairwise(ways), start + 1)]
             inlets = (own.edges.inlet(start, ways[0].layout), *between)
             outlet = own.edges.outlet(start + len(ways) - 1, ways[-1].layout)
-            held = peak(ended(parts, outlet.footprint), [b.footprint for b in inlets], in_flight)
+            held = peak(together.ended(parts, outlet.footprint), [b.footprint for b in inlets], in_flight)
             known[mine] = replace(held, index=start + held.index)
         found.append(known[mine])
     return tuple(found)
@@ -102,25 +101,17 @@ def price_stage(pricer: Pricer, start: int, ways: Sequence[Way], overlap: Overla
     stop = start + len(ways)
     boundaries = (pricer.edges.inlet(start, ways[0].layout), *between, pricer.edges.outlet(stop - 1, ways[-1].layout))
     cost = step(components, boundaries, overlap)
-    own = ended([c.footprint for c in components], boundaries[-1].footprint)
-    held = peak(own, [b.footprint for b in boundaries[:-1]], in_flight)
+    peaks = _rank_peaks(pricer, start, ways, in_flight) if ways[0].layout.weights else ()
+    held = together.held(pricer, start, ways, components, boundaries, in_flight)
     return StagePrice(
         start=start,
         cost=cost,
         times=_times(cost, components, boundaries, overlap),
-        peak=replace(held, index=start + held.index),
+        peak=max(peaks, key=lambda p: p.total) if peaks else replace(held, index=start + held.index),
         components=components,
         boundaries=boundaries,
-        peaks=_rank_peaks(pricer, start, ways, in_flight) if ways[0].layout.weights else (),
+        peaks=peaks,
     )
-
-
-def _settled(pricer: Pricer, ways: Sequence[Way], overlap: Overlap, start: int, in_flight: int) -> StagePrice:
-    """A stage of a plan that is known as a whole."""
-    found = price_stage(pricer, start, ways, overlap, in_flight)
-    if ways[0].layout.weights:  # each rank has a peak of its own
-        return found
-    return replace(found, overcounted=overcounted(pricer, start, ways, found.components, found.boundaries, in_flight))
 
 
 def _moved(cost: ComponentCost, start: int) -> ComponentCost:
@@ -159,7 +150,7 @@ def price(
     ends = [*starts[1:], len(ways)]
     m = pricers[0].num_microbatches
     stages = tuple(
-        _settled(pricer, ways[a:b], overlap, a, 1 if schedule is None else schedule.in_flight(s, len(starts), m))
+        price_stage(pricer, a, ways[a:b], overlap, 1 if schedule is None else schedule.in_flight(s, len(starts), m))
         for s, (pricer, a, b) in enumerate(zip(pricers, starts, ends, strict=True))
     )
     offsets = [sum(p.width for p in pricers[:s]) for s in range(len(pricers))]

@@ -96,6 +96,17 @@ class States:
             self._shares[key] = page.share(self._graph.components[index], tensor.degree)
         return self._shares[key]
 
+    def largest(self, tensor: TensorDegree) -> tuple[int, float]:
+        """The component with the largest parameter on a tensor rank, and parameter bytes of all others there."""
+        page, found = self._strategies.tensor[tensor.strategy], list[tuple[float, float]]()
+        for i, c in enumerate(self._graph.components):
+            whole = bool(page.refusal(c, tensor.degree))
+            share = None if whole else self.share(i, tensor)
+            size = c.parameter_bytes if share is None else share.parameter_bytes
+            found.append((0.0 if share is None else share.largest_parameter_bytes, float(size)))
+        at = max(range(len(found)), key=lambda i: found[i][0])
+        return at, sum(size for _, size in found) - found[at][1]
+
     def update(self, index: int, tensor: TensorDegree) -> float:
         """Seconds of an update of all that share."""
         key = (index, tensor)

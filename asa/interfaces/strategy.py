@@ -78,6 +78,12 @@ class DataStrategy(ABC):
         """Bytes of optimizer state of the rank with the most, of neighbours that are run alike, as one."""
         return sum(self.memory(s, degree, optimizer).optimizer for s in shares)
 
+    def least(self, share: Share, degree: int, optimizer: str, others: float = float("inf")) -> float:
+        """Bytes of optimizer state that a component adds at least to what :meth:`together` says of any neighbours it is
+        run alike with: no sum of these is above that. ``others``: parameter bytes of all components that may be its
+        neighbours; for one component of a network at most, infinite for the rest."""
+        return self.memory(share, degree, optimizer).optimizer
+
     def left(self, share: Share, degree: int, num_microbatches: int) -> float:
         """Bytes that are there from the component's backward until all of backward is over, where no neighbour in front
         is run alike; beside state and what stays of gradients."""

@@ -14,7 +14,6 @@ from asa.ir import codec
 from asa.ir.cluster import Cluster
 from asa.ir.plan import Assignment, Baseline, Certificate, CurvePoint, Plan, Stage
 from asa.ir.profile import Profile
-from asa.ir.units import GIB
 from asa.planner import clock
 from asa.planner.answer import infeasible, leanest
 from asa.planner.answer.circumstances import circumstances
@@ -30,7 +29,6 @@ from asa.planner.space.request import Request
 from asa.planner.space.space import Space
 from asa.planner.space.whole import Row, table
 from asa.planner.stage.problem import MS
-from asa.planner.stage.singles import TOLERANCE_GIB
 
 _WORTH = 0.02
 """A gap from which on a longer search is worth mentioning."""
@@ -95,7 +93,7 @@ def plan(
     chosen, notes = _surely(prices, chosen, notes, replicas)
     candidates = [chosen, *([outcome.best] if outcome.best else []), *(r.candidate for r in eligible if r.candidate)]
     if request.top_k > 1:
-        candidates += next_best(outcome, request.top_k - 1, request.time_limit_s)
+        candidates += next_best(prices, outcome, request.top_k - 1, request.time_limit_s)
         candidates += beside(prices, chosen, pins, request.top_k - 1, clock.now() + request.time_limit_s)
     distinct = list({c.key: c for c in reversed(candidates)}.values())
     others = sorted((c for c in distinct if c.key != chosen.key), key=lambda c: prices.of(c).cost.total_s)
@@ -293,7 +291,7 @@ def _plan(
 ) -> Plan:
     space, request = prices.space, prices.space.request
     price = prices.of(candidate)
-    if price.peak.total > prices.capacity(candidate) + 2 * TOLERANCE_GIB * GIB:
+    if not prices.fits(candidate):
         raise AsaError(
             f"the solver's plan needs {price.peak.total:.0f} bytes, more than it was given; please report this"
         )

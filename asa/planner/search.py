@@ -35,7 +35,7 @@ from asa.planner.stage import exhaustive, ilp
 from asa.planner.stage.first import first_plan, narrow_plan
 from asa.planner.stage.formulate import Formulation
 from asa.planner.stage.problem import MS, Choice, Problem, Solution
-from asa.planner.stage.singles import TOLERANCE_GIB, Places, Single, crowded, singles
+from asa.planner.stage.singles import Places, Single, crowded, singles
 
 _LOG = logging.getLogger("asa")
 _FIRST, _SHARE = 0.15, 0.35
@@ -115,6 +115,8 @@ def search(
     started, began = clock.now(), time.monotonic()
     found = _search(prices, solver, started + time_limit_s, allowed, incumbent_s, baselines, start)
     if found.best is None:
+        found = _beside_baseline(prices, found, allowed, incumbent_s, baselines, min(_POLISH_S, _POLISH * time_limit_s))
+    if found.best is None:
         return replace(found, wall_s=time.monotonic() - began)
     before_ms = prices.of(found.best).cost.total_s * MS
     proved = found.lower_bound_s * MS >= before_ms * (1 - _PROVED)
@@ -129,6 +131,18 @@ def search(
     last = ((taken, value_ms, found.lower_bound_s * MS),) if value_ms < before_ms * (1 - 1e-9) else ()
     wall_s = time.monotonic() - began
     return replace(found, best=first, seconds=taken, wall_s=wall_s, curve=(*found.curve, *last))
+
+
+def _beside_baseline(
+    prices: Prices, found: Outcome, allowed: Allowed, incumbent_s: float, baselines: Sequence[Candidate], seconds: float
+) -> Outcome:
+    """What is faster beside the best whole strategy, where a search that was not finished found nothing else."""
+    if found.lower_bound_s >= incumbent_s * (1 - _PROVED) or not baselines:
+        return found
+    better = improved(prices, baselines[0], allowed, clock.now() + seconds)
+    if prices.of(better).cost.total_s >= incumbent_s * (1 - _PROVED):
+        return found
+    return replace(found, best=replace(better, origin="asa"), solver="dp, as bounds")
 
 
 def _search(
@@ -170,14 +184,14 @@ def _search(
             solver="dp" if found is not None else "dp, as bounds",
             seconds=clock.now() - started, curve=tuple(curve),
         )  # fmt: skip
-    assert single.place is not None
+    assert single.origin is not None
     near = bound_ms >= single.value * (1 - _ENOUGH)
     solution, said = _again(single, solver, ends, near=near)
     assert solution.choice is not None
     return Outcome(
-        best=single.place.formulation.candidate(solution.choice),
+        best=single.origin.formulation.candidate(solution.choice),
         choice=solution.choice,
-        formulation=single.place.formulation,
+        formulation=single.origin.formulation,
         lower_bound_s=min(bound_ms, solution.value) / MS,
         solver=said,
         seconds=clock.now() - started,
@@ -347,6 +361,8 @@ def _again(single: Single, solver: SolverName, ends: float, *, near: bool) -> tu
     assert single.place is not None
     known, problem = single.solution, single.place.asked
     known = replace(known, bound=min(known.value, max(known.bound, single.bound)))  # it may have risen since
+    if single.refused:  # what the ILP would find first does not fit
+        return known, known.solver
     if solver == "ilp" and (single.by_ilp or (known.proved and not single.place.handy)):
         return known, known.solver
     if solver != "ilp":
@@ -355,7 +371,7 @@ def _again(single: Single, solver: SolverName, ends: float, *, near: bool) -> tu
     if not known.proved and (near or left <= 0):
         return known, "dp"
     found = ilp.solve(problem, time_limit_s=max(0.1, left))
-    fits = found.choice is not None and exhaustive.peak(problem, found.choice) <= problem.capacity + TOLERANCE_GIB
+    fits = found.choice is not None and single.place.fitting(found.choice)
     if fits and found.proved:
         return _arbitrate(known, found, float("inf"), problem), f"{found.solver}, checked by dp"
     if fits and found.value < known.value * (1 - 1e-9) and not known.proved:
@@ -387,7 +403,7 @@ def _arbitrate(known: Solution, found: Solution, cutoff_ms: float, problem: Prob
     return min(fits, key=lambda s: s.value, default=known)
 
 
-def next_best(outcome: Outcome, count: int, time_limit_s: float) -> list[Candidate]:
+def next_best(prices: Prices, outcome: Outcome, count: int, time_limit_s: float) -> list[Candidate]:
     """Up to ``count`` more candidates of the width and microbatches of the best one, in order of their time; as many
     as are found in ``time_limit_s``."""
     if outcome.formulation is None or outcome.best is None:
@@ -399,4 +415,4 @@ def next_best(outcome: Outcome, count: int, time_limit_s: float) -> list[Candida
         if solution.choice is None or solution.choice in found:
             break
         found.append(solution.choice)
-    return [outcome.formulation.candidate(c) for c in found[1:]]
+    return [x for x in map(outcome.formulation.candidate, found[1:]) if prices.fits(x)]

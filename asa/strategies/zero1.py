@@ -49,6 +49,11 @@ class SharedOptimizer(DataStrategy):
         """Parameters are owned over all neighbours."""
         return OPTIMIZER_WORDS[optimizer] * _most(shares, degree)
 
+    def least(self, share: Share, degree: int, optimizer: str, others: float = float("inf")) -> float:
+        """Its part, evenly; and of its largest parameter, which one rank owns, what the parts of all others leave."""
+        even = share.parameter_bytes / degree
+        return OPTIMIZER_WORDS[optimizer] * max(even, share.largest_parameter_bytes - others / degree)
+
     def traffic(self, share: Share, degree: int, stride: int) -> tuple[Collective, ...]:
         """One all_reduce of the gradients per step, overlapped with backward; every parameter broadcast by its owner
         after the update."""

@@ -1,4 +1,4 @@
-"""A measured machine with more ranks than were measured on it: what they cost by sharing its cores. CPU only."""
+"""Clusters with more ranks than are known of them: more on the cores of a CPU, or more nodes of the same kind."""
 
 from __future__ import annotations
 
@@ -8,21 +8,41 @@ from asa.cost.traffic.collectives import carried
 from asa.errors import UsageError
 from asa.ir.cluster import Cluster, CollectiveTable, Contention
 
+AS = "-as-"
+"""In the name of such a cluster, between that of the one it is made from and what it is taken as."""
 LIMIT = 64
 """Ranks beyond which nothing is said: so many processes share no machine in practice."""
 
 
+MOST_DEVICES = 16_384
+"""Devices in nodes of one kind beyond which nothing is said: no collective was seen among so many."""
+
+
 def possible(cluster: Cluster, ranks: int) -> bool:
-    """Whether :func:`widened` has an answer: CPU ranks that were measured together, and fewer than asked for."""
-    alike = cluster.device.type == "cpu" and len(cluster.levels) == 1 and cluster.devices is None
-    return alike and cluster.num_devices < ranks <= LIMIT
+    """Whether :func:`widened` has an answer, and fewer are known: CPU ranks that were measured together, or several
+    nodes of equal devices."""
+    if cluster.devices is not None or ranks <= cluster.num_devices:
+        return False
+    if len(cluster.levels) > 1:
+        return ranks <= MOST_DEVICES
+    return cluster.device.type == "cpu" and len(cluster.levels) == 1 and ranks <= LIMIT
+
+
+def said(cluster: Cluster, ranks: int) -> str:
+    """What :func:`widened` does, in few words."""
+    if len(cluster.levels) == 1:
+        return f"{ranks} ranks on the cores of {cluster.name}, of which {cluster.num_devices} were measured"
+    known, nodes = -(-cluster.num_devices // cluster.node), -(-ranks // cluster.node)
+    kind = f"{cluster.node} x {cluster.device.name}"
+    return f"{cluster.name} has {known} nodes of {kind}: taken as {nodes} of the same kind, joined by the same links"
 
 
 def widened(cluster: Cluster, ranks: int) -> Cluster:
     """``cluster`` with ``ranks`` ranks on the same cores, of status ``derived``; the same for the same arguments.
 
     The largest number of ranks that was measured is taken to keep all cores busy, so with n times as many each
-    computes, and moves what it carries, n times as slowly.
+    computes, and moves what it carries, n times as slowly. More nodes are as many whole ones as are needed; a link
+    between them carries as many bytes a second as in the largest group that is known.
 
     Raises:
         UsageError: it is not :func:`possible`.
@@ -30,8 +50,11 @@ def widened(cluster: Cluster, ranks: int) -> Cluster:
     if not possible(cluster, ranks):
         raise UsageError(
             f"{ranks} ranks cannot be derived from cluster {cluster.name} of {cluster.num_devices} "
-            f"{cluster.device.type} devices; a CPU cluster of 2 or more can be widened to {LIMIT}"
+            f"{cluster.device.type} devices; a CPU cluster of 2 or more can be widened to {LIMIT}, one of several "
+            f"equal nodes to {MOST_DEVICES}"
         )
+    if len(cluster.levels) > 1:
+        return _more_nodes(cluster, ranks)
     known, level = cluster.num_devices, cluster.levels[0]
     more, source = ranks / known, f"{known} ranks of {cluster.name}, sharing its cores with {ranks - known} more"
     tables = tuple(
@@ -49,10 +72,25 @@ def widened(cluster: Cluster, ranks: int) -> Cluster:
     crowd = Contention(ranks=ranks, slowdown=busiest.slowdown * more, memory_slowdown=busiest.of_memory * more)
     return replace(
         cluster,
-        name=f"{cluster.name}-as-{ranks}",
+        name=f"{cluster.name}{AS}{ranks}",
         num_devices=ranks,
         levels=(replace(level, devices=ranks, tables=(*level.tables, *tables)),),
         contention=(*cluster.contention, crowd),
         status="derived",
         source=source,
+    )
+
+
+def _more_nodes(cluster: Cluster, ranks: int) -> Cluster:
+    nodes, outer = -(-ranks // cluster.node), cluster.levels[-1]
+    devices = nodes * cluster.node
+    busiest = max(cluster.contention, key=lambda c: c.ranks, default=Contention(ranks=1, slowdown=1.0))
+    return replace(
+        cluster,
+        name=f"{cluster.name}{AS}{nodes}x{cluster.node}",
+        num_devices=devices,
+        levels=(*cluster.levels[:-1], replace(outer, devices=devices)),
+        contention=(*cluster.contention, replace(busiest, ranks=devices)),
+        status="derived",
+        source=said(cluster, ranks),
     )

@@ -1,8 +1,11 @@
-"""What a rank of a stage really holds, where that depends on which neighbours are run alike.
+"""What a rank of a stage holds at its peak, where that depends on which neighbours are run alike.
 
-Solvers add components up, each as if all around it were run as it is, as if it were alone with its state, and with all
-its gradients from the first moment of its backward: never too little, and up to a fifth too much where strategies are
-mixed, or parameters shared out whole. Of a plan as a whole it is known which components are wrapped together.
+The sum over components takes each as if all around it were run as it is, as if it were alone with its state, and with
+all its gradients from the first moment of its backward: up to a fifth too much where strategies are mixed, or
+parameters shared out whole. Of a plan as a whole it is known which components are wrapped together.
+
+Solvers add up what each component has at least, whatever is beside it (``least_state`` and ``least_transient`` of
+:class:`asa.cost.menu.Priced`), so that their bounds hold for every plan; whether what they find fits is said here.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from asa.cost.memory.peak import Footprint, peak
+from asa.cost.memory.peak import Footprint, Peak, peak
 
 if TYPE_CHECKING:
     from asa.cost.pricing import Pricer
@@ -28,15 +31,16 @@ def wrapped(ways: Sequence[Way]) -> Iterator[range]:
             start = i
 
 
-def overcounted(
+def held(
     pricer: Pricer, start: int, ways: Sequence[Way], components: Sequence[ComponentCost],
     boundaries: Sequence[BoundaryCost], in_flight: int,
-) -> float:  # fmt: skip
-    """Bytes by which the sum over ``components`` is above what the rank with the most holds at its peak."""
+) -> Peak:  # fmt: skip
+    """The peak of the rank of a stage that holds most, from component ``start`` on; ``index`` counts from there."""
     ahead = 1 < pricer.num_microbatches <= in_flight
-    if not (ahead or pricer.times.unmade or any(pricer.joint(w) for w in ways)):
-        return 0.0
     counted = [c.footprint for c in components]
+    inlets, outlet = [b.footprint for b in boundaries[:-1]], boundaries[-1].footprint
+    if not (ahead or pricer.times.unmade or any(pricer.joint(w) for w in ways)):
+        return peak(ended(counted, outlet), inlets, in_flight)
     parts, repeated = list[Footprint](), 0.0
     alike = list(wrapped(ways))
     for run in alike:
@@ -51,17 +55,21 @@ def overcounted(
         left = next(filter(None, (pricer.left(start + i, ways[i]) for i in run)), 0.0) if joint else 0.0
         if left:  # in the backward of all in front
             parts[: run.start] = [replace(p, transient=p.transient + left) for p in parts[: run.start]]
-    inlets, outlet = [b.footprint for b in boundaries[:-1]], boundaries[-1].footprint
-    whole = peak(ended(counted, outlet), inlets, in_flight).total
     if not ahead:
-        return whole - peak(ended(parts, outlet), inlets, in_flight).total + repeated
+        return _less(peak(ended(parts, outlet), inlets, in_flight), repeated)
     # All microbatches are ahead when the first comes back, whose gradients are made meanwhile, as those of a single
     # one are; and when it is through, so are its activations.
     fresh = [_unmade(p, pricer.added(start + i, ways[i])) for i, p in enumerate(parts)]
     first = peak(
         ended(fresh, outlet), [b if start + i == 0 else replace(b, state=0.0) for i, b in enumerate(inlets)], in_flight
-    ).total
-    return whole - max(first, peak(ended(parts, outlet), inlets, in_flight - 1).total) + repeated
+    )
+    later = peak(ended(parts, outlet), inlets, in_flight - 1)
+    return _less(max(first, later, key=lambda p: p.total), repeated)
+
+
+def _less(found: Peak, repeated: float) -> Peak:
+    """Without what is counted for every component, and is there once."""
+    return replace(found, total=found.total - repeated, state=found.state - repeated)
 
 
 def _unmade(footprint: Footprint, added: float) -> Footprint:

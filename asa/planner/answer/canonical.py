@@ -26,10 +26,11 @@ from asa.cost.pipeline import lower_bound, makespan
 from asa.cost.planned import StagePrice, price_stage
 from asa.cost.pricing import Way
 from asa.ir.layout import Layout
+from asa.ir.units import GIB
 from asa.planner import clock
 from asa.planner.pipeline.sketch import INF, Sketch
 from asa.planner.space.candidate import Candidate, Prices
-from asa.planner.space.space import Allowed
+from asa.planner.space.space import TOLERANCE_GIB, Allowed
 
 TIE = 1e-9
 """A part by which times, work and peaks may differ and are taken for equal."""
@@ -71,7 +72,7 @@ def _kept(prices: Prices, before: Candidate, after: Candidate) -> Candidate:
     if after is before:
         return before
     price, limit_s = prices.of(after), prices.of(before).cost.total_s * (1 + 2 * TIE)
-    return after if price.cost.total_s <= limit_s and price.peak.total <= prices.capacity(after) else before
+    return after if price.cost.total_s <= limit_s and prices.fits(after) else before
 
 
 def _even(number: float) -> float:
@@ -178,7 +179,7 @@ class _Around:
         parts = self._parts(x)
         stages = [self._priced(s) for s in parts]
         for part, stage in zip(parts, stages, strict=True):
-            if stage.peak.total > self.space.room(part.first, part.width, part.busy):
+            if self.prices.excess(stage, part.first, part.width, part.busy) > TOLERANCE_GIB * GIB:
                 return INF
         if len(stages) == 1:
             return stages[0].cost.total_s

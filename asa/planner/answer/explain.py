@@ -21,10 +21,9 @@ from asa.planner.space import baselines, parameter_server
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.nearest import start
 from asa.planner.space.request import Request, parse_pin
-from asa.planner.space.space import Space, pinned
+from asa.planner.space.space import TOLERANCE_GIB, Space, pinned
 from asa.planner.space.whole import row
 from asa.planner.stage.formulate import formulate
-from asa.planner.stage.singles import TOLERANCE_GIB
 
 _FORCED_S = 1.5
 """For the best plan with something forced."""

@@ -192,7 +192,7 @@ def _larger_batch(space: Space, names: Sequence[str]) -> int | None:
 
 
 def _one_fits(names: Sequence[str], prices: Prices) -> bool:
-    return any(prices.of(c).peak.total <= prices.capacity(c) for n in names for c in _uniform(n, prices))
+    return any(prices.fits(c) for n in names for c in _uniform(n, prices))
 
 
 def _more_devices(space: Space) -> int | None:

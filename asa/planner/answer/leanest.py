@@ -49,7 +49,7 @@ def _leanest_stages(prices: Prices, allowed: Allowed, some: Sequence[int]) -> It
         most = {max((m for m in counts if prices.space.enough_samples(0, d, m)), default=1) for d in divisors}
         fewer = {m // 2 for m in most}  # where a later component needs two samples
         for m in sorted({1, *most, *fewer} - {0}):
-            formulation = formulate(prices, width, m, allowed, every=True)
+            formulation = formulate(prices, width, m, allowed, every=True, counted=True)
             if formulation is None:
                 continue
             found = memory.least_memory(formulation.problem)

@@ -196,7 +196,7 @@ def first_plans(
     price = prices.of(candidate)
     m = candidate.num_microbatches
     possible = all(w in set(prices.space.ways(i, w.layout.width, m, allowed)) for i, w in enumerate(candidate.ways))
-    fits = possible and price.peak.total <= prices.capacity(candidate)
+    fits = possible and prices.fits(candidate)
     return candidate if fits and price.cost.total_s < limit_s else None
 
 

@@ -105,7 +105,7 @@ class Best:
             problem = chain.chosen(start, choice, schedule.in_flight(s, p, skeleton.num_microbatches))
             if exhaustive.peak(problem, (0,) * len(choice)) > problem.capacity + SLACK_GIB:
                 return False
-        return True
+        return x.fits(skeleton, choices)
 
 
 def searched(pipelines: Pipelines) -> bool:

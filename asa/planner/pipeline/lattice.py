@@ -6,6 +6,7 @@ A *key* is the width and data degree of a stage at one of its ends: all that a n
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from asa.planner.stage.problem import Chain
+from asa.planner.stage.problem import Chain, all_ahead
 from asa.planner.stage.rows import COLUMNS, JOINT, Joints, Row, Sides
 
 INF = float("inf")
@@ -21,7 +22,7 @@ INF = float("inf")
 EDGE = JOINT[1:]
 _CONFIG = attrgetter(*COLUMNS)
 _EDGE = attrgetter(*EDGE)
-F, B, BUCKET, ONCE, PROMPT, LATE, WINDOW, STATE, ACT, GRAD, TRANS = range(11)
+F, B, BUCKET, ONCE, PROMPT, LATE, WINDOW, STATE, ACT, GRAD, TRANS, ADDED = range(12)
 EF, EB, EONCE, ESTATE, EACT, ETRANS = range(6)
 
 
@@ -82,6 +83,27 @@ class Numbers:
                     found[i][:, list(edges_of)] = made[id(edges_of)]
         self.release = chain.release
 
+    def flying(self, in_flight: int) -> Numbers:
+        """The arrays of stages with so many microbatches in flight: others where these are all there are
+        (:func:`asa.planner.stage.problem.all_ahead`)."""
+        return self._ahead if all_ahead(self.m, in_flight) else self
+
+    @cached_property
+    def _ahead(self) -> Numbers:
+        found = copy(self)
+        found.rows = [row.copy() for row in self.rows]
+        rows, component, begins = self.flat
+        found.flat = (rows.copy(), component, begins)
+        for row in (*found.rows, found.flat[0]):
+            row[:, STATE] -= row[:, ADDED]
+            row[:, GRAD], row[:, ADDED] = row[:, GRAD] + row[:, ADDED], 0.0
+        found.edges, found.inlets = self.edges.copy(), self.inlets.copy()
+        for held in (found.edges[:, ESTATE], found.inlets[1:, ESTATE]):
+            held[np.isfinite(held)] = 0.0
+        for name in ("kinds", "distinct", "_twins", "_ahead", "_roomy"):
+            found.__dict__.pop(name, None)
+        return found
+
     @cached_property
     def kinds(self) -> list[int]:
         """A number for each component, equal where all configurations are, as in repeated blocks."""
@@ -137,7 +159,7 @@ class Numbers:
             moving += most(self.edges[:, ETRANS]) + most(self.inlets[:, ETRANS]) + most(self.outlets[:, ETRANS])
             self._roomy = (state, held, moving)
         state, held, moving = self._roomy
-        return state + in_flight * held + moving <= self.capacity
+        return state + in_flight * held + moving + self.chain.over <= self.capacity
 
 
 def _numbered(values: Iterable[object]) -> list[int]:

@@ -73,6 +73,9 @@ class Pipelines(Protocol):
     ) -> list[tuple[float, float]]:
         """:meth:`transfer` in front of each of ``cuts``."""
 
+    def fits(self, skeleton: Skeleton, choices: Sequence[Choice]) -> bool:
+        """Whether a plan that its chains say fits does, all of it known."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Skeleton:

@@ -67,7 +67,7 @@ class Shop:
         for f in set(in_flight):
             if tight and (w, m, f) not in self._rough and ((w, m) in self._numbers or clock.now() < ends):
                 numbers = self.numbers(w, m)
-                self._rough[w, m, f] = None if numbers is None else rough(numbers, f)
+                self._rough[w, m, f] = None if numbers is None else rough(numbers.flying(f), f)
             if (w, m, f) in self._rough:
                 found[f] = self._rough[w, m, f]
             elif not tight and ((w, m) in self._relaxed or clock.now() < ends):
@@ -80,7 +80,7 @@ class Shop:
     def tight(self, w: int, m: int, in_flight: int) -> bool:
         """Whether memory may bind, of what is formulated."""
         numbers = self._numbers.get((w, m))
-        return numbers is not None and not numbers.roomy(in_flight)
+        return numbers is not None and not numbers.flying(in_flight).roomy(in_flight)
 
     def numbers(self, w: int, m: int) -> Numbers | None:
         """The chain as arrays."""
@@ -103,17 +103,18 @@ class Shop:
         numbers, table, asked = self.numbers(w, m), self.relaxed(w, m), sorted(set(in_flight))
         if numbers is None or table is None:
             return dict.fromkeys(asked, table)
-        tight = [f for f in asked if not numbers.roomy(f)]
+        tight = [f for f in asked if not numbers.flying(f).roomy(f)]
         missing = [f for f in tight if (w, m, f) not in self._limited]
-        for f, found in zip(missing, limited(numbers, table, missing), strict=True):
-            self._limited[w, m, f] = found
+        for some in {id(numbers.flying(f)): numbers.flying(f) for f in missing}.values():
+            alike = [f for f in missing if numbers.flying(f) is some]
+            self._limited.update(zip([(w, m, f) for f in alike], limited(some, table, alike), strict=True))
         return {f: self._limited[w, m, f] if f in tight else table for f in asked}
 
     def place(self, w: int, m: int, in_flight: int) -> tuple[int, int, int]:
         """What stages are explored by; alike wherever memory cannot bind."""
         numbers = self.numbers(w, m)
         assert numbers is not None
-        return w, m, 0 if numbers.roomy(in_flight) else in_flight
+        return w, m, 0 if numbers.flying(in_flight).roomy(in_flight) else in_flight
 
     def twin(self, w: int, m: int, start: int, stop: int) -> tuple[int, int]:
         """The first stage that is equal to this one: to be explored in its place."""
@@ -127,7 +128,7 @@ class Shop:
         numbers = self.numbers(w, m)
         assert numbers is not None
         if place not in self._explorers:
-            self._explorers[place] = Explorer(numbers, max(1, in_flight))
+            self._explorers[place] = Explorer(numbers.flying(in_flight), max(1, in_flight))
         return self._explorers[place]
 
     def piece(self, place: tuple[int, int, int], start: int, stop: int) -> Piece:

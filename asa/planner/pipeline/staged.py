@@ -33,7 +33,8 @@ def ways_of(
 class StagedSpace:
     """Stages of every width and number of microbatches in one space. Prices take all devices to be at work.
 
-    ``every``: with the ways that only save memory also where it cannot bind."""
+    ``every``: with the ways that only save memory also where it cannot bind, and the memory of each component as
+    ``counted`` by :func:`asa.planner.stage.formulate.formulate`."""
 
     def __init__(self, prices: Prices, allowed: Allowed, *, every: bool = False) -> None:
         space = prices.space
@@ -82,7 +83,8 @@ class StagedSpace:
         key = (width, num_microbatches)
         if key not in self._formulations:
             self._formulations[key] = formulate(
-                self._prices, *key, self._allowed, busy=self.gpus, every=self._every, crowded=self.crowded
+                self._prices, *key, self._allowed, busy=self.gpus, every=self._every, crowded=self.crowded,
+                counted=self._every,
             )  # fmt: skip
         return self._formulations[key]
 
@@ -136,6 +138,10 @@ class StagedSpace:
             self._several[key] = found
         known = dict(zip(some, self._several[key], strict=True))
         return [known.get(c, (_NEVER_MS, _NEVER_MS)) for c in cuts]
+
+    def fits(self, skeleton: Skeleton, choices: Sequence[Choice]) -> bool:
+        """Whether every rank of such a pipeline has memory enough."""
+        return self._prices.fits(self.candidate(skeleton, choices))
 
     def candidate(self, skeleton: Skeleton, choices: Sequence[Choice]) -> Candidate:
         """The candidate that choices of a pipeline stand for."""

@@ -1,5 +1,5 @@
 """Stages that run all their components alike, as sums of arrays: what :func:`asa.cost.planned.price_stage` says of
-each.
+each; of memory about as much, or more where neighbours share.
 
 First plans are made of such stages, of thousands of them: a component is priced once for each manner, and not for each
 stage that it is part of.
@@ -19,6 +19,7 @@ from asa.cost.pipeline import StageTimes
 from asa.cost.pricing import Pricer, Way
 from asa.cost.step import BoundaryCost
 from asa.ir.cluster import Overlap
+from asa.planner.stage.problem import all_ahead
 
 
 @dataclass
@@ -83,15 +84,22 @@ class Uniform:
         return max(0.0, min(sc * total, float(least.min())))
 
     def _peak(self, start: int, stop: int, entries: Any, outlet: Any, in_flight: int) -> float:
-        """:func:`asa.cost.memory.peak` of a stage."""
+        """What :mod:`asa.cost.memory.together` says of a stage, but for what neighbours share."""
         x, own = self.priced, slice(start, stop)
-        state = float(x.state[own].sum() + entries[0].sum() + outlet[0])
         activations, transient = x.activations[own] + entries[1], x.transient[own] + entries[2]
         activations[-1] += outlet[1]
         transient[-1] += outlet[2]
-        behind = x.gradients[own][::-1].cumsum()[::-1]
-        others = (in_flight - 1) * float(activations.sum())
-        return state + others + float((activations.cumsum() + behind + transient).max())
+        held, state = activations.cumsum() + transient, float(x.state[own].sum() + outlet[0])
+
+        def most(gradients: Any, between: float, flying: int) -> float:
+            behind = gradients[::-1].cumsum()[::-1]
+            return between + (flying - 1) * float(activations.sum()) + float((held + behind).max())
+
+        if not all_ahead(self.pricer.num_microbatches, in_flight):
+            return state + most(x.gradients[own], float(entries[0].sum()), in_flight)
+        added = x.added[own]
+        first = most(added, float(entries[0, 0]) * (start == 0), in_flight) - float(added.sum())
+        return state + max(first, most(x.gradients[own], float(entries[0].sum()), in_flight - 1))
 
 
 def _numbers(cost: BoundaryCost) -> Any:

@@ -19,7 +19,7 @@ def check_request(cluster: Cluster, strategies: Strategies, request: Request) ->
     if request.gpus > cluster.num_devices:
         raise UsageError(
             f"asked for {request.gpus} devices, cluster {cluster.name} has {cluster.num_devices}; lower --gpus, name "
-            "a larger --cluster, or measure one"
+            "a larger --cluster (one of several nodes is widened to as many as are asked for), or measure one"
         )
     if request.offload == "always" and cluster.device.type == "cpu":
         raise UsageError(

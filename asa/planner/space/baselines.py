@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -32,13 +33,19 @@ _DATA: dict[str, DataStrategyName] = {
 _PIPELINES: tuple[ScheduleName, ...] = ("layers", "gpipe", "1f1b")
 _LATER = ("interleaved", "zero_bubble")
 _SERVERS = ("ps_sync", "ps_async", "ps_bounded")
+AGAIN = "+ckpt"
+"""Behind a whole strategy of which every component that can computes its activations again."""
+_AGAIN = ("ddp", "fsdp", "tensor")
+"""Those that are priced so beside every plan."""
+BEST_AGAIN = "hybrid" + AGAIN
+"""The best uniform split, with as many components computed again as memory asks for."""
 _HYBRID = re.compile(r"hybrid:(?:d(\d{1,5}))?(?:t(\d{1,5}))?(?:p(\d{1,5}))?")
 
 
 @noun
 class Degrees:
     """A uniform strategy: data, tensor and pipeline degree, what is done with the data, and how a pipeline runs.
-    ``sequence``: what is split cuts its tokens, too, where it can."""
+    ``sequence``: what is split cuts its tokens, too, where it can. ``again``: activations are computed again."""
 
     data: DataStrategyName
     d: int
@@ -46,6 +53,7 @@ class Degrees:
     p: int = 1
     schedule: ScheduleName = "none"
     sequence: bool = False
+    again: bool = False
 
     @property
     def ranks(self) -> int:
@@ -66,6 +74,8 @@ def names(strategies: Strategies, gpus: int) -> tuple[str, ...]:
     found += _hybrids(strategies, gpus)
     if "tensor" in strategies.tensor or "1f1b" in strategies.schedules:
         found.append("hybrid")
+    if strategies.checkpoint:
+        found += [n + AGAIN for n in _AGAIN if n in found] + [BEST_AGAIN]
     return tuple(found)
 
 
@@ -90,8 +100,11 @@ def check(asked: tuple[str, ...], strategies: Strategies, gpus: int) -> None:
     """
     known = ("asa", *names(strategies, gpus), *(["sequence"] if "sequence" in strategies.tensor else []))
     for name in asked:
-        hybrid = _HYBRID.fullmatch(name) if name != "hybrid:" else None
-        if name in known or (hybrid is not None and (hybrid.group(3) is None or "1f1b" in strategies.schedules)):
+        base = name.removesuffix(AGAIN) if strategies.checkpoint and name != "asa" + AGAIN else name
+        hybrid = _HYBRID.fullmatch(base) if base != "hybrid:" else None
+        if (base in known and not base.endswith(AGAIN)) or (
+            hybrid is not None and (hybrid.group(3) is None or "1f1b" in strategies.schedules)
+        ):
             continue
         if name in _SERVERS:
             raise UsageError(f"strategy {name} is priced beside every plan, and not run; one of {', '.join(known)}")
@@ -137,7 +150,7 @@ def uniform(name: str, prices: Prices, num_microbatches: int) -> Candidate:
     """
     space = prices.space
     gpus = space.request.gpus
-    degrees = _degrees(name, gpus)
+    degrees = replace(_degrees(name.removesuffix(AGAIN), gpus), again=name.endswith(AGAIN))
     width = degrees.d * degrees.t
     if degrees.ranks > gpus:
         raise Unavailable(f"needs {degrees.ranks} devices, there are {gpus}")
@@ -151,6 +164,8 @@ def uniform(name: str, prices: Prices, num_microbatches: int) -> Candidate:
     ways = prices.uniform[degrees]
     if degrees.t > 1 and all(w.layout.tensor == 1 for w in ways):
         raise Unavailable(f"no component can be split {degrees.t} ways")
+    if degrees.again and not any(w.checkpoint for w in ways):
+        raise Unavailable("no component has activations to compute again")
     if degrees.sequence and not any(w.layout.sequence for w in ways):
         raise Unavailable(f"no component can be cut by tokens {degrees.t} ways")
     starts = (0,) if degrees.p == 1 else _balanced(prices, ways, degrees, num_microbatches)
@@ -196,6 +211,7 @@ def _way(index: int, degrees: Degrees, space: Space) -> Way:
         layout=layout,
         data=choice,
         tensor=TensorDegree(strategy=split, degree=layout.tensor),
+        checkpoint=degrees.again and space.forgets(component),
         offload=space.request.offload == "always" and space.offloading and has_parameters,
     )
 

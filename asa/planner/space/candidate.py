@@ -10,7 +10,7 @@ from itertools import accumulate
 import numpy as np
 
 from asa.cost.menu import Menu
-from asa.cost.planned import Price, price
+from asa.cost.planned import Price, StagePrice, price
 from asa.cost.pricing import Pricer, Way, times_of
 from asa.cost.shards import Shards
 from asa.cost.states import States
@@ -20,7 +20,8 @@ from asa.cost.work.spread import slowest_rank, working
 from asa.ir.codec import noun
 from asa.ir.layout import Layout, largest_shard
 from asa.ir.plan import DataDegree, ScheduleName, TensorDegree
-from asa.planner.space.space import Allowed, Space, anything
+from asa.ir.units import GIB
+from asa.planner.space.space import TOLERANCE_GIB, Allowed, Space, anything
 
 _KEPT = 50_000
 """Components of candidates whose prices are kept, all together."""
@@ -114,7 +115,7 @@ class Prices:
             if not enough(degree, m):
                 break
             plain = Candidate(origin="ddp", widths=(gpus,), num_microbatches=m, ways=(way,) * count)
-            if self.of(plain).peak.total <= space.capacity(gpus):
+            if self.fits(plain):
                 return True
         return False
 
@@ -235,6 +236,14 @@ class Prices:
             found = np.where([x is layout or x == layout for x in layouts], taken, found)
         return found
 
+    def compute_of(self, data: int, tensor: int, num_microbatches: int, stages: int) -> np.ndarray:
+        """Per component the seconds of forward and backward of one microbatch on stages of ``data`` x ``tensor`` ranks,
+        ``stages`` of which work at once, nothing communicated; whole where it cannot be split, on equal devices."""
+        width = data * tensor
+        split = [tensor > 1 and self.space.splits(i, tensor) for i in range(len(self.space.profile.graph))]
+        layouts = [Layout(width=width, data=data, tensor=t) for t in (1, tensor)]
+        return self.alone([layouts[s] for s in split], num_microbatches, width * stages)
+
     def at_least(self, candidate: Candidate) -> float:
         """Seconds that a pipeline takes if nothing is communicated: a microbatch through all stages in front of one,
         and all of them through that."""
@@ -263,6 +272,17 @@ class Prices:
         """Bytes of active memory a rank of ``candidate`` may use."""
         return self.space.capacity(self.busy(candidate))
 
+    def fits(self, candidate: Candidate) -> bool:
+        """Whether every rank has memory enough: what decides on a plan, whoever proposed it."""
+        return self.of(candidate).peak.total <= self.capacity(candidate) + TOLERANCE_GIB * GIB
+
+    def excess(self, stage: StagePrice, first: int, width: int, busy: int) -> float:
+        """Bytes by which a stage that begins with rank ``first`` oversteps what its ranks may use, at the rank where
+        that is most; below zero where all fit."""
+        if not stage.peaks:
+            return stage.peak.total - self.space.room(first, width, busy)
+        return max(p.total - self.space.room(first + r, 1, busy) for r, p in enumerate(stage.peaks))
+
     def busy(self, candidate: Candidate) -> int:
         """Ranks whose work is taken to slow each other down: those of a single stage, all that a pipeline may use."""
         return candidate.ranks if len(candidate.widths) == 1 else self.space.request.gpus
@@ -282,15 +302,12 @@ class Prices:
         firsts = [0, *accumulate(candidate.widths[:-1])]
         pricers = [self.pricer(w, m, busy, first) for w, first in zip(candidate.widths, firsts, strict=True)]
         found = price(pricers, candidate.starts, candidate.ways, self.space.cluster.overlap, schedule)
-        return self._levelled(found, candidate, firsts) if schedule and self.space.cluster.devices else found
+        return self._levelled(found, candidate, firsts) if self.space.cluster.devices else found
 
     def _levelled(self, price: Price, candidate: Candidate, firsts: list[int]) -> Price:
         """With the peak of the stage that comes closest to its devices' memory, less what they have more than
         :meth:`capacity`."""
         busy, free = self.busy(candidate), self.capacity(candidate)
         places = zip(price.stages, firsts, candidate.widths, strict=True)
-        peaks = [
-            replace(s.peak, total=s.peak.total + free - self.space.room(first, width, busy))
-            for s, first, width in places
-        ]
+        peaks = [replace(s.peak, total=free + self.excess(s, first, width, busy)) for s, first, width in places]
         return replace(price, peak=max(peaks, key=lambda p: p.total))

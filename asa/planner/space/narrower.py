@@ -29,7 +29,7 @@ def by_width(prices: Prices, allowed: Allowed, ends: float) -> list[Candidate]:
         if not all(allowed(i, way) for i, way in enumerate(candidate.ways)):
             continue
         price = prices.of(candidate)
-        if price.peak.total <= prices.capacity(candidate):
+        if prices.fits(candidate):
             known = best.get(width)
             if known is None or price.cost.total_s < known[0]:
                 best[width] = price.cost.total_s, candidate

@@ -34,7 +34,7 @@ def start(prices: Prices, known: Iterable[Candidate | None], allowed: Allowed) -
     """The fastest of the first few of ``known`` that can be changed so that they are allowed and fit."""
 
     def fits(candidate: Candidate) -> bool:
-        return prices.of(candidate).peak.total <= prices.capacity(candidate)
+        return prices.fits(candidate)
 
     changed = (nearest(prices.space, k, allowed) for k in known if k is not None)
     some = islice((x for x in changed if x is not None and fits(x)), _FEW)
@@ -55,7 +55,7 @@ def beside(prices: Prices, candidate: Candidate, allowed: Allowed, count: int, e
                 if other != way:
                     found = replace(candidate.with_way(i, other), origin="asa")
                     price = prices.of(found)
-                    if price.peak.total <= prices.capacity(found):
+                    if prices.fits(found):
                         yield price.cost.total_s, i, found
 
     return [found for _, _, found in heapq.nsmallest(count, changed(), key=lambda x: x[:2])]

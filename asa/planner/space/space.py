@@ -24,7 +24,9 @@ _NARROW = 16
 """Ranks up to which a stage may use every layout."""
 _WIDEST_SPLIT = 64
 
-_SPARED = 1e-5 * GIB - 1e-3
+TOLERANCE_GIB = 1e-5
+"""What is asked of memory, to this much: solvers take limits in GiB, with a tolerance."""
+_SPARED = TOLERANCE_GIB * GIB - 1e-3
 """Bytes: by so much a solver may overstep a limit in GiB, so that what is promised stays within what was asked."""
 
 MOST_IN_A_PIPELINE = 1024
@@ -126,7 +128,7 @@ class Space:
             share = self.strategies.tensor[tensor].share(component, layout.tensor)
             private = [
                 (checkpoint, offload)
-                for checkpoint in ((False, True) if self._forgets(component) else (False,))
+                for checkpoint in ((False, True) if self.forgets(component) else (False,))
                 for offload in self._offloads(share.parameter_bytes > 0)
             ]
             for data in self._data(index, layout, share.parameter_bytes > 0):
@@ -164,7 +166,7 @@ class Space:
             self._layouts[key] = tuple(found)
         return self._layouts[key]
 
-    def _forgets(self, component: Component) -> bool:
+    def forgets(self, component: Component) -> bool:
         """Whether checkpointing it is offered, and saves anything: a checkpoint keeps the component's output."""
         return self.strategies.checkpoint and component.saved_bytes_per_sample > component.output_bytes_per_sample
 

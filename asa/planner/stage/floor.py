@@ -79,7 +79,7 @@ def _held(x: Priced, each: Any) -> tuple[float, list[tuple[Any, float]]]:
     at work holds beside."""
     n, count = len(each), np.diff(np.r_[each, len(x.state)])
     component = np.repeat(np.arange(n), count)
-    columns = [v / GIB for v in (x.state, x.activations, x.gradients, x.transient)]
+    columns = [v / GIB for v in (x.least_state, x.activations, x.gradients, x.least_transient)]
     state, activations, gradients, transient = (np.minimum.reduceat(v, each) for v in columns)
     behind = gradients[::-1].cumsum()[::-1]
     memory = float((state.sum() + activations.cumsum() + behind + transient).max())

@@ -75,6 +75,7 @@ def formulate(
     first: int = 0,
     every: bool = False,
     crowded: bool = False,
+    counted: bool = False,
 ) -> Formulation | None:
     """The numbers, or None where some component cannot run at all in a stage of that width.
 
@@ -84,7 +85,8 @@ def formulate(
     ``busy``: ranks of the whole pipeline that such stages are part of; None for a single stage. ``first``: its first
     rank, where devices are unequal. Where memory cannot bind, whatever is chosen, ways that only save memory are left
     out (a checkpoint takes as long again in backward as forward, of which less can hide synchronisation), but with
-    ``every``. ``crowded``: it is likely to bind.
+    ``every``. ``crowded``: it is likely to bind. ``counted``: with the memory of every component as if all around it
+    were run alike, which is about what a plan has, or more; otherwise what it has at least, for bounds.
     """
     space, overlap = prices.space, prices.space.cluster.overlap
     pricer = prices.pricer(width, num_microbatches, busy, first)
@@ -111,14 +113,14 @@ def formulate(
     edges = _edges(pricer, menu.layouts, found, numbers)
     capacity = space.room(first, width, width if busy is None else busy) / GIB
     plain = offered if every else offered & ~menu.saving
-    options = _Options(menu, pricer, np.flatnonzero(offered if crowded else plain), forced)
+    options = _Options(menu, pricer, np.flatnonzero(offered if crowded else plain), forced, counted=counted)
     some = options if not crowded else options.among(plain)
     most = _most(some, (*edges, *ends[0], *ends[1]), 1 if busy is None else num_microbatches)
     roomy = not every and most <= capacity and overlap.communication_slowdown >= 1
     if roomy:
         options = some
     elif not crowded and (plain != offered).any():
-        options = _Options(menu, pricer, np.flatnonzero(offered), forced)
+        options = _Options(menu, pricer, np.flatnonzero(offered), forced, counted=counted)
     rows = options.rows(options.undominated(hidden, piped=busy is not None, roomy=roomy), numbers)
     for i in kept_out:
         rows[i].values[:, COLUMNS.index("state")] += _NEVER_GIB
@@ -136,6 +138,7 @@ def formulate(
         sp=overlap.compute_slowdown,
         sc=overlap.communication_slowdown,
         capacity=capacity,
+        over=options.over(),
     )
     return Formulation(chain, tuple(tuple(row.ways) for row in rows))
 
@@ -152,14 +155,16 @@ class _Options:
     """Ways of a menu with their prices: ms and GiB, a row a way, columns as in
     :data:`asa.planner.stage.rows.COLUMNS`."""
 
-    def __init__(self, menu: Menu, pricer: Pricer, which: Any, forced: float) -> None:
+    def __init__(self, menu: Menu, pricer: Pricer, which: Any, forced: float, *, counted: bool) -> None:
         self._menu, self.which = menu, which
         self.component, self.layout = menu.component[which], menu.layout[which]
         x = menu.priced(pricer, which)
         sync = x.prompt + x.late
         once = x.once + sync * forced
         times = [x.forward, x.backward, x.bucket, once, x.prompt, x.late, x.window]
-        held = [x.state, x.activations, x.gradients, x.transient]
+        self.counted = np.stack([x.state, x.activations, x.gradients, x.transient], axis=1) / GIB
+        held = [x.state if counted else x.least_state, x.activations, x.gradients]
+        held += [x.transient if counted else x.least_transient, np.zeros(len(which)) if counted else x.added]
         self.values = np.stack([t * MS for t in times] + [h / GIB for h in held], axis=1)
         self.work = (pricer.num_microbatches * (x.forward + x.backward) + once + sync) * MS
 
@@ -167,12 +172,21 @@ class _Options:
         """Options that are in a mask over the menu."""
         found, kept = copy(self), which[self.which]
         found.which, found.values, found.work = self.which[kept], self.values[kept], self.work[kept]
+        found.counted = self.counted[kept]
         found.component, found.layout = self.component[kept], self.layout[kept]
         return found
 
     def most(self, column: str) -> Any:
-        """The largest value of each component."""
-        values = self.values[:, COLUMNS.index(column)]
+        """The largest value of each component in one of memory's columns, whatever is run beside it."""
+        return self._largest(self.counted[:, COLUMNS.index(column) - COLUMNS.index("state")])
+
+    def over(self) -> float:
+        """GiB that a rank may hold beyond the sum over components."""
+        first = COLUMNS.index("state")
+        more = self.counted - self.values[:, first : first + 4]
+        return float(self._largest(more[:, 0] + self.values[:, -1]).sum() + more[:, 3].max(initial=0.0))
+
+    def _largest(self, values: Any) -> Any:
         return np.maximum.reduceat(values, np.flatnonzero(np.r_[True, np.diff(self.component) != 0]))
 
     def undominated(self, hidden: float, *, piped: bool, roomy: bool) -> Any:
@@ -214,6 +228,9 @@ class _Options:
         if piped:
             a, b = pair(column("once") + column("prompt") + column("late"))
             better &= a <= b - gain
+            if not roomy:
+                a, b = pair(column("state") - column("added"))
+                better &= a <= b
         first = place[:, None] < place[None, :]
         beaten = (better & (first | ~better.swapaxes(1, 2)) & (place[:, None] != place[None, :])).any(axis=1)
         return np.sort(table[good & ~beaten])

@@ -34,7 +34,9 @@ class Config:
     paid once per step, beside the gradient synchronisation ``prompt + late``, released with the component and later.
     ``work`` is all of a step: ``m (forward + backward) + once + prompt + late``. ``window`` is the backward compute
     of the last microbatch, behind which others' synchronisation can hide; ``bucket`` is the part of ``once`` that is in
-    it. ``activations`` are of one microbatch.
+    it. ``activations`` are of one microbatch. ``added``: of the state, gradients that microbatches add up.
+
+    Memory is what the component has at least, whatever is run beside it (:mod:`asa.cost.memory.together`).
     """
 
     layout: int
@@ -54,6 +56,7 @@ class Config:
     backward: float = 0.0
     once: float = 0.0
     bucket: float = 0.0
+    added: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +79,8 @@ class Problem:
 
     ``release[i]`` is the component after whose backward the late part of component i's synchronisation leaves: its
     own, the one in front, or that of the one in front (one bucket is open at a time). ``saving`` is what a ms of
-    overlap saves, ``sp`` and ``sc`` how much the two streams slow each other down. ``capacity`` is in GiB.
+    overlap saves, ``sp`` and ``sc`` how much the two streams slow each other down. ``capacity`` is in GiB. ``over``: by
+    how many GiB a rank may hold more than the sum over components says.
     """
 
     width: int
@@ -90,6 +94,7 @@ class Problem:
     sp: float
     sc: float
     capacity: float
+    over: float = 0.0
 
     def __post_init__(self) -> None:
         n = len(self.names)
@@ -151,6 +156,7 @@ class Chain:
     sp: float
     sc: float
     capacity: float
+    over: float = 0.0
 
     def stage(self, start: int, stop: int, in_flight: int = 1) -> Problem:
         """Components ``start`` to ``stop - 1`` as one stage that holds the activations of ``in_flight`` microbatches.
@@ -165,8 +171,12 @@ class Chain:
 
     def _cut(self, start: int, picked: list[list[Config]], in_flight: int) -> Problem:
         stop, more = start + len(picked), in_flight - 1
-        rows = [[_held(c, in_flight) for c in row] for row in picked]
-        rows[0] = [_joined(c, self.inlets[start][c.layout], in_flight) for c in rows[0]]
+        ahead = all_ahead(self.num_microbatches, in_flight)
+        rows = [[_held(c, in_flight, ahead=ahead) for c in row] for row in picked]
+        inlets = self.inlets[start]
+        if ahead and start:
+            inlets = {k: replace(e, state=0.0) for k, e in inlets.items()}
+        rows[0] = [_joined(c, inlets[c.layout], in_flight) for c in rows[0]]
         rows[-1] = [_joined(c, self.outlets[stop - 1][c.layout], in_flight) for c in rows[-1]]
         edges = self.edges[start : stop - 1]
         if all(len(row) == 1 for row in rows):
@@ -179,7 +189,9 @@ class Chain:
             layouts=self.layouts,
             configs=tuple(tuple(row) for row in rows),
             edges=tuple(
-                {ab: replace(e, state=e.state + more * e.activations) for ab, e in found.items()} if more else found
+                {ab: replace(e, state=(0.0 if ahead else e.state) + more * e.activations) for ab, e in found.items()}
+                if more
+                else found
                 for found in edges
             ),
             release=tuple(max(r, start) - start for r in self.release[start:stop]),
@@ -187,14 +199,30 @@ class Chain:
             sp=self.sp,
             sc=self.sc,
             capacity=self.capacity,
+            over=self.over,
         )
 
 
-def _held(config: Config, in_flight: int) -> Config:
-    """With the activations of all microbatches in flight but the one at work counted as state."""
+def all_ahead(num_microbatches: int, in_flight: int) -> bool:
+    """Whether all microbatches are ahead of a stage when the first one comes back. Its gradients are made meanwhile,
+    as those of a single microbatch are, and what boundaries keep from one to the next is not there yet: what is held
+    when it is through, without its activations, is hardly ever more, and never less than this says.
+
+    >>> all_ahead(4, 4), all_ahead(4, 3), all_ahead(1, 1)
+    (True, False, False)
+    """
+    return 1 < num_microbatches <= in_flight
+
+
+def _held(config: Config, in_flight: int, *, ahead: bool) -> Config:
+    """With the activations of all microbatches in flight but the one at work counted as state; the gradients that they
+    add up are not there before, where all are ``ahead``."""
     if in_flight == 1:
         return config
-    return replace(config, state=config.state + (in_flight - 1) * config.activations)
+    more = (in_flight - 1) * config.activations
+    if ahead:
+        return replace(config, state=config.state - config.added + more, gradients=config.added, added=0.0)
+    return replace(config, state=config.state + more)
 
 
 def _joined(config: Config, end: Edge, in_flight: int) -> Config:

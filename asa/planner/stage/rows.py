@@ -12,7 +12,7 @@ from asa.cost.way import Way
 from asa.planner.stage.problem import Config, Edge
 
 COLUMNS = ("forward", "backward", "bucket", "once", "prompt", "late", "window", "state", "activations", "gradients",
-           "transient")  # fmt: skip
+           "transient", "added")  # fmt: skip
 """Columns of :attr:`Row.values`, named as in :class:`asa.planner.stage.problem.Config`."""
 
 JOINT = ("cost", "forward", "backward", "once", "state", "activations", "transient")

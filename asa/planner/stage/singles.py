@@ -9,21 +9,19 @@ binds, that is while the fastest plan without a limit does not fit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from asa.ir.units import GIB
 from asa.planner import clock
 from asa.planner.space.candidate import Prices
 from asa.planner.space.request import SolverName
-from asa.planner.space.space import Allowed, widths
+from asa.planner.space.space import TOLERANCE_GIB, Allowed, widths
 from asa.planner.stage import exhaustive, ilp, labels, memory
 from asa.planner.stage.floor import Floor, floor
 from asa.planner.stage.formulate import Formulation, formulate
-from asa.planner.stage.problem import MS, Problem, Solution
+from asa.planner.stage.problem import MS, Choice, Problem, Solution
 
-TOLERANCE_GIB = 1e-5
-"""By how much a solver may overstep the memory limit (10 KiB)."""
 _FIRST_S = 0.15
 """For the label program under a memory limit, at first; four times as long each time it comes back."""
 HANDY = 1_000
@@ -33,6 +31,8 @@ _ILP_S = 0.55
 _LONG, _FORMULATED = 10_000, 1.0
 """Ways of all components together from which formulating takes long: as long as pricing them one by one, times so much.
 """
+_REFUSED = 24
+"""Choices that do not fit, for all that their components have at least, which are looked beyond."""
 _CLOSE = 1e-9
 _NOTHING = Solution(choice=None, value=float("inf"), bound=float("inf"), solver="dp")
 _OPEN = Solution(choice=None, value=float("inf"), bound=0.0, solver="dp")
@@ -40,10 +40,10 @@ _OPEN = Solution(choice=None, value=float("inf"), bound=0.0, solver="dp")
 
 class Place:
     """One (width, microbatches): its formulation, and what is known of it with the memory limit and without. Without a
-    formulation, nothing fits."""
+    formulation, nothing fits. ``fitting``: whether a choice fits, all of it known; by the formulation where None."""
 
-    def __init__(self, formulation: Formulation | None) -> None:
-        self._formulation = formulation
+    def __init__(self, formulation: Formulation | None, fitting: Callable[[Choice], bool] | None = None) -> None:
+        self._formulation, self._fitting = formulation, fitting
         self.free, self.fits, self.settled, self._looked = _OPEN, False, True, False
         self._solver: labels.Solver | None = None
         self._roomy: labels.Solver | None = None
@@ -54,8 +54,16 @@ class Place:
         self._limit = self.problem.capacity + TOLERANCE_GIB
         self._possible = memory.memory_floor(self.problem) <= self._limit
         self.settled = not self._possible
-        self.roomy = self._possible and memory.memory_ceiling(self.problem) <= self.problem.capacity
+        self.roomy = self._possible and (
+            memory.memory_ceiling(self.problem) + self.problem.over <= self.problem.capacity
+        )
         """Whether every choice fits."""
+
+    def fitting(self, choice: Choice) -> bool:
+        """Whether a choice fits."""
+        if self._fitting is not None:
+            return self._fitting(choice)
+        return exhaustive.peak(self.problem, choice) <= self._limit
 
     @property
     def solver(self) -> labels.Solver | None:
@@ -102,7 +110,7 @@ class Place:
         self.free = self._roomy.answer(cutoff)
         self.settled = self._roomy.done or (self.free.choice is not None and self.free.proved)
         if self.free.choice is not None:
-            self.fits = self.free.proved and exhaustive.peak(self.problem, self.free.choice) <= self._limit
+            self.fits = self.free.proved and self.fitting(self.free.choice)
 
 
 class Places:
@@ -112,6 +120,7 @@ class Places:
         self._prices, self._allowed = prices, allowed
         self._among = widths(prices.space.request.gpus) if among is None else among
         self._known: dict[tuple[int, int], Place | None] = {}
+        self._counted: dict[tuple[int, int], Place] = {}
         self._floors: dict[tuple[int, int], Floor] = {}
         self.took: dict[tuple[int, int], float] = {}
         """CPU seconds that it took to price all components of one, one by one."""
@@ -152,6 +161,21 @@ class Places:
             self._known[key] = self._made(width, num_microbatches)
         return self._known[key]
 
+    def counted(self, width: int, num_microbatches: int) -> Place:
+        """The same place with the memory that every component counts for as if all around it were run alike: what fits
+        there usually does."""
+        key = (width, num_microbatches)
+        if key not in self._counted:
+            self._counted[key] = self._placed(
+                formulate(self._prices, *key, self._allowed, crowded=self.floor(*key).crowded, counted=True)
+            )
+        return self._counted[key]
+
+    def _placed(self, formulation: Formulation | None) -> Place:
+        if formulation is None:
+            return Place(None)
+        return Place(formulation, lambda choice: self._prices.fits(formulation.candidate(choice)))
+
     def enough(self, width: int, num_microbatches: int, cutoff: float, ends: float) -> bool | None:
         """Whether fewer microbatches are enough, so that so many are not in the space: what is fastest with fewer, or
         what would be, fits. None where that is open."""
@@ -176,7 +200,7 @@ class Places:
         if not self.possible(width, known):
             return Place(None)
         formulation = formulate(self._prices, width, num_microbatches, self._allowed, crowded=known.crowded)
-        return None if formulation is None else Place(formulation)
+        return None if formulation is None else self._placed(formulation)
 
 
 class Single:
@@ -184,7 +208,8 @@ class Single:
     :mod:`asa.planner.pipeline.joint`.
 
     ``bound`` holds for all of them; ``solution`` is the best one so far. ``stuck``: nothing more can be proved.
-    ``by_ilp``: the ILP has proved it.
+    ``by_ilp``: the ILP has proved it. ``origin``: the place that the solution is a choice of; ``refused``: choices of
+    :attr:`place` that do not fit, although the sum of what their components have at least does.
     """
 
     def __init__(self, places: Places, alone_ms: float, width: int, num_microbatches: int, solver: SolverName) -> None:
@@ -194,6 +219,8 @@ class Single:
         self._settled: bool | None = None
         self.solution = _NOTHING
         self._turns, self._labelled, self.by_ilp = 0, False, False
+        self.origin: Place | None = None
+        self.refused: list[Choice] = []
 
     @property
     def value(self) -> float:
@@ -315,6 +342,9 @@ class Single:
         assert self.place.solver is not None
         cutoff, solver = min(best, self.value), self.place.solver
         self._turns += 1
+        if self.refused and (self._turns % 2 or self.bound >= exhaustive.value(self.place.asked, self.refused[0])):
+            self._otherwise(cutoff, slice_s)
+            return
         ilp_too = self._solver == "ilp"
         first = 2 if self.place.handy else 3
         self._labelled = not (ilp_too and self._turns >= first and slice_s >= _ILP_S and self._labelled)
@@ -325,10 +355,26 @@ class Single:
         self._take(solver.answer(cutoff))
         self.stuck = solver.done and not ilp_too and self.bound < min(best, self.value) * (1 - 1e-9)
 
+    def _otherwise(self, cutoff: float, slice_s: float) -> None:
+        """Where what looked best does not fit: a plan by what components count for; and for the bound what is left
+        without those that were refused."""
+        safe = self._places.counted(self.width, self.num_microbatches)
+        if safe.solver is not None and not safe.solver.done:
+            safe.look(cutoff)
+            safe.solver.run(cutoff, clock.now() + slice_s)
+            self._take(replace(safe.solver.answer(cutoff), bound=0.0), safe)
+        elif self._solver == "ilp" and len(self.refused) <= _REFUSED:
+            before = len(self.refused)
+            self._by_ilp(slice_s)
+            self.stuck = len(self.refused) == before and self.bound < min(cutoff, self.value) * (1 - _CLOSE)
+        else:
+            self.stuck = True
+
     def _by_ilp(self, slice_s: float) -> None:
         """The ILP's turn, where labels get too many. What it says of its choice is not believed; its bound is."""
         assert self.place is not None
-        problem, found = self.place.asked, ilp.solve(self.place.asked, time_limit_s=slice_s)
+        problem = self.place.asked
+        found = ilp.solve(problem, time_limit_s=slice_s, forbidden=tuple(self.refused))
         if found.choice is not None and exhaustive.peak(problem, found.choice) <= problem.capacity:
             self._take(replace(found, value=exhaustive.value(problem, found.choice), bound=0.0))
         self._raise(min(found.bound, self.value))
@@ -336,10 +382,15 @@ class Single:
             self.bound, self.by_ilp = self.value, True
             self.solution = replace(self.solution, bound=self.value, solver=f"{found.solver} and dp")
 
-    def _take(self, found: Solution) -> None:
+    def _take(self, found: Solution, place: Place | None = None) -> None:
+        """``place``: that it is a choice of, its own where None."""
+        place = place or self.place
         self._raise(found.bound)
-        if found.value < self.value:
-            self.solution = replace(found, bound=min(found.bound, found.value))
+        if found.value < self.value and found.choice is not None and place is not None:
+            if place.fitting(found.choice):
+                self.solution, self.origin = replace(found, bound=min(found.bound, found.value)), place
+            elif place is self.place and found.choice not in self.refused:
+                self.refused.append(found.choice)
         if self.value <= self.bound:
             self.bound = self.value
             self.solution = replace(self.solution, bound=self.value)

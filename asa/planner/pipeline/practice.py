@@ -1,0 +1,170 @@
+"""Standard practice: what an engineer would configure by hand, and no plan may be slower than.
+
+One split of all devices over data, tensor and pipeline parallelism, one way to keep state, one number of microbatches;
+stages balanced by compute; and as many components recomputed in each stage as memory asks for, those first that cost
+least time for the activations they forget. All splits that could be faster than the best one so far are priced, the
+likeliest first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from asa.cost.pipeline import makespan
+from asa.ir.plan import DataStrategyName
+from asa.planner import clock
+from asa.planner.pipeline.sketch import INF, Manner, Sketch
+from asa.planner.pipeline.uniform import Uniform
+from asa.planner.space.candidate import Candidate, Prices
+from asa.planner.space.space import MOST_IN_A_PIPELINE, Allowed
+
+_KINDS: tuple[DataStrategyName, ...] = ("replicate", "zero1", "zero2", "zero3")
+_MOST_SPLIT = 8
+"""Tensor degrees beyond it are for nodes that have so many devices."""
+_ASKED = 3
+"""Plans that are priced in full, the fastest first, until one fits."""
+
+
+@dataclass(frozen=True)
+class _Split:
+    """So many data and tensor ranks in each of ``p`` stages."""
+
+    d: int
+    t: int
+    p: int
+    num_microbatches: int
+    starts: tuple[int, ...]
+    least_s: float
+    """Seconds that compute takes at least."""
+
+
+def practice(prices: Prices, allowed: Allowed, until: float = INF) -> Candidate | None:
+    """The fastest such plan that fits and is ``allowed``, of those that are priced by the time ``until``; None where
+    there is none, or devices differ."""
+    if prices.space.cluster.unequal:
+        return None
+    found, best = list[tuple[float, int, Candidate]](), INF
+    sketch = Sketch(prices, allowed, INF)
+    for split in sorted(_splits(prices), key=lambda x: x.least_s):
+        if split.least_s >= best or clock.now() > until:
+            break
+        for seconds, candidate in _plans(sketch, split):
+            found.append((seconds, len(found), candidate))
+            best = min(best, seconds)
+    for _, _, candidate in sorted(found)[:_ASKED]:
+        if prices.fits(candidate):
+            return candidate
+    return None
+
+
+def _splits(prices: Prices) -> Iterator[_Split]:
+    space, n = prices.space, len(prices.space.profile.graph)
+    gpus, batch, cuts = space.request.gpus, space.request.global_batch, [0]
+    cuts += [i for i in range(1, n) if space.profile.graph.cuttable(i)]
+    most = max(_MOST_SPLIT, space.cluster.node)
+    schedule = space.schedules.get("1f1b")
+    for t in (t for t in range(1, min(gpus, most) + 1) if gpus % t == 0):
+        if t > 1 and "tensor" not in space.strategies.tensor:
+            continue
+        for p in (p for p in range(1, gpus // t + 1) if gpus % (t * p) == 0 and p <= len(cuts)):
+            d = gpus // t // p
+            if not all(space.placed(s * d * t, d * t) for s in range(p)):
+                continue
+            for m in (2**k for k in range(batch.bit_length())):
+                if p > 1 and (schedule is None or m > MOST_IN_A_PIPELINE or schedule.refusal(p, m)):
+                    continue
+                if all(space.enough_samples(i, d, m) for i in range(n)):
+                    yield _timed(prices, d, t, p, m, cuts)
+
+
+def _timed(prices: Prices, d: int, t: int, p: int, m: int, cuts: Sequence[int]) -> _Split:
+    taken = np.array(prices.compute_of(d, t, m, p))
+    before = np.concatenate([[0.0], np.cumsum(taken)])
+    starts = [0]
+    for s in range(1, p):  # the cut nearest to an even share of what is left
+        left = [c for c in cuts if c > starts[-1]]
+        left = left[: len(left) - (p - s - 1)]
+        wanted = before[starts[-1]] + (before[-1] - before[starts[-1]]) / (p - s + 1)
+        starts.append(min(left, key=lambda c: abs(before[c] - wanted)))
+    stages = np.diff(before[[*starts, len(taken)]])
+    return _Split(d, t, p, m, tuple(starts), float(before[-1] + (m - 1) * stages.max()))
+
+
+def _plans(sketch: Sketch, x: _Split) -> Iterator[tuple[float, Candidate]]:
+    """Seconds and plans of a split, one for each way to keep state that leaves room enough."""
+    space, n, w = sketch.space, sketch.n, x.d * x.t
+    for kind in (k for k in _KINDS if k in space.strategies.data and (x.d > 1 or k == "replicate")):
+        plain = Manner(x.d, x.t, kind, False)
+        if not sketch.possible(w, x.num_microbatches, plain).all():
+            continue
+        manners = [plain, replace(plain, checkpoint=True)] if space.strategies.checkpoint else [plain]
+        ways = [sketch.uniform(w, x.num_microbatches, manner) for manner in manners]
+        made = _filled(sketch, x, ways)
+        if made is not None:
+            seconds, uniforms = made
+            stops = (*x.starts[1:], n)
+            yield (
+                seconds,
+                Candidate(
+                    origin="hybrid+ckpt",
+                    num_microbatches=x.num_microbatches,
+                    widths=(w,) * x.p,
+                    starts=x.starts,
+                    schedule="1f1b" if x.p > 1 else "none",
+                    ways=tuple(way for u, a, b in zip(uniforms, x.starts, stops, strict=True) for way in u.ways[a:b]),
+                ),
+            )
+
+
+def _filled(sketch: Sketch, x: _Split, ways: Sequence[Uniform]) -> tuple[float, list[Uniform]] | None:
+    """Seconds of a step, and how each stage runs, with as few components recomputed as fit; None where none do."""
+    space, m, times, chosen = sketch.space, x.num_microbatches, [], list[Uniform]()
+    room = space.capacity(sketch.gpus)
+    schedule = space.strategies.schedules["1f1b"] if x.p > 1 else None
+    for s, (a, b) in enumerate(zip(x.starts, (*x.starts[1:], sketch.n), strict=True)):
+        flight = 1 if schedule is None else schedule.in_flight(s, x.p, m)
+        made = _recomputed(sketch, ways, a, b, flight, room)
+        if made is None:
+            return None
+        times.append(made[0].stage(a, b, flight)[0])
+        chosen.append(made[0])
+    if schedule is None:
+        one = times[0]
+        return m * (one.forward + one.backward) + one.last_backward_extra + one.after, chosen
+    offsets = [0, *accumulate([x.d * x.t] * x.p)]
+    pricer = chosen[0].pricer
+    moves = [
+        pricer.handover(a, u.ways[a - 1].layout, v.ways[a].layout, o)
+        for a, u, v, o in zip(x.starts[1:], chosen, chosen[1:], offsets[1:], strict=False)
+    ]  # fmt: skip
+    return makespan(times, moves, schedule, m), chosen
+
+
+def _recomputed(
+    sketch: Sketch, ways: Sequence[Uniform], start: int, stop: int, flight: int, room: float
+) -> tuple[Uniform, int] | None:
+    """A stage with as few components recomputed as fit, and how many these are."""
+    plain = ways[0]
+    if plain.stage(start, stop, flight)[1] <= room:
+        return plain, 0
+    if len(ways) == 1 or not all(sketch.allowed(i, ways[1].ways[i]) for i in range(start, stop)):
+        return None
+    again, own = ways[1], slice(start, stop)
+    spared = plain.priced.activations[own] - again.priced.activations[own]
+    longer = again.priced.backward[own] - plain.priced.backward[own]
+    able = np.array([w.checkpoint for w in again.ways[own]], dtype=bool) & (spared > 0)
+    order: Any = np.argsort(np.where(able, longer / np.maximum(1.0, spared), INF), kind="stable")[: int(able.sum())]
+    low, high, fitting = 1, len(order), None
+    while low <= high:  # the more, the less is held
+        count = (low + high) // 2
+        mixed = plain.mixed(again, [start + int(i) for i in order[:count]])
+        if mixed.stage(start, stop, flight)[1] <= room:
+            fitting, high = (mixed, count), count - 1
+        else:
+            low = count + 1
+    return fitting

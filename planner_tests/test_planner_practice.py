@@ -1,0 +1,104 @@
+"""Whole strategies that recompute: standard practice is in the race."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import known_models
+import pytest
+
+from asa.cost.machine import presets
+from asa.errors import UsageError
+from asa.planner import Request, plan
+from asa.planner.pipeline.practice import practice
+from asa.planner.space import baselines
+from asa.planner.space.baselines import Unavailable, uniform
+from asa.planner.space.candidate import Candidate, Prices
+from asa.planner.space.space import Space, anything
+from asa.planner.space.whole import table
+from asa.strategies import offered
+
+PROFILE = known_models.profile(known_models.transformer(6, 512), 300.0, 64)
+
+
+def prices(cluster: str, gpus: int, memory: float | None, batch: int = 64) -> Prices:
+    asked = Request(gpus=gpus, global_batch=batch, optimizer="adamw", memory_bytes=memory and int(memory))
+    return Prices(Space(PROFILE, presets.load(cluster), offered(), asked))
+
+
+def by_hand(found: Prices) -> float:
+    """Seconds of the fastest uniform split that fits, of those with the first components of a stage recomputed."""
+    gpus, best = found.space.request.gpus, float("inf")
+    n = len(PROFILE.graph)
+    for d, t in [(d, t) for d in range(1, gpus + 1) for t in range(1, gpus + 1) if gpus % (d * t) == 0]:
+        name = f"hybrid:d{d}t{t}p{gpus // d // t}"
+        for m in (1, 2, 4, 8, 16):
+            try:
+                again = uniform(name + "+ckpt", found, m)
+                plain = uniform(name, found, m)
+            except Unavailable:
+                continue
+            for kind in ("replicate", "zero1", "zero2", "zero3"):
+                for count in range(n + 1):
+                    stops = {i for s in again.starts for i in range(s, min(n, s + count))}
+                    ways = [again.ways[i] if i in stops else plain.ways[i] for i in range(n)]
+                    ways = [
+                        replace(w, data=replace(w.data, strategy=kind)) if d > 1 and c.parameter_bytes else w
+                        for w, c in zip(ways, PROFILE.graph.components, strict=True)
+                    ]
+                    one = replace(again, ways=tuple(ways))
+                    if found.fits(one):
+                        best = min(best, found.of(one).cost.total_s)
+    return best
+
+
+@pytest.mark.parametrize(("cluster", "gpus", "memory"), [
+    ("a100-nvlink-8", 2, 3.0e9), ("t4-8x1-25g-tcp", 4, 2.5e9), ("v100-dgx1-8", 4, 2.2e9), ("h100-nvlink-8", 1, 3e9),
+])  # fmt: skip
+def test_no_uniform_split_is_faster(cluster: str, gpus: int, memory: float) -> None:
+    found = prices(cluster, gpus, memory)
+    best = practice(found, anything)
+    by = by_hand(found)
+    if best is None:
+        assert by == float("inf")
+    else:
+        assert found.fits(best)
+        assert found.of(best).cost.total_s <= by * (1 + 5e-3)
+
+
+def test_the_answer_is_never_behind_standard_practice() -> None:
+    asked = Request(gpus=8, global_batch=64, optimizer="adamw", memory_bytes=int(2.4e9), time_limit_s=0.2)
+    found = plan(PROFILE, presets.load("a100-nvlink-8"), offered(), asked)[0]
+    rows = {b.name: b for b in found.baselines}
+    assert {"ddp+ckpt", "fsdp+ckpt", "tensor+ckpt", "hybrid+ckpt"} <= set(rows)
+    fitting = [b.step_time_s for b in rows.values() if b.fits]
+    assert found.prediction.step_time_s <= min(fitting) * (1 + 1e-9)
+    assert rows["hybrid+ckpt"].fits
+    assert not rows["ddp"].fits
+
+
+def test_over_several_nodes_no_other_whole_strategy_is_faster() -> None:
+    found = prices("h100-4x8-ib", 32, 2.6e9, batch=64)
+    tried = practice(found, anything)
+    assert isinstance(tried, Candidate)
+    assert found.of(tried).cost.total_s <= min(
+        (r.seconds for r in table(found) if r.fits and not r.name.endswith("+ckpt")), default=float("inf")
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["ddp+ckpt", "fsdp+ckpt", "hybrid:d2t2+ckpt", "hybrid+ckpt", "1f1b+ckpt"])
+def test_they_can_be_asked_for_by_name(name: str) -> None:
+    asked = Request(gpus=4, global_batch=64, strategies=(name,))
+    found = plan(PROFILE, presets.load("a100-nvlink-8"), offered(), asked)[0]
+    assert found.strategy == name
+    if name != "hybrid+ckpt":  # which recomputes where memory asks for it, and here it does not
+        able = {c.name for c in PROFILE.graph.components if c.saved_bytes_per_sample > c.output_bytes_per_sample}
+        assert {c.name for c in found.components if c.checkpoint} == able
+
+
+@pytest.mark.parametrize("name", ["asa+ckpt", "ddp+ckpt+ckpt", "+ckpt", "no+ckpt"])
+def test_others_are_refused(name: str) -> None:
+    with pytest.raises(UsageError):
+        baselines.check((name,), offered(), 4)
+    with pytest.raises(UsageError):
+        baselines.check(("ddp+ckpt",), replace(offered(), checkpoint=False), 4)
