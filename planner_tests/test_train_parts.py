@@ -150,7 +150,7 @@ def test_the_clock_tells_waiting_from_working() -> None:
             clock.mark()
     times = clock.collect()
     assert len(times) == 3
-    assert all(data >= 0 and step >= 0 for data, step in times)
+    assert all(t.data >= 0 and t.work >= t.blocked == 0 for t in times)
     assert clock.collect() == []
 
 

@@ -24,7 +24,7 @@ from asa.executor.checkpoint import Manifest
 from asa.executor.clock import StepClock
 from asa.executor.keeper import Keeper
 from asa.executor.logs import Announce
-from asa.executor.pace import Pace
+from asa.executor.pace import Interval, Pace, who_is_late
 from asa.executor.parallel import ParallelModel
 from asa.executor.planned import PlannedExecutor
 from asa.executor.precision import LossScale, autocast
@@ -36,6 +36,7 @@ from asa.executor.worker import Tally, Worker
 from asa.interfaces.executor import EpochOutcome, Look
 from asa.ir.plan import Plan
 from asa.launch import faults, give_back_freed_memory
+from asa.sharding.waits import waits
 
 _UNCOUNTED = 1 << 40
 """Samples of an epoch, for the place in a checkpoint, where the loader does not say."""
@@ -74,6 +75,7 @@ class UserExecutor(PlannedExecutor):
         self._epoch = self._done = self._step = self._warm = 0
         self._saved: tuple[int, Path] | None = None
         self._running: Iterator[Share] | None = None
+        waits.on = settings.observe
         self._keeper = Keeper(
             folder=folder or Path(), run=run, settings=settings, num_samples=self._samples, votes=self._votes,
             announce=announce,
@@ -209,7 +211,7 @@ class UserExecutor(PlannedExecutor):
             self._preempt()
         self.model.train()
         tally = Tally(self.model.device)
-        pace = Pace(self.plan, self._votes, self._worker.clock, self._settings.log_every, self._warm)
+        pace = Pace(self.plan, self.processes, self._votes, self._worker.clock, self._settings.log_every, self._warm)
         left_out = 0
         for share in self._running or self._batches():
             self._done += share.total
@@ -217,10 +219,10 @@ class UserExecutor(PlannedExecutor):
                 left_out += share.total
                 continue
             self._train(share, tally)
-            if pace.stepped(full=share.total == self.plan.global_batch) and self._exchange(pace, tally):
+            if pace.stepped(full=share.total == self.plan.global_batch) and self._exchange(pace, tally).stopping:
                 self._preempt()
         self._running = None
-        stopping = pace.pending and self._exchange(pace, tally)
+        stopping = pace.pending and self._exchange(pace, tally).stopping
         if self._step == first:
             raise UsageError("the loader yields no batch that is large enough for all ranks")
         if left_out:
@@ -240,12 +242,13 @@ class UserExecutor(PlannedExecutor):
             measurements=pace.measurements(None),
         )
 
-    def _exchange(self, pace: Pace, tally: Tally) -> bool:
-        """Whether a rank was asked to stop."""
+    def _exchange(self, pace: Pace, tally: Tally) -> Interval:
+        """What all ranks did since the last time, told to whoever listens."""
         interval = pace.exchange(tally, step=self._step, stop=self.stop.asked)
         self.announce({"event": "steps", "epoch": self._epoch, "step": self._step, "loss": interval.loss,
-                       "step_time_s": (interval.seconds - interval.data_wait_s) / interval.steps})  # fmt: skip
-        return interval.stopping
+                       "step_time_s": (interval.seconds - interval.data_wait_s) / interval.steps,
+                       **who_is_late(interval.measured)})  # fmt: skip
+        return interval
 
     def _validate(self) -> float:
         """Mean loss over the loader that was given for it; not a number without one."""

@@ -68,6 +68,7 @@ class Job:
         out: Path | str | None = None,
         resume: bool = False,
         replan: bool = True,
+        observe: bool = True,
         split: Callable[[Any], tuple[Tensor, Any]] | None = None,
         example_input: Tensor | None = None,
         cluster: Cluster | Path | str | None = None,
@@ -92,6 +93,7 @@ class Job:
             out: folder of the run, for checkpoints after every epoch and on SIGTERM; without one nothing is kept.
             resume: go on from the newest checkpoint in ``out``, written under this plan or another.
             replan: take another plan between epochs where steps take other than predicted, and that pays.
+            observe: note, step by step, what each rank computes and whom it waits for.
             split: makes ``(input, labels)`` of a batch; by default its first and second item.
             seed: of the order of samples (one order per epoch) and of dropout.
             on_event: hears, on rank 0, what ``asa train`` writes to its log.
@@ -127,7 +129,7 @@ class Job:
 
         settings = TrainSettings(
             out=str(out or ""), data="loader", seed=seed, batch_norm=batch_norm, log_every=log_every, keep=keep,  # type: ignore[arg-type]
-            timeout_s=timeout_s, optimizer=wishes.optimizer,
+            timeout_s=timeout_s, optimizer=wishes.optimizer, observe=observe,
         )  # fmt: skip
 
         self._names = StateNames(model)

@@ -24,6 +24,16 @@ class PlannedExecutor(Executor):
         return self._worker.model.plan
 
     @property
+    def processes(self) -> tuple[int, ...]:
+        """The process that runs each rank of the plan."""
+        return self._worker.model.processes
+
+    @property
+    def num_processes(self) -> int:
+        """Processes of the run, idle ones included."""
+        return self._votes.num_ranks
+
+    @property
     def leads(self) -> bool:
         """Rank 0."""
         return self._votes.rank == 0

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from asa.sharding.sharded import GATHERED_ONCE, SCALARS
+from asa.sharding.waits import Mark, waits
 
 _NOTHING = nullcontext()
 
@@ -70,6 +72,22 @@ class Reduction:
                 module.reducer.prepare_for_backward([])
         self._expecting = False
         return self._scattering(reduce, last, in_flight == 0) if self._sharded else _NOTHING
+
+    def own_part(self, exit: Tensor) -> list[Mark | None]:
+        """Have it noted when backward from ``exit`` has computed what is this rank's own: from then on DDP waits for
+        buckets, until backward returns. Empty until then. Callbacks at the end of backward come in the order in which
+        they are asked for, and DDP's only once its last bucket is full."""
+        marks: list[Mark | None] = []
+        if self._replicated and waits.on:
+
+            def over() -> None:
+                marks.append(waits.begin(cuda=exit.is_cuda))
+
+            def begun(_gradient: Tensor) -> None:
+                torch.autograd.Variable._execution_engine.queue_callback(over)
+
+            exit.register_hook(begun)
+        return marks
 
     @contextmanager
     def _scattering(self, reduce: bool, last: bool, none_in_flight: bool) -> Iterator[None]:

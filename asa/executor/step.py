@@ -19,6 +19,7 @@ from asa.ir.plan import Plan
 from asa.ir.transfer import UNDER_WAY
 from asa.launch import faults
 from asa.sharding.transfer import Arrival
+from asa.sharding.waits import waits
 
 
 @dataclass(frozen=True)
@@ -226,7 +227,10 @@ class Step:
         sent = self._send_when_known(flight.entry, size)
         with model.reduction.backward(last=last, in_flight=len(self.flights)):
             if flight.exit.requires_grad:
+                own = model.reduction.own_part(flight.exit)
                 flight.exit.backward()
+                for mark in own:
+                    waits.end(mark)
         if links.gradient_out is not None:
             if not sent:
                 links.gradient_out.send(torch.zeros_like(flight.entry), size)

@@ -46,7 +46,8 @@ class Measurements:
 
     ``peak_memory_bytes`` per rank is the active peak, by the same count as the prediction; None where it was
     not tracked. ``communication_s`` is the exposed part; ``data_wait_s`` the wait for input, both per step.
-    ``per_rank``: by rank of the plan, empty where ranks were not observed; ``links``: likewise.
+    ``per_rank``: by process of the run (zeros for one that is idle under the plan), empty where ranks were not
+    observed; ``links``: likewise.
     """
 
     plan_fingerprint: str
@@ -61,6 +62,16 @@ class Measurements:
     predicted_memory_bytes: tuple[int, ...]
     per_rank: tuple[RankTiming, ...] = ()
     links: tuple[Transfer, ...] = ()
+
+    @property
+    def slowest(self) -> tuple[int, float] | None:
+        """The process that takes longest for what is its own to do, input included, and the share of a step, 0 to 1,
+        that the others wait at most. None where ranks were not observed, or there is only one."""
+        if not self.per_rank or self.num_ranks < 2 or self.step_time.median <= 0:
+            return None
+        own = [rank.own_s + rank.data_wait_s for rank in self.per_rank]
+        waiting = max(rank.waiting_s for rank in self.per_rank)
+        return own.index(max(own)), min(1.0, waiting / self.step_time.median)
 
     @property
     def samples_per_s(self) -> float:

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from asa.sharding.axis import Axis
 from asa.sharding.compression import REDUCED
 from asa.sharding.direct import directly
+from asa.sharding.waits import waits
 
 GATHERED_ONCE = "asa_gathered_once"
 """Attribute of a module whose weights stay gathered until a step's last backward."""
@@ -34,7 +35,9 @@ class Scalars:
     def average(self, parameter: Tensor) -> None:
         """Make ``parameter``'s gradient the mean over the group (collective)."""
         if self.reduce and parameter.grad is not None:
+            mark = waits.begin(cuda=parameter.grad.is_cuda)
             dist.all_reduce(parameter.grad, group=self.group)
+            waits.end(mark)
             parameter.grad /= dist.get_world_size(self.group)
 
 
