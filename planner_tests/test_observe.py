@@ -46,7 +46,7 @@ def _measured(out: Path, plan: Plan, slow: int | None, *, messages: bool = False
     def body(rank: int) -> tuple[Measurements, list[dict[str, Any]]]:
         segment._Switch.on = not messages
 
-        def parallel(wanted: Plan) -> Any:
+        def parallel(wanted: Plan, _processes: tuple[int, ...]) -> Any:
             model = build("cnn", num_classes=10, input_shape=(1, 8, 8), seed=0)
             made = materialize(
                 wanted, model, torch.zeros(2, 1, 8, 8), rank=rank, strategies=offered(), device=torch.device("cpu")

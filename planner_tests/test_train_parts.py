@@ -188,10 +188,12 @@ def _executor(rank: int, out: str, plan: Plan, stop: StopRequest | None = None) 
     settings = training.settings(Path(out), lr=0.01)
     images = _images()
 
-    def parallel(plan: Plan) -> Any:
+    def parallel(plan: Plan, processes: tuple[int, ...]) -> Any:
         model = build(plan.model_spec, num_classes=10, input_shape=(1, 8, 8), seed=0)
-        example = torch.zeros(2, 1, 8, 8)
-        return materialize(plan, model, example, rank=rank, strategies=offered(), device=torch.device("cpu"), seed=0)
+        return materialize(
+            plan, model, torch.zeros(2, 1, 8, 8), rank=rank, strategies=offered(), device=torch.device("cpu"), seed=0,
+            processes=processes,
+        )  # fmt: skip
 
     return TrainingExecutor(
         plan,
@@ -247,11 +249,14 @@ def test_a_migration_that_one_rank_cannot_make_is_made_by_none(out: Path) -> Non
         executor.run_epoch(0)
         before = full_state(executor.model)
         real = executor._build
-        executor._build = lambda plan: _break(real(plan)) if rank == 1 else real(plan)
+        executor._build = lambda *placed: _break(real(*placed)) if rank == 1 else real(*placed)
         with pytest.raises(WorkersFailedError, match="no memory left") as caught:
             executor.migrate(MIXED)
-        with pytest.raises(UsageError, match="num_ranks 1: this run has 2"):
-            executor.migrate(training.plan(ranks=1))
+        with pytest.raises(UsageError, match="for 3 ranks: this run has 2"):
+            executor.migrate(training.plan(ranks=3))
+        for wrong in ((0, 2), (1, 1), (0,)):
+            with pytest.raises(UsageError, match="for 2 ranks on processes"):
+                executor.migrate(MIXED, wrong)
         after = full_state(executor.model)
         same = all(torch.equal(before[n], after[n]) for n in before)
         return str(caught.value), same and executor.plan == DDP, executor.run_epoch(1).train_loss

@@ -19,7 +19,7 @@ from asa.api.batches import GlobalBatches, Share, moved, rows_of, samples_in
 from asa.api.optimizers import Rebinding
 from asa.api.place import Place
 from asa.api.validation import mean_loss
-from asa.errors import PreemptedError, UsageError, WorkersFailedError
+from asa.errors import AsaError, PreemptedError, UsageError
 from asa.executor.checkpoint import Manifest
 from asa.executor.clock import StepClock
 from asa.executor.keeper import Keeper
@@ -29,7 +29,6 @@ from asa.executor.parallel import ParallelModel
 from asa.executor.planned import PlannedExecutor
 from asa.executor.precision import LossScale, autocast
 from asa.executor.settings import TrainSettings
-from asa.executor.state import full_optimizer_state, load_full_optimizer_state
 from asa.executor.step import forward_backward, microbatch_rows, microbatches_of
 from asa.executor.stopping import StopRequest
 from asa.executor.worker import Tally, Worker
@@ -58,7 +57,7 @@ class UserExecutor(PlannedExecutor):
     def __init__(
         self,
         plan: Plan,
-        build: Callable[[Plan], ParallelModel],
+        build: Callable[[Plan, tuple[int, ...]], ParallelModel],
         settings: TrainSettings,
         *,
         rebinding: Rebinding,
@@ -80,7 +79,7 @@ class UserExecutor(PlannedExecutor):
             folder=folder or Path(), run=run, settings=settings, num_samples=self._samples, votes=self._votes,
             announce=announce,
         )  # fmt: skip
-        self._worker = self._worker_of(build(plan), LossScale(plan.precision))
+        self._worker = self._worker_of(build(plan, tuple(range(plan.num_ranks))), LossScale(plan.precision))
         norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for c in self.model.components for m in c.modules())
         self._fewest = 2 if self._votes.anyone(norms) else 1
 
@@ -155,11 +154,15 @@ class UserExecutor(PlannedExecutor):
             if self.trainable(share.total):
                 return share
 
-    def _batches(self) -> Iterator[Share]:
-        """What is left of the epoch."""
-        size = self._data.batches.batch_size
+    @property
+    def _behind(self) -> int:
+        """Batches of the epoch that lie behind, all but its last being whole."""
+        return -(-self._done // self._data.batches.batch_size)
+
+    def _batches(self, skip: int | None = None) -> Iterator[Share]:
+        """What is left of the epoch behind its first ``skip`` batches; behind those that were taken, where None."""
         seed = self._settings.seed * 1_000_003 + self._epoch
-        return self._data.batches.epoch(order_seed=seed, skip=-(-self._done // size))
+        return self._data.batches.epoch(order_seed=seed, skip=self._behind if skip is None else skip)
 
     def _train(self, share: Share, tally: Tally) -> None:
         # Masks that no module of ours draws come from torch's own generators: a function of the step, too.
@@ -168,7 +171,7 @@ class UserExecutor(PlannedExecutor):
         worker.clock.mark()
         faults.at_step(self._step)
         faults.reached("data")
-        inputs, labels = self._data.split(moved(share.batch, model.device))
+        inputs, labels = self._data.split(moved(share.batch, model.device)) if share.rows else (None, None)
         worker.clock.mark()
 
         def here(rows: slice) -> range:
@@ -213,14 +216,25 @@ class UserExecutor(PlannedExecutor):
         tally = Tally(self.model.device)
         pace = Pace(self.plan, self.processes, self._votes, self._worker.clock, self._settings.log_every, self._warm)
         left_out = 0
-        for share in self._running or self._batches():
+        shares, behind = self._running or self._batches(), self._behind
+        while (share := next(shares, None)) is not None:
             self._done += share.total
+            behind += 1
             if not self.trainable(share.total):
                 left_out += share.total
                 continue
             self._train(share, tally)
-            if pace.stepped(full=share.total == self.plan.global_batch) and self._exchange(pace, tally).stopping:
-                self._preempt()
+            if pace.stepped(full=share.total == self.plan.global_batch):
+                interval, worker = self._exchange(pace, tally), self._worker
+                if interval.stopping:
+                    self._preempt()
+                if look is not None and interval.measured is not None:
+                    look(interval.measured, self._step)
+                if self._worker is not worker:
+                    self.model.train()
+                    pace.under(self.plan, self.processes, self._worker.clock)
+                    if self._data.batches.indexed:  # what is loaded ahead are the rows of the plan before
+                        shares = self._batches(behind)
         self._running = None
         stopping = pace.pending and self._exchange(pace, tally).stopping
         if self._step == first:
@@ -308,20 +322,20 @@ class UserExecutor(PlannedExecutor):
         self._running, self._epoch, self._done = None, self._epoch + 1, 0
 
     def migrate(self, plan: Plan, processes: tuple[int, ...] | None = None) -> None:
-        """Continue under ``plan``: same weights, optimizer state and sample order. All ranks move, or none does.
+        """Continue under ``plan``: same weights, optimizer state and sample order. All processes move, or none does.
 
         Raises:
-            UsageError: the plan is for another model, batch or number of ranks.
+            UsageError: the plan is for another model or batch, or for more ranks than there are processes.
             WorkersFailedError: a rank could not move; the plan in force stays.
         """
-        self._continues(plan, processes)
+        runs = self._continues(plan, processes)
         old_worker, scale = self._worker, self._worker.scale
-        moments = full_optimizer_state(old_worker.model, old_worker.optimizer)
+        state = dict(self.optimizer.state)
         try:
-            self._worker = self._keeper.move(old_worker, lambda: self._worker_of(self._build(plan), scale))
-        except WorkersFailedError:
+            self._worker = self._keeper.move(old_worker, lambda: self._worker_of(self._build(plan, runs), scale))
+        except AsaError:
             self._rebinding.apply(old_worker.model)
-            load_full_optimizer_state(old_worker.model, self.optimizer, moments)
+            self.optimizer.state.update(state)
             raise
         self._warm = 0
         old_worker.model.close()

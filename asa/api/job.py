@@ -136,14 +136,14 @@ class Job:
         spare = Blank(model) if replan and place.ranks > 1 else None
         plain = [model]
 
-        def build(wanted: Plan) -> ParallelModel:
+        def build(wanted: Plan, processes: tuple[int, ...]) -> ParallelModel:
             """The first time the model itself; for another plan one like it, whose weights are filled in next."""
             if not plain and spare is None:
                 raise UsageError("this job was made without re-planning")
             fresh = plain.pop() if plain or spare is None else spare.copy()
             return materialize(
                 wanted, fresh, example.to(device_of(fresh)), rank=place.rank, strategies=offered(),
-                device=place.device, seed=seed, batch_norm=batch_norm, timeout_s=timeout_s,
+                device=place.device, seed=seed, batch_norm=batch_norm, timeout_s=timeout_s, processes=processes,
             )  # fmt: skip
 
         found: tuple[Path, Manifest] | None = None

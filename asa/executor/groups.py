@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from inspect import signature
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 
@@ -63,7 +63,7 @@ class Groups:
         self._axes.clear()
 
 
-def _in_order(members: Sequence[int]) -> dict[str, bool]:
+def _in_order(members: Sequence[int]) -> dict[str, Any]:
     """What has a group keep the order of its members, so that its ranks are the plan's in their order.
 
     Raises:

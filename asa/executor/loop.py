@@ -35,8 +35,9 @@ from asa.launch import give_back_freed_memory
 from asa.sharding.waits import waits
 from asa.zoo.data import GlobalOrder, ImageSet
 
-Build = Callable[[Plan], ParallelModel]
-"""A plan's part of the model on this rank, with the run's initial weights. Collective."""
+Build = Callable[[Plan, tuple[int, ...]], ParallelModel]
+"""A plan's part of the model on this process, with the run's initial weights; the processes that run the plan's ranks
+are named. Collective."""
 
 
 class TrainingExecutor(PlannedExecutor):
@@ -76,7 +77,7 @@ class TrainingExecutor(PlannedExecutor):
         self._warm = 0
         waits.on = settings.observe
         self._observer = Observer(votes, Path(settings.out), settings.trace_steps)
-        self._worker = self._worker_of(build(plan), LossScale(plan.precision))
+        self._worker = self._worker_of(build(plan, tuple(range(plan.num_ranks))), LossScale(plan.precision))
 
     def _worker_of(self, model: ParallelModel, scale: LossScale) -> Worker:
         settings = self._settings
@@ -256,7 +257,8 @@ class TrainingExecutor(PlannedExecutor):
             peak = self._observer.peak_bytes
         else:
             return None
-        return tuple(int(rank[0]) for rank in self._votes.gather([float(peak)]))
+        found = self._votes.gather([float(peak)])
+        return tuple(int(found[process][0]) for process in self.processes)
 
     def _preempt(self) -> NoReturn:
         path = self._save()
@@ -290,15 +292,15 @@ class TrainingExecutor(PlannedExecutor):
         self._saved = (manifest.step, path)
 
     def migrate(self, plan: Plan, processes: tuple[int, ...] | None = None) -> None:
-        """Continue under ``plan``: same weights, optimizer state and sample order. All ranks move, or none does.
+        """Continue under ``plan``: same weights, optimizer state and sample order. All processes move, or none does.
 
         Raises:
-            UsageError: the plan is for another model, batch or number of ranks.
+            UsageError: the plan is for another model or batch, or for more ranks than there are processes.
             WorkersFailedError: a rank could not move; the plan in force stays, and training can go on.
         """
-        self._continues(plan, processes)
+        runs = self._continues(plan, processes)
         old_worker, scale = self._worker, self._worker.scale
-        self._worker = self._keeper.move(old_worker, lambda: self._worker_of(self._build(plan), scale))
+        self._worker = self._keeper.move(old_worker, lambda: self._worker_of(self._build(plan, runs), scale))
         self._warm, self._steps = 0, None
         self._observer.forget()
         old_worker.model.close()

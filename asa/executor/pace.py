@@ -64,6 +64,7 @@ class Pace:
     _times: list[tuple[float, float]] = field(default_factory=list)
     _cold: list[tuple[float, float]] = field(default_factory=list)
     _sums: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    _before: Measurements | None = None
     _stolen: Stolen = field(default_factory=Stolen)
 
     def __post_init__(self) -> None:
@@ -71,6 +72,7 @@ class Pace:
 
     def under(self, plan: Plan, processes: tuple[int, ...], clock: StepClock) -> None:
         """Another plan takes effect: its steps are measured from here on, while the losses go on adding up."""
+        self._before = self.measurements(None)
         self.plan, self.processes, self.clock, self.warm, self.interval = plan, processes, clock, 0, 1
         self._times, self._cold = [], []
         self._ranks = RankTimes(processes)
@@ -151,7 +153,10 @@ class Pace:
         return self._sums[0] / max(1.0, self._sums[2])
 
     def measurements(self, peak_memory_bytes: tuple[int, ...] | None) -> Measurements:
-        """The epoch as measured: warmed-up steps of whole batches, or what there was where there are none."""
+        """The steps under the plan in force: warmed-up ones of whole batches, or what there was where there are none;
+        those under the plan before, where none was taken since."""
+        if not self._times and not self._cold and self._before is not None:
+            return self._before
         return self._measurements(self._times or self._cold[-1:], self._ranks, peak_memory_bytes)
 
     def _measurements(

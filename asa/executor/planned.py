@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from asa.errors import UsageError
 from asa.executor.parallel import ParallelModel
+from asa.executor.probe import probe
 from asa.executor.votes import Votes
 from asa.executor.worker import Worker
 from asa.interfaces.executor import Executor, Placement
@@ -49,15 +50,28 @@ class PlannedExecutor(Executor):
         text = self._votes.tell(None if target is None else codec.dumps(target))
         return None if text is None else codec.loads(Placement, text, source="the plan from rank 0")
 
-    def _continues(self, plan: Plan, processes: tuple[int, ...] | None = None) -> None:
-        """Whether this run can go on under ``plan`` on ``processes``.
+    def _continues(self, plan: Plan, processes: tuple[int, ...] | None = None) -> tuple[int, ...]:
+        """The processes on which this run can go on under ``plan``: those given, or the first ones.
 
         Raises:
-            UsageError: it is for another model, batch or number of ranks, or on other processes.
+            UsageError: it is for another model or batch, or for more ranks than there are.
         """
-        if processes is not None and processes != self.processes:
-            raise UsageError(f"cannot continue on processes {processes}: this run has {self.processes}")
-        for what in ("num_ranks", "global_batch", "model_fingerprint", "precision"):
+        for what in ("global_batch", "model_fingerprint", "precision"):
             new, old = getattr(plan, what), getattr(self.plan, what)
             if new != old:
                 raise UsageError(f"cannot continue under a plan with {what} {new}: this run has {old}")
+        runs = tuple(range(plan.num_ranks)) if processes is None else tuple(processes)
+        there = range(self.num_processes)
+        if plan.num_ranks > len(there):
+            raise UsageError(f"cannot continue under a plan for {plan.num_ranks} ranks: this run has {len(there)}")
+        if len(set(runs)) != plan.num_ranks or len(runs) != plan.num_ranks or not all(p in there for p in runs):
+            raise UsageError(
+                f"cannot continue under a plan for {plan.num_ranks} ranks on processes {list(runs)} of {len(there)}"
+            )
+        return runs
+
+    def probe(self) -> tuple[float, ...]:
+        """Seconds that every process takes for the same small piece of computing, all at the same time (collective)."""
+        self._votes.gather([0.0])
+        seconds = probe(self.model.device)
+        return tuple(rank[0] for rank in self._votes.gather([seconds]))
