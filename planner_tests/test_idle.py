@@ -17,7 +17,7 @@ from asa.executor.prepare import open_images
 from asa.executor.state import full_state
 from asa.executor.stopping import StopRequest
 from asa.executor.votes import Votes
-from asa.interfaces.executor import Placement
+from asa.interfaces.executor import Placement, Probe
 from asa.ir.measurements import Measurements
 from asa.ir.plan import Plan
 from asa.launch import run_ranks
@@ -31,13 +31,13 @@ Placed = tuple[Plan, tuple[int, ...]]
 
 def _run(
     out: Path, epochs: list[dict[int, Placed]], ranks: int = 2, **settings: Any
-) -> list[tuple[list[float], list[Measurements], dict[str, torch.Tensor], list[float]]]:
+) -> list[tuple[list[float], list[Measurements], dict[str, torch.Tensor], Probe]]:
     """An executor on every process, which moves as told at the first look at or behind a step of an epoch (-1: behind
     the epoch): losses, measurements, final weights, probes."""
     first = training.plan("logistic", ranks=ranks)
     images = open_images(first, training.settings(out))
 
-    def body(rank: int) -> tuple[list[float], list[Measurements], dict[str, torch.Tensor], list[float]]:
+    def body(rank: int) -> tuple[list[float], list[Measurements], dict[str, torch.Tensor], Probe]:
         def parallel(plan: Plan, processes: tuple[int, ...]) -> Any:
             model = build("logistic", num_classes=10, input_shape=(1, 8, 8), seed=0)
             return materialize(
@@ -69,8 +69,7 @@ def _run(
             if -1 in left:
                 executor.migrate(*left.pop(-1))
             assert not left, "every move was made"
-        probes = list(executor.probe())
-        return losses, measured, full_state(executor.model), probes
+        return losses, measured, full_state(executor.model), executor.probe()
 
     return run_ranks(ranks, body, threads=1, timeout_s=60)
 
@@ -93,7 +92,13 @@ def test_a_run_leaves_a_process_out_and_takes_it_back(tmp_path: Path, alone: int
     assert middle.per_rank[1 - alone].own_s == 0
     assert middle.communication_s is None
     assert middle.peak_memory_bytes is None or len(middle.peak_memory_bytes) == 1
-    assert all(len(probes) == 2 and min(probes) > 0 for _, _, _, probes in moved)
+    probe = moved[0][3]
+    assert probe == moved[1][3]
+    assert len(probe.compute_s) == 2
+    assert min(probe.compute_s) > 0
+    (link,) = probe.links
+    assert (link.op, link.level, link.group_size) == ("all_reduce", 0, 2)
+    assert link.seconds > 0
     found = checkpoint.find(tmp_path / "moved" / outdir.CHECKPOINTS)
     assert found.manifest.step == 36
     saved = checkpoint.read(found.path, checkpoint.MODEL)

@@ -138,10 +138,12 @@ def move(
     Raises:
         AsaError: nobody has what is needed, or what arrived is not what was sent; on every process.
     """
-    told = votes.exchange([
-        [[p.name, str(p.tensor.dtype).removeprefix("torch."), p.shape, p.region, p.follows] for p in before],
-        [[w.name, w.shape, w.region, w.updates] for w in after],
-    ])
+    told = votes.exchange(
+        [
+            [[p.name, str(p.tensor.dtype).removeprefix("torch."), p.shape, p.region, p.follows] for p in before],
+            [[w.name, w.shape, w.region, w.updates] for w in after],
+        ]
+    )
     items = {item.name: item for item in held(model)}
     error: Exception | None = None
     made: dict[str, Part] = {}
@@ -364,5 +366,3 @@ def _rounds(plan: Sequence[_Transfer]) -> Iterator[list[list[_Transfer]]]:
                 if not waiting[pair]:
                     del waiting[pair]
         yield turn
-
-

@@ -175,4 +175,5 @@ class Pace:
             predicted_memory_bytes=self.plan.prediction.memory_bytes_per_rank,
             per_rank=ranks.timings(),
             links=ranks.transfers(),
+            mean_step_s=math.fsum(work for _, work in times) / len(times),
         )

@@ -7,7 +7,7 @@ from asa.executor.parallel import ParallelModel
 from asa.executor.probe import probe
 from asa.executor.votes import Votes
 from asa.executor.worker import Worker
-from asa.interfaces.executor import Executor, Placement
+from asa.interfaces.executor import Executor, Placement, Probe
 from asa.ir import codec
 from asa.ir.plan import Plan
 from asa.launch import faults
@@ -70,8 +70,7 @@ class PlannedExecutor(Executor):
             )
         return runs
 
-    def probe(self) -> tuple[float, ...]:
-        """Seconds that every process takes for the same small piece of computing, all at the same time (collective)."""
-        self._votes.gather([0.0])
-        seconds = probe(self.model.device)
-        return tuple(rank[0] for rank in self._votes.gather([seconds]))
+    def probe(self) -> Probe:
+        """What all processes, idle ones included, can do right now: how long each takes for the same small piece of
+        computing while all do it, and how long a collective among them takes (collective)."""
+        return probe(self._votes, self.model.device)

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from statistics import median
+from statistics import fmean, median
 
 from asa.executor.clock import StepTimes
 from asa.ir.measurements import RankTiming, Transfer
@@ -88,10 +88,12 @@ class RankTimes:
                 found.append(RankTiming(own_s=0.0, waiting_s=0.0, data_wait_s=0.0))
                 continue
             mine = [step[process] for step in steps]
+            own = [max(0.0, t.work - t.blocked) for t in mine]
             known = [interval[process] for interval in self._stolen if interval[process] >= 0]
             found.append(
                 RankTiming(
-                    own_s=median(max(0.0, t.work - t.blocked) for t in mine),
+                    own_s=median(own),
+                    mean_own_s=fmean(own),
                     waiting_s=median(each[process] for each in waiting),
                     data_wait_s=median(t.data for t in mine),
                     stolen_share=sum(known) / len(known) if known else None,
