@@ -171,7 +171,7 @@ class UserExecutor(PlannedExecutor):
         worker.clock.mark()
         faults.at_step(self._step)
         faults.reached("data")
-        inputs, labels = self._data.split(moved(share.batch, model.device)) if share.rows else (None, None)
+        inputs, labels = self._data.split(moved(share.batch, model.device)) if share.rows else (torch.empty(0), None)
         worker.clock.mark()
 
         def here(rows: slice) -> range:

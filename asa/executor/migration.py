@@ -338,7 +338,7 @@ def _length(bucket: Sequence[_Transfer]) -> int:
 
 def _checked(flat: Tensor) -> Tensor:
     """The checksum of all but the place that is kept for it."""
-    found = zlib.crc32(memoryview(flat[:-_CHECK_BYTES].numpy()))
+    found = zlib.crc32(flat[:-_CHECK_BYTES].numpy().data)
     return torch.frombuffer(bytearray(found.to_bytes(_CHECK_BYTES, "little")), dtype=torch.uint8)
 
 
