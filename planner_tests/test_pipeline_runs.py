@@ -152,7 +152,7 @@ def test_a_run_moves_between_cuts(tmp_path: Path) -> None:
     images = open_images(plans[0], training.settings(tmp_path))
 
     def body(rank: int) -> list[bool]:
-        def parallel(plan: Plan) -> Any:
+        def parallel(plan: Plan, _processes: tuple[int, ...]) -> Any:
             model = build_zoo("cnn", num_classes=10, input_shape=(1, 8, 8), seed=0)
             return materialize(
                 plan, model, torch.zeros(2, 1, 8, 8), rank=rank, strategies=offered(), device=torch.device("cpu")

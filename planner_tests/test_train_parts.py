@@ -32,6 +32,7 @@ from asa.ir.codec import fingerprint
 from asa.ir.plan import Plan
 from asa.launch import run_ranks
 from asa.scheduler import Policy, adapt
+from asa.scheduler.loop import placed
 from asa.strategies import offered
 from asa.tracing import trace
 from asa.zoo.data import ImageSet
@@ -149,7 +150,7 @@ def test_the_clock_tells_waiting_from_working() -> None:
             clock.mark()
     times = clock.collect()
     assert len(times) == 3
-    assert all(data >= 0 and step >= 0 for data, step in times)
+    assert all(t.data >= 0 and t.work >= t.blocked == 0 for t in times)
     assert clock.collect() == []
 
 
@@ -187,10 +188,12 @@ def _executor(rank: int, out: str, plan: Plan, stop: StopRequest | None = None) 
     settings = training.settings(Path(out), lr=0.01)
     images = _images()
 
-    def parallel(plan: Plan) -> Any:
+    def parallel(plan: Plan, processes: tuple[int, ...]) -> Any:
         model = build(plan.model_spec, num_classes=10, input_shape=(1, 8, 8), seed=0)
-        example = torch.zeros(2, 1, 8, 8)
-        return materialize(plan, model, example, rank=rank, strategies=offered(), device=torch.device("cpu"), seed=0)
+        return materialize(
+            plan, model, torch.zeros(2, 1, 8, 8), rank=rank, strategies=offered(), device=torch.device("cpu"), seed=0,
+            processes=processes,
+        )  # fmt: skip
 
     return TrainingExecutor(
         plan,
@@ -223,9 +226,9 @@ def test_a_migration_moves_every_bit_and_training_goes_on(out: Path, optimizer: 
         for epoch, plan in enumerate((mixed, ddp, None)):
             losses.append(executor.run_epoch(epoch).train_loss)
             before = state(executor)
-            agreed = executor.agree(plan if rank == 0 else None)
+            agreed = executor.agree(placed(plan) if rank == 0 and plan is not None else None)
             if agreed is not None:
-                executor.migrate(agreed)
+                executor.migrate(agreed.plan, agreed.processes)
             after = state(executor)
             same.append(before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before))
             plans.append(fingerprint(executor.plan))
@@ -246,11 +249,14 @@ def test_a_migration_that_one_rank_cannot_make_is_made_by_none(out: Path) -> Non
         executor.run_epoch(0)
         before = full_state(executor.model)
         real = executor._build
-        executor._build = lambda plan: _break(real(plan)) if rank == 1 else real(plan)
+        executor._build = lambda *placed: _break(real(*placed)) if rank == 1 else real(*placed)
         with pytest.raises(WorkersFailedError, match="no memory left") as caught:
             executor.migrate(MIXED)
-        with pytest.raises(UsageError, match="num_ranks 1: this run has 2"):
-            executor.migrate(training.plan(ranks=1))
+        with pytest.raises(UsageError, match="for 3 ranks: this run has 2"):
+            executor.migrate(training.plan(ranks=3))
+        for wrong in ((0, 2), (1, 1), (0,)):
+            with pytest.raises(UsageError, match="for 2 ranks on processes"):
+                executor.migrate(MIXED, wrong)
         after = full_state(executor.model)
         same = all(torch.equal(before[n], after[n]) for n in before)
         return str(caught.value), same and executor.plan == DDP, executor.run_epoch(1).train_loss

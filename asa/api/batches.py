@@ -21,7 +21,7 @@ Rows = Callable[[int], list[int]]
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """What a rank has of one global batch: ``rows`` of ``total``, and the batch that was made of them.
+    """What a rank has of one global batch: ``rows`` of ``total``, and the batch that was made of them (None of none).
 
     ``first``: samples of the epoch in front of this batch.
     """
@@ -174,9 +174,11 @@ class GlobalBatches:
         for one in batches:
             starts.append(starts[-1] + len(one))
         wanted = [(one, self._rows(len(one)), start) for one, start in zip(batches, starts, strict=False)][skip:]
-        self._picked.batches = [[one[r] for r in rows] for one, rows, _ in wanted]
-        for (one, rows, first), batch in zip(wanted, self._own, strict=True):
-            yield Share(total=len(one), rows=rows, first=first, batch=batch)
+        self._picked.batches = [[one[r] for r in rows] for one, rows, _ in wanted if rows]
+        loaded = iter(self._own)
+        for one, rows, first in wanted:
+            # A rank that neither reads nor has labels loads nothing: no dataset can make a batch of no samples.
+            yield Share(total=len(one), rows=rows, first=first, batch=next(loaded) if rows else None)
 
     def _alike(self, total: int | None) -> None:
         """Whether every rank has a batch of ``total`` samples next (None: no more); otherwise they would wait for one

@@ -20,23 +20,23 @@ from asa.api.clipping import clip, understood_by_torch
 from asa.api.optimizers import Rebinding
 from asa.api.place import Place
 from asa.api.validation import mean_loss
-from asa.errors import PreemptedError, UsageError, WorkersFailedError
+from asa.errors import AsaError, PreemptedError, UsageError
 from asa.executor.checkpoint import Manifest
 from asa.executor.clock import StepClock
 from asa.executor.keeper import Keeper
 from asa.executor.logs import Announce
-from asa.executor.pace import Pace
+from asa.executor.pace import Interval, Pace, who_is_late
 from asa.executor.parallel import ParallelModel
 from asa.executor.planned import PlannedExecutor
 from asa.executor.precision import LossScale, autocast
 from asa.executor.settings import TrainSettings
-from asa.executor.state import full_optimizer_state, load_full_optimizer_state
 from asa.executor.step import forward_backward, microbatch_rows, microbatches_of
 from asa.executor.stopping import StopRequest
 from asa.executor.worker import Tally, Worker
-from asa.interfaces.executor import EpochOutcome
+from asa.interfaces.executor import EpochOutcome, Look
 from asa.ir.plan import Plan
 from asa.launch import faults, give_back_freed_memory
+from asa.sharding.waits import waits
 
 _UNCOUNTED = 1 << 40
 """Samples of an epoch, for the place in a checkpoint, where the loader does not say."""
@@ -58,7 +58,7 @@ class UserExecutor(PlannedExecutor):
     def __init__(
         self,
         plan: Plan,
-        build: Callable[[Plan], ParallelModel],
+        build: Callable[[Plan, tuple[int, ...]], ParallelModel],
         settings: TrainSettings,
         *,
         rebinding: Rebinding,
@@ -77,11 +77,12 @@ class UserExecutor(PlannedExecutor):
         self._epoch = self._done = self._step = self._warm = 0
         self._saved: tuple[int, Path] | None = None
         self._running: Iterator[Share] | None = None
+        waits.on = settings.observe
         self._keeper = Keeper(
             folder=folder or Path(), run=run, settings=settings, num_samples=self._samples, votes=self._votes,
             announce=announce,
         )  # fmt: skip
-        self._worker = self._worker_of(build(plan), LossScale(plan.precision))
+        self._worker = self._worker_of(build(plan, tuple(range(plan.num_ranks))), LossScale(plan.precision))
         norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for c in self.model.components for m in c.modules())
         self._fewest = 2 if self._votes.anyone(norms) else 1
 
@@ -157,11 +158,15 @@ class UserExecutor(PlannedExecutor):
             if self.trainable(share.total):
                 return share
 
-    def _batches(self) -> Iterator[Share]:
-        """What is left of the epoch."""
-        size = self._data.batches.batch_size
+    @property
+    def _behind(self) -> int:
+        """Batches of the epoch that lie behind, all but its last being whole."""
+        return -(-self._done // self._data.batches.batch_size)
+
+    def _batches(self, skip: int | None = None) -> Iterator[Share]:
+        """What is left of the epoch behind its first ``skip`` batches; behind those that were taken, where None."""
         seed = self._settings.seed * 1_000_003 + self._epoch
-        return self._data.batches.epoch(order_seed=seed, skip=-(-self._done // size))
+        return self._data.batches.epoch(order_seed=seed, skip=self._behind if skip is None else skip)
 
     def _train(self, share: Share, tally: Tally) -> None:
         # Masks that no module of ours draws come from torch's own generators: a function of the step, too.
@@ -170,7 +175,7 @@ class UserExecutor(PlannedExecutor):
         worker.clock.mark()
         faults.at_step(self._step)
         faults.reached("data")
-        inputs, labels = self._data.split(moved(share.batch, model.device))
+        inputs, labels = self._data.split(moved(share.batch, model.device)) if share.rows else (torch.empty(0), None)
         worker.clock.mark()
 
         def here(rows: slice) -> range:
@@ -201,7 +206,7 @@ class UserExecutor(PlannedExecutor):
         worker.clock.mark()
         self._step += 1
 
-    def run_epoch(self, epoch: int) -> EpochOutcome:
+    def run_epoch(self, epoch: int, look: Look | None = None) -> EpochOutcome:
         """Train ``epoch`` (what is left of it) and validate.
 
         Raises:
@@ -215,18 +220,29 @@ class UserExecutor(PlannedExecutor):
             self._preempt()
         self.model.train()
         tally = Tally(self.model.device)
-        pace = Pace(self.plan, self._votes, self._worker.clock, self._settings.log_every, self._warm)
+        pace = Pace(self.plan, self.processes, self._votes, self._worker.clock, self._settings.log_every, self._warm)
         left_out = 0
-        for share in self._running or self._batches():
+        shares, behind = self._running or self._batches(), self._behind
+        while (share := next(shares, None)) is not None:
             self._done += share.total
+            behind += 1
             if not self.trainable(share.total):
                 left_out += share.total
                 continue
             self._train(share, tally)
-            if pace.stepped(full=share.total == self.plan.global_batch) and self._exchange(pace, tally):
-                self._preempt()
+            if pace.stepped(full=share.total == self.plan.global_batch):
+                interval, worker = self._exchange(pace, tally), self._worker
+                if interval.stopping:
+                    self._preempt()
+                if look is not None and interval.measured is not None:
+                    look(interval.measured, self._step)
+                if self._worker is not worker:
+                    self.model.train()
+                    pace.under(self.plan, self.processes, self._worker.clock)
+                    if self._data.batches.indexed:  # what is loaded ahead are the rows of the plan before
+                        shares = self._batches(behind)
         self._running = None
-        stopping = pace.pending and self._exchange(pace, tally)
+        stopping = pace.pending and self._exchange(pace, tally).stopping
         if self._step == first:
             raise UsageError("the loader yields no batch that is large enough for all ranks")
         if left_out:
@@ -246,12 +262,13 @@ class UserExecutor(PlannedExecutor):
             measurements=pace.measurements(None),
         )
 
-    def _exchange(self, pace: Pace, tally: Tally) -> bool:
-        """Whether a rank was asked to stop."""
+    def _exchange(self, pace: Pace, tally: Tally) -> Interval:
+        """What all ranks did since the last time, told to whoever listens."""
         interval = pace.exchange(tally, step=self._step, stop=self.stop.asked)
         self.announce({"event": "steps", "epoch": self._epoch, "step": self._step, "loss": interval.loss,
-                       "step_time_s": (interval.seconds - interval.data_wait_s) / interval.steps})  # fmt: skip
-        return interval.stopping
+                       "step_time_s": (interval.seconds - interval.data_wait_s) / interval.steps,
+                       **who_is_late(interval.measured)})  # fmt: skip
+        return interval
 
     def _validate(self) -> float:
         """Mean loss over the loader that was given for it; not a number without one."""
@@ -310,21 +327,21 @@ class UserExecutor(PlannedExecutor):
             self._done += share.total
         self._running, self._epoch, self._done = None, self._epoch + 1, 0
 
-    def migrate(self, plan: Plan) -> None:
-        """Continue under ``plan``: same weights, optimizer state and sample order. All ranks move, or none does.
+    def migrate(self, plan: Plan, processes: tuple[int, ...] | None = None) -> None:
+        """Continue under ``plan``: same weights, optimizer state and sample order. All processes move, or none does.
 
         Raises:
-            UsageError: the plan is for another model, batch or number of ranks.
+            UsageError: the plan is for another model or batch, or for more ranks than there are processes.
             WorkersFailedError: a rank could not move; the plan in force stays.
         """
-        self._continues(plan)
+        runs = self._continues(plan, processes)
         old_worker, scale = self._worker, self._worker.scale
-        moments = full_optimizer_state(old_worker.model, old_worker.optimizer)
+        state = dict(self.optimizer.state)
         try:
-            self._worker = self._keeper.move(old_worker, lambda: self._worker_of(self._build(plan), scale))
-        except WorkersFailedError:
+            self._worker = self._keeper.move(old_worker, lambda: self._worker_of(self._build(plan, runs), scale))
+        except AsaError:
             self._rebinding.apply(old_worker.model)
-            load_full_optimizer_state(old_worker.model, self.optimizer, moments)
+            self.optimizer.state.update(state)
             raise
         self._warm = 0
         old_worker.model.close()

@@ -69,6 +69,7 @@ class Job:
         out: Path | str | None = None,
         resume: bool = False,
         replan: bool = True,
+        observe: bool = True,
         split: Callable[[Any], tuple[Tensor, Any]] | None = None,
         example_input: Tensor | None = None,
         cluster: Cluster | Path | str | None = None,
@@ -95,6 +96,7 @@ class Job:
             out: folder of the run, for checkpoints after every epoch and on SIGTERM; without one nothing is kept.
             resume: go on from the newest checkpoint in ``out``, written under this plan or another.
             replan: take another plan between epochs where steps take other than predicted, and that pays.
+            observe: note, step by step, what each rank computes and whom it waits for.
             split: makes ``(input, labels)`` of a batch; by default its first and second item.
             max_norm: gradients are scaled so that their norm over the whole model is at most this, in every step.
             seed: of the order of samples (one order per epoch) and of dropout.
@@ -134,21 +136,21 @@ class Job:
 
         settings = TrainSettings(
             out=str(out or ""), data="loader", seed=seed, batch_norm=batch_norm, log_every=log_every, keep=keep,  # type: ignore[arg-type]
-            timeout_s=timeout_s, optimizer=wishes.optimizer,
+            timeout_s=timeout_s, optimizer=wishes.optimizer, observe=observe,
         )  # fmt: skip
 
         self._names = StateNames(model)
         spare = Blank(model) if replan and place.ranks > 1 else None
         plain = [model]
 
-        def build(wanted: Plan) -> ParallelModel:
+        def build(wanted: Plan, processes: tuple[int, ...]) -> ParallelModel:
             """The first time the model itself; for another plan one like it, whose weights are filled in next."""
             if not plain and spare is None:
                 raise UsageError("this job was made without re-planning")
             fresh = plain.pop() if plain or spare is None else spare.copy()
             made = materialize(
                 wanted, fresh, example.to(device_of(fresh)), rank=place.rank, strategies=offered(),
-                device=place.device, seed=seed, batch_norm=batch_norm, timeout_s=timeout_s,
+                device=place.device, seed=seed, batch_norm=batch_norm, timeout_s=timeout_s, processes=processes,
             )  # fmt: skip
             made.meet = votes.meet
             return made

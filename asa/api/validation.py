@@ -44,7 +44,7 @@ def mean_loss(
     for share in GlobalBatches(loader, votes, rows).epoch(order_seed=0):
         faults.reached("validation")
         total = max(share.total, widest)
-        inputs, labels = split(moved(share.batch, model.device))
+        inputs, labels = split(moved(share.batch, model.device)) if share.rows else (torch.empty(0), None)
         wanted = _wanted(model, total)
         read, kept = (slice(*r) for r in (model.input_rows(total), model.output_rows(total)))
         at = bisect_left(wanted, read.start)

@@ -72,6 +72,7 @@ def _train(args: Arguments, console: Console, path: Path, plan: Plan, out: Path)
         replan=not (args.no_replan or pretended),
         tensorboard=args.tensorboard,
         trace_steps=args.trace or 0,
+        observe=not args.no_observe,
         timeout_s=args.timeout,
     )
     adapt, relieve = adapting(plan, console, replan=settings.replan)
@@ -233,6 +234,12 @@ VERBS = (
                 default=False,
             ),
             Option(name="no-replan", help="keep the plan whatever is measured", switch=True, default=False),
+            Option(
+                name="no-observe",
+                help="do not note, step by step, what each rank computes and whom it waits for",
+                switch=True,
+                default=False,
+            ),
             Option(
                 name="trace",
                 help="record N steps as a timeline beside the planned one, in the run's folder",

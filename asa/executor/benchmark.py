@@ -110,7 +110,9 @@ class Entrant:
             if self.worker is not None:
                 self.worker.train(images, order.batch(epoch, at), epoch=epoch, step=self.step, tally=self.tally)
             self.step += 1
-        return [(0.0, 0.0)] * steps if self.worker is None else self.worker.clock.collect()
+        if self.worker is None:
+            return [(0.0, 0.0)] * steps
+        return [(t.data, t.work) for t in self.worker.clock.collect()]
 
 
 def slowest(votes: Votes, times: list[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -3,8 +3,22 @@
 from __future__ import annotations
 
 import time
+from typing import Any, NamedTuple
 
 import torch
+
+from asa.sharding.waits import Held, held_by, waits
+
+
+class StepTimes(NamedTuple):
+    """Seconds of one step on this rank: waiting for data, then computing and communicating (``work``), and what
+    :class:`asa.sharding.waits.Held` tells of that."""
+
+    data: float
+    work: float
+    blocked: float = 0.0
+    late: float = 0.0
+    unsplit: float = 0.0
 
 
 class StepClock:
@@ -16,7 +30,7 @@ class StepClock:
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._marks: list[object] = []
-        self._steps: list[tuple[object, object, object]] = []
+        self._steps: list[tuple[object, object, object, Any]] = []
 
     def _now(self) -> object:
         if not self._cuda:
@@ -28,16 +42,21 @@ class StepClock:
     def mark(self) -> None:
         """Call at a step's start, once its data is there, and at its end."""
         self._marks.append(self._now())
-        if len(self._marks) == 3:
+        if len(self._marks) == 1:
+            waits.take()  # what was waited for between steps is none of them
+        elif len(self._marks) == 3:
             start, ready, end = self._marks
-            self._steps.append((start, ready, end))
+            self._steps.append((start, ready, end, waits.take()))
             self._marks = []
 
-    def collect(self) -> list[tuple[float, float]]:
-        """(data seconds, step seconds) of every step since the last call."""
+    def collect(self) -> list[StepTimes]:
+        """The times of every step since the last call."""
         if self._cuda and self._steps:
             torch.cuda.synchronize()
-        found = [(_between(s, r), _between(r, e)) for s, r, e in self._steps]
+        found = [
+            StepTimes(_between(s, r), _between(r, e), *(held if isinstance(held, Held) else held_by(held)))
+            for s, r, e, held in self._steps
+        ]
         self._steps = []
         return found
 

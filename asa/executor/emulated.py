@@ -105,7 +105,7 @@ def _steps(
         mine = [(0.0, 0.0)]
         if worker is not None:
             worker.train(images, indices, epoch=0, step=len(times), tally=tally)
-            mine = worker.clock.collect()
+            mine = [(t.data, t.work) for t in worker.clock.collect()]
         times.append(slowest(votes, mine)[0][1])
         if len(times) == options.warm_up:
             fit = int(options.budget_s / max(times[-1], 1e-6))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from inspect import signature
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 
+from asa.errors import UnavailableError
 from asa.executor.position import Position
 from asa.ir.layout import Boundary, Layout, gather_groups
 from asa.ir.plan import Plan
@@ -26,16 +28,25 @@ def rehearsed() -> bool:
 
 
 class Groups:
-    """Axes of one rank by purpose and member ranks. Every rank of the world constructs them, member or not."""
+    """Axes of one rank by purpose and member ranks. Every process of the run constructs them, member or not.
 
-    def __init__(self, rank: int, wanted: Sequence[tuple[Purpose, tuple[int, ...]]], timeout_s: float = 600.0) -> None:
+    ``rank``: of the plan, None for a process that runs none. ``processes``: the one that runs each rank of the plan; in
+    order, where not given.
+    """
+
+    def __init__(
+        self, rank: int | None, wanted: Sequence[tuple[Purpose, tuple[int, ...]]], timeout_s: float = 600.0,
+        processes: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
         self.rank = rank
         self._axes: dict[tuple[Purpose, tuple[int, ...]], Axis] = {}
         host = None if rehearsed() else "gloo"
         for purpose, ranks in wanted:
             backend = host if purpose == "state" else None
-            group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), backend=backend)
+            members = list(ranks) if processes is None else [processes[r] for r in ranks]
+            group = dist.new_group(members, timeout=timedelta(seconds=timeout_s), backend=backend, **_in_order(members))
             if isinstance(group, dist.ProcessGroup):
+                assert rank is not None
                 self._axes[purpose, ranks] = Axis(size=len(ranks), index=ranks.index(rank), group=group)
 
     def axis(self, purpose: Purpose, ranks: tuple[int, ...]) -> Axis:
@@ -50,6 +61,21 @@ class Groups:
             if axis.group is not None:
                 dist.destroy_process_group(axis.group)
         self._axes.clear()
+
+
+def _in_order(members: Sequence[int]) -> dict[str, Any]:
+    """What has a group keep the order of its members, so that its ranks are the plan's in their order.
+
+    Raises:
+        UnavailableError: this torch sorts them.
+    """
+    if all(a < b for a, b in pairwise(members)):
+        return {}
+    if "sort_ranks" not in signature(dist.new_group).parameters:
+        raise UnavailableError(
+            f"a group of processes {', '.join(map(str, members))} in this order needs torch 2.15 or newer"
+        )
+    return {"sort_ranks": False}
 
 
 def all_ranks(plan: Plan) -> tuple[int, ...]:

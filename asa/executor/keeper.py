@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from asa.errors import InvalidInputError, WorkersFailedError
+from asa.errors import InvalidInputError
 from asa.executor import checkpoint
 from asa.executor.checkpoint import Manifest
 from asa.executor.logs import Announce
+from asa.executor.migration import move, parts_of, wanted_by
 from asa.executor.precision import LossScale
 from asa.executor.settings import TrainSettings
 from asa.executor.state import full_optimizer_state, full_state, load_full_optimizer_state, load_full_state
@@ -35,7 +33,7 @@ class Keeper:
     announce: Announce
 
     def save(self, worker: Worker, *, step: int, position: int) -> Path:
-        """Commit a checkpoint; rank 0 writes, all vote. Where it is, as far as this rank knows.
+        """Commit a checkpoint; the plan's rank 0 writes, all vote. Where it is, as far as this rank knows.
 
         Raises:
             UnavailableError: it cannot be written; on every rank, and earlier ones are intact.
@@ -43,7 +41,8 @@ class Keeper:
         faults.reached("checkpoint.begin")
         worker.model.average_buffers()
         # Written before training goes on, by one rank: nobody else needs copies, and their memory is the model's.
-        writes = self.votes.rank == 0
+        writer = worker.model.processes[0]
+        writes = self.votes.rank == writer
         tensors = {
             checkpoint.MODEL: full_state(worker.model, kept=writes, lent=True),
             checkpoint.OPTIMIZER: full_optimizer_state(worker.model, worker.optimizer, kept=writes, lent=True),
@@ -57,7 +56,7 @@ class Keeper:
             prepared = True
             self.votes.agree(None)
 
-        if self.votes.rank == 0:
+        if writes:
             manifest = self._manifest(worker, step, position)
             try:
                 path = checkpoint.write(self.folder, manifest, tensors, commit=commit, keep=self.settings.keep)
@@ -67,6 +66,8 @@ class Keeper:
         if not prepared:
             self.votes.agree(error)
         self.votes.agree(error)
+        if writer:
+            path = Path(self.votes.tell(str(path), source=writer))
         self.announce({"event": "checkpoint", "step": step, "path": str(path)})
         return path
 
@@ -108,35 +109,39 @@ class Keeper:
         worker.scale = LossScale(worker.precision, manifest.loss_scale)
 
     def move(self, old: Worker, build: Callable[[], Worker]) -> Worker:
-        """A worker under another plan with the state of ``old``, which is left as it is.
+        """A worker under another plan with the state of ``old``, which is left as it is. ``build`` makes one, the new
+        plan's groups first; an optimizer that it takes over from ``old`` may lose its state there.
 
         Raises:
-            WorkersFailedError: a rank could not build it, or bits changed on the way.
+            WorkersFailedError: a process could not build it, or bits changed on the way. Nobody has moved then.
         """
         old.model.average_buffers()
-        weights, moments = full_state(old.model), full_optimizer_state(old.model, old.optimizer)
         error: Exception | None = None
+        new: Worker | None = None
         try:
+            before = parts_of(old.model, old.optimizer)
             faults.reached("replan.build")
             new = build()
+            after = wanted_by(new.model)
             faults.reached("replan.move")
-            load_full_state(new.model, weights)
-            load_full_optimizer_state(new.model, new.optimizer, moments)
         except Exception as caught:
             error = caught
-        self.votes.agree(error)
-        arrived = full_state(new.model), full_optimizer_state(new.model, new.optimizer)
-        if not self.votes.everyone(_equal(arrived[0], weights) and _equal(arrived[1], moments)):
-            new.model.close()
-            raise WorkersFailedError("weights changed on the way to the new plan; the old one stays")
-        faults.reached("replan.swap")
+        try:
+            self.votes.agree(error)
+            assert new is not None
+            move(before, after, new.model, new.optimizer, self.votes)
+            self.votes.agree(_tried(lambda: faults.reached("replan.swap")))
+        except BaseException:
+            if new is not None:
+                new.model.close()
+            raise
         return new
 
 
-def _equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
-    """Bitwise: the same names, and the same bytes under each."""
-
-    def raw(tensor: Tensor) -> Tensor:
-        return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-    return first.keys() == second.keys() and all(torch.equal(raw(first[n]), raw(second[n])) for n in first)
+def _tried(action: Callable[[], object]) -> Exception | None:
+    """What ``action`` raised, if it did."""
+    try:
+        action()
+    except Exception as error:
+        return error
+    return None

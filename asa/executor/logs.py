@@ -6,7 +6,8 @@ Events are dicts with a key ``event``:
 ``start``      run, plan and settings, data sources, steps and samples per epoch, the resumed step, torchrun line
 ``note``       ``message``: something the user should know (a fallback, samples left out, more ranks than cores)
 ``steps``      since the last such event: epoch, step, loss, accuracy, learning_rate, step_time_s, samples_per_s,
-               data_wait_share, fraction of the run done, eta_s
+               data_wait_share, slowest_rank and waiting_share (of a step, that others wait for it; null where ranks
+               are not observed), fraction of the run done, eta_s
 ``epoch``      an :class:`asa.ir.measurements.EpochRecord`, and ``line``: predicted against measured, in words
 ``replan``     a change of plan: why, predicted gain, and later the measured one; of ``kind`` ``memory`` where a rank
                ran out of it, or was about to: the shortage, and what was made of it
@@ -110,6 +111,8 @@ class RunLog:
                 "step_time_s": "time/step_s",
                 "samples_per_s": "time/samples_per_s",
                 "data_wait_share": "time/data_wait_share",
+                "slowest_rank": "time/slowest_rank",
+                "waiting_share": "time/waiting_share",
             },
             "epoch": {"validation_loss": "validation/loss", "validation_accuracy": "validation/accuracy"},
         }.get(event["event"])
@@ -118,7 +121,8 @@ class RunLog:
         if self._boards is None:  # late: it starts a thread, and ranks are forked before the first event
             self._boards = _summary_writer()(str(self._folder / "tensorboard"))
         for key, tag in curves.items():
-            self._boards.add_scalar(tag, event[key], event["step"])
+            if event[key] is not None:
+                self._boards.add_scalar(tag, event[key], event["step"])
 
     def finish(self, *, exit_code: int, message: str = "", rank: int | None = None) -> Event:
         """Write ``result.json`` (or not, where that is what fails) and announce the end. Returns the document."""

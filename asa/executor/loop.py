@@ -21,7 +21,7 @@ from asa.executor.keeper import Keeper
 from asa.executor.logs import Announce
 from asa.executor.observe import Observer
 from asa.executor.optimizer import build_optimizer, learning_rate, set_learning_rate
-from asa.executor.pace import Interval, Pace
+from asa.executor.pace import Interval, Pace, who_is_late
 from asa.executor.parallel import ParallelModel
 from asa.executor.planned import PlannedExecutor
 from asa.executor.precision import LossScale
@@ -29,13 +29,15 @@ from asa.executor.settings import TrainSettings
 from asa.executor.stopping import Patience, StopRequest
 from asa.executor.votes import Votes
 from asa.executor.worker import Tally, Worker
-from asa.interfaces.executor import EpochOutcome
+from asa.interfaces.executor import EpochOutcome, Look
 from asa.ir.plan import Plan
 from asa.launch import give_back_freed_memory
+from asa.sharding.waits import waits
 from asa.zoo.data import GlobalOrder, ImageSet
 
-Build = Callable[[Plan], ParallelModel]
-"""A plan's part of the model on this rank, with the run's initial weights. Collective."""
+Build = Callable[[Plan, tuple[int, ...]], ParallelModel]
+"""A plan's part of the model on this process, with the run's initial weights; the processes that run the plan's ranks
+are named. Collective."""
 
 
 class TrainingExecutor(PlannedExecutor):
@@ -73,8 +75,9 @@ class TrainingExecutor(PlannedExecutor):
             folder=folder, run=run, settings=settings, num_samples=len(train), votes=votes, announce=self._announce
         )
         self._warm = 0
+        waits.on = settings.observe
         self._observer = Observer(votes, Path(settings.out), settings.trace_steps)
-        self._worker = self._worker_of(build(plan), LossScale(plan.precision))
+        self._worker = self._worker_of(build(plan, tuple(range(plan.num_ranks))), LossScale(plan.precision))
 
     def _worker_of(self, model: ParallelModel, scale: LossScale) -> Worker:
         settings = self._settings
@@ -128,7 +131,7 @@ class TrainingExecutor(PlannedExecutor):
         self._steps = min(steps, self._settings.steps_per_epoch or steps)
         return self._steps
 
-    def run_epoch(self, epoch: int) -> EpochOutcome:
+    def run_epoch(self, epoch: int, look: Look | None = None) -> EpochOutcome:
         """Train ``epoch`` (the rest of it, after a resume within one) and validate.
 
         Raises:
@@ -138,16 +141,17 @@ class TrainingExecutor(PlannedExecutor):
         """
         if epoch != self.next_epoch:
             raise UsageError(f"epoch {epoch} cannot run: training stands in epoch {self.next_epoch}")
-        began, worker = time.perf_counter(), self._worker
+        began, device = time.perf_counter(), self.model.device
         if self._votes.anyone(self._stop.asked):
             self._preempt()
-        if worker.model.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(worker.model.device)
-        worker.model.train()
-        tally = Tally(worker.model.device)
-        pace = Pace(self.plan, self._votes, worker.clock, self._settings.log_every, self._warm)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        self.model.train()
+        tally = Tally(device)
+        pace = Pace(self.plan, self.processes, self._votes, self._worker.clock, self._settings.log_every, self._warm)
         rate = 0.0
         for indices in self._batches(epoch):
+            worker = self._worker  # another one after a change of plan
             rate = self._set_rate(epoch, len(indices))
             if self._more(epoch, len(indices)):
                 worker.expect(partial(self._order.at, self._position + len(indices)))
@@ -156,7 +160,12 @@ class TrainingExecutor(PlannedExecutor):
             self._step += 1
             self._position += len(indices)
             if pace.stepped(full=len(indices) == self.plan.global_batch, disturbed=disturbed):
-                self._exchange(epoch, pace, tally, rate)
+                measured = self._exchange(epoch, pace, tally, rate).measured
+                if look is not None and measured is not None and self._more(epoch):
+                    look(measured, self._step)
+                    if self._worker is not worker:
+                        self.model.train()
+                        pace.under(self.plan, self.processes, self._worker.clock)
         self._observer.finish()
         if pace.pending:
             self._exchange(epoch, pace, tally, rate)
@@ -193,7 +202,7 @@ class TrainingExecutor(PlannedExecutor):
         set_learning_rate(self._worker.optimizer, rate)
         return rate
 
-    def _exchange(self, epoch: int, pace: Pace, tally: Tally, rate: float) -> None:
+    def _exchange(self, epoch: int, pace: Pace, tally: Tally, rate: float) -> Interval:
         full = 0.0 if self._watch is None else self._watch.full()
         interval = pace.exchange(tally, step=self._step, stop=self._stop.asked, full=full)
         self._report(interval, rate)
@@ -202,6 +211,7 @@ class TrainingExecutor(PlannedExecutor):
         if interval.full > NEARLY and self._more(epoch):
             self._save()
             raise NearlyExhausted
+        return interval
 
     def _report(self, interval: Interval, rate: float) -> None:
         total = self.steps_per_epoch * self._settings.epochs
@@ -217,6 +227,7 @@ class TrainingExecutor(PlannedExecutor):
                 "step_time_s": (interval.seconds - interval.data_wait_s) / interval.steps,
                 "samples_per_s": self.plan.global_batch / step_s,
                 "data_wait_share": interval.data_wait_s / interval.seconds,
+                **who_is_late(interval.measured),
                 "fraction": min(1.0, self._step / total),
                 "eta_s": max(0, total - self._step) * step_s,
             }
@@ -246,7 +257,8 @@ class TrainingExecutor(PlannedExecutor):
             peak = self._observer.peak_bytes
         else:
             return None
-        return tuple(int(rank[0]) for rank in self._votes.gather([float(peak)]))
+        found = self._votes.gather([float(peak)])
+        return tuple(int(found[process][0]) for process in self.processes)
 
     def _preempt(self) -> NoReturn:
         path = self._save()
@@ -279,16 +291,16 @@ class TrainingExecutor(PlannedExecutor):
             self._position = (self.next_epoch + 1) * self._order.samples_per_epoch
         self._saved = (manifest.step, path)
 
-    def migrate(self, plan: Plan) -> None:
-        """Continue under ``plan``: same weights, optimizer state and sample order. All ranks move, or none does.
+    def migrate(self, plan: Plan, processes: tuple[int, ...] | None = None) -> None:
+        """Continue under ``plan``: same weights, optimizer state and sample order. All processes move, or none does.
 
         Raises:
-            UsageError: the plan is for another model, batch or number of ranks.
+            UsageError: the plan is for another model or batch, or for more ranks than there are processes.
             WorkersFailedError: a rank could not move; the plan in force stays, and training can go on.
         """
-        self._continues(plan)
+        runs = self._continues(plan, processes)
         old_worker, scale = self._worker, self._worker.scale
-        self._worker = self._keeper.move(old_worker, lambda: self._worker_of(self._build(plan), scale))
+        self._worker = self._keeper.move(old_worker, lambda: self._worker_of(self._build(plan, runs), scale))
         self._warm, self._steps = 0, None
         self._observer.forget()
         old_worker.model.close()

@@ -49,11 +49,13 @@ StandIn = Callable[[TracedComponent, Assignment, Axis], None]
 class _Surroundings:
     """What a rank of a plan has around it while its part is built."""
 
-    def __init__(self, plan: Plan, rank: int, timeout_s: float, outer: Layout | None, alike: bool) -> None:
+    def __init__(
+        self, plan: Plan, rank: int, timeout_s: float, outer: Layout | None, alike: bool, processes: tuple[int, ...]
+    ) -> None:
         self.alike = alike
         self.position = Position.of(plan, rank)
-        self.rank = rank
-        self.groups = Groups(rank, groups_of(plan, outer), timeout_s) if plan.num_ranks > 1 else None
+        self.rank, self.processes = rank, processes
+        self.groups = _groups(plan, rank, timeout_s, outer, processes)
         self.outer = outer or whole(self.position.layouts[-1])
 
     def axis(self, places: tuple[int, ...], purpose: Purpose = "activation") -> Axis:
@@ -80,7 +82,14 @@ class _Surroundings:
         group = self.groups.axis(purpose, (*hop.source_ranks, *hop.target_ranks)).group
         assert group is not None
         ends = (*source, *target) if purpose == "ahead" else (*target, *source)
-        return Link(*ends, rank=self.rank, group=group)
+        return Link(*ends, rank=self.rank, group=group, processes=self.processes)
+
+
+def _groups(
+    plan: Plan, rank: int | None, timeout_s: float, outer: Layout | None, processes: tuple[int, ...]
+) -> Groups | None:
+    """The plan's groups, made by every process of the run; none for one rank alone."""
+    return Groups(rank, groups_of(plan, outer), timeout_s, processes) if plan.num_ranks > 1 else None
 
 
 def _boundaries(position: Position, components: list[TracedComponent], outer: Layout | None) -> list[Boundary | None]:
@@ -210,8 +219,10 @@ def materialize(
     timeout_s: float = 600.0,
     outer: Layout | None = None,
     alike: bool = False,
+    processes: tuple[int, ...] | None = None,
 ) -> ParallelModel:
-    """Build ``rank``'s part of ``model`` under ``plan``. Collective: all ranks call it with equal weights.
+    """Build the part of ``model`` under ``plan`` of process ``rank`` of the run. Collective: all call it with equal
+    weights, those that run no rank of the plan (``processes[i]`` runs rank i; rank i itself where None) included.
 
     ``example`` is any batch the model takes (two samples do); the model's own modules are taken over, and those of
     other stages lose their weights. A model that was traced already is not traced again. ``prepare`` is called once
@@ -236,11 +247,15 @@ def materialize(
             f"the plan gives its ranks batches in proportion {list(plan.stages[0].weights or ())}, a loop of one's own "
             "gives each as many; use asa.Job, or plan with equal batches"
         )
-    position = Position.of(plan, rank)
+    runs = tuple(range(plan.num_ranks)) if processes is None else processes
+    if rank not in runs:
+        return _idle(plan, traced, _groups(plan, None, timeout_s, outer, runs), runs, device)
+    own = runs.index(rank)
+    position = Position.of(plan, own)
     order = _orders(plan, strategies, position.stage)
     if prepare is not None:
         prepare(traced)
-    around = _Surroundings(plan, rank, timeout_s, outer, alike)
+    around = _Surroundings(plan, own, timeout_s, outer, alike, runs)
     links = _links(around, traced)
     traced, elsewhere = _own_part(traced, position)
     context = SampleContext(seed=seed)
@@ -260,13 +275,26 @@ def materialize(
         component.settle()
     placed = _place(plan, traced, crossings, context, strategies, around)
     made = ParallelModel(
-        plan, traced, placed, crossings[-1], context, around.groups, rank, device,
+        plan, traced, placed, crossings[-1], context, around.groups, runs, device,
         position=position, links=links, order=order, elsewhere=elsewhere,
     )  # fmt: skip
     made.modes = modes
     modes.restore(made.components)
     modes.check(made.components)
     return made
+
+
+def _idle(
+    plan: Plan, traced: TracedModel, groups: Groups | None, processes: tuple[int, ...], device: torch.device
+) -> ParallelModel:
+    """What a process has that runs no rank of ``plan``."""
+    position = Position.nowhere()
+    order: dict[int, tuple[Action, ...]] = dict.fromkeys(range(1, plan.num_microbatches + 1), ())
+    traced, elsewhere = _own_part(traced, position)
+    return ParallelModel(
+        plan, traced, [], None, SampleContext(), groups, processes, device,
+        position=position, links=Links(), order=order, elsewhere=elsewhere,
+    )  # fmt: skip
 
 
 def _own_part(traced: TracedModel, position: Position) -> tuple[TracedModel, frozenset[str]]:

@@ -104,7 +104,7 @@ def _work(
     sizes: list[int] = []
     emulations: list[Emulation] = []
 
-    def parallel(plan: Plan) -> ParallelModel:
+    def parallel(plan: Plan, processes: tuple[int, ...]) -> ParallelModel:
         channels, height, width = plan.input_shape
         shape = (channels, height, width)
         model = None if job.model is None else job.model.take()
@@ -124,6 +124,7 @@ def _work(
             batch_norm=settings.batch_norm,
             timeout_s=settings.timeout_s,
             alike=job.alike,
+            processes=processes,
             **(emulations[-1].hooks() if emulations else {}),
         )
         del model

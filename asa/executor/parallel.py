@@ -106,15 +106,19 @@ class ParallelModel:
 
     ``components`` and ``layouts`` are those of the rank's own stage; ``elsewhere`` names the parameters and buffers
     that other stages hold; ``order`` is what a step does with its microbatches, here. ``owner``: which index of its
-    data group updates a parameter, where the update is shared out.
+    data group updates a parameter, where the update is shared out. ``processes``: the one of the run that is each rank
+    of the plan.
+
+    A process that is none of them has one, too, with no components: in a step it does nothing, and what is asked of all
+    processes of the run it answers.
     """
 
     def __init__(
         self, plan: Plan, traced: TracedModel, placed: list[Placed], last: Crossing | None, context: SampleContext,
-        groups: Groups | None, rank: int, device: torch.device, *, position: Position, links: Links,
+        groups: Groups | None, processes: tuple[int, ...], device: torch.device, *, position: Position, links: Links,
         order: dict[int, tuple[Action, ...]], elsewhere: frozenset[str],
     ) -> None:  # fmt: skip
-        self.plan, self.rank, self.device = plan, rank, device
+        self.plan, self.processes, self.device = plan, processes, device
         self.traced, self.context = traced, context
         self.position, self.links, self.elsewhere = position, links, elsewhere
         self.layouts = position.layouts
@@ -142,7 +146,7 @@ class ParallelModel:
     @property
     def state_axis(self) -> Axis | None:
         """All ranks of the plan, on the host, where none of them has the whole optimizer state, or all weights."""
-        if self._groups is None or (len(self.plan.stages) == 1 and not self._updates):
+        if self.idle or self._groups is None or (len(self.plan.stages) == 1 and not self._updates):
             return None
         return self._groups.axis("state", all_ranks(self.plan))
 
@@ -192,14 +196,24 @@ class ParallelModel:
         self.train(False)
 
     @property
+    def rank(self) -> int | None:
+        """The rank of the plan that this process runs, if it runs one."""
+        return None if self.idle else self.position.ranks[self.position.place]
+
+    @property
+    def idle(self) -> bool:
+        """Whether this process runs no rank of the plan."""
+        return self.position.idle
+
+    @property
     def reads(self) -> bool:
         """Whether this rank's stage is the first: it reads the data."""
-        return self.position.arriving is None
+        return self.position.arriving is None and not self.idle
 
     @property
     def concludes(self) -> bool:
         """Whether this rank's stage is the last: it sees outputs, labels and the loss."""
-        return self.position.leaving is None
+        return self.position.leaving is None and not self.idle
 
     def order(self, microbatches: int) -> tuple[Action, ...]:
         """What a step of so many microbatches does here."""
@@ -207,13 +221,11 @@ class ParallelModel:
 
     def input_rows(self, batch: int) -> tuple[int, int]:
         """Rows of a batch that this rank reads: none behind the first stage."""
-        first = self.layouts[0]
-        return first.rows_of(batch, self.position.place) if self.reads else (0, 0)
+        return self.layouts[0].rows_of(batch, self.position.place) if self.reads else (0, 0)
 
     def output_rows(self, batch: int) -> tuple[int, int]:
         """Rows of a batch whose outputs this rank ends up with: none before the last stage."""
-        last = self.layouts[-1]
-        return last.rows_of(batch, self.position.place) if self.concludes else (0, 0)
+        return self.layouts[-1].rows_of(batch, self.position.place) if self.concludes else (0, 0)
 
     def counts_rows(self) -> bool:
         """Whether this rank, among those with the same output rows, is the one that counts them."""
@@ -221,6 +233,8 @@ class ParallelModel:
 
     def loss_scale(self, batch: int) -> float:
         """Factor on the mean loss over :meth:`output_rows`: 1 where shards are even."""
+        if self.idle:
+            return 0.0
         start, stop = self.output_rows(batch)
         return (stop - start) * self.layouts[-1].data / batch
 
@@ -262,6 +276,8 @@ class ParallelModel:
         ``x``: :meth:`input_rows` of it; not looked at behind the first stage. Between stages nothing is kept for a
         backward: a step with gradients is :func:`asa.executor.step.forward_backward`.
         """
+        if self.idle:
+            return None
         links, total = self.links, len(samples)
         value = x
         if links.arriving is not None:

@@ -42,6 +42,16 @@ class Position:
             leaving=found[stage] if stage + 1 < len(plan.stages) else None,
         )
 
+    @staticmethod
+    def nowhere() -> Position:
+        """That of a process that runs no rank of the plan: in no stage, with nothing to compute."""
+        return Position(stage=-1, ranks=(), place=-1, components=range(0), layouts=(), arriving=None, leaving=None)
+
+    @property
+    def idle(self) -> bool:
+        """Whether it is in no stage."""
+        return self.stage < 0
+
     def assignments(self, plan: Plan) -> tuple[Assignment, ...]:
         """The stage's part of ``plan.components``."""
         return plan.components[self.components.start : self.components.stop]

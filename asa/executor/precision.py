@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from asa.executor.votes import Votes
 from asa.ir.profile import Precision
+from asa.sharding.waits import waits
 
 DTYPE: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -48,7 +49,12 @@ class LossScale:
         for gradient in gradients:
             gradient.mul_(1 / self.value)
         finite = [torch.isfinite(gradient).all() for gradient in gradients]
-        if votes.everyone(not finite or bool(torch.stack(finite).all())):
+        good = not finite or bool(torch.stack(finite).all())
+        mark = waits.begin()
+        agreed = votes.everyone(good)
+        if not (gradients and gradients[0].is_cuda):  # the device waits for nobody here
+            waits.end(mark)
+        if agreed:
             self._good += 1
             if self._good % self.GROW_AFTER == 0:
                 self.value *= 2

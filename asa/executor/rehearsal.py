@@ -138,7 +138,7 @@ def rehearse(
         for i in range(steps):
             train()
             say((1 + _WARM_UP + i) / (2 * steps + _WARM_UP + 2), "steps")
-        times = [work for _, work in clock.collect()]
+        times = [step.work for step in clock.collect()]
         watch = Watch(worker)
         with watch.timing() as laps:
             for i in range(steps):

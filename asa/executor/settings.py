@@ -21,7 +21,8 @@ class TrainSettings:
     ``steps_per_epoch`` ends epochs early. ``log_every`` bounds the steps between two lines of the log; ranks also
     agree there whether to stop. ``timeout_s``: how long a rank waits for the others in any collective.
     ``replan`` says whether another plan may be taken between epochs. ``keep``: checkpoints kept.
-    ``trace_steps``: steps that are recorded for a timeline, once the run is warm.
+    ``trace_steps``: steps that are recorded for a timeline, once the run is warm. ``observe``: whether every rank notes
+    what it computes and whom it waits for (:mod:`asa.sharding.waits`).
     """
 
     out: str
@@ -46,6 +47,7 @@ class TrainSettings:
     log_every: int = 50
     keep: int = 2
     trace_steps: int = 0
+    observe: bool = True
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:

@@ -85,6 +85,30 @@ class Votes:
         dist.broadcast(data, source, group=self._group)
         return json.loads(data.numpy().tobytes())
 
+    def exchange(self, value: Any) -> list[Any]:
+        """Every rank's JSON value, by rank."""
+        text = json.dumps(value).encode()
+        sizes = [int(rank[0]) for rank in self.gather([float(len(text))])]
+        if self.num_ranks == 1:
+            return [json.loads(text)]
+        mine = torch.zeros(max(sizes), dtype=torch.uint8)
+        mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        found = [torch.empty_like(mine) for _ in sizes]
+        dist.all_gather(found, mine, group=self._group)
+        return [json.loads(data[:size].numpy().tobytes()) for data, size in zip(found, sizes, strict=True)]
+
+    def swap(self, out: tuple[torch.Tensor, int] | None, into: tuple[torch.Tensor, int] | None) -> None:
+        """Send one host tensor to a rank and receive one from a rank, both at once; either may be None. Whom it
+        concerns calls it."""
+        works = []
+        if into is not None:
+            works.append(dist.irecv(into[0], into[1], group=self._group))
+        if out is not None:
+            works.append(dist.isend(out[0], out[1], group=self._group))
+        for work in works:
+            if work is not None:
+                work.wait()
+
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> None:
         """``source``'s values (a host tensor of one shape everywhere) in ``tensor``."""
         if self.num_ranks > 1:

@@ -15,13 +15,15 @@ class RankTiming:
     ``own_s``: the step less every wait, i.e. computing and preparing. ``waiting_s``: waiting in collectives for a
     rank that came later, without the transfer itself. ``data_wait_s``: waiting for input. ``stolen_share``: share
     of the step in which this rank was ready to run while other processes had its core, 0 to 1; None where the
-    system does not tell.
+    system does not tell. ``mean_own_s``: the mean beside the median ``own_s``, which some slow steps move and the
+    median does not; None where it was not taken.
     """
 
     own_s: float
     waiting_s: float
     data_wait_s: float
     stolen_share: float | None = None
+    mean_own_s: float | None = None
 
 
 @noun
@@ -46,7 +48,8 @@ class Measurements:
 
     ``peak_memory_bytes`` per rank is the active peak, by the same count as the prediction; None where it was
     not tracked. ``communication_s`` is the exposed part; ``data_wait_s`` the wait for input, both per step.
-    ``per_rank``: by rank of the plan, empty where ranks were not observed; ``links``: likewise.
+    ``per_rank``: by process of the run, idle ones included with an ``own_s`` of 0; empty where ranks were not observed;
+    ``links``: likewise. ``mean_step_s``: the mean beside the median of ``step_time``; None where it was not taken.
     """
 
     plan_fingerprint: str
@@ -61,6 +64,17 @@ class Measurements:
     predicted_memory_bytes: tuple[int, ...]
     per_rank: tuple[RankTiming, ...] = ()
     links: tuple[Transfer, ...] = ()
+    mean_step_s: float | None = None
+
+    @property
+    def slowest(self) -> tuple[int, float] | None:
+        """The process that takes longest for what is its own to do, input included, and the share of a step, 0 to 1,
+        that the others wait at most. None where ranks were not observed, or there is only one."""
+        if not self.per_rank or self.num_ranks < 2 or self.step_time.median <= 0:
+            return None
+        own = [rank.own_s + rank.data_wait_s for rank in self.per_rank]
+        waiting = max(rank.waiting_s for rank in self.per_rank)
+        return own.index(max(own)), min(1.0, waiting / self.step_time.median)
 
     @property
     def samples_per_s(self) -> float:

@@ -19,9 +19,11 @@ def epoch_line(record: EpochRecord, *, trained: bool = True) -> str:
         if trained
         else "emulated, nothing trained"
     )
+    slowest = record.measurements.slowest
+    late = "" if slowest is None else f"rank {slowest[0]} the slowest, waited for {percent(slowest[1])} of a step; "
     return (
         f"epoch {record.epoch + 1}: {learnt}, {seconds(record.seconds)}, "
-        f"{rate(record.measurements.samples_per_s)}; {record.verdict.reason}"
+        f"{rate(record.measurements.samples_per_s)}; {late}{record.verdict.reason}"
     )
 
 

@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from asa.sharding.axis import Axis
 from asa.sharding.replicated import Bucket, Replicated, Wait
 from asa.sharding.sharded import Unreached
+from asa.sharding.waits import waits
 
 _NONE, _DENSE = -1, -2
 """In the place of the number of rows of a sparse gradient: there is none, or it is not sparse."""
@@ -129,8 +130,10 @@ class Averaging:
                         bucket.place(i)
             while len(self._waits) < len(self._buckets):
                 self._send()
+            mark = waits.begin(cuda=any(b.flat.is_cuda for _, b in self._buckets[:1]))
             for wait in self._waits:
                 wait()
+            waits.end(mark)
             self._waits = []
             for _, bucket in self._buckets:
                 for i, p in enumerate(bucket.parameters) if bucket.waiting else ():

@@ -28,8 +28,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from asa.ir.traffic import CollectiveOp
 from asa.launch import usable_cores
 from asa.sharding.segment import AWAKE_S, on_one_host, segment_of, summed
+from asa.sharding.waits import waits
 
 
 def own_cores() -> bool:
@@ -38,20 +40,24 @@ def own_cores() -> bool:
     return hasattr(os, "sched_yield") and on_one_host() and 0 < ranks <= usable_cores()
 
 
-def awaited(work: dist.Work | None) -> None:
+def awaited(work: dist.Work | None) -> float:
     """Wait for ``work``, a collective between CPU ranks: where each has a core of its own awake at first, yielding it
     to gloo's threads all the time. (A send or receive would not say that it is done.)
+
+    Returns for how many seconds, where that is :mod:`observed <asa.sharding.waits>`.
 
     Its future is asked, which takes no lock. ``is_completed`` takes the work's with the GIL in hand: under a profiler
     gloo's thread has that lock while it waits for the GIL, to hand over hooks on saved tensors, as checkpoints set.
     """
     if work is None:
-        return
+        return 0.0
+    mark = waits.begin()
     if own_cores():
         ends, there = time.perf_counter() + AWAKE_S, work.get_future()
         while not there.done() and time.perf_counter() < ends:
             os.sched_yield()
     work.wait()
+    return waits.end(mark)
 
 
 class Pending(dist.Work):
@@ -63,11 +69,12 @@ class Pending(dist.Work):
         self._works, self._received, self._into, self._mean = works, received, into, mean
         self.over = not works
         """Whether nothing was under way in the first place."""
+        self.waited = 0.0
+        """Seconds in :meth:`wait`, where they are observed."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # type: ignore[override]
         """Until the result is there, however long that takes."""
-        for work in self._works:
-            awaited(work)
+        self.waited = sum(map(awaited, self._works))
         if self._received is not None and self._into is not None:
             rows, self._received = self._received, None
             summed(rows, self._into)
@@ -80,12 +87,17 @@ class Pending(dist.Work):
 def all_reduce(x: Tensor, *, group: dist.ProcessGroup | None = None, mean: bool = False) -> None:
     """The sum (or mean) of every rank's ``x`` (contiguous), in ``x``."""
     if x.device.type == "cpu" and (shared := segment_of(group)):
+        mark = waits.begin()
         shared.all_reduce(x, mean=mean)
+        waits.met(mark, "all_reduce", group, x.nbytes)
         return
     if x.device.type != "cpu":
+        mark = waits.begin(cuda=True)
         dist.all_reduce(x, group=group)
+        waits.end(mark)
     else:
-        awaited(dist.all_reduce(x, group=group, async_op=True))
+        waited = awaited(dist.all_reduce(x, group=group, async_op=True))
+        waits.transferred("all_reduce", group, x.nbytes, waited)
     if mean:
         x.div_(dist.get_world_size(group))
 
@@ -94,10 +106,15 @@ def all_reduce(x: Tensor, *, group: dist.ProcessGroup | None = None, mean: bool 
 def broadcast(x: Tensor, *, group_src: int, group: dist.ProcessGroup | None = None, async_op: bool = False) -> Any:
     """``x`` (contiguous) as rank ``group_src`` of the group has it, on all its ranks."""
     if x.device.type == "cpu" and (shared := segment_of(group)):
+        mark = waits.begin()
         shared.broadcast(x, group_src)
+        waits.met(mark, "broadcast", group, x.nbytes)
         return _finished(Pending(()), async_op)
     if x.device.type != "cpu":
-        return dist.broadcast(x, group_src=group_src, group=group, async_op=async_op)
+        mark = None if async_op else waits.begin(cuda=True)
+        work = dist.broadcast(x, group_src=group_src, group=group, async_op=async_op)
+        waits.end(mark)
+        return work
     return _finished(Pending([dist.broadcast(x, group_src=group_src, group=group, async_op=True)]), async_op)
 
 
@@ -107,16 +124,23 @@ def all_gather_into_tensor(
 ) -> Any:
     """Every rank's ``part``, in the order of ranks, in ``whole`` (both contiguous; ``part`` may lie in it)."""
     if part.device.type == "cpu" and (shared := segment_of(group)):
+        mark = waits.begin()
         shared.all_gather(whole, part)
+        waits.met(mark, "all_gather", group, whole.nbytes)
         return _finished(Pending(()), async_op)
     ranks, me = dist.get_world_size(group), dist.get_rank(group)
-    if part.device.type != "cpu" or (ranks > 2 and not on_one_host()):
-        return dist.all_gather_into_tensor(whole, part, group=group, async_op=async_op)
+    cuda = part.device.type != "cpu"
+    if cuda or (ranks > 2 and not on_one_host()):
+        mark = None if async_op else waits.begin(cuda=cuda)
+        work = dist.all_gather_into_tensor(whole, part, group=group, async_op=async_op)
+        waited = waits.end(mark)
+        waits.transferred("all_gather", group, whole.nbytes, waited)
+        return work
     parts = whole.view(-1).chunk(ranks)
     if parts[me].data_ptr() != part.data_ptr():
         parts[me].copy_(part.view(-1))
     works = [dist.broadcast(p, group_src=i, group=group, async_op=True) for i, p in enumerate(parts) if p.numel()]
-    return _finished(Pending(works), async_op)
+    return _finished(Pending(works), async_op, ("all_gather", group, whole.nbytes))
 
 
 @torch.no_grad()
@@ -126,21 +150,33 @@ def reduce_scatter_tensor(
 ) -> Any:  # fmt: skip
     """This rank's ``part`` of the sum (or mean) of every rank's ``whole`` (both contiguous)."""
     mean = op == dist.ReduceOp.AVG
-    if part.device.type != "cpu" or not (mean or op == dist.ReduceOp.SUM):
-        return dist.reduce_scatter_tensor(part, whole, op=op, group=group, async_op=async_op)
+    cuda = part.device.type != "cpu"
+    if cuda or not (mean or op == dist.ReduceOp.SUM):
+        mark = None if async_op else waits.begin(cuda=cuda)
+        scattered = dist.reduce_scatter_tensor(part, whole, op=op, group=group, async_op=async_op)
+        waits.end(mark)
+        return scattered
     if shared := segment_of(group):
+        mark = waits.begin()
         shared.reduce_scatter(part, whole, mean=mean)
+        waits.met(mark, "reduce_scatter", group, whole.nbytes)
         return _finished(Pending(()), async_op)
     ranks = dist.get_world_size(group)
     received = torch.empty_like(whole)
     work = dist.all_to_all_single(received, whole, group=group, async_op=True)
-    return _finished(Pending([work], received.view(ranks, -1), part.view(-1), mean=mean), async_op)
+    pending = Pending([work], received.view(ranks, -1), part.view(-1), mean=mean)
+    return _finished(pending, async_op, ("reduce_scatter", group, whole.nbytes))
 
 
-def _finished(pending: Pending, async_op: bool) -> Pending | None:
+def _finished(
+    pending: Pending, async_op: bool, what: tuple[CollectiveOp, dist.ProcessGroup | None, int] | None = None
+) -> Pending | None:
+    """``pending`` itself, or None once it is over; ``what`` it is, where it goes by messages."""
     if async_op:
         return pending
     pending.wait()
+    if what is not None:
+        waits.transferred(*what, pending.waited)
     return None
 
 

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from asa.ir.units import KIB, MIB
 from asa.launch import usable_cores
+from asa.sharding.waits import waits
 
 CAPACITY_BYTES = MIB
 """What a rank brings to one meeting, at most: of longer messages one such part follows another, in a cache."""
@@ -150,9 +151,13 @@ class Segment:
     def _meet(self) -> None:
         now, words, step = self._meeting, self._words, self._step
         words[self.me * step] = now
+        began = 0.0
         for rank in range(self.ranks):
             if words[rank * step] < now:
+                began = began or time.perf_counter()
                 self._wait(rank, now)
+        if began:
+            waits.came_late(time.perf_counter() - began)
 
     def _wait(self, rank: int, now: int) -> None:
         words, place = self._words, rank * self._step

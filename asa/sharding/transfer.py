@@ -16,6 +16,7 @@ from torch import Tensor
 from asa.ir.layout import Layout
 from asa.ir.transfer import transfers
 from asa.sharding.collectives import is_silent
+from asa.sharding.waits import waits
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -29,8 +30,10 @@ class Arrival:
 
     def wait(self) -> Tensor:
         """The rows, all there."""
+        mark = waits.begin(cuda=self.rows.is_cuda)
         for work in self.works:
             work.wait()
+        waits.end(mark)
         return self.rows
 
 
@@ -40,8 +43,10 @@ class Link:
 
     def __init__(
         self, source: Layout, source_ranks: tuple[int, ...], target: Layout, target_ranks: tuple[int, ...], *,
-        rank: int, group: dist.ProcessGroup,
+        rank: int, group: dist.ProcessGroup, processes: tuple[int, ...] | None = None,
     ) -> None:  # fmt: skip
+        """Ranks are the plan's; ``processes``: the one that runs each of them, in order where None."""
+        self._processes = processes or tuple(range(1 + max(*source_ranks, *target_ranks)))
         self._ends = (source, source_ranks, target, target_ranks)
         self._rank, self._group = rank, group
         self._sends: deque[tuple[list[dist.Work], Tensor]] = deque()
@@ -73,7 +78,7 @@ class Link:
             part = x[part_of]
             if is_silent():
                 part = part.reshape(-1)[:1].clone()
-            works.append(self._started(dist.isend(part, peer, group=self._group)))
+            works.append(self._started(dist.isend(part, self._processes[peer], group=self._group)))
         self._sends.append((works, x))
         while self._sends and all(work.is_completed() for work in self._sends[0][0]):
             self.settle(len(self._sends) - 1)
@@ -87,7 +92,7 @@ class Link:
         works = []
         for peer, part_of in parts:
             part = torch.empty(1, dtype=dtype, device=device) if silent else buffer[part_of]
-            works.append(self._started(dist.irecv(part, peer, group=self._group)))
+            works.append(self._started(dist.irecv(part, self._processes[peer], group=self._group)))
         return Arrival(buffer, works)
 
     @staticmethod
@@ -103,19 +108,25 @@ class Link:
         _, source_ranks, _, target_ranks = self._ends
         if self._rank == source_ranks[0]:
             code = torch.tensor([_DTYPES.index(dtype)], device=device)
-            works = [self._started(dist.isend(code, rank, group=self._group)) for rank in target_ranks]
+            peers = [self._processes[rank] for rank in target_ranks]
+            works = [self._started(dist.isend(code, peer, group=self._group)) for peer in peers]
             self._sends.append((works, code))
 
     def hear_dtype(self, training: bool, device: torch.device) -> torch.dtype:
         """What :meth:`tell_dtype` told."""
         if training not in self._dtypes:
             code = torch.zeros(1, dtype=torch.int64, device=device)
-            dist.recv(code, self._ends[1][0], group=self._group)
+            mark = waits.begin(cuda=device.type == "cuda")
+            dist.recv(code, self._processes[self._ends[1][0]], group=self._group)
+            waits.end(mark)
             self._dtypes[training] = _DTYPES[int(code)]
         return self._dtypes[training]
 
     def settle(self, keep: int = 0) -> None:
         """Wait until at most ``keep`` microbatches are still being sent."""
         while len(self._sends) > keep:
-            for work in self._sends.popleft()[0]:
+            works, rows = self._sends.popleft()
+            mark = waits.begin(cuda=rows.is_cuda)
+            for work in works:
                 work.wait()
+            waits.end(mark)

@@ -12,6 +12,7 @@ from asa.interfaces.strategy import SENT_BYTES
 from asa.sharding import direct
 from asa.sharding.axis import Axis
 from asa.sharding.collectives import is_silent
+from asa.sharding.waits import waits
 
 
 def owners(sizes: Sequence[int], ranks: int) -> list[int]:
@@ -78,7 +79,9 @@ class SharedUpdate:
                 sent.append((work, flat, [] if index == self.axis.index else chunk))
             for work, flat, chunk in sent:
                 if work is not None:
+                    mark = waits.begin(cuda=flat.is_cuda)
                     work.wait()
+                    waits.end(mark)
                 if chunk:
                     for p, part in zip(chunk, flat.split([p.numel() for p in chunk]), strict=True):
                         p.copy_(part.view_as(p))

@@ -1,0 +1,124 @@
+"""Who holds what of a tensor that ranks hold in parts, and what must travel when they are to hold other parts.
+
+A *region* says which elements: along every dimension some runs of indices, ascending; an element belongs to it if each
+of its indices lies in a run. Shards of one dimension are of that form, those of fused query, key and value, and shards
+of shards. What a rank holds is the region's elements in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise, product
+from math import prod
+
+Run = tuple[int, int]
+"""Indices from the first up to, and without, the second."""
+Region = tuple[tuple[Run, ...], ...]
+Box = tuple[Run, ...]
+"""One run along every dimension."""
+
+
+def everything(shape: Sequence[int]) -> Region:
+    """The region of a whole tensor.
+
+    >>> everything((2, 3))
+    (((0, 2),), ((0, 3),))
+    """
+    return tuple(((0, size),) for size in shape)
+
+
+def extent(region: Region) -> tuple[int, ...]:
+    """Indices in every dimension: the shape in which the region is held."""
+    return tuple(sum(stop - start for start, stop in runs) for runs in region)
+
+
+def size(box: Box) -> int:
+    """Elements in ``box``."""
+    return prod(stop - start for start, stop in box)
+
+
+def narrowed(runs: Sequence[Run], first: int, last: int) -> tuple[Run, ...]:
+    """Of the indices in ``runs``, those at places ``first`` up to ``last``: what is left where a shard is cut again.
+
+    >>> narrowed(((0, 4), (8, 12)), 2, 6)
+    ((2, 4), (8, 10))
+    """
+    found, before = [], 0
+    for start, stop in runs:
+        low, high = max(first - before, 0), min(last - before, stop - start)
+        if low < high:
+            found.append((start + low, start + high))
+        before += stop - start
+    return tuple(found)
+
+
+def places(region: Region, box: Box) -> Box:
+    """Where ``box``, which lies within one run of ``region`` along every dimension, is found in what is held.
+
+    >>> places((((0, 4), (8, 12)),), ((9, 12),))
+    ((5, 8),)
+    """
+    found = []
+    for runs, (first, last) in zip(region, box, strict=True):
+        before = 0
+        for start, stop in runs:
+            if start <= first and last <= stop:
+                found.append((before + first - start, before + last - start))
+                break
+            before += stop - start
+        else:
+            raise ValueError(f"{first} to {last} is not in one run of {list(runs)}")
+    return tuple(found)
+
+
+def within(region: Region, box: Box) -> bool:
+    """Whether ``region`` has all of ``box``, in one run along every dimension."""
+    return all(
+        any(start <= first and last <= stop for start, stop in runs)
+        for runs, (first, last) in zip(region, box, strict=True)
+    )
+
+
+def transfers(
+    held: Mapping[int, Region], wanted: Mapping[int, Region], sent: dict[int, int], weight: int = 1
+) -> list[tuple[int, int, Box]]:
+    """(from, to, what) of every part that is needed where ``wanted`` by those who have what they have ``held``.
+
+    What a rank holds already it takes from itself. Of others, one sends that has sent least so far: ``sent`` counts
+    that, in elements times ``weight``, from one tensor to the next.
+
+    >>> halves = {0: (((0, 2),),), 1: (((2, 4),),)}
+    >>> transfers(halves, {1: (((0, 4),),)}, {0: 0, 1: 0})
+    [(0, 1, ((0, 2),)), (1, 1, ((2, 4),))]
+
+    Raises:
+        ValueError: nobody holds a part that is wanted.
+    """
+    found: list[tuple[int, int, Box]] = []
+    for target, region in wanted.items():
+        mine = held.get(target)
+        if mine == region:
+            found += [(target, target, box) for box in product(*region)]
+            continue
+        cut = [_cut(runs, [other[d] for other in held.values()]) for d, runs in enumerate(region)]
+        for box in product(*cut):
+            if mine is not None and within(mine, box):
+                found.append((target, target, box))
+                continue
+            holders = [rank for rank, other in held.items() if within(other, box)]
+            if not holders:
+                raise ValueError(f"no rank holds {list(box)}")
+            source = min(holders, key=lambda rank: (sent[rank], rank))
+            sent[source] += size(box) * weight
+            found.append((source, target, box))
+    return found
+
+
+def _cut(runs: Sequence[Run], others: Sequence[Sequence[Run]]) -> list[Run]:
+    """``runs`` in pieces, none of which crosses the edge of a run of ``others``."""
+    edges = sorted({edge for other in others for run in other for edge in run})
+    found = []
+    for start, stop in runs:
+        inside = [start, *(edge for edge in edges if start < edge < stop), stop]
+        found += [(a, b) for a, b in pairwise(inside) if a < b]
+    return found
