@@ -11,7 +11,7 @@ import pytest
 import training
 
 from asa.errors import InfeasibleError, PreemptedError, WorkersFailedError
-from asa.interfaces.executor import EpochOutcome, Executor
+from asa.interfaces.executor import EpochOutcome, Executor, Look, Placement
 from asa.ir.codec import fingerprint
 from asa.ir.measurements import EpochRecord, Measurements
 from asa.ir.plan import Plan
@@ -56,7 +56,7 @@ class Pretender(Executor):
     def __init__(self, plan: Plan, truth: dict[str, float], *, stuck: bool = False, leader: Pretender | None = None):
         self._plan, self._truth, self._stuck, self._leader = plan, truth, stuck, leader
         self.calls: list[tuple[str, Any]] = []
-        self.told: list[Plan | None] = []
+        self.told: list[Placement | None] = []
         self._step = 0
 
     @property
@@ -67,7 +67,7 @@ class Pretender(Executor):
     def leads(self) -> bool:
         return self._leader is None
 
-    def run_epoch(self, epoch: int) -> EpochOutcome:
+    def run_epoch(self, epoch: int, look: Look | None = None) -> EpochOutcome:
         self.calls.append(("run", epoch))
         self._step += STEPS
         step_s = self._truth[self._plan.strategy]
@@ -84,16 +84,16 @@ class Pretender(Executor):
     def save(self, epoch: int) -> None:
         self.calls.append(("save", epoch))
 
-    def migrate(self, plan: Plan) -> None:
+    def migrate(self, plan: Plan, processes: tuple[int, ...] | None = None) -> None:
         if self._stuck:
             raise WorkersFailedError("rank 1 has no memory left", rank=1)
         self.calls.append(("migrate", plan.strategy))
         self._plan = plan
 
-    def agree(self, plan: Plan | None) -> Plan | None:
-        decided = plan
+    def agree(self, target: Placement | None) -> Placement | None:
+        decided = target
         if self._leader is not None:
-            assert plan is None or plan in self._leader.told, "only the leader searches"
+            assert target is None or target in self._leader.told, "only the leader searches"
             decided = self._leader.told[len(self.told)]
         self.told.append(decided)
         return decided
@@ -204,7 +204,7 @@ def test_other_ranks_follow_the_leader_without_searching() -> None:
 
 def test_pre_emption_passes_through() -> None:
     class Stopped(Pretender):
-        def run_epoch(self, epoch: int) -> EpochOutcome:
+        def run_epoch(self, epoch: int, look: Look | None = None) -> EpochOutcome:
             if epoch == 1:
                 raise PreemptedError("saved")
             return super().run_epoch(epoch)

@@ -32,6 +32,7 @@ from asa.ir.codec import fingerprint
 from asa.ir.plan import Plan
 from asa.launch import run_ranks
 from asa.scheduler import Policy, adapt
+from asa.scheduler.loop import placed
 from asa.strategies import offered
 from asa.tracing import trace
 from asa.zoo.data import ImageSet
@@ -223,9 +224,9 @@ def test_a_migration_moves_every_bit_and_training_goes_on(out: Path, optimizer: 
         for epoch, plan in enumerate((mixed, ddp, None)):
             losses.append(executor.run_epoch(epoch).train_loss)
             before = state(executor)
-            agreed = executor.agree(plan if rank == 0 else None)
+            agreed = executor.agree(placed(plan) if rank == 0 and plan is not None else None)
             if agreed is not None:
-                executor.migrate(agreed)
+                executor.migrate(agreed.plan, agreed.processes)
             after = state(executor)
             same.append(before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before))
             plans.append(fingerprint(executor.plan))

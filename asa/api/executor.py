@@ -33,7 +33,7 @@ from asa.executor.state import full_optimizer_state, load_full_optimizer_state
 from asa.executor.step import forward_backward, microbatch_rows, microbatches_of
 from asa.executor.stopping import StopRequest
 from asa.executor.worker import Tally, Worker
-from asa.interfaces.executor import EpochOutcome
+from asa.interfaces.executor import EpochOutcome, Look
 from asa.ir.plan import Plan
 from asa.launch import faults, give_back_freed_memory
 
@@ -195,7 +195,7 @@ class UserExecutor(PlannedExecutor):
         worker.clock.mark()
         self._step += 1
 
-    def run_epoch(self, epoch: int) -> EpochOutcome:
+    def run_epoch(self, epoch: int, look: Look | None = None) -> EpochOutcome:
         """Train ``epoch`` (what is left of it) and validate.
 
         Raises:
@@ -304,14 +304,14 @@ class UserExecutor(PlannedExecutor):
             self._done += share.total
         self._running, self._epoch, self._done = None, self._epoch + 1, 0
 
-    def migrate(self, plan: Plan) -> None:
+    def migrate(self, plan: Plan, processes: tuple[int, ...] | None = None) -> None:
         """Continue under ``plan``: same weights, optimizer state and sample order. All ranks move, or none does.
 
         Raises:
             UsageError: the plan is for another model, batch or number of ranks.
             WorkersFailedError: a rank could not move; the plan in force stays.
         """
-        self._continues(plan)
+        self._continues(plan, processes)
         old_worker, scale = self._worker, self._worker.scale
         moments = full_optimizer_state(old_worker.model, old_worker.optimizer)
         try:

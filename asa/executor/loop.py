@@ -29,7 +29,7 @@ from asa.executor.settings import TrainSettings
 from asa.executor.stopping import Patience, StopRequest
 from asa.executor.votes import Votes
 from asa.executor.worker import Tally, Worker
-from asa.interfaces.executor import EpochOutcome
+from asa.interfaces.executor import EpochOutcome, Look
 from asa.ir.plan import Plan
 from asa.launch import give_back_freed_memory
 from asa.zoo.data import GlobalOrder, ImageSet
@@ -128,7 +128,7 @@ class TrainingExecutor(PlannedExecutor):
         self._steps = min(steps, self._settings.steps_per_epoch or steps)
         return self._steps
 
-    def run_epoch(self, epoch: int) -> EpochOutcome:
+    def run_epoch(self, epoch: int, look: Look | None = None) -> EpochOutcome:
         """Train ``epoch`` (the rest of it, after a resume within one) and validate.
 
         Raises:
@@ -279,14 +279,14 @@ class TrainingExecutor(PlannedExecutor):
             self._position = (self.next_epoch + 1) * self._order.samples_per_epoch
         self._saved = (manifest.step, path)
 
-    def migrate(self, plan: Plan) -> None:
+    def migrate(self, plan: Plan, processes: tuple[int, ...] | None = None) -> None:
         """Continue under ``plan``: same weights, optimizer state and sample order. All ranks move, or none does.
 
         Raises:
             UsageError: the plan is for another model, batch or number of ranks.
             WorkersFailedError: a rank could not move; the plan in force stays, and training can go on.
         """
-        self._continues(plan)
+        self._continues(plan, processes)
         old_worker, scale = self._worker, self._worker.scale
         self._worker = self._keeper.move(old_worker, lambda: self._worker_of(self._build(plan), scale))
         self._warm, self._steps = 0, None

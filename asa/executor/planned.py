@@ -6,7 +6,7 @@ from asa.errors import UsageError
 from asa.executor.parallel import ParallelModel
 from asa.executor.votes import Votes
 from asa.executor.worker import Worker
-from asa.interfaces.executor import Executor
+from asa.interfaces.executor import Executor, Placement
 from asa.ir import codec
 from asa.ir.plan import Plan
 from asa.launch import faults
@@ -33,18 +33,20 @@ class PlannedExecutor(Executor):
         """This rank's part of the model."""
         return self._worker.model
 
-    def agree(self, plan: Plan | None) -> Plan | None:
-        """Rank 0's plan (or None) on every rank."""
+    def agree(self, target: Placement | None) -> Placement | None:
+        """Rank 0's target (or None) on every rank."""
         faults.reached("replan.agree")
-        text = self._votes.tell(None if plan is None else codec.dumps(plan))
-        return None if text is None else codec.loads(Plan, text, source="the plan from rank 0")
+        text = self._votes.tell(None if target is None else codec.dumps(target))
+        return None if text is None else codec.loads(Placement, text, source="the plan from rank 0")
 
-    def _continues(self, plan: Plan) -> None:
-        """Whether this run can go on under ``plan``.
+    def _continues(self, plan: Plan, processes: tuple[int, ...] | None = None) -> None:
+        """Whether this run can go on under ``plan`` on ``processes``.
 
         Raises:
-            UsageError: it is for another model, batch or number of ranks.
+            UsageError: it is for another model, batch or number of ranks, or on other processes.
         """
+        if processes is not None and processes != self.processes:
+            raise UsageError(f"cannot continue on processes {processes}: this run has {self.processes}")
         for what in ("num_ranks", "global_batch", "model_fingerprint", "precision"):
             new, old = getattr(plan, what), getattr(self.plan, what)
             if new != old:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 from asa.ir.codec import noun
 from asa.ir.measurements import Measurements
@@ -10,8 +11,23 @@ from asa.ir.plan import Plan
 
 
 @noun
+class Placement:
+    """A plan and who runs it: process ``processes[i]`` of the run is rank ``i`` of the plan.
+
+    Processes that are not named hold no state and compute nothing; they take part in votes, ``agree`` and ``save``.
+    """
+
+    plan: Plan
+    processes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(set(self.processes)) != self.plan.num_ranks or len(self.processes) != self.plan.num_ranks:
+            raise ValueError(f"a plan for {self.plan.num_ranks} ranks is placed on processes {self.processes}")
+
+
+@noun
 class EpochOutcome:
-    """One epoch as the executor saw it."""
+    """One epoch as the executor saw it. ``measurements``: of the steps since the plan in force took effect."""
 
     step: int
     seconds: float
@@ -22,8 +38,13 @@ class EpochOutcome:
     measurements: Measurements
 
 
+Look = Callable[[Measurements, int], None]
+"""Called on every process with the same figures, between two steps: what was measured since the last call under the
+plan in force, and the steps since the start of the run. It may call ``agree``, ``probe`` and ``migrate``."""
+
+
 class Executor(ABC):
-    """Trains under one plan at a time. Every rank holds one; calls are collective."""
+    """Trains under one plan at a time. Every process holds one; calls are collective."""
 
     @property
     @abstractmethod
@@ -31,22 +52,39 @@ class Executor(ABC):
         """The plan in force."""
 
     @property
+    def processes(self) -> tuple[int, ...]:
+        """The process that runs each rank of the plan."""
+        return tuple(range(self.plan.num_ranks))
+
+    @property
+    def num_processes(self) -> int:
+        """Processes of the run, idle ones included."""
+        return max(self.processes) + 1
+
+    @property
     def leads(self) -> bool:
-        """Whether this rank decides for all: the one that solves again."""
+        """Whether this process decides for all: the one that solves again."""
         return True
 
     @abstractmethod
-    def run_epoch(self, epoch: int) -> EpochOutcome:
-        """Train one epoch, validate, and say what it took."""
+    def run_epoch(self, epoch: int, look: Look | None = None) -> EpochOutcome:
+        """Train one epoch, validate, and say what it took. An executor that can stop between two steps calls ``look``
+        about once a line of its log, and goes on under whatever plan is in force afterwards."""
 
     @abstractmethod
     def save(self, epoch: int) -> None:
         """Commit a checkpoint from which ``epoch + 1`` can start."""
 
     @abstractmethod
-    def migrate(self, plan: Plan) -> None:
-        """Continue under another plan: same weights, same optimizer state, same sample order."""
+    def migrate(self, plan: Plan, processes: tuple[int, ...] | None = None) -> None:
+        """Continue under another plan, on ``processes`` (None: the first ones, in order): same weights, same optimizer
+        state, same sample order."""
 
     @abstractmethod
-    def agree(self, plan: Plan | None) -> Plan | None:
-        """Rank 0's plan (or None) on every rank."""
+    def agree(self, target: Placement | None) -> Placement | None:
+        """The leading process's target (or None) on every process."""
+
+    def probe(self) -> tuple[float, ...]:
+        """Seconds that every process, idle ones included, takes for the same small piece of computing, all at the same
+        time; empty where this executor cannot tell. Only ratios between processes have a meaning."""
+        return ()

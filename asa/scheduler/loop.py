@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from asa.errors import AsaError, PreemptedError
-from asa.interfaces.executor import EpochOutcome, Executor
+from asa.interfaces.executor import EpochOutcome, Executor, Placement
 from asa.ir import codec
 from asa.ir.codec import fingerprint, noun
 from asa.ir.measurements import EpochRecord, Measurements, Verdict
@@ -168,6 +168,11 @@ def _with(verdict: Verdict, action: str, why: str) -> Verdict:
     )
 
 
+def placed(plan: Plan) -> Placement:
+    """The plan on the first processes, in order."""
+    return Placement(plan=plan, processes=tuple(range(plan.num_ranks)))
+
+
 def adapt(
     executor: Executor,
     epochs: range,
@@ -188,7 +193,8 @@ def adapt(
         # Steps count from the start of the run, also after a resume.
         steps_left = outcome.step * (epochs.stop - epoch - 1) // (epoch + 1)
         decision = judgement.decide(executor, outcome, epoch=epoch, steps_left=steps_left)
-        target = executor.agree(decision.target)
+        placement = executor.agree(None if decision.target is None else placed(decision.target))
+        target = None if placement is None else placement.plan
         record = EpochRecord(
             epoch=epoch,
             step=outcome.step,
