@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from asa.ir.codec import noun
-from asa.ir.measurements import Measurements
+from asa.ir.measurements import Measurements, Transfer
 from asa.ir.plan import Plan
 
 
@@ -36,6 +36,18 @@ class EpochOutcome:
     validation_accuracy: float
     learning_rate: float
     measurements: Measurements
+
+
+@noun
+class Probe:
+    """A small test of all processes at the same time, working and idle ones.
+
+    ``compute_s``: by process, seconds for the same fixed piece of computing; only ratios between processes have a
+    meaning. ``links``: of collectives among all of them, or those of one host, one or more for every level of links.
+    """
+
+    compute_s: tuple[float, ...] = ()
+    links: tuple[Transfer, ...] = ()
 
 
 Look = Callable[[Measurements, int], None]
@@ -84,7 +96,6 @@ class Executor(ABC):
     def agree(self, target: Placement | None) -> Placement | None:
         """The leading process's target (or None) on every process."""
 
-    def probe(self) -> tuple[float, ...]:
-        """Seconds that every process, idle ones included, takes for the same small piece of computing, all at the same
-        time; empty where this executor cannot tell. Only ratios between processes have a meaning."""
-        return ()
+    def probe(self) -> Probe:
+        """What all processes, idle ones included, can do right now; an empty one where this executor cannot tell."""
+        return Probe()

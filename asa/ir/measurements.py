@@ -15,13 +15,15 @@ class RankTiming:
     ``own_s``: the step less every wait, i.e. computing and preparing. ``waiting_s``: waiting in collectives for a
     rank that came later, without the transfer itself. ``data_wait_s``: waiting for input. ``stolen_share``: share
     of the step in which this rank was ready to run while other processes had its core, 0 to 1; None where the
-    system does not tell.
+    system does not tell. ``mean_own_s``: the mean beside the median ``own_s``, which some slow steps move and the
+    median does not; None where it was not taken.
     """
 
     own_s: float
     waiting_s: float
     data_wait_s: float
     stolen_share: float | None = None
+    mean_own_s: float | None = None
 
 
 @noun
@@ -46,7 +48,8 @@ class Measurements:
 
     ``peak_memory_bytes`` per rank is the active peak, by the same count as the prediction; None where it was
     not tracked. ``communication_s`` is the exposed part; ``data_wait_s`` the wait for input, both per step.
-    ``per_rank``: by rank of the plan, empty where ranks were not observed; ``links``: likewise.
+    ``per_rank``: by process of the run, idle ones included with an ``own_s`` of 0; empty where ranks were not observed;
+    ``links``: likewise. ``mean_step_s``: the mean beside the median of ``step_time``; None where it was not taken.
     """
 
     plan_fingerprint: str
@@ -61,6 +64,7 @@ class Measurements:
     predicted_memory_bytes: tuple[int, ...]
     per_rank: tuple[RankTiming, ...] = ()
     links: tuple[Transfer, ...] = ()
+    mean_step_s: float | None = None
 
     @property
     def samples_per_s(self) -> float:
