@@ -42,12 +42,12 @@ class Promising(Model):
         """As promised."""
         return placement.plan.prediction.step_time_s
 
-    def best(self, placement: Placement, measured: Measurements, slowness: Slowness) -> Placement:
+    def best(self, placement: Placement, measured: Measurements, slowness: Slowness) -> list[Placement]:
         """As wanted."""
         self.asked.append(slowness)
         if isinstance(self.answer, AsaError):
             raise self.answer
-        return Placement(plan=self.answer, processes=tuple(range(self.answer.num_ranks)))
+        return [Placement(plan=self.answer, processes=tuple(range(self.answer.num_ranks)))]
 
     def draws(self, costs: Any, slowness: Slowness, placements: Sequence[Placement], count: int, seed: int) -> Any:
         """All alike."""

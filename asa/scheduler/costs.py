@@ -20,12 +20,13 @@ from asa.ir.measurements import Measurements, Transfer
 from asa.scheduler.expected import Expected
 
 LIKE = math.log(1.1)
-"""Ranks whose factors differ by less count as equal, and levels as they were measured: noise leaves no rank out."""
+"""Ranks whose factors differ by less, or by no more than three standard deviations, count as equal, and levels as they
+were measured: noise leaves no rank out."""
 MIN_STEPS = 10
 """Steps of a window, or of windows in a row, that can show a change."""
 _PRIOR = 0.3**2
 _FORGETTING = 0.01**2
-_FLOOR = 0.02**2
+_FLOOR = 0.03**2
 """Variance of the logarithm of a figure however many steps it is of: what slowly changes is no mean of many."""
 _SURE = 3.0
 _NORMAL_P90 = 1.2816
@@ -153,7 +154,7 @@ class Costs:
         known = sorted((f.mean, p) for p, f in enumerate(self.ranks) if f.known)
         groups: list[list[tuple[float, int]]] = []
         for mean, p in known:
-            if groups and mean - sum(m for m, _ in groups[-1]) / len(groups[-1]) <= LIKE:
+            if groups and mean - sum(m for m, _ in groups[-1]) / len(groups[-1]) <= self._alike(p, groups[-1]):
                 groups[-1].append((mean, p))
             else:
                 groups.append([(mean, p)])
@@ -164,14 +165,24 @@ class Costs:
         return Slowness(
             common=common,
             ranks=tuple(beyond.get(p, 0.0) for p in range(len(self.ranks))),
-            levels=tuple((f.mean if f.known and abs(f.mean) > LIKE else 0.0) for f in self.levels)
+            levels=tuple((f.mean if f.known and abs(f.mean) > _apart(f.variance) else 0.0) for f in self.levels)
             if self.apart
             else (shared,) * len(self.levels),
         )
 
+    def _alike(self, process: int, group: Sequence[tuple[float, int]]) -> float:
+        """How far the logarithm of a process may lie above the mean of a group that it belongs to."""
+        variances = [self.ranks[p].variance for _, p in group]
+        return _apart(self.ranks[process].variance + sum(variances) / len(variances) ** 2)
+
     def deviations(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Standard deviations of the logarithms, of ranks and of levels."""
         return tuple(math.sqrt(f.variance) for f in self.ranks), tuple(math.sqrt(f.variance) for f in self.levels)
+
+
+def _apart(variance: float) -> float:
+    """From what difference on, of a logarithm with such a variance, it is one."""
+    return max(LIKE, _SURE * math.sqrt(variance))
 
 
 def typical(measured: Measurements) -> float:

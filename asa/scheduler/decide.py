@@ -173,8 +173,8 @@ class Decider:
         except AsaError as error:
             failed = f"no other plan: {error}"
         else:
-            self.bound = max(0.0, 1 - solved.plan.certificate.lower_bound_s / priced)
-            options = [solved, *(p for p in options if not same(p, solved))]
+            self.bound = max(0.0, 1 - solved[0].plan.certificate.lower_bound_s / priced)
+            options = [*options, *solved]
         options = [p for p in options if not same(p, current)]
         kept = ""
         if self.policy.keep_batch_norm:
@@ -188,6 +188,8 @@ class Decider:
             why = failed or "solved again: this plan stays the best"
             self._say("keep", f"{why}{kept}")
             return
+        # Of plans that take as long, the one that has run before.
+        best = next(i for i, s in enumerate(times) if s <= times[best] * (1 + _SAME))
         target = options[best]
         cost_s = self._rebuild_s + self.model.move_s(current, target, slowness)
         self._option = _Option(target=target, ratio=times[best] / priced, cost_s=cost_s)

@@ -6,6 +6,7 @@ profile, and what is left of the step into both. Corrections are always made to 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 from asa.cost.machine.slower import slower_profile
 from asa.cost.planned import price_plan
 from asa.cost.traffic.collectives import Links
+from asa.errors import InfeasibleError
 from asa.interfaces.executor import Placement
 from asa.interfaces.strategy import OPTIMIZER_WORDS, Strategies
 from asa.ir import codec
@@ -100,14 +102,25 @@ class Model:
         profile, cluster = self.corrected(slowness, _filled(placement.processes, len(slowness.ranks)))
         return price_plan(placement.plan, profile, cluster, self.strategies).cost.total_s
 
-    def best(self, placement: Placement, measured: Measurements, slowness: Slowness) -> Placement:
-        """The best plan under ``slowness`` for the same processes, and which of them run it.
+    def best(self, placement: Placement, measured: Measurements, slowness: Slowness) -> list[Placement]:
+        """The best plan under ``slowness`` for the same processes, and which of them run it; where some are slow, also
+        the best one without those, which is found surely: devices are alike then, and a search is short.
 
         Raises:
             InfeasibleError: nothing fits.
         """
         plain = replace(slowness, residual=0.0)
         order = self.order(plain, placement.processes)
+        found = [self._solved(placement, measured, plain, order)]
+        fast = tuple(p for p in order if plain.ranks[p] == 0)
+        if 0 < len(fast) < len(order) and fast == order[: len(fast)]:
+            with contextlib.suppress(InfeasibleError):
+                found.append(self._solved(placement, measured, plain, fast))
+        return found
+
+    def _solved(
+        self, placement: Placement, measured: Measurements, plain: Slowness, order: tuple[int, ...]
+    ) -> Placement:
         profile, cluster = self.corrected(plain, order)
         peaks = measured.peak_memory_bytes
         if peaks is not None and len(peaks) > max(placement.processes):
@@ -115,6 +128,7 @@ class Model:
         found = self.solve(placement.plan, measured, profile, cluster, len(order))
         found = replace(
             found,
+            gpus=len(plain.ranks),
             profile_fingerprint=placement.plan.profile_fingerprint,
             cluster=self.cluster.name,
             cluster_fingerprint=codec.fingerprint(self.cluster),
