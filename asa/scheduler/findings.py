@@ -38,7 +38,8 @@ def awry(measured: Measurements) -> dict[int, str]:
     step = measured.step_time
     if not all(math.isfinite(x) and x > 0 for x in (step.median, step.p10, step.p90)) or step.n < 1:
         return {-1: f"a step of {step.median:g} s"}
-    most, found = _AWRY * max(typical(measured), step.p90), {}
+    most = _AWRY * max(typical(measured), step.p90)
+    found: dict[int, str] = {}
     for process, rank in enumerate(measured.per_rank):
         figures = {"computing": rank.own_s, "waiting": rank.waiting_s, "waiting for data": rank.data_wait_s}
         for what, seconds in figures.items():
