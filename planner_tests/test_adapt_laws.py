@@ -70,7 +70,7 @@ def _world(ranks: int, truth: Slowness, *, begins: int = BEGINS, ends: int = END
 def _run(
     world: World, epochs: int = 8, policy: Policy | None = None, profile: Profile = PROFILE
 ) -> tuple[list[EpochRecord], list[dict[str, Any]]]:
-    events: list[dict[str, Any]] = []
+    events: list[dict[str, Any]] = world.__dict__.setdefault("log", [])
     model = _model(world.num_processes, profile)
     policy = policy or Policy(rebuild_s=0.2)
     return list(adapt(world, range(epochs), events.append, model=model, policy=policy)), events

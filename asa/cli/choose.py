@@ -146,6 +146,7 @@ def origins(plan: Plan, console: Console, args: Arguments | None = None) -> tupl
         profiles = [codec.load(Profile, Path(profile_file))]
     else:
         profiles = [p for _, p in places.profiles(console)] + places.estimates(console)
+        profiles += places.corrected(Profile, console)
     found = next((p for p in profiles if codec.fingerprint(p) == plan.profile_fingerprint), None)
     if found is None and profile_file is not None:
         raise InvalidInputError(
@@ -162,7 +163,7 @@ def origins(plan: Plan, console: Console, args: Arguments | None = None) -> tupl
     else:
         from asa.cost.machine import presets, widen
 
-        clusters = [c for _, c in places.clusters(console)]
+        clusters = [c for _, c in places.clusters(console)] + places.corrected(Cluster, console)
         clusters += [widen.widened(c, plan.gpus) for c in clusters if widen.possible(c, plan.gpus)]
         clusters += [presets.load(name) for name in presets.names() if name == plan.cluster]
     for cluster in clusters:
