@@ -21,10 +21,10 @@ from asa.executor.stopping import PATIENCE_S, Patience
 from asa.executor.votes import Votes
 from asa.launch import faults
 from asa.launch.forking import fork_beside_threads
-from asa.scheduler import adapt
-from asa.scheduler.judge import Policy
+from asa.scheduler import Policy, adapt
 from asa.strategies import offered
 from planner_tests import training
+from planner_tests.promising import Promising
 
 
 @pytest.fixture(autouse=True)
@@ -145,13 +145,13 @@ def test_a_change_of_plan_that_ends_the_run_costs_nothing(
 ) -> None:
     small, better = training.plan(ranks=2, step_s=1e-6), training.plan(ranks=2, split=("classifier",), step_s=1e-7)
     small = dataclasses.replace(small, certificate=dataclasses.replace(small.certificate, lower_bound_s=1e-8))
-    changing = functools.partial(adapt, replan=lambda *_: better, policy=Policy(migration_s=0.0))
-    longer = {"epochs": 3, "steps_per_epoch": 10}
+    changing = functools.partial(adapt, model=Promising(better), policy=Policy(rebuild_s=0.0))
+    longer = {"epochs": 3, "steps_per_epoch": 15}
     monkeypatch.setenv(faults.VARIABLE, f"kill@rank=1,point={point}")
     with pytest.raises(WorkersFailedError, match="rank 1 of 2 was killed"):
         train(small, training.settings(tmp_path, **longer), strategies=offered(), adapt=changing)
     saved = point != "replan.agree"
-    assert (tmp_path / outdir.CHECKPOINTS / "step_00000010").is_dir() == saved
+    assert (tmp_path / outdir.CHECKPOINTS / "step_00000015").is_dir() == saved
     if saved:
         monkeypatch.delenv(faults.VARIABLE)
         assert [e["epoch"] for e in _train(tmp_path, resume=True, **longer)["epochs"]] == [0, 1, 2]

@@ -23,7 +23,6 @@ from asa.api.place import find_place, same_weights
 from asa.api.placed import MEETING_S
 from asa.api.planned import Wishes, agreed_plan, checked_plan, on_all_ranks
 from asa.api.planning import check_plain, device_of, one_tensor, shaped
-from asa.cost.machine.slower import slower_links, slower_profile
 from asa.errors import UsageError
 from asa.executor import checkpoint
 from asa.executor.checkpoint import Manifest
@@ -35,10 +34,10 @@ from asa.ir import codec
 from asa.ir.cluster import Cluster
 from asa.ir.measurements import EpochRecord, Measurements
 from asa.ir.plan import Plan
-from asa.ir.profile import Precision
+from asa.ir.profile import Precision, Profile
 from asa.launch import faults, give_back_freed_memory
 from asa.launch.worker import others_may_leave
-from asa.scheduler.loop import adapt
+from asa.scheduler import Model, adapt
 from asa.strategies import offered
 from asa.tracing import histories
 
@@ -227,14 +226,22 @@ class Job:
         with others_may_leave(), executor.stop.listening():
             executor.advance()
             able = self._replan and self._place.votes.tell(self._origins is not None)
-            again = self._solve_again if able else None
-            yield from adapt(executor, range(executor.next_epoch, epochs), executor.announce, replan=again)
+            model = self._model() if able else None
+            rounds = range(executor.next_epoch, epochs)
+            yield from adapt(executor, rounds, executor.announce, model=model, following=able)
 
-    def _solve_again(self, plan: Plan, _measured: Measurements, factor: float) -> Plan | None:
+    def _model(self) -> Model | None:
         """On rank 0, which has what the plan was made from."""
-        assert self._origins is not None
-        profile = slower_profile(self._origins.profile, factor)
-        return on_all_ranks(profile, slower_links(self._origins.cluster, factor), plan.num_ranks, self._wishes)
+        if self._origins is None:
+            return None
+        return Model(
+            profile=self._origins.profile, cluster=self._origins.cluster, strategies=offered(), solve=self._solve_again
+        )
+
+    def _solve_again(
+        self, _plan: Plan, _measured: Measurements, profile: Profile, cluster: Cluster, ranks: int
+    ) -> Plan:
+        return on_all_ranks(profile, cluster, ranks, self._wishes)
 
     def save(self) -> Path:
         """Commit a checkpoint now (collective).

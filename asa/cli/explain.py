@@ -1,12 +1,24 @@
-"""``asa explain``: why this plan, and why not another."""
+"""``asa explain``: why this plan, and why not another; or the story of a run."""
 
 from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 from asa.cli import options as o
 from asa.cli import places
 from asa.cli.console import Console
 from asa.cli.verb import Arguments, Option, Verb
+from asa.errors import InvalidInputError, UsageError
 from asa.ir import codec
+
+LOG = "log.jsonl"
+_MOST_LOG = 2**30
+"""Bytes of a log that are read: years of a line every few seconds."""
 
 
 def run(args: Arguments, console: Console) -> None:
@@ -17,6 +29,9 @@ def run(args: Arguments, console: Console) -> None:
     from asa.report.plan import headline, measured
     from asa.strategies import offered
 
+    if args.plan is not None and Path(args.plan).is_dir():
+        _tell(args, console)
+        return
     path, plan = places.newest_plan(args.plan)
     profile, cluster = origins(plan, console, args)
     data = {"schema_version": codec.SCHEMA_VERSION, "plan": str(path), "plan_fingerprint": codec.fingerprint(plan)}
@@ -32,13 +47,58 @@ def run(args: Arguments, console: Console) -> None:
         console.result(data, lambda: [headline(plan), *report.render(found), *measured(plan)])
 
 
+def _tell(args: Arguments, console: Console) -> None:
+    """The story of the run in a folder."""
+    from asa.report.story import render, story
+
+    for name in ("why_not", "profile", "cluster", "memory"):
+        if getattr(args, name) is not None:
+            raise UsageError(
+                f"--{name.replace('_', '-')} asks of a plan, and {args.plan} is a run's folder; name its plan.json"
+            )
+    found = story(events(Path(args.plan) / LOG))
+    if not found.happenings and not found.stretches:
+        raise InvalidInputError(f"{Path(args.plan) / LOG} tells of no run")
+    data = {"schema_version": codec.SCHEMA_VERSION, "kind": "story", "run": str(args.plan), **codec.to_data(found)}
+    console.result(data, lambda: render(found))
+
+
+def events(path: Path) -> Iterator[dict[str, Any]]:
+    """The events in a run's log, in order; lines that are torn or none of ours are passed over.
+
+    Raises:
+        InvalidInputError: the file is missing, unreadable, too large, or no regular file.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for a writer
+        with open(handle, encoding="utf-8", errors="replace") as stream:
+            known = os.fstat(handle)
+            if not stat.S_ISREG(known.st_mode):
+                raise InvalidInputError(f"cannot read {path}: not a regular file")
+            if known.st_size > _MOST_LOG:
+                raise InvalidInputError(f"{path} holds {known.st_size} bytes, the most is {_MOST_LOG}")
+            for text in stream:
+                try:
+                    event = json.loads(text)
+                except (ValueError, RecursionError):
+                    continue
+                if isinstance(event, dict):
+                    yield event
+    except OSError as error:
+        raise InvalidInputError(f"cannot read {path}: {error.strerror or error}") from None
+
+
 VERBS = (
     Verb(
         name="explain",
-        help="what each component costs in a plan, its next best choice, and why not another strategy",
+        help="what each component costs in a plan, its next best choice, why not another strategy; or a run's story",
         run=run,
         options=(
-            o.PLAN,
+            o.option(
+                o.PLAN,
+                help="plan file (default: the newest in runs/plans), or a run's folder: what was slow, what was done",
+                metavar="PLAN|RUN",
+            ),
             Option(
                 name="why-not",
                 help="a whole strategy (ddp), or COMPONENT=STRATEGY[@DEGREE] to force one choice",

@@ -28,6 +28,7 @@ PLANS = Path("runs/plans")
 TRAINING = Path("runs/train")
 COMPARISONS = Path("runs/bench")
 ESTIMATES = Path("runs/estimates")
+CORRECTED = Path("runs/corrected")
 
 CLUSTER_PREFIX = "cluster."
 
@@ -68,6 +69,11 @@ def profiles(console: Console) -> list[tuple[Path, Profile]]:
 def estimates(console: Console) -> list[Profile]:
     """Profiles that were estimated for a plan and never measured, as far as they can be read."""
     return [p for _, p in _readable(sorted(ESTIMATES.glob("*.json")), Profile, console)]
+
+
+def corrected(cls: type[T], console: Console) -> list[T]:
+    """Profiles or clusters that runs have corrected and that plans were made from, as far as they can be read."""
+    return [x for _, x in _readable(sorted(CORRECTED.glob(f"*.{cls.__name__.lower()}.json")), cls, console)]
 
 
 def clusters(console: Console) -> list[tuple[Path, Cluster]]:

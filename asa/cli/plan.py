@@ -39,8 +39,13 @@ def run(args: Arguments, console: Console) -> None:
             pins=pins, offload=args.offload,
         )  # fmt: skip
         check_request(cluster, offered(), asked)  # before the model is looked at, which takes longer
-    profile, said = choose.profile(args, console, args.model, cluster)
-    console.say(f"asa: {said}")
+    if args.from_run:
+        from asa.cli import from_run
+
+        profile, cluster = from_run.origins(args, console)
+    else:
+        profile, said = choose.profile(args, console, args.model, cluster)
+        console.say(f"asa: {said}")
     device = profile.device
     cluster = cluster or choose.default_cluster(console, device.type, device.name, args.gpus)
     gpus = args.gpus or cluster.num_devices
@@ -107,6 +112,11 @@ VERBS = (
                 help="a profile file, or a model to profile or estimate first (default: the newest profile)",
                 positional=True,
                 metavar="PROFILE|MODEL",
+            ),
+            Option(
+                name="from-run",
+                help="plan with devices, links and times as the run in DIR has corrected them, for as many devices",
+                metavar="DIR",
             ),
             o.option(o.GPUS, help="devices to plan for (default: those of the cluster)"),
             o.CLUSTER,

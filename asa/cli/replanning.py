@@ -1,15 +1,17 @@
-"""What ``asa train`` hands to the loop over epochs: how to solve again with costs corrected by what was measured."""
+"""What ``asa train`` hands to the loop over epochs: the costs to correct, how to solve again, where to keep them."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asa.cli.choose import origins
 from asa.cli.console import Console
-from asa.cost.machine.slower import slower_links, slower_profile
-from asa.errors import AsaError
+from asa.errors import AsaError, UnavailableError
+from asa.ir import codec
 from asa.ir.cluster import Cluster
 from asa.ir.measurements import EpochRecord, Measurements
 from asa.ir.plan import Plan
@@ -21,15 +23,23 @@ if TYPE_CHECKING:
 
     from asa.executor.recovery import Relieve
     from asa.interfaces.executor import Executor
+    from asa.scheduler import Model
+    from asa.scheduler.costs import Slowness
 
     Announce = Callable[[dict[str, Any]], None]
     Adapt = Callable[[Executor, range, Announce], Iterator[EpochRecord]]
 
+CORRECTED_PROFILE = "corrected.profile.json"
+CORRECTED_CLUSTER = "corrected.cluster.json"
+SOLVE_S = 1.0
+"""Of search, while all ranks wait for the answer."""
 
-def adapting(plan: Plan, console: Console, *, replan: bool) -> tuple[Adapt, Relieve | None]:
+
+def adapting(plan: Plan, console: Console, *, replan: bool, out: Path | None = None) -> tuple[Adapt, Relieve | None]:
     """The loop over epochs, and what makes another plan when memory runs out. Without the profile and cluster the plan
-    was made from nothing is ever planned again, and it is said."""
-    from asa.scheduler.loop import adapt
+    was made from nothing is ever planned again, and it is said. Corrected ones are kept in the folder ``out``."""
+    from asa.scheduler import Model, adapt
+    from asa.strategies import offered
 
     if not replan:
         return adapt, None
@@ -38,14 +48,17 @@ def adapting(plan: Plan, console: Console, *, replan: bool) -> tuple[Adapt, Reli
     except AsaError as error:
         console.say(f"asa: no re-planning: {error}")
         return adapt, None
-    return partial(adapt, replan=partial(solve_again, profile, cluster)), partial(relieve, profile, cluster)
+    model = Model(profile=profile, cluster=cluster, strategies=offered(), solve=solve_again)
+    keep = None if out is None else partial(keep_corrected, model, out)
+    return partial(adapt, model=model, keep=keep), partial(relieve, profile, cluster)
 
 
-def solve_again(profile: Profile, cluster: Cluster, plan: Plan, measured: Measurements, factor: float) -> Plan | None:
-    """The best plan for the same ranks if everything takes ``factor`` times as long as it was measured to, and as much
-    memory as it was seen to take.
+def solve_again(plan: Plan, measured: Measurements, profile: Profile, cluster: Cluster, gpus: int) -> Plan:
+    """The best plan for at most ``gpus`` ranks on a corrected profile and cluster, with as much memory as ``plan`` was
+    seen to take.
 
-    One number for a whole step cannot tell slow links from slow cores, so both are scaled.
+    Raises:
+        InfeasibleError: none fits; names the number that binds.
     """
     from asa.launch import faults
     from asa.scheduler.memory import observed, plan_again
@@ -53,8 +66,7 @@ def solve_again(profile: Profile, cluster: Cluster, plan: Plan, measured: Measur
 
     faults.reached("replan.solve")
     correction = observed(plan, measured, profile, cluster, offered())
-    slow, links = slower_profile(profile, factor), slower_links(cluster, factor)
-    return plan_again(plan, correction, plan.num_ranks, slow, links, offered())
+    return plan_again(plan, correction, gpus, profile, cluster, offered(), time_limit_s=SOLVE_S)
 
 
 def relieve(profile: Profile, cluster: Cluster, shortage: Shortage, attempt: int, gpus: int) -> Plan:
@@ -68,3 +80,12 @@ def relieve(profile: Profile, cluster: Cluster, shortage: Shortage, attempt: int
 
     correction = corrected(shortage, attempt, profile, cluster, offered())
     return plan_again(shortage.plan, correction, gpus, profile, cluster, offered())
+
+
+def keep_corrected(model: Model, out: Path, slowness: Slowness) -> None:
+    """Write the profile and the cluster as the run has corrected them into its folder, the fastest device first, for
+    ``asa plan --from-run``. A folder that cannot be written is the checkpoints' affair."""
+    profile, cluster = model.corrected(slowness, model.order(slowness, ()))
+    with contextlib.suppress(UnavailableError, OSError):
+        codec.save(profile, out / CORRECTED_PROFILE)
+        codec.save(cluster, out / CORRECTED_CLUSTER)

@@ -75,7 +75,7 @@ def _train(args: Arguments, console: Console, path: Path, plan: Plan, out: Path)
         observe=not args.no_observe,
         timeout_s=args.timeout,
     )
-    adapt, relieve = adapting(plan, console, replan=settings.replan)
+    adapt, relieve = adapting(plan, console, replan=settings.replan, out=out)
     with console.progress(f"training {plan.model_spec}") as progress:
         result = train(
             plan,
@@ -141,6 +141,8 @@ def tell(event: dict[str, Any], console: Console, progress: Report, *, trained: 
             console.line(epoch_line(record, trained=trained))
         case "note":
             console.say(f"asa: {event['message']}")
+        case "finding":
+            console.line(f"  slow: {event['line']}")
         case "replan":
             console.line(f"  {replan_line(event)}")
         case _:

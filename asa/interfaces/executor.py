@@ -74,6 +74,11 @@ class Executor(ABC):
         return max(self.processes) + 1
 
     @property
+    def steps_per_epoch(self) -> int | None:
+        """Steps of a whole epoch; None where that is not known before its end."""
+        return None
+
+    @property
     def leads(self) -> bool:
         """Whether this process decides for all: the one that solves again."""
         return True

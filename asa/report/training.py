@@ -32,6 +32,10 @@ def replan_line(event: Mapping[str, Any]) -> str:
     gain = percent(event.get("predicted_gain"), signed=True)
     if event["kind"] == "outcome":
         return f"the new plan: {gain} of a step promised, {percent(event['measured_gain'], signed=True)} measured"
+    if event["kind"] == "keep":
+        return f"the plan stays: {event['why']}"
+    if event["kind"] == "wait":
+        return f"another plan is faster, and waits: {event['why']}"
     if event["kind"] == "rollback":
         return f"back to the old plan {event['new']}: {event['why']}"
     if event["kind"] == "memory":
@@ -39,7 +43,17 @@ def replan_line(event: Mapping[str, Any]) -> str:
             f"new plan {event['new']} ({event['strategy']} on {event['ranks']} ranks, {size(event['promised_bytes'])} "
             f"per rank): {event['why']}"
         )
-    return f"new plan {event['new']}, {gain} of a step promised: {event['why']}"
+    where = _placed(event)
+    norms = f"; {event['batch_norm']}" if event.get("batch_norm") else ""
+    return f"new plan {event['new']}{where}, {gain} of a step promised: {event['why']}{norms}"
+
+
+def _placed(event: Mapping[str, Any]) -> str:
+    """On which ranks, where fewer or more than before take part."""
+    if event.get("rung") not in ("fewer", "more"):
+        return ""
+    ranks = ", ".join(map(str, sorted(event["processes"])))
+    return f" on rank {ranks}" if len(event["processes"]) == 1 else f" on ranks {ranks}"
 
 
 def epochs(records: Sequence[EpochRecord]) -> RenderableType:

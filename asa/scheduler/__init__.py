@@ -1,8 +1,9 @@
-"""The adaptive loop: run an epoch, compare what was measured with what was promised, and change the plan if it pays."""
+"""The adaptive loop: run, look, find what is slow, and change the plan if that pays."""
 
 from __future__ import annotations
 
-from asa.scheduler.judge import Policy, describe, judge
-from asa.scheduler.loop import Announce, Calibration, Replan, adapt
+from asa.scheduler.loop import Announce, adapt
+from asa.scheduler.model import Model
+from asa.scheduler.policy import Policy, describe
 
-__all__ = ["Announce", "Calibration", "Policy", "Replan", "adapt", "describe", "judge"]
+__all__ = ["Announce", "Model", "Policy", "adapt", "describe"]

@@ -1,176 +1,126 @@
-"""Epoch by epoch: run, judge, agree, perhaps change the plan, save. A change that does not help is taken back."""
+"""Epoch by epoch: run, look, agree, perhaps change the plan, save. A change that does not help is taken back."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from asa.errors import AsaError, PreemptedError
-from asa.interfaces.executor import EpochOutcome, Executor, Placement
+from asa.interfaces.executor import Executor, Placement
 from asa.ir import codec
-from asa.ir.codec import fingerprint, noun
+from asa.ir.codec import fingerprint
 from asa.ir.measurements import EpochRecord, Measurements, Verdict
-from asa.ir.plan import Plan
-from asa.scheduler.judge import Policy, describe, judge, worthwhile
+from asa.scheduler.costs import Slowness
+from asa.scheduler.decide import Change, Decider
+from asa.scheduler.model import Model
+from asa.scheduler.policy import Policy, describe
 
 Announce = Callable[[dict[str, Any]], None]
-Replan = Callable[[Plan, Measurements, float], Plan | None]
-"""Solve again: the plan in force, what was measured under it, and by what factor steps were longer than predicted
-(:class:`Calibration`). The plan returned must predict under costs so corrected; None where nothing better is known."""
 
 
-@noun
-class Calibration:
-    """Measured over predicted step time, remembered over epochs and plans: newer epochs count for more."""
+class _Loop:
+    """What one process remembers of the run. The leading one decides, the others follow what is agreed."""
 
-    factor: float = 1.0
-    weight: float = 0.0
+    def __init__(
+        self, executor: Executor, announce: Announce, model: Model | None, policy: Policy, following: bool
+    ) -> None:
+        self.executor, self.announce, self.policy = executor, announce, policy
+        self.decider = Decider(model, executor.num_processes, policy) if model and executor.leads else None
+        self.may_change = model is not None or following
+        self.epoch = self.looks = self.step = 0
+        self.total: int | None = None
+        self.moved = self.looked = False
+        self.changed = False
+        self.change: Change | None = None
 
-    def updated(self, measured: Measurements) -> Calibration:
-        """With one more epoch; ratios are averaged as logarithms, older ones at half their weight.
+    def begin(self, epoch: int, epochs: range) -> None:
+        """A new epoch of so many."""
+        self.epoch, self.looked, self.changed = epoch, False, False
+        if self.executor.steps_per_epoch is not None:
+            self.total = self.executor.steps_per_epoch * epochs.stop
+        if self.decider is not None:
+            self.decider.reason = ""
 
-        >>> # measured 2x, then 8x: exp((0.5 log 2 + log 8) / 1.5)
-        """
-        actual, predicted = measured.step_time.median, measured.predicted_step_time_s
-        if actual <= 0 or predicted <= 0:
-            return self
-        old = self.weight / 2
-        mean = (old * math.log(self.factor) + math.log(actual / predicted)) / (old + 1)
-        return Calibration(factor=math.exp(mean), weight=old + 1)
+    def look(self, measured: Measurements, step: int) -> None:
+        """Between two steps, on every process: judge what was measured, and change the plan if that is agreed."""
+        self.looked = True
+        agreed = self.judge(measured, step)
+        if agreed is not None:
+            self.move(agreed)
 
+    def judge(self, measured: Measurements, step: int) -> Placement | None:
+        """What all processes are to change to, if anything (collective)."""
+        steps, self.step = step - self.step, step
+        self.looks += 1
+        if not self.may_change:
+            return None
+        executor = self.executor
+        current = Placement(plan=executor.plan, processes=executor.processes)
+        idle = len(current.processes) < executor.num_processes
+        probe = executor.probe() if self.moved and idle and self.looks % self.policy.probe_every == 0 else None
+        self.change = None
+        if self.decider is not None:
+            left = None if self.total is None else max(0, self.total - step)
+            self.change = self.decider.window(current, measured, steps=steps, left=left, probe=probe)
+            for finding in self.decider.found:
+                self.announce({"event": "finding", "epoch": self.epoch, "step": step, **codec.to_data(finding)})
+            for said in self.decider.said:
+                self.announce({**said, "epoch": self.epoch, "step": step})
+        return executor.agree(None if self.change is None else self.change.target)
 
-@dataclass(frozen=True, kw_only=True)
-class _Change:
-    """A change of plan that is on probation: where it came from, and what a step took there."""
-
-    before: Plan
-    step_s: float
-    promised_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Decision:
-    """What rank 0 makes of an epoch: the verdict, and the plan to change to, if any."""
-
-    verdict: Verdict
-    target: Plan | None = None
-    back: bool = False
-
-
-class _Judgement:
-    """The memory of the loop. Everything in it follows from figures all ranks share, but the search for a plan."""
-
-    def __init__(self, policy: Policy, replan: Replan | None, announce: Announce) -> None:
-        self.policy, self.replan, self.announce = policy, replan, announce
-        self.calibration = Calibration()
-        self.probation: _Change | None = None
-        self.quiet = 0
-        self.next_quiet = policy.cool_down
-        self.cost_s = policy.migration_s
-
-    def decide(self, executor: Executor, outcome: EpochOutcome, *, epoch: int, steps_left: int) -> _Decision:
-        measured = outcome.measurements
-        self.calibration = self.calibration.updated(measured)
-        verdict = judge(measured, executor.plan, self.policy)
-        if self.probation is not None:
-            return self._review(self.probation, verdict, epoch, steps_left)
-        if verdict.action == "keep":
-            self.quiet = max(0, self.quiet - 1)
-            return _Decision(verdict=verdict)
-        if not steps_left:
-            return _Decision(verdict=_with(verdict, "keep", "no steps are left"))
-        return self._search(executor, measured, verdict, steps_left)
-
-    def _review(self, change: _Change, verdict: Verdict, epoch: int, steps_left: int) -> _Decision:
-        """The first epoch after a change: did it help?"""
-        self.probation = None
-        gain = 1 - verdict.measured_s / change.step_s
-        self.announce(
-            {
-                "event": "replan",
-                "kind": "outcome",
-                "epoch": epoch,
-                "predicted_gain": 1 - change.promised_s / change.step_s,
-                "measured_gain": gain,
-            }
-        )
-        if verdict.measured_s <= change.step_s:
-            return _Decision(verdict=_with(verdict, "keep", f"the new plan saves {100 * gain:.1f} % of a step"))
-        slower = f"{verdict.measured_s:.3g} s/step after the change, {change.step_s:.3g} s before"
-        if not steps_left:
-            return _Decision(verdict=_with(verdict, "keep", f"{slower}, and no steps are left"))
-        why = f"rolled back: {slower}"
-        return _Decision(verdict=_with(verdict, "replan", why), target=change.before, back=True)
-
-    def _search(self, executor: Executor, measured: Measurements, verdict: Verdict, steps_left: int) -> _Decision:
-        if self.replan is None:
-            return _Decision(verdict=_with(verdict, "keep", "re-planning is off"))
-        if self.quiet:
-            self.quiet -= 1
-            return _Decision(verdict=_with(verdict, "keep", "waiting after a change that did not help"))
-        if not executor.leads:
-            return _Decision(verdict=verdict)
-        try:
-            found = self.replan(executor.plan, measured, self.calibration.factor)
-        except AsaError as error:
-            return _Decision(verdict=_with(verdict, "keep", f"no other plan: {error}"))
-        if found is None or fingerprint(found) == fingerprint(executor.plan):
-            return _Decision(verdict=_with(verdict, "keep", "solved again: this plan stays the best"))
-        why_not = worthwhile(found, measured, steps_left=steps_left, cost_s=self.cost_s, policy=self.policy)
-        if why_not:
-            return _Decision(verdict=_with(verdict, "keep", why_not))
-        return _Decision(verdict=verdict, target=found)
-
-    def change(self, executor: Executor, plan: Plan, decision: _Decision, *, epoch: int) -> Verdict:
-        """Move to ``plan`` (on all ranks); the verdict says if that failed."""
-        old, step_s = executor.plan, decision.verdict.measured_s
+    def move(self, target: Placement) -> bool:
+        """Change to ``target`` (collective); whether that went well."""
+        old, change = self.executor.plan, self.change
         began = time.monotonic()
         try:
-            executor.migrate(plan)
+            self.executor.migrate(target.plan, target.processes)
         except PreemptedError:
             raise
         except AsaError as error:
-            self._rest()
-            return _with(decision.verdict, "keep", f"could not change the plan: {error}")
-        self.cost_s = time.monotonic() - began
-        if decision.back:
-            self._rest()
-        else:
-            self.probation = _Change(before=old, step_s=step_s, promised_s=plan.prediction.step_time_s)
+            if self.decider is not None:
+                self.decider.failed()
+                self.announce({"event": "note", "message": f"could not change the plan: {error}"})
+            return False
+        took, self.changed, self.moved = time.monotonic() - began, True, True
+        self.looks = 0
+        if self.decider is None or change is None:
+            return True
+        self.decider.moved(change, took)
         self.announce(
             {
                 "event": "replan",
-                "kind": "rollback" if decision.back else "switch",
-                "epoch": epoch,
+                "kind": change.kind,
+                "epoch": self.epoch,
+                "step": self.step,
                 "old": fingerprint(old),
-                "new": fingerprint(plan),
-                "why": decision.verdict.reason,
-                "predicted_gain": None if decision.back else 1 - plan.prediction.step_time_s / step_s,
-                "seconds": self.cost_s,
+                "new": fingerprint(target.plan),
+                "why": change.why,
+                "rung": change.rung,
+                "processes": list(target.processes),
+                "predicted_gain": change.gain if change.kind == "switch" else None,
+                "predicted_seconds": change.cost_s,
+                "seconds": took,
+                "batch_norm": change.batch_norm or None,
             }
         )
-        return decision.verdict
+        return True
 
-    def _rest(self) -> None:
-        self.quiet, self.next_quiet = self.next_quiet, 2 * self.next_quiet
-
-
-def _with(verdict: Verdict, action: str, why: str) -> Verdict:
-    return Verdict(
-        action="replan" if action == "replan" else "keep",
-        reason=f"{verdict.reason}; {why}",
-        measured_s=verdict.measured_s,
-        predicted_s=verdict.predicted_s,
-        best_possible_gain=verdict.best_possible_gain,
-    )
-
-
-def placed(plan: Plan) -> Placement:
-    """The plan on the first processes, in order."""
-    return Placement(plan=plan, processes=tuple(range(plan.num_ranks)))
+    def verdict(self, measured: Measurements) -> Verdict:
+        """Of an epoch: what was predicted and measured at its end, and what was decided in it."""
+        decider = self.decider
+        predicted = measured.predicted_step_time_s
+        if decider is not None and decider.predicted_s is not None:
+            predicted = decider.predicted_s
+        why = "" if decider is None else decider.reason
+        return Verdict(
+            action="replan" if self.changed else "keep",
+            reason=describe(measured, predicted) + (f"; {why}" if why else ""),
+            measured_s=measured.step_time.median,
+            predicted_s=predicted,
+            best_possible_gain=0.0 if decider is None else decider.bound,
+        )
 
 
 def adapt(
@@ -178,23 +128,28 @@ def adapt(
     epochs: range,
     announce: Announce,
     *,
-    replan: Replan | None = None,
+    model: Model | None = None,
+    following: bool = False,
     policy: Policy | None = None,
+    keep: Callable[[Slowness], None] | None = None,
 ) -> Iterator[EpochRecord]:
-    """Train ``epochs`` and yield a record after each, its checkpoint committed. Every rank runs this loop.
+    """Train ``epochs`` and yield a record after each, its checkpoint committed. Every process runs this loop.
 
-    After an epoch outside its plan's promise, the rank that leads solves again (``replan``; None: never), all ranks
-    move to its answer if that pays over the steps left, and the next epoch shows whether it did: a slower one is
-    taken back, and nothing is tried for a while.
+    Where the executor can be looked at between two steps, the rank that leads looks about once a line of its log, else
+    after every epoch: it corrects ``model`` (None: nothing is ever changed) by what was measured, names what is slow,
+    and all processes move to a plan that is faster under the corrected costs if that pays. The next steps show whether
+    it does: a slower one is taken back, and nothing is tried for a while. ``following``: another
+    rank leads and has the model. ``keep``: is handed what was learnt of the
+    costs after every epoch, on the rank that leads.
     """
-    judgement = _Judgement(policy or Policy(), replan, announce)
+    loop = _Loop(executor, announce, model, policy or Policy(), following)
     for epoch in epochs:
-        outcome = executor.run_epoch(epoch)
+        loop.begin(epoch, epochs)
+        outcome = executor.run_epoch(epoch, loop.look)
         # Steps count from the start of the run, also after a resume.
-        steps_left = outcome.step * (epochs.stop - epoch - 1) // (epoch + 1)
-        decision = judgement.decide(executor, outcome, epoch=epoch, steps_left=steps_left)
-        placement = executor.agree(None if decision.target is None else placed(decision.target))
-        target = None if placement is None else placement.plan
+        loop.total = outcome.step * epochs.stop // (epoch + 1)
+        agreed = None if loop.looked else loop.judge(outcome.measurements, outcome.step)
+        loop.changed = loop.changed or agreed is not None
         record = EpochRecord(
             epoch=epoch,
             step=outcome.step,
@@ -204,18 +159,18 @@ def adapt(
             validation_accuracy=outcome.validation_accuracy,
             learning_rate=outcome.learning_rate,
             measurements=outcome.measurements,
-            verdict=decision.verdict,
+            verdict=loop.verdict(outcome.measurements),
         )
         # The record before the checkpoint that makes a run go on behind this epoch, the checkpoint before a change of
         # plan: whatever ends the run in between, nothing is lost.
         announce({"event": "epoch", **codec.to_data(record), "line": record.verdict.reason})
         executor.save(epoch)
-        if target is not None:
-            verdict = judgement.change(executor, target, decision, epoch=epoch)
-            if verdict != record.verdict:
-                announce({"event": "note", "message": verdict.reason})
-                record = replace(record, verdict=verdict)
+        if agreed is not None and not loop.move(agreed):
+            record = replace(record, verdict=replace(record.verdict, action="keep"))
+        if keep is not None and loop.decider is not None:
+            current = Placement(plan=executor.plan, processes=executor.processes)
+            keep(loop.decider.corrected(current))
         yield record
 
 
-__all__ = ["Announce", "Calibration", "Replan", "adapt", "describe"]
+__all__ = ["Announce", "adapt"]

@@ -96,9 +96,16 @@ def observed(
 
 
 def plan_again(
-    plan: Plan, correction: Correction, gpus: int, profile: Profile, cluster: Cluster, strategies: Strategies
+    plan: Plan,
+    correction: Correction,
+    gpus: int,
+    profile: Profile,
+    cluster: Cluster,
+    strategies: Strategies,
+    *,
+    time_limit_s: float = 10.0,
 ) -> Plan:
-    """The best plan for at most ``gpus`` ranks under the corrected memory model.
+    """The best plan for at most ``gpus`` ranks under the corrected memory model, after ``time_limit_s`` of search.
 
     Raises:
         InfeasibleError: nothing fits; names the number that binds.
@@ -109,6 +116,7 @@ def plan_again(
         optimizer=plan.optimizer,
         compression=plan.compression,
         memory_bytes=correction.memory_bytes,
+        time_limit_s=time_limit_s,
     )
     found = solve(heavier_profile(on_device(profile, cluster), correction.scale), cluster, strategies, request)[0]
     # It remembers the profile it can be planned from again, and what was made of that.

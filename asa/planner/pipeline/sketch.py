@@ -81,7 +81,7 @@ class Sketch:
         self.n = len(self.graph)
         self.cuts = self._cuts()
         """Components that a stage may begin with, and the number of components behind them."""
-        self.schedule = "1f1b" if "1f1b" in space.schedules else next(iter(space.schedules))
+        self.schedule = "1f1b" if "1f1b" in space.schedules else next(iter(space.schedules), "")
         self.tight = False
         """Whether memory has been seen to bind: manners that save some are then looked at from the first."""
         self.most = min(self.gpus, len(self.cuts) - 1, _MOST_STAGES)

@@ -1,0 +1,105 @@
+"""A plan rank by rank and link by link: what each rank computes in a step, and what crosses which links.
+
+A whole step is as long as the slowest rank makes it; what is measured on one rank is held against its own part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from asa.cost.machine.estimate import on_device
+from asa.cost.planned import price_stage, schedule_of, ways_of
+from asa.cost.pricing import Pricer, Way, times_of
+from asa.cost.traffic.collectives import Links
+from asa.interfaces.strategy import Strategies
+from asa.ir.cluster import MOST_SPEED, Cluster
+from asa.ir.codec import noun
+from asa.ir.plan import Plan, Stage
+from asa.ir.profile import Profile
+from asa.ir.traffic import CollectiveOp
+
+
+@noun
+class Carried:
+    """A kind of collective of a plan: ``bytes`` of its largest message and its ``seconds`` alone on the links of
+    ``level``; ``ranks`` and ``stride`` as in :class:`asa.ir.traffic.Collective`."""
+
+    op: CollectiveOp
+    level: int
+    ranks: int
+    stride: int
+    bytes: float
+    seconds: float
+
+
+class Ranks:
+    """A plan under one set of costs.
+
+    Raises:
+        InvalidInputError: the plan is of another model, or asks of a component what it refuses.
+    """
+
+    def __init__(self, plan: Plan, profile: Profile, cluster: Cluster, strategies: Strategies) -> None:
+        self._plan, self._cluster, self._strategies = plan, cluster, strategies
+        self._profile = on_device(profile, cluster)
+        self._times = times_of(self._profile, strategies)
+        self._ways = ways_of(plan, profile, strategies)
+        self._busy = None if schedule_of(plan, strategies) is None else plan.gpus
+
+    def _stages(self) -> Iterator[tuple[Stage, int, Sequence[Way]]]:
+        ends = [*self._plan.starts()[1:], len(self._ways)]
+        for stage, start, end in zip(self._plan.stages, self._plan.starts(), ends, strict=True):
+            yield stage, start, self._ways[start:end]
+
+    def _pricer(self, stage: Stage, speeds: tuple[float, ...]) -> Pricer:
+        plan = self._plan
+        return Pricer(
+            self._profile, self._times, self._cluster, self._strategies, width=len(stage.ranks),
+            global_batch=plan.global_batch, num_microbatches=plan.num_microbatches, optimizer=plan.optimizer,
+            busy=self._busy, compression=plan.compression, speeds=speeds,
+        )  # fmt: skip
+
+    def compute(self) -> tuple[float, ...]:
+        """Seconds that each rank computes in a step, its optimizer step included and all waiting left out.
+
+        Each rank is priced as if the others of its stage took no time at all.
+        """
+        found: dict[int, float] = {}
+        for stage, start, ways in self._stages():
+            known: dict[tuple[float, int], float] = {}
+            speeds = self._cluster.speeds(stage.ranks)
+            for place, rank in enumerate(stage.ranks):
+                speed = speeds[place] if speeds else 1.0
+                kind = (speed, stage.weights[place] if stage.weights else 1)
+                if kind not in known:
+                    others = [MOST_SPEED] * len(stage.ranks)
+                    others[place] = speed
+                    pricer = self._pricer(stage, tuple(others) if stage.weights or speeds else ())
+                    known[kind] = price_stage(pricer, start, ways, self._cluster.overlap).cost.compute_s
+                found[rank] = known[kind]
+        return tuple(found[r] for r in range(self._plan.num_ranks))
+
+    def carried(self) -> tuple[Carried, ...]:
+        """Every kind of collective inside stages, by operation, group and links; and one send over every border."""
+        found: dict[tuple[CollectiveOp, int, int, int], Carried] = {}
+        for stage, start, ways in self._stages():
+            width = len(stage.ranks)
+            pricer, links = self._pricer(stage, ()), Links(self._cluster, width, self._busy or width)
+            for i, way in enumerate(ways, start):
+                for c in (*pricer.inner(i, way), *pricer.states.kept(i, way).moved):
+                    if c.ranks > 1 and c.bytes > 0:
+                        key = (c.op, links.level(c.ranks, c.stride), c.ranks, c.stride)
+                        if key not in found or found[key].bytes < c.bytes:
+                            found[key] = Carried(
+                                op=c.op, level=key[1], ranks=c.ranks, stride=c.stride, bytes=c.bytes,
+                                seconds=links.seconds(c),
+                            )  # fmt: skip
+            if start:
+                size = self._profile.graph.components[start - 1].output_bytes_per_sample * pricer.microbatch
+                offset = stage.ranks[0]
+                sent = Links(self._cluster).handover(size, offset, 1)
+                level = self._cluster.hop(offset)
+                found["send_recv", level, 2, offset] = Carried(
+                    op="send_recv", level=level, ranks=2, stride=offset, bytes=size, seconds=sent
+                )  # fmt: skip
+        return tuple(found.values())

@@ -1,0 +1,187 @@
+"""The story of a run, from its log: what was slow when, what was done about it, and what that was worth."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rich.console import RenderableType
+
+from asa.ir.codec import noun
+from asa.report.tables import line, table
+from asa.report.training import replan_line
+from asa.report.units import NOTHING, percent, seconds
+
+
+@noun
+class Stretch:
+    """Steps under one plan in the same circumstances: from one finding or change to the next. ``step_s`` is their mean;
+    ``plan`` its fingerprint."""
+
+    first_step: int
+    last_step: int
+    plan: str
+    step_s: float
+
+
+@noun
+class Happening:
+    """What was found (``finding``), decided (``switch``, ``rollback``, ``keep``, ``wait``, ``outcome``, ``memory``) or
+    met (``start``, ``note``, ``end``) after ``step`` steps, in words."""
+
+    step: int
+    epoch: int | None
+    kind: str
+    line: str
+
+
+@noun
+class Worth:
+    """A change of plan: the parts of a step promised and measured to be saved, seconds that the change took, and
+    seconds won by it until the next finding or change (None where no step came before or after it)."""
+
+    step: int
+    plan: str
+    predicted_gain: float | None
+    measured_gain: float | None
+    change_s: float
+    won_s: float | None
+
+
+@noun
+class Story:
+    """All of it, in order of steps."""
+
+    stretches: tuple[Stretch, ...]
+    happenings: tuple[Happening, ...]
+    changes: tuple[Worth, ...]
+
+
+def story(events: Iterable[Mapping[str, Any]]) -> Story:
+    """The story that the events of a log tell; what is no event of a run is passed over."""
+    teller = _Teller()
+    for event in events:
+        try:
+            teller.hear(event)
+        except (KeyError, TypeError, ValueError, OverflowError):
+            continue
+    return teller.told()
+
+
+class _Teller:
+    def __init__(self) -> None:
+        self.step, self.plan = 0, ""
+        self.stretches: list[Stretch] = []
+        self.happenings: list[Happening] = []
+        self.changes: list[dict[str, Any]] = []
+        self._first: int | None = None
+        self._seconds, self._steps = 0.0, 0
+
+    def hear(self, event: Mapping[str, Any]) -> None:
+        """One event, as ``log.jsonl`` has it."""
+        match event["event"]:
+            case "start":
+                self._end()
+                self.plan = str(event["plan_fingerprint"])
+                data = event["data"]
+                said = data[0] if isinstance(data, list | tuple) else data
+                self._note(event, "start", f"{event['model']} on {event['ranks']} ranks; {said}")
+            case "steps":
+                self._stepped(int(event["step"]), float(event["step_time_s"]))
+            case "epoch":
+                # Where no line of the log was in the epoch, its own figures stand for it.
+                if int(event["step"]) > self.step:
+                    self._stepped(int(event["step"]), float(event["measurements"]["step_time"]["median"]))
+            case "finding":
+                self._end()
+                self._note(event, "finding", str(event["line"]))
+            case "replan":
+                self._decided(event)
+            case "note":
+                self._note(event, "note", str(event["message"]))
+            case "end":
+                self._end()
+                self._note(event, "end", f"{event['status']}, exit code {event['exit_code']}")
+            case _:
+                pass
+
+    def _stepped(self, step: int, step_s: float) -> None:
+        if step <= self.step:  # a run that went on from a checkpoint
+            self._end()
+            self.step = min(self.step, step - 1)
+        if not (math.isfinite(step_s) and step_s >= 0):
+            return
+        self._first = self.step + 1 if self._first is None else self._first
+        self._seconds, self._steps = self._seconds + step_s * (step - self.step), self._steps + step - self.step
+        self.step = step
+
+    def _decided(self, event: Mapping[str, Any]) -> None:
+        kind = str(event["kind"])
+        if kind in ("switch", "rollback", "memory"):
+            self._end()
+            self.plan = str(event["new"])
+        if kind in ("switch", "rollback"):
+            gain, took = event.get("predicted_gain"), float(event["seconds"])
+            self.changes.append(
+                {"step": self.step, "plan": self.plan, "predicted_gain": gain, "measured_gain": None, "change_s": took}
+            )
+        if kind == "outcome" and self.changes:
+            self.changes[-1]["measured_gain"] = float(event["measured_gain"])
+        self._note(event, kind, replan_line(event))
+
+    def _note(self, event: Mapping[str, Any], kind: str, text: str) -> None:
+        epoch = event.get("epoch")
+        self.happenings.append(
+            Happening(step=self.step, epoch=epoch if isinstance(epoch, int) else None, kind=kind, line=text)
+        )
+
+    def _end(self) -> None:
+        """A stretch is over."""
+        if self._first is not None and self._steps:
+            self.stretches.append(
+                Stretch(first_step=self._first, last_step=self.step, plan=self.plan, step_s=self._seconds / self._steps)
+            )
+        self._first, self._seconds, self._steps = None, 0.0, 0
+
+    def told(self) -> Story:
+        """All that was heard."""
+        self._end()
+        found = []
+        for change in self.changes:
+            before = [s for s in self.stretches if s.last_step == change["step"]]
+            after = [s for s in self.stretches if s.first_step == change["step"] + 1]
+            won = None
+            if before and after:
+                steps = after[0].last_step - after[0].first_step + 1
+                won = steps * (before[-1].step_s - after[0].step_s) - change["change_s"]
+            found.append(Worth(**change, won_s=won))
+        return Story(stretches=tuple(self.stretches), happenings=tuple(self.happenings), changes=tuple(found))
+
+
+def render(found: Story) -> list[RenderableType]:
+    """The story for reading: what happened, how long steps took between, what every change was worth."""
+    parts: list[RenderableType] = []
+    for h in found.happenings:
+        at = f"step {h.step}" + ("" if h.epoch is None else f" (epoch {h.epoch + 1})")
+        parts.append(line(f"{at}: {'slow: ' if h.kind == 'finding' else ''}{h.line}"))
+    if found.stretches:
+        steps = table("Step time between findings and changes", ("steps", "plan", "step"), left=2)
+        for s in found.stretches:
+            steps.add_row(f"{s.first_step} to {s.last_step}", s.plan, seconds(s.step_s))
+        parts += [line(""), steps]
+    if found.changes:
+        made = table("Changes of plan", ("after step", "to plan", "promised", "measured", "change", "won"), left=2)
+        for c in found.changes:
+            made.add_row(
+                str(c.step),
+                c.plan,
+                percent(c.predicted_gain, signed=True),
+                percent(c.measured_gain, signed=True),
+                seconds(c.change_s),
+                NOTHING if c.won_s is None else f"{c.won_s:.3g} s",
+            )
+        parts += [line(""), made]
+    elif found.stretches:
+        parts.append(line("the plan was never changed"))
+    return parts

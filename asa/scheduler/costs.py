@@ -1,0 +1,209 @@
+"""By what factor each process computes, and each level of links carries, slower than the original files say.
+
+Every factor is measured over what the *original* profile and cluster predict of the plan in force, whatever plan that
+is: factors of several plans are then of one kind, and a factor that is applied once is not measured again.
+
+A factor is the logarithm of a ratio with a variance (a Kalman filter of one number): a new window counts by how sure it
+is, older ones are forgotten as the variance grows from window to window. A window that lies further off than
+:data:`LIKE` and than three standard deviations begins a new estimate: a change point.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from asa.interfaces.executor import Probe
+from asa.ir.codec import noun
+from asa.ir.measurements import Measurements, Transfer
+from asa.scheduler.expected import Expected
+
+LIKE = math.log(1.1)
+"""Ranks whose factors differ by less, or by no more than three standard deviations, count as equal, and levels as they
+were measured: noise leaves no rank out."""
+MIN_STEPS = 10
+"""Steps of a window, or of windows in a row, that can show a change."""
+_PRIOR = 0.3**2
+_FORGETTING = 0.01**2
+_FLOOR = 0.03**2
+"""Variance of the logarithm of a figure however many steps it is of: what slowly changes is no mean of many."""
+_SURE = 3.0
+_NORMAL_P90 = 1.2816
+
+
+@noun
+class Factor:
+    """``mean`` and ``variance`` of the logarithm of measured over expected, after ``steps`` of them. ``doubt``: the
+    mean of ``doubtful`` steps that lie elsewhere, too few so far to believe them."""
+
+    mean: float = 0.0
+    variance: float = _PRIOR
+    steps: int = 0
+    doubt: float = 0.0
+    doubtful: int = 0
+
+    @property
+    def known(self) -> bool:
+        """Whether it rests on steps enough to act on."""
+        return self.steps >= MIN_STEPS
+
+    @property
+    def ratio(self) -> float:
+        """Measured over expected."""
+        return math.exp(self.mean)
+
+    def aged(self) -> Factor:
+        """One window later, without having been looked at."""
+        return replace(self, variance=min(_PRIOR, self.variance + _FORGETTING))
+
+    def seen(self, value: float, variance: float, steps: int) -> Factor:
+        """With a window of ``steps`` whose logarithm is ``value``, give or take a ``variance``."""
+        now = self.aged()
+        if not now.steps:
+            return Factor(mean=value, variance=variance, steps=steps)
+        away = abs(value - now.mean)
+        if away <= LIKE or away <= _SURE * math.sqrt(now.variance + variance):
+            gain = now.variance / (now.variance + variance)
+            mean = now.mean + gain * (value - now.mean)
+            return Factor(mean=mean, variance=(1 - gain) * now.variance, steps=now.steps + steps)
+        if now.doubtful and (value - now.mean) * (now.doubt - now.mean) > 0:
+            total = now.doubtful + steps
+            value, steps = (now.doubt * now.doubtful + value * steps) / total, total
+        if steps >= MIN_STEPS:
+            return Factor(mean=value, variance=variance, steps=steps)
+        return replace(now, doubt=value, doubtful=steps)
+
+
+@noun
+class Slowness:
+    """What the factors come to, as logarithms: ``common`` to all compute, ``ranks`` by process beyond that, ``levels``
+    by level of links. ``residual``: what the step takes longer than all of that explains."""
+
+    common: float
+    ranks: tuple[float, ...]
+    levels: tuple[float, ...]
+    residual: float = 0.0
+
+    def apart(self, other: Slowness) -> float:
+        """The largest difference in any of the figures that plans are chosen by."""
+        pairs = [(self.common, other.common), *zip(self.ranks, other.ranks, strict=True)]
+        return max(abs(a - b) for a, b in [*pairs, *zip(self.levels, other.levels, strict=True)])
+
+
+class Costs:
+    """The factors of ``processes`` processes and ``levels`` levels of links, as far as they were measured.
+
+    ``apart``: whether anything was ever measured rank by rank; until then one factor of the whole step stands for all.
+    """
+
+    def __init__(self, processes: int, levels: int) -> None:
+        self.ranks = [Factor() for _ in range(processes)]
+        self.levels = [Factor() for _ in range(levels)]
+        self.residual = Factor()
+        self.apart = False
+
+    def observe(
+        self, measured: Measurements, expected: Expected, processes: Sequence[int], steps: int, ignored: Iterable[int]
+    ) -> None:
+        """Take in a window of ``steps`` under a plan that ``expected`` prices, on ``processes``; figures of the
+        processes ``ignored`` are not looked at."""
+        spread = _spread(measured) / max(1, steps) + _FLOOR
+        self.ranks = [f.aged() for f in self.ranks]
+        self.levels = [f.aged() for f in self.levels]
+        if not measured.per_rank:
+            if not self.apart:
+                value = math.log(typical(measured) / expected.step_s)
+                self.ranks = [f.seen(value, spread, steps) for f in self.ranks]
+                self.levels = [f.seen(value, spread, steps) for f in self.levels]
+            return
+        self.apart = True
+        out = set(ignored)
+        for rank, process in enumerate(processes):
+            own = own_s(measured, process)
+            if process not in out and expected.own_s[rank] > 0 and own > 0:
+                self.ranks[process] = self.ranks[process].seen(math.log(own / expected.own_s[rank]), spread, steps)
+        self._transfers(measured.links, expected, steps)
+
+    def probed(self, probe: Probe, processes: Sequence[int], expected: Expected, steps: int) -> None:
+        """Take in a probe: of idle processes, compared with those that run the plan, and of levels that it does not
+        cross. It is believed like ``steps`` steps."""
+        working = [p for p in processes if p < len(probe.compute_s) and self.ranks[p].known and probe.compute_s[p] > 0]
+        if working:
+            base = sum(self.ranks[p].mean - math.log(probe.compute_s[p]) for p in working) / len(working)
+            for p, seconds in enumerate(probe.compute_s[: len(self.ranks)]):
+                if p not in processes and seconds > 0 and math.isfinite(seconds):
+                    self.ranks[p] = self.ranks[p].seen(base + math.log(seconds), 2 * _FLOOR, steps)
+        self._transfers(probe.links, expected, steps)
+
+    def _transfers(self, links: Sequence[Transfer], expected: Expected, steps: int) -> None:
+        by_level: dict[int, list[tuple[float, float]]] = {}
+        for t in links:
+            should = expected.transfer_s(t)
+            if should and t.seconds > 0 and math.isfinite(t.seconds):
+                by_level.setdefault(t.level, []).append((math.log(t.seconds / should), should * t.n))
+        for level, found in by_level.items():
+            weight = sum(w for _, w in found)
+            value = sum(z * w for z, w in found) / weight if weight > 0 else 0.0
+            off = sum(w * (z - value) ** 2 for z, w in found) / weight if weight > 0 else 0.0
+            self.levels[level] = self.levels[level].seen(value, _FLOOR + off / len(found), steps)
+
+    def slowness(self) -> Slowness:
+        """The figures to plan with: the fastest ranks are what is common to all; ranks that are alike count as equal,
+        and what lies within :data:`LIKE` of the original files is taken from those."""
+        known = sorted((f.mean, p) for p, f in enumerate(self.ranks) if f.known)
+        groups: list[list[tuple[float, int]]] = []
+        for mean, p in known:
+            if groups and mean - sum(m for m, _ in groups[-1]) / len(groups[-1]) <= self._alike(p, groups[-1]):
+                groups[-1].append((mean, p))
+            else:
+                groups.append([(mean, p)])
+        centres = [sum(m for m, _ in g) / len(g) for g in groups]
+        common = centres[0] if centres else 0.0
+        beyond = {p: centre - common for g, centre in zip(groups, centres, strict=True) for _, p in g}
+        shared = common if not self.apart else 0.0
+        return Slowness(
+            common=common,
+            ranks=tuple(beyond.get(p, 0.0) for p in range(len(self.ranks))),
+            levels=tuple((f.mean if f.known and abs(f.mean) > _apart(f.variance) else 0.0) for f in self.levels)
+            if self.apart
+            else (shared,) * len(self.levels),
+        )
+
+    def _alike(self, process: int, group: Sequence[tuple[float, int]]) -> float:
+        """How far the logarithm of a process may lie above the mean of a group that it belongs to."""
+        variances = [self.ranks[p].variance for _, p in group]
+        return _apart(self.ranks[process].variance + sum(variances) / len(variances) ** 2)
+
+    def deviations(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Standard deviations of the logarithms, of ranks and of levels."""
+        return tuple(math.sqrt(f.variance) for f in self.ranks), tuple(math.sqrt(f.variance) for f in self.levels)
+
+
+def _apart(variance: float) -> float:
+    """From what difference on, of a logarithm with such a variance, it is one."""
+    return max(LIKE, _SURE * math.sqrt(variance))
+
+
+def typical(measured: Measurements) -> float:
+    """Seconds of a step: its mean, but for what a few freaks add to it (no more than the 90th percentile); its median
+    where no mean was taken."""
+    step = measured.step_time
+    mean = step.median if measured.mean_step_s is None else measured.mean_step_s
+    return min(max(mean, step.median), max(step.p90, step.median))
+
+
+def own_s(measured: Measurements, process: int) -> float:
+    """Seconds that a process computes in a step, likewise."""
+    rank, step = measured.per_rank[process], measured.step_time
+    if rank.mean_own_s is None or rank.own_s <= 0 or step.median <= 0:
+        return rank.own_s
+    return rank.own_s * min(max(1.0, rank.mean_own_s / rank.own_s), max(1.0, step.p90 / step.median))
+
+
+def _spread(measured: Measurements) -> float:
+    """Variance of the logarithm of one step."""
+    step = measured.step_time
+    if step.median <= 0:
+        return 1.0
+    return float((1.2533 * (step.p90 - step.p10) / (2 * _NORMAL_P90 * step.median)) ** 2)

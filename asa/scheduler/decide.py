@@ -1,0 +1,325 @@
+"""What the leading rank makes of a window of steps: corrected costs, what is slow, and whether another plan pays.
+
+A plan is looked for when the factors have moved since that was last done. Both plans are priced under the same factors,
+and the gain is their ratio times the step as measured: a machine that is merely slower promises nothing. Nobody knows
+how long a disturbance will last, so a change waits until what was lost to it so far would have paid for it (ski rental:
+never more than twice what hindsight would pay), and it is made if, over joint draws of the factors, it pays over the
+steps that are left with enough confidence.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from asa.errors import AsaError
+from asa.interfaces.executor import Placement, Probe
+from asa.ir.measurements import Measurements
+from asa.scheduler import norms
+from asa.scheduler.costs import LIKE, Costs, Slowness, typical
+from asa.scheduler.expected import Expected
+from asa.scheduler.findings import Finding, Findings, awry
+from asa.scheduler.model import Model, rung, same
+from asa.scheduler.policy import Policy, seconds
+
+_CLEAR = 5
+"""Steps from which on a change may be judged, if its effect is beyond doubt."""
+_BEYOND_DOUBT = 0.10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A change of plan: ``kind`` is ``switch`` or ``rollback``; ``step_s`` measured before it, ``promised_s`` what the
+    new plan should take in the same circumstances, ``cost_s`` what the change itself should."""
+
+    target: Placement
+    before: Placement
+    kind: str
+    why: str
+    rung: str
+    step_s: float
+    promised_s: float
+    cost_s: float
+    batch_norm: str = ""
+
+    @property
+    def gain(self) -> float:
+        """The part of a step that is promised to be saved."""
+        return 1 - self.promised_s / self.step_s
+
+
+@dataclass(kw_only=True)
+class _Option:
+    """Another plan that seems faster: what is lost without it so far, in seconds, and since how many steps."""
+
+    target: Placement
+    ratio: float
+    cost_s: float
+    lost_s: float = 0.0
+    steps: int = 0
+    asked_at: int = 0
+
+
+@dataclass(kw_only=True)
+class _Probation:
+    change: Change
+    steps: int = 0
+    seconds: float = 0.0
+
+
+class Decider:
+    """The memory of the rank that leads, for ``processes`` processes.
+
+    After each window: ``found``, what is slow, ``said``, events on decisions, ``reason`` in words, ``predicted_s``, the
+    corrected prediction that the window is held to, and ``bound``, the most that any plan could still save of a step as
+    far as the last search proved it under the corrected costs.
+    """
+
+    def __init__(self, model: Model, processes: int, policy: Policy) -> None:
+        self.model, self.policy = model, policy
+        self.costs = Costs(processes, len(model.cluster.levels))
+        self.found: list[Finding] = []
+        self.said: list[dict[str, Any]] = []
+        self.reason = ""
+        self.predicted_s: float | None = None
+        self.bound = 0.0
+        self._solved = self.costs.slowness()
+        self._findings = Findings(model.cluster, self._solved)
+        self._causes: list[str] = []
+        self._option: _Option | None = None
+        self._probation: _Probation | None = None
+        self._known: list[Placement] = []
+        self._penalties: list[tuple[Placement, float]] = []
+        self._quiet, self._next_quiet = 0, policy.cool_down
+        self._rebuild_s = policy.rebuild_s
+        self._expected: tuple[Placement, Expected] | None = None
+        self._priced: tuple[Placement, Slowness, float] | None = None
+        self._next_s: float | None = None
+        self._windows = 0
+
+    def window(
+        self, current: Placement, measured: Measurements, *, steps: int, left: int | None, probe: Probe | None = None
+    ) -> Change | None:
+        """A window of ``steps`` under ``current``, ``left`` steps before the end (None: nobody knows)."""
+        self.found, self.said, self._windows = [], [], self._windows + 1
+        bad = awry(measured)
+        self.found += self._findings.bad_figures(bad)
+        if -1 in bad:
+            return None
+        steps = max(1, min(steps, measured.step_time.n))
+        expected = self._expectation(current)
+        self.costs.observe(measured, expected, current.processes, steps, bad)
+        if probe is not None:
+            self.costs.probed(probe, current.processes, expected, steps)
+        slowness = self.costs.slowness()
+        self._predict(current, measured, slowness, steps)
+        heavy = self._findings.memory(measured, current)
+        self.found += heavy + self._findings.waiting_for_data(measured)
+        if any(f.known for f in self.costs.ranks):
+            self.found += self._findings.slow(
+                slowness, measured, expected, current.processes, apart=self.costs.apart
+            )  # fmt: skip
+        self._causes += [f.line for f in self.found if f.cause in ("compute", "link", "everything", "memory")]
+        if self._probation is not None:
+            return self._review(self._probation, measured, steps)
+        if left == 0:
+            return None
+        if self._quiet > 0:
+            self._quiet -= steps
+            if slowness.apart(self._solved) > LIKE:
+                self.reason = "waiting after a change that did not help"
+            return None
+        if slowness.apart(self._solved) > LIKE or heavy:
+            self._search(current, measured, slowness)
+        return self._weigh(current, measured, slowness, steps, left)
+
+    def corrected(self, current: Placement) -> Slowness:
+        """All that was learnt, what is left of the step under ``current`` included."""
+        found = self.costs.slowness()
+        residual = self.costs.residual.mean if self.costs.residual.known else 0.0
+        return Slowness(common=found.common, ranks=found.ranks, levels=found.levels, residual=residual)
+
+    def _expectation(self, current: Placement) -> Expected:
+        if self._expected is None or not same(self._expected[0], current):
+            self._expected = current, self.model.expected(current.plan, current.processes)
+        return self._expected[1]
+
+    def _price(self, current: Placement, slowness: Slowness) -> float:
+        known = self._priced
+        if known is None or not same(known[0], current) or slowness.apart(known[1]) > _SAME:
+            self._priced = known = current, slowness, self.model.step_s(current, slowness)
+        return known[2]
+
+    def _predict(self, current: Placement, measured: Measurements, slowness: Slowness, steps: int) -> None:
+        priced = self._price(current, slowness)
+        self.predicted_s = self._next_s
+        self.costs.residual = self.costs.residual.seen(math.log(typical(measured) / priced), _VARIANCE, steps)
+        residual = self.costs.residual
+        self._next_s = priced * residual.ratio if residual.known else None
+
+    def _search(self, current: Placement, measured: Measurements, slowness: Slowness) -> None:
+        """Look for a faster plan under ``slowness``; the current one is among those that are known."""
+        self._solved, before = slowness, self._option
+        self._option = None
+        options = [p for p in self._known if not same(p, current)]
+        if not any(same(p, current) for p in self._known):
+            self._known.append(current)
+        priced = self._price(current, slowness)
+        failed = ""
+        try:
+            solved = self.model.best(current, measured, slowness)
+        except AsaError as error:
+            failed = f"no other plan: {error}"
+        else:
+            self.bound = max(0.0, 1 - solved[0].plan.certificate.lower_bound_s / priced)
+            options = [*options, *solved]
+        options = [p for p in options if not same(p, current)]
+        kept = ""
+        if self.policy.keep_batch_norm:
+            allowed = [p for p in options if not self._norms(current, p)]
+            kept = "" if len(allowed) == len(options) else "; plans with other groups for BatchNorm are left out"
+            options = allowed
+        times = [self.model.step_s(p, slowness) * math.exp(self._penalty(p)) for p in options]
+        self._penalties = [(p, log / 2) for p, log in self._penalties]
+        best = min(range(len(options)), key=times.__getitem__, default=None)
+        if best is None or 1 - times[best] / priced < self.policy.min_gain:
+            why = failed or "solved again: this plan stays the best"
+            self._say("keep", f"{why}{kept}")
+            return
+        # Of plans that take as long, the one that has run before.
+        best = next(i for i, s in enumerate(times) if s <= times[best] * (1 + _SAME))
+        target = options[best]
+        cost_s = self._rebuild_s + self.model.move_s(current, target, slowness)
+        self._option = _Option(target=target, ratio=times[best] / priced, cost_s=cost_s)
+        if before is not None and same(before.target, target):
+            self._option.lost_s, self._option.steps = before.lost_s, before.steps
+
+    def _weigh(
+        self, current: Placement, measured: Measurements, slowness: Slowness, steps: int, left: int | None
+    ) -> Change | None:
+        """Whether the other plan pays by now."""
+        option = self._option
+        if option is None:
+            return None
+        step_s, cost_s = typical(measured), option.cost_s
+        gain_s = (1 - option.ratio) * step_s
+        option.lost_s, option.steps = option.lost_s + steps * gain_s, option.steps + steps
+        if left is not None and gain_s * left <= cost_s:
+            self._wait(
+                option, f"{left} steps are left: {seconds(gain_s * left)} to gain for a change of {seconds(cost_s)}"
+            )
+            return None
+        if option.lost_s < cost_s:
+            self._wait(option, f"a change costs {seconds(cost_s)}, {seconds(option.lost_s)} were lost so far")
+            return None
+        if option.steps < 2 * option.asked_at:  # the answer hardly differs from the last one
+            return None
+        horizon = option.steps if left is None else left
+        sure = self._confidence(current, option, slowness, step_s, horizon)
+        if sure < self.policy.confidence:
+            option.asked_at = option.steps
+            self._say("keep", f"another plan pays with a probability of {sure:.2f} only")
+            return None
+        why = "; ".join(dict.fromkeys(self._causes)) or "another plan is faster under the costs as measured"
+        self._option, self._causes = None, []
+        return Change(
+            target=option.target,
+            before=current,
+            kind="switch",
+            why=why,
+            rung=rung(current, option.target),
+            step_s=step_s,
+            promised_s=option.ratio * step_s,
+            cost_s=cost_s,
+            batch_norm=self._norms(current, option.target),
+        )
+
+    def _confidence(
+        self, current: Placement, option: _Option, slowness: Slowness, step_s: float, horizon: int
+    ) -> float:  # fmt: skip
+        """The part of joint draws of the factors in which the change pays over ``horizon`` steps."""
+        policy, seed = self.policy, self._windows
+        noise = random.Random(-seed)
+        drawn = self.model.draws(self.costs, slowness, (current, option.target), policy.draws, seed)
+        base = option.ratio / (self.model.step_s(option.target, slowness) / self._price(current, slowness))
+        won = 0
+        for now, other in drawn:
+            ratio = base * other / now * math.exp(noise.gauss(0, policy.model_error))
+            won += (1 - ratio) * step_s * horizon > option.cost_s
+        return won / len(drawn)
+
+    def _review(self, probation: _Probation, measured: Measurements, steps: int) -> Change | None:
+        """The first steps after a change: did it help?"""
+        change = probation.change
+        probation.steps += steps
+        probation.seconds += steps * typical(measured)
+        now = probation.seconds / probation.steps
+        gain = 1 - now / change.step_s
+        clear = probation.steps >= _CLEAR and abs(gain) >= _BEYOND_DOUBT
+        if probation.steps < self.policy.probation_steps and not clear:
+            return None
+        self._probation = None
+        self.said.append(
+            {"event": "replan", "kind": "outcome", "predicted_gain": change.gain, "measured_gain": gain}
+        )  # fmt: skip
+        if gain >= 0:
+            self._next_quiet = self.policy.cool_down
+            self.reason = f"the new plan saves {100 * gain:.1f} % of a step"
+            return None
+        slower = f"{seconds(now)}/step after the change, {seconds(change.step_s)} before"
+        self._penalties.append((change.target, math.log(now / change.promised_s)))
+        return Change(
+            target=change.before,
+            before=change.target,
+            kind="rollback",
+            why=slower,
+            rung=rung(change.target, change.before),
+            step_s=now,
+            promised_s=change.step_s,
+            cost_s=change.cost_s,
+        )
+
+    def moved(self, change: Change, took_s: float) -> None:
+        """``change`` was made in so many seconds."""
+        state_s = max(0.0, change.cost_s - self._rebuild_s)
+        self._rebuild_s = max(0.0, took_s - state_s)
+        self.costs.residual = type(self.costs.residual)()
+        self._next_s = change.promised_s
+        if change.kind == "rollback":
+            self._rest()
+            self.reason = f"rolled back: {change.why}"
+        else:
+            self._probation = _Probation(change=change)
+            self.reason = change.why
+
+    def failed(self) -> None:
+        """An agreed change could not be made: the plan in force stays."""
+        self._rest()
+        self._probation = None
+
+    def _rest(self) -> None:
+        self._quiet, self._next_quiet = self._next_quiet, 2 * self._next_quiet
+
+    def _penalty(self, placement: Placement) -> float:
+        return max((log for p, log in self._penalties if same(p, placement)), default=0.0)
+
+    def _norms(self, old: Placement, new: Placement) -> str:
+        return norms.changed(old.plan, new.plan, self.model.profile.graph)
+
+    def _say(self, kind: str, why: str) -> None:
+        self.reason = why
+        self.said.append({"event": "replan", "kind": kind, "why": why})
+
+    def _wait(self, option: _Option, why: str) -> None:
+        """Said once; the reason stays up to date."""
+        if not option.asked_at:
+            option.asked_at = 1
+            self._say("wait", why)
+        self.reason = why
+
+
+_SAME = 0.005
+"""Difference of factors below which a plan is not priced anew."""
+_VARIANCE = 0.02**2

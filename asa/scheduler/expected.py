@@ -1,0 +1,49 @@
+"""What the plan in force should take, rank by rank and transfer by transfer, by the files that the run began with."""
+
+from __future__ import annotations
+
+from asa.cost.ranks import Ranks
+from asa.cost.traffic.collectives import Links
+from asa.errors import InvalidInputError
+from asa.interfaces.strategy import Strategies
+from asa.ir.cluster import Cluster
+from asa.ir.measurements import Transfer
+from asa.ir.plan import Plan
+from asa.ir.profile import Profile
+from asa.planner import verify
+
+
+class Expected:
+    """Seconds of a step, of each rank's own computing, and of transfers, under one plan and one set of costs.
+
+    Raises:
+        InvalidInputError: the plan is of another model than the profile.
+    """
+
+    def __init__(self, plan: Plan, profile: Profile, cluster: Cluster, strategies: Strategies) -> None:
+        self.step_s = verify(plan, profile, cluster, strategies).step_time_s
+        ranks = Ranks(plan, profile, cluster, strategies)
+        self.own_s = ranks.compute()
+        # A measured transfer says what links it crossed, not which ranks: the plan knows their stride.
+        self._strides = {(c.level, c.ranks): c.stride for c in ranks.carried() if c.op != "send_recv"}
+        self._cluster = cluster
+        width = max(len(s.ranks) for s in plan.stages)
+        self._links = Links(cluster, width, width if len(plan.stages) == 1 else plan.gpus)
+        self._alone = Links(cluster)
+
+    def transfer_s(self, transfer: Transfer) -> float | None:
+        """Seconds that ``transfer`` should take; None where the cluster's tables cannot tell."""
+        level = transfer.level
+        if not 0 <= level < len(self._cluster.levels) or not transfer.num_bytes > 0:
+            return None
+        border = 1 if level == 0 else self._cluster.levels[level - 1].devices
+        if transfer.op in ("send", "send_recv"):
+            return self._alone.handover(transfer.num_bytes, border, 1)
+        stride = self._strides.get((level, transfer.group_size))
+        links = self._alone if stride is None else self._links
+        if stride is None:  # not of the plan: a test of all ranks, or of those next to each other
+            stride = 1 if transfer.group_size > border else border
+        try:
+            return links.taken(transfer.op, transfer.num_bytes, transfer.group_size, stride)  # type: ignore[arg-type]
+        except InvalidInputError:
+            return None

@@ -1,0 +1,147 @@
+"""What is slow, in one line each: the cause, where, by how much, and the figures that show it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from asa.interfaces.executor import Placement
+from asa.ir.cluster import Cluster
+from asa.ir.codec import noun
+from asa.ir.measurements import Measurements
+from asa.ir.units import binary
+from asa.scheduler.costs import LIKE, Slowness, own_s, typical
+from asa.scheduler.expected import Expected
+
+Cause = Literal["compute", "link", "data", "memory", "everything", "figures"]
+DATA_SHARE = 0.10
+"""Of a step, waiting for input: what is above is worth a line, and so is another such share more."""
+_AWRY = 2.0
+"""Times the step that a part of it may take before it is taken for a clock that jumped."""
+
+
+@noun
+class Finding:
+    """``where``: the process, or the level of links; None for what is everywhere. ``factor``: over what was predicted
+    (of data: the share of a step; of memory: of what was promised)."""
+
+    cause: Cause
+    where: int | None
+    factor: float
+    line: str
+
+
+def awry(measured: Measurements) -> dict[int, str]:
+    """Processes whose figures cannot be, and why; under None's stand-in -1 those of the step itself."""
+    step = measured.step_time
+    if not all(math.isfinite(x) and x > 0 for x in (step.median, step.p10, step.p90)) or step.n < 1:
+        return {-1: f"a step of {step.median:g} s"}
+    most = _AWRY * max(typical(measured), step.p90)
+    found: dict[int, str] = {}
+    for process, rank in enumerate(measured.per_rank):
+        figures = {"computing": rank.own_s, "waiting": rank.waiting_s, "waiting for data": rank.data_wait_s}
+        for what, seconds in figures.items():
+            limit = math.inf if what == "waiting for data" else most
+            if not 0 <= seconds <= limit:  # NaN is none of it
+                found.setdefault(process, f"{seconds:g} s of {what} in a step of {step.median:.3g} s")
+    return found
+
+
+def _times(log: float) -> str:
+    """A factor in words.
+
+    >>> _times(math.log(1.94))
+    '1.94 times as long as predicted'
+    """
+    return "as long as predicted" if abs(log) <= LIKE else f"{math.exp(log):.3g} times as long as predicted"
+
+
+@dataclass
+class Findings:
+    """What was said so far, so that nothing is said twice."""
+
+    cluster: Cluster
+    said: Slowness
+    data: float = 0.0
+    ignored: set[int] = field(default_factory=set)
+    heavy: set[object] = field(default_factory=set)
+
+    def bad_figures(self, bad: dict[int, str]) -> list[Finding]:
+        """Processes whose figures are no longer looked at, or are again."""
+        found = []
+        for p in sorted(set(bad) - self.ignored):
+            who, where = ("the figures of this window", None) if p < 0 else (f"figures of rank {p}", p)
+            found.append(Finding(cause="figures", where=where, factor=0.0, line=f"{who} are ignored: {bad[p]}"))
+        self.ignored = set(bad)
+        return found
+
+    def memory(self, measured: Measurements, placement: Placement) -> list[Finding]:
+        """Ranks that needed more than the plan promised; once for each plan."""
+        promised = measured.predicted_memory_bytes
+        key = placement.plan.conduct
+        peaks = measured.peak_memory_bytes or ()
+        for rank, most in zip(placement.processes, promised, strict=False):
+            used = peaks[rank] if rank < len(peaks) else 0
+            if used > most > 0 and key not in self.heavy:
+                self.heavy.add(key)
+                line = f"rank {rank} needs {binary(used)} where {binary(most)} were promised"
+                return [Finding(cause="memory", where=rank, factor=used / most, line=line)]
+        return []
+
+    def waiting_for_data(self, measured: Measurements) -> list[Finding]:
+        """Waiting for input that no plan can answer."""
+        step = measured.step_time.median + measured.data_wait_s
+        share = measured.data_wait_s / step if step > 0 else 0.0
+        if share < self.data + DATA_SHARE:
+            if share < self.data - DATA_SHARE / 2:
+                self.data = share if share >= DATA_SHARE else 0.0
+            return []
+        self.data = share
+        waits = [r.data_wait_s for r in measured.per_rank]
+        where = None
+        if waits and max(waits) > 2 * sorted(waits)[(len(waits) - 1) // 2]:
+            where = waits.index(max(waits))
+        who = "steps wait" if where is None else f"rank {where} waits"
+        line = f"{who} for data {100 * share:.0f} % of the time: no plan changes that"
+        return [Finding(cause="data", where=where, factor=share, line=line)]
+
+    def slow(
+        self, now: Slowness, measured: Measurements, expected: Expected, processes: Sequence[int], *, apart: bool
+    ) -> list[Finding]:
+        """What changed of the factors since it was last said."""
+        before, found = self.said, []
+        step, should = typical(measured), expected.step_s
+        seen = f"{step:.3g} s a step, {should:.3g} s expected"
+        every = False
+        if abs(now.common - before.common) > LIKE:
+            moved = [abs(a - b) > LIKE for a, b in zip(now.levels, before.levels, strict=True)]
+            every = not apart or (bool(moved) and all(moved))
+            what = "everything takes" if every else "the compute of all ranks takes"
+            line = f"{what} {_times(now.common)} ({seen})"
+            cause: Cause = "everything" if every else "compute"
+            found.append(Finding(cause=cause, where=None, factor=math.exp(now.common), line=line))
+        for process, (log, old) in enumerate(zip(now.ranks, before.ranks, strict=True)):
+            if abs(log - old) > LIKE:
+                line = f"rank {process}'s compute takes {_times(now.common + log)}"
+                if process in processes and measured.per_rank:
+                    rank = measured.per_rank[process]
+                    of = expected.own_s[list(processes).index(process)]
+                    line += f" ({own_s(measured, process):.3g} s of its own a step, {of:.3g} s expected"
+                    if rank.stolen_share is not None and rank.stolen_share >= 0.1:
+                        line += f"; other processes had its core {100 * rank.stolen_share:.0f} % of the time"
+                    line += ")"
+                else:
+                    line += " (probed: it is idle)"
+                found.append(
+                    Finding(cause="compute", where=process, factor=math.exp(now.common + log), line=line)
+                )  # fmt: skip
+        if apart and not every:
+            for i, (log, old) in enumerate(zip(now.levels, before.levels, strict=True)):
+                if abs(log - old) > LIKE:
+                    line = f"the links of level {self.cluster.levels[i].name} take {_times(log)}"
+                    found.append(Finding(cause="link", where=i, factor=math.exp(log), line=f"{line} ({seen})"))
+        if found:
+            self.said = now
+        return found

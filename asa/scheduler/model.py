@@ -1,0 +1,196 @@
+"""The cost model as measurements have corrected it: what plans take on it, and the best one there.
+
+Speeds go into the cluster's devices, slow links into the tables of their level, what is common to all compute into the
+profile, and what is left of the step into both. Corrections are always made to the original files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from asa.cost.machine.slower import slower_profile
+from asa.cost.planned import price_plan
+from asa.cost.traffic.collectives import Links
+from asa.errors import InfeasibleError
+from asa.interfaces.executor import Placement
+from asa.interfaces.strategy import OPTIMIZER_WORDS, Strategies
+from asa.ir import codec
+from asa.ir.cluster import MOST_SLOWDOWN, Cluster, RankDevice
+from asa.ir.measurements import Measurements
+from asa.ir.plan import Plan
+from asa.ir.profile import Profile
+from asa.scheduler.costs import Costs, Slowness
+from asa.scheduler.expected import Expected
+
+Solve = Callable[[Plan, Measurements, Profile, Cluster, int], Plan]
+"""The best plan for at most so many ranks on a corrected profile and cluster, to follow a plan under which something
+was measured. Raises :class:`asa.errors.InfeasibleError` where none fits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """The files that the run's plan was made from, the strategies there are, and how to solve again (see
+    :data:`Solve`)."""
+
+    profile: Profile
+    cluster: Cluster
+    strategies: Strategies
+    solve: Solve
+
+    def expected(self, plan: Plan, processes: Sequence[int]) -> Expected:
+        """What ``plan`` on ``processes`` should take by the original files."""
+        cluster = self._devices(self.cluster, Slowness(common=0.0, ranks=(), levels=()), processes)
+        return Expected(plan, self.profile, cluster, self.strategies)
+
+    def corrected(self, slowness: Slowness, order: Sequence[int]) -> tuple[Profile, Cluster]:
+        """Profile and cluster under ``slowness``, in which process ``order[i]`` is device ``i``; devices of no process
+        follow as they are."""
+        whole = slowness.common + slowness.residual
+        profile = slower_profile(self.profile, math.exp(whole)) if whole else self.profile
+        return profile, self._devices(self._links(slowness), slowness, order)
+
+    def _links(self, slowness: Slowness) -> Cluster:
+        levels = []
+        for level, log in zip(self.cluster.levels, slowness.levels, strict=True):
+            factor = math.exp(log + slowness.residual)
+            tables = tuple(replace(t, points=tuple((b, factor * s) for b, s in t.points)) for t in level.tables)
+            levels.append(replace(level, tables=tables) if factor != 1 else level)
+        return replace(self.cluster, levels=tuple(levels))
+
+    def _devices(self, cluster: Cluster, slowness: Slowness, order: Sequence[int]) -> Cluster:
+        named = tuple(order) == tuple(range(len(order)))
+        if not any(slowness.ranks) and (named or cluster.devices is None):
+            return cluster
+        every = [*order, *(r for r in range(cluster.num_devices) if r not in set(order))]
+        devices = []
+        for process in every:
+            own = cluster.devices[process] if cluster.devices else RankDevice(name=cluster.device.name, speed=1.0)
+            slower = math.exp(slowness.ranks[process]) if process < len(slowness.ranks) else 1.0
+            name = own.name if slower == 1 else f"{own.name} (rank {process}, slow)"
+            devices.append(replace(own, name=name, speed=own.speed / min(slower, MOST_SLOWDOWN)))
+        return replace(cluster, devices=tuple(devices))
+
+    def order(self, slowness: Slowness, current: Sequence[int]) -> tuple[int, ...]:
+        """Processes as plans number them: the fastest first, without tearing apart what an inner level joins; of equals
+        those in front that work already, each in its place."""
+        place = {p: i for i, p in enumerate([*current, *(p for p in range(len(slowness.ranks)) if p not in current)])}
+
+        def slow(process: int) -> float:
+            own = self.cluster.devices[process].speed if self.cluster.devices else 1.0
+            return round(slowness.ranks[process] - math.log(own), 9)
+
+        def ordered(members: list[int], level: int) -> list[int]:
+            if level < 0:
+                return sorted(members, key=lambda p: (slow(p), place[p]))
+            size = self.cluster.levels[level].devices
+            blocks: dict[int, list[int]] = {}
+            for p in members:
+                blocks.setdefault(p // size, []).append(p)
+            inner = [ordered(b, level - 1) for b in blocks.values()]
+            # Blocks that are not whole come last: a plan counts on whole ones in front.
+            inner.sort(key=lambda b: (-len(b), max(map(slow, b)), min(place[p] for p in b)))
+            return [p for b in inner for p in b]
+
+        return tuple(ordered(list(range(len(slowness.ranks))), len(self.cluster.levels) - 2))
+
+    def step_s(self, placement: Placement, slowness: Slowness) -> float:
+        """Seconds of a step of a placed plan under ``slowness``."""
+        profile, cluster = self.corrected(slowness, _filled(placement.processes, len(slowness.ranks)))
+        return price_plan(placement.plan, profile, cluster, self.strategies).cost.total_s
+
+    def best(self, placement: Placement, measured: Measurements, slowness: Slowness) -> list[Placement]:
+        """The best plan under ``slowness`` for the same processes, and which of them run it; where some are slow, also
+        the best one without those, which is found surely: devices are alike then, and a search is short.
+
+        Raises:
+            InfeasibleError: nothing fits.
+        """
+        plain = replace(slowness, residual=0.0)
+        order = self.order(plain, placement.processes)
+        found = [self._solved(placement, measured, plain, order)]
+        fast = tuple(p for p in order if plain.ranks[p] == 0)
+        if 0 < len(fast) < len(order) and fast == order[: len(fast)]:
+            with contextlib.suppress(InfeasibleError):
+                found.append(self._solved(placement, measured, plain, fast))
+        return found
+
+    def _solved(
+        self, placement: Placement, measured: Measurements, plain: Slowness, order: tuple[int, ...]
+    ) -> Placement:
+        profile, cluster = self.corrected(plain, order)
+        peaks = measured.peak_memory_bytes
+        if peaks is not None and len(peaks) > max(placement.processes):
+            measured = replace(measured, peak_memory_bytes=tuple(peaks[p] for p in placement.processes))
+        found = self.solve(placement.plan, measured, profile, cluster, len(order))
+        found = replace(
+            found,
+            gpus=len(plain.ranks),
+            profile_fingerprint=placement.plan.profile_fingerprint,
+            cluster=self.cluster.name,
+            cluster_fingerprint=codec.fingerprint(self.cluster),
+        )
+        return Placement(plan=found, processes=order[: found.num_ranks])
+
+    def draws(
+        self, costs: Costs, slowness: Slowness, placements: Sequence[Placement], count: int, seed: int
+    ) -> list[tuple[float, ...]]:
+        """Seconds of a step of each placement under ``count`` joint draws of the factors: the same for all of them."""
+        generator = random.Random(seed)
+        ranks, levels = costs.deviations()
+        kinds = sorted(set(slowness.ranks))
+        members = {k: [p for p, r in enumerate(slowness.ranks) if r == k] for k in kinds}
+        found = []
+        for _ in range(count):
+            moved = {
+                k: k + generator.gauss(0, max(ranks[p] for p in members[k]) / len(members[k]) ** 0.5) for k in kinds
+            }
+            drawn = replace(
+                slowness,
+                ranks=tuple(moved[r] for r in slowness.ranks),
+                levels=tuple(f + generator.gauss(0, d) for f, d in zip(slowness.levels, levels, strict=True)),
+            )
+            found.append(tuple(self.step_s(p, drawn) for p in placements))
+        return found
+
+    def move_s(self, old: Placement, new: Placement, slowness: Slowness) -> float:
+        """Seconds to bring the state of ``old`` to where ``new`` wants it: all of it over the links as they are now;
+        nothing where only the batch is split otherwise."""
+        if rung(old, new) == "split":
+            return 0.0
+        everyone = sorted({*old.processes, *new.processes})
+        words = 1 + OPTIMIZER_WORDS[old.plan.optimizer]
+        size = sum(c.parameter_bytes * words + c.buffer_bytes for c in self.profile.graph.components)
+        if len(everyone) < 2:
+            return 0.0
+        links = Links(self._links(replace(slowness, residual=0.0)))
+        return links.taken("all_gather", float(size), len(everyone), 1)
+
+
+def rung(old: Placement, new: Placement) -> str:
+    """The kind of a change: ``none``, another ``split`` of the batch or ``layout``, ``fewer`` or ``more`` ranks."""
+    if set(new.processes) < set(old.processes):
+        return "fewer"
+    if set(new.processes) > set(old.processes):
+        return "more"
+    if same(old, new):
+        return "none"
+    even = [replace(p.plan, stages=tuple(replace(s, weights=None) for s in p.plan.stages)) for p in (old, new)]
+    alike = len({p.conduct for p in even}) == 1 and old.processes == new.processes
+    replicas = all(c.data.strategy == "replicate" and c.tensor.degree == 1 for c in new.plan.components)
+    return "split" if alike and replicas and len(new.plan.stages) == 1 else "layout"
+
+
+def same(one: Placement, other: Placement) -> bool:
+    """Whether the same is run by the same processes, whatever is predicted of it."""
+    if one is other:
+        return True
+    return one.plan.conduct == other.plan.conduct and one.processes == other.processes
+
+
+def _filled(processes: Sequence[int], count: int) -> tuple[int, ...]:
+    """``processes``, and then those of ``count`` that are not named."""
+    return (*processes, *(p for p in range(count) if p not in set(processes)))

@@ -1,0 +1,25 @@
+"""Over how many rows BatchNorm averages under a plan: another number is another network to train."""
+
+from __future__ import annotations
+
+from asa.ir.graph import LayerGraph
+from asa.ir.plan import Plan
+
+
+def norm_groups(plan: Plan, graph: LayerGraph) -> tuple[int, ...]:
+    """The sizes of the groups, in samples of one microbatch, largest first; empty without BatchNorm."""
+    microbatch = -(-plan.global_batch // plan.num_microbatches)
+    found: set[int] = set()
+    for layout, component in zip(plan.layouts(), graph.components, strict=True):
+        if component.batch_norm:
+            found.update(layout.sizes(microbatch))
+    return tuple(sorted(found, reverse=True))
+
+
+def changed(old: Plan, new: Plan, graph: LayerGraph) -> str:
+    """What changes for BatchNorm from one plan to another, in words; empty where nothing does."""
+    before, after = norm_groups(old, graph), norm_groups(new, graph)
+    if before == after:
+        return ""
+    told = [" and ".join(map(str, x)) for x in (after, before)]
+    return f"BatchNorm averages over {told[0]} samples from here on, not {told[1]}"

@@ -1,0 +1,53 @@
+"""When to act on what was measured."""
+
+from __future__ import annotations
+
+from asa.ir.codec import noun
+from asa.ir.measurements import Measurements
+
+
+@noun
+class Policy:
+    """``min_gain``: relative gain below which a change is not worth its risk. ``confidence``: the least probability
+    that a change pays. ``draws``: joint draws of the factors that it is estimated from; ``model_error``: standard
+    deviation of the ratio of two predictions on top of theirs. ``rebuild_s``: what a change takes beside moving state,
+    before one was ever timed. ``probation_steps``: steps after which a change is judged at the latest. ``cool_down``:
+    steps without another change after one was taken back; doubles each time. ``probe_every``: looks between two probes
+    of idle processes. ``keep_batch_norm``: offer no plan under which BatchNorm averages over groups of other sizes.
+    """
+
+    min_gain: float = 0.03
+    confidence: float = 0.9
+    draws: int = 20
+    model_error: float = 0.01
+    rebuild_s: float = 1.0
+    probation_steps: int = 20
+    cool_down: int = 200
+    probe_every: int = 4
+    keep_batch_norm: bool = False
+
+
+def describe(measured: Measurements, predicted_s: float | None = None) -> str:
+    """Predicted against measured, in words; the error is predicted over measured, less one, as everywhere.
+
+    ``predicted_s``: under costs corrected by what was measured before; the plan's own prediction where None.
+
+    >>> describe(measurements)  # doctest: +SKIP
+    'predicted 0.742 s/step, measured 0.751 s (-1.2 %)'
+    """
+    predicted = measured.predicted_step_time_s if predicted_s is None else predicted_s
+    actual = measured.step_time.median
+    if predicted <= 0 or actual <= 0:
+        return f"measured {seconds(actual)}/step, without a prediction"
+    error = 100 * (predicted / actual - 1)
+    return f"predicted {seconds(predicted)}/step, measured {seconds(actual)} ({error:+.1f} %)"
+
+
+def seconds(value: float) -> str:
+    """Three significant digits, without an exponent.
+
+    >>> [seconds(v) for v in (0.7421, 12.34, 0.00012)]
+    ['0.742 s', '12.3 s', '0.00012 s']
+    """
+    text = f"{value:.3g}"
+    return f"{float(text):.10f}".rstrip("0").rstrip(".") + " s" if "e" in text else f"{text} s"

@@ -1,0 +1,193 @@
+"""An executor that only pretends: a step takes what the cost model says of a machine that changes as it is told to.
+
+The machine is a profile and a cluster, which may be others from step to step than the files a plan was made from, with
+slower devices or links. Whoever drives it sees what a real executor would report, exactly or with noise.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from asa.cost.planned import price_plan
+from asa.cost.ranks import Ranks
+from asa.cost.traffic.collectives import Links
+from asa.interfaces.executor import EpochOutcome, Executor, Look, Placement, Probe
+from asa.interfaces.strategy import Strategies
+from asa.ir.cluster import Cluster
+from asa.ir.codec import fingerprint
+from asa.ir.measurements import Measurements, RankTiming, Transfer
+from asa.ir.plan import Plan
+from asa.ir.profile import Profile, Stat
+
+Machine = Callable[[int], tuple[Profile, Cluster]]
+"""From steps since the start of the run to what is true then; devices of the cluster by process."""
+
+_PROBE_BYTES = 2.0**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noise:
+    """Standard deviations of logarithms: of a ``step``, the same for all ranks, and of a rank's or link's own figure in
+    a window, ``own``. ``tails``: the part of steps that take ``tail`` times as long."""
+
+    step: float = 0.0
+    own: float = 0.0
+    tails: float = 0.0
+    tail: float = 1.0
+
+
+class World(Executor):
+    """Trains nothing, under one plan at a time.
+
+    ``window``: steps between two looks, 0 for none in an epoch; ``move_s``: what a change of plan takes.
+    ``spent_s`` adds up all steps and changes; ``moves`` says which changes were made."""
+
+    def __init__(
+        self, plan: Plan, machine: Machine, strategies: Strategies, *, processes: int, steps: int, window: int = 0,
+        move_s: float = 2.0, observed: bool = True, noise: Noise | None = None, seed: int = 0,
+    ) -> None:  # fmt: skip
+        self._placement = Placement(plan=plan, processes=tuple(range(plan.num_ranks)))
+        self._machine, self._strategies = machine, strategies
+        self._count, self._steps, self._window = processes, steps, window
+        self._move_s, self._observed = move_s, observed
+        self._noise, self._random = noise or Noise(), random.Random(seed)
+        self._known: dict[object, tuple[float, tuple[float, ...], tuple[Transfer, ...]]] = {}
+        self.step = 0
+        self.spent_s = 0.0
+        self.moves: list[tuple[int, Placement, Placement]] = []
+        self.steps_s: list[float] = []
+        """Seconds of every step."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force."""
+        return self._placement.plan
+
+    @property
+    def processes(self) -> tuple[int, ...]:
+        """The process that runs each rank of the plan."""
+        return self._placement.processes
+
+    @property
+    def num_processes(self) -> int:
+        """Processes of the run, idle ones included."""
+        return self._count
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of a whole epoch."""
+        return self._steps
+
+    def true_step_s(self, placement: Placement, step: int) -> float:
+        """What a step of a placed plan really takes."""
+        return self._truth(placement, step)[0]
+
+    def _truth(self, placement: Placement, step: int) -> tuple[float, tuple[float, ...], tuple[Transfer, ...]]:
+        """Seconds of a step, of every rank's computing, and what its transfers take."""
+        profile, cluster = self._machine(step)
+        key = (placement.plan.conduct, placement.processes, id(profile), id(cluster))
+        if key not in self._known:
+            if cluster.devices is not None:
+                named = set(placement.processes)
+                order = (*placement.processes, *(r for r in range(cluster.num_devices) if r not in named))
+                cluster = replace(cluster, devices=tuple(cluster.devices[p] for p in order))
+            ranks = Ranks(placement.plan, profile, cluster, self._strategies)
+            sent = tuple(
+                Transfer(
+                    op="send" if c.op == "send_recv" else c.op, level=c.level, group_size=c.ranks, num_bytes=c.bytes,
+                    seconds=c.seconds, n=1,
+                )
+                for c in ranks.carried()
+            )  # fmt: skip
+            step_s = price_plan(placement.plan, profile, cluster, self._strategies).cost.total_s
+            self._known[key] = step_s, ranks.compute(), sent
+        return self._known[key]
+
+    def run_epoch(self, epoch: int, look: Look | None = None) -> EpochOutcome:
+        """The steps of an epoch; looked at every ``window`` of them."""
+        began, pending, windows = self.spent_s, 0, []
+        for i in range(self._steps):
+            took = self._truth(self._placement, self.step)[0] * self._tail()
+            took *= math.exp(self._random.gauss(0, self._noise.step)) if self._noise.step else 1.0
+            self.steps_s.append(took)
+            self.spent_s += took
+            self.step, pending = self.step + 1, pending + 1
+            if self._window and look is not None and (pending == self._window or i + 1 == self._steps):
+                windows.append(self._measured(pending))
+                pending = 0
+                look(windows[-1], self.step)
+        return EpochOutcome(
+            step=self.step, seconds=self.spent_s - began, train_loss=1.0, validation_loss=1.0, validation_accuracy=0.5,
+            learning_rate=0.1, measurements=windows[-1] if windows else self._measured(pending),
+        )  # fmt: skip
+
+    def _tail(self) -> float:
+        return self._noise.tail if self._noise.tails and self._random.random() < self._noise.tails else 1.0
+
+    def _off(self) -> float:
+        return math.exp(self._random.gauss(0, self._noise.own)) if self._noise.own else 1.0
+
+    def _measured(self, steps: int) -> Measurements:
+        """What the last steps took, as at their end."""
+        times = self.steps_s[-steps:]
+        step_s, own, sent = self._truth(self._placement, self.step - 1)
+        stat, mean = Stat.of(times), sum(times) / len(times)
+        place = {p: i for i, p in enumerate(self.processes)}
+        per_rank = []
+        for p in range(self._count):
+            mine = own[place[p]] * stat.median / step_s * self._off() if p in place else 0.0
+            per_rank.append(
+                RankTiming(
+                    own_s=mine, waiting_s=max(0.0, step_s - mine) if p in place else 0.0, data_wait_s=0.0,
+                    mean_own_s=mine * mean / stat.median,
+                )
+            )  # fmt: skip
+        return Measurements(
+            plan_fingerprint=fingerprint(self.plan),
+            strategy=self.plan.strategy,
+            num_ranks=self.plan.num_ranks,
+            global_batch=self.plan.global_batch,
+            step_time=stat,
+            predicted_step_time_s=self.plan.prediction.step_time_s,
+            communication_s=None,
+            data_wait_s=0.0,
+            peak_memory_bytes=None,
+            predicted_memory_bytes=self.plan.prediction.memory_bytes_per_rank,
+            per_rank=tuple(per_rank) if self._observed else (),
+            links=tuple(replace(t, seconds=t.seconds * self._off(), n=steps) for t in sent) if self._observed else (),
+            mean_step_s=mean,
+        )
+
+    def save(self, epoch: int) -> None:
+        """Nothing to keep."""
+
+    def migrate(self, plan: Plan, processes: tuple[int, ...] | None = None) -> None:
+        """Another plan from the next step on."""
+        target = Placement(plan=plan, processes=processes or tuple(range(plan.num_ranks)))
+        self.moves.append((self.step, self._placement, target))
+        self._placement, self.spent_s = target, self.spent_s + self._move_s
+
+    def agree(self, target: Placement | None) -> Placement | None:
+        """There is nobody else."""
+        return target
+
+    def probe(self) -> Probe:
+        """Of every process by the speed of its device, and of every level of links."""
+        if not self._observed:
+            return Probe()
+        profile, cluster = self._machine(self.step)
+        links, sent = Links(cluster), []
+        # A profile on which all takes longer is what a slower machine is here.
+        base = sum(t.forward.median for t in profile.timings)
+        for i, level in enumerate(cluster.levels):
+            size = min(level.devices, self._count)
+            if size > (cluster.levels[i - 1].devices if i else 1):
+                seconds = links.taken("all_reduce", _PROBE_BYTES, size, 1) * self._off()
+                sent.append(
+                    Transfer(op="all_reduce", level=i, group_size=size, num_bytes=_PROBE_BYTES, seconds=seconds, n=5)
+                )
+        compute = tuple(base / cluster.speed(p) * self._off() for p in range(self._count))
+        return Probe(compute_s=compute, links=tuple(sent))
