@@ -18,7 +18,10 @@ from asa.sharding.modules import shards_of
 from asa.sharding.propagate import SplitPlan
 from asa.sharding.tensor import detached_copy, example_input, plan_split, sequence_plans, split
 from asa.tracing import TracedModel
+from asa.tracing.alike import signature
 from asa.tracing.component import TracedComponent
+from asa.tracing.facts import MORE_FLOPS
+from asa.tracing.fused import fused_attention
 
 _NOTES = 3
 """Most notes of a trace: a model of many layers may have one for each."""
@@ -89,8 +92,9 @@ def _saved(component: TracedComponent, samples: int, tokens: int | None) -> tupl
         if storage._cdata not in own:
             saved[storage._cdata] = storage.nbytes()
 
-    with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(keep, _never):
-        component(x)
+    with FlopCounterMode(display=False, custom_mapping=MORE_FLOPS) as counter, fused_attention():
+        with torch.autograd.graph.saved_tensors_hooks(keep, _never):
+            component(x)
     return float(counter.get_total_flops()), float(sum(saved.values()))
 
 
@@ -166,9 +170,14 @@ def tensor_split(
 def layer_graph(traced: TracedModel, *, model: str, input_shape: tuple[int, ...], num_classes: int) -> LayerGraph:
     """The graph of ``traced``, every component with its split."""
     components: list[Component] = []
+    known: dict[tuple[str, float, bool], tuple[TensorSplit | None, str, str]] = {}
     for traced_component, facts in zip(traced.components, traced.facts, strict=True):
-        kept = facts.saved_bytes_per_sample
-        found, why = tensor_split(traced_component, first=not components, kept_bytes=kept)
+        kept, first = facts.saved_bytes_per_sample, not components
+        key = signature(traced_component), kept, first
+        if key not in known:
+            known[key] = (*tensor_split(traced_component, first=first, kept_bytes=kept), facts.name)
+        found, why, of = known[key]
+        why = why.replace(of, facts.name)
         weights = {f.name: getattr(facts, f.name) for f in fields(facts)}
         tied = True if traced_component.ties else None
         components.append(Component(**weights, split=found, why_whole=why, tied=tied))

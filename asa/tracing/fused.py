@@ -1,0 +1,57 @@
+"""Attention on tensors without values, weighed as the fused kernels that run it everywhere else.
+
+On the meta device torch takes ``scaled_dot_product_attention`` apart into products and a softmax, which keep the scores
+of all pairs of positions for backward. No device does so where a fused kernel can: inside :func:`fused_attention` the
+kernel of the CPU stands for all of them. What it cannot do (dropout, a mask that is trained) is taken apart as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_stock = F.scaled_dot_product_attention
+
+
+@contextmanager
+def fused_attention() -> Iterator[None]:
+    """A context in which attention on meta tensors is one call that keeps its inputs and its output.
+
+    Graphs call torch's function itself, torch's own layers look it up by its name: both are met.
+    """
+    with patch.object(F, "scaled_dot_product_attention", _attention), _Calls():
+        yield
+
+
+class _Calls(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (_attention if func is _stock else func)(*args, **kwargs or {})
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    alike = query.dim() == key.dim() == value.dim() == 4 and query.shape[-1] == value.shape[-1]
+    trained = attn_mask is not None and (attn_mask.requires_grad or attn_mask.dim() not in (2, 4))
+    if not query.is_meta or dropout_p or not alike or trained:
+        return _stock(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
+    found: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
+    )[0]
+    return found
