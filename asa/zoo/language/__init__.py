@@ -5,7 +5,7 @@ from __future__ import annotations
 from asa.zoo.language.attention import CausalAttention
 from asa.zoo.language.gpt2 import GPT2
 from asa.zoo.language.llama import Llama
-from asa.zoo.language.shapes import SHAPES, GPT2Shape, LlamaShape, shape_of
+from asa.zoo.sizes import SHAPES, GPT2Shape, LlamaShape, shape_of
 
 __all__ = ["GPT2", "SHAPES", "CausalAttention", "GPT2Shape", "Llama", "LlamaShape", "language_model", "shape_of"]
 

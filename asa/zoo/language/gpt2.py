@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from asa.zoo.language.attention import CausalAttention
-from asa.zoo.language.shapes import GPT2Shape
+from asa.zoo.sizes import GPT2Shape
 
 _STD = 0.02
 

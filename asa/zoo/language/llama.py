@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from asa.zoo.language.attention import CausalAttention
-from asa.zoo.language.shapes import LlamaShape
+from asa.zoo.sizes import LlamaShape
 
 _STD = 0.02
 _EPSILON = 1e-5
