@@ -65,7 +65,9 @@ def _traced(model: str, args: Arguments) -> tuple[LayerGraph, str, bool]:
 
     shape, classes = default_input(model, input_shape(args), args.classes)
     make = partial(build, model, num_classes=classes, input_shape=shape)
-    found = structure_of(partial(on_meta, make), make, example(shape), name=model, num_classes=classes)
+    found = structure_of(
+        partial(on_meta, make), make, example(shape), name=model, num_classes=classes, precision=args.precision
+    )
     return found.graph, found.fingerprint, found.trains_on_one
 
 
@@ -86,7 +88,7 @@ def _key(model: str, args: Arguments) -> str:
     origin, colon, name = model.partition(":")
     if colon and model not in SHAPES and (origin not in PACKAGES or "/" in name or Path(name).exists()):
         return ""
-    seen = hashlib.sha256(repr((model, input_shape(args), args.classes, "on one sample")).encode())
+    seen = hashlib.sha256(repr((model, input_shape(args), args.classes, args.precision)).encode())
     for package in ("torch", PACKAGES.get(origin, "torchvision")):
         seen.update(_version(package).encode() + b"\0")
     for room in _ROOMS:

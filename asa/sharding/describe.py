@@ -167,6 +167,16 @@ def tensor_split(
     )
 
 
+def _loss_bytes(traced: TracedModel, input_shape: tuple[int, ...], num_classes: int) -> float:
+    """What the cross-entropy of tokens keeps per sample: a log-probability of every word at every position, in fp32.
+    Of a class per image it is nothing beside the network."""
+    if len(input_shape) != 1 or traced.components[0].input_dtype.is_floating_point:
+        return 0.0
+    words = input_shape[0] * num_classes
+    halves = traced.facts[-1].output_bytes_per_sample / 2
+    return 4.0 * words if halves >= words else 0.0
+
+
 def layer_graph(traced: TracedModel, *, model: str, input_shape: tuple[int, ...], num_classes: int) -> LayerGraph:
     """The graph of ``traced``, every component with its split."""
     components: list[Component] = []
@@ -180,6 +190,8 @@ def layer_graph(traced: TracedModel, *, model: str, input_shape: tuple[int, ...]
         why = why.replace(of, facts.name)
         weights = {f.name: getattr(facts, f.name) for f in fields(facts)}
         tied = True if traced_component.ties else None
+        if traced_component is traced.components[-1]:
+            weights["saved_bytes_per_sample"] += _loss_bytes(traced, input_shape, num_classes)
         components.append(Component(**weights, split=found, why_whole=why, tied=tied))
     return LayerGraph(
         model=model,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,11 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from asa.ir.graph import LayerGraph
+from asa.ir.profile import Precision
 from asa.sharding.describe import layer_graph
 from asa.sharding.generators import drawing, told
 from asa.sharding.randomness import make_reproducible
 from asa.sharding.samples import SampleContext
 from asa.tracing import TracedModel, histories, trace
+from asa.tracing.autocast import LOWER, AutocastOnMeta
 
 
 @dataclass(frozen=True)
@@ -33,16 +36,33 @@ class Structure:
 
 
 def structure_of(
-    bare: Callable[[], nn.Module], made: Callable[[], nn.Module], example: Tensor, *, name: str, num_classes: int
+    bare: Callable[[], nn.Module],
+    made: Callable[[], nn.Module],
+    example: Tensor,
+    *,
+    name: str,
+    num_classes: int,
+    precision: Precision = "fp32",
 ) -> Structure:
     """The structure of a model that reads batches like ``example`` [N, ...] (its values are not read).
 
     ``bare`` gives the model on the meta device. ``made`` gives it with its weights, and is asked where that does not do:
     where ``forward`` asks for values, or where torch runs a layer otherwise on meta than on any device (LSTM, GRU).
 
+    ``precision``: of activations, as autocast makes them; those of a model that is not seen on meta stay fp32, which is
+    more.
+
     Raises:
         InvalidInputError: the model does not run on ``example``.
     """
+    lower = LOWER.get(precision)
+    with nullcontext() if lower is None else AutocastOnMeta(lower):
+        return _structure(bare, made, example, name, num_classes)
+
+
+def _structure(
+    bare: Callable[[], nn.Module], made: Callable[[], nn.Module], example: Tensor, name: str, num_classes: int
+) -> Structure:
     found = _on_meta(bare, example, name)
     if found is None:
         model = made()

@@ -12,7 +12,6 @@ from torch.nn.functional import interpolate
 from asa.errors import UsageError
 from asa.zoo.inputs import Shape, of_tokens
 
-
 LUMA = (0.299, 0.587, 0.114)
 """Grey out of red, green, blue: ITU-R BT.601."""
 

@@ -30,6 +30,11 @@ class CausalAttention(nn.Module):
             self.register_buffer("cosines", angles.cos(), persistent=False)
             self.register_buffer("sines", angles.sin(), persistent=False)
 
+    @property
+    def independent_groups(self) -> int:
+        """Groups of heads that share keys and values: ranks may each have some of them."""
+        return self.kv_heads
+
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """[N, T, width of ``query``]."""
         query, key, value = (x.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for x in (query, key, value))
