@@ -37,9 +37,13 @@ def _cudnn_rnn_flops(x: Any, weights: Any, *_: Any, **__: Any) -> int:
     return 2 * math.prod(x[:-1]) * sum(math.prod(w) for w in weights if len(w) == 2)
 
 
-def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    """Fused attention of the CPU, [batch, heads, sequence, features] each; torch counts it from 2.15 on."""
-    return 2 * math.prod(query[:-1]) * key[-2] * (key[-1] + value[-1])
+def _attention_flops(
+    query: Any, key: Any, value: Any, dropout_p: float = 0.0, is_causal: bool = False, *_: Any, **__: Any
+) -> int:
+    """Fused attention, [batch, heads, sequence, features] each. Where no position attends to later ones, kernels leave
+    out half of the products."""
+    del dropout_p
+    return 2 * math.prod(query[:-1]) * key[-2] * (key[-1] + value[-1]) // (2 if is_causal else 1)
 
 
 MORE_FLOPS: dict[Any, Any] = {
