@@ -68,8 +68,8 @@ def profile(args: Arguments, console: Console, model: str | None, cluster: Clust
         named = codec.load(Profile, Path(model))
         if not fits(named, args, None):
             raise UsageError(
-                f"{model} is a profile {described(named)}; leave out --input, --tokens, --classes and --precision, or profile "
-                f"{named.model_spec} with them"
+                f"{model} is a profile {described(named)}; leave out --input, --tokens, --classes and --precision, or "
+                f"profile {named.model_spec} with them"
             )
         return _for_cluster(named, cluster, f"profile {model}")
     every = places.profiles(console)
@@ -82,8 +82,8 @@ def profile(args: Arguments, console: Console, model: str | None, cluster: Clust
         return _for_cluster(p, cluster, f"profile {places.shown(path)}")
     if model is None and every:
         raise InvalidInputError(
-            f"none of {len(every)} profiles is of the --input, --tokens, --classes and --precision asked for, the newest is "
-            f"{described(every[0][1])}; name a model to profile it so"
+            f"none of {len(every)} profiles is of the --input, --tokens, --classes and --precision asked for, the "
+            f"newest is {described(every[0][1])}; name a model to profile it so"
         )
     if model is None:
         raise InvalidInputError(

@@ -1,4 +1,4 @@
-"""Cross-entropy on whatever a model returns: logits of a sample, of each of its pixels or tokens, and auxiliary heads."""
+"""Cross-entropy on whatever a model returns: logits of samples, pixels or tokens, and auxiliary heads."""
 
 from __future__ import annotations
 

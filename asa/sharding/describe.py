@@ -92,9 +92,9 @@ def _saved(component: TracedComponent, samples: int, tokens: int | None) -> tupl
         if storage._cdata not in own:
             saved[storage._cdata] = storage.nbytes()
 
-    with FlopCounterMode(display=False, custom_mapping=MORE_FLOPS) as counter, fused_attention():
-        with torch.autograd.graph.saved_tensors_hooks(keep, _never):
-            component(x)
+    counter = FlopCounterMode(display=False, custom_mapping=MORE_FLOPS)
+    with counter, fused_attention(), torch.autograd.graph.saved_tensors_hooks(keep, _never):
+        component(x)
     return float(counter.get_total_flops()), float(sum(saved.values()))
 
 

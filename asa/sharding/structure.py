@@ -46,8 +46,8 @@ def structure_of(
 ) -> Structure:
     """The structure of a model that reads batches like ``example`` [N, ...] (its values are not read).
 
-    ``bare`` gives the model on the meta device. ``made`` gives it with its weights, and is asked where that does not do:
-    where ``forward`` asks for values, or where torch runs a layer otherwise on meta than on any device (LSTM, GRU).
+    ``bare`` gives the model on the meta device. ``made`` gives it with its weights, and is asked where that does not
+    do: where ``forward`` asks for values, or where torch runs a layer otherwise on meta than on any device (LSTM, GRU).
 
     ``precision``: of activations, as autocast makes them; those of a model that is not seen on meta stay fp32, which is
     more.

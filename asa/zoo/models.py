@@ -54,9 +54,9 @@ def names() -> list[str]:
 
 
 def default_input(spec: str, shape: Shape | None = None, classes: int | None = None) -> tuple[Shape, int]:
-    """Input shape, (C, H, W) or (T,), and number of classes a model gets where ``shape`` or ``classes`` are not said: those of
-    CIFAR-100, larger where the model cannot take 32 pixels; a language model's published vocabulary and a usual number
-    of tokens. A ``package.module:factory`` that takes no
+    """Input shape, (C, H, W) or (T,), and number of classes a model gets where ``shape`` or ``classes`` are not said:
+    those of CIFAR-100, larger where the model cannot take 32 pixels; a language model's published vocabulary and
+    a usual number of tokens. A ``package.module:factory`` that takes no
     ``num_classes`` has as many as its model tells apart.
 
     Raises:
@@ -189,7 +189,7 @@ def build(spec: str, *, num_classes: int, input_shape: Shape, seed: int = 0, tri
         raise UsageError(f"a model for {num_classes} classes was asked for; at least 1 is needed")
     if len(input_shape) not in (1, 3) or min(input_shape) < 1:
         raise UsageError(
-            f"input shape {tuple(input_shape)} is neither channels, height, width nor a number of tokens, each at least 1"
+            f"input shape {tuple(input_shape)} is neither channels, height, width nor a number of tokens, from 1"
         )
     with _seeded(seed):
         model = _build(spec, num_classes, input_shape, tried=tried)

@@ -14,7 +14,7 @@ _BYTES = 256
 class GPT2Shape:
     """Radford et al. 2019: ``heads`` of width ``width / heads``, a feed-forward of four times ``width``.
 
-    ``tokens`` is the sequence length a model gets where none is asked for, and the most positions it was published with.
+    ``tokens`` is the sequence length a model gets where none is asked for, and the most positions as published.
     """
 
     layers: int
@@ -27,7 +27,7 @@ class GPT2Shape:
 @dataclass(frozen=True, kw_only=True)
 class LlamaShape:
     """Grattafiori et al. 2024 (Llama 3): ``kv_heads`` keys and values for ``heads`` queries, a gated feed-forward of
-    ``hidden``; ``tied``: the output weights are the embedding's. ``tokens``: the sequence length where none is asked for.
+    ``hidden``; ``tied``: the output weights are the embedding's. ``tokens``: the usual sequence length.
     """
 
     layers: int

@@ -27,9 +27,10 @@ from asa.cost.planned import price_plan
 from asa.errors import InvalidInputError
 from asa.interfaces.strategy import Strategies
 from asa.ir.cluster import Cluster
-from asa.ir.graph import Component, LayerGraph, TensorSplit
+from asa.ir.graph import Component, InnerCollective, LayerGraph, TensorSplit
 from asa.ir.plan import Assignment, Certificate, DataDegree, Plan, Prediction, Stage, TensorDegree
 from asa.ir.profile import Profile
+from asa.zoo.sizes import SHAPES, LlamaShape
 
 GIB = 2.0**30
 _WEIGHT, _GRADIENT, _STATE = 2, 4, 12
@@ -43,7 +44,7 @@ Graphs = Callable[[str, int, int], LayerGraph]
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A measured step: ``model`` cut to ``layers``, in its degrees, and what it took. ``tokens`` of a whole sequence."""
+    """A measured step: ``model`` cut to ``layers``, in its degrees, and what it took; ``tokens`` of a sequence."""
 
     case: str
     model: str
@@ -103,7 +104,6 @@ def traced(model: str, layers: int, tokens: int) -> LayerGraph:
 
     from asa.sharding.structure import structure_of
     from asa.zoo.language import language_model
-    from asa.zoo.sizes import SHAPES
     from asa.zoo.without_values import without_values
 
     shape = replace(SHAPES[_MODELS[model]], layers=layers)
@@ -124,9 +124,12 @@ class Predictor:
     graphs: Graphs = traced
     preset: str = "b200-nvlink-8"
 
+    def _graph(self, run: Run) -> LayerGraph:
+        return _as_megatron(self.graphs(run.model, run.layers, run.tokens // run.context), run)
+
     def seconds(self, run: Run, efficiency: float) -> float:
         """A step of ``run``."""
-        graph = _of_context(self.graphs(run.model, run.layers, run.tokens // run.context), run)
+        graph = _of_context(self._graph(run), run)
         cluster = _at(presets.load(self.preset), efficiency)
         plan = planned(run, graph)
         return price_plan(plan, _profile(graph, cluster, run), cluster, self.strategies).cost.total_s
@@ -134,44 +137,48 @@ class Predictor:
     def memory_bytes(self, run: Run) -> float:
         """The most that a rank allocates: states, activations of the microbatches in flight, and what the last of them
         needs for a moment."""
-        graph = self.graphs(run.model, run.layers, run.tokens // run.context)
+        graph = self._graph(run)
         stage_of = _stages(graph, run.stages)
         return max(_stage_bytes(run, graph, stage_of, stage) for stage in range(run.stages))
 
 
 def fitted(predictor: Predictor, runs: Sequence[Run]) -> float:
-    """The efficiency at which the logarithms of predicted and measured times differ least."""
+    """The efficiency at which the logarithms of predicted and measured times differ least.
+
+    A step takes a part that the efficiency divides, and another that it leaves: two prices of a run tell them apart.
+    """
+    slow, fast = 0.25, 1.0
+    lines = []
+    for run in runs:
+        at_slow, at_fast = predictor.seconds(run, slow), predictor.seconds(run, fast)
+        products = (at_slow - at_fast) / (1 / slow - 1 / fast)
+        lines.append((at_fast - products / fast, products, run.seconds))
 
     def badness(efficiency: float) -> float:
-        return sum(math.log(predictor.seconds(r, efficiency) / r.seconds) ** 2 for r in runs)
+        return sum(math.log((rest + products / efficiency) / measured) ** 2 for rest, products, measured in lines)
 
-    low, high = 0.2, 0.9
-    for _ in range(10):  # the sum has one minimum: every time falls with the efficiency
-        a, b = low + (high - low) / 3, high - (high - low) / 3
-        low, high = (low, b) if badness(a) < badness(b) else (a, high)
-    return (low + high) / 2
+    return min((k / 1000 for k in range(200, 1000)), key=badness)
 
 
 def _stage_bytes(run: Run, graph: LayerGraph, stage_of: Sequence[int], stage: int) -> float:
+    """Tokens being cut with the tensors, a rank has its part of every activation, and of every large weight."""
     mine = [c for c, s in zip(graph.components, stage_of, strict=True) if s == stage]
     in_flight = min(run.microbatches, run.stages - stage)
-    parameters = sum(_share(c, run.tensor, lambda x: x.parameter_bytes, c.parameter_bytes) for c in mine) / 2
+    parameters = sum(c.parameter_bytes for c in mine) / _WEIGHT / run.tensor
     states = parameters * (_WEIGHT + _GRADIENT + _STATE / (run.data * run.context))
-    saved = sum(_saved(c, run.tensor) for c in mine)
-    last = mine[-1] if stage == run.stages - 1 else None
-    # The loss's gradient, in fp32 and then in bf16, while its log-probabilities are kept.
-    moment = 0.0 if last is None else 3 * last.output_bytes_per_sample / run.tensor
-    return states + in_flight * saved + moment
+    kept = [c.saved_bytes_per_sample / run.tensor for c in mine]
+    peak = max(sum(kept[: k + 1]) + _moment(c, run.tensor, c is graph.components[-1]) for k, c in enumerate(mine))
+    between = 2 * mine[0].output_bytes_per_sample / run.tensor if run.stages > 1 else 0.0  # what comes, either way
+    return (1 + constant("activation_margin")) * (states + (in_flight - 1) * sum(kept) + peak + between)
 
 
-def _share(c: Component, degree: int, part: Callable[[TensorSplit], float], whole: float) -> float:
-    """``whole`` of a component, less what a rank of ``degree`` does not have of the part that is divided."""
-    return whole if c.split is None else whole - (1 - 1 / degree) * part(c.split)
-
-
-def _saved(c: Component, degree: int) -> float:
-    """Activations of one sequence on a rank, tokens being cut with the tensors: all of them are divided."""
-    return c.saved_bytes_per_sample / degree
+def _moment(c: Component, degree: int, last: bool) -> float:
+    """What the backward of a component needs while it lasts: gradients of what it hands on and of half of what it
+    keeps, and the gradient of its largest weight before that is added up. In front of the loss, logits as they come and
+    in fp32, and their gradient likewise."""
+    logits = 4 * c.output_bytes_per_sample
+    gradients = logits if last else 2 * c.output_bytes_per_sample + c.saved_bytes_per_sample / 2
+    return (gradients + c.largest_parameter_bytes) / degree
 
 
 def _stages(graph: LayerGraph, stages: int) -> list[int]:
@@ -181,16 +188,38 @@ def _stages(graph: LayerGraph, stages: int) -> list[int]:
     return [min(stages - 1, max(0, i - 1) * stages // blocks) for i in range(count)]
 
 
-def _of_context(graph: LayerGraph, run: Run) -> LayerGraph:
-    """With what attending to the other ranks' tokens takes: products of a rank's tokens with ``context`` times as many."""
-    if run.context == 1:
-        return graph
-    from asa.zoo.sizes import SHAPES, LlamaShape
+def _as_megatron(graph: LayerGraph, run: Run) -> LayerGraph:
+    """With what Megatron-LM does otherwise: the embedding is cut by words, which are then summed over the ranks, and
+    SiLU and product of the gated feed-forward are one kernel, which keeps no value between them."""
+    first, *blocks, last = graph.components
+    words = TensorSplit(
+        max_degree=run.tensor, parameter_bytes=first.parameter_bytes, num_parameter_tensors=1, flops_per_sample=0.0,
+        saved_bytes_per_sample=0.0, entry_partial=False, exit_partial=False,
+        collectives=(InnerCollective(op="all_reduce", phase="forward",
+                                     bytes_per_sample=first.output_bytes_per_sample),),
+    )  # fmt: skip
+    between = _WEIGHT * _shape(run).hidden * run.tokens / run.context
+    fused = []
+    for c in blocks:
+        split = c.split
+        if split is not None:
+            split = replace(split, saved_bytes_per_sample=split.saved_bytes_per_sample - between)
+        fused.append(replace(c, saved_bytes_per_sample=c.saved_bytes_per_sample - between, split=split))
+    return replace(graph, components=(replace(first, split=words, why_whole=""), *fused, last))
 
+
+def _shape(run: Run) -> LlamaShape:
     shape = SHAPES[_MODELS[run.model]]
     assert isinstance(shape, LlamaShape)
+    return shape
+
+
+def _of_context(graph: LayerGraph, run: Run) -> LayerGraph:
+    """With what attending to the other ranks' tokens takes: products of its tokens with ``context`` times as many."""
+    if run.context == 1:
+        return graph
     own = run.tokens // run.context
-    more = (run.context - 1) * 2.0 * own * own * shape.width
+    more = (run.context - 1) * 2.0 * own * own * _shape(run).width
     parts = []
     for c in graph.components:
         if c.split is None or not c.name.startswith("blocks."):
@@ -211,6 +240,25 @@ def _profile(graph: LayerGraph, cluster: Cluster, run: Run) -> Profile:
         graph, cluster.device, model_spec=run.model, model_fingerprint="0" * 16, precision="bf16",
         global_batch=run.microbatches * run.data, max_degree=run.tensor,
     )  # fmt: skip
+
+
+def tokens_per_second(strategies: Strategies, efficiency: float) -> float:
+    """Of each of 8 H100 that train Llama 3 8B with FSDP in bf16, two sequences of 8,192 tokens each, every other block
+    computed twice: torchtitan publishes 5,762 for that (its selective recomputation takes about as much)."""
+    gpus, each, tokens = 8, 2, 8192
+    graph, cluster = traced("llama3-8b", 32, tokens), _at(presets.load("h100-nvlink-8"), efficiency)
+    run = Run(
+        case="torchtitan", model="llama3-8b", layers=32, tensor=1, stages=1, data=gpus, context=1, experts=1,
+        microbatches=1, tokens=tokens, seconds=1.0, memory_bytes=1.0,
+    )  # fmt: skip
+    plan = planned(run, graph)
+    parts = [
+        replace(c, data=DataDegree(strategy="zero3", degree=gpus), checkpoint=i % 2 == 1)
+        for i, c in enumerate(plan.components)
+    ]
+    plan = replace(plan, components=tuple(parts), global_batch=gpus * each)
+    profile = _profile(graph, cluster, replace(run, microbatches=each))
+    return each * tokens / price_plan(plan, profile, cluster, strategies).cost.total_s
 
 
 def planned(run: Run, graph: LayerGraph) -> Plan:
@@ -237,7 +285,9 @@ def _assigned(run: Run, c: Component, stage: int, replicas: int, strategy: str) 
         name=c.name,
         stage=stage,
         data=DataDegree(strategy=strategy, degree=replicas),
-        tensor=TensorDegree(strategy="sequence" if tokens else "tensor" if cut else "none", degree=run.tensor if cut else 1),
+        tensor=TensorDegree(
+            strategy="sequence" if tokens else "tensor" if cut else "none", degree=run.tensor if cut else 1
+        ),
     )
 
 
@@ -245,8 +295,6 @@ _NOTHING = Prediction(
     step_time_s=1.0, step_time_low_s=1.0, step_time_high_s=1.0, compute_s=1.0, exposed_communication_s=0.0,
     hidden_communication_s=0.0, update_s=0.0, bubble_s=0.0, memory_bytes_per_rank=(1,), samples_per_s=1.0,
 )  # fmt: skip
-_NONE = Certificate(
-    solver="hand", status="feasible", lower_bound_s=0.0, gap=1.0, space="", solve_s=0.0
-)
+_NONE = Certificate(solver="hand", status="feasible", lower_bound_s=0.0, gap=1.0, space="", solve_s=0.0)
 
-__all__ = ["GIB", "Predictor", "Run", "expressible", "fitted", "planned", "read", "traced"]
+__all__ = ["GIB", "Predictor", "Run", "expressible", "fitted", "planned", "read", "tokens_per_second", "traced"]
