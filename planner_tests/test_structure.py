@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+import asa
+from asa.errors import UsageError
 from asa.sharding.describe import layer_graph
 from asa.sharding.structure import stripped, structure_of
 from asa.tracing import trace
@@ -119,3 +121,13 @@ def test_a_stripped_model_holds_no_values_and_leaves_its_origin_alone():
     assert all(t.is_meta for t in (*bare.parameters(), *bare.buffers()))
     assert bare.head.weight is bare.embedding.tokens.weight
     assert not any(t.is_meta for t in model.parameters())
+
+
+def test_a_model_without_weights_is_planned_for_a_cluster_that_is_elsewhere():
+    shape = SHAPES["llama:1b"]
+    model = on_meta(partial(build, "llama:1b", num_classes=shape.vocabulary, input_shape=(256,)))
+    tokens = torch.zeros(2, 256, dtype=torch.int64)
+    plan = asa.plan(model, tokens, gpus=8, cluster="h100-nvlink-8", precision="bf16", optimizer="adamw")
+    assert (plan.num_classes, plan.origin, plan.input_shape) == (shape.vocabulary, "estimated", (256,))
+    with pytest.raises(UsageError, match="name the cluster"):
+        asa.plan(model, tokens, gpus=8)

@@ -50,9 +50,10 @@ def fetch(
 ) -> tuple[Tensor, Tensor]:
     """Samples of ``images`` by global index: x ``dtype`` [B, *images.shape] normalised, y int64 [B], on ``device``.
 
-    Tokens, int64 [B, T], come as they are, with labels of that shape. B may be 0: a rank without rows. Images are
-    augmented with ``train`` (see :func:`augment`). A set resident on ``device`` never leaves it; otherwise its bytes are gathered where they lie and everything else happens on ``device``.
-    ``gathered``: those bytes and labels, where somebody has gathered them already.
+    B may be 0: a rank without rows. Images are augmented with ``train`` (see :func:`augment`); tokens, int64 [B, T],
+    come as they are, with labels of that shape. A set resident on ``device`` never leaves it; otherwise its bytes are
+    gathered where they lie and everything else happens on ``device``. ``gathered``: those bytes and labels, where
+    somebody has gathered them already.
     """
     if gathered is None:
         here = indices.to(images.images.device)
