@@ -34,10 +34,13 @@ def test_a_model_is_traced_once_whatever_is_asked_of_it(traced, tmp_path, capsys
     first = planned("logistic", "--gpus", "2", "-o", "first.json")
     again = planned("logistic", "--gpus", "2")
     assert (first["components"], first["prediction"]) == (again["components"], again["prediction"])
-    planned("logistic", "--gpus", "4", "--precision", "bf16", "--global-batch", "64")
+    planned("logistic", "--gpus", "4", "--global-batch", "64")
     assert traced == ["logistic"]
+    planned("logistic", "--gpus", "4", "--precision", "bf16")  # activations of another type
+    planned("logistic", "--gpus", "2", "--precision", "bf16")
+    assert traced == ["logistic", "logistic"]
     planned("logistic", "--classes", "7")
-    assert traced == ["logistic"] * 2, "another model"
+    assert traced == ["logistic"] * 3, "another model"
     assert entry.run(["explain", "first.json"]) == 0, "its estimate is still there"
 
 

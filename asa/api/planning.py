@@ -38,8 +38,10 @@ def plan(
     """The best plan for ``model`` on ``gpus`` devices of ``cluster``.
 
     Args:
-        model: a module, measured now on the device its parameters are on and left as it was; or a profile of one.
-        example_input: a batch of at least one sample [N, ...]; needed with a module.
+        model: a module, measured now on the device its parameters are on and left as it was; or a profile of one. For
+            a ``cluster`` of another kind of device it is not run: times are estimated from its structure, for which
+            it may lie on meta, without weights.
+        example_input: a batch of at least one sample [N, ...], tokens as int64 [N, T]; needed with a module.
         cluster: a cluster, its file, or a preset's name (``asa cluster list``). Left out, it is chosen as ``asa plan``
             does: measured here before (``profiles/``), or the preset of the same GPU.
         global_batch: samples per step over all devices; by default the profile's, or 64 with a module.
@@ -77,6 +79,13 @@ def plan(
         profile = model
     elif example_input is None:
         raise UsageError("planning for a module needs an example_input, a batch of at least one sample")
+    elif named is not None and named.device.type != device_of(model).type:
+        profile = estimated(
+            model, one_tensor(example_input), named, num_classes=num_classes, global_batch=global_batch,
+            precision=precision, gpus=gpus,
+        )  # fmt: skip
+    elif device_of(model).type == "meta":
+        raise UsageError("a model on meta cannot be measured; name the cluster to plan for: `asa cluster list`")
     else:
         profile = measured(
             model, one_tensor(example_input), num_classes=num_classes, global_batch=global_batch,
@@ -151,6 +160,28 @@ def measured(
     )
 
 
+def estimated(
+    model: nn.Module, example: Tensor, cluster: Cluster, *, num_classes: int | None, global_batch: int,
+    precision: Precision, gpus: int,
+) -> Profile:  # fmt: skip
+    """What ``model`` is expected to take on the devices of ``cluster``, from its structure."""
+    import copy
+
+    from asa.cost.machine.estimate import estimate
+    from asa.sharding.structure import stripped, structure_of
+    from asa.tracing import histories
+
+    shaped(model)
+    found = structure_of(
+        lambda: stripped(model), lambda: copy.deepcopy(model, histories(model)), example, name=spec_of(model),
+        num_classes=num_classes or outputs_of(model, example), precision=precision,
+    )  # fmt: skip
+    return estimate(
+        found.graph, cluster.device, model_spec=spec_of(model), model_fingerprint=found.fingerprint,
+        precision=precision, global_batch=global_batch, max_degree=gpus, trained_on_one=found.trains_on_one,
+    )  # fmt: skip
+
+
 def one_tensor(example: Any) -> Tensor:
     """``example``, if it is what a model can be planned with.
 
@@ -213,7 +244,8 @@ def spec_of(model: nn.Module) -> str:
 
 
 def outputs_of(model: nn.Module, example: Tensor) -> int:
-    """Classes a model tells apart: the second dimension of its main output, 1 where it has none.
+    """Classes a model tells apart: the second dimension of its main output, 1 where it has none; of a model that gives
+    one row for each token it reads, the last.
 
     Raises:
         InvalidInputError: the model fails on ``example``, or returns no tensor.
@@ -225,4 +257,5 @@ def outputs_of(model: nn.Module, example: Tensor) -> int:
 
     with preserved(model), mode(model, False), torch.no_grad():
         output = outcome(model, example[:1].to(device_of(model)))[0]
-    return int(output.shape[1]) if output.dim() > 1 else 1
+    by_token = not example.is_floating_point() and output.dim() == 3 and output.shape[1:2] == example.shape[1:]
+    return int(output.shape[-1 if by_token else 1]) if output.dim() > 1 else 1

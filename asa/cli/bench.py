@@ -39,13 +39,13 @@ def run(args: Arguments, console: Console) -> None:
     if not any(contest.plans for contest in contests):
         raise InfeasibleError(f"{contests[0].model}: {next(iter(contests[0].why_not.values()))}")
     for contest in contests:
-        channels, height, width = contest.profile.graph.input_shape
+        shape = contest.profile.graph.input_shape
         batch, classes = args.global_batch or contest.profile.global_batch, contest.profile.graph.num_classes
-        ground.check_data(args, ground.images(args.data, args.data_root, (channels, height, width))[0], classes, batch)
+        ground.check_data(args, ground.images(args.data, args.data_root, shape)[0], classes, batch)
     started = c.now()
     for contest in contests:
-        channels, height, width = contest.profile.graph.input_shape
-        data = partial(ground.images, args.data, args.data_root, (channels, height, width))
+        graph = contest.profile.graph
+        data = partial(ground.images, args.data, args.data_root, graph.input_shape)
         c.measure(contest, args, console, device, args.budget / len(contests), data)
     made = Bench(
         created=created,
@@ -90,6 +90,7 @@ VERBS = (
             ),
             o.PRECISION,
             o.INPUT,
+            o.TOKENS,
             o.CLASSES,
             o.CLUSTER,
             o.MEMORY,

@@ -8,6 +8,7 @@ from pathlib import Path
 from asa.cli import places
 from asa.cli.console import Console
 from asa.cli.estimates import estimated
+from asa.cli.options import input_shape
 from asa.cli.verb import Arguments
 from asa.errors import InvalidInputError, UsageError
 from asa.ir import codec
@@ -67,8 +68,8 @@ def profile(args: Arguments, console: Console, model: str | None, cluster: Clust
         named = codec.load(Profile, Path(model))
         if not fits(named, args, None):
             raise UsageError(
-                f"{model} is a profile {described(named)}; leave out --input, --classes and --precision, or profile "
-                f"{named.model_spec} with them"
+                f"{model} is a profile {described(named)}; leave out --input, --tokens, --classes and --precision, or "
+                f"profile {named.model_spec} with them"
             )
         return _for_cluster(named, cluster, f"profile {model}")
     every = places.profiles(console)
@@ -81,8 +82,8 @@ def profile(args: Arguments, console: Console, model: str | None, cluster: Clust
         return _for_cluster(p, cluster, f"profile {places.shown(path)}")
     if model is None and every:
         raise InvalidInputError(
-            f"none of {len(every)} profiles is of the --input, --classes and --precision asked for, the newest is "
-            f"{described(every[0][1])}; name a model to profile it so"
+            f"none of {len(every)} profiles is of the --input, --tokens, --classes and --precision asked for, the "
+            f"newest is {described(every[0][1])}; name a model to profile it so"
         )
     if model is None:
         raise InvalidInputError(
@@ -123,7 +124,7 @@ def measured(
     from asa.profiler.paths import profile_path
     from asa.zoo.models import default_input
 
-    shape, classes = default_input(model, args.input, args.classes)
+    shape, classes = default_input(model, input_shape(args), args.classes)
     chosen = choose_device(device).type
     with console.progress(f"profiling {model}") as report:
         made = profile_model(
@@ -189,7 +190,7 @@ def fits(p: Profile, args: Arguments, model: str | None) -> bool:
     """Whether a profile is of what was asked for; anything that was not asked for is no reason against it."""
     return (
         (model is None or p.model_spec == model)
-        and (args.input is None or p.graph.input_shape == args.input)
+        and (input_shape(args) is None or p.graph.input_shape == input_shape(args))
         and (args.classes is None or p.graph.num_classes == args.classes)
         and (not args.given("precision") or p.precision == args.precision)
     )

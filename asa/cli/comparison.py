@@ -154,9 +154,8 @@ def measure(
         return
     plans = side_by_side(contest, free_memory(choose_device(device)), shared=device == "cpu")
     graph = contest.profile.graph
-    channels, height, width = graph.input_shape
     factory = partial(
-        build, contest.model, num_classes=graph.num_classes, input_shape=(channels, height, width), seed=args.seed
+        build, contest.model, num_classes=graph.num_classes, input_shape=graph.input_shape, seed=args.seed
     )
     options = BenchOptions(device=device, budget_s=budget_s, seed=args.seed, lr=args.lr, threads=1)
     with watching() as others, console.progress(f"measuring {contest.model}") as report:

@@ -109,8 +109,7 @@ def _run(
     from asa.zoo.models import build
 
     graph = profile.graph
-    channels, height, width = graph.input_shape
-    shape = (channels, height, width)
+    shape = graph.input_shape
     factory = partial(build, profile.model_spec, num_classes=graph.num_classes, input_shape=shape, seed=0)
     options = BenchOptions(device=cluster.device.type, budget_s=budget_s, threads=1)
     with console.progress(f"measuring {len(plans)} plans of {profile.model_spec}") as report:

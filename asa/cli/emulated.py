@@ -169,12 +169,13 @@ def cells(profile: Profile, cluster: Cluster, plans: Sequence[Plan], console: Co
     from asa.executor.emulation import EmulatedDevice
     from asa.strategies import offered
     from asa.tracing import trace
+    from asa.zoo.inputs import example
     from asa.zoo.models import build
 
-    channels, height, width = profile.graph.input_shape
+    shape = profile.graph.input_shape
     torch.set_num_threads(1)  # ranks are forked from here
-    model = build(profile.model_spec, num_classes=profile.graph.num_classes, input_shape=(channels, height, width))
-    traced = trace(model, torch.zeros((2, channels, height, width)), name=profile.model_spec)
+    model = build(profile.model_spec, num_classes=profile.graph.num_classes, input_shape=shape)
+    traced = trace(model, example(shape), name=profile.model_spec)
     device = EmulatedDevice(profile=profile, memory_bandwidth=cluster.device.memory_bandwidth)
     options = EmulationOptions(budget_s=budget_s / len(plans), most_steps=200)
     found: list[Cell] = []

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import asa
 from asa.cli import places
+from asa.cli.options import input_shape
 from asa.cli.verb import Arguments
 from asa.cost.machine.estimate import estimate, trained_on_one
 from asa.errors import InvalidInputError
 from asa.ir import codec
 from asa.ir.profile import Profile
 from asa.zoo.names import PACKAGES
+from asa.zoo.sizes import SHAPES
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
     from asa.ir.cluster import Cluster
     from asa.ir.graph import LayerGraph
 
@@ -58,35 +58,17 @@ def estimated(args: Arguments, model: str, cluster: Cluster) -> tuple[Profile, s
 
 def _traced(model: str, args: Arguments) -> tuple[LayerGraph, str, bool]:
     """The structure, its fingerprint, and whether the model trains on a batch of one sample."""
-    import torch
-
-    from asa.sharding.describe import layer_graph
-    from asa.sharding.generators import drawing, told
-    from asa.sharding.randomness import make_reproducible
-    from asa.sharding.samples import SampleContext
-    from asa.tracing import trace
+    from asa.sharding.structure import structure_of
+    from asa.zoo.inputs import example
     from asa.zoo.models import build, default_input
+    from asa.zoo.without_values import on_meta
 
-    shape, classes = default_input(model, args.input, args.classes)
-    module, example = build(model, num_classes=classes, input_shape=shape), torch.zeros(2, *shape)
-    traced = trace(module, example, name=model)
-    graph = layer_graph(traced, model=model, input_shape=shape, num_classes=classes)
-    on_one = not any(c.batch_norm for c in graph.components) or _trains_on_one(module, example[:1])
-    make_reproducible(traced.components, SampleContext(samples=torch.arange(2), total=2))
-    graph = replace(graph, notes=(*graph.notes, *told(drawing(traced.components, example))))
-    return graph, traced.model_fingerprint, on_one
-
-
-def _trains_on_one(module: nn.Module, sample: Tensor) -> bool:
-    """BatchNorm refuses a single value per channel, which one sample is where its image has shrunk to a point."""
-    import torch
-
-    try:
-        with torch.no_grad():
-            module.train()(sample)
-    except Exception:  # a model of anybody's own: whatever it fails of, it does
-        return False
-    return True
+    shape, classes = default_input(model, input_shape(args), args.classes)
+    make = partial(build, model, num_classes=classes, input_shape=shape)
+    found = structure_of(
+        partial(on_meta, make), make, example(shape), name=model, num_classes=classes, precision=args.precision
+    )
+    return found.graph, found.fingerprint, found.trains_on_one
 
 
 def _remembered(model: str, key: str) -> tuple[LayerGraph, str, bool] | None:
@@ -104,10 +86,10 @@ def _remembered(model: str, key: str) -> tuple[LayerGraph, str, bool] | None:
 def _key(model: str, args: Arguments) -> str:
     """Of everything that decides what a trace finds; empty where that is code or a configuration of the user's own."""
     origin, colon, name = model.partition(":")
-    if colon and (origin not in PACKAGES or "/" in name or Path(name).exists()):
+    if colon and model not in SHAPES and (origin not in PACKAGES or "/" in name or Path(name).exists()):
         return ""
-    seen = hashlib.sha256(repr((model, args.input, args.classes, "on one sample")).encode())
-    for package in ("torch", PACKAGES[origin] if colon else "torchvision"):
+    seen = hashlib.sha256(repr((model, input_shape(args), args.classes, args.precision)).encode())
+    for package in ("torch", PACKAGES.get(origin, "torchvision")):
         seen.update(_version(package).encode() + b"\0")
     for room in _ROOMS:
         for path in sorted((Path(asa.__file__).parent / room).rglob("*.py")):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import platform
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import asa
 from asa.cli import choose, places
 from asa.cli.console import Console
+from asa.cli.options import input_shape
 from asa.cli.verb import Arguments
 from asa.errors import UnavailableError, UsageError
 from asa.ir import bench as nouns
@@ -65,7 +66,7 @@ def check(args: Arguments, folder: Path, gpus: int) -> None:
     baselines.check(args.strategies or STRATEGIES, offered(), gpus)
     known = names()
     for model in args.models:
-        shape, classes = default_input(model, args.input, args.classes)
+        shape, classes = default_input(model, input_shape(args), args.classes)
         if model not in known:
             build(model, num_classes=classes, input_shape=shape)
         train, _ = images(args.data, args.data_root, shape)
@@ -123,7 +124,7 @@ def cluster_here(args: Arguments, console: Console, device: DeviceType, gpus: in
     return made
 
 
-def images(name: str, root: str | None, shape: tuple[int, int, int]) -> tuple[ImageSet, ImageSet]:
+def images(name: str, root: str | None, shape: tuple[int, ...]) -> tuple[ImageSet, ImageSet]:
     """Training and test images in the shape a model takes; called on every rank."""
     from asa.zoo.data import open_split
 
@@ -132,13 +133,16 @@ def images(name: str, root: str | None, shape: tuple[int, int, int]) -> tuple[Im
     return train, open_split(name, split="test", root=where, input_shape=shape)
 
 
-def stand_in(shape: tuple[int, int, int], classes: int) -> tuple[ImageSet, ImageSet]:
+def stand_in(shape: tuple[int, ...], classes: int) -> tuple[ImageSet, ImageSet]:
     """Made-up images for a model of any number of classes, where only the time of a step counts."""
-    found = [
-        replace(s, labels=s.labels % classes, num_classes=min(classes, s.num_classes))
-        for s in images("synthetic", None, shape)
-    ]
+    found = [replace(s, **_fewer(s, classes)) for s in images("synthetic", None, shape)]
     return found[0], found[1]
+
+
+def _fewer(images: ImageSet, classes: int) -> dict[str, Any]:
+    """What changes where a model tells only so many classes apart, or knows only so many tokens."""
+    found: dict[str, Any] = {"labels": images.labels % classes, "num_classes": min(classes, images.num_classes)}
+    return found | ({"images": images.images % classes} if len(images.shape) == 1 else {})
 
 
 def environment(device: DeviceType, cluster: Cluster, gpus: int) -> nouns.BenchEnvironment:

@@ -7,7 +7,8 @@ import math
 import re
 from typing import Any
 
-from asa.cli.verb import Option
+from asa.cli.verb import Arguments, Option
+from asa.errors import UsageError
 from asa.ir.units import GIB
 
 _MOST_SEED = 2**32 - 1
@@ -124,6 +125,17 @@ def names(text: str) -> tuple[str, ...]:
     return found
 
 
+def input_shape(args: Arguments) -> tuple[int, ...] | None:
+    """The shape of a sample that ``--input`` or ``--tokens`` asks for; None where neither does.
+
+    Raises:
+        UsageError: both do.
+    """
+    if args.tokens and args.input:
+        raise UsageError("--input is the size of images, --tokens the length of sequences: a model reads one of them")
+    return (args.tokens,) if args.tokens else args.input
+
+
 def option(base: Option, **changes: Any) -> Option:
     """A shared option with another default or help."""
     return dataclasses.replace(base, **changes)
@@ -138,9 +150,16 @@ PRECISION = Option(
     name="precision", help="arithmetic of forward and backward", choices=("fp32", "bf16", "fp16"), default="fp32"
 )
 INPUT = Option(name="input", help="input size (default: the model's own, 3x32x32)", parse=shape, metavar="CxHxW")
+TOKENS = Option(
+    name="tokens",
+    help="tokens of a sequence, for models that read them (default: the model's own)",
+    parse=count,
+    metavar="T",
+)
 CLASSES = Option(
     name="classes",
-    help="number of classes (default: 100, or those of a factory that takes no num_classes)",
+    help="number of classes, or size of the vocabulary (default: 100, that of a language model, or what a factory has "
+    "that takes no num_classes)",
     parse=count,
     metavar="K",
 )
@@ -196,7 +215,7 @@ PROFILE = Option(
 )
 MODEL = Option(
     name="model",
-    help="a torchvision name, timm:NAME, hf:NAME or package.module:factory",
+    help="a torchvision name, gpt2[:SIZE], llama:SIZE, timm:NAME, hf:NAME or package.module:factory",
     positional=True,
     required=True,
     metavar="MODEL",

@@ -168,6 +168,7 @@ VERBS = (
             ),
             o.option(o.PRECISION, help="of a profile that is measured or estimated first"),
             o.option(o.INPUT, help="of a model that is profiled first"),
+            o.option(o.TOKENS, help="of a sequence, for a model that is profiled or estimated first"),
             o.option(o.CLASSES, help="of a model that is profiled first"),
             o.option(o.OUTPUT, help="file to write (default: runs/plans/MODEL.CLUSTER.GPUS.json)"),
             Option(

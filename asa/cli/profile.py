@@ -40,6 +40,7 @@ VERBS = (
         options=(
             o.MODEL,
             o.INPUT,
+            o.TOKENS,
             o.CLASSES,
             o.option(o.GLOBAL_BATCH, help="largest batch to measure; smaller ones in powers of two (default: 64)"),
             o.DEVICE,

@@ -44,9 +44,8 @@ def _train(args: Arguments, console: Console, path: Path, plan: Plan, out: Path)
         pretended, plan = emulated.pretended(args.device, plan, console)
         told = args.device.told(pretended.profile)
 
-    channels, height, width = plan.input_shape
     with HeadStart(
-        plan.model_spec, num_classes=plan.num_classes, input_shape=(channels, height, width), seed=args.seed
+        plan.model_spec, num_classes=plan.num_classes, input_shape=plan.input_shape, seed=args.seed
     ) as model:
         from asa.cli.replanning import adapting
         from asa.executor.run import train

@@ -34,6 +34,7 @@ from asa.ir.profile import Stat
 from asa.launch import run_ranks, tell
 from asa.sharding.collectives import silenced
 from asa.zoo.data import GlobalOrder, ImageSet
+from asa.zoo.inputs import example
 
 _SILENT_STEPS, _LEAST_SILENT, _SILENT_SHARE = 8, 3, 0.2
 """Pairs of a whole and a silent step that exposed communication is measured by, at most and at least; and the share of
@@ -92,8 +93,9 @@ class Entrant:
             if plan.num_ranks > 1:
                 Groups(rank, groups_of(plan))
             return
-        example = torch.zeros((2, *plan.input_shape))
-        model = materialize(plan, build(), example, rank=rank, strategies=strategies, device=device, seed=options.seed)
+        model = materialize(
+            plan, build(), example(plan.input_shape), rank=rank, strategies=strategies, device=device, seed=options.seed
+        )
         model.train()
         optimizer = build_optimizer(plan.optimizer, model.updated, lr=options.lr, offloaded=model.offloaded)
         self.worker = Worker(

@@ -35,6 +35,7 @@ from asa.ir.layout import bounds
 from asa.ir.plan import DataDegree, Plan, Stage, TensorDegree
 from asa.launch import run_ranks
 from asa.tracing import TracedModel
+from asa.zoo.inputs import example, of_tokens, random
 
 WEIGHT_TOLERANCE = 1e-6
 FLOOR_FACTOR = 10.0
@@ -86,8 +87,9 @@ def default_samples(plan: Plan) -> int:
 
 def _batch(plan: Plan, samples: int, step: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1000 + step)
-    x = torch.randn((samples, *plan.input_shape), generator=generator, dtype=torch.float64).to(dtype)
-    return x, torch.randint(plan.num_classes, (samples,), generator=generator)
+    x = random(plan.input_shape, samples, plan.num_classes, generator, dtype)
+    of = plan.input_shape if of_tokens(plan.input_shape) else ()
+    return x, torch.randint(plan.num_classes, (samples, *of), generator=generator)
 
 
 def _convert(traced: TracedModel, dtype: torch.dtype) -> None:
@@ -106,9 +108,8 @@ def _run(
     samples: int, dtype: torch.dtype, steps: int, permute: bool = False, first: int = 0,
 ) -> Trace:  # fmt: skip
     """Train ``steps`` steps from number ``first`` on; ``permute`` reverses the samples inside every microbatch."""
-    example = torch.zeros((2, *plan.input_shape), dtype=torch.float32)
     model = materialize(
-        plan, build(), example, rank=rank, strategies=strategies, device=device, batch_norm="exact",
+        plan, build(), example(plan.input_shape), rank=rank, strategies=strategies, device=device, batch_norm="exact",
         prepare=lambda traced: _convert(traced, dtype),
     )  # fmt: skip
     optimizer = build_optimizer(
@@ -309,5 +310,5 @@ def verify(
     # A floor above the tolerance itself: one device does not agree with itself, and errors are held against noise.
     if found.compression != "none" or (found.equivalent and found.noise_floor <= WEIGHT_TOLERANCE):
         return found
-    alone_on = run_ranks(1, reasons, build, plan.input_shape, threads=1, timeout_s=timeout_s)
+    alone_on = run_ranks(1, reasons, build, plan.input_shape, plan.num_classes, threads=1, timeout_s=timeout_s)
     return replace(found, reasons=alone_on[0])

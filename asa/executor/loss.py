@@ -1,4 +1,4 @@
-"""Cross-entropy on whatever a model returns: logits, of a sample or of each of its pixels, and auxiliary heads."""
+"""Cross-entropy on whatever a model returns: logits of samples, pixels or tokens, and auxiliary heads."""
 
 from __future__ import annotations
 
@@ -24,9 +24,17 @@ def logits_of(output: Any) -> Tensor:
     return logits
 
 
+def by_tokens(logits: Tensor, labels: Tensor) -> bool:
+    """Whether ``logits`` are [N, T, classes], one row for each of the tokens that ``labels`` [N, T] are of: language
+    models have their classes last."""
+    return logits.dim() == 3 and labels.dim() == 2 and logits.shape[:2] == labels.shape
+
+
 def labels_for(logits: Tensor, labels: Tensor) -> Tensor:
     """``labels`` as ``logits`` [N, classes, ...] need them: one for each position of a sample, or one for all of
-    them."""
+    them. Of labels [N, T] for logits [N, classes] the last: what comes after the whole sequence."""
+    if logits.dim() == 2 and labels.dim() == 2:
+        return labels[:, -1]
     if labels.dim() == logits.dim() - 1:
         return labels
     return labels.view(-1, *(1,) * (logits.dim() - 2)).expand(-1, *logits.shape[2:])
@@ -35,6 +43,8 @@ def labels_for(logits: Tensor, labels: Tensor) -> Tensor:
 def hits_of(output: Any, labels: Tensor) -> Tensor:
     """Per sample, the share of its positions that are predicted right: 0 or 1 where there is one."""
     logits = logits_of(output)
+    if by_tokens(logits, labels):
+        return (logits.argmax(-1) == labels).float().mean(1)
     right = (logits.argmax(1) == labels_for(logits, labels)).float()
     return right.flatten(1).mean(1) if right.dim() > 1 else right
 
@@ -49,6 +59,8 @@ def loss_of(output: Any, labels: Tensor, label_smoothing: float = 0.0) -> Tensor
     def cross_entropy(logits: Tensor) -> Tensor:
         if labels.numel() == 0:
             return logits.sum() * 0
+        if by_tokens(logits, labels):
+            return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=label_smoothing)
         return F.cross_entropy(logits, labels_for(logits, labels), label_smoothing=label_smoothing)
 
     main = logits_of(output)

@@ -240,7 +240,9 @@ def materialize(
         traced = model
     else:
         modes = Modes.of(model)
-        traced = trace(model, example, name=plan.model_spec, known=plan.model_fingerprint)
+        # A profile that was measured compared the trace with the model; an estimate did not.
+        known = plan.model_fingerprint if plan.origin == "measured" else ""
+        traced = trace(model, example, name=plan.model_spec, known=known)
     _check(plan, traced, strategies)
     if outer is not None and outer.weights != (plan.stages[0].weights or ()):
         raise UsageError(

@@ -31,6 +31,7 @@ from asa.ir.units import GIB
 from asa.launch import give_back_freed_memory
 from asa.zoo.data import ImageSet
 from asa.zoo.headstart import HeadStart
+from asa.zoo.inputs import example
 from asa.zoo.models import build
 
 Adapt = Callable[[Executor, range, Announce], Iterator[EpochRecord]]
@@ -105,8 +106,7 @@ def _work(
     emulations: list[Emulation] = []
 
     def parallel(plan: Plan, processes: tuple[int, ...]) -> ParallelModel:
-        channels, height, width = plan.input_shape
-        shape = (channels, height, width)
+        shape = plan.input_shape
         model = None if job.model is None else job.model.take()
         if model is None:
             model = build(plan.model_spec, num_classes=plan.num_classes, input_shape=shape, seed=settings.seed)
@@ -116,7 +116,7 @@ def _work(
         parts = materialize(
             plan,
             model,
-            torch.zeros((2, *shape)),
+            example(shape),
             rank=votes.rank,
             strategies=job.strategies,
             device=device,

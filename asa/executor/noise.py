@@ -1,4 +1,4 @@
-"""Images that mean nothing, for runs whose values do not matter."""
+"""Images or tokens that mean nothing, for runs whose values do not matter."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import torch
 
 from asa.ir.plan import Plan
 from asa.zoo.data import ImageSet
+from asa.zoo.data.language import scattered
+from asa.zoo.inputs import of_tokens
 
 
 def noise(plan: Plan, device: torch.device) -> ImageSet:
     """As many as the plan's global batch, in its input shape."""
-    channels, height, width = plan.input_shape
     draw = torch.Generator().manual_seed(0)
+    if of_tokens(plan.input_shape):
+        return scattered(plan.input_shape, plan.global_batch, plan.num_classes, draw).to(device)
+    channels, height, width = plan.input_shape
     pixels = torch.randint(0, 256, (plan.global_batch, channels, height, width), dtype=torch.uint8, generator=draw)
     labels = torch.randint(0, plan.num_classes, (plan.global_batch,), generator=draw)
     return ImageSet(

@@ -108,7 +108,7 @@ def open_images(plan: Plan, settings: TrainSettings) -> tuple[ImageSet, ImageSet
         UsageError: more classes than the model tells apart. InvalidInputError: files that cannot be used.
     """
     root = None if settings.data_root is None else Path(settings.data_root)
-    shape = (plan.input_shape[0], plan.input_shape[1], plan.input_shape[2])
+    shape = plan.input_shape
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # ranks with several threads could not be forked from a process that has used several
     try:

@@ -12,17 +12,21 @@ from asa.sharding.generators import drawing, told
 from asa.sharding.randomness import make_reproducible
 from asa.sharding.samples import SampleContext
 from asa.tracing import outcome, trace
+from asa.zoo.inputs import random
 
 _ROUNDING = 1e-9
 """Relative, in float64: rows of one matrix product may be added up in another order than a row alone."""
 
 
-def reasons(rank: int, build: Callable[[], nn.Module], input_shape: tuple[int, ...]) -> tuple[str, ...]:
+def reasons(
+    rank: int, build: Callable[[], nn.Module], input_shape: tuple[int, ...], num_classes: int
+) -> tuple[str, ...]:
     """In sentences, what is found by running the model that ``build`` makes on two random samples; on a rank of its
     own, since the parent of ranks does not compute."""
     del rank
-    batch = torch.randn((2, *input_shape), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    return (*_mixing(build().double().eval(), batch), *_drawing(build().train(), batch.float()))
+    batch = random(input_shape, 2, num_classes, torch.Generator().manual_seed(0), torch.float64)
+    single = batch.float() if batch.is_floating_point() else batch
+    return (*_mixing(build().double().eval(), batch), *_drawing(build().train(), single))
 
 
 def _mixing(model: nn.Module, batch: Tensor) -> tuple[str, ...]:

@@ -34,6 +34,7 @@ from asa.ir.profile import Precision, Stat
 from asa.ir.rehearsal import Spans
 from asa.sharding.replicated import Bucket, Wait
 from asa.sharding.transfer import Arrival, Link
+from asa.zoo.inputs import example
 
 _WARM_UP = 3
 """Steps before any figure is taken: allocation, autotuning, DDP's rebuilding of its buckets."""
@@ -156,9 +157,10 @@ def rehearse(
 def _worker(
     plan: Plan, model: nn.Module, rank: int, strategies: Strategies, device: torch.device, seed: int, votes: Votes
 ) -> Worker:
-    example = torch.zeros((2, *plan.input_shape))
     plan = replace(plan, compression="none")
-    made = materialize(plan, model, example, rank=rank, strategies=strategies, device=device, seed=seed)
+    made = materialize(
+        plan, model, example(plan.input_shape), rank=rank, strategies=strategies, device=device, seed=seed
+    )
     made.train()
     for replica in made.reduction.replicas:
         replica.send = _at_once

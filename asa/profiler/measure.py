@@ -29,6 +29,7 @@ from asa.sharding.randomness import make_reproducible
 from asa.sharding.samples import BySample, SampleContext
 from asa.sharding.tensor import detached_copy, split
 from asa.tracing import TracedModel, trace
+from asa.zoo.inputs import Shape, example
 from asa.zoo.models import build
 
 Progress = Callable[[float, str], None]
@@ -43,7 +44,7 @@ _DISTURBED = 0.03
 def profile_model(
     spec: str,
     *,
-    input_shape: tuple[int, int, int],
+    input_shape: Shape,
     num_classes: int,
     global_batch: int,
     device: str = "auto",
@@ -55,7 +56,7 @@ def profile_model(
     """Build the model that ``spec`` names (see :func:`asa.zoo.models.build`) and measure it.
 
     Args:
-        input_shape: (channels, height, width) of one sample.
+        input_shape: of one sample: (channels, height, width), or (tokens,).
         device: ``auto``, ``cpu`` or ``cuda``.
         time_limit_s: seconds for everything, tracing included. Three repeats of the smallest microbatch are made
             even where they take longer; what there was no time for is listed in ``skipped``.
@@ -74,7 +75,7 @@ def profile_model(
     model = build(spec, num_classes=num_classes, input_shape=input_shape)
     return profile_module(
         model,
-        torch.zeros(_EXAMPLE_SAMPLES, *input_shape),
+        example(input_shape, _EXAMPLE_SAMPLES),
         spec=spec,
         num_classes=num_classes,
         global_batch=global_batch,

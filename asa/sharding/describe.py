@@ -18,7 +18,10 @@ from asa.sharding.modules import shards_of
 from asa.sharding.propagate import SplitPlan
 from asa.sharding.tensor import detached_copy, example_input, plan_split, sequence_plans, split
 from asa.tracing import TracedModel
+from asa.tracing.alike import signature
 from asa.tracing.component import TracedComponent
+from asa.tracing.facts import MORE_FLOPS
+from asa.tracing.fused import fused_attention
 
 _NOTES = 3
 """Most notes of a trace: a model of many layers may have one for each."""
@@ -89,7 +92,8 @@ def _saved(component: TracedComponent, samples: int, tokens: int | None) -> tupl
         if storage._cdata not in own:
             saved[storage._cdata] = storage.nbytes()
 
-    with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(keep, _never):
+    counter = FlopCounterMode(display=False, custom_mapping=MORE_FLOPS)
+    with counter, fused_attention(), torch.autograd.graph.saved_tensors_hooks(keep, _never):
         component(x)
     return float(counter.get_total_flops()), float(sum(saved.values()))
 
@@ -163,14 +167,31 @@ def tensor_split(
     )
 
 
+def _loss_bytes(traced: TracedModel, input_shape: tuple[int, ...], num_classes: int) -> float:
+    """What the cross-entropy of tokens keeps per sample: a log-probability of every word at every position, in fp32.
+    Of a class per image it is nothing beside the network."""
+    if len(input_shape) != 1 or traced.components[0].input_dtype.is_floating_point:
+        return 0.0
+    words = input_shape[0] * num_classes
+    halves = traced.facts[-1].output_bytes_per_sample / 2
+    return 4.0 * words if halves >= words else 0.0
+
+
 def layer_graph(traced: TracedModel, *, model: str, input_shape: tuple[int, ...], num_classes: int) -> LayerGraph:
     """The graph of ``traced``, every component with its split."""
     components: list[Component] = []
+    known: dict[tuple[str, float, bool], tuple[TensorSplit | None, str, str]] = {}
     for traced_component, facts in zip(traced.components, traced.facts, strict=True):
-        kept = facts.saved_bytes_per_sample
-        found, why = tensor_split(traced_component, first=not components, kept_bytes=kept)
+        kept, first = facts.saved_bytes_per_sample, not components
+        key = signature(traced_component), kept, first
+        if key not in known:
+            known[key] = (*tensor_split(traced_component, first=first, kept_bytes=kept), facts.name)
+        found, why, of = known[key]
+        why = why.replace(of, facts.name)
         weights = {f.name: getattr(facts, f.name) for f in fields(facts)}
         tied = True if traced_component.ties else None
+        if traced_component is traced.components[-1]:
+            weights["saved_bytes_per_sample"] += _loss_bytes(traced, input_shape, num_classes)
         components.append(Component(**weights, split=found, why_whole=why, tied=tied))
     return LayerGraph(
         model=model,

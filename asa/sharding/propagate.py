@@ -113,6 +113,12 @@ def splits_by_heads(m: nn.Module, node: fx.Node) -> bool:
     return plain and same and len(node.args) == 3 and not others and node.kwargs.get("need_weights") is False
 
 
+def independent_groups(m: nn.Module) -> int:
+    """How many runs of its inputs' last dimension ``m``, which has no parameters, treats each by itself; 0 where it
+    does not."""
+    return int(getattr(m, "independent_groups", 0))
+
+
 def _normal(dim: int, node: fx.Node) -> int:
     rank = len(node.meta["tensor_meta"].shape)
     return dim + rank if dim < 0 else dim
@@ -196,7 +202,8 @@ class Walk:
         if path not in self.repeated and "tensor_meta" in node.meta:
             if isinstance(m, nn.Linear):
                 if cut is None:
-                    return self._column(node, path, Cut(_normal(-1, node), m.out_features), "column")
+                    units = self._groups(node, m.out_features)
+                    return self._column(node, path, Cut(_normal(-1, node), units, m.out_features // units), "column")
                 if cut.dim == _normal(-1, node):
                     self._row(node, path, cut)
                     return None
@@ -216,10 +223,27 @@ class Walk:
             self._column(node, path, Cut(2, int(m.num_heads), int(m.head_dim)), "heads")  # type: ignore[arg-type]
             self.plan.reduced.append(node)
             return None
+        if independent_groups(m):
+            return self._grouped(node, independent_groups(m))
         if cut is not None and (is_elementwise(m) or (isinstance(m, _SPATIAL_MODULES) and cut.dim == 1)):
             return cut
         if cut is not None and isinstance(m, nn.Flatten) and m.end_dim == -1 and m.start_dim == cut.dim:
             return self._flattened(source, cut)
+        self._whole(node)
+        return None
+
+    def _groups(self, node: fx.Node, width: int) -> int:
+        """Parts of so many outputs that may go to different ranks: the groups of heads, where attention reads them."""
+        readers = [self.module.get_submodule(str(u.target)) for u in node.users if u.op == "call_module"]
+        found = [n for n in map(independent_groups, readers) if n and width % n == 0]
+        return found[0] if found else width
+
+    def _grouped(self, node: fx.Node, groups: int) -> Cut | None:
+        """Attention over a share of the groups of heads, where all that it reads is cut by them."""
+        last = _normal(-1, node)
+        cuts = [self._cut_of(a) for a in node.args]
+        if all(c is not None and (c.dim, c.units) == (last, groups) for c in cuts) and not node.kwargs:
+            return Cut(last, groups, int(node.meta["tensor_meta"].shape[-1]) // groups)
         self._whole(node)
         return None
 

@@ -207,10 +207,13 @@ def _sum_gradients(module: fx.GraphModule, norms: list[fx.Node], axis: Axis) -> 
             for i, key in enumerate(trained):
                 read[key] = graph.call_function(operator.getitem, (summed, i))
     for node, m in layers.items():
-        assert isinstance(m, nn.LayerNorm)
+        assert isinstance(m, nn.LayerNorm | nn.RMSNorm)
         with graph.inserting_before(node):
-            weight, bias = read.get((node, "weight")), read.get((node, "bias"))
-            call = graph.call_function(F.layer_norm, (node.args[0], tuple(m.normalized_shape), weight, bias, m.eps))
+            shape, weight, bias = tuple(m.normalized_shape), read.get((node, "weight")), read.get((node, "bias"))
+            if isinstance(m, nn.RMSNorm):
+                call = graph.call_function(F.rms_norm, (node.args[0], shape, weight, m.eps))
+            else:
+                call = graph.call_function(F.layer_norm, (node.args[0], shape, weight, bias, m.eps))
         node.replace_all_uses_with(call)
         graph.erase_node(node)
 

@@ -63,8 +63,9 @@ class _TokenWalk(Walk):
             return None
         if path not in self.repeated and "tensor_meta" in node.meta:
             if isinstance(m, nn.Linear):
-                return self._column(node, path, Cut(2, m.out_features), "column")
-            if isinstance(m, nn.LayerNorm) and len(m.normalized_shape) == 1:
+                units = self._groups(node, m.out_features)
+                return self._column(node, path, Cut(2, units, m.out_features // units), "column")
+            if isinstance(m, nn.LayerNorm | nn.RMSNorm) and len(m.normalized_shape) == 1:
                 self.plan.tokenwise.append(node)
                 return cut
             if splits_by_heads(m, node) and m.batch_first:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from asa.tracing import ties
 from asa.tracing.blocks import attends, describe, find_blocks, within
 from asa.tracing.chain import BatchDims, TracedModel, batch_dims, side_names, structure_of
 from asa.tracing.component import TracedComponent, cut_out
-from asa.tracing.cuts import Cut, constants, find_cuts, in_both, observe, segments
+from asa.tracing.cuts import Cut, Observation, constants, find_cuts, in_both, observe, segments
 from asa.tracing.facts import ComponentFacts, measure
 from asa.tracing.fingerprint import code, model_fingerprint
 from asa.tracing.merge import Unit, join_shared, merge
@@ -74,6 +75,22 @@ def _rename_constants(train: Program, evaluate: Program) -> None:
                 evaluate.attributes[node.target] = mine
 
 
+def _one_graph(train: Program, evaluate: Program) -> tuple[Program, Program]:
+    """Both programs on the graph of the first where the modes compute the same. Of tensors without values nothing else
+    is asked than their shapes, which are then the same, too.
+
+    Raises:
+        InvalidInputError: ``forward`` made up tensors, of which nothing can be known here.
+    """
+    made = [str(n.target) for p in (train, evaluate) for n in p.graph.nodes if str(n.target).startswith(CONSTANT)]
+    if made:
+        raise InvalidInputError("forward makes up tensors while it is traced, whose values are not known on meta")
+    if code(train.graph) != code(evaluate.graph):
+        return train, evaluate
+    same = replace(train, contrary=evaluate.contrary, opaque=evaluate.opaque, checkpointed=evaluate.checkpointed)
+    return train, same
+
+
 def _volatile(model: nn.Module) -> set[str]:
     """Buffers that are no part of the saved state."""
     return {
@@ -92,8 +109,11 @@ def _inside(paths: frozenset[str], objects: dict[str, Any]) -> frozenset[str]:
 def _components(
     model: nn.Module, programs: tuple[Program, Program], small: Tensor, large: Tensor
 ) -> tuple[list[TracedComponent], list[str], BatchDims]:
-    seen = []
+    seen: list[tuple[Observation, Observation]] = []
     for program, training in zip(programs, (True, False), strict=True):
+        if seen and program.graph is programs[0].graph:
+            seen.append(seen[0])
+            break
         with mode(model, training):
             seen.append((observe(program, small), observe(program, large)))
     cuts = in_both(find_cuts(programs[0], seen[0]), find_cuts(programs[1], seen[1]))
@@ -175,7 +195,9 @@ def trace(model: nn.Module, example: Tensor, *, name: str, known: str = "") -> T
     with preserved(model), torch.enable_grad():
         try:
             programs = (trace_mode(model, True, (small, large)), trace_mode(model, False, (small, large)))
-            _rename_constants(*programs)
+            programs = _one_graph(*programs) if small.is_meta else programs
+            if not small.is_meta:
+                _rename_constants(*programs)
             components, notes, dims = _components(model, programs, small, large)
             structures = (structure_of(programs[0]), structure_of(programs[1]))
             if known and known == model_fingerprint(model, components):

@@ -17,6 +17,7 @@ import networkx as nx
 import torch
 from torch import fx
 
+from asa.tracing.fused import fused_attention
 from asa.tracing.program import Program, origin
 from asa.tracing.shapes import shape_only
 
@@ -82,7 +83,7 @@ class _Observer(fx.Interpreter):
 def observe(program: Program, example: torch.Tensor) -> Observation:
     """Run ``program`` without gradients on ``example`` (first dimension: batch). The caller preserves the model."""
     observer = _Observer(program, example.shape[0])
-    with torch.no_grad():
+    with torch.no_grad(), fused_attention():
         observer.run(example.clone())
     return observer.seen
 

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from asa.tracing.alike import signature, stand_ins
 from asa.tracing.component import TracedComponent
+from asa.tracing.fused import fused_attention
 
 Kind = Literal["convolution", "attention", "linear", "recurrent", "other"]
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
@@ -35,16 +37,21 @@ def _cudnn_rnn_flops(x: Any, weights: Any, *_: Any, **__: Any) -> int:
     return 2 * math.prod(x[:-1]) * sum(math.prod(w) for w in weights if len(w) == 2)
 
 
-def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    """Fused attention of the CPU, [batch, heads, sequence, features] each; torch counts it from 2.15 on."""
-    return 2 * math.prod(query[:-1]) * key[-2] * (key[-1] + value[-1])
+def _attention_flops(
+    query: Any, key: Any, value: Any, dropout_p: float = 0.0, is_causal: bool = False, *_: Any, **__: Any
+) -> int:
+    """Fused attention, [batch, heads, sequence, features] each. Where no position attends to later ones, kernels leave
+    out half of the products."""
+    del dropout_p
+    return 2 * math.prod(query[:-1]) * key[-2] * (key[-1] + value[-1]) // (2 if is_causal else 1)
 
 
-_MORE_FLOPS: dict[Any, Any] = {
+MORE_FLOPS: dict[Any, Any] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     torch.ops.aten.mkldnn_rnn_layer: _mkldnn_rnn_flops,
     torch.ops.aten._cudnn_rnn: _cudnn_rnn_flops,
 }
+"""By what torch's own counter leaves out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +103,8 @@ def _measure(components: list[TracedComponent], batch: Tensor) -> list[_Run]:
             # Nothing runs backward here, and a graph that held its own outputs would never be freed.
             saved.append(tensor)
 
-        flops = FlopCounterMode(display=False, custom_mapping=_MORE_FLOPS)
-        with flops, torch.autograd.graph.saved_tensors_hooks(keep, _never):
+        flops = FlopCounterMode(display=False, custom_mapping=MORE_FLOPS)
+        with flops, fused_attention(), torch.autograd.graph.saved_tensors_hooks(keep, _never):
             outputs = component(value)
         runs.append(_Run(flops.get_total_flops(), _bytes(outputs[:1]), 0))
         kept += [saved, list(outputs)]  # alive to the end: a freed storage's number would be used again
@@ -139,25 +146,31 @@ def _modules(component: TracedComponent) -> tuple[str, ...]:
 
 
 def measure(components: list[TracedComponent], small: Tensor, large: Tensor) -> list[ComponentFacts]:
-    """Facts of ``components``, run in training mode on batches of two sizes; notes what each one reads.
+    """Facts of ``components``, run in training mode on batches of two sizes. Of a row of components that are equal but
+    for their names, a few are run. Each needs to know what it reads (``input_shape``).
 
     The caller preserves the model.
     """
-    runs = [_measure(components, small), _measure(components, large)]
+    places = stand_ins([signature(c) for c in components])
+    chosen = [c for i, c in enumerate(components) if places[i] == i]
+    runs = [dict(zip(chosen, _measure(chosen, batch), strict=True)) for batch in (small, large)]
     per_sample = 1 / (large.shape[0] - small.shape[0])
-    return [
-        ComponentFacts(
-            name=c.name,
-            kind=_kind(c),
-            modules=_modules(c),
-            num_parameter_tensors=len(list(c.parameters())),
-            parameter_bytes=_bytes(c.parameters()),
-            largest_parameter_bytes=max((_bytes([p]) for p in c.parameters()), default=0),
-            buffer_bytes=_bytes(c.buffers()),
-            flops_per_sample=(b.flops - a.flops) * per_sample,
-            output_bytes_per_sample=(b.output_bytes - a.output_bytes) * per_sample,
-            saved_bytes_per_sample=(b.saved_bytes - a.saved_bytes) * per_sample,
-            batch_norm=any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in c.modules()),
+    found = []
+    for c, place in zip(components, places, strict=True):
+        a, b = (run[components[place]] for run in runs)
+        found.append(
+            ComponentFacts(
+                name=c.name,
+                kind=_kind(c),
+                modules=_modules(c),
+                num_parameter_tensors=len(list(c.parameters())),
+                parameter_bytes=_bytes(c.parameters()),
+                largest_parameter_bytes=max((_bytes([p]) for p in c.parameters()), default=0),
+                buffer_bytes=_bytes(c.buffers()),
+                flops_per_sample=(b.flops - a.flops) * per_sample,
+                output_bytes_per_sample=(b.output_bytes - a.output_bytes) * per_sample,
+                saved_bytes_per_sample=(b.saved_bytes - a.saved_bytes) * per_sample,
+                batch_norm=any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in c.modules()),
+            )
         )
-        for c, a, b in zip(components, *runs, strict=True)
-    ]
+    return found

@@ -17,7 +17,8 @@ from asa.tracing.program import opened
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def _name(target: Any) -> str:
+def called(target: Any) -> str:
+    """What a node calls, by a name that no release of torch changes."""
     if isinstance(target, str):
         return target
     return f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', type(target).__name__)}"
@@ -25,10 +26,10 @@ def _name(target: Any) -> str:
 
 def code(graph: fx.Graph) -> str:
     """One line per node: what it calls, on what. Equal for graphs that compute the same."""
-    return "\n".join(f"{n.name} = {n.op} {_name(n.target)} {n.args} {dict(n.kwargs)}" for n in graph.nodes)
+    return "\n".join(f"{n.name} = {n.op} {called(n.target)} {n.args} {dict(n.kwargs)}" for n in graph.nodes)
 
 
-def _settings(module: nn.Module) -> str:
+def settings(module: nn.Module) -> str:
     """Class and plain attributes (strides, dropout rates) of a module."""
     plain = {
         k: v
@@ -52,7 +53,7 @@ def model_fingerprint(model: nn.Module, components: list[TracedComponent]) -> st
         add(f"{name} {tuple(tensor.shape)} {tensor.dtype}")
     for path, module in model.named_modules():
         if not opened(module):  # of the others, the graphs below hold what matters
-            add(f"{path} {_settings(module)}")
+            add(f"{path} {settings(module)}")
     for component in components:
         add(component.name)
         add(code(component.train_graph.graph))

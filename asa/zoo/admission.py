@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from asa.errors import InvalidInputError
 from asa.zoo.foreign import Shape, first_line
+from asa.zoo.inputs import example, of_tokens
 
 
 def _logits(output: Any) -> Any:
@@ -52,7 +53,7 @@ def _forward(model: nn.Module, shape: Shape, device: str, *, train: bool) -> Any
         model.train(train)
         try:
             with torch.no_grad():
-                return _logits(model(torch.zeros(2, *shape, device=device)))
+                return _logits(model(example(shape, device=device)))
         finally:
             for module, mode in modes.items():
                 module.training = mode
@@ -80,20 +81,21 @@ def refusal(model: nn.Module, shape: Shape) -> str:
 
 
 def told_classes(model: nn.Module, spec: str, shape: Shape) -> int:
-    """How many classes a foreign model tells apart: it gives logits [N, classes, ...] for a batch of N.
+    """How many classes a foreign model tells apart: it gives logits [N, classes, ...] for a batch of N images, and
+    [N, T, classes] or [N, classes] for sequences of T tokens.
 
     Raises:
         InvalidInputError: it fails on such an input, or its output has another form.
     """
     why = refusal(model, shape)
-    asked = "x".join(map(str, shape))
+    asked = f"{shape[0]} tokens" if of_tokens(shape) else "x".join(map(str, shape))
     if why:
         raise InvalidInputError(f"model {spec!r} fails on an input of {asked}: {why}")
     output = _reaches(model, shape, train=False)
     if not isinstance(output, Tensor) or output.ndim < 2 or output.shape[0] != 2:
         found = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
         raise InvalidInputError(f"model {spec!r} gives {found} for 2 samples of {asked}, not logits [2, classes]")
-    return output.shape[1]
+    return output.shape[-1] if of_tokens(shape) else output.shape[1]
 
 
 def check_outputs(model: nn.Module, spec: str, *, num_classes: int, shape: Shape) -> None:

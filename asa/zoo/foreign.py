@@ -15,9 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from asa.errors import InvalidInputError, UnavailableError, UsageError, place_of
+from asa.zoo.inputs import Shape
 from asa.zoo.names import PACKAGES, check_installed
-
-Shape = tuple[int, int, int]
 
 
 def first_line(error: BaseException) -> str:

@@ -15,7 +15,9 @@ from torch import nn
 from asa.errors import UsageError
 from asa.zoo.admission import check_outputs, refusal, told_classes
 from asa.zoo.foreign import Shape, first_line, from_factory, from_timm, from_transformers, takes_classes
-from asa.zoo.names import unknown
+from asa.zoo.inputs import of_tokens
+from asa.zoo.language import language_model, shape_of
+from asa.zoo.names import check_kind, unknown
 from asa.zoo.plain import PLAIN
 
 _USUAL_SIDES = (28, 32, 42, 48, 56, 64, 75, 96, 128, 160, 192, 224, 256, 299, 384, 448, 518)
@@ -52,13 +54,17 @@ def names() -> list[str]:
 
 
 def default_input(spec: str, shape: Shape | None = None, classes: int | None = None) -> tuple[Shape, int]:
-    """Input shape (C, H, W) and number of classes a model gets where ``shape`` or ``classes`` are not said: those of
-    CIFAR-100, larger where the model cannot take 32 pixels. A ``package.module:factory`` that takes no
+    """Input shape, (C, H, W) or (T,), and number of classes a model gets where ``shape`` or ``classes`` are not said:
+    those of CIFAR-100, larger where the model cannot take 32 pixels; a language model's published vocabulary and
+    a usual number of tokens. A ``package.module:factory`` that takes no
     ``num_classes`` has as many as its model tells apart.
 
     Raises:
         UsageError, InvalidInputError: such a factory fails, as in :func:`build`.
     """
+    language = shape_of(spec)
+    if language is not None:
+        return shape or (language.tokens,), classes or language.vocabulary
     side = _LARGER_DEFAULTS.get(spec, 32)
     usual = shape or (3, side, side)
     if classes or takes_classes(spec):
@@ -163,14 +169,14 @@ def build(spec: str, *, num_classes: int, input_shape: Shape, seed: int = 0, tri
     """The model ``spec`` names, on the CPU, in training mode, its weights a function of ``seed`` alone.
 
     ``spec``: a torchvision classification or segmentation name, ``cnn``, ``logistic``, ``lstm``, ``gru``, ``bert`` or
-    ``unet``, ``package.module:factory``
+    ``unet``, a language model (``gpt2``, ``llama:8b``), ``package.module:factory``
     (importable from the working directory too; called with ``num_classes`` and ``input_shape`` where it takes
     them), ``timm:NAME`` or ``hf:NAME``. Auxiliary heads stay on as torchvision trains them, except
     ``inception_v3``'s on inputs too small for it (below 299 pixels).
 
     Args:
         num_classes: at least 1.
-        input_shape: channels, height, width.
+        input_shape: channels, height, width; or (tokens,) of a model that reads those.
         seed: of the initial weights; the state of all generators is as before afterwards.
         tried: torchvision's model of that name is known to take such inputs, and is not tried on them again.
 
@@ -181,14 +187,20 @@ def build(spec: str, *, num_classes: int, input_shape: Shape, seed: int = 0, tri
     """
     if num_classes < 1:
         raise UsageError(f"a model for {num_classes} classes was asked for; at least 1 is needed")
-    if len(input_shape) != 3 or min(input_shape) < 1:
-        raise UsageError(f"input shape {tuple(input_shape)} is not channels, height, width, each at least 1")
+    if len(input_shape) not in (1, 3) or min(input_shape) < 1:
+        raise UsageError(
+            f"input shape {tuple(input_shape)} is neither channels, height, width nor a number of tokens, from 1"
+        )
     with _seeded(seed):
         model = _build(spec, num_classes, input_shape, tried=tried)
     return model.train()
 
 
 def _build(spec: str, num_classes: int, shape: Shape, *, tried: bool) -> nn.Module:
+    check_kind(spec, of_tokens(shape))
+    known_shape = shape_of(spec)
+    if known_shape is not None:
+        return language_model(known_shape, vocabulary=num_classes, tokens=shape[0])
     if ":" in spec:
         origin = spec.partition(":")[0]
         outside = {"timm": from_timm, "hf": from_transformers}.get(origin, from_factory)

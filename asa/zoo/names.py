@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from asa.errors import UnavailableError, UsageError
+from asa.zoo.sizes import SHAPES
 from asa.zoo.sources import check_defined
 
 OWN = ("bert", "cnn", "gru", "logistic", "lstm", "unet")
@@ -18,6 +19,9 @@ OWN = ("bert", "cnn", "gru", "logistic", "lstm", "unet")
 
 PACKAGES = {"timm": "timm", "hf": "transformers"}
 """Before the colon of a spec: the package such a model is of."""
+
+_SIZED = ("gpt2", "llama")
+"""Families of which a model is named by its size, behind a colon."""
 
 _FOLDERS = (".", "segmentation")
 """Where torchvision keeps models that are accepted, below its ``models``."""
@@ -49,7 +53,9 @@ def check(spec: str) -> None:
         UnavailableError: the package that ``spec`` needs is not installed.
     """
     origin, colon, name = spec.partition(":")
-    if colon and origin in PACKAGES:
+    if origin in _SIZED:
+        check_size(spec)
+    elif colon and origin in PACKAGES:
         check_installed(PACKAGES[origin], spec)
     elif origin == "torchvision" and name in of_torchvision():
         raise UsageError(f"model {spec!r}: models of torchvision go by their name alone, {name}")
@@ -57,6 +63,31 @@ def check(spec: str) -> None:
         check_module(spec, origin)
     elif spec not in OWN and of_torchvision() and spec not in of_torchvision():
         unknown(spec, of_torchvision())
+
+
+def check_size(spec: str) -> None:
+    """Whether a family of language models has the size that ``spec`` names.
+
+    Raises:
+        UsageError: it has not; those there are, are named.
+    """
+    if spec not in SHAPES:
+        family = spec.partition(":")[0]
+        raise UsageError(
+            f"no model is called {spec!r}; there are {', '.join(n for n in SHAPES if n.partition(':')[0] == family)}"
+        )
+
+
+def check_kind(spec: str, tokens: bool) -> None:
+    """Refuse tokens for a model that reads images, and the other way round, where the name says which it is.
+
+    Raises:
+        UsageError: it is the other.
+    """
+    if spec in SHAPES and not tokens:
+        raise UsageError(f"{spec} reads tokens, not images; try --tokens {SHAPES[spec].tokens}")
+    if tokens and spec not in SHAPES and (":" not in spec or spec.startswith("timm:")):
+        raise UsageError(f"{spec} reads images, not tokens; leave out --tokens, or take gpt2 or llama:8b")
 
 
 def check_installed(package: str, spec: str) -> None:
@@ -95,7 +126,7 @@ def unknown(spec: str, known: frozenset[str]) -> NoReturn:
         UsageError: always.
     """
     wanted = spec.lower().replace("-", "").replace(" ", "")
-    near = get_close_matches(wanted, sorted({*known, *OWN}), n=3, cutoff=0.5)
+    near = get_close_matches(wanted, sorted({*known, *OWN, *SHAPES}), n=3, cutoff=0.5)
     hint = f"; did you mean {', '.join(near)}?" if near else "; `package.module:factory` names one of your own"
     raise UsageError(f"no model is called {spec!r}{hint}")
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from asa.zoo.data.draws import integers, key, words
 from asa.zoo.data.images import ImageSet, convert
+from asa.zoo.inputs import of_tokens
 
 _AUGMENT = 2
 
@@ -49,14 +50,17 @@ def fetch(
 ) -> tuple[Tensor, Tensor]:
     """Samples of ``images`` by global index: x ``dtype`` [B, *images.shape] normalised, y int64 [B], on ``device``.
 
-    B may be 0: a rank without rows. Augmented with ``train`` (see :func:`augment`). A set resident on ``device``
-    never leaves it; otherwise its bytes are gathered where they lie and everything else happens on ``device``.
-    ``gathered``: those bytes and labels, where somebody has gathered them already.
+    B may be 0: a rank without rows. Images are augmented with ``train`` (see :func:`augment`); tokens, int64 [B, T],
+    come as they are, with labels of that shape. A set resident on ``device`` never leaves it; otherwise its bytes are
+    gathered where they lie and everything else happens on ``device``. ``gathered``: those bytes and labels, where
+    somebody has gathered them already.
     """
     if gathered is None:
         here = indices.to(images.images.device)
         gathered = images.images[here], images.labels[here]
     pixels, labels = (t.to(device, non_blocking=True) for t in gathered)
+    if of_tokens(images.shape):
+        return pixels, labels
     if train:
         pixels = augment(pixels, indices.to(pixels.device), seed=seed, epoch=epoch, flips=images.flips)
     # Half precision holds neither 1/255 nor the mean well: normalise first, round once.

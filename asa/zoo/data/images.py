@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from asa.errors import UsageError
-
-Shape = tuple[int, int, int]
+from asa.zoo.inputs import Shape, of_tokens
 
 LUMA = (0.299, 0.587, 0.114)
 """Grey out of red, green, blue: ITU-R BT.601."""
@@ -86,7 +85,8 @@ def reshaped(images: ImageSet, shape: Shape | None) -> ImageSet:
     """
     if shape is None or tuple(shape) == images.shape:
         return images
-    shape = (shape[0], shape[1], shape[2])
+    if of_tokens(shape):
+        raise UsageError(f"{images.name} has images, the model reads tokens; train it on --data synthetic")
     channels, asked = images.shape[0], shape[0]
     if min(shape) < 1:
         raise UsageError(f"images of shape {shape} were asked for; channels, height and width are at least 1")

@@ -10,9 +10,14 @@ from asa.errors import InvalidInputError, UsageError
 from asa.zoo.data import cache, cifar, digits, idx
 from asa.zoo.data.download import Opener, download
 from asa.zoo.data.images import ImageSet, Shape, reshaped
+from asa.zoo.data.language import language
 from asa.zoo.data.official import CIFAR100, OFFICIAL, Official, Split
+from asa.zoo.inputs import of_tokens
 
 NAMES = ("cifar100", "cifar10", "mnist", "digits", "synthetic")
+
+_STAND_INS = ("cifar100", "synthetic")
+"""Names under which a model of tokens gets a made-up language: the usual one, and the one that says so."""
 
 
 def _statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -130,7 +135,8 @@ def open_split(
     takes their place. ``synthetic``: that default by its own name. ``digits``: scikit-learn's; neither needs a root.
 
     Args:
-        input_shape: (C, H, W) the model takes; other images are converted, and ``source`` says so.
+        input_shape: (C, H, W) the model takes; other images are converted, and ``source`` says so. For one that takes
+            (T,) tokens, the made-up language takes the place of made-up images.
         download: get official files that are not there from their own addresses; the only case that uses a network.
         opener: stands in for ``urllib.request.urlopen``.
 
@@ -143,6 +149,8 @@ def open_split(
         raise UsageError(f"no data set is called {name!r}; there are {', '.join(NAMES)}")
     if split not in ("train", "test"):
         raise UsageError(f"data sets have the splits train and test, not {split!r}")
+    if input_shape is not None and of_tokens(input_shape) and name in _STAND_INS:
+        return language(split, input_shape[0])
     if name == "digits":
         images = _digits(split)
     elif name == "synthetic":

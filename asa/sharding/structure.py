@@ -1,0 +1,113 @@
+"""What a model is made of, without running it: traced on the meta device, where tensors have shapes and no values.
+
+Nothing is allocated and nothing computed, so that a model of 70 billion parameters is a matter of seconds. That the
+pieces compute what the model computes is not asked here; it is asked when the model is profiled or trained.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from asa.ir.graph import LayerGraph
+from asa.ir.profile import Precision
+from asa.sharding.describe import layer_graph
+from asa.sharding.generators import drawing, told
+from asa.sharding.randomness import make_reproducible
+from asa.sharding.samples import SampleContext
+from asa.tracing import TracedModel, histories, trace
+from asa.tracing.autocast import LOWER, AutocastOnMeta
+
+
+@dataclass(frozen=True)
+class Structure:
+    """``graph``; the model's ``fingerprint``; and whether it was seen to train on a batch of one sample (BatchNorm
+    refuses a single value per channel, which one sample is where its image has shrunk to a point)."""
+
+    graph: LayerGraph
+    fingerprint: str
+    trains_on_one: bool
+
+
+def structure_of(
+    bare: Callable[[], nn.Module],
+    made: Callable[[], nn.Module],
+    example: Tensor,
+    *,
+    name: str,
+    num_classes: int,
+    precision: Precision = "fp32",
+) -> Structure:
+    """The structure of a model that reads batches like ``example`` [N, ...] (its values are not read).
+
+    ``bare`` gives the model on the meta device. ``made`` gives it with its weights, and is asked where that does not
+    do: where ``forward`` asks for values, or where torch runs a layer otherwise on meta than on any device (LSTM, GRU).
+
+    ``precision``: of activations, as autocast makes them; those of a model that is not seen on meta stay fp32, which is
+    more.
+
+    Raises:
+        InvalidInputError: the model does not run on ``example``.
+    """
+    lower = LOWER.get(precision)
+    with nullcontext() if lower is None else AutocastOnMeta(lower):
+        return _structure(bare, made, example, name, num_classes)
+
+
+def _structure(
+    bare: Callable[[], nn.Module], made: Callable[[], nn.Module], example: Tensor, name: str, num_classes: int
+) -> Structure:
+    found = _on_meta(bare, example, name)
+    if found is None:
+        model = made()
+        batch = example.to(next((p.device for p in model.parameters()), torch.device("cpu")))
+        found = model, trace(model, batch, name=name), batch
+    model, traced, batch = found
+    graph = layer_graph(traced, model=name, input_shape=tuple(example.shape[1:]), num_classes=num_classes)
+    on_one = not any(c.batch_norm for c in graph.components) or _trains_on_one(model, batch[:1])
+    pair = batch[torch.arange(2, device=batch.device) % len(batch)]
+    make_reproducible(traced.components, SampleContext(samples=torch.arange(2, device=batch.device), total=2))
+    graph = replace(graph, notes=(*graph.notes, *told(drawing(traced.components, pair))))
+    return Structure(graph, traced.model_fingerprint, on_one)
+
+
+def _on_meta(bare: Callable[[], nn.Module], example: Tensor, name: str) -> tuple[nn.Module, TracedModel, Tensor] | None:
+    """The model and its trace without values; None where they would say something else than those with values."""
+    try:
+        model = bare()
+        if any(isinstance(m, nn.RNNBase) for m in model.modules()):
+            return None
+        batch = torch.empty_like(example, device="meta")
+        traced = trace(model, batch, name=name)
+    except Exception:  # whatever a model may raise that finds no values; with them it says what it means
+        return None
+    return None if any(" is one " in note for note in traced.notes) else (model, traced, batch)
+
+
+def stripped(model: nn.Module) -> nn.Module:
+    """A copy of ``model`` on the meta device, made without copying any value."""
+    memo: dict[int, Any] = {id(kept): torch.empty_like(kept, device="meta") for kept in _histories(model)}
+    for tensor in (*model.parameters(), *model.buffers()):
+        empty = torch.empty_like(tensor, device="meta")
+        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    return copy.deepcopy(model, memo)
+
+
+def _histories(model: nn.Module) -> list[Tensor]:
+    kept = histories(model)
+    return [t for m in model.modules() for t in vars(m).values() if isinstance(t, Tensor) and id(t) in kept]
+
+
+def _trains_on_one(module: nn.Module, sample: Tensor) -> bool:
+    try:
+        with torch.no_grad():
+            module.train()(sample)
+    except Exception:  # a model of anybody's own: whatever it fails of, it does
+        return False
+    return True

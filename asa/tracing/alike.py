@@ -1,0 +1,103 @@
+"""Which components are equal but for their names: what one of them weighs, and how it splits, all of them do."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from asa.tracing.component import TracedComponent
+from asa.tracing.fingerprint import called, settings
+
+_PROXY = re.compile(r"Proxy\(\w+\)")
+"""What fx puts into the text of an assertion for a value: its name, which differs from block to block."""
+_PERIODS = range(1, 5)
+"""Lengths of repeating groups that are looked for: blocks of one kind, and of two to four kinds in turn."""
+_FIRST, _LAST = 2, 1
+"""Repetitions that stay at either end of a row of equal ones: those have other neighbours than the ones between."""
+
+
+def signature(component: TracedComponent) -> str:
+    """Equal for components that compute the same on inputs of the same shape, on tensors of the same shapes."""
+    digest = hashlib.sha256()
+    digest.update(repr((component.input_shape, component.input_dtype, component.side_outputs())).encode())
+    order: dict[int, int] = {}
+    for graph in (component.train_graph, component.eval_graph):
+        for line in _lines(component, graph.graph, order):
+            digest.update(line.encode() + b"\n")
+    return digest.hexdigest()
+
+
+def _lines(component: TracedComponent, graph: fx.Graph, order: dict[int, int]) -> list[str]:
+    number = {n: f"%{i}" for i, n in enumerate(graph.nodes)}
+    lines = []
+    for node in graph.nodes:
+        target: str = called(node.target)
+        if node.op in ("call_module", "get_attr"):
+            target = _thing(component, _found(component, str(node.target)), order)
+        elif node.op == "placeholder":
+            target = ""
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: _Number(number[n]))
+        lines.append(_PROXY.sub("a value", f"{node.op} {target} {args} {kwargs}"))
+    return lines
+
+
+class _Number(str):
+    """A node by its place."""
+
+    __slots__ = ()
+
+
+def _found(component: TracedComponent, path: str) -> Any:
+    found: Any = component
+    for atom in path.split("."):
+        found = getattr(found, atom)
+    return found
+
+
+def _thing(component: TracedComponent, thing: Any, order: dict[int, int]) -> str:
+    """A module or tensor by what decides its work; the same one, used again, by its place among all."""
+    place = order.setdefault(id(thing), len(order))
+    if isinstance(thing, Tensor):
+        return f"{place} {_tensor(thing, component)}"
+    if isinstance(thing, nn.Module):
+        inside = [f"{path} {settings(m)}" for path, m in thing.named_modules()]
+        held = [f"{n} {_tensor(t, component)}" for n, t in (*thing.named_parameters(), *thing.named_buffers())]
+        return f"{place} {inside} {held}"
+    return f"{place} {type(thing).__name__} {id(thing)}"
+
+
+def _tensor(tensor: Tensor, component: TracedComponent) -> str:
+    kind = type(tensor).__name__
+    return f"{kind} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad} {id(tensor) in component.ties}"
+
+
+def stand_ins(kinds: Sequence[Hashable]) -> list[int]:
+    """Per item the index of one that is equal and has equal neighbours: its own but inside rows of repeated groups.
+
+    >>> stand_ins("abbbbbbc")
+    [0, 1, 2, 2, 2, 2, 6, 7]
+    >>> stand_ins("abababababc")
+    [0, 1, 2, 3, 2, 3, 2, 3, 8, 9, 10]
+    """
+    found = list(range(len(kinds)))
+    i = 0
+    while i < len(kinds):
+        period, repeats = max(((p, _repeats(kinds, i, p)) for p in _PERIODS), key=lambda each: (each[1] - 1) * each[0])
+        if repeats <= _FIRST + _LAST:
+            i += 1
+            continue
+        for j in range(_FIRST * period, (repeats - _LAST) * period):
+            found[i + j] = i + (_FIRST - 1) * period + j % period
+        i += repeats * period
+    return found
+
+
+def _repeats(kinds: Sequence[Hashable], start: int, period: int) -> int:
+    group, count = list(kinds[start : start + period]), 1
+    while list(kinds[start + count * period : start + (count + 1) * period]) == group:
+        count += 1
+    return count if len(group) == period else 1

@@ -1,0 +1,51 @@
+"""Mixed precision on tensors without values: what ``torch.autocast`` casts on a device, cast on meta, where it does not
+work. So what a model keeps for backward, and hands on, has the size it has in training at half precision.
+
+The lists are those of ``torch.autocast`` for CUDA, as far as models have them: products and convolutions at the lower
+type, norms, softmax and losses at fp32, everything else at the wider type of what it is given.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+LOWER = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""The type of products, by precision."""
+_LOWER = frozenset({
+    "linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm", "addbmm", "einsum", "conv1d",
+    "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "scaled_dot_product_attention",
+    "multi_head_attention_forward", "chain_matmul", "mv", "prelu",
+})  # fmt: skip
+_FULL = frozenset({
+    "layer_norm", "rms_norm", "group_norm", "softmax", "log_softmax", "cross_entropy", "nll_loss", "mse_loss", "exp",
+    "log", "pow", "__pow__", "rsqrt", "reciprocal", "softplus", "cumsum", "sum", "prod", "norm", "cdist",
+})  # fmt: skip
+
+
+class AutocastOnMeta(TorchFunctionMode):
+    """A context in which functions on meta tensors see them at the types autocast to ``lower`` would give them."""
+
+    def __init__(self, lower: torch.dtype) -> None:
+        super().__init__()
+        self.lower = lower
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = self.seen(getattr(func, "__name__", ""), args, kwargs or {})
+        return func(*args, **kwargs)
+
+    def seen(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Arguments as the function called ``name`` gets them."""
+        kind = self.lower if name in _LOWER else torch.float32 if name in _FULL else None
+        if kind is None:
+            return args, kwargs
+
+        def cast(value: Any) -> Any:
+            real = isinstance(value, Tensor) and value.is_meta and value.is_floating_point()
+            return value.to(kind) if real and value.dtype != torch.float64 else value
+
+        return tree_map(cast, args), tree_map(cast, kwargs)

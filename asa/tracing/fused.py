@@ -1,0 +1,89 @@
+"""Attention and RMSNorm on tensors without values, weighed as the fused kernels of a GPU.
+
+On the meta device torch takes ``scaled_dot_product_attention`` apart into products and a softmax, which keep the scores
+of all pairs of positions for backward. No device does so where a fused kernel can: inside :func:`fused_attention` the
+kernel of the CPU stands for all of them. What it cannot do (dropout, a mask that is trained) is taken apart as before.
+Likewise RMSNorm keeps its input and one figure per row, not its normalised rows, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+from asa.tracing.autocast import AutocastOnMeta
+
+_stock = F.scaled_dot_product_attention
+
+
+@contextmanager
+def fused_attention() -> Iterator[None]:
+    """A context in which attention on meta tensors is one call that keeps its inputs and its output.
+
+    Graphs call torch's function itself, torch's own layers look it up by its name: both are met.
+    """
+    with patch.object(F, "scaled_dot_product_attention", _attention), _Calls():
+        yield
+
+
+class _Calls(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        other = _attention if func is _stock else _rms_norm if func is F.rms_norm else None
+        if other is None:
+            return func(*args, **kwargs or {})
+        kwargs = kwargs or {}
+        for outer in _get_current_function_mode_stack():
+            if isinstance(outer, AutocastOnMeta):
+                args, kwargs = outer.seen(func.__name__, args, kwargs)
+        return other(*args, **kwargs)
+
+
+def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    if not x.is_meta or (weight is not None and weight.dtype != x.dtype):
+        return F.rms_norm(x, shape, weight, eps)
+    found: Tensor = _RMSNorm.apply(x, weight)
+    return found
+
+
+class _RMSNorm(torch.autograd.Function):
+    """The fused kernel by what it keeps: torch's own is taken apart on meta."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
+        """An output of the shape of ``x``."""
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1]))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Nothing runs backward on meta."""
+        raise AssertionError("backward through tensors without values")
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    alike = query.dim() == key.dim() == value.dim() == 4 and query.shape[-1] == value.shape[-1]
+    trained = attn_mask is not None and (attn_mask.requires_grad or attn_mask.dim() not in (2, 4))
+    if not query.is_meta or dropout_p or not alike or trained:
+        return _stock(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
+    found: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
+    )[0]
+    return found

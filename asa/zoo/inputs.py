@@ -1,0 +1,31 @@
+"""What a model reads, by its shape: images [N, C, H, W] of floats, or tokens [N, T] of int64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+Shape = tuple[int, ...]
+"""Of one sample: (C, H, W) of an image, or (T,) of a sequence of tokens."""
+
+
+def of_tokens(shape: Sequence[int]) -> bool:
+    """Whether a sample of that shape is a sequence of tokens."""
+    return len(shape) == 1
+
+
+def example(shape: Sequence[int], samples: int = 2, device: torch.device | str | None = None) -> Tensor:
+    """Zeros as a batch of so many samples: every model knows token 0."""
+    kind = torch.int64 if of_tokens(shape) else torch.float32
+    return torch.zeros((samples, *shape), dtype=kind, device=device)
+
+
+def random(
+    shape: Sequence[int], samples: int, num_classes: int, generator: torch.Generator, dtype: torch.dtype
+) -> Tensor:
+    """A random batch: normal pixels of ``dtype``, or tokens below ``num_classes``."""
+    if of_tokens(shape):
+        return torch.randint(0, num_classes, (samples, *shape), generator=generator)
+    return torch.randn((samples, *shape), generator=generator, dtype=torch.float64).to(dtype)

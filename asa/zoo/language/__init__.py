@@ -1,0 +1,17 @@
+"""Language models by configuration: what reads tokens [N, T] (int64) and gives logits [N, T, vocabulary]."""
+
+from __future__ import annotations
+
+from asa.zoo.language.attention import CausalAttention
+from asa.zoo.language.gpt2 import GPT2
+from asa.zoo.language.llama import Llama
+from asa.zoo.sizes import SHAPES, GPT2Shape, LlamaShape, shape_of
+
+__all__ = ["GPT2", "SHAPES", "CausalAttention", "GPT2Shape", "Llama", "LlamaShape", "language_model", "shape_of"]
+
+
+def language_model(shape: GPT2Shape | LlamaShape, *, vocabulary: int, tokens: int) -> GPT2 | Llama:
+    """A model of that shape with fresh weights, for sequences of up to ``tokens`` tokens."""
+    if isinstance(shape, GPT2Shape):
+        return GPT2(shape, vocabulary=vocabulary, tokens=tokens)
+    return Llama(shape, vocabulary=vocabulary, tokens=tokens)

@@ -1,0 +1,64 @@
+"""The published sizes of GPT-2 and Llama, by the name they go by after a colon. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_GPT2_VOCABULARY = 50_257
+_LLAMA_VOCABULARY = 128_256
+_BYTES = 256
+"""Vocabulary of the tiny sizes: one token a byte."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPT2Shape:
+    """Radford et al. 2019: ``heads`` of width ``width / heads``, a feed-forward of four times ``width``.
+
+    ``tokens`` is the sequence length a model gets where none is asked for, and the most positions as published.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    vocabulary: int = _GPT2_VOCABULARY
+    tokens: int = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaShape:
+    """Grattafiori et al. 2024 (Llama 3): ``kv_heads`` keys and values for ``heads`` queries, a gated feed-forward of
+    ``hidden``; ``tied``: the output weights are the embedding's. ``tokens``: the usual sequence length.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    vocabulary: int = _LLAMA_VOCABULARY
+    tied: bool = False
+    tokens: int = 4096
+
+
+SHAPES: dict[str, GPT2Shape | LlamaShape] = {
+    "gpt2": GPT2Shape(layers=12, width=768, heads=12),
+    "gpt2:tiny": GPT2Shape(layers=2, width=64, heads=4, vocabulary=_BYTES, tokens=64),
+    "gpt2:medium": GPT2Shape(layers=24, width=1024, heads=16),
+    "gpt2:large": GPT2Shape(layers=36, width=1280, heads=20),
+    "gpt2:xl": GPT2Shape(layers=48, width=1600, heads=25),
+    "llama:tiny": LlamaShape(layers=2, width=64, heads=4, kv_heads=2, hidden=192, vocabulary=_BYTES, tokens=64),
+    "llama:1b": LlamaShape(layers=16, width=2048, heads=32, kv_heads=8, hidden=8192, tied=True),
+    "llama:3b": LlamaShape(layers=28, width=3072, heads=24, kv_heads=8, hidden=8192, tied=True),
+    "llama:8b": LlamaShape(layers=32, width=4096, heads=32, kv_heads=8, hidden=14336),
+    "llama:70b": LlamaShape(layers=80, width=8192, heads=64, kv_heads=8, hidden=28672),
+    "llama:405b": LlamaShape(layers=126, width=16384, heads=128, kv_heads=8, hidden=53248),
+}
+"""By what the command line calls them."""
+
+
+def shape_of(spec: str) -> GPT2Shape | LlamaShape | None:
+    """The shape of the language model that ``spec`` names, None where it names another kind of model."""
+    return SHAPES.get(spec)
+
+
+__all__ = ["SHAPES", "GPT2Shape", "LlamaShape", "shape_of"]
