@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import asa
 from asa.errors import InvalidInputError, UsageError
-from asa.ir import codec
+from asa.ir import codec, shipped
 from asa.ir.cluster import Cluster
 from asa.ir.plan import OptimizerName, Plan
 from asa.ir.profile import Precision, Profile
@@ -113,12 +112,11 @@ def nearest_cluster(profile: Profile, gpus: int) -> Cluster:
 
 
 def known_clusters() -> list[Cluster]:
-    """Clusters measured before: those in ``profiles/`` of the working directory, and those that come with the source.
+    """Clusters measured before: those in ``profiles/`` of the working directory, and those that come with the package.
     Files that cannot be used are passed over."""
-    shipped = Path(asa.__file__).resolve().parent.parent / "profiles"
-    folders = dict.fromkeys((Path("profiles").resolve(), shipped))
+    folders = (Path("profiles"), shipped.FOLDER)
     found = []
-    for path in (p for folder in folders for p in sorted(folder.glob("cluster.*.json"))):
+    for path in shipped.each_once(p for folder in folders for p in sorted(folder.glob("cluster.*.json"))):
         try:
             found.append(codec.load(Cluster, path))
         except InvalidInputError:

@@ -1,6 +1,6 @@
 """Where files are looked for and put.
 
-Profiles and measured clusters: ``profiles/`` of the working directory, then those shipped with the source. Plans:
+Profiles and measured clusters: ``profiles/`` of the working directory, then those shipped with the package. Plans:
 ``runs/plans/``. Runs: ``runs/train/``, comparisons: ``runs/bench/``. The newest wins wherever nothing is named.
 """
 
@@ -13,10 +13,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
 
-import asa
 from asa.cli.console import Console
 from asa.errors import InvalidInputError, UnavailableError
-from asa.ir import codec
+from asa.ir import codec, shipped
 from asa.ir.cluster import Cluster
 from asa.ir.plan import Plan
 from asa.ir.profile import Profile
@@ -31,13 +30,12 @@ ESTIMATES = Path("runs/estimates")
 
 CLUSTER_PREFIX = "cluster."
 
-
-SHIPPED = Path(asa.__file__).resolve().parent.parent / "profiles"
-"""Profiles and clusters that come with the source."""
+SHIPPED = shipped.FOLDER
+"""Profiles and clusters that come with the package."""
 
 
 def shown(path: Path) -> str:
-    """A path as it is told to people: what comes with the source by its name."""
+    """A path as it is told to people: what comes with the package by its name."""
     return f"{path.name} (shipped)" if path.is_absolute() else str(path)
 
 
@@ -138,12 +136,11 @@ def newest_plan(text: str | None) -> tuple[Path, Plan]:
 
 
 def _files(wanted: Callable[[Path], bool]) -> list[Path]:
-    folders = [PROFILES] if PROFILES.resolve() == SHIPPED else [PROFILES, SHIPPED]
     found: list[Path] = []
-    for folder in folders:
-        files = [p for p in folder.glob("*.json") if wanted(p)]
+    for folder in (PROFILES, SHIPPED):
+        files = [p for p in folder.glob("*.json") if wanted(p) and p.exists()]
         found += sorted(files, key=lambda p: (-p.stat().st_mtime, p.name))
-    return found
+    return shipped.each_once(found)
 
 
 def _readable(paths: list[Path], cls: type[T], console: Console) -> Iterator[tuple[Path, T]]:

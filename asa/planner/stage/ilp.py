@@ -22,8 +22,8 @@ integral. B, G, S, A, D are running sums, which keeps the rows short.
 What the solver says is not believed: HiGHS through PuLP reports "Optimal" after a time-out, so HiGHS itself is asked
 how it ended, the choice is read off x, and its value recomputed by the caller.
 
-PuLP 3 and PuLP 4 are both spoken to. They differ in how a sum is made of terms (:func:`_sum`) and in how a solve says that it
-ended (:func:`_ending`).
+PuLP 3 and PuLP 4 are both spoken to. They differ in how a sum is made of terms (:func:`_sum`) and in how a solve says
+that it ended (:func:`_ending`).
 """
 
 from __future__ import annotations
