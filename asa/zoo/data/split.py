@@ -127,7 +127,8 @@ def open_split(
 
     ``cifar100``, ``cifar10``, ``mnist``: from the official files in ``root`` (the folder of the binary version, its
     files, or the .tar.gz; idx files, gzipped or not). Without a ``root`` the embedded default of the same format
-    takes their place. ``synthetic``: that default by its own name. ``digits``: real handwritten ones of 8x8; neither needs a root.
+    takes their place. ``synthetic``: that default by its own name. ``digits``: real handwritten ones of 8x8; neither
+    needs a root.
 
     Args:
         input_shape: (C, H, W) the model takes; other images are converted, and ``source`` says so.
