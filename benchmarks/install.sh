@@ -81,7 +81,10 @@ for version in "${versions[@]}"; do
   for which in highest lowest-direct; do
     home=$place/$version-$which
     uv venv --quiet --python "$python" "$home"
-    if ! uv pip install --quiet --python "$home/bin/python" --resolution "$which" "$wheel" 2>"$place/err"; then
+    # Of what it depends on, directly: those of the wheel would be no longer "direct" to the resolver.
+    if ! uv pip install --quiet --python "$home/bin/python" --resolution "$which" --only-binary :all: \
+        --requirements "$place/source/pyproject.toml" 2>"$place/err" ||
+      ! uv pip install --quiet --python "$home/bin/python" --no-deps "$wheel" 2>>"$place/err"; then
       echo "FAILED: Python $version, $which: $(tail -n 3 "$place/err")" >&2
       exit 1
     fi
