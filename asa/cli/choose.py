@@ -176,7 +176,8 @@ def origins(plan: Plan, console: Console, args: Arguments | None = None) -> tupl
     if profile_file is not None:
         profiles = [codec.load(Profile, Path(profile_file))]
     else:
-        profiles = [p for _, p in places.profiles(console)] + places.estimates(console)
+        profiles = places.origin(Profile, plan.profile_fingerprint)
+        profiles = profiles or [p for _, p in places.profiles(console)] + places.estimates(console)
     found = next((p for p in profiles if codec.fingerprint(p) == plan.profile_fingerprint), None)
     if found is None and profile_file is not None:
         raise InvalidInputError(
@@ -193,7 +194,7 @@ def origins(plan: Plan, console: Console, args: Arguments | None = None) -> tupl
     if cluster_name is not None:
         clusters = [named_cluster(cluster_name)]
     else:
-        clusters = [c for _, c in places.clusters(console)]
+        clusters = places.origin(Cluster, plan.cluster_fingerprint) + [c for _, c in places.clusters(console)]
         clusters += [presets.load(n) for n in presets.names() if plan.cluster.partition(widen.AS)[0] == n]
     clusters += [widen.widened(c, plan.gpus) for c in clusters if widen.possible(c, plan.gpus)]
     for cluster in clusters:

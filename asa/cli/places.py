@@ -27,6 +27,8 @@ PLANS = Path("runs/plans")
 TRAINING = Path("runs/train")
 COMPARISONS = Path("runs/bench")
 ESTIMATES = Path("runs/estimates")
+ORIGINS = Path("runs/plans/origins")
+"""What plans were made from, by fingerprint: a profile may be measured anew, a cluster's file lie elsewhere."""
 
 CLUSTER_PREFIX = "cluster."
 
@@ -94,6 +96,22 @@ def cluster_path(cluster: Cluster) -> Path:
 def plan_path(plan: Plan) -> Path:
     """Where a plan is kept when nothing is named."""
     return PLANS / f"{slug(plan.model_spec)}.{slug(plan.cluster)}.{plan.gpus}.json"
+
+
+def keep_origins(*made_from: Profile | Cluster) -> None:
+    """Keep what a plan was made from, for whoever explains it, runs it elsewhere or plans again."""
+    for noun in made_from:
+        path = ORIGINS / f"{codec.fingerprint(noun)}.json"
+        if not path.is_file():
+            codec.save(noun, path)
+
+
+def origin(cls: type[T], fingerprint: str) -> list[T]:
+    """The profile or cluster of that fingerprint, if it was kept and can be read."""
+    try:
+        return [codec.load(cls, ORIGINS / f"{fingerprint}.json")]
+    except InvalidInputError:
+        return []
 
 
 def new_folder(parent: Path, name: str) -> Path:

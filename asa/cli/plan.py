@@ -74,6 +74,7 @@ def run(args: Arguments, console: Console) -> None:
         plans = plan(profile, cluster, offered(), request)
     path = path or places.plan_path(plans[0])
     codec.save(plans[0], path)
+    places.keep_origins(profile, cluster)
     data = codec.document(plans[0])
     if len(plans) > 1:
         data["alternatives"] = [codec.document(p) for p in plans[1:]]
