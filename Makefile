@@ -2,6 +2,7 @@
 # make demo    setup, then the main job on what this machine has: profile, plan, train, compare -> report.html
 # make test    setup, then make check; what CI runs
 # make check   ruff, mypy, import-linter, pytest
+# make test-install  build the wheel, install it into fresh environments of every Python here, plan in an empty folder
 # make golden  plan the committed profiles anew; the diff is the review of a cost-model change
 # make samples the sample documents of docs/samples, from real runs
 # make gpu     the tests that need a CUDA device, and the main job on it
@@ -20,7 +21,7 @@ DEMO_MODEL ?= vgg16
 DEMO_GPUS ?= 2
 DEMO_BATCH ?= 64
 
-.PHONY: setup demo test check lint types floors pytest golden samples gpu clean
+.PHONY: setup demo test test-install check lint types floors pytest golden samples gpu clean
 
 setup: $(STAMP)
 
@@ -39,6 +40,9 @@ demo: setup
 
 test: setup
 	@$(MAKE) --no-print-directory check
+
+test-install: setup
+	@BIN=$(BIN) bash benchmarks/install.sh
 
 check: lint types floors pytest
 

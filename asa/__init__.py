@@ -33,7 +33,14 @@ _HOME = {
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'asa' has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name]), name)
+    try:
+        value = getattr(import_module(_HOME[name]), name)
+    except ModuleNotFoundError as error:
+        if (error.name or "asa").partition(".")[0] == "asa":
+            raise
+        from asa.errors import UnavailableError, lacking
+
+        raise UnavailableError(lacking(str(error.name), f"asa.{name}")) from None
     globals()[name] = value
     return value
 

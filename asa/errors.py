@@ -19,6 +19,13 @@ import os
 import traceback
 from typing import ClassVar
 
+TRAINING = "asa-parallel[train]"
+"""What to install for everything that runs a model."""
+
+_EXTRAS = {"torch": TRAINING, "torchvision": TRAINING, "networkx": TRAINING, "matplotlib": TRAINING,
+           "tensorboard": "asa-parallel[tensorboard]", "pyarrow": "asa-parallel[parquet]"}  # fmt: skip
+"""Packages that an installation may be without, and what brings them."""
+
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _INSTALLED = f"{os.sep}site-packages{os.sep}"
 
@@ -95,3 +102,13 @@ def place_of(error: BaseException) -> str:
         if not (name.startswith((_HERE, "<")) or _INSTALLED in name or f"{os.sep}lib{os.sep}python" in name):
             return f" ({os.path.basename(name)}:{frame.lineno})"
     return ""
+
+
+def lacking(package: str, what: str = "this") -> str:
+    """What to tell somebody who needs ``package`` for ``what`` and has not got it.
+
+    >>> lacking("torch.nn")
+    "this needs torch, which is not installed: pip install 'asa-parallel[train]'"
+    """
+    name = package.partition(".")[0]
+    return f"{what} needs {name}, which is not installed: pip install '{_EXTRAS.get(name, name)}'"

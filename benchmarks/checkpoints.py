@@ -4,7 +4,7 @@
 
 {1, 2, 3, 4} x {1, 2, 3, 4} ranks x SGD, AdamW x data parallel, ZeRO, tensor parallel, pipeline, mixed (the plan that
 continues; the one that saves goes through all of them in turn). Every cell is two real runs of ``asa train`` on
-scikit-learn's digits: one stopped by request in the middle of the epoch, one that resumes. Held against it: the state
+handwritten digits: one stopped by request in the middle of the epoch, one that resumes. Held against it: the state
 gathered after loading is that of the file to the bit; the weights at the end are those of an uninterrupted run on one
 device (float32, BatchNorm over the whole batch); every sample of the epoch was trained on exactly once. Where a value
 lies so close to the kink of a ReLU or a maximum that rounding decides, runs part ways, on one kind of processor or

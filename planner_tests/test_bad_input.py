@@ -52,7 +52,8 @@ def test_impossible_numbers_are_usage_errors(argv, words, capsys):
 )
 def test_sealed_predictions_are_run_as_they_are_or_not_at_all(argv, words, capsys, monkeypatch):
     monkeypatch.setattr("asa.cli.ground.device_of", lambda *_: pytest.fail("looked at devices"))
-    assert words in refused(capsys, 2, "bench", "--check-sealed", *argv)
+    sealed = Path(__file__).resolve().parent.parent / "benchmarks" / "sealed"
+    assert words in refused(capsys, 2, "bench", "--check-sealed", "--sealed", str(sealed), *argv)
 
 
 @pytest.mark.parametrize(

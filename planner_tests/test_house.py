@@ -38,7 +38,7 @@ def python(code: str, cwd: Path) -> str:
 def test_thinking_and_the_command_line_start_without_torch(tmp_path):
     modules = [module for module, _ in verbs.VERBS.values()]
     imports = "".join(f"import {name}\n" for name in (*THINKING, *ROOFS, *modules))
-    heavy = "[m for m in ('torch', 'torchvision', 'sklearn') if m in sys.modules]"
+    heavy = "[m for m in ('torch', 'torchvision') if m in sys.modules]"
     assert python(f"import sys\n{imports}print({heavy})", tmp_path).strip() == "[]"
 
 

@@ -6,16 +6,23 @@ import ast
 import json
 import os
 import re
+import shutil
 import stat
 import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import nouns
 import pytest
+from refusals import user_folder
 
-from asa.cli import entry
+from asa.cli import choose, entry
+from asa.cli.console import Console
 from asa.errors import UsageError
 from asa.ir import codec
 from asa.ir.cluster import Level
@@ -41,8 +48,8 @@ def plan_for(ranks: int, device: str = "cuda") -> Plan:
 
 
 def job(ranks: int = 16, per_node: int = 8, **changes: Any) -> jobs.Job:
-    usual: dict[str, Any] = {"plan_file": "runs/plans/a plan.json", "out": "runs/train/one"}
-    return jobs.Job(plan=plan_for(ranks), per_node=per_node, **(usual | changes))
+    usual: dict[str, Any] = {"plan_file": "runs/plans/a plan.json", "out": "runs/train/one", "plan": plan_for(ranks)}
+    return jobs.Job(per_node=per_node, **(usual | changes))
 
 
 def test_machines_follow_the_innermost_links() -> None:
@@ -67,6 +74,11 @@ def test_slurm_asks_for_what_the_plan_needs() -> None:
     asked = dict(re.findall(r"^#SBATCH --([a-z-]+)=(.*)$", text, re.MULTILINE))
     assert (asked["nodes"], asked["gpus-per-node"], asked["ntasks-per-node"]) == ("2", "8", "1")
     assert (asked["time"], asked["partition"], asked["signal"]) == ("01:30:00", "gpu", "TERM@120")
+    assert asked["cpus-per-task"] == "64"
+    assert "account" not in asked
+    mine = jobs.slurm(job(account="proj7", qos="long", cpus=24))
+    assert "#SBATCH --account=proj7\n#SBATCH --qos=long\n" in mine
+    assert "#SBATCH --cpus-per-task=24\n" in mine
     assert "#SBATCH --requeue" in text
     assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in text
     assert "--container-image=ghcr.io/me/asa:1" in text
@@ -95,13 +107,17 @@ def test_the_slurm_script_ends_as_the_run_did(tmp_path: Path, code: int | None, 
     """The real script in a real shell; srun, scontrol and torchrun are stand-ins."""
     tools = tmp_path / "bin"
     tools.mkdir()
-    wrote = "" if code is None else f"echo '{{\"exit_code\": {code}}}' >runs/train/one/result.json"
+    result = json.dumps({"kind": "result", "exit_code": code, "epochs": [1]}, indent=1)
+    wrote = "" if code is None else f"echo '{result}' >runs/train/one/result.json"
     _program(tools, "srun", f'echo "$@" >>calls\n{wrote}')
     _program(tools, "scontrol", 'echo "scontrol $@" >>calls\necho node-a')
+    # A host whose Python is in the container: nothing is called python.
+    for name in ("bash", "sed", "head", "mkdir", "rm", "echo"):
+        (tools / name).symlink_to(shutil.which(name) or name)
     (tmp_path / "runs/train/one/checkpoints/step_00000007").mkdir(parents=True)
     (tmp_path / "runs/train/one/result.json").write_text('{"exit_code": 0}')
     environment = os.environ | {
-        "PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_ID": "41", "SLURM_JOB_NODELIST": "node-[a-b]"
+        "PATH": str(tools), "SLURM_JOB_ID": "41", "SLURM_JOB_NODELIST": "node-[a-b]"
     }  # fmt: skip
     done = subprocess.run(
         ["bash", "-c", jobs.slurm(job())], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
@@ -111,6 +127,7 @@ def test_the_slurm_script_ends_as_the_run_did(tmp_path: Path, code: int | None, 
     assert "--nnodes 2 --nproc-per-node 8 --max-restarts 3" in calls
     assert "--rdzv-endpoint node-a:20041 --rdzv-id 41-0" in calls
     assert calls.split("\n")[1].endswith("--out runs/train/one --resume")
+    assert "--cpus-per-task=64" in calls.split("\n")[1], "srun does not inherit what sbatch was asked for"
     assert ("requeue 41" in calls) is requeued
 
 
@@ -132,6 +149,10 @@ def test_kubernetes_gets_a_config_map_a_service_and_an_indexed_job() -> None:
     (container,) = pod["containers"]
     assert pod["subdomain"] == service["metadata"]["name"]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
+    assert container["resources"]["requests"] == {"cpu": 64, "memory": "32Gi"}
+    assert next(v for v in pod["volumes"] if v["name"] == "memory")["emptyDir"]["sizeLimit"] == "8Gi"
+    conditions = [c for r in spec["podFailurePolicy"]["rules"] for c in r.get("onPodConditions", [])]
+    assert conditions == [{"type": "DisruptionTarget", "status": "True"}]
     assert {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
     script = container["args"][0]
     assert f"{service['metadata']['name']}-0.{service['metadata']['name']}:29400" in script
@@ -187,3 +208,98 @@ def test_the_command_writes_and_says_how_to_start_it(
     said = capsys.readouterr()
     assert "image: asa:latest" in said.out
     assert "name yours with --image" in said.err
+
+
+def test_what_a_plan_was_made_from_travels_with_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    folder = user_folder(tmp_path, monkeypatch)
+    assert entry.run(["plan", "profiles/tiny.json", "--cluster", "profiles/cluster.box.json", "-o", "plan.json"]) == 0
+    plan = codec.load(Plan, Path("plan.json"))
+    shutil.rmtree(folder / "profiles")  # measured anew, or on another machine
+    assert entry.run(["simulate", "plan.json"]) == 0
+    assert entry.run(["launch", "k8s", "plan.json", "-o", "job.yaml"]) == 0
+    assert "plan again" not in capsys.readouterr().err
+    config, _, found = yaml.safe_load_all(Path("job.yaml").read_text())
+    assert config["data"].keys() == {f"{n}.json" for n in ("plan", plan.profile_fingerprint, plan.cluster_fingerprint)}
+    # The pod's own script, on a machine that has only the mounted files.
+    there = tmp_path / "pod"
+    (there / "plan").mkdir(parents=True)
+    for name, text in config["data"].items():
+        (there / "plan" / name).write_text(text)
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    _program(tools, "torchrun", "exit 0")
+    script = found["spec"]["template"]["spec"]["containers"][0]["args"][0].replace("/plan/", f"{there}/plan/")
+    environment = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}", "JOB_COMPLETION_INDEX": "0"}
+    subprocess.run(["bash", "-c", script], cwd=there, env=environment, check=False, timeout=30)
+    monkeypatch.chdir(there)
+    assert choose.origins(plan, Console())[0].model_spec == plan.model_spec
+    shutil.rmtree(tmp_path / "runs")
+    monkeypatch.chdir(tmp_path)
+    assert entry.run(["launch", "k8s", "plan.json"]) == 0
+    said = capsys.readouterr()
+    assert "will not plan again" in said.err
+
+
+class Ray(ModuleType):
+    """Ray's calls that the driver makes, on one machine: every actor's method runs in a thread."""
+
+    def __init__(self) -> None:
+        super().__init__("ray")
+        self.exceptions = SimpleNamespace(RayError=RuntimeError)
+        self.util = SimpleNamespace(remove_placement_group=lambda _: None, get_node_ip_address=lambda: "192.0.2.7")
+        self.asked: list[Any] = []
+        self.pool = ThreadPoolExecutor(4)
+
+    def remote(self, cls: type) -> Any:
+        def made(**options: Any) -> Any:
+            self.asked.append(options)
+            actor = cls()
+            calls = {
+                n: SimpleNamespace(remote=partial(self.pool.submit, getattr(actor, n))) for n in ("address", "run")
+            }
+            return SimpleNamespace(remote=lambda: SimpleNamespace(**calls))
+
+        return SimpleNamespace(options=made)
+
+    def init(self) -> None:
+        """Nothing to start."""
+
+    def get(self, what: Any) -> Any:
+        return [w.result() for w in what] if isinstance(what, list) else what if what is None else what.result()
+
+
+def test_one_machine_of_ray_hosts_the_rendezvous_and_is_told_so(tmp_path, monkeypatch):
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    result = "mkdir -p runs/train/one; echo '{\"exit_code\": 0}' >runs/train/one/result.json"
+    _program(tools, "torchrun", f'echo "$@" >>calls.$$; {result}')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    ray = Ray()
+    groups = ModuleType("ray.util.placement_group")
+    groups.placement_group = lambda *_, **__: SimpleNamespace(ready=lambda: None)  # type: ignore[attr-defined]
+    strategies = ModuleType("ray.util.scheduling_strategies")
+    strategies.PlacementGroupSchedulingStrategy = lambda *_, **__: None  # type: ignore[attr-defined]
+    for module in (ray, groups, strategies):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    with pytest.raises(SystemExit) as ended:
+        exec(compile(jobs.ray(job(cpus=24)), "driver.py", "exec"), {"__name__": "__main__"})
+    ray.pool.shutdown()
+    assert ended.value.code == 0
+    calls = sorted(p.read_text() for p in tmp_path.glob("calls.*"))
+    assert [re.findall(r"--rdzv-conf is_host=(\w+)", c) for c in calls] in (
+        [["false"], ["true"]],
+        [["true"], ["false"]],
+    )
+    assert len({re.findall(r"--rdzv-endpoint (\S+)", c)[0] for c in calls}) == 1
+    assert [o["num_cpus"] for o in ray.asked] == [24, 24]
+
+
+@pytest.mark.parametrize("version", ["1.27", "1.31", "1.34"])
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_the_manifest_is_of_kubernetes_own_schema(version, device):
+    validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate has the schemas")
+    text = jobs.kubernetes(job(image="asa:1", plan=plan_for(16, device), limit_s=60.0), "{}")
+    for document in yaml.safe_load_all(text):
+        validate.validate(document, version, strict=True)

@@ -346,3 +346,8 @@ def test_a_solver_that_was_stopped_before_it_found_anything_has_proved_nothing()
     assert stopped.bound <= label_program.solve(problem).value * (1 + 1e-9)
     assert not Solution(choice=None, value=float("inf"), bound=7.0, solver="some").proved
     assert Solution(choice=None, value=float("inf"), bound=float("inf"), solver="some").proved
+
+
+def test_a_solve_writes_nothing(capfd):
+    assert ilp.solve(random_problems.draw(random.Random(3), components=4, configs=3)).proved
+    assert capfd.readouterr() == ("", "")

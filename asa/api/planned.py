@@ -30,7 +30,7 @@ from asa.ir import codec
 from asa.ir.cluster import Cluster
 from asa.ir.plan import Assignment, Certificate, DataDegree, OptimizerName, Plan, Prediction, Stage, TensorDegree
 from asa.ir.profile import Precision, Profile
-from asa.planner import Request, parse_pin, usual_limit
+from asa.planner import Request, check_request, parse_pin, usual_limit
 from asa.planner import plan as solve
 from asa.strategies import offered
 from asa.tracing import trace
@@ -77,6 +77,7 @@ def agreed_plan(place: Place, model: nn.Module, example: Tensor, wishes: Wishes)
     kept = votes.once(lambda: Kept.of(place, model, example, wishes))
     made = kept.read() if kept is not None else None
     if not votes.tell(made is not None):
+        votes.once(lambda: _admitted(place, wishes))
         cluster = _cluster(place, wishes)
         made = votes.once(lambda: _solved(place, model, example, wishes, cluster))
         if made is not None and kept is not None:
@@ -101,6 +102,14 @@ def _to_be_said(plan: Plan, wishes: Wishes) -> list[str]:
             "than sharing it would be; strategies=('ddp',) shares it all the same"
         )
     return said
+
+
+def _admitted(place: Place, wishes: Wishes) -> None:
+    """Refuse what no measuring of links or model would change."""
+    pins = tuple(parse_pin(text) for text in wishes.pins)
+    asked = Request(gpus=place.ranks, global_batch=wishes.global_batch, strategies=wishes.strategies, pins=pins)
+    named = None if wishes.cluster is None or place.ranks == 1 else named_cluster(wishes.cluster, place.ranks)
+    check_request(named, offered(), asked)
 
 
 def _cluster(place: Place, wishes: Wishes) -> Cluster | None:
@@ -142,7 +151,7 @@ def _solved(
     if cluster is None and wishes.cluster is not None:
         cluster = named_cluster(wishes.cluster)
     if cluster is None:
-        cluster = _measured_here(place) or nearest_cluster(profile, place.ranks)
+        cluster = _measured_here(place) or nearest_cluster(profile.device, place.ranks)
     return on_all_ranks(profile, cluster, place.ranks, wishes), Origins(profile=profile, cluster=cluster)
 
 

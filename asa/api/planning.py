@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import asa
 from asa.errors import InvalidInputError, UsageError
-from asa.ir import codec
+from asa.ir import codec, shipped
 from asa.ir.cluster import Cluster
 from asa.ir.plan import OptimizerName, Plan
-from asa.ir.profile import Precision, Profile
+from asa.ir.profile import DeviceRecord, Precision, Profile
 from asa.planner import Request, check_request, parse_pin, usual_limit
 from asa.planner import plan as solve
 
@@ -70,32 +69,41 @@ def plan(
         optimizer=optimizer,
         time_limit_s=usual_limit(gpus),
     )
-    named = None if cluster is None else named_cluster(cluster)
+    named = None if cluster is None else named_cluster(cluster, gpus)
     if named is not None and len(named.levels) > 1 and widen.possible(named, gpus):
         named = widen.widened(named, gpus)
-    if named is not None:
-        check_request(named, offered(), request)  # before the model is measured, which takes longer
+    if not isinstance(model, Profile) and example_input is None:
+        raise UsageError("planning for a module needs an example_input, a batch of at least one sample")
+    if named is None and not isinstance(model, Profile) and device_of(model).type == "meta":
+        raise UsageError("a model on meta cannot be measured; name the cluster to plan for: `asa cluster list`")
+    # All that can be refused is refused before the model is measured, which takes longer.
+    chosen = named or nearest_cluster(
+        model.device if isinstance(model, Profile) else _record(device_of(model)), gpus
+    )  # fmt: skip
+    check_request(chosen, offered(), request)
     if isinstance(model, Profile):
         profile = model
-    elif example_input is None:
-        raise UsageError("planning for a module needs an example_input, a batch of at least one sample")
-    elif named is not None and named.device.type != device_of(model).type:
+    elif chosen.device.type != device_of(model).type:
         profile = estimated(
-            model, one_tensor(example_input), named, num_classes=num_classes, global_batch=global_batch,
+            model, one_tensor(example_input), chosen, num_classes=num_classes, global_batch=global_batch,
             precision=precision, gpus=gpus,
         )  # fmt: skip
-    elif device_of(model).type == "meta":
-        raise UsageError("a model on meta cannot be measured; name the cluster to plan for: `asa cluster list`")
     else:
         profile = measured(
             model, one_tensor(example_input), num_classes=num_classes, global_batch=global_batch,
             precision=precision, limit_s=time_limit_s,
         )  # fmt: skip
-    return solve(profile, named or nearest_cluster(profile, gpus), offered(), request)[0]
+    return solve(profile, chosen, offered(), request)[0]
 
 
-def named_cluster(cluster: Cluster | Path | str) -> Cluster:
-    """The cluster that was named.
+def _record(device: torch.device) -> DeviceRecord:
+    from asa.profiler.machine import device_record
+
+    return device_record(device)
+
+
+def named_cluster(cluster: Cluster | Path | str, gpus: int | None = None) -> Cluster:
+    """The cluster that was named; ``gpus`` are those it is asked for.
 
     Raises:
         UsageError: no preset of that name. InvalidInputError: a file that cannot be used.
@@ -107,10 +115,10 @@ def named_cluster(cluster: Cluster | Path | str) -> Cluster:
     if isinstance(cluster, Path) or cluster.endswith(".json"):
         return codec.load(Cluster, Path(cluster))
     local = {c.name: c for c in known_clusters()}
-    return local[cluster] if cluster in local else presets.load(cluster)
+    return local[cluster] if cluster in local else presets.load(cluster, gpus)
 
 
-def nearest_cluster(profile: Profile, gpus: int) -> Cluster:
+def nearest_cluster(device: DeviceRecord, gpus: int) -> Cluster:
     """The nearest one known.
 
     Raises:
@@ -118,16 +126,15 @@ def nearest_cluster(profile: Profile, gpus: int) -> Cluster:
     """
     from asa.cost.machine.nearest import nearest
 
-    return nearest(known_clusters(), profile.device.type, profile.device.name, gpus)
+    return nearest(known_clusters(), device.type, device.name, gpus)
 
 
 def known_clusters() -> list[Cluster]:
-    """Clusters measured before: those in ``profiles/`` of the working directory, and those that come with the source.
+    """Clusters measured before: those in ``profiles/`` of the working directory, and those that come with the package.
     Files that cannot be used are passed over."""
-    shipped = Path(asa.__file__).resolve().parent.parent / "profiles"
-    folders = dict.fromkeys((Path("profiles").resolve(), shipped))
+    folders = (Path("profiles"), shipped.FOLDER)
     found = []
-    for path in (p for folder in folders for p in sorted(folder.glob("cluster.*.json"))):
+    for path in shipped.each_once(p for folder in folders for p in sorted(folder.glob("cluster.*.json"))):
         try:
             found.append(codec.load(Cluster, path))
         except InvalidInputError:

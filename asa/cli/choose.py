@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from asa.cli import places
@@ -10,7 +12,7 @@ from asa.cli.console import Console
 from asa.cli.estimates import estimated
 from asa.cli.options import input_shape
 from asa.cli.verb import Arguments
-from asa.errors import InvalidInputError, UsageError
+from asa.errors import InvalidInputError, UnavailableError, UsageError, lacking
 from asa.ir import codec
 from asa.ir.cluster import Cluster
 from asa.ir.plan import Plan
@@ -20,8 +22,8 @@ from asa.zoo.names import check
 PROFILE_LIMIT_S = 75.0
 
 
-def named_cluster(name: str) -> Cluster:
-    """A cluster file, a measured cluster by its name, or a preset.
+def named_cluster(name: str, gpus: int | None = None) -> Cluster:
+    """A cluster file, a measured cluster by its name, or a preset; ``gpus`` are those it is asked for.
 
     Raises:
         InvalidInputError: a file that cannot be used.
@@ -35,7 +37,7 @@ def named_cluster(name: str) -> Cluster:
             return codec.load(Cluster, local)
     from asa.cost.machine import presets
 
-    return presets.load(name)
+    return presets.load(name, gpus)
 
 
 def wide_enough(cluster: Cluster, gpus: int | None, console: Console) -> Cluster:
@@ -55,9 +57,18 @@ def default_cluster(console: Console, device: str, device_name: str, gpus: int |
     return nearest([c for _, c in places.clusters(console)], device, device_name, gpus)
 
 
-def profile(args: Arguments, console: Console, model: str | None, cluster: Cluster | None) -> tuple[Profile, str]:
+def profile(
+    args: Arguments,
+    console: Console,
+    model: str | None,
+    cluster: Cluster | None,
+    admit: Callable[[Cluster], None],
+) -> tuple[Profile, str]:
     """The profile to plan from, and a sentence saying which: a file, the newest that fits, one measured now, or an
     estimate where the devices are elsewhere.
+
+    Before anything is measured, ``admit`` is asked about the cluster that will be planned for, and refuses it where no
+    plan could be made or run.
 
     Raises:
         InvalidInputError: no profile, or one that cannot be used.
@@ -90,18 +101,27 @@ def profile(args: Arguments, console: Console, model: str | None, cluster: Clust
             f"no profile in {places.PROFILES}/; run `asa profile MODEL` first, or name a model: `asa plan MODEL`"
         )
     check(model)
+    if importlib.util.find_spec("torch") is None:
+        known_models = ", ".join(sorted({p.model_spec for _, p in every}))
+        raise UnavailableError(f"{lacking('torch', f'to look at {model}')}; there are profiles of {known_models}")
     if cluster is None or cluster.device.type == "cpu" or _has_cuda():
-        return measured(args, console, model, cluster.device.type if cluster else "auto")
+        kind, name = _device_here(cluster.device.type if cluster else "auto")
+        admit(cluster or default_cluster(console, kind, name, args.gpus))
+        return measured(args, console, model, kind)
     return estimated(args, model, cluster)
+
+
+def _device_here(asked: str) -> tuple[str, str]:
+    """Kind and name of the device that would be measured."""
+    from asa.profiler.machine import choose_device, device_record
+
+    device = choose_device(asked)
+    return device.type, device_record(device).name
 
 
 def profile_here(args: Arguments, console: Console, model: str, device: str, gpus: int) -> tuple[Profile, str]:
     """A profile taken on this very device up to the batch asked for: the newest there is, or one measured now."""
-    import torch
-
-    from asa.profiler.machine import device_record
-
-    name = device_record(torch.device(device)).name
+    _, name = _device_here(device)
     for path, p in places.profiles(console):
         if fits(p, args, model) and p.device.name == name and p.global_batch >= (args.global_batch or 1):
             return p, f"profile {places.shown(path)}"
@@ -124,6 +144,7 @@ def measured(
     from asa.profiler.paths import profile_path
     from asa.zoo.models import default_input
 
+    places.check_writable(output or places.PROFILES / "profile.json", "-o" if output else "folder to work in")
     shape, classes = default_input(model, input_shape(args), args.classes)
     chosen = choose_device(device).type
     with console.progress(f"profiling {model}") as report:
@@ -156,7 +177,8 @@ def origins(plan: Plan, console: Console, args: Arguments | None = None) -> tupl
     if profile_file is not None:
         profiles = [codec.load(Profile, Path(profile_file))]
     else:
-        profiles = [p for _, p in places.profiles(console)] + places.estimates(console)
+        profiles = places.origin(Profile, plan.profile_fingerprint)
+        profiles = profiles or [p for _, p in places.profiles(console)] + places.estimates(console)
         profiles += places.corrected(Profile, console)
     found = next((p for p in profiles if codec.fingerprint(p) == plan.profile_fingerprint), None)
     if found is None and profile_file is not None:
@@ -174,7 +196,8 @@ def origins(plan: Plan, console: Console, args: Arguments | None = None) -> tupl
     if cluster_name is not None:
         clusters = [named_cluster(cluster_name)]
     else:
-        clusters = [c for _, c in places.clusters(console)] + places.corrected(Cluster, console)
+        clusters = places.origin(Cluster, plan.cluster_fingerprint) + [c for _, c in places.clusters(console)]
+        clusters += places.corrected(Cluster, console)
         clusters += [presets.load(n) for n in presets.names() if plan.cluster.partition(widen.AS)[0] == n]
     clusters += [widen.widened(c, plan.gpus) for c in clusters if widen.possible(c, plan.gpus)]
     for cluster in clusters:

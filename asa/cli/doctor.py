@@ -8,14 +8,18 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from asa.cli import options as o
-from asa.cli import places
+from asa.cli import places, surroundings
 from asa.cli.console import Console
 from asa.cli.verb import Arguments, Verb
-from asa.errors import UnavailableError
+from asa.errors import TRAINING, UnavailableError
 from asa.ir import codec
 
 if TYPE_CHECKING:
+    from asa.planner.stage.problem import Problem
     from asa.report.checks import Check
+
+_SHOWN = 4
+"""Files named in one line."""
 
 
 def run(_: Arguments, console: Console) -> int:
@@ -41,7 +45,8 @@ def _looked(look: Callable[[Console], Check], console: Console) -> Check:
         return look(console)
     except (ImportError, RuntimeError, OSError) as error:
         why = f"cannot be told: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-        return Check(name=look.__name__.strip("_"), ok=False, detail=why, needed=False, fix="repair torch first")
+        fix = f"pip install '{TRAINING}'" if isinstance(error, ImportError) else "repair torch first"
+        return Check(name=look.__name__.strip("_"), ok=False, detail=why, needed=False, fix=fix)
 
 
 def _python(_: Console) -> Check:
@@ -52,8 +57,13 @@ def _python(_: Console) -> Check:
 
 
 def _torch(_: Console) -> Check:
+    import importlib.util
+
     from asa.report.checks import Check
 
+    if importlib.util.find_spec("torch") is None:
+        detail = "not installed: plan, explain, simulate, export and launch work, what runs a model does not"
+        return Check(name="torch", ok=False, detail=detail, needed=False, fix=f"pip install '{TRAINING}'")
     fix = "install the pair from one index: pip install torch torchvision"
     try:
         import torch
@@ -64,10 +74,9 @@ def _torch(_: Console) -> Check:
 
 
 def _cores(_: Console) -> Check:
-    from asa.launch import usable_cores
     from asa.report.checks import Check
 
-    cores = usable_cores()
+    cores = surroundings.cores()
     return Check(
         name="cores",
         ok=cores > 1,
@@ -122,35 +131,63 @@ def _meet(rank: int) -> float:
 
 
 def _solver(_: Console) -> Check:
+    """Solves a problem of two variables by the very calls that a plan makes."""
     from importlib import metadata
 
+    from asa.errors import AsaError
+    from asa.planner.stage import ilp
     from asa.report.checks import Check
 
-    fix = "pip install 'pulp>=3.3.1,<5' highspy"
+    fix = "pip install 'pulp>=3.3.1,<5' highspy; until then --solver dp works"
     try:
-        import pulp
-
-        version = metadata.version("highspy")
-    except (ImportError, metadata.PackageNotFoundError) as error:
+        versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("pulp", "highspy"))
+        found = ilp.solve(_two_variables(), time_limit_s=10.0)
+    except (AsaError, metadata.PackageNotFoundError) as error:
         return Check(name="solver", ok=False, detail=str(error), fix=fix)
-    works = pulp.HiGHS(msg=False).available()
-    return Check(name="solver", ok=bool(works), detail=f"pulp {pulp.__version__}, highspy {version}", fix=fix)
+    except Exception as error:  # whatever another version of the solver does to these calls
+        return Check(name="solver", ok=False, detail=f"{versions}: {type(error).__name__}: {error}", fix=fix)
+    ok = found.choice == (1,) and found.proved and abs(found.value - 3.0) < 1e-6
+    told = "solved 2 variables" if ok else f"wrong answer to 2 variables: {found.choice}, {found.value:g} for 3"
+    return Check(name="solver", ok=ok, detail=f"{versions}: {told}", fix=fix)
+
+
+def _two_variables() -> Problem:
+    """One component that takes 4 ms one way and 3 ms another."""
+    from asa.ir.layout import Layout
+    from asa.ir.plan import DataDegree, TensorDegree
+    from asa.planner.stage.problem import Config, Problem
+
+    configs = tuple(
+        Config(
+            layout=0, data=DataDegree(strategy="replicate", degree=1), tensor=TensorDegree(strategy="none", degree=1),
+            work=work, window=0.0, prompt=0.0, late=0.0, state=0.0, activations=0.0, gradients=0.0, transient=0.0,
+        )
+        for work in (4.0, 3.0)
+    )  # fmt: skip
+    return Problem(
+        width=1, num_microbatches=1, names=("only",), layouts=(Layout(width=1, data=1, tensor=1),), configs=(configs,),
+        edges=(), release=(0,), saving=0.0, sp=0.0, sc=0.0, capacity=1.0,
+    )  # fmt: skip
 
 
 def _profiles(console: Console) -> Check:
     from asa.report.checks import Check
 
-    found = places.profiles(console)
-    names = ", ".join(places.shown(path) for path, _ in found[:4])
-    return Check(name="profiles", ok=bool(found), detail=names or "none", needed=False, fix="asa profile resnet50")
+    files = [places.shown(path) for path, _ in places.profiles(console)]
+    return Check(name="profiles", ok=bool(files), detail=_few(files), needed=False, fix="asa profile resnet50")
 
 
 def _clusters(console: Console) -> Check:
     from asa.report.checks import Check
 
-    found = places.clusters(console)
-    names = ", ".join(c.name for _, c in found)
-    return Check(name="clusters", ok=bool(found), detail=names or "none", needed=False, fix="asa cluster measure")
+    files = [places.shown(path) for path, _ in places.clusters(console)]
+    return Check(name="clusters", ok=bool(files), detail=_few(files), needed=False, fix="asa cluster measure")
+
+
+def _few(files: list[str]) -> str:
+    """The first files by name, and how many more there are."""
+    more = f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""
+    return ", ".join(files[:_SHOWN]) + more or "none"
 
 
 LOOKS: tuple[Callable[[Console], Check], ...] = (
@@ -159,6 +196,12 @@ LOOKS: tuple[Callable[[Console], Check], ...] = (
     _cores,
     _memory,
     _cuda,
+    surroundings.gpu_modes,
+    surroundings.topology,
+    surroundings.shared_memory,
+    surroundings.open_files,
+    surroundings.threads,
+    surroundings.disk,
     _ranks,
     _solver,
     _profiles,

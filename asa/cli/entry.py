@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from asa.cli import ending
 from asa.cli.console import Console
 from asa.cli.verbs import VERBS, verbs
-from asa.errors import AsaError, UnavailableError, UsageError
+from asa.errors import AsaError, UnavailableError, UsageError, lacking
 
 
 def run(argv: Sequence[str]) -> int:
@@ -43,8 +43,7 @@ def run(argv: Sequence[str]) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "asa").partition(".")[0] == "asa":
             return _internal(console, error, debug)
-        what = f"this needs the package {error.name}, which is not installed; `asa doctor` says how to repair that"
-        return _end(console, what, UnavailableError.exit_code, debug)
+        return _end(console, lacking(error.name or "a package"), UnavailableError.exit_code, debug)
     except Exception as error:
         return _internal(console, error, debug)
 

@@ -22,6 +22,10 @@ _IMAGE = "asa:latest"
 """Where none is named: a pod cannot go without."""
 
 
+_MOST_CARRIED = 900_000
+"""Bytes beside the plan, of the 1 MiB that a ConfigMap may have."""
+
+
 def run(args: Arguments, console: Console) -> None:
     """Lay the plan out on machines, write the job, and say how to submit it."""
     from asa.report import jobs
@@ -39,6 +43,10 @@ def run(args: Arguments, console: Console) -> None:
         image=args.image or (_IMAGE if args.system == "k8s" else None),
         volume=args.volume,
         restarts=args.restarts,
+        cpus=args.cpus,
+        account=args.account,
+        qos=args.qos,
+        origins=_origins(plan, console) if args.system == "k8s" else {},
     )
     if args.system == "k8s":
         if not args.image:
@@ -58,6 +66,21 @@ def run(args: Arguments, console: Console) -> None:
         "text": text,
     }
     _deliver(text, args.output, data, console, _SUBMIT[args.system])
+
+
+def _origins(plan: Plan, console: Console) -> dict[str, str]:
+    """What the plan was made from, to go where it goes; nothing, which is said, where it is gone or too large."""
+    from asa.cli.choose import origins
+
+    try:
+        found = {codec.fingerprint(noun): codec.dumps(noun) for noun in origins(plan, console)}
+    except AsaError as error:
+        console.say(f"asa: the job will not plan again: {error}")
+        return {}
+    if sum(map(len, found.values())) > _MOST_CARRIED:
+        console.say("asa: the job will not plan again: its profile is too large for a ConfigMap of 1 MiB")
+        return {}
+    return found
 
 
 def _cluster(plan: Plan, args: Arguments, console: Console) -> Cluster | None:
@@ -135,6 +158,14 @@ VERBS = (
                 metavar="T",
             ),
             Option(name="partition", help="of the machines", metavar="NAME", needs="system=slurm"),
+            Option(name="account", help="whom the job is charged to", metavar="NAME", needs="system=slurm"),
+            Option(name="qos", help="class of service", metavar="NAME", needs="system=slurm"),
+            Option(
+                name="cpus",
+                help="cores on each machine for all its ranks (default: 8 a GPU, Ray: 1; 1 a CPU rank)",
+                parse=o.count,
+                metavar="N",
+            ),
             Option(
                 name="image",
                 help="container with asa in it (default for k8s: asa:latest; Slurm: through pyxis)",

@@ -1,6 +1,6 @@
 """Where files are looked for and put.
 
-Profiles and measured clusters: ``profiles/`` of the working directory, then those shipped with the source. Plans:
+Profiles and measured clusters: ``profiles/`` of the working directory, then those shipped with the package. Plans:
 ``runs/plans/``. Runs: ``runs/train/``, comparisons: ``runs/bench/``. The newest wins wherever nothing is named.
 """
 
@@ -13,10 +13,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
 
-import asa
 from asa.cli.console import Console
 from asa.errors import InvalidInputError, UnavailableError
-from asa.ir import codec
+from asa.ir import codec, shipped
 from asa.ir.cluster import Cluster
 from asa.ir.plan import Plan
 from asa.ir.profile import Profile
@@ -29,16 +28,17 @@ TRAINING = Path("runs/train")
 COMPARISONS = Path("runs/bench")
 ESTIMATES = Path("runs/estimates")
 CORRECTED = Path("runs/corrected")
+ORIGINS = Path("runs/plans/origins")
+"""What plans were made from, by fingerprint: a profile may be measured anew, a cluster's file lie elsewhere."""
 
 CLUSTER_PREFIX = "cluster."
 
-
-SHIPPED = Path(asa.__file__).resolve().parent.parent / "profiles"
-"""Profiles and clusters that come with the source."""
+SHIPPED = shipped.FOLDER
+"""Profiles and clusters that come with the package."""
 
 
 def shown(path: Path) -> str:
-    """A path as it is told to people: what comes with the source by its name."""
+    """A path as it is told to people: what comes with the package by its name."""
     return f"{path.name} (shipped)" if path.is_absolute() else str(path)
 
 
@@ -104,6 +104,22 @@ def plan_path(plan: Plan) -> Path:
     return PLANS / f"{slug(plan.model_spec)}.{slug(plan.cluster)}.{plan.gpus}.json"
 
 
+def keep_origins(*made_from: Profile | Cluster) -> None:
+    """Keep what a plan was made from, for whoever explains it, runs it elsewhere or plans again."""
+    for noun in made_from:
+        path = ORIGINS / f"{codec.fingerprint(noun)}.json"
+        if not path.is_file():
+            codec.save(noun, path)
+
+
+def origin(cls: type[T], fingerprint: str) -> list[T]:
+    """The profile or cluster of that fingerprint, if it was kept and can be read."""
+    try:
+        return [codec.load(cls, ORIGINS / f"{fingerprint}.json")]
+    except InvalidInputError:
+        return []
+
+
 def new_folder(parent: Path, name: str) -> Path:
     """A folder for one more run, not made yet: the name and the time."""
     return parent / f"{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
@@ -144,12 +160,11 @@ def newest_plan(text: str | None) -> tuple[Path, Plan]:
 
 
 def _files(wanted: Callable[[Path], bool]) -> list[Path]:
-    folders = [PROFILES] if PROFILES.resolve() == SHIPPED else [PROFILES, SHIPPED]
     found: list[Path] = []
-    for folder in folders:
-        files = [p for p in folder.glob("*.json") if wanted(p)]
+    for folder in (PROFILES, SHIPPED):
+        files = [p for p in folder.glob("*.json") if wanted(p) and p.exists()]
         found += sorted(files, key=lambda p: (-p.stat().st_mtime, p.name))
-    return found
+    return shipped.each_once(found)
 
 
 def _readable(paths: list[Path], cls: type[T], console: Console) -> Iterator[tuple[Path, T]]:

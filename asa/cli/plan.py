@@ -23,28 +23,36 @@ def run(args: Arguments, console: Console) -> None:
     """Find what to plan from, solve, save, show."""
     from rich.text import Text
 
-    from asa.cli import choose
+    from asa.cli import choose, contest
     from asa.planner import Request, check_request, parse_pin, plan, step_shares, usual_limit
     from asa.report import frontier as curves
     from asa.report import plan as report
     from asa.strategies import offered
 
-    if args.output:
-        places.check_writable(Path(args.output), "-o")
-    cluster = choose.wide_enough(choose.named_cluster(args.cluster), args.gpus, console) if args.cluster else None
+    path = Path(args.output) if args.output else None
+    places.check_writable(path or places.PLANS / "plan.json", "-o")
+    named = choose.named_cluster(args.cluster, args.gpus) if args.cluster else None
+    cluster = named and choose.wide_enough(named, args.gpus, console)
     pins = tuple(parse_pin(text) for text in args.pin)
-    if cluster:
+
+    def admit(chosen: Cluster) -> None:
+        """What can be told before the model is looked at, which takes longer."""
         asked = Request(
-            gpus=args.gpus or cluster.num_devices, global_batch=args.global_batch or 1, strategies=args.strategies,
+            gpus=args.gpus or chosen.num_devices, global_batch=args.global_batch or 1, strategies=args.strategies,
             pins=pins, offload=args.offload,
         )  # fmt: skip
-        check_request(cluster, offered(), asked)  # before the model is looked at, which takes longer
+        check_request(chosen, offered(), asked)
+        if args.verify:
+            contest.check(chosen, asked.gpus, console)
+
+    if cluster:
+        admit(cluster)
     if args.from_run:
         from asa.cli import from_run
 
         profile, cluster = from_run.origins(args, console)
     else:
-        profile, said = choose.profile(args, console, args.model, cluster)
+        profile, said = choose.profile(args, console, args.model, cluster, admit)
         console.say(f"asa: {said}")
     device = profile.device
     cluster = cluster or choose.default_cluster(console, device.type, device.name, args.gpus)
@@ -64,14 +72,14 @@ def run(args: Arguments, console: Console) -> None:
         compression=args.compress,
     )
     if args.verify:
-        from asa.cli import contest
-
-        contest.check(cluster, gpus, console)
+        if not args.cluster:
+            contest.check(cluster, gpus, console)
         plans = contest.verify(profile, cluster, request, args.verify, args.budget or contest.BUDGET_S, console)
     else:
         plans = plan(profile, cluster, offered(), request)
-    path = Path(args.output) if args.output else places.plan_path(plans[0])
+    path = path or places.plan_path(plans[0])
     codec.save(plans[0], path)
+    places.keep_origins(profile, cluster)
     data = codec.document(plans[0])
     if len(plans) > 1:
         data["alternatives"] = [codec.document(p) for p in plans[1:]]

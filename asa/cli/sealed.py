@@ -7,7 +7,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import asa
 from asa.cli import ground
 from asa.cli.comparison import now
 from asa.cli.console import Console
@@ -22,8 +21,8 @@ if TYPE_CHECKING:
 
     from asa.ir.bench import BenchEnvironment
 
-FOLDER = Path(asa.__file__).resolve().parent.parent / "benchmarks" / "sealed"
-"""Beside the source."""
+FOLDER = Path("benchmarks/sealed")
+"""In the working directory: a clone has it, the package has not."""
 
 
 def run(args: Arguments, console: Console) -> None:

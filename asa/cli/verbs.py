@@ -21,6 +21,8 @@ VERBS: dict[str, tuple[str, str]] = {
     "cluster": ("asa.cli.cluster", "list, show or measure devices and their links"),
     "doctor": ("asa.cli.doctor", "what this machine can do, and how to repair what it cannot"),
     "config": ("asa.cli.config", "show every setting and where its value comes from"),
+    "schema": ("asa.cli.schema", "the JSON Schema of a file that asa writes and reads"),
+    "completion": ("asa.cli.completion", "a script that completes commands in bash, zsh or fish"),
 }
 """First word of a command: the module that has it, and its line in the overview."""
 

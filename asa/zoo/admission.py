@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from asa.errors import InvalidInputError
-from asa.zoo.foreign import Shape, first_line
-from asa.zoo.inputs import example, of_tokens
+from asa.zoo.foreign import first_line
+from asa.zoo.inputs import Shape, example, of_tokens
 
 
 def _logits(output: Any) -> Any:

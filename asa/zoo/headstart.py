@@ -16,7 +16,7 @@ from asa.errors import AsaError
 if TYPE_CHECKING:
     from torch import nn
 
-    from asa.zoo.foreign import Shape
+    from asa.zoo.inputs import Shape
 
 
 _COMPILER, _QUESTION = "torch._dynamo.utils", "is_compile_supported"

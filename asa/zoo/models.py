@@ -14,8 +14,8 @@ from torch import nn
 
 from asa.errors import UsageError
 from asa.zoo.admission import check_outputs, refusal, told_classes
-from asa.zoo.foreign import Shape, first_line, from_factory, from_timm, from_transformers, takes_classes
-from asa.zoo.inputs import of_tokens
+from asa.zoo.foreign import first_line, from_factory, from_timm, from_transformers, takes_classes
+from asa.zoo.inputs import Shape, of_tokens
 from asa.zoo.language import language_model, shape_of
 from asa.zoo.names import check_kind, unknown
 from asa.zoo.plain import PLAIN

@@ -127,6 +127,8 @@ def unknown(spec: str, known: frozenset[str]) -> NoReturn:
     """
     wanted = spec.lower().replace("-", "").replace(" ", "")
     near = get_close_matches(wanted, sorted({*known, *OWN, *SHAPES}), n=3, cutoff=0.5)
+    if not near and ("-" in spec or "/" in spec):  # as the Hugging Face hub calls its models
+        near = [f"hf:{spec}", *(own for own in OWN if own in wanted)]
     hint = f"; did you mean {', '.join(near)}?" if near else "; `package.module:factory` names one of your own"
     raise UsageError(f"no model is called {spec!r}{hint}")
 

@@ -33,13 +33,18 @@ def nearest(known: Sequence[Cluster], device: str, device_name: str, gpus: int |
             return widen.widened(largest, gpus)
         raise UsageError(
             f"asked for {gpus} devices, the largest {device} cluster known, {largest.name}, has {largest.num_devices}; "
-            "lower --gpus, or name a larger one with --cluster (`asa cluster list`)"
+            f"lower --gpus, or name a larger one with --cluster ({_named(gpus)})"
         )
     wanted, flag = (f"{gpus} {device} devices", f" --gpus {gpus}") if gpus else (f"{device} devices", "")
     raise UnavailableError(
-        f"no cluster of {wanted} is known; run `asa cluster measure{flag}` on the machine, or name a preset with "
-        "--cluster (`asa cluster list`)"
+        f"no cluster of {wanted} is known; run `asa cluster measure{flag}` on the machine, or name one with --cluster "
+        f"for an estimate ({_named(gpus)})"
     )
+
+
+def _named(gpus: int | None) -> str:
+    """Which presets could be named."""
+    return (presets.offered(gpus) if gpus else "") or "`asa cluster list`"
 
 
 def same_gpu(a: str, b: str) -> bool:

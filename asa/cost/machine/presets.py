@@ -14,23 +14,52 @@ from asa.errors import UsageError
 from asa.ir import codec
 from asa.ir.cluster import Cluster
 
+_NAMED = 4
+"""Presets named in one message."""
+
 
 def names() -> list[str]:
     """Names of all presets, sorted."""
     return sorted(p.name[: -len(".json")] for p in _folder().iterdir() if p.name.endswith(".json"))
 
 
-@cache
-def load(name: str) -> Cluster:
+def load(name: str, devices: int | None = None) -> Cluster:
     """The preset called ``name``.
 
     Raises:
-        UsageError: there is none; names those that are near.
+        UsageError: there is none; names those that are near, first those that have ``devices`` devices.
     """
     known = names()
     if name not in known:
-        near = get_close_matches(name, known, n=3, cutoff=0.4) or known
-        raise UsageError(f"no cluster {name!r}: neither a file nor a preset; presets: {', '.join(near)}")
+        near = [n for n in known if n.startswith(name)] or get_close_matches(name, known, n=8, cutoff=0.4) or known
+        if devices is not None:
+            near.sort(key=lambda n: (_distance(load(n).num_devices, devices), len(n)))
+        raise UsageError(f"no cluster {name!r}: neither a file nor a preset; presets: {', '.join(near[:_NAMED])}")
+    return _read(name)
+
+
+def offered(devices: int, like: str | None = None) -> str:
+    """The presets nearest to ``devices`` devices that have so many, as a remedy in words; of the GPU of the preset
+    ``like`` where there are any. Empty where none has so many.
+
+    >>> offered(16, like="a100-nvlink-8")
+    'presets that have 16: a100-2x8-efa, a100-2x8-ib, a100-2x8-roce'
+    """
+    enough = [n for n in names() if load(n).num_devices >= devices]
+    if like in names():
+        gpu = load(like).device.name
+        enough = [n for n in enough if load(n).device.name == gpu] or enough
+    enough.sort(key=lambda n: load(n).num_devices)
+    return f"presets that have {devices}: {', '.join(enough[:_NAMED])}" if enough else ""
+
+
+def _distance(have: int, asked: int) -> tuple[bool, int]:
+    """First those that have as many as asked for, then the others; the nearest of either first."""
+    return have < asked, abs(have - asked)
+
+
+@cache
+def _read(name: str) -> Cluster:
     text = _folder().joinpath(f"{name}.json").read_text(encoding="utf-8")
     return codec.loads(Cluster, text, source=f"preset {name}")
 

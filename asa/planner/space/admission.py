@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asa.cost.machine import presets
 from asa.errors import UsageError
 from asa.interfaces.strategy import Strategies
 from asa.ir.cluster import Cluster
@@ -10,18 +11,20 @@ from asa.planner.space.request import Request
 from asa.planner.space.space import check
 
 
-def check_request(cluster: Cluster, strategies: Strategies, request: Request) -> None:
-    """Refuse what no model changes.
+def check_request(cluster: Cluster | None, strategies: Strategies, request: Request) -> None:
+    """Refuse what no model changes; of a ``cluster`` that is yet to be measured, what no cluster changes either.
 
     Raises:
         UsageError: unknown strategies, contradictory pins, more devices than the cluster has.
     """
-    if request.gpus > cluster.num_devices:
+    if cluster is not None and request.gpus > cluster.num_devices:
+        larger = presets.offered(request.gpus, like=cluster.name)
         raise UsageError(
             f"asked for {request.gpus} devices, cluster {cluster.name} has {cluster.num_devices}; lower --gpus, name "
-            "a larger --cluster (one of several nodes is widened to as many as are asked for), or measure one"
+            f"a larger --cluster ({larger or 'one of several nodes is widened as asked'}), or measure "
+            "one"
         )
-    if request.offload == "always" and cluster.device.type == "cpu":
+    if cluster is not None and request.offload == "always" and cluster.device.type == "cpu":
         raise UsageError(
             f"offload saves nothing on {cluster.name}: what a CPU rank holds is in host memory already; leave it out, "
             "or name a cluster of CUDA devices (`asa verify PLAN --device cpu` runs such a plan here)"

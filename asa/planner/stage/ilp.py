@@ -19,20 +19,29 @@ Variables, for component i, configuration c, layouts a and b:
 The flow *equalities* are the tight linearisation: without overlap and memory the relaxation is a shortest path and
 integral. B, G, S, A, D are running sums, which keeps the rows short.
 
-What the solver says is not believed: HiGHS through PuLP reports "Optimal" after a time-out (only ``sol_status``
-tells), so the choice is read off x, and its value recomputed by the caller.
+What the solver says is not believed: HiGHS through PuLP reports "Optimal" after a time-out, so HiGHS itself is asked
+how it ended, the choice is read off x, and its value recomputed by the caller.
+
+PuLP 3 and PuLP 4 are both spoken to. They differ in how a sum is made of terms (:func:`_sum`) and in how a solve says
+that it ended (:func:`_ending`).
 """
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from asa.errors import UnavailableError
 from asa.planner import clock
 from asa.planner.stage.problem import Choice, Problem, Solution
+
+Ending = Literal["optimal", "feasible", "infeasible", "nothing"]
+"""Of a solve: a choice that is proved or not, a proof that there is none, or neither."""
 
 _GAP = 0.0
 
@@ -91,9 +100,9 @@ def solve(
     began, worked = time.monotonic(), clock.now()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model.lp.solve(solver)
+        outcome = model.lp.solve(solver)
     clock.charge(time.monotonic() - began - (clock.now() - worked))  # it has a clock of its own
-    return _read(model, pulp, name, cutoff)
+    return _read(model, pulp, _ending(model.lp, outcome, pulp), name, cutoff)
 
 
 def available() -> tuple[str, ...]:
@@ -140,9 +149,9 @@ def _overlap(model: _Model, pulp: Any) -> Any:
     behind = [model.lp.add_variable(f"G_{k}", lowBound=0) for k in range(n)]
     for k in range(n):
         earlier = [(before[k - 1], 1.0), *model.picked(k - 1, "window")] if k else []
-        model.lp += before[k] == pulp.LpAffineExpression(earlier)
+        model.lp += before[k] == _sum(pulp, earlier)
         later = [(behind[k + 1], 1.0), *leaving[k + 1]] if k + 1 < n else []
-        model.lp += behind[k] == pulp.LpAffineExpression(later)
+        model.lp += behind[k] == _sum(pulp, later)
         model.lp += tau <= problem.sp * before[k] + problem.sc * behind[k]
     return tau
 
@@ -151,42 +160,56 @@ def _memory(model: _Model, pulp: Any) -> None:
     problem, n = model.problem, len(model.problem)
     state = model.lp.add_variable("S", lowBound=0)
     standing = [t for i in range(n) for t in (*model.picked(i, "state"), *model.passed(i, "state"))]
-    model.lp += state == pulp.LpAffineExpression(standing)
+    model.lp += state == _sum(pulp, standing)
     kept = [model.lp.add_variable(f"A_{k}", lowBound=0) for k in range(n)]
     made = [model.lp.add_variable(f"D_{k}", lowBound=0) for k in range(n)]
     for k in range(n):
         own = [*model.picked(k, "activations"), *model.passed(k, "activations")]
-        model.lp += kept[k] == pulp.LpAffineExpression([*([(kept[k - 1], 1.0)] if k else []), *own])
+        model.lp += kept[k] == _sum(pulp, [*([(kept[k - 1], 1.0)] if k else []), *own])
         grads = [*([(made[k + 1], 1.0)] if k + 1 < n else []), *model.picked(k, "gradients")]
-        model.lp += made[k] == pulp.LpAffineExpression(grads)
-        moving = pulp.LpAffineExpression([*model.picked(k, "transient"), *model.passed(k, "transient")])
+        model.lp += made[k] == _sum(pulp, grads)
+        moving = _sum(pulp, [*model.picked(k, "transient"), *model.passed(k, "transient")])
         model.lp += state + kept[k] + made[k] + moving <= problem.capacity
 
 
 def _objective(model: _Model, pulp: Any, tau: Any) -> Any:
     terms = [t for i in range(len(model.problem)) for t in (*model.picked(i, "work"), *model.passed(i, "cost"))]
-    goal = pulp.LpAffineExpression([*terms, (tau, -model.problem.saving)])
+    goal = _sum(pulp, [*terms, (tau, -model.problem.saving)])
     model.lp.setObjective(goal)
     return goal
 
 
-def _read(model: _Model, pulp: Any, name: str, cutoff: float) -> Solution:
-    status = model.lp.sol_status
-    if status == pulp.LpSolutionInfeasible:
+def _sum(pulp: Any, terms: list[tuple[Any, float]]) -> Any:
+    """The sum of coefficient times variable. A term at a time, an expression of n of them takes n^2."""
+    made = getattr(pulp.LpAffineExpression, "from_list", pulp.LpAffineExpression)  # PuLP 4, PuLP 3
+    return made(terms)
+
+
+def _read(model: _Model, pulp: Any, ending: Ending, name: str, cutoff: float) -> Solution:
+    if ending == "infeasible":
         return Solution(choice=None, value=float("inf"), bound=cutoff, solver=name)
-    if status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+    if ending == "nothing":
         return Solution(choice=None, value=float("inf"), bound=_dual_bound(model.lp), solver=name)
     choice = tuple(max(range(len(row)), key=lambda c: row[c].value() or 0.0) for row in model.x)
     found = pulp.value(model.lp.objective)
-    proved = status == pulp.LpSolutionOptimal and not _timed_out(model.lp)
-    return Solution(choice=choice, value=found, bound=found if proved else _dual_bound(model.lp), solver=name)
+    bound = found if ending == "optimal" else _dual_bound(model.lp)
+    return Solution(choice=choice, value=found, bound=bound, solver=name)
 
 
-def _timed_out(lp: Any) -> bool:
-    """Whether HiGHS stopped at its limit, asked of HiGHS itself."""
-    inner = getattr(lp, "solverModel", None)
-    status = getattr(inner, "getModelStatus", None)
-    return status is not None and "kOptimal" not in str(status())
+def _ending(lp: Any, outcome: Any, pulp: Any) -> Ending:
+    """How a solve ended. ``outcome`` is what ``solve`` returned: statistics from PuLP 4, a number from PuLP 3."""
+    if hasattr(outcome, "has_solution"):
+        found = outcome.has_solution
+        infeasible, optimal = (outcome.status == pulp.LpSolveStatus[s] for s in ("Infeasible", "Optimal"))
+    else:
+        found = lp.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
+        infeasible, optimal = lp.sol_status == pulp.LpSolutionInfeasible, lp.sol_status == pulp.LpSolutionOptimal
+    asked = getattr(getattr(lp, "solverModel", None), "getModelStatus", None)
+    if asked is not None:
+        # What HiGHS calls "unbounded or infeasible" is the latter: every variable is bounded below.
+        told = str(asked())
+        infeasible, optimal = told.endswith("Infeasible"), told.endswith("kOptimal")
+    return "infeasible" if infeasible else "nothing" if not found else "optimal" if optimal else "feasible"
 
 
 def _dual_bound(lp: Any) -> float:
@@ -211,12 +234,41 @@ def _cbc(pulp: Any) -> list[Any]:
     return [getattr(pulp, name) for name in ("COIN_CMD", "PULP_CBC_CMD") if hasattr(pulp, name)]
 
 
+def _silent(pulp: Any) -> Any:
+    """PuLP's HiGHS, whose greeting goes nowhere: highspy 1.16 prints it when a solver is made, before any option can
+    forbid it, into what a command prints."""
+
+    class Silent(pulp.HiGHS):  # type: ignore[misc]
+        def createAndConfigureSolver(self, lp: Any) -> None:
+            with _muted(1):
+                super().createAndConfigureSolver(lp)
+
+    return Silent
+
+
+@contextmanager
+def _muted(descriptor: int) -> Iterator[None]:
+    """Inside, what C code writes to ``descriptor`` goes nowhere."""
+    try:
+        kept, nowhere = os.dup(descriptor), os.open(os.devnull, os.O_WRONLY)
+    except OSError:  # closed, so nothing is heard anyway
+        yield
+        return
+    try:
+        os.dup2(nowhere, descriptor)
+        yield
+    finally:
+        os.dup2(kept, descriptor)
+        os.close(kept)
+        os.close(nowhere)
+
+
 def _solver(pulp: Any, backend: str | None, time_limit_s: float) -> tuple[Any, str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if backend in (None, "highs"):
             # Always one thread: a second solve with another number returns "Not Solved".
-            highs = pulp.HiGHS(msg=False, gapRel=_GAP, timeLimit=time_limit_s, threads=1, mip_abs_gap=_GAP)
+            highs = _silent(pulp)(msg=False, gapRel=_GAP, timeLimit=time_limit_s, threads=1, mip_abs_gap=_GAP)
             if highs.available():
                 return highs, "ilp (HiGHS)"
         if backend in (None, "cbc"):

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 import shlex
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from asa.errors import UsageError
 from asa.ir.cluster import Cluster
@@ -19,6 +20,7 @@ PREEMPTED = 75
 GRACE_S = 120
 """Between the request to stop and the end. torchrun itself gives its workers 30 s of it."""
 _USUAL_PER_NODE = 8
+_CORES_PER_GPU = 8
 _BETWEEN_MACHINES = re.compile("ethernet|infiniband|roce|efa", re.IGNORECASE)
 
 
@@ -54,7 +56,9 @@ class Job:
 
     ``limit_s``: the longest it may take. ``arguments``: further words of ``asa train``. ``restarts``: how often
     torchrun starts all ranks again after one failed. ``image`` and ``volume``: the container, and what is mounted in it
-    at the working directory.
+    at the working directory. ``cpus``: cores on each machine for all its ranks. ``account`` and ``qos``: whom Slurm
+    charges, and in which class of service. ``origins``: the profile and the cluster the plan was made from, as JSON by
+    their fingerprints, where they have to travel with it.
     """
 
     plan: Plan
@@ -67,6 +71,15 @@ class Job:
     image: str | None = None
     volume: str | None = None
     restarts: int = 3
+    cpus: int | None = None
+    account: str | None = None
+    qos: str | None = None
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def cores(self) -> int:
+        """On each machine: as asked, else one a CPU rank, and enough for the loaders and threads of a GPU's."""
+        return self.cpus or self.per_node * (_CORES_PER_GPU if self.gpu else 1)
 
     @property
     def nodes(self) -> int:
@@ -90,6 +103,9 @@ class Job:
         return [f"{shape} \\", f"    {rendezvous} \\", f"    {shlex.join(words)}"]
 
 
+ORIGINS = "runs/plans/origins"
+"""Below the working directory: profiles and clusters that plans were made from, each by its fingerprint."""
+
 ENVIRONMENT = "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # restarts must not meet in the store of the last attempt"
 
 
@@ -104,9 +120,13 @@ def resume_lines(job: Job) -> list[str]:
 
 
 def verdict_lines(job: Job) -> list[str]:
-    """Shell lines: ``$code`` is what the run says, or 6 where it could not say anything."""
-    read = 'import json, sys; print(json.load(open(sys.argv[1]))["exit_code"])'
-    return [f"code=$(python -c '{read}' {shlex.quote(job.out)}/result.json 2>/dev/null || echo 6)"]
+    """Shell lines: ``$code`` is what the run says, or 6 where it could not say anything. They run outside of any
+    container, where there may be no Python."""
+    result = f"{shlex.quote(job.out)}/result.json"
+    return [
+        f"code=$(sed -n 's/.*\"exit_code\": *\\([0-9][0-9]*\\).*/\\1/p' {result} 2>/dev/null | head -n 1)",
+        "code=${code:-6}",
+    ]
 
 
 def title(job: Job) -> str:

@@ -5,7 +5,16 @@ from __future__ import annotations
 import math
 
 from asa.errors import UsageError
-from asa.report.jobs.job import ENVIRONMENT, GRACE_S, PREEMPTED, Job, resume_lines, title, verdict_lines
+from asa.ir.units import GIB
+from asa.report.jobs.job import ENVIRONMENT, GRACE_S, ORIGINS, PREEMPTED, Job, resume_lines, title, verdict_lines
+
+_SHARED_GIB = 1
+"""Of /dev/shm a rank; it counts as the pod's memory."""
+_PROCESS_GIB = 3
+"""Of a rank's process beside what the plan predicts: the interpreter, libraries, a data set."""
+
+_UNPACK = (f'if [ "$JOB_COMPLETION_INDEX" = 0 ]; then mkdir -p {ORIGINS} && cp -L /plan/*.json {ORIGINS}/; fi',)
+"""What the plan was made from, where asa looks for it: the plan is made again from that."""
 
 
 def _indented(text: str, spaces: int) -> str:
@@ -32,6 +41,7 @@ def kubernetes(job: Job, plan_text: str) -> str:
     script = "\n".join(
         [
             ENVIRONMENT,
+            *(_UNPACK if job.origins else []),
             *resume_lines(job),
             *lines,
             "child=$!",
@@ -42,7 +52,8 @@ def kubernetes(job: Job, plan_text: str) -> str:
         ]
     )
     claim = job.volume or f"{name}-data"
-    limits = f"nvidia.com/gpu: {job.per_node}" if job.gpu else f"cpu: {job.per_node}"
+    limits = f"nvidia.com/gpu: {job.per_node}" if job.gpu else f"cpu: {job.cores}"
+    carried = "".join(f"  {name}.json: |\n{_indented(text, 4)}\n" for name, text in sorted(job.origins.items()))
     deadline = f"  activeDeadlineSeconds: {math.ceil(job.limit_s)}\n" if job.limit_s else ""
     return f"""\
 # {title(job)}
@@ -54,7 +65,7 @@ metadata:
 data:
   plan.json: |
 {_indented(plan_text, 4)}
----
+{carried}---
 apiVersion: v1
 kind: Service
 metadata:
@@ -79,11 +90,13 @@ spec:
       - action: Ignore  # evicted: a new pod takes its place
         onPodConditions:
           - type: DisruptionTarget
+            status: "True"
       - action: Ignore  # pre-empted, state saved
         onExitCodes:
           containerName: train
           operator: In
           values: [{PREEMPTED}]
+        onPodConditions: []  # before 1.28 the schema wants the field
   template:
     spec:
       subdomain: {name}
@@ -98,6 +111,9 @@ spec:
             - |
 {_indented(script, 14)}
           resources:
+            requests:
+              cpu: {job.cores}
+              memory: {_memory_gib(job)}Gi
             limits:
               {limits}
           volumeMounts:
@@ -117,4 +133,12 @@ spec:
         - name: memory
           emptyDir:
             medium: Memory
+            sizeLimit: {job.per_node * _SHARED_GIB}Gi
 """
+
+
+def _memory_gib(job: Job) -> int:
+    """Of the host, for all ranks of a pod with what they share: where ranks compute on it, what the plan predicts."""
+    ranks = job.plan.prediction.memory_bytes_per_rank
+    own = 0 if job.gpu else max(ranks, default=0) * job.per_node
+    return math.ceil(own / GIB) + job.per_node * (_PROCESS_GIB + _SHARED_GIB)

@@ -8,7 +8,8 @@ from asa.report.jobs.job import PREEMPTED, Job, title
 def ray(job: Job) -> str:
     """A driver for ``ray job submit -- python FILE``: one actor a machine runs torchrun there. It starts a run that was
     pre-empted again, and ends with the run's own exit code."""
-    resources = f'{{"CPU": {job.per_node}, "GPU": {job.per_node}}}' if job.gpu else f'{{"CPU": {job.per_node}}}'
+    cores = job.cpus or job.per_node  # more than a machine has, Ray would wait for in silence
+    resources = f'{{"CPU": {cores}, "GPU": {job.per_node}}}' if job.gpu else f'{{"CPU": {cores}}}'
     words = ["-m", "asa", "train", job.plan_file, "--out", job.out, *job.arguments]
     limit = "None" if job.limit_s is None else repr(float(job.limit_s))
     return f'''\
@@ -42,9 +43,11 @@ class Machine:
             probe.bind(("", 0))
             return ray.util.get_node_ip_address(), probe.getsockname()[1]
 
-    def run(self, endpoint, attempt, resume):
+    def run(self, endpoint, attempt, resume, is_host):
         command = ["torchrun", "--nnodes", str(NODES), "--nproc-per-node", str(PER_NODE)]
         command += ["--max-restarts", str(RESTARTS), "--rdzv-backend", "c10d"]
+        # Told, since torchrun would guess it from the host's name, which may mean the loopback interface.
+        command += ["--rdzv-conf", f"is_host={{str(is_host).lower()}}"]
         command += ["--rdzv-id", f"{job.name}-{{attempt}}", "--rdzv-endpoint", endpoint, *WORDS]
         environment = dict(os.environ, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
         child = subprocess.Popen(command + ["--resume"] * resume, env=environment)
@@ -70,13 +73,13 @@ def attempt(number):
     try:
         machines = [
             Machine.options(
-                num_cpus={job.per_node},{f" num_gpus={job.per_node}," if job.gpu else ""}
+                num_cpus={cores},{f" num_gpus={job.per_node}," if job.gpu else ""}
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i),
             ).remote()
             for i in range(NODES)
         ]
         host, port = ray.get(machines[0].address.remote())
-        ray.get([m.run.remote(f"{{host}}:{{port}}", number, resume) for m in machines])
+        ray.get([m.run.remote(f"{{host}}:{{port}}", number, resume, m is machines[0]) for m in machines])
     except ray.exceptions.RayError as error:
         print(f"a machine was lost: {{error}}", file=sys.stderr)
     finally:

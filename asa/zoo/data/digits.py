@@ -1,7 +1,10 @@
-"""scikit-learn's handwritten digits: 1,797 real images of 8x8 in 17 shades of grey, part of the package."""
+"""Handwritten digits: 1,797 real images of 8x8 in 17 shades of grey, part of the package (asa/data/digits.md)."""
 
 from __future__ import annotations
 
+from importlib.resources import files
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,11 +17,9 @@ NUM_TEST = 360
 
 def read(split: Split) -> tuple[Tensor, Tensor]:
     """Images uint8 [N, 1, 8, 8] and labels int64 [N]; 1,437 to train on and 360 others to test on."""
-    from sklearn.datasets import load_digits
-
-    bunch = load_digits()
-    grey = torch.from_numpy(bunch.images).mul_(255 / 16).round_().to(torch.uint8)[:, None]
-    labels = torch.from_numpy(bunch.target).long()
+    with files("asa").joinpath("data", "digits.npz").open("rb") as file, np.load(file) as kept:
+        shades, labels = torch.from_numpy(kept["images"]), torch.from_numpy(kept["labels"]).long()
+    grey = shades.double().mul_(255 / 16).round_().to(torch.uint8)[:, None]
     order = permutation(key(1797, 8), len(labels))
     chosen = order[:NUM_TEST] if split == "test" else order[NUM_TEST:]
     return grey[chosen].contiguous(), labels[chosen]

@@ -9,10 +9,10 @@ from torch import Tensor
 from asa.errors import InvalidInputError, UsageError
 from asa.zoo.data import cache, cifar, digits, idx
 from asa.zoo.data.download import Opener, download
-from asa.zoo.data.images import ImageSet, Shape, reshaped
+from asa.zoo.data.images import ImageSet, reshaped
 from asa.zoo.data.language import language
 from asa.zoo.data.official import CIFAR100, OFFICIAL, Official, Split
-from asa.zoo.inputs import of_tokens
+from asa.zoo.inputs import Shape, of_tokens
 
 NAMES = ("cifar100", "cifar10", "mnist", "digits", "synthetic")
 
@@ -91,7 +91,7 @@ def _digits(split: Split) -> ImageSet:
         mean=mean,
         std=std,
         name="digits",
-        source=f"Handwritten digits of scikit-learn, {split}: {len(labels)} of 1797 images.",
+        source=f"Handwritten digits of the UCI repository, {split}: {len(labels)} of 1797 images.",
         shape=(1, 8, 8),
         flips=False,
     )
@@ -132,7 +132,8 @@ def open_split(
 
     ``cifar100``, ``cifar10``, ``mnist``: from the official files in ``root`` (the folder of the binary version, its
     files, or the .tar.gz; idx files, gzipped or not). Without a ``root`` the embedded default of the same format
-    takes their place. ``synthetic``: that default by its own name. ``digits``: scikit-learn's; neither needs a root.
+    takes their place. ``synthetic``: that default by its own name. ``digits``: real handwritten ones of 8x8; neither
+    needs a root.
 
     Args:
         input_shape: (C, H, W) the model takes; other images are converted, and ``source`` says so. For one that takes

@@ -1,0 +1,62 @@
+"""``asa schema``: the JSON Schema of a file that asa writes and reads."""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from typing import Any
+
+from asa.cli import options as o
+from asa.cli.console import Console
+from asa.cli.verb import Arguments, Option, Verb
+
+FILES = {
+    "plan": ("asa.ir.plan", "Plan"),
+    "profile": ("asa.ir.profile", "Profile"),
+    "cluster": ("asa.ir.cluster", "Cluster"),
+    "bench": ("asa.ir.bench", "Bench"),
+    "rehearsal": ("asa.ir.rehearsal", "Rehearsal"),
+    "epochrecord": ("asa.ir.measurements", "EpochRecord"),
+}
+"""Kinds of documents, and the noun each is of."""
+
+
+def run(args: Arguments, console: Console) -> None:
+    """Print the schema: the types are the schema, nothing is written down twice."""
+    from asa.ir import codec
+
+    found = of(args.kind)
+    if console.as_json:
+        console.document({"schema_version": codec.SCHEMA_VERSION, "kind": "schema", "of": args.kind, "schema": found})
+        return
+    for text in json.dumps(found, indent=1).split("\n"):
+        console.line(text)
+
+
+def of(kind: str) -> dict[str, Any]:
+    """The JSON Schema (draft 2020-12) of documents of ``kind``."""
+    from asa.ir import codec
+
+    module, name = FILES[kind]
+    return codec.schema(getattr(import_module(module), name))
+
+
+VERBS = (
+    Verb(
+        name="schema",
+        help="the JSON Schema of a file that asa writes and reads",
+        run=run,
+        options=(
+            Option(
+                name="kind",
+                help=", ".join(FILES),
+                positional=True,
+                required=True,
+                choices=tuple(FILES),
+                metavar="KIND",
+            ),
+            o.JSON,
+        ),
+        details="Of the file: what `asa plan --json` prints beside it (alternatives, frontier) is not in it.",
+    ),
+)

@@ -1,0 +1,147 @@
+"""What ``asa doctor`` asks of the system around a run: shared memory, open files, threads, disk, modes of the GPUs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from asa.cli.console import Console
+from asa.report.checks import Check
+from asa.report.units import size
+
+_SHARED_BYTES = 2**30
+"""Containers get 64 MiB unless told otherwise; NCCL and a loader's workers want more."""
+_FILES = 1024
+_DISK_BYTES = 2 * 2**30
+
+_PATHS = {0: "one board", 10: "one PCIe switch", 20: "PCIe switches", 30: "the host bridge", 40: "one NUMA node"}
+"""NVML's names of where two GPUs meet (nvmlGpuTopologyLevel_t); anything else is the link between processors."""
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def shared_memory(_: Console) -> Check:
+    """Room in ``/dev/shm``, through which ranks and loaders of one machine hand each other data."""
+    folder = Path("/dev/shm")
+    if not folder.is_dir():
+        return Check(name="shm", ok=True, detail="no /dev/shm on this system", needed=False)
+    usage = shutil.disk_usage(folder)
+    return Check(
+        name="shm",
+        ok=usage.free >= _SHARED_BYTES,
+        detail=f"{size(usage.free)} free of {size(usage.total)} in /dev/shm",
+        needed=False,
+        fix="in a container start it with --shm-size 8g or --ipc host",
+    )
+
+
+def open_files(_: Console) -> Check:
+    """How many files a process may hold open: sockets between ranks are files."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = soft == resource.RLIM_INFINITY
+    return Check(
+        name="files",
+        ok=unlimited or soft >= _FILES,
+        detail="no limit of open files" if unlimited else f"{soft} open files a process",
+        needed=False,
+        fix=f"ulimit -n {hard if 0 < hard < 65536 else 65536}",
+    )
+
+
+def threads(_: Console) -> Check:
+    """``OMP_NUM_THREADS``, which decides how many threads a rank computes with where a launcher sets it."""
+    text, have = os.environ.get("OMP_NUM_THREADS"), cores()
+    if text is None:
+        return Check(name="threads", ok=True, detail="OMP_NUM_THREADS is not set: ranks share the cores", needed=False)
+    ok = text.isdecimal() and 0 < int(text) <= have
+    fix = f"it is no number from 1 to the {have} usable cores; unset OMP_NUM_THREADS"
+    return Check(name="threads", ok=ok, detail=f"OMP_NUM_THREADS={text}", needed=False, fix=fix)
+
+
+def disk(_: Console) -> Check:
+    """Room where profiles and runs are written: the working directory."""
+    free = shutil.disk_usage(Path.cwd()).free
+    if not os.access(Path.cwd(), os.W_OK | os.X_OK):
+        detail, fix = f"{Path.cwd()} cannot be written", "change to a folder of your own: profiles and runs go there"
+        return Check(name="disk", ok=False, detail=detail, needed=False, fix=fix)
+    fix = "checkpoints need room: free some, or change to another folder"
+    return Check(name="disk", ok=free >= _DISK_BYTES, detail=f"{size(free)} free here", needed=False, fix=fix)
+
+
+def gpu_modes(_: Console) -> Check:
+    """MIG and ECC of every GPU, and memory errors since the machine started; nothing is changed."""
+    with _nvml() as n:
+        if n is None:
+            return Check(name="gpus", ok=True, detail="no NVIDIA driver, so no MIG and no ECC", needed=False)
+        handles = _handles(n)
+        split = [i for i, h in enumerate(handles) if _told(n, (0, 0), "nvmlDeviceGetMigMode", h)[0]]
+        checked = [i for i, h in enumerate(handles) if _told(n, (0, 0), "nvmlDeviceGetEccMode", h)[0]]
+        kind = (n.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, n.NVML_VOLATILE_ECC)
+        counts = [_told(n, 0, "nvmlDeviceGetTotalEccErrors", h, *kind) for h in handles]
+        errors = {i: count for i, count in enumerate(counts) if count}
+    found = [f"MIG {_which(split, handles)}", f"ECC {_which(checked, handles)}"]
+    found += [f"GPU {i}: {e} uncorrected memory errors" for i, e in errors.items()]
+    fix = "take such a GPU out of service" if errors else "a process sees one MIG instance: give ranks whole GPUs"
+    ok = not split and not errors
+    return Check(name="gpus", ok=ok, detail=f"{len(handles)}: {', '.join(found)}", needed=False, fix=fix)
+
+
+def topology(_: Console) -> Check:
+    """What joins the GPUs, pair by pair: NVLink, or how far up PCIe they meet."""
+    with _nvml() as n:
+        handles = [] if n is None else _handles(n)
+        joined: dict[str, int] = {}
+        for a, b in combinations(handles, 2):
+            nvlink = _told(n, None, "nvmlDeviceGetP2PStatus", a, b, n.NVML_P2P_CAPS_INDEX_NVLINK) == 0
+            level = _told(n, None, "nvmlDeviceGetTopologyCommonAncestor", a, b)
+            where = "NVLink" if nvlink else "unknown" if level is None else _PATHS.get(level, "several NUMA nodes")
+            joined[where] = joined.get(where, 0) + 1
+    if not joined:
+        return Check(name="topology", ok=True, detail="fewer than two GPUs: nothing to join", needed=False)
+    told = ", ".join(f"{count} over {where}" for where, count in sorted(joined.items()))
+    fix = "GPUs of several NUMA nodes exchange data slowly: measure with `asa cluster measure`"
+    ok = "several NUMA nodes" not in joined
+    return Check(name="topology", ok=ok, detail=f"pairs of GPUs: {told}", needed=False, fix=fix)
+
+
+@contextmanager
+def _nvml() -> Iterator[Any]:
+    """NVML, started; None where there is no driver."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # whatever keeps it from starting: there is nothing to be asked
+        yield None
+        return
+    try:
+        yield pynvml
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _handles(n: Any) -> list[Any]:
+    return [n.nvmlDeviceGetHandleByIndex(i) for i in range(n.nvmlDeviceGetCount())]
+
+
+def _told(n: Any, default: Any, ask: str, *about: Any) -> Any:
+    """What NVML's function ``ask`` answers; ``default`` where a GPU does not know the question."""
+    try:
+        return getattr(n, ask)(*about)
+    except (n.NVMLError, AttributeError):
+        return default
+
+
+def _which(found: list[int], handles: list[Any]) -> str:
+    """Of which GPUs something is so."""
+    return "off" if not found else "on" if len(found) == len(handles) else f"on for {', '.join(map(str, found))}"

@@ -1,0 +1,102 @@
+"""What cannot succeed is refused before anything is measured, and a cluster that is lacking is offered by name."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from refusals import refused, user_folder
+
+import asa
+from asa.api import planned, planning
+from asa.cli import choose
+from asa.cost.machine import presets
+from asa.errors import AsaError, UnavailableError, UsageError
+from asa.ir import shipped
+from asa.profiler import interconnect, measure
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_measured(monkeypatch):
+    for module, name in ((measure, "profile_model"), (measure, "profile_module"), (interconnect, "measure_group")):
+        monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("measured"))
+
+
+@pytest.mark.parametrize(
+    ("code", "words", "options"),
+    [
+        (2, "no strategy 'nosuch'", "--strategies nosuch"),
+        (2, "nosuch", "--pin fc=nosuch@2"),
+        (2, "asked for 200 devices, the largest cpu cluster known, box", "--gpus 200"),
+        (2, "offload saves nothing", "--offload always"),
+    ],
+)
+def test_plan_refuses_what_no_profile_would_change(code, words, options, tmp_path, monkeypatch, capsys):
+    user_folder(tmp_path, monkeypatch)
+    monkeypatch.setattr(choose, "_has_cuda", lambda: False)
+    assert words in refused(capsys, code, "plan", "vgg11", *options.split())
+
+
+def test_without_a_cluster_the_presets_that_are_large_enough_are_offered(tmp_path, monkeypatch, capsys):
+    folder = user_folder(tmp_path, monkeypatch)
+    for path in folder.glob("profiles/*"):
+        path.unlink()
+    said = refused(capsys, 5, "plan", "vgg11", "--gpus", "8")
+    assert "no cluster of 8 cpu devices is known; run `asa cluster measure --gpus 8`" in said
+    offered = said.split("presets that have 8: ")[1].rstrip(")").split(", ")
+    assert offered
+    assert all(presets.load(name).num_devices >= 8 for name in offered)
+
+
+def test_a_file_that_cannot_be_written_is_found_out_first(tmp_path, monkeypatch, capsys):
+    user_folder(tmp_path, monkeypatch)
+    (tmp_path / "runs").write_text("in the way")
+    assert "runs" in refused(capsys, 5, "plan", "vgg11")
+
+
+def test_plans_from_python_are_refused_first_too(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model, example = torch.nn.Linear(4, 2), torch.zeros(2, 4)
+    with pytest.raises(UsageError, match="asked for 200 devices"):
+        asa.plan(model, example, gpus=200)
+    with pytest.raises(UsageError, match="nosuch"):
+        asa.plan(model, example, gpus=2, strategies=["nosuch"])
+    monkeypatch.setattr(shipped, "FOLDER", tmp_path)
+    with pytest.raises(UnavailableError, match="presets that have 8"):
+        asa.plan(model, example, gpus=8)
+    assert planning.known_clusters() == []
+
+
+@pytest.mark.parametrize(
+    ("words", "wishes"),
+    [
+        ("nosuch", {"strategies": ("nosuch",)}),
+        ("nosuch", {"pins": ("a=nosuch@2",)}),
+        ("has 2; lower", {"cluster": "a100-nvlink-2"}),
+    ],
+)
+def test_ranks_of_a_users_own_program_measure_no_links_for_nothing(words, wishes, monkeypatch):
+    def once(action):
+        return action()
+
+    place = SimpleNamespace(ranks=4, rank=0, device=torch.device("cpu"))
+    place.votes = SimpleNamespace(once=once, tell=lambda value: value, everyone=lambda value: value)
+    monkeypatch.setattr(planned, "_measured_here", lambda _: None)
+    wanted = planned.Wishes(global_batch=8, optimizer="sgd", pipelines=False, **wishes)
+    with pytest.raises(AsaError, match=words):
+        planned.agreed_plan(place, torch.nn.Linear(4, 2), torch.zeros(2, 4), wanted)
+
+
+def test_presets_that_are_asked_for_by_half_a_name_come_with_as_many_devices_first():
+    with pytest.raises(UsageError, match="presets: a100-nvlink-8, "):
+        presets.load("a100", 8)
+    with pytest.raises(UsageError, match="presets: a100-nvlink-2, "):
+        presets.load("a100", 2)
+    assert presets.offered(10**6) == ""
+    assert "a100-2x8-ib" in presets.offered(16, like="a100-nvlink-8")
+    assert "h100" not in presets.offered(16, like="a100-nvlink-8")
+
+
+def test_names_of_the_hub_are_offered_as_such(capsys):
+    assert "did you mean hf:bert-base-uncased, bert?" in refused(capsys, 2, "plan", "bert-base-uncased")
