@@ -135,7 +135,7 @@ class Job:
             chosen = checked_plan(place, plan)
 
         settings = TrainSettings(
-            out=str(out or ""), data="loader", seed=seed, batch_norm=batch_norm, log_every=log_every, keep=keep,  # type: ignore[arg-type]
+            out=str(out or ""), data="loader", seed=seed, batch_norm=batch_norm, log_every=log_every, keep=keep,
             timeout_s=timeout_s, optimizer=wishes.optimizer, observe=observe,
         )  # fmt: skip
 

@@ -44,9 +44,8 @@ def _train(args: Arguments, console: Console, path: Path, plan: Plan, out: Path)
         pretended, plan = emulated.pretended(args.device, plan, console)
         told = args.device.told(pretended.profile)
 
-    channels, height, width = plan.input_shape
     with HeadStart(
-        plan.model_spec, num_classes=plan.num_classes, input_shape=(channels, height, width), seed=args.seed
+        plan.model_spec, num_classes=plan.num_classes, input_shape=plan.image_shape, seed=args.seed
     ) as model:
         from asa.cli.replanning import adapting
         from asa.executor.run import train
@@ -181,13 +180,21 @@ _RECALLED = ("data", "data_root", "epochs", "steps_per_epoch", "lr", "optimizer"
 def recall(args: Arguments, out: Path, console: Console) -> None:
     """What the run in ``out`` was last given, for what this command line (and the environment) leaves open: the rest of
     a run is that run's, whatever a configuration file has for new ones."""
-    from asa.executor.logs import last_settings
+    from asa.executor.given import recalled
 
-    known = last_settings(out)
+    known, notes = recalled(out)
+    for note in notes:
+        console.say(f"asa: {note}")
     typed = {name for name in _RECALLED if args.origin[name] == "flag" or args.origin[name].startswith("env ")}
     if "data" in typed:
         typed.add("data_root")
     taken = {n: known[n] for n in _RECALLED if n in known and n not in typed and known[n] != getattr(args, n)}
+    lost = [n for n in ("epochs", "lr") if n not in known and n not in typed]
+    if lost and (out / "checkpoints").is_dir():
+        raise UsageError(
+            f"what the run in {out} was given is lost: no settings.json, no checkpoint and no log tells; say "
+            f"{' and '.join(f'--{n}' for n in lost)}"
+        )
     if taken:
         args.replace(**taken)
         told = " ".join(f"--{n.replace('_', '-')} {v}" for n, v in taken.items() if v is not None)

@@ -32,8 +32,9 @@ def run(args: Arguments, console: Console) -> int:
         raise UnavailableError(
             f"the plan needs {plan.num_ranks} CUDA devices, this machine has {cuda_devices()}; verify with --device cpu"
         )
-    c, h, w = plan.input_shape
-    factory = partial(build, plan.model_spec, num_classes=plan.num_classes, input_shape=(c, h, w), seed=args.seed)
+    factory = partial(
+        build, plan.model_spec, num_classes=plan.num_classes, input_shape=plan.image_shape, seed=args.seed
+    )
     found = verify(plan, factory, offered(), device=device, samples=args.samples)
     data = {"schema_version": codec.SCHEMA_VERSION, "kind": "equivalence", **codec.to_data(found)}
     console.result(data, lambda: report.render(found))

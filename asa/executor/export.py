@@ -82,8 +82,7 @@ def _found(folder: Path, step: int | None) -> Found:
 
 def plain_model(plan: Plan) -> nn.Module:
     """The model as whoever has no asa builds it."""
-    channels, height, width = plan.input_shape
-    return build(plan.model_spec, num_classes=plan.num_classes, input_shape=(channels, height, width))
+    return build(plan.model_spec, num_classes=plan.num_classes, input_shape=plan.image_shape)
 
 
 def plain_state(model: nn.Module, stored: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -105,8 +105,7 @@ def _work(
     emulations: list[Emulation] = []
 
     def parallel(plan: Plan, processes: tuple[int, ...]) -> ParallelModel:
-        channels, height, width = plan.input_shape
-        shape = (channels, height, width)
+        shape = plan.image_shape
         model = None if job.model is None else job.model.take()
         if model is None:
             model = build(plan.model_spec, num_classes=plan.num_classes, input_shape=shape, seed=settings.seed)

@@ -10,7 +10,7 @@ from asa.zoo.data import ImageSet
 
 def noise(plan: Plan, device: torch.device) -> ImageSet:
     """As many as the plan's global batch, in its input shape."""
-    channels, height, width = plan.input_shape
+    channels, height, width = plan.image_shape
     draw = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (plan.global_batch, channels, height, width), dtype=torch.uint8, generator=draw)
     labels = torch.randint(0, plan.num_classes, (plan.global_batch,), generator=draw)

@@ -16,8 +16,8 @@ WEIGHT_DECAY: dict[OptimizerName, float] = {"sgd": 5e-4, "adamw": 0.05}
 class TrainSettings:
     """Settings of one run. ``None`` means the optimizer's usual figure, or what the plan says.
 
-    ``out`` is the run's directory. ``warmup`` is the fraction of the run over which the learning rate rises (None: see
-    :meth:`warm_up`).
+    ``out`` is the run's directory; ``data`` is ``loader`` where batches are the user's own. ``warmup`` is the fraction
+    of the run over which the learning rate rises (None: see :meth:`warm_up`).
     ``steps_per_epoch`` ends epochs early. ``log_every`` bounds the steps between two lines of the log; ranks also
     agree there whether to stop. ``timeout_s``: how long a rank waits for the others in any collective.
     ``replan`` says whether another plan may be taken between epochs. ``keep``: checkpoints kept.
@@ -26,7 +26,7 @@ class TrainSettings:
     """
 
     out: str
-    data: Literal["cifar100", "cifar10", "mnist", "digits", "synthetic"] = "cifar100"
+    data: Literal["cifar100", "cifar10", "mnist", "digits", "synthetic", "loader"] = "cifar100"
     data_root: str | None = None
     download: bool = False
     epochs: int = 1
