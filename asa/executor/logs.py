@@ -10,7 +10,8 @@ Events are dicts with a key ``event``:
                are not observed), fraction of the run done, eta_s
 ``epoch``      an :class:`asa.ir.measurements.EpochRecord`, and ``line``: predicted against measured, in words
 ``replan``     a change of plan: why, predicted gain, and later the measured one; of ``kind`` ``memory`` where a rank
-               ran out of it, or was about to: the shortage, and what was made of it
+               ran out of it, or was about to: the shortage, and what was made of it; of ``kind`` ``lost`` where a rank
+               was lost for good: why, which one, and how many there are now
 ``checkpoint`` step, path
 ``end``        exit_code, status, message
 =============  =====================================================================================================
@@ -81,6 +82,8 @@ class RunLog:
                 self.fingerprint = event["plan_fingerprint"]
             case "replan" if event["kind"] == "memory":
                 self.shortages.append(_without(event, "event", "kind", "predicted_gain"))
+                self.fingerprint, self.changed = event["new"], False
+            case "replan" if event["kind"] == "lost":
                 self.fingerprint, self.changed = event["new"], False
             case "replan" if event["kind"] in ("switch", "rollback"):
                 self.changed = True

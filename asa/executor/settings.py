@@ -21,6 +21,7 @@ class TrainSettings:
     ``steps_per_epoch`` ends epochs early. ``log_every`` bounds the steps between two lines of the log; ranks also
     agree there whether to stop. ``timeout_s``: how long a rank waits for the others in any collective.
     ``replan`` says whether another plan may be taken between epochs. ``keep``: checkpoints kept.
+    ``save_every_s``: seconds of training after which a checkpoint is written inside an epoch, too; None: never.
     ``trace_steps``: steps that are recorded for a timeline, once the run is warm. ``observe``: whether every rank notes
     what it computes and whom it waits for (:mod:`asa.sharding.waits`).
     """
@@ -48,6 +49,7 @@ class TrainSettings:
     keep: int = 2
     trace_steps: int = 0
     observe: bool = True
+    save_every_s: float | None = None
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
@@ -55,7 +57,7 @@ class TrainSettings:
         for name, value in {**counts, "keep": self.keep, "threads": self.threads}.items():
             if value is not None and value < 1:
                 raise UsageError(f"{name} is {value}; it must be at least 1")
-        for name, rate in {"lr": self.lr, "timeout_s": self.timeout_s}.items():
+        for name, rate in {"lr": self.lr, "timeout_s": self.timeout_s, "save_every_s": self.save_every_s}.items():
             if rate is not None and not 0 < rate < float("inf"):
                 raise UsageError(f"{name} is {rate}; it must be above 0")
         if self.trace_steps < 0:
