@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from torch import Tensor
+
 from asa.errors import InvalidInputError
 from asa.executor import checkpoint
 from asa.executor.checkpoint import Manifest
