@@ -66,12 +66,21 @@ class UnavailableError(AsaError):
 
 class WorkersFailedError(AsaError):
     """A worker process died, hung or disagreed. ``rank`` is the first one known to be at fault, ``signal`` what killed
-    it, where something did."""
+    it, where something did. ``lost``: it is gone, or stands still; ``raised``: it failed by an error of somebody else's
+    code, which may not come again."""
 
     exit_code: ClassVar[int] = 6
 
-    def __init__(self, message: str, *, rank: int | None = None, signal: int | None = None) -> None:
-        self.rank, self.signal = rank, signal
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        signal: int | None = None,
+        lost: bool = False,
+        raised: bool = False,
+    ) -> None:
+        self.rank, self.signal, self.lost, self.raised = rank, signal, lost, raised
         super().__init__(message)
 
 

@@ -24,7 +24,7 @@ def made(name: str, gib: float, microbatches: int) -> Plan:
     plan = nouns.plan()
     return replace(
         plan, strategy=name, num_microbatches=microbatches,
-        prediction=replace(plan.prediction, memory_bytes_per_rank=(round(gib * GIB),)),
+        prediction=replace(plan.prediction, memory_bytes_per_rank=(round(gib * GIB), 0)),
     )  # fmt: skip
 
 

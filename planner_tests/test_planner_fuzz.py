@@ -15,6 +15,7 @@ import fake_strategies
 import nouns
 import pytest
 
+from asa import reading
 from asa.cli import entry, places
 from asa.errors import AsaError, InvalidInputError
 from asa.ir import codec
@@ -238,7 +239,7 @@ def test_more_components_than_any_model_has_are_refused_at_once(tmp_path):
     with pytest.raises(InvalidInputError, match=r"6000 components, the most is 2000 \(at \$\.graph\.components\)"):
         codec.load(Profile, path)
     with path.open("wb") as stream:
-        stream.truncate(codec.MOST_BYTES + 1)
+        stream.truncate(reading.MOST_BYTES + 1)
     with pytest.raises(InvalidInputError, match="the most is 67108864"):
         codec.load(Profile, path)
 

@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import nouns
 import pytest
 import torch
 import training
@@ -30,6 +31,7 @@ from asa.executor.state import full_optimizer_state, full_state
 from asa.executor.stopping import StopRequest
 from asa.executor.votes import Votes
 from asa.interfaces.executor import Placement
+from asa.ir import codec
 from asa.ir.codec import fingerprint
 from asa.ir.plan import Plan
 from asa.launch import run_ranks
@@ -157,13 +159,16 @@ def test_the_clock_tells_waiting_from_working() -> None:
 
 def test_a_log_that_was_torn_is_still_read(tmp_path: Path) -> None:
     log = RunLog(tmp_path, tensorboard=False)
-    for epoch in range(3):
-        log({"event": "epoch", "epoch": epoch, "line": "as foreseen", "step": 5 * epoch})
+    records = [codec.to_data(nouns.epoch(epoch)) for epoch in range(3)]
+    for record in records:
+        log({"event": "epoch", "line": "as foreseen", **record})
+    log({"event": "epoch", "line": "of another program", "epoch": 0})
+    log({"event": "epoch", "line": "by hand", **records[0], "step": "many"})
     with (tmp_path / "log.jsonl").open("a") as stream:
         stream.write('{"event": "epoch", "epo')
     again = RunLog(tmp_path, tensorboard=False)
     again.recall(2)
-    assert again.epochs == [{"epoch": 0, "step": 0}, {"epoch": 1, "step": 5}]
+    assert again.epochs == records[:2]
     with pytest.raises(ValueError, match="JSON"):
         again({"event": "note", "message": math.nan})
     (tmp_path / "log.jsonl").unlink()

@@ -76,6 +76,7 @@ class UserExecutor(PlannedExecutor):
         self._samples = data.batches.epoch_samples or _UNCOUNTED
         self._epoch = self._done = self._step = self._warm = 0
         self._saved: tuple[int, Path] | None = None
+        self._since_saved_s = 0.0
         self._running: Iterator[Share] | None = None
         waits.on = settings.observe
         self._keeper = Keeper(
@@ -268,6 +269,10 @@ class UserExecutor(PlannedExecutor):
         self.announce({"event": "steps", "epoch": self._epoch, "step": self._step, "loss": interval.loss,
                        "step_time_s": (interval.seconds - interval.data_wait_s) / interval.steps,
                        **who_is_late(interval.measured)})  # fmt: skip
+        self._since_saved_s += interval.seconds  # one figure on all ranks, so that all save or none does
+        due = self._since_saved_s >= (self._settings.save_every_s or math.inf)
+        if due and not interval.stopping and self._folder is not None:
+            self.commit()
         return interval
 
     def _validate(self) -> float:
@@ -299,6 +304,7 @@ class UserExecutor(PlannedExecutor):
         if self._saved is None or self._saved[0] != self._step:
             position = self._epoch * self._samples + min(self._done, self._samples)
             self._saved = (self._step, self._keeper.save(self._worker, step=self._step, position=position))
+            self._since_saved_s = 0.0
         return self._saved[1]
 
     def restore(self, path: Path, manifest: Manifest) -> None:

@@ -35,6 +35,7 @@ from asa.ir.cluster import Cluster
 from asa.ir.measurements import EpochRecord, Measurements
 from asa.ir.plan import Plan
 from asa.ir.profile import Precision, Profile
+from asa.ir.units import time_span
 from asa.launch import faults, give_back_freed_memory
 from asa.launch.worker import others_may_leave
 from asa.scheduler import Model, adapt
@@ -83,6 +84,7 @@ class Job:
         seed: int = 0,
         log_every: int = 50,
         keep: int = 2,
+        save_every: float | str | None = None,
         time_limit_s: float = 60.0,
         cache: Path | str | None = "auto",
         timeout_s: float = 300.0,
@@ -96,6 +98,7 @@ class Job:
             resume: go on from the newest checkpoint in ``out``, written under this plan or another.
             replan: take another plan between epochs where steps take other than predicted, and that pays.
             observe: note, step by step, what each rank computes and whom it waits for.
+            save_every: seconds of training (or ``"10m"``) after which a checkpoint is written inside an epoch, too.
             split: makes ``(input, labels)`` of a batch; by default its first and second item.
             max_norm: gradients are scaled so that their norm over the whole model is at most this, in every step.
             seed: of the order of samples (one order per epoch) and of dropout.
@@ -111,6 +114,12 @@ class Job:
             raise UsageError(f"max_norm is a norm above 0, asked {max_norm}")
         if resume and out is None:
             raise UsageError("resume needs out, the folder of the run to go on with")
+        if save_every is not None and out is None:
+            raise UsageError("save_every needs out, the folder of the run to save to")
+        try:
+            saving = None if save_every is None else time_span(str(save_every))
+        except ValueError as error:
+            raise UsageError(f"save_every: {error}") from None
         check_plain(model)
         self._place = place = find_place(device, timeout_s)
         self._stack = ExitStack()
@@ -134,8 +143,8 @@ class Job:
             chosen = checked_plan(place, plan)
 
         settings = TrainSettings(
-            out=str(out or ""), data="loader", seed=seed, batch_norm=batch_norm, log_every=log_every, keep=keep,  # type: ignore[arg-type]
-            timeout_s=timeout_s, optimizer=wishes.optimizer, observe=observe,
+            out=str(out or ""), data="loader", seed=seed, batch_norm=batch_norm, log_every=log_every, keep=keep,
+            timeout_s=timeout_s, optimizer=wishes.optimizer, observe=observe, save_every_s=saving,
         )  # fmt: skip
 
         self._names = StateNames(model)

@@ -246,7 +246,11 @@ def _whole(plan: Plan, ranks: int) -> Plan | None:
     if len(plan.stages) > 1 or any(ranks % (c.data.degree * c.tensor.degree) for c in plan.components):
         return None
     note = f"{plan.num_ranks} of {ranks} ranks are the fastest; the others repeat their work"
-    return replace(plan, stages=(Stage(ranks=tuple(range(ranks))),), gpus=ranks, notes=(*plan.notes, note))
+    each = (max(plan.prediction.memory_bytes_per_rank),) * ranks
+    return replace(
+        plan, stages=(Stage(ranks=tuple(range(ranks))),), gpus=ranks, notes=(*plan.notes, note),
+        prediction=replace(plan.prediction, memory_bytes_per_rank=each),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

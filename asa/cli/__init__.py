@@ -19,6 +19,8 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_RDWR), number)
     sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+    # Said once by every rank whose memory is looked at for a step, and of no use to anybody.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     start_again(sys.argv[1:])
     code = run(sys.argv[1:])
     if sys.argv[1:2] == ["plan"] and "torch" not in sys.modules:

@@ -9,7 +9,7 @@ from typing import Any
 
 from asa.cli.verb import Arguments, Option
 from asa.errors import UsageError
-from asa.ir.units import GIB
+from asa.ir.units import GIB, time_span
 
 _MOST_SEED = 2**32 - 1
 _MOST_GIB = 2**20
@@ -95,10 +95,7 @@ def budget(text: str) -> float:
     >>> budget("90s"), budget("10m"), budget("1.5h")
     (90.0, 600.0, 5400.0)
     """
-    found = re.fullmatch(r"([0-9.]+)\s*([smh]?)", text.strip())
-    if not found:
-        raise ValueError(f"{text!r} is no time span; write 90s, 10m or 2h")
-    return positive(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
+    return time_span(text)
 
 
 def shape(text: str) -> tuple[int, int, int]:

@@ -69,6 +69,20 @@ def solve_again(plan: Plan, measured: Measurements, profile: Profile, cluster: C
     return plan_again(plan, correction, gpus, profile, cluster, offered(), time_limit_s=SOLVE_S)
 
 
+def regroup(console: Console, plan: Plan, ranks: int) -> Plan:
+    """The best plan for at most ``ranks`` ranks of the model, batch and memory of ``plan``.
+
+    Raises:
+        InvalidInputError: the profile or the cluster it was made from is gone. InfeasibleError: nothing fits.
+    """
+    from asa.scheduler.memory import Correction, plan_again
+    from asa.strategies import offered
+
+    profile, cluster = origins(plan, console)
+    as_before = Correction(scale=plan.memory_scale, memory_bytes=plan.memory_bytes)
+    return plan_again(plan, as_before, ranks, profile, cluster, offered())
+
+
 def relieve(profile: Profile, cluster: Cluster, shortage: Shortage, attempt: int, gpus: int) -> Plan:
     """The best plan for at most ``gpus`` ranks that a memory model corrected by ``shortage`` allows.
 

@@ -103,7 +103,7 @@ def measured(args: Arguments, group: Sequence[Seal], budget_s: float) -> list[Ch
     from asa.zoo.models import build
 
     plan = group[0].claim.plan
-    shape = plan.input_shape
+    shape = plan.sample_shape
     factory = partial(build, plan.model_spec, num_classes=plan.num_classes, input_shape=shape, seed=args.seed)
     data = partial(ground.stand_in, shape, plan.num_classes)
     options = BenchOptions(device=plan.device_type, budget_s=budget_s, seed=args.seed, threads=1)

@@ -19,6 +19,7 @@ from asa.cli import idle
 from asa.cli.verb import TRUE, Arguments, Option, Verb
 from asa.cli.verbs import VERBS, verbs
 from asa.errors import InvalidInputError, UsageError
+from asa.reading import read_text
 
 
 class _Parser(argparse.ArgumentParser):
@@ -88,10 +89,11 @@ def resolve(
         elif not o.positional and o.variable in environment:
             values[o.field], origin[o.field] = _value(o, environment[o.variable], o.variable), f"env {o.variable}"
         elif not o.positional and o.name in from_file:
+            raw, place = from_file[o.name]
             try:
-                values[o.field] = _value(o, from_file[o.name], o.name)
+                values[o.field] = _value(o, raw, o.name)
             except UsageError as error:
-                raise InvalidInputError(f"{path}: {error}") from None
+                raise InvalidInputError(f"{path}: {error}", where=place) from None
             origin[o.field] = f"file {path}"
         elif o.required:
             raise UsageError(f"{o.metavar or o.name} is missing; see `asa {verb.name} --help`")
@@ -128,11 +130,11 @@ def configuration(folder: Path) -> tuple[Path | None, dict[str, Any]]:
         InvalidInputError: the file is not TOML.
     """
     for path, inside in ((folder / "asa.toml", ()), (folder / "pyproject.toml", ("tool", "asa"))):
-        if not path.is_file():
+        if not os.path.lexists(path):
             continue
         try:
-            table: Any = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            table: Any = tomllib.loads(read_text(path))
+        except (tomllib.TOMLDecodeError, RecursionError) as error:
             raise InvalidInputError(f"{path.name}: {error}") from None
         for key in inside:
             table = table.get(key, {}) if isinstance(table, dict) else {}
@@ -141,7 +143,8 @@ def configuration(folder: Path) -> tuple[Path | None, dict[str, Any]]:
     return None, {}
 
 
-def _for_verb(table: Mapping[str, Any], verb: Verb) -> dict[str, Any]:
+def _for_verb(table: Mapping[str, Any], verb: Verb) -> dict[str, tuple[Any, str]]:
+    """Values of options by their names, each with its place in the file."""
     own: Any = table
     for word in verb.name.split():
         own = own.get(word, {}) if isinstance(own, dict) else {}
@@ -153,7 +156,8 @@ def _for_verb(table: Mapping[str, Any], verb: Verb) -> dict[str, Any]:
     for key, value in mine.items():
         if key not in known and not isinstance(value, dict):
             raise InvalidInputError(f"[{verb.name.replace(' ', '.')}] has no option {key!r}", where=f"$.{key}")
-    return {**top, **mine}
+    inside = verb.name.replace(" ", ".")
+    return {k: (v, f"$.{k}") for k, v in top.items()} | {k: (v, f"$.{inside}.{k}") for k, v in mine.items()}
 
 
 def _check_names(table: Mapping[str, Any], own: Verb) -> None:
@@ -177,13 +181,25 @@ def _check_names(table: Mapping[str, Any], own: Verb) -> None:
 def _value(o: Option, raw: Any, where: str) -> Any:
     if o.switch and isinstance(raw, bool):
         return raw
-    texts = [str(v) for v in raw] if isinstance(raw, list) else [str(raw)]
+    texts = [_text(o, v, where) for v in raw] if isinstance(raw, list) else [_text(o, raw, where)]
     try:
         if o.repeated:
             return tuple(o.value(t) for t in texts)
-        return o.value(",".join(texts))
+        value = o.value(",".join(texts))
     except ValueError as error:
         raise UsageError(f"{where}: {error}") from None
+    if isinstance(raw, list) and not isinstance(value, tuple):
+        raise UsageError(f"{where}: a list of {len(raw)}, where one value is needed")
+    return value
+
+
+def _text(o: Option, raw: Any, where: str) -> str:
+    """What a user would have typed for a value of a configuration file, whose types must be those of the option."""
+    numeric = isinstance(raw, int | float) and not isinstance(raw, bool)
+    if not isinstance(raw, str) and not (numeric and (o.switch or o.parse is not str)):
+        kinds = {bool: "true or false", dict: "a table", list: "a list", int: "a number", float: "a number"}
+        raise UsageError(f"{where}: {kinds.get(type(raw), type(raw).__name__)} is no value for it")
+    return str(raw)
 
 
 def _help(verb: Verb, o: Option) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,9 @@ def _train(args: Arguments, console: Console, path: Path, plan: Plan, out: Path)
         told = args.device.told(pretended.profile)
 
     with HeadStart(
-        plan.model_spec, num_classes=plan.num_classes, input_shape=plan.input_shape, seed=args.seed
+        plan.model_spec, num_classes=plan.num_classes, input_shape=plan.sample_shape, seed=args.seed
     ) as model:
-        from asa.cli.replanning import adapting
+        from asa.cli.replanning import adapting, regroup
         from asa.executor.run import train
         from asa.executor.settings import TrainSettings
         from asa.strategies import offered
@@ -72,6 +73,7 @@ def _train(args: Arguments, console: Console, path: Path, plan: Plan, out: Path)
         tensorboard=args.tensorboard,
         trace_steps=args.trace or 0,
         observe=not args.no_observe,
+        save_every_s=args.save_every,
         timeout_s=args.timeout,
     )
     adapt, relieve = adapting(plan, console, replan=settings.replan, out=out)
@@ -82,6 +84,7 @@ def _train(args: Arguments, console: Console, path: Path, plan: Plan, out: Path)
             strategies=offered(),
             adapt=adapt,
             relieve=relieve,
+            regroup=partial(regroup, console) if settings.replan else None,
             on_event=lambda event: tell(event, console, progress, trained=not told),
             command=("train", *words),
             emulated=pretended,
@@ -182,17 +185,30 @@ _RECALLED = ("data", "data_root", "epochs", "steps_per_epoch", "lr", "optimizer"
 def recall(args: Arguments, out: Path, console: Console) -> None:
     """What the run in ``out`` was last given, for what this command line (and the environment) leaves open: the rest of
     a run is that run's, whatever a configuration file has for new ones."""
-    from asa.executor.logs import last_settings
+    from asa.executor.given import recalled
 
-    known = last_settings(out)
+    known, notes = recalled(out)
+    for note in notes:
+        console.say(f"asa: {note}")
     typed = {name for name in _RECALLED if args.origin[name] == "flag" or args.origin[name].startswith("env ")}
     if "data" in typed:
         typed.add("data_root")
     taken = {n: known[n] for n in _RECALLED if n in known and n not in typed and known[n] != getattr(args, n)}
+    lost = [n for n in ("epochs", "lr") if n not in known and n not in typed]
+    if lost and (out / "checkpoints").is_dir():
+        raise UsageError(
+            f"what the run in {out} was given is lost: no settings.json, no checkpoint and no log tells; say "
+            f"{' and '.join(f'--{n}' for n in lost)}"
+        )
     if taken:
         args.replace(**taken)
         told = " ".join(f"--{n.replace('_', '-')} {v}" for n, v in taken.items() if v is not None)
         console.say(f"asa: as in the run before: {told}")
+
+
+def saving(text: str) -> float | None:
+    """A time span, or None for ``never``."""
+    return None if text.strip() == "never" else o.budget(text)
 
 
 VERBS = (
@@ -234,7 +250,12 @@ VERBS = (
                 switch=True,
                 default=False,
             ),
-            Option(name="no-replan", help="keep the plan whatever is measured", switch=True, default=False),
+            Option(
+                name="no-replan",
+                help="keep the plan whatever is measured, and end with a rank that is lost",
+                switch=True,
+                default=False,
+            ),
             Option(
                 name="no-observe",
                 help="do not note, step by step, what each rank computes and whom it waits for",
@@ -248,8 +269,16 @@ VERBS = (
                 metavar="N",
             ),
             Option(
+                name="save-every",
+                help="write a checkpoint inside an epoch, too, after so much training: 90s, 10m, never (default: 10m)",
+                parse=saving,
+                default=600.0,
+                metavar="T",
+            ),
+            Option(
                 name="timeout",
-                help="how long a rank waits for the others before the run is given up (default: 5m)",
+                help="how long a rank waits for the others, or may give no sign of life, before it is taken for hung "
+                "(default: 5m)",
                 parse=o.budget,
                 default=300.0,
                 metavar="T",

@@ -67,6 +67,8 @@ class Option:
             if text.lower() not in (*TRUE, "0", "false", "no", "off", ""):
                 raise ValueError(f"{text!r} is neither true nor false")
             return text.lower() in TRUE
+        if not text.strip() and self.parse is str:
+            raise ValueError("an empty text is no value; leave it out")
         if self.choices and text not in self.choices:
             raise ValueError(f"{text!r} is none of {', '.join(self.choices)}")
         return self.parse(text)

@@ -33,7 +33,7 @@ def run(args: Arguments, console: Console) -> int:
             f"the plan needs {plan.num_ranks} CUDA devices, this machine has {cuda_devices()}; verify with --device cpu"
         )
     factory = partial(
-        build, plan.model_spec, num_classes=plan.num_classes, input_shape=plan.input_shape, seed=args.seed
+        build, plan.model_spec, num_classes=plan.num_classes, input_shape=plan.sample_shape, seed=args.seed
     )
     found = verify(plan, factory, offered(), device=device, samples=args.samples)
     data = {"schema_version": codec.SCHEMA_VERSION, "kind": "equivalence", **codec.to_data(found)}

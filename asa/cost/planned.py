@@ -196,6 +196,10 @@ def ways_of(plan: Plan, profile: Profile, strategies: Strategies) -> tuple[Way, 
             f"{profile.model_spec}{differs}",
             where="$.components" + (f"[{at}].name" if differs else ""),
         )
+    for name in ("input_shape", "num_classes"):
+        mine, theirs = getattr(plan, name), getattr(profile.graph, name)
+        if mine != theirs:
+            raise InvalidInputError(f"the plan has {name} {mine}, its profile {theirs}", where=f"$.{name}")
     ways = []
     for i, (assignment, layout) in enumerate(zip(plan.components, plan.layouts(), strict=True)):
         way = Way(

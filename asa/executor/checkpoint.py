@@ -2,8 +2,8 @@
 
 A checkpoint is a directory ``step_N`` of safetensors files and a ``manifest.json`` with the SHA-256 of each; the
 manifest carries a fingerprint of itself. It is written under a temporary name, flushed to the disk, and appears by
-one rename; ``latest`` then names it, for people and scripts. A reader trusts nothing but content: it takes the
-newest directory in which everything matches. Nothing is pickled.
+one rename; ``latest`` then names it, for people and scripts, if nothing stands in the way. A reader trusts nothing but
+content: it takes the newest directory in which everything matches. Nothing is pickled.
 
 Tensors are full and named as in the plain model; ``optimizer.safetensors`` holds ``<parameter>/<state>``. The place
 in the data is counted in global samples, so that it means the same on any number of ranks.
@@ -16,19 +16,22 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from asa.errors import InvalidInputError, NoCheckpointError, UnavailableError
+from asa.executor.settings import TrainSettings
 from asa.ir import codec
-from asa.ir.codec import noun
+from asa.ir.codec import later, noun
 from asa.ir.plan import Plan
 from asa.launch import faults
+from asa.reading import open_regular, read_text
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
@@ -52,7 +55,8 @@ class Manifest:
     """What a checkpoint is. ``position``: global samples consumed since the start of the run (epochs in full).
 
     ``step``: optimizer steps since then. All randomness of a run is a function of ``seed``, epoch, step and sample,
-    so the seed is all the generator state there is. ``loss_scale`` is that of fp16, 1 otherwise.
+    so the seed is all the generator state there is. ``loss_scale`` is that of fp16, 1 otherwise. ``settings`` are what
+    ``asa train`` was given, ``moments`` counts the tensors of the optimizer's state; older files have neither.
     """
 
     run: str
@@ -70,6 +74,20 @@ class Manifest:
     plan: Plan
     plan_fingerprint: str
     files: tuple[StoredFile, ...]
+    settings: TrainSettings | None = later()
+    moments: int | None = later()
+
+    def __post_init__(self) -> None:
+        least = {"step": 0, "position": 0, "seed": 0, "num_samples": 1, "global_batch": 1, "moments": 0}
+        for name, bound in least.items():
+            value = getattr(self, name)
+            if value is not None and value < bound:
+                raise InvalidInputError(f"{name} is {value}, it must be at least {bound}", where=f"$.{name}")
+        if self.position // self.num_samples > self.step:
+            said = f"{self.position} samples, of {self.num_samples} an epoch, after {self.step} steps"
+            raise InvalidInputError(said, where="$.position")
+        if not self.loss_scale > 0:
+            raise InvalidInputError(f"loss_scale is {self.loss_scale}, it must be above 0", where="$.loss_scale")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +125,8 @@ def write(
         temporary.mkdir()
         files = tuple(_store(temporary / name, named) for name, named in tensors.items())
         faults.reached("checkpoint.files")
-        whole = codec.to_data(manifest) | {"files": codec.to_data(files)}
-        text = codec.dumps(codec.build(Manifest, whole, source=MANIFEST))
+        moments = len(tensors[OPTIMIZER]) if OPTIMIZER in tensors else None
+        text = codec.dumps(replace(manifest, files=files, moments=moments))
         _put(temporary / MANIFEST, text)
         _flush(temporary)
         faults.reached("checkpoint.manifest")
@@ -119,9 +137,6 @@ def write(
         os.rename(temporary, final)
         faults.reached("checkpoint.renamed")
         _flush(folder)
-        _put(folder / f".{LATEST}.tmp", final.name + "\n")
-        os.replace(folder / f".{LATEST}.tmp", folder / LATEST)
-        _flush(folder)
     except (OSError, SafetensorError) as error:
         sweep(folder)
         reason = getattr(error, "strerror", None) or str(error)
@@ -131,6 +146,7 @@ def write(
     except BaseException:
         sweep(folder)
         raise
+    _point_to(final)
     for old in _steps(folder)[keep:]:
         _remove(old)
     sweep(folder)
@@ -155,6 +171,22 @@ def find(folder: Path) -> Found:
     if notes:
         raise NoCheckpointError(f"none of {len(notes)} checkpoints in {folder} is whole; {notes[0]}")
     raise NoCheckpointError(f"no checkpoint in {folder}; `asa train` without --resume starts anew")
+
+
+def newest_manifest(folder: Path) -> Manifest | None:
+    """The manifest of the newest checkpoint whose manifest can be read; its other files are not looked at."""
+    for path in _steps(folder):
+        with contextlib.suppress(InvalidInputError):
+            return codec.load(Manifest, path / MANIFEST)
+    return None
+
+
+def names_latest(path: Path) -> bool:
+    """Whether ``latest`` names the checkpoint at ``path``."""
+    try:
+        return read_text(path.parent / LATEST, most=1024).strip() == path.name
+    except InvalidInputError:
+        return False
 
 
 def check(path: Path) -> Manifest:
@@ -184,13 +216,31 @@ def _checked(path: Path) -> Manifest:
             raise InvalidInputError(f"{stored.name} has {file.stat().st_size} bytes, not {stored.bytes}")
         if _sum(file) != stored.sha256:
             raise InvalidInputError(f"{stored.name} does not match its SHA-256")
+    for name in (MODEL, OPTIMIZER):
+        if name not in present:
+            raise InvalidInputError(f"{name} is missing")
+        with _tensors_in(path / name):
+            pass
     return manifest
 
 
 def read(path: Path, name: str) -> dict[str, Tensor]:
-    """Tensors of one file of a checkpoint that was checked, by name."""
-    with safe_open(path / name, framework="pt") as file:
+    """Tensors of one file of a checkpoint that was checked, by name.
+
+    Raises:
+        InvalidInputError: it is no file of tensors.
+    """
+    with _tensors_in(path / name) as file:
         return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  (it is no dict)
+
+
+@contextlib.contextmanager
+def _tensors_in(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise InvalidInputError(f"{path.name} holds no tensors that can be read: {error}") from None
 
 
 def sweep(folder: Path) -> None:
@@ -259,6 +309,18 @@ def _flush(path: Path) -> None:
         os.close(handle)
 
 
+def _point_to(newest: Path) -> None:
+    """Name ``newest`` in ``latest``. The rename was the commit: what stands in the way of this file stops nothing."""
+    folder = newest.parent
+    with contextlib.suppress(OSError):
+        _put(folder / f".{LATEST}.tmp", newest.name + "\n")
+        os.replace(folder / f".{LATEST}.tmp", folder / LATEST)
+        _flush(folder)
+
+
 def _sum(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    digest = hashlib.sha256()
+    with open_regular(path) as stream:
+        while piece := stream.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()

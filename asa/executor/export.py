@@ -82,7 +82,7 @@ def _found(folder: Path, step: int | None) -> Found:
 
 def plain_model(plan: Plan) -> nn.Module:
     """The model as whoever has no asa builds it."""
-    return build(plan.model_spec, num_classes=plan.num_classes, input_shape=plan.input_shape)
+    return build(plan.model_spec, num_classes=plan.num_classes, input_shape=plan.sample_shape)
 
 
 def plain_state(model: nn.Module, stored: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from torch import Tensor
+
 from asa.errors import InvalidInputError
 from asa.executor import checkpoint
 from asa.executor.checkpoint import Manifest
+from asa.executor.loadable import check_optimizer_state, check_weights
 from asa.executor.logs import Announce
 from asa.executor.migration import move, parts_of, wanted_by
 from asa.executor.precision import LossScale
@@ -69,6 +72,9 @@ class Keeper:
         if writer:
             path = Path(self.votes.tell(str(path), source=writer))
         self.announce({"event": "checkpoint", "step": step, "path": str(path)})
+        if self.votes.rank == 0 and not checkpoint.names_latest(path):
+            message = f"{path} is saved; {path.parent / checkpoint.LATEST} cannot be written and does not name it"
+            self.announce({"event": "note", "message": message})
         return path
 
     def _manifest(self, worker: Worker, step: int, position: int) -> Manifest:
@@ -89,6 +95,7 @@ class Keeper:
             plan=plan,
             plan_fingerprint=fingerprint(plan),
             files=(),
+            settings=None if self.settings.data == "loader" else self.settings,
         )
 
     def restore(self, worker: Worker, path: Path, manifest: Manifest) -> None:
@@ -99,13 +106,19 @@ class Keeper:
         """
         faults.reached("restore")
         error: Exception | None = None
+        weights: dict[str, Tensor] = {}
+        moments: dict[str, Tensor] = {}
         try:
-            load_full_state(worker.model, checkpoint.read(path, checkpoint.MODEL))
-            moments = checkpoint.read(path, checkpoint.OPTIMIZER)
-            load_full_optimizer_state(worker.model, worker.optimizer, moments)
+            weights, moments = (checkpoint.read(path, name) for name in (checkpoint.MODEL, checkpoint.OPTIMIZER))
+            check_weights(worker.model, weights)
+            check_optimizer_state(worker.model, moments, manifest.moments)
+        except InvalidInputError as caught:
+            error = caught
         except (KeyError, RuntimeError, ValueError) as caught:
-            error = InvalidInputError(f"checkpoint {path} is of another model: {caught}")
-        self.votes.agree(error)
+            error = InvalidInputError(f"checkpoint {path} is not this model's: {caught}")
+        self.votes.agree(error)  # before anything is changed anywhere
+        load_full_state(worker.model, weights)
+        load_full_optimizer_state(worker.model, worker.optimizer, moments)
         worker.scale = LossScale(worker.precision, manifest.loss_scale)
 
     def move(self, old: Worker, build: Callable[[], Worker]) -> Worker:

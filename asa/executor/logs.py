@@ -10,7 +10,8 @@ Events are dicts with a key ``event``:
                are not observed), fraction of the run done, eta_s
 ``epoch``      an :class:`asa.ir.measurements.EpochRecord`, and ``line``: predicted against measured, in words
 ``replan``     a change of plan: why, predicted gain, and later the measured one; of ``kind`` ``memory`` where a rank
-               ran out of it, or was about to: the shortage, and what was made of it
+               ran out of it, or was about to: the shortage, and what was made of it; of ``kind`` ``lost`` where a rank
+               was lost for good: why, which one, and how many there are now
 ``checkpoint`` step, path
 ``end``        exit_code, status, message
 =============  =====================================================================================================
@@ -22,12 +23,15 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from asa.errors import UnavailableError
+from asa.errors import InvalidInputError, UnavailableError
+from asa.ir import codec
 from asa.ir.codec import SCHEMA_VERSION
+from asa.ir.measurements import EpochRecord
+from asa.reading import MOST_BYTES, open_regular
 
 Event = dict[str, Any]
 Announce = Callable[[Event], None]
@@ -61,12 +65,12 @@ class RunLog:
         """Take in one event.
 
         Raises:
-            UnavailableError: the log cannot be written.
+            UnavailableError: the log cannot be written. InvalidInputError: something else is in its place.
         """
         line = json.dumps({"time": round(time.time(), 3), **event}, allow_nan=False)
         try:
-            with (self._folder / LOG).open("a", encoding="utf-8") as stream:
-                stream.write(line + "\n")
+            with open_regular(self._folder / LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT) as stream:
+                stream.write(line.encode() + b"\n")
         except OSError as error:
             raise UnavailableError(f"cannot write {self._folder / LOG}: {error.strerror or error}") from None
         match event["event"]:
@@ -78,6 +82,8 @@ class RunLog:
                 self.fingerprint = event["plan_fingerprint"]
             case "replan" if event["kind"] == "memory":
                 self.shortages.append(_without(event, "event", "kind", "predicted_gain"))
+                self.fingerprint, self.changed = event["new"], False
+            case "replan" if event["kind"] == "lost":
                 self.fingerprint, self.changed = event["new"], False
             case "replan" if event["kind"] in ("switch", "rollback"):
                 self.changed = True
@@ -91,14 +97,14 @@ class RunLog:
         continued; lines torn by the end of it are passed over."""
         known: dict[int, Event] = {}
         shortages: list[Event] = []
-        with contextlib.suppress(OSError), (self._folder / LOG).open(encoding="utf-8", errors="replace") as stream:
-            for line in stream:
-                with contextlib.suppress(ValueError, KeyError, TypeError):
-                    event = json.loads(line)
-                    if event["event"] == "epoch" and event["epoch"] < before:
-                        known[event["epoch"]] = _record(event)
-                    elif event["event"] == "replan" and event["kind"] == "memory":
-                        shortages.append(_without(event, "time", "event", "kind", "predicted_gain"))
+        for event in _events(self._folder):
+            with contextlib.suppress(ValueError, KeyError, TypeError, InvalidInputError):
+                if event["event"] == "epoch" and event["epoch"] < before:
+                    record = _record(event)
+                    codec.build(EpochRecord, record, source=LOG)
+                    known[record["epoch"]] = record
+                elif event["event"] == "replan" and event["kind"] == "memory":
+                    shortages.append(_without(event, "time", "event", "kind", "predicted_gain"))
         self.epochs = [known[epoch] for epoch in sorted(known)]
         self.shortages = shortages
 
@@ -150,7 +156,7 @@ class RunLog:
                 temporary.unlink(missing_ok=True)
         if self._boards is not None:
             self._boards.close()
-        with contextlib.suppress(UnavailableError):
+        with contextlib.suppress(UnavailableError, InvalidInputError):
             self({"event": "end", "exit_code": exit_code, "status": status, "message": message})
         return document
 
@@ -159,13 +165,19 @@ def last_settings(folder: Path) -> Event:
     """Settings, as data, of the newest run (:class:`asa.executor.settings.TrainSettings`) whose log is in ``folder``;
     empty where no log tells."""
     found: Event = {}
-    with contextlib.suppress(OSError), (folder / LOG).open(encoding="utf-8", errors="replace") as stream:
-        for line in stream:
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                event = json.loads(line)
-                if event["event"] == "start":
-                    found = dict(event["settings"])
+    for event in _events(folder):
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            if event["event"] == "start":
+                found = dict(event["settings"])
     return found
+
+
+def _events(folder: Path) -> Iterator[Event]:
+    """The events in the log of a run, as far as lines are whole; none where there is no such file."""
+    with contextlib.suppress(OSError, InvalidInputError), open_regular(folder / LOG) as stream:
+        while line := stream.readline(MOST_BYTES):
+            with contextlib.suppress(InvalidInputError):
+                yield codec.parse(line.decode(errors="replace"), source=LOG)
 
 
 def _record(event: Event) -> Event:

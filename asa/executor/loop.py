@@ -71,6 +71,7 @@ class TrainingExecutor(PlannedExecutor):
         self._position = self._step = 0
         self._steps: int | None = None
         self._saved: tuple[int, Path] | None = None
+        self._since_saved_s = 0.0
         self._keeper = Keeper(
             folder=folder, run=run, settings=settings, num_samples=len(train), votes=votes, announce=self._announce
         )
@@ -211,6 +212,9 @@ class TrainingExecutor(PlannedExecutor):
         if interval.full > NEARLY and self._more(epoch):
             self._save()
             raise NearlyExhausted
+        self._since_saved_s += interval.seconds  # one figure on all ranks, so that all save or none does
+        if self._since_saved_s >= (self._settings.save_every_s or math.inf) and self._more(epoch):
+            self._save()
         return interval
 
     def _report(self, interval: Interval, rate: float) -> None:
@@ -277,6 +281,7 @@ class TrainingExecutor(PlannedExecutor):
     def _save(self) -> Path:
         if self._saved is None or self._saved[0] != self._step:
             self._saved = (self._step, self._keeper.save(self._worker, step=self._step, position=self._position))
+            self._since_saved_s = 0.0
         return self._saved[1]
 
     def restore(self, path: Path, manifest: Manifest) -> None:

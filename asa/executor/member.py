@@ -28,7 +28,7 @@ from asa.ir.measurements import EpochRecord
 from asa.ir.plan import Plan
 from asa.ir.shortage import Shortage
 from asa.ir.units import GIB
-from asa.launch import give_back_freed_memory
+from asa.launch import alive, give_back_freed_memory
 from asa.zoo.data import ImageSet
 from asa.zoo.headstart import HeadStart
 from asa.zoo.inputs import example
@@ -106,10 +106,11 @@ def _work(
     emulations: list[Emulation] = []
 
     def parallel(plan: Plan, processes: tuple[int, ...]) -> ParallelModel:
-        shape = plan.input_shape
+        shape = plan.sample_shape
         model = None if job.model is None else job.model.take()
         if model is None:
             model = build(plan.model_spec, num_classes=plan.num_classes, input_shape=shape, seed=settings.seed)
+        alive.beat()
         sizes.append(sum(p.nbytes for p in model.parameters()))
         if job.emulated is not None:
             emulations.append(Emulation(job.emulated, job.strategies, plan))
@@ -128,6 +129,7 @@ def _work(
             **(emulations[-1].hooks() if emulations else {}),
         )
         del model
+        alive.beat()
         give_back_freed_memory()  # the whole model was here to be traced and cut up
         return parts
 

@@ -13,9 +13,9 @@ from asa.zoo.inputs import of_tokens
 def noise(plan: Plan, device: torch.device) -> ImageSet:
     """As many as the plan's global batch, in its input shape."""
     draw = torch.Generator().manual_seed(0)
-    if of_tokens(plan.input_shape):
-        return scattered(plan.input_shape, plan.global_batch, plan.num_classes, draw).to(device)
-    channels, height, width = plan.input_shape
+    if of_tokens(plan.sample_shape):
+        return scattered(plan.sample_shape, plan.global_batch, plan.num_classes, draw).to(device)
+    channels, height, width = plan.sample_shape
     pixels = torch.randint(0, 256, (plan.global_batch, channels, height, width), dtype=torch.uint8, generator=draw)
     labels = torch.randint(0, plan.num_classes, (plan.global_batch,), generator=draw)
     return ImageSet(

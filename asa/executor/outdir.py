@@ -14,6 +14,7 @@ from typing import IO
 from asa.errors import UnavailableError, UsageError
 from asa.executor import checkpoint
 from asa.ir.units import GIB, MIB
+from asa.reading import open_regular
 
 LOCK = "lock"
 CHECKPOINTS = "checkpoints"
@@ -34,7 +35,7 @@ def owned(folder: Path, *, resume: bool) -> Iterator[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as probe:
             probe.write(b"\0" * 4096)
-        stream = (folder / LOCK).open("a+", encoding="utf-8")
+        stream = open_regular(folder / LOCK, os.O_RDWR | os.O_CREAT)
     except OSError as error:
         raise UnavailableError(f"cannot write to {folder}: {error.strerror or error}; choose another --out") from None
     with stream:
@@ -51,17 +52,17 @@ def owned(folder: Path, *, resume: bool) -> Iterator[Path]:
                 (folder / LOCK).unlink()
 
 
-def _lock(stream: IO[str], folder: Path) -> None:
+def _lock(stream: IO[bytes], folder: Path) -> None:
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.stat(folder / LOCK).st_ino != os.fstat(stream.fileno()).st_ino:
             raise FileNotFoundError  # its last owner has just removed it: somebody else may hold the new one
     except (BlockingIOError, FileNotFoundError):
         stream.seek(0)
-        owner = stream.read().strip() or "unknown"
+        owner = stream.read(20).decode(errors="replace").strip() or "unknown"
         raise UsageError(f"{folder} is in use by another run (process {owner}); choose another --out") from None
     stream.truncate(0)
-    stream.write(f"{os.getpid()}\n")
+    stream.write(f"{os.getpid()}\n".encode())
     stream.flush()
 
 

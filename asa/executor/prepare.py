@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from asa.errors import AsaError, InvalidInputError, UnavailableError, UsageError
-from asa.executor import checkpoint
+from asa.executor import checkpoint, given
 from asa.executor.checkpoint import Manifest
 from asa.executor.logs import RESULT, Announce, RunLog
 from asa.executor.outdir import CHECKPOINTS, owned
@@ -70,6 +70,7 @@ def prepare(
             done = f"; all {epoch} epochs are done" if epoch >= settings.epochs else ""
             notes += [*found.notes, f"continuing after step {found.manifest.step} ({found.path.name}){done}"]
         write_plan(plan, out)
+        given.keep(settings, out)
         log(
             {
                 "event": "start",
@@ -108,7 +109,7 @@ def open_images(plan: Plan, settings: TrainSettings) -> tuple[ImageSet, ImageSet
         UsageError: more classes than the model tells apart. InvalidInputError: files that cannot be used.
     """
     root = None if settings.data_root is None else Path(settings.data_root)
-    shape = plan.input_shape
+    shape = plan.sample_shape
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # ranks with several threads could not be forked from a process that has used several
     try:

@@ -27,6 +27,7 @@ from asa.errors import (
 from asa.executor import checkpoint
 from asa.executor.exhausted import NOTE
 from asa.executor.logs import Event, RunLog
+from asa.executor.losses import Losses, Regroup
 from asa.executor.member import Ending, Job
 from asa.executor.outdir import CHECKPOINTS
 from asa.executor.prepare import Material, write_plan
@@ -47,14 +48,16 @@ MOST_ATTEMPTS = 3
 """Plans in a row under which not one more epoch was done."""
 
 
-def outlast(job: Job, material: Material, log: RunLog, relieve: Relieve | None, start: Start) -> Ending:
-    """Run ``start`` until it ends otherwise than for lack of memory.
+def outlast(
+    job: Job, material: Material, log: RunLog, relieve: Relieve | None, regroup: Regroup | None, start: Start
+) -> Ending:  # fmt: skip
+    """Run ``start`` until it ends otherwise than for lack of memory, or by a loss that can be answered.
 
     Raises:
         InfeasibleError: no plan fits the memory there is. AsaError: what ``start`` raised.
     """
     job = replace(job, watchful=relieve is not None)
-    attempt = 0
+    attempt, losses = 0, Losses(regroup)
     while True:
         kills, epochs = kernel_kills(), len(log.epochs)
         failure: WorkersFailedError | None = None
@@ -65,6 +68,10 @@ def outlast(job: Job, material: Material, log: RunLog, relieve: Relieve | None, 
                 return ending
         except WorkersFailedError as error:
             found, failure = _shortage(error, job, log, kernel_kills() > kills), error
+            if found is None:
+                job = losses.answered(job, _in_force(job, log), error, log)
+                material = _newest(material, log, Path(job.settings.out))
+                continue
         attempt = 1 + (0 if len(log.epochs) > epochs else attempt)
         if found is None or relieve is None or attempt > MOST_ATTEMPTS:
             assert failure is not None

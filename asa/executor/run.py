@@ -14,6 +14,7 @@ from asa.executor import checkpoint
 from asa.executor.checkpoint import Manifest
 from asa.executor.emulation import EmulatedDevice
 from asa.executor.logs import Announce, Event, RunLog
+from asa.executor.losses import Regroup
 from asa.executor.member import Adapt, Ending, Job, work
 from asa.executor.prepare import Material, open_images, prepare
 from asa.executor.recovery import Pending, Relieve, outlast, pending, settle
@@ -36,6 +37,7 @@ def train(
     strategies: Strategies,
     adapt: Adapt,
     relieve: Relieve | None = None,
+    regroup: Regroup | None = None,
     on_event: Announce | None = None,
     command: Sequence[str] = (),
     emulated: EmulatedDevice | None = None,
@@ -48,6 +50,7 @@ def train(
 
     Args:
         relieve: makes another plan where a rank runs out of memory, or is about to; without it that ends the run.
+        regroup: makes a plan for fewer ranks where one is lost for good; without it the first loss ends the run.
         command: the arguments of ``python -m asa`` that would do the same, for the equivalent torchrun line.
         emulated: a device to be emulated on the cores of this machine: nothing is trained, and nothing saved.
         model: the plan's model, made with the settings' seed; given away. The ranks make their own where None.
@@ -75,7 +78,7 @@ def train(
         def ready(plan: Plan) -> tuple[RunLog, Material]:
             return prepare(stack, plan, settings, device_type=device_type, on_event=on_event, command=command)
 
-        return _as_member(job, ready, relieve) if launched() else _as_owner(job, ready, relieve)
+        return _as_member(job, ready, relieve) if launched() else _as_owner(job, ready, relieve, regroup)
 
 
 def _threads(job: Job) -> int | None:
@@ -87,7 +90,7 @@ def _backend(job: Job) -> str:
     return "nccl" if job.device_type == "cuda" else "gloo"
 
 
-def _as_owner(job: Job, ready: Prepare, relieve: Relieve | None) -> Event:
+def _as_owner(job: Job, ready: Prepare, relieve: Relieve | None, regroup: Regroup | None) -> Event:
     """Start the ranks, and listen to them."""
     left = pending(job, relieve)
     log, material = ready(job.plan if left is None else left.plan)
@@ -108,13 +111,14 @@ def _as_owner(job: Job, ready: Prepare, relieve: Relieve | None) -> Event:
             backend=_backend(job),
             threads=_threads(job),
             timeout_s=job.settings.timeout_s,
+            watched=True,
             forward_sigterm=True,
             on_message=lambda _, event: log(event),
             once_started=given_away,
         )
         return max(endings, key=lambda ending: ending.pressure)
 
-    return _concluded(log, lambda: outlast(job, material, log, relieve, start))
+    return _concluded(log, lambda: outlast(job, material, log, relieve, regroup, start))
 
 
 def _rank(rank: int, job: Job, material: Material) -> Ending:

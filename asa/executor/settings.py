@@ -16,17 +16,18 @@ WEIGHT_DECAY: dict[OptimizerName, float] = {"sgd": 5e-4, "adamw": 0.05}
 class TrainSettings:
     """Settings of one run. ``None`` means the optimizer's usual figure, or what the plan says.
 
-    ``out`` is the run's directory. ``warmup`` is the fraction of the run over which the learning rate rises (None: see
-    :meth:`warm_up`).
+    ``out`` is the run's directory; ``data`` is ``loader`` where batches are the user's own. ``warmup`` is the fraction
+    of the run over which the learning rate rises (None: see :meth:`warm_up`).
     ``steps_per_epoch`` ends epochs early. ``log_every`` bounds the steps between two lines of the log; ranks also
     agree there whether to stop. ``timeout_s``: how long a rank waits for the others in any collective.
     ``replan`` says whether another plan may be taken between epochs. ``keep``: checkpoints kept.
+    ``save_every_s``: seconds of training after which a checkpoint is written inside an epoch, too; None: never.
     ``trace_steps``: steps that are recorded for a timeline, once the run is warm. ``observe``: whether every rank notes
     what it computes and whom it waits for (:mod:`asa.sharding.waits`).
     """
 
     out: str
-    data: Literal["cifar100", "cifar10", "mnist", "digits", "synthetic"] = "cifar100"
+    data: Literal["cifar100", "cifar10", "mnist", "digits", "synthetic", "loader"] = "cifar100"
     data_root: str | None = None
     download: bool = False
     epochs: int = 1
@@ -48,6 +49,7 @@ class TrainSettings:
     keep: int = 2
     trace_steps: int = 0
     observe: bool = True
+    save_every_s: float | None = None
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
@@ -55,7 +57,7 @@ class TrainSettings:
         for name, value in {**counts, "keep": self.keep, "threads": self.threads}.items():
             if value is not None and value < 1:
                 raise UsageError(f"{name} is {value}; it must be at least 1")
-        for name, rate in {"lr": self.lr, "timeout_s": self.timeout_s}.items():
+        for name, rate in {"lr": self.lr, "timeout_s": self.timeout_s, "save_every_s": self.save_every_s}.items():
             if rate is not None and not 0 < rate < float("inf"):
                 raise UsageError(f"{name} is {rate}; it must be above 0")
         if self.trace_steps < 0:

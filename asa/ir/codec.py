@@ -18,14 +18,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, dataclass_transform
 
-from asa.errors import InvalidInputError
+from asa.errors import InvalidInputError, UsageError
+from asa.reading import read_text
 
 T = TypeVar("T")
 
 SCHEMA_VERSION = 1
-
-MOST_BYTES = 64 * 1024**2
-"""Most bytes of a file that is read: a profile of thousands of components stays far below."""
 
 _DIGITS = 18
 """Largest whole number in a file: what fits 64 bits, and more bytes than there are."""
@@ -239,7 +237,7 @@ def build(cls: type[T], data: Any, *, source: str) -> T:
         said = first["msg"].removeprefix("Value error, ")
         said = said.lower() if said == first["msg"] else said  # what a noun says keeps its names
         raise InvalidInputError(f"{source}: {said}", where=where) from None
-    except InvalidInputError as error:  # raised by a noun, which does not know its file
+    except (InvalidInputError, UsageError) as error:  # raised by a noun, which does not know its file
         raise InvalidInputError(f"{source}: {error}") from None
     except (RecursionError, ValueError) as error:
         raise InvalidInputError(f"{source}: {error}") from None
@@ -273,6 +271,12 @@ def loads(cls: type[T], text: str, *, source: str) -> T:
         except InvalidInputError as error:
             raise InvalidInputError(f"{source}: {error}") from None
     value = build(cls, data, source=source)
+    check_loaded = getattr(value, "check_loaded", None)
+    if check_loaded is not None:
+        try:
+            check_loaded()
+        except InvalidInputError as error:
+            raise InvalidInputError(f"{source}: {error}") from None
     if sealed and stated != fingerprint(value):
         raise InvalidInputError(
             f"{source} was changed after it was written: it states fingerprint {stated}, its content has "
@@ -288,12 +292,4 @@ def load(cls: type[T], path: Path) -> T:
     Raises:
         InvalidInputError: the file is missing, unreadable, or not a document of that kind.
     """
-    try:
-        size = path.stat().st_size
-        text = path.read_text(encoding="utf-8") if size <= MOST_BYTES else ""
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise InvalidInputError(f"cannot read {path}: {reason}") from None
-    if size > MOST_BYTES:
-        raise InvalidInputError(f"{path} holds {size} bytes, the most is {MOST_BYTES}", where="$")
-    return loads(cls, text, source=str(path))
+    return loads(cls, read_text(path), source=str(path))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from math import prod
 from typing import Literal
 
 from asa.errors import InvalidInputError
 from asa.ir.codec import later, noun
 from asa.ir.layout import largest_shard
 from asa.ir.traffic import CollectiveOp
-from asa.ir.units import MOST_AMOUNT
+from asa.ir.units import MOST_AMOUNT, MOST_CLASSES, MOST_VALUES
 
 _MOST_COMPONENTS = 2_000
 _MOST_TENSORS = 100_000
@@ -24,8 +25,11 @@ def check_form(input_shape: Sequence[int], num_classes: int, *, where: str) -> N
     """
     if any(size < 1 for size in input_shape):
         raise InvalidInputError(f"inputs of {list(input_shape)}: sizes are at least 1", where=f"{where}.input_shape")
-    if num_classes < 0:
-        raise InvalidInputError(f"{num_classes} classes", where=f"{where}.num_classes")
+    if prod(input_shape) > MOST_VALUES:
+        said = f"inputs of {list(input_shape)}: {prod(input_shape)} values, the most is {MOST_VALUES}"
+        raise InvalidInputError(said, where=f"{where}.input_shape")
+    if not 0 <= num_classes <= MOST_CLASSES:
+        raise InvalidInputError(f"{num_classes} classes, 0 to {MOST_CLASSES}", where=f"{where}.num_classes")
 
 
 def check_count(model: object, count: int) -> None:

@@ -9,6 +9,7 @@ from asa.ir.codec import hashed, later, noun
 from asa.ir.graph import check_form
 from asa.ir.layout import Layout, check_weights
 from asa.ir.profile import Origin, Precision, Stat
+from asa.ir.units import MOST_AMOUNT, MOST_SAMPLES, MOST_SCALE, MOST_SECONDS
 
 DataStrategyName = Literal["replicate", "zero1", "zero2", "zero3", "hsdp"]
 TensorStrategyName = Literal["none", "tensor", "sequence"]
@@ -129,8 +130,12 @@ class Prediction:
         if not min(self.step_time_s, self.step_time_low_s, self.step_time_high_s) >= 0:
             said = f"a step of {self.step_time_s} s ({self.step_time_low_s} to {self.step_time_high_s}): not below 0"
             raise InvalidInputError(said, where="$.prediction.step_time_s")
-        if min(self.memory_bytes_per_rank, default=0) < 0:
-            raise InvalidInputError("bytes are at least 0", where="$.prediction.memory_bytes_per_rank")
+        for name in ("step_time_s", "step_time_low_s", "step_time_high_s", "compute_s", "exposed_communication_s",
+                     "hidden_communication_s", "update_s", "bubble_s"):  # fmt: skip
+            if abs(getattr(self, name)) > MOST_SECONDS:
+                raise InvalidInputError(f"more than {MOST_SECONDS:g} s", where=f"$.prediction.{name}")
+        if not all(0 <= size <= MOST_AMOUNT for size in self.memory_bytes_per_rank):
+            raise InvalidInputError(f"bytes are 0 to {MOST_AMOUNT:g}", where="$.prediction.memory_bytes_per_rank")
 
 
 @noun
@@ -276,6 +281,12 @@ class Plan:
             raise InvalidInputError(f"stages use {len(ranks)} ranks of {self.gpus}", where="$.stages")
         if self.num_microbatches < 1 or self.global_batch < 1:
             raise InvalidInputError("num_microbatches and global_batch are at least 1", where="$.num_microbatches")
+        if self.global_batch > MOST_SAMPLES:
+            said = f"a global batch of {self.global_batch} samples is above {MOST_SAMPLES}"
+            raise InvalidInputError(said, where="$.global_batch")
+        if not 0 < self.memory_scale <= MOST_SCALE or (self.memory_bytes is not None and self.memory_bytes < 1):
+            said = f"memory_scale is above 0 and at most {MOST_SCALE:g}, memory_bytes at least 1"
+            raise InvalidInputError(said, where="$.memory_scale")
         if self.num_microbatches > self.global_batch:
             raise InvalidInputError(
                 f"{self.num_microbatches} microbatches of {self.global_batch} samples", where="$.num_microbatches"
@@ -299,10 +310,33 @@ class Plan:
             except ValueError as error:
                 raise InvalidInputError(f"component {c.name!r}: {error}", where=where) from None
 
+    def check_loaded(self) -> None:
+        """Whether what a file says fits together where plans made here always do.
+
+        Raises:
+            InvalidInputError: it does not.
+        """
+        promised = len(self.prediction.memory_bytes_per_rank)
+        if promised != self.num_ranks:
+            said = f"memory of {promised} ranks is predicted, stages use {self.num_ranks}"
+            raise InvalidInputError(said, where="$.prediction.memory_bytes_per_rank")
+
     @property
     def num_ranks(self) -> int:
         """Ranks that take part (fewer than ``gpus`` when fewer are faster)."""
         return sum(len(s.ranks) for s in self.stages)
+
+    @property
+    def sample_shape(self) -> tuple[int, ...]:
+        """Channels, height and width of an image, or how many tokens an input has.
+
+        Raises:
+            InvalidInputError: inputs are neither.
+        """
+        if len(self.input_shape) not in (1, 3):
+            said = f"inputs of {list(self.input_shape)} are neither images (channels, height, width) nor tokens"
+            raise InvalidInputError(said, where="$.input_shape")
+        return self.input_shape
 
     @property
     def conduct(self) -> tuple[object, ...]:

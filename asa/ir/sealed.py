@@ -19,7 +19,7 @@ from asa.ir.bench import BenchEnvironment
 from asa.ir.codec import noun
 from asa.ir.plan import Plan
 from asa.ir.profile import Origin, Stat
-from asa.ir.units import GIB
+from asa.reading import read_text
 
 FIRST = "0" * 64
 """What the first seal of a file follows."""
@@ -91,14 +91,7 @@ def read(path: Path) -> list[Seal]:
     Raises:
         InvalidInputError: a line that is no seal, or one that was changed, moved or taken out.
     """
-    try:
-        size = path.stat().st_size
-        text = path.read_text(encoding="utf-8") if size <= codec.MOST_BYTES else ""
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise InvalidInputError(f"cannot read {path}: {reason}") from None
-    if size > codec.MOST_BYTES:
-        raise InvalidInputError(f"{path} holds {size / GIB:.2g} GiB, the most is {codec.MOST_BYTES / GIB:.2g}")
+    text = read_text(path)
     found: list[Seal] = []
     previous = FIRST
     for number, line in enumerate(text.splitlines(), 1):

@@ -3,6 +3,8 @@ here for the errors of every room, and the rest in ``asa.report``."""
 
 from __future__ import annotations
 
+import re
+
 KIB = 1024
 MIB = 1024**2
 GIB = 1024**3
@@ -13,11 +15,38 @@ MOST_SECONDS = 1e9
 MOST_SAMPLES = 2**24
 """Largest global batch: far more than any training has used."""
 
+MOST_VALUES = 2**28
+"""Of one input: an image of 3 x 9,459 x 9,459, and far beyond any that is trained on."""
+
+MOST_CLASSES = 2**24
+"""Of a model: more than any vocabulary has."""
+
+MOST_SCALE = 1e6
+"""Times that memory is more than a profile says: a correction beyond that is none."""
+
 MOST_AMOUNT = 1e30
 """Largest number of bytes, FLOPs, or either per second in a file, for the same reason."""
 
 LEAST_RATE = 1e6
 """Least FLOPs or bytes per second of a device: less is a number in another unit (900 GB/s, 35 TFLOPS)."""
+
+
+def time_span(text: str) -> float:
+    """Seconds of a time span: ``90s``, ``10m``, ``2h``; a bare number is seconds.
+
+    >>> time_span("90s"), time_span("1.5h"), time_span("0.5")
+    (90.0, 5400.0, 0.5)
+
+    Raises:
+        ValueError: it is none, or not above 0.
+    """
+    found = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([smh]?)", text.strip())
+    if not found:
+        raise ValueError(f"{text!r} is no time span; write 90s, 10m or 2h")
+    seconds = float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
+    if not 0 < seconds <= MOST_SECONDS:
+        raise ValueError(f"{text} is not above 0 s and at most {MOST_SECONDS:g} s")
+    return seconds
 
 
 def binary(value: float) -> str:

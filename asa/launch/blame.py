@@ -36,6 +36,7 @@ class Outcome:
                 line=line,
                 collective=backend == "nccl" and code == -signal.SIGABRT,
                 signal=-code if code is not None and code < 0 else None,
+                lost=True,
             )
         )
 
@@ -56,5 +57,5 @@ def culprit(outcomes: Mapping[int, Outcome], num_ranks: int, timeout_s: float) -
     silent = sorted(set(range(num_ranks)) - set(outcomes))
     if silent:
         line = f"hung: rank {victim} waited for it in vain, up to {timeout_s:g} s (it {complaint.line})"
-        return silent[0], Failure(line=line, collective=True, trace=complaint.trace)
+        return silent[0], Failure(line=line, collective=True, trace=complaint.trace, lost=True)
     return victim, complaint

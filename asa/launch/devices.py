@@ -20,6 +20,13 @@ def default_threads(num_ranks: int) -> int:
     return max(1, usable_cores() // num_ranks)
 
 
+def leave_device_out(index: int) -> None:
+    """From here on ranks that are started see all CUDA devices but the one that rank ``index`` had."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(i) for i in range(cuda_devices())] if seen is None else seen.split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(name for i, name in enumerate(names) if i != index)
+
+
 def cuda_devices() -> int:
     """CUDA devices that ranks may use.
 

@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asa.errors import UsageError
+from asa.launch import alive
 
 VARIABLE = "ASA_FAULT"
 POINTS = (
@@ -83,7 +84,8 @@ def at_step(step: int) -> None:
 
 
 def reached(point: str) -> None:
-    """A named point: what is to happen here happens."""
+    """A named point: a sign of life, and what is to happen here happens."""
+    alive.beat()
     if _armed.faults:
         rank = int(os.environ.get("RANK", "0"))
         for fault in _armed.faults:

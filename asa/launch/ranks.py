@@ -22,12 +22,13 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from asa.errors import AsaError, UnavailableError, UsageError, WorkersFailedError
+from asa.launch import alive
 from asa.launch.apart import surroundings
 from asa.launch.blame import Outcome, culprit
 from asa.launch.devices import cuda_devices
 from asa.launch.forking import fork_beside_threads, safe_threads
 from asa.launch.signals import held_while_starting, leave_terminal
-from asa.launch.worker import Setting, work
+from asa.launch.worker import Failure, Setting, work
 
 T = TypeVar("T")
 _log = logging.getLogger("asa")
@@ -55,6 +56,7 @@ def run_ranks(
     threads: int | None = None,
     timeout_s: float = 600,
     limit_s: float | None = None,
+    watched: bool = False,
     forward_sigterm: bool = False,
     on_message: Callable[[int, Any], None] | None = None,
     once_started: Callable[[], None] | None = None,
@@ -69,6 +71,8 @@ def run_ranks(
         threads: per rank; the cores divided by the ranks where None.
         timeout_s: seconds a rank waits for the others in any collective, and in coming up.
         limit_s: seconds for everything; None for a training run.
+        watched: a rank that gives no sign of life (:func:`asa.launch.alive.beat`) for ``timeout_s``, or three times
+            the longest silence it has come back from, is taken for hung, whether anybody waits for it or not.
         forward_sigterm: pass SIGTERM on to the ranks and go on listening (they save and return; it waits for their
             :func:`~asa.launch.signals.take_sigterm`); a second one kills them. Otherwise the first does. SIGHUP, where
             it is not ignored, becomes a SIGTERM to the ranks.
@@ -94,7 +98,7 @@ def run_ranks(
         )
     deadline, again = None if limit_s is None else time.monotonic() + limit_s, False
     while True:
-        crew = _Crew(num_ranks, backend, safe_threads(threads, num_ranks), timeout_s)
+        crew = _Crew(num_ranks, backend, safe_threads(threads, num_ranks), timeout_s, watched)
         with _sigterm(crew, forward_sigterm):
             try:
                 with held_while_starting(forward_sigterm):  # by ranks that do not listen yet; they take it when they do
@@ -114,8 +118,10 @@ def run_ranks(
 class _Crew:
     """The processes of one call, and what each of them has said."""
 
-    def __init__(self, num_ranks: int, backend: str, threads: int, timeout_s: float) -> None:
+    def __init__(self, num_ranks: int, backend: str, threads: int, timeout_s: float, watched: bool = False) -> None:
         self.num_ranks, self.backend, self.threads, self.timeout_s = num_ranks, backend, threads, timeout_s
+        self.watched = watched
+        self.watch: alive.Watch | None = None
         self.processes: list[BaseProcess] = []
         self.connections: list[Connection] = []
         self.outcomes: dict[int, Outcome] = {}
@@ -126,6 +132,8 @@ class _Crew:
         forking = not torch.cuda.is_initialized()
         context = multiprocessing.get_context("fork" if forking else "spawn")
         where = surroundings()
+        counters = alive.shared_counters(context, self.num_ranks) if self.watched else None
+        self.watch: Watch | None = None if counters is None else alive.Watch(counters, self.timeout_s)
         with socket.socket() as listener:
             # The port is taken from here on, and the store answers on this very socket: no race for it. Ranks
             # queue in its backlog until the store's thread runs, which starts last: nothing is forked beside it.
@@ -143,6 +151,7 @@ class _Crew:
                     threads=self.threads,
                     timeout_s=self.timeout_s,
                     parent=os.getpid(),
+                    counters=counters,
                 )
                 inherited = (*self.connections, here, listener) if forking else ()
                 process: BaseProcess = context.Process(  # type: ignore[attr-defined]
@@ -177,8 +186,12 @@ class _Crew:
             if deadline is not None and now > deadline:
                 late = min(set(range(self.num_ranks)) - set(self.outcomes))
                 raise WorkersFailedError(f"rank {late} of {self.num_ranks} was not done within the limit", rank=late)
-            ends = [t for t in (deadline, None if first_failure is None else first_failure + _GRACE_S) if t is not None]
+            look = None if self.watch is None else now + self.watch.interval_s
+            grace = None if first_failure is None else first_failure + _GRACE_S
+            ends = [t for t in (deadline, grace, look) if t is not None]
             self._hear(on_message, max(0.0, min(ends) - now) + 0.001 if ends else None)
+            if first_failure is None:
+                self._look()
             failed = [o.failure for o in self.outcomes.values() if o.failure is not None]
             if any(not f.collective for f in failed):
                 self._settle(on_message)
@@ -187,6 +200,14 @@ class _Crew:
                 first_failure = time.monotonic()
         self._raise_failure()
         return [self.outcomes[rank].result for rank in range(self.num_ranks)]
+
+    def _look(self) -> None:
+        """Take a rank that has given no sign of life for too long for lost."""
+        running = [r for r in range(self.num_ranks) if r not in self.outcomes]
+        found = None if self.watch is None else self.watch.late(running)
+        if found is not None:
+            line = f"hung: it gave no sign of life for {found[1]:.0f} s"
+            self.outcomes[found[0]] = Outcome(failure=Failure(line=line, collective=False, lost=True))
 
     def _settle(self, on_message: Callable[[int, Any], None] | None) -> None:
         """Take in what the others were about to say: they will be killed, and their last words are worth having."""
@@ -224,7 +245,11 @@ class _Crew:
         rank, failure = found
         _log.debug("rank %d failed:\n%s", rank, failure.trace)
         error: AsaError = failure.error or WorkersFailedError(
-            f"rank {rank} of {self.num_ranks} {failure.line}", rank=rank, signal=failure.signal
+            f"rank {rank} of {self.num_ranks} {failure.line}",
+            rank=rank,
+            signal=failure.signal,
+            lost=failure.lost,
+            raised=not failure.lost and failure.error is None,
         )
         if failure.trace:
             error.add_note(f"on rank {rank}:\n{failure.trace}")

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed exports no types
 
 from asa.errors import AsaError, WorkersFailedError, place_of
-from asa.launch import faults
+from asa.launch import alive, faults
 from asa.launch.apart import Surroundings
 from asa.launch.heap import keep_freed_memory
 
@@ -44,6 +44,7 @@ class Failure:
     rank in coming up, which happens where ports are taken and left by many groups at once.
 
     ``error`` is the exception itself where it is one of ours; ``line`` says it in one line; ``signal`` killed it.
+    ``lost``: it is gone without a word, or stands still.
     """
 
     line: str
@@ -52,11 +53,13 @@ class Failure:
     error: AsaError | None = None
     signal: int | None = None
     unmet: bool = False
+    lost: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a rank is told at its start. ``parent`` is the process whose death is its own."""
+    """What a rank is told at its start. ``parent`` is the process whose death is its own; ``counters`` of signs of
+    life, where somebody looks at them."""
 
     rank: int
     num_ranks: int
@@ -66,6 +69,7 @@ class Setting:
     threads: int
     timeout_s: float
     parent: int
+    counters: Any = None
 
 
 def tell(message: Any) -> None:
@@ -93,6 +97,7 @@ def work(
         for item in inherited:
             item.close()
         _parent = connection
+        alive.count_in(setting.counters, setting.rank)
         if setting.where.enter is not None:
             setting.where.enter(setting.rank)
         _enter(setting)

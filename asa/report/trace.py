@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from asa.reading import read_bytes
 from asa.simulator import Timeline, chrome_trace
 
 
@@ -27,7 +28,7 @@ def together(planned: Timeline, measured: Sequence[dict[str, Any]]) -> dict[str,
 
 def save_together(planned: Timeline, measured: Sequence[Path], path: Path) -> None:
     """Write :func:`together` of the ranks' own traces to ``path``, compressed."""
-    documents = [json.loads(gzip.decompress(p.read_bytes())) for p in measured]
+    documents = [json.loads(gzip.decompress(read_bytes(p))) for p in measured]
     text = json.dumps(together(planned, documents), allow_nan=False).encode()
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_bytes(gzip.compress(text, mtime=0))

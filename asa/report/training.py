@@ -43,6 +43,11 @@ def replan_line(event: Mapping[str, Any]) -> str:
             f"new plan {event['new']} ({event['strategy']} on {event['ranks']} ranks, {size(event['promised_bytes'])} "
             f"per rank): {event['why']}"
         )
+    if event["kind"] == "lost":
+        return (
+            f"new plan {event['new']} ({event['strategy']} on {event['ranks']} ranks instead of "
+            f"{event['ranks_before']}): {event['why']}"
+        )
     where = _placed(event)
     norms = f"; {event['batch_norm']}" if event.get("batch_norm") else ""
     return f"new plan {event['new']}{where}, {gain} of a step promised: {event['why']}{norms}"

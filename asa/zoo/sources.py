@@ -8,7 +8,8 @@ import sys
 from difflib import get_close_matches
 from pathlib import Path
 
-from asa.errors import UsageError
+from asa.errors import InvalidInputError, UsageError
+from asa.reading import read_bytes
 
 _OPAQUE = frozenset({"globals", "setattr", "exec", "eval", "__getattr__", "modules", "vars", "__path__"})
 """Words of a source that may define names nobody can read there."""
@@ -59,14 +60,14 @@ def _inside(place: Path, part: str) -> list[Path]:
 
 
 def _opaque(source: Path) -> bool:
-    return source.is_file() and "__path__" in source.read_text(encoding="utf-8", errors="replace")
+    return source.is_file() and b"__path__" in read_bytes(source)
 
 
 def _names(source: Path) -> frozenset[str] | None:
     """Everything a module's source binds anywhere; None where it cannot be told."""
     try:
-        tree = ast.parse(source.read_bytes())
-    except (OSError, SyntaxError, ValueError):
+        tree = ast.parse(read_bytes(source))
+    except (InvalidInputError, SyntaxError, ValueError):
         return None
     names: set[str] = set()
     for node in ast.walk(tree):

@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from asa.errors import InvalidInputError, UsageError
+from asa.reading import read_text
 from benchmarks.truth.downsets import downsets, topological
 
 _NUMBER = r"=\s*([^,\s]+)"
@@ -75,11 +76,7 @@ def load(path: Path) -> Workload:
     Raises:
         InvalidInputError: it cannot be read or is no such profile; names the line or the node.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInputError(f"cannot read {path}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}") from None
-    return parse(text, source=str(path))
+    return parse(read_text(path), source=str(path))
 
 
 def parse(text: str, *, source: str) -> Workload:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from asa.errors import InvalidInputError
+from asa.reading import read_text
 from benchmarks.truth.downsets import topological
 
 
@@ -134,11 +135,7 @@ def load(path: Path) -> Workload:
     Raises:
         InvalidInputError: it cannot be read or is no such workload; names the place in it.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInputError(f"cannot read {path}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}") from None
-    return parse(text, source=str(path))
+    return parse(read_text(path), source=str(path))
 
 
 def parse(text: str, *, source: str) -> Workload:

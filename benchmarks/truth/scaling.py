@@ -21,6 +21,7 @@ from asa.interfaces.strategy import Strategies
 from asa.ir.cluster import Cluster
 from asa.ir.graph import LayerGraph
 from asa.ir.profile import Precision, Profile, Stat, WholeStep
+from asa.reading import read_text
 
 Arithmetic = Literal["fp32", "tf32", "fp16"]
 
@@ -81,11 +82,7 @@ def read_pcie(path: Path) -> list[Published]:
 
 
 def _rows(path: Path, columns: Sequence[str]) -> list[tuple[str, dict[str, str]]]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInputError(f"cannot read {path}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}") from None
-    kept = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line and not line.startswith("#")]
+    kept = [(n, line) for n, line in enumerate(read_text(path).splitlines(), 1) if line and not line.startswith("#")]
     header = next(csv.reader([kept[0][1]])) if kept else []
     if not set(columns) <= set(header):
         where = f"line {kept[0][0]}" if kept else "line 1"

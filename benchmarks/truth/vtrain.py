@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asa.errors import InvalidInputError
+from asa.reading import read_text
 from benchmarks.truth.downsets import Floats, Indices
 
 Mask = NDArray[np.bool_]
@@ -76,11 +77,7 @@ def load(path: Path) -> Iterations:
     Raises:
         InvalidInputError: it cannot be read or is no such table; names the line.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInputError(f"cannot read {path}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}") from None
-    return parse(text, source=str(path))
+    return parse(read_text(path), source=str(path))
 
 
 def parse(text: str, *, source: str) -> Iterations:

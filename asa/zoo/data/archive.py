@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Protocol
 
 from asa.errors import InvalidInputError
+from asa.reading import open_regular
 
 MAX_UNPACKED_BYTES = 512 * 1024**2
 """Twice the larger official archive; beyond it something else hides in the file."""
@@ -73,7 +74,7 @@ def read_members(path: Path, wanted: set[str], *, limit: int = MAX_UNPACKED_BYTE
             that leads outside, is a link or a device.
     """
     try:
-        with gzip.open(path) as unpacked:
+        with open_regular(path) as packed, gzip.GzipFile(fileobj=packed) as unpacked:
             bounded = _Bounded(unpacked, limit, path)
             with tarfile.open(fileobj=bounded, mode="r|") as tar:  # type: ignore[call-overload]
                 found = _members(tar, path, wanted)

@@ -11,7 +11,10 @@ from pathlib import Path
 
 from platformdirs import user_cache_path
 
+from asa.errors import InvalidInputError
+from asa.reading import read_bytes, read_text
 from asa.zoo.data import cifar, idx
+from asa.zoo.data.archive import MAX_UNPACKED_BYTES
 from asa.zoo.data.official import Official, Split
 from asa.zoo.data.stand_in import RECIPES, VERSION, generate
 
@@ -55,11 +58,12 @@ def _write(path: Path, data: bytes) -> None:
 def _intact(directory: Path) -> bool:
     """Whether every file is there with the content that was written."""
     try:
-        lines = [line.split("  ") for line in (directory / _SUMS).read_text().splitlines()]
+        lines = [line.split("  ") for line in read_text(directory / _SUMS).splitlines()]
         return bool(lines) and all(
-            hashlib.sha256((directory / name).read_bytes()).hexdigest() == digest for digest, name in lines
+            hashlib.sha256(read_bytes(directory / name, most=MAX_UNPACKED_BYTES)).hexdigest() == digest
+            for digest, name in lines
         )
-    except (OSError, ValueError):
+    except (InvalidInputError, ValueError):
         return False
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from asa.errors import InvalidInputError
-from asa.zoo.data.archive import read_members
+from asa.reading import read_bytes
+from asa.zoo.data.archive import MAX_UNPACKED_BYTES, read_members
 from asa.zoo.data.official import Official, Split
 
 PIXELS = 3 * 32 * 32
@@ -80,10 +81,7 @@ def _contents(root: Path, what: Official, split: Split) -> tuple[dict[str, bytes
             missing = next(n for n in names if n not in present)
             raise InvalidInputError(f"{folder} has {present[0]} but lacks {missing}")
         if present:
-            try:
-                return {n: (folder / n).read_bytes() for n in names}, str(folder)
-            except OSError as error:
-                raise InvalidInputError(f"cannot read {folder}: {error.strerror}") from None
+            return {n: read_bytes(folder / n, most=MAX_UNPACKED_BYTES) for n in names}, str(folder)
     packed = root / what.archive
     if packed.is_file():
         inside = read_members(packed, {f"{what.folder}/{n}" for n in names})

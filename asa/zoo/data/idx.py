@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from asa.errors import InvalidInputError
+from asa.reading import open_regular, read_bytes
 from asa.zoo.data.official import Official, Split
 
 _LIMIT = 64 * 1024**2
@@ -54,19 +55,16 @@ def decode(data: bytes, *, dimensions: int, source: str) -> Tensor:
 def _load(path: Path) -> bytes:
     try:
         if path.suffix != ".gz":
-            size = path.stat().st_size
-            data = path.read_bytes() if size <= _LIMIT else b""
-        else:
-            with gzip.open(path) as stream:
-                data = stream.read(_LIMIT + 1)
-            size = len(data)
+            return read_bytes(path, most=_LIMIT)
+        with open_regular(path) as packed, gzip.GzipFile(fileobj=packed) as stream:
+            data = stream.read(_LIMIT + 1)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise InvalidInputError(
             f"{path} ({path.stat().st_size} bytes) is truncated or damaged: {str(error).lower()}"
         ) from None
     except OSError as error:
         raise InvalidInputError(f"cannot read {path}: {error.strerror or error}") from None
-    if size > _LIMIT:
+    if len(data) > _LIMIT:
         raise InvalidInputError(f"{path} holds more than {_LIMIT} bytes; it is no MNIST file")
     return data
 

@@ -1,0 +1,71 @@
+"""Signs of life: every rank counts the points it passes, in memory it shares with the process that started it.
+
+A rank that nobody waits for (the only one, or all at once) may stand still for ever, and no collective ends for it.
+Whoever started the ranks looks at the counters instead, and knows the one that has stood still the longest.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.context import BaseContext
+from typing import Any
+
+_SLACK_S = 1.5
+"""Beyond the timeout: ranks that wait for one that hangs give up first, and say more of it."""
+_LONGEST = 3.0
+"""Times the longest silence that a rank has come back from: steps may take longer than the timeout, and are no hang."""
+
+
+class _Mine:
+    counters: Any = None
+    rank = 0
+
+
+def shared_counters(context: BaseContext, num_ranks: int) -> Any:
+    """One counter per rank, at 0, for this process and for those that ``context`` starts."""
+    return context.RawArray(ctypes.c_uint64, num_ranks)
+
+
+def count_in(counters: Any, rank: int) -> None:
+    """From here on :func:`beat` counts as ``rank`` in ``counters``; nowhere where they are None."""
+    _Mine.counters, _Mine.rank = counters, rank
+
+
+def beat() -> None:
+    """This rank is alive, and has come further."""
+    if _Mine.counters is not None:
+        _Mine.counters[_Mine.rank] += 1
+
+
+class Watch:
+    """The silence of each rank, in seconds of this process's own life: what passes while it is stopped itself (Ctrl-Z,
+    a laptop that sleeps) does not count. A rank is looked at from its first beat on."""
+
+    def __init__(self, counters: Sequence[int], timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._counters, self._timeout_s, self._clock = counters, timeout_s, clock
+        self.interval_s = min(1.0, max(0.05, timeout_s / 20))
+        self._seen = list(counters)
+        self._silent_s = [0.0] * len(self._seen)
+        self._longest_s = [0.0] * len(self._seen)
+        self._looked = clock()
+
+    def late(self, ranks: Sequence[int]) -> tuple[int, float] | None:
+        """Of ``ranks``, the one that has been silent the longest and its seconds, where that is too long."""
+        now = self._clock()
+        passed, self._looked = min(now - self._looked, 2 * self.interval_s), now
+        for rank, count in enumerate(self._counters):
+            if count != self._seen[rank]:
+                if self._seen[rank]:
+                    self._longest_s[rank] = max(self._longest_s[rank], self._silent_s[rank])
+                self._seen[rank], self._silent_s[rank] = count, 0.0
+            elif count:
+                self._silent_s[rank] += passed
+        found = max(ranks, key=lambda rank: self._silent_s[rank], default=None)
+        if found is None or self._silent_s[found] <= self._allowed_s(found):
+            return None
+        return found, self._silent_s[found]
+
+    def _allowed_s(self, rank: int) -> float:
+        return max(self._timeout_s + _SLACK_S, _LONGEST * self._longest_s[rank])

@@ -1,0 +1,83 @@
+"""Files of other people, read without trusting them: regular files only, and no more bytes than a reader expects.
+
+A name may lead to a pipe that nobody writes to, to a device without end, or to a folder. Such a file is opened without
+waiting, asked what it is, and refused before a byte of it is read.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import IO, Any
+
+from asa.errors import InvalidInputError
+
+MOST_BYTES = 64 * 1024**2
+"""Most bytes of a document: a profile of thousands of components stays far below."""
+
+_KINDS = (
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+    (stat.S_ISSOCK, "a socket"),
+)
+
+
+def open_regular(path: Path, flags: int = os.O_RDONLY) -> IO[Any]:
+    """The file at ``path``, opened with ``flags`` of :func:`os.open`, if it is a regular file.
+
+    Raises:
+        InvalidInputError: it is something else.
+        OSError: it cannot be opened.
+    """
+    try:
+        handle = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # a socket, or a pipe to be written that nobody reads
+            _check(path, os.stat(path).st_mode)
+        raise
+    try:
+        _check(path, os.fstat(handle).st_mode)
+        written = "rb" if flags & os.O_ACCMODE == os.O_RDONLY else "ab" if flags & os.O_APPEND else "r+b"
+        return os.fdopen(handle, written)
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def _check(path: Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        kind = next((name for test, name in _KINDS if test(mode)), "something else")
+        raise InvalidInputError(f"cannot use {path}: it is {kind}, not a regular file")
+
+
+def read_bytes(path: Path, *, most: int = MOST_BYTES) -> bytes:
+    """The content of a regular file.
+
+    Raises:
+        InvalidInputError: it is missing, unreadable, no regular file, or holds more than ``most`` bytes.
+    """
+    try:
+        with open_regular(path) as stream:
+            size = os.fstat(stream.fileno()).st_size
+            data = stream.read(most + 1) if size <= most else b""
+    except OSError as error:
+        raise InvalidInputError(f"cannot read {path}: {error.strerror or error}") from None
+    if max(size, len(data)) > most:
+        raise InvalidInputError(f"{path} holds {max(size, len(data))} bytes, the most is {most}", where="$")
+    return data
+
+
+def read_text(path: Path, *, most: int = MOST_BYTES) -> str:
+    """The content of a regular file of UTF-8 text.
+
+    Raises:
+        InvalidInputError: as :func:`read_bytes`, or it is other text.
+    """
+    try:
+        return read_bytes(path, most=most).decode("utf-8")
+    except UnicodeDecodeError:
+        raise InvalidInputError(f"cannot read {path}: not UTF-8 text") from None
