@@ -133,7 +133,7 @@ class _Crew:
         context = multiprocessing.get_context("fork" if forking else "spawn")
         where = surroundings()
         counters = alive.shared_counters(context, self.num_ranks) if self.watched else None
-        self.watch: Watch | None = None if counters is None else alive.Watch(counters, self.timeout_s)
+        self.watch = None if counters is None else alive.Watch(counters, self.timeout_s)
         with socket.socket() as listener:
             # The port is taken from here on, and the store answers on this very socket: no race for it. Ranks
             # queue in its backlog until the store's thread runs, which starts last: nothing is forked beside it.
