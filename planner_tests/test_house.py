@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import json
 import re
 import subprocess
@@ -129,3 +131,30 @@ def test_links_in_the_documents_lead_somewhere():
     for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")):
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} points to {target}"
+
+
+def test_the_page_of_commands_is_made_of_their_options():
+    spec = importlib.util.spec_from_file_location("make_cli_page", ROOT / "benchmarks" / "make_cli_page.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert script.PAGE.read_text() == script.page(), "run python benchmarks/make_cli_page.py"
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def docstrings():
+    for path in sorted((ROOT / "asa").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if (
+                isinstance(node, ast.Expr)
+                and isinstance(node.value, ast.Constant)
+                and isinstance(node.value.value, str)
+            ):
+                yield path, node.lineno, node.value.value
+
+
+def test_docstrings_begin_with_what_is_returned_or_done():
+    found = [f"{p}:{n} {t[:40]!r}" for p, n, t in docstrings() if re.match(r"(Of|The same|And|Those|As)\b", t)]
+    assert not found, "\n".join(found)

@@ -48,10 +48,11 @@ def parser(verb: Verb) -> argparse.ArgumentParser:
     for o in verb.options:
         if o.positional:
             made.add_argument(o.field, help=_help(verb, o), metavar=o.metavar or o.name.upper(), nargs="?")
-        elif o.switch:
-            made.add_argument(f"--{o.name}", dest=o.field, help=_help(verb, o), action="store_true")
+            continue
+        flags = [f for f in (o.short, f"--{o.name}") if f]
+        if o.switch:
+            made.add_argument(*flags, dest=o.field, help=_help(verb, o), action="store_true")
         else:
-            flags = [f for f in (o.short, f"--{o.name}") if f]
             made.add_argument(
                 *flags,
                 dest=o.field,
