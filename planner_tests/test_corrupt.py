@@ -178,7 +178,7 @@ def test_an_empty_text_is_no_value(
     ("change", "where"),
     [
         ({"input_shape": [1, 3, 32, 32]}, "$.input_shape"),
-        ({"input_shape": [3]}, "$.input_shape"),
+        ({"input_shape": [3, 32]}, "$.input_shape"),
         ({"input_shape": [3, 10**6, 10**6]}, "$.input_shape"),
         ({"global_batch": 10**12}, "$.global_batch"),
         ({"num_classes": 10**12}, "$.num_classes"),

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from torch import nn
+from torch import fx, nn
 
 from asa.tracing.component import TracedComponent
 
@@ -46,7 +46,8 @@ class Modes:
 
     def check(self, components: Sequence[TracedComponent]) -> None:
         """Warn of modules in evaluation that a trace in training has taken apart."""
-        called = {str(n.target) for c in components for n in c.train_graph.graph.nodes if n.op == "call_module"}
+        graphs = [c.train_graph.graph for c in components if isinstance(c.train_graph, fx.GraphModule)]
+        called = {str(n.target) for graph in graphs for n in graph.nodes if n.op == "call_module"}
         apart = [
             path
             for path in sorted(self.by_code)
