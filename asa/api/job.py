@@ -159,6 +159,7 @@ class Job:
             made = materialize(
                 wanted, fresh, example.to(device_of(fresh)), rank=place.rank, strategies=offered(),
                 device=place.device, seed=seed, batch_norm=batch_norm, timeout_s=timeout_s, processes=processes,
+                keyed_draws=True,
             )  # fmt: skip
             made.meet = votes.meet
             return made

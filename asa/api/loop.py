@@ -123,7 +123,7 @@ def parallelize(
     names = StateNames(model)
     parallel = materialize(
         chosen, model, example.to(device_of(model)), rank=place.rank, strategies=offered(), device=place.device,
-        seed=seed, batch_norm=batch_norm, timeout_s=timeout_s,
+        seed=seed, batch_norm=batch_norm, timeout_s=timeout_s, keyed_draws=True,
         outer=Layout(width=place.ranks, data=place.ranks, tensor=1),
     )  # fmt: skip
     parallel.meet = place.votes.meet

@@ -251,13 +251,14 @@ class ParallelModel:
         """
         context, total = self.context, len(samples)
         context.step, context.total = step, total
+        context.start = int(samples[0]) if total and samples.device.type == "cpu" else 0
         if self.training:
             self.reduction.begin()
         sides: dict[str, Tensor] = {}
         for place, rows in zip(self._placed, self._rows_of(total), strict=True):
             if place.entry is not None:
                 value = place.entry(value, total)
-            context.samples = samples[rows]
+            context.samples, context.rows = samples[rows], rows
             value, *extra = place.module(value)
             if extra:
                 for name, side in zip(place.segment.side_names(), extra, strict=True):

@@ -85,7 +85,8 @@ class _Recomputed:
 
     def __init__(self, component: TracedComponent, context: SampleContext, *, alone: bool) -> None:
         self._component, self._context, self._alone = component, context, alone
-        self._run, self._moving = partial(TracedComponent.forward, component), _Moving()
+        run = component.__dict__.get("forward", partial(TracedComponent.forward, component))
+        self._run, self._moving = run, _Moving()
 
     def _contexts(self, buffers: _Buffers) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
         return nullcontext(), _as_before(self._component, self._context, self._context.copy(), buffers)
