@@ -111,7 +111,7 @@ def keyed(component: TracedComponent, context: SampleContext, *, foreign: bool) 
 @contextmanager
 def _seeded(key: int, foreign: bool) -> Iterator[None]:
     with torch.random.fork_rng(), foreign_random():
-        torch.random.default_generator.manual_seed(key & (2**63 - 1))
+        torch.default_generator.manual_seed(key & (2**63 - 1))
         if foreign:
             random.seed(key)
             numpy = sys.modules.get("numpy")
