@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from asa.errors import InvalidInputError, UsageError
 from asa.executor.groups import Groups, Purpose, groups_of
@@ -266,9 +267,10 @@ def materialize(
     links = _links(around, traced)
     context = SampleContext(seed=seed)
     found: dict[str, tuple[str, ...]] = {}
+    changed: tuple[str, ...] = ()
     if keyed_draws and not isinstance(model, TracedModel):
         make_reproducible(traced.components, context)
-        found = _drawing(model, traced, example, context)
+        found, changed = _looked_at(model, traced, example, context)
         traced, elsewhere = _own_part(traced, position)
     else:
         traced, elsewhere = _own_part(traced, position)
@@ -293,7 +295,7 @@ def materialize(
         plan, traced, placed, crossings[-1], context, around.groups, runs, device,
         position=position, links=links, order=order, elsewhere=elsewhere,
     )  # fmt: skip
-    made.modes = modes
+    made.modes, made.changed = modes, changed
     modes.restore(made.components)
     modes.check(made.components)
     return made
@@ -312,18 +314,23 @@ def _idle(
     )  # fmt: skip
 
 
-def _drawing(
+def _looked_at(
     model: nn.Module, traced: TracedModel, example: Tensor, context: SampleContext
-) -> dict[str, tuple[str, ...]]:
-    """Components that draw numbers of their own when they train, and by what."""
+) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
+    """Components that draw numbers of their own when they train, and by what; names of buffers that change then."""
     if example.is_meta or any(p.is_meta for p in model.parameters()):
-        return {}
+        return {}, ()
     batch = example[torch.arange(2, device=example.device) % len(example)]
     context.samples, context.total, context.rows = torch.arange(2), 2, slice(0, 2)
     with preserved(model):
         for component in traced.components:
             component.train()
-        return drawing(traced.components, batch)
+        norms = {id(b) for m in model.modules() if isinstance(m, _NormBase) for b in m.buffers(recurse=False)}
+        before = {name: (b, b._version) for name, b in model.named_buffers() if id(b) not in norms}
+        found = drawing(traced.components, batch)
+        now = dict(model.named_buffers())
+        changed = (n for n, (b, version) in before.items() if now.get(n) is not b or b._version != version)
+        return found, tuple(changed)
 
 
 def _own_part(traced: TracedModel, position: Position) -> tuple[TracedModel, frozenset[str]]:

@@ -129,6 +129,8 @@ class ParallelModel:
         self.owner = {p: i for u in self._updates for p, i in zip(u.parameters, u.owner, strict=True)}
         self.training = True
         self.modes = Modes()
+        self.changed: tuple[str, ...] = ()
+        """Names of buffers, other than BatchNorm's, that a forward in training changes."""
         self.meet: Callable[..., None] = _nobody
         self._rows: dict[int, list[slice]] = {}
         if device.type == "cuda":  # elsewhere FSDP waits for what it gathers
