@@ -157,6 +157,7 @@ class UserExecutor(PlannedExecutor):
                 if not self._done:
                     raise UsageError("the loader yields no batch that is large enough for all ranks")
                 self._running, self._epoch, self._done = None, self._epoch + 1, 0
+                self._schedules.epoch_ended(math.nan)
                 continue
             self._done += share.total
             if self.trainable(share.total):
@@ -342,6 +343,7 @@ class UserExecutor(PlannedExecutor):
                 return
             self._done += share.total
         self._running, self._epoch, self._done = None, self._epoch + 1, 0
+        self._schedules.epoch_ended(math.nan)
 
     def migrate(self, plan: Plan, processes: tuple[int, ...] | None = None) -> None:
         """Continue under ``plan``: same weights, optimizer state and sample order. All processes move, or none does.

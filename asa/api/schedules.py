@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -45,11 +46,13 @@ class Schedules:
                 each.step()
 
     def epoch_ended(self, loss: float) -> None:
-        """After an epoch, whose ``loss`` is that over the validation data where there are any."""
+        """After an epoch, whose ``loss`` is that over the validation data where there are any; not a number where no
+        loss was taken, which a schedule that looks at it passes over."""
         if self._every == "epoch":
             for each in self._schedulers:
                 if isinstance(each, ReduceLROnPlateau):
-                    each.step(loss)
+                    if not math.isnan(loss):
+                        each.step(loss)
                 else:
                     each.step()
 
