@@ -83,8 +83,9 @@ class Program:
         return net, self.optimizer(net), DataLoader(TensorDataset(self.x, self.y), self.batch)
 
     def plan(self, name: str, ranks: int = 2) -> Plan:
-        """A plan of :data:`LAYOUTS`."""
-        choose, strategy = LAYOUTS[name]
+        """A plan of :data:`LAYOUTS`, or of one rank (``single``)."""
+        ranks = 1 if name == "single" else ranks
+        choose, strategy = LAYOUTS.get(name, (uniform(1, 1), "replicate"))
         net = self.made()[0]
         return hand_plan(
             net, ranks, choose, input_shape=tuple(self.x.shape[1:]), num_classes=1, example=self.x[:2],

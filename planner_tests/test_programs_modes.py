@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+import asa
+from asa.errors import UsageError
 from asa.executor.modes import Modes
+from asa.launch import run_ranks
 from planner_tests.programs import Program, State, assert_as_alone, classes, cross_entropy, epochs, numbers
 
 X, Y = numbers(20, 8), classes(20, 4)
@@ -82,3 +88,52 @@ def test_a_model_of_one_mode_has_nothing_to_keep() -> None:
         warnings.simplefilter("error")
         assert not Modes.of(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))).training
         assert not Modes.of(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).eval()).training
+
+
+class Counting(nn.Module):
+    """Keeps a mean of what it sees, and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("still", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0).to(self.mean))
+        return x - self.mean.detach() * self.still
+
+
+def counted() -> nn.Module:
+    return nn.Sequential(Counting(), nn.Linear(8, 12), nn.BatchNorm1d(12), nn.GELU(), nn.Linear(12, 4))
+
+
+def heard(_rank: int, program: Program, plan: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        asa.parallelize(*program.made(), plan=plan)
+    return [str(w.message) for w in said]
+
+
+def test_what_differs_from_one_device_is_said_once() -> None:
+    program = Program(model=counted, x=X, y=Y, loop=usual)
+    first, second = run_ranks(2, heard, program, program.plan("ddp"), threads=1, timeout_s=30)
+    assert not second
+    assert first == [
+        "BatchNorm (2) normalises over the 3 samples that a rank computes at once, not over the 6 of a batch; "
+        "batch_norm='exact' does that",
+        "forward changes 0.mean: on each rank by the samples it computes, and averaged when the loader is through",
+    ]
+
+
+def test_microbatches_cannot_have_exact_norms() -> None:
+    program = Program(model=counted, x=X, y=Y, loop=usual)
+    plan = replace(program.plan("single"), num_microbatches=2)
+    net, opt, batches = program.made()
+    with pytest.raises(
+        UsageError, match=r"2 normalise over a batch of 6 samples, and the plan computes 2 microbatches"
+    ):
+        asa.Job(net, opt, batches, F.cross_entropy, plan, batch_norm="exact")
+    net, opt, batches = program.made()
+    with pytest.warns(UserWarning, match=r"forward changes 0\.mean: 2 times a step"):
+        asa.Job(net, opt, batches, F.cross_entropy, plan)

@@ -180,3 +180,41 @@ def test_a_job_clips_the_norm_of_the_whole_model() -> None:
     for states in run_ranks(2, jobs, plans, threads=1, timeout_s=60):
         for state in states:
             assert user.distance(state, wanted) < 1e-10
+
+
+def scheduled(
+    out: Path | None, epochs: int, *, every: str = "epoch", resume: bool = False
+) -> tuple[list[float], State]:
+    net = user.model()
+    opt = user.optimizer(net)
+    kinds = [torch.optim.lr_scheduler.StepLR(opt, 2, 0.5), torch.optim.lr_scheduler.MultiStepLR(opt, [1, 3], 0.7)]
+    job = asa.Job(
+        net, opt, user.loader(), loss_fn, scheduler=kinds, scheduler_every=every, out=out, resume=resume, cache=None
+    )  # type: ignore[arg-type]
+    job.run(epochs)
+    found = [g["lr"] for g in opt.param_groups], job.state_dict()
+    job.close()
+    return found
+
+
+@pytest.mark.parametrize("every", ["epoch", "step"])
+def test_a_job_keeps_its_schedules_and_resumes_them(tmp_path: Path, every: str) -> None:
+    rates, state = scheduled(None, 4, every=every)
+    steps = 4 if every == "epoch" else 16
+    wanted = 0.5 ** (steps // 2) * 0.7**2
+    assert rates == pytest.approx([0.05 * wanted, 0.02 * wanted])
+    scheduled(tmp_path / "run", 2, every=every)
+    again, resumed = scheduled(tmp_path / "run", 4, every=every, resume=True)
+    assert again == pytest.approx(rates)
+    assert user.distance(resumed, state) < 1e-12
+
+
+def test_schedules_that_cannot_be() -> None:
+    net, other = user.model(), user.model()
+    opt = user.optimizer(net)
+    foreign = torch.optim.lr_scheduler.StepLR(user.optimizer(other), 1)
+    with pytest.raises(UsageError, match="StepLR is a schedule of another optimizer"):
+        asa.Job(net, opt, user.loader(), loss_fn, scheduler=foreign)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(opt)
+    with pytest.raises(UsageError, match="looks at the loss of an epoch"):
+        asa.Job(net, opt, user.loader(), loss_fn, scheduler=plateau, scheduler_every="step")

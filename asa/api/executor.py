@@ -19,8 +19,10 @@ from asa.api.batches import GlobalBatches, Share, moved, rows_of, samples_in
 from asa.api.clipping import clip, understood_by_torch
 from asa.api.optimizers import Rebinding
 from asa.api.place import Place
+from asa.api.schedules import FILE, Schedules
 from asa.api.validation import mean_loss
 from asa.errors import AsaError, PreemptedError, UsageError
+from asa.executor import checkpoint
 from asa.executor.checkpoint import Manifest
 from asa.executor.clock import StepClock
 from asa.executor.keeper import Keeper
@@ -67,9 +69,10 @@ class UserExecutor(PlannedExecutor):
         announce: Announce,
         folder: Path | None,
         run: str,
+        schedules: Schedules,
         max_norm: float | None = None,
     ) -> None:
-        self._max_norm = max_norm
+        self._max_norm, self._schedules = max_norm, schedules
         self._build, self._settings, self._rebinding, self._data = build, settings, rebinding, data
         self._place, self._votes, self.announce, self._folder = place, place.votes, announce, folder
         self.stop = StopRequest()
@@ -81,7 +84,7 @@ class UserExecutor(PlannedExecutor):
         waits.on = settings.observe
         self._keeper = Keeper(
             folder=folder or Path(), run=run, settings=settings, num_samples=self._samples, votes=self._votes,
-            announce=announce,
+            announce=announce, more=lambda: {FILE: schedules.state()},
         )  # fmt: skip
         self._worker = self._worker_of(build(plan, tuple(range(plan.num_ranks))), LossScale(plan.precision))
         norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for c in self.model.components for m in c.modules())
@@ -154,6 +157,7 @@ class UserExecutor(PlannedExecutor):
                 if not self._done:
                     raise UsageError("the loader yields no batch that is large enough for all ranks")
                 self._running, self._epoch, self._done = None, self._epoch + 1, 0
+                self._schedules.epoch_ended(math.nan)
                 continue
             self._done += share.total
             if self.trainable(share.total):
@@ -204,6 +208,7 @@ class UserExecutor(PlannedExecutor):
                 clip(model, self._max_norm)
             faults.reached("optimizer")
             worker.optimizer.step()
+            self._schedules.stepped()
         worker.clock.mark()
         self._step += 1
 
@@ -252,12 +257,16 @@ class UserExecutor(PlannedExecutor):
         self._epoch, self._done, self._warm = epoch + 1, 0, pace.warm
         self.model.average_buffers()
         if stopping:  # whoever asks may not wait for a validation
+            self._schedules.epoch_ended(pace.train_loss)
             self.save(epoch)
+        loss = self._validate()
+        if not stopping:
+            self._schedules.epoch_ended(pace.train_loss if math.isnan(loss) else loss)
         return EpochOutcome(
             step=self._step,
             seconds=time.perf_counter() - began,
             train_loss=pace.train_loss,
-            validation_loss=self._validate(),
+            validation_loss=loss,
             validation_accuracy=math.nan,
             learning_rate=float(self.optimizer.param_groups[0]["lr"]),
             measurements=pace.measurements(None),
@@ -317,6 +326,8 @@ class UserExecutor(PlannedExecutor):
             if getattr(manifest, name) != mine:
                 raise UsageError(f"the checkpoint was made with {name} {getattr(manifest, name)}, this job has {mine}")
         self._keeper.restore(self._worker, path, manifest)
+        if any(file.name == FILE for file in manifest.files):
+            self._schedules.restore(checkpoint.read(path, FILE))
         self._epoch, self._done = divmod(manifest.position, self._samples)
         self._step, self._saved, self._running = manifest.step, (manifest.step, path), None
         self.advance()
@@ -332,6 +343,7 @@ class UserExecutor(PlannedExecutor):
                 return
             self._done += share.total
         self._running, self._epoch, self._done = None, self._epoch + 1, 0
+        self._schedules.epoch_ended(math.nan)
 
     def migrate(self, plan: Plan, processes: tuple[int, ...] | None = None) -> None:
         """Continue under ``plan``: same weights, optimizer state and sample order. All processes move, or none does.

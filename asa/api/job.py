@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import secrets
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
@@ -12,17 +13,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from asa.api.batches import GlobalBatches
 from asa.api.executor import UserData, UserExecutor
 from asa.api.loop import cache_folder, example_of
 from asa.api.names import StateNames
+from asa.api.notes import check_exact, differing, trained_norms
 from asa.api.optimizers import Rebinding, check_shared, planned_as, whole_because
 from asa.api.optimizers import elementwise as known_elementwise
 from asa.api.place import find_place, same_weights
 from asa.api.placed import MEETING_S
 from asa.api.planned import Wishes, agreed_plan, checked_plan, on_all_ranks
 from asa.api.planning import check_plain, device_of, one_tensor, shaped
+from asa.api.schedules import Schedules
 from asa.errors import UsageError
 from asa.executor import checkpoint
 from asa.executor.checkpoint import Manifest
@@ -81,6 +85,8 @@ class Job:
         device: str = "auto",
         elementwise: bool | None = None,
         max_norm: float | None = None,
+        scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
+        scheduler_every: Literal["epoch", "step"] = "epoch",
         seed: int = 0,
         log_every: int = 50,
         keep: int = 2,
@@ -101,6 +107,8 @@ class Job:
             save_every: seconds of training (or ``"10m"``) after which a checkpoint is written inside an epoch, too.
             split: makes ``(input, labels)`` of a batch; by default its first and second item.
             max_norm: gradients are scaled so that their norm over the whole model is at most this, in every step.
+            scheduler: of the learning rate, one or several over ``optimizer``; the job steps them (after every epoch,
+                or after every update: ``scheduler_every``), keeps them in its checkpoints and resumes them.
             seed: of the order of samples (one order per epoch) and of dropout.
             on_event: hears, on rank 0, what ``asa train`` writes to its log.
             model, optimizer, loader, and the others: as for :func:`asa.parallelize`.
@@ -121,6 +129,7 @@ class Job:
         except ValueError as error:
             raise UsageError(f"save_every: {error}") from None
         check_plain(model)
+        schedules = Schedules(optimizer, scheduler, scheduler_every)
         self._place = place = find_place(device, timeout_s)
         self._stack = ExitStack()
         self._replan = replan
@@ -135,6 +144,7 @@ class Job:
             global_batch=batches.batch_size, optimizer=planned_as(optimizer), pipelines=True, strategies=strategies,
             pins=pins, memory_bytes=memory_bytes, cluster=cluster, precision=precision, time_limit_s=time_limit_s,
             cache=cache_folder(cache), whole_because=whole_because(optimizer, model, elementwise),
+            at_once=batch_norm == "exact" and bool(trained_norms(model)),
         )  # fmt: skip
         self._wishes, self._origins = wishes, None
         if plan == "auto":
@@ -147,6 +157,9 @@ class Job:
             timeout_s=timeout_s, optimizer=wishes.optimizer, observe=observe, save_every_s=saving,
         )  # fmt: skip
 
+        norms = trained_norms(model)
+        if batch_norm == "exact":
+            check_exact(chosen, norms)
         self._names = StateNames(model)
         spare = Blank(model) if replan and place.ranks > 1 else None
         plain = [model]
@@ -159,8 +172,11 @@ class Job:
             made = materialize(
                 wanted, fresh, example.to(device_of(fresh)), rank=place.rank, strategies=offered(),
                 device=place.device, seed=seed, batch_norm=batch_norm, timeout_s=timeout_s, processes=processes,
+                keyed_draws=True,
             )  # fmt: skip
             made.meet = votes.meet
+            for line in differing(wanted, norms, made.changed, batch_norm) if place.rank == 0 else ():
+                warnings.warn(line, stacklevel=4)
             return made
 
         found: tuple[Path, Manifest] | None = None
@@ -178,6 +194,7 @@ class Job:
             announce=(on_event or (lambda _: None)) if place.rank == 0 else (lambda _: None),
             folder=None if out is None else Path(out) / CHECKPOINTS,
             run=str(votes.tell(secrets.token_hex(4))),
+            schedules=schedules,
             max_norm=max_norm,
         )
         give_back_freed_memory()  # the model was traced and cut up

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from asa.api.batches import GlobalBatches
 from asa.api.names import StateNames
+from asa.api.notes import differing, trained_norms
 from asa.api.optimizers import Rebinding, check_shared, others_over, planned_as, whole_because
 from asa.api.optimizers import elementwise as known_elementwise
 from asa.api.place import find_place, same_weights
@@ -120,13 +121,15 @@ def parallelize(
             f"the plan has {len(chosen.stages)} stages and {chosen.num_microbatches} microbatches: a loop of one's own "
             "runs one of each; use asa.Job, or plan without pipelines"
         )
-    names = StateNames(model)
+    names, norms = StateNames(model), trained_norms(model)
     parallel = materialize(
         chosen, model, example.to(device_of(model)), rank=place.rank, strategies=offered(), device=place.device,
-        seed=seed, batch_norm=batch_norm, timeout_s=timeout_s,
+        seed=seed, batch_norm=batch_norm, timeout_s=timeout_s, keyed_draws=True,
         outer=Layout(width=place.ranks, data=place.ranks, tensor=1),
     )  # fmt: skip
     parallel.meet = place.votes.meet
+    for line in differing(chosen, norms, parallel.changed, batch_norm) if place.rank == 0 else ():
+        warnings.warn(line, stacklevel=2)
     placed = PlacedModel(parallel, place, names=names)
     placed.begin(model.training)
     for rebinding in rebindings:

@@ -55,6 +55,8 @@ class Wishes:
     cache: Path | None = None
     whole_because: str = ""
     """Why every parameter is to stay whole; empty where ranks may hold parts."""
+    at_once: bool = False
+    """Whether a batch is to be computed at once, without microbatches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +197,8 @@ def on_all_ranks(profile: Profile, cluster: Cluster, ranks: int, wishes: Wishes)
         uneven=wishes.pipelines,
     )
     plans = solve(profile, cluster, strategies, request)
-    usable = (_whole(plan, ranks) for plan in plans if wishes.pipelines or plan.num_microbatches == 1)
+    any_parts = wishes.pipelines and not wishes.at_once
+    usable = (_whole(plan, ranks) for plan in plans if any_parts or plan.num_microbatches == 1)
     found = next((plan for plan in usable if plan is not None), None)
     if found is not None:
         return found
@@ -275,6 +278,7 @@ class Kept:
             "ranks": place.ranks,
             "batch": wishes.global_batch,
             "optimizer": wishes.optimizer,
+            "at_once": wishes.at_once,
             "elementwise": not wishes.whole_because,
             "pipelines": wishes.pipelines,
             "strategies": wishes.strategies,

@@ -34,6 +34,8 @@ class Keeper:
     num_samples: int
     votes: Votes
     announce: Announce
+    more: Callable[[], dict[str, dict[str, Tensor]]] = dict
+    """Further files of a checkpoint, by name."""
 
     def save(self, worker: Worker, *, step: int, position: int) -> Path:
         """Commit a checkpoint; the plan's rank 0 writes, all vote. Where it is, as far as this rank knows.
@@ -49,6 +51,7 @@ class Keeper:
         tensors = {
             checkpoint.MODEL: full_state(worker.model, kept=writes, lent=True),
             checkpoint.OPTIMIZER: full_optimizer_state(worker.model, worker.optimizer, kept=writes, lent=True),
+            **self.more(),
         }
         path = self.folder
         error: Exception | None = None

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from asa.errors import InvalidInputError, UsageError
 from asa.executor.groups import Groups, Purpose, groups_of
@@ -31,6 +32,8 @@ from asa.schedules import schedules
 from asa.sharding.axis import SOLO, Axis
 from asa.sharding.batchnorm import synchronise
 from asa.sharding.boundary import Crossing
+from asa.sharding.drawn import keyed
+from asa.sharding.generators import FOREIGN, drawing
 from asa.sharding.propagate import SplitPlan
 from asa.sharding.randomness import make_reproducible
 from asa.sharding.recompute import recompute
@@ -39,6 +42,7 @@ from asa.sharding.tensor import plan_split
 from asa.sharding.transfer import Link
 from asa.tracing import TracedModel, trace
 from asa.tracing.component import TracedComponent
+from asa.tracing.preserve import preserved
 
 BatchNormMode = Literal["local", "exact"]
 
@@ -220,6 +224,7 @@ def materialize(
     outer: Layout | None = None,
     alike: bool = False,
     processes: tuple[int, ...] | None = None,
+    keyed_draws: bool = False,
 ) -> ParallelModel:
     """Build the part of ``model`` under ``plan`` of process ``rank`` of the run. Collective: all call it with equal
     weights, those that run no rank of the plan (``processes[i]`` runs rank i; rank i itself where None) included.
@@ -229,7 +234,8 @@ def materialize(
     the model is traced and before anything is split, ``stand_in`` for every component of the rank's stage.
     ``timeout_s``: how long a rank waits for the others in any collective of the plan. ``outer``: the layout in which
     ranks hand in their rows and get their outputs, in a plan of one stage; as the plan has it where None. ``alike``:
-    the ranks' weights are known to be equal, so that none are sent before the first step.
+    the ranks' weights are known to be equal, so that none are sent before the first step. ``keyed_draws``: numbers that
+    the model's own code draws are made a function of seed, step and sample; for that ``example`` is run once more.
 
     Raises:
         InvalidInputError: the plan's components are not the model's.
@@ -259,9 +265,16 @@ def materialize(
         prepare(traced)
     around = _Surroundings(plan, own, timeout_s, outer, alike, runs)
     links = _links(around, traced)
-    traced, elsewhere = _own_part(traced, position)
     context = SampleContext(seed=seed)
-    make_reproducible(traced.components, context)
+    found: dict[str, tuple[str, ...]] = {}
+    changed: tuple[str, ...] = ()
+    if keyed_draws and not isinstance(model, TracedModel):
+        make_reproducible(traced.components, context)
+        found, changed = _looked_at(model, traced, example, context)
+        traced, elsewhere = _own_part(traced, position)
+    else:
+        traced, elsewhere = _own_part(traced, position)
+        make_reproducible(traced.components, context)
     crossings = [None if b is None else around.crossing(b) for b in _boundaries(position, traced.components, outer)]
     assignments = position.assignments(plan)
     for component, assignment, layout in zip(traced.components, assignments, position.layouts, strict=True):
@@ -271,6 +284,8 @@ def materialize(
             synchronise(component, around.data_axis(layout))
         if stand_in is not None:
             stand_in(component, assignment, tensor_axis)
+        if component.name in found:
+            keyed(component, context, foreign=FOREIGN in found[component.name])
         if assignment.checkpoint:
             recompute(component, context, alone=tensor_axis.size == 1 and batch_norm == "local")
         component.to(device)
@@ -280,7 +295,7 @@ def materialize(
         plan, traced, placed, crossings[-1], context, around.groups, runs, device,
         position=position, links=links, order=order, elsewhere=elsewhere,
     )  # fmt: skip
-    made.modes = modes
+    made.modes, made.changed = modes, changed
     modes.restore(made.components)
     modes.check(made.components)
     return made
@@ -297,6 +312,25 @@ def _idle(
         plan, traced, [], None, SampleContext(), groups, processes, device,
         position=position, links=Links(), order=order, elsewhere=elsewhere,
     )  # fmt: skip
+
+
+def _looked_at(
+    model: nn.Module, traced: TracedModel, example: Tensor, context: SampleContext
+) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
+    """Components that draw numbers of their own when they train, and by what; names of buffers that change then."""
+    if example.is_meta or any(p.is_meta for p in model.parameters()):
+        return {}, ()
+    batch = example[torch.arange(2, device=example.device) % len(example)]
+    context.samples, context.total, context.rows = torch.arange(2), 2, slice(0, 2)
+    with preserved(model):
+        for component in traced.components:
+            component.train()
+        norms = {id(b) for m in model.modules() if isinstance(m, _NormBase) for b in m.buffers(recurse=False)}
+        before = {name: (b, b._version) for name, b in model.named_buffers() if id(b) not in norms}
+        found = drawing(traced.components, batch)
+        now = dict(model.named_buffers())
+        changed = (n for n, (b, version) in before.items() if now.get(n) is not b or b._version != version)
+        return found, tuple(changed)
 
 
 def _own_part(traced: TracedModel, position: Position) -> tuple[TracedModel, frozenset[str]]:

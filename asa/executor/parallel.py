@@ -129,6 +129,8 @@ class ParallelModel:
         self.owner = {p: i for u in self._updates for p, i in zip(u.parameters, u.owner, strict=True)}
         self.training = True
         self.modes = Modes()
+        self.changed: tuple[str, ...] = ()
+        """Names of buffers, other than BatchNorm's, that a forward in training changes."""
         self.meet: Callable[..., None] = _nobody
         self._rows: dict[int, list[slice]] = {}
         if device.type == "cuda":  # elsewhere FSDP waits for what it gathers
@@ -251,13 +253,14 @@ class ParallelModel:
         """
         context, total = self.context, len(samples)
         context.step, context.total = step, total
+        context.start = int(samples[0]) if total and samples.device.type == "cpu" else 0
         if self.training:
             self.reduction.begin()
         sides: dict[str, Tensor] = {}
         for place, rows in zip(self._placed, self._rows_of(total), strict=True):
             if place.entry is not None:
                 value = place.entry(value, total)
-            context.samples = samples[rows]
+            context.samples, context.rows = samples[rows], rows
             value, *extra = place.module(value)
             if extra:
                 for name, side in zip(place.segment.side_names(), extra, strict=True):

@@ -10,8 +10,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from asa.tracing.component import TracedComponent
+from asa.tracing.preserve import foreign_random, foreign_state
 
 _SHOWN = 3
+
+FOREIGN = "Python's or numpy's random"
+"""In the place of an operator of torch's."""
 
 
 class _Watch(TorchDispatchMode):
@@ -43,14 +47,17 @@ def drawing(components: Iterable[TracedComponent], batch: Tensor) -> dict[str, t
     """Components, as :func:`asa.sharding.randomness.make_reproducible` leaves them, that draw by themselves in the mode
     they are in, and with which of torch's operators.
 
-    ``batch``: the model's input, on the components' device; their context knows its samples. Numbers drawn in Python or
-    by numpy are not seen.
+    ``batch``: the model's input, on the components' device; their context knows its samples. Python's own generator and
+    numpy's are named :data:`FOREIGN`; others are not seen.
     """
     found = {}
     with torch.no_grad(), torch.random.fork_rng(devices=[batch.device] if batch.is_cuda else []):
         for component in components:
-            with _Watch(batch.device) as watch:
+            before = foreign_state()
+            with _Watch(batch.device) as watch, foreign_random():
                 batch = component(batch)[0]
+                if foreign_state() != before:
+                    watch.found[FOREIGN] = None
             if watch.found:
                 found[component.name] = tuple(watch.found)
     return found

@@ -7,8 +7,8 @@ time where forward changes them, and running statistics stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 
 from torch import Tensor, is_grad_enabled, nn
@@ -80,15 +80,30 @@ def _as_before(
         context.become(now)
 
 
+class _EveryTime:
+    """A context that may be entered again: a program may go back through one forward more than once."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[object]]) -> None:
+        self._make, self._inside = make, ExitStack()
+
+    def __enter__(self) -> None:
+        self._inside.enter_context(self._make())
+
+    def __exit__(self, *_: object) -> None:
+        self._inside.close()
+
+
 class _Recomputed:
     """Stands in for a component's ``forward``: wrappers put their hooks around it, and gather weights once for both."""
 
     def __init__(self, component: TracedComponent, context: SampleContext, *, alone: bool) -> None:
         self._component, self._context, self._alone = component, context, alone
-        self._run, self._moving = partial(TracedComponent.forward, component), _Moving()
+        run = component.__dict__.get("forward", partial(TracedComponent.forward, component))
+        self._run, self._moving = run, _Moving()
 
     def _contexts(self, buffers: _Buffers) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
-        return nullcontext(), _as_before(self._component, self._context, self._context.copy(), buffers)
+        before = self._context.copy()
+        return nullcontext(), _EveryTime(lambda: _as_before(self._component, self._context, before.copy(), buffers))
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         if not (self._component.training and is_grad_enabled()):

@@ -23,13 +23,16 @@ from asa.zoo.data import draws
 class SampleContext:
     """Which samples are being computed: set by the executor before every microbatch and component.
 
-    ``samples``: global indices of the rows this rank computes; ``total``: rows of the microbatch on all ranks.
+    ``samples``: global indices of the rows this rank computes; ``total``: rows of the microbatch on all ranks, of which
+    ``rows`` are this rank's; ``start``: global index of its first sample.
     """
 
     seed: int = 0
     step: int = 0
     samples: Tensor | None = None
     total: int = 0
+    rows: slice = field(default_factory=lambda: slice(0, 0))
+    start: int = 0
     _calls: Counter[str] = field(default_factory=Counter)
     _counted: tuple[int, Tensor | None] = (0, None)
     """Step and samples that ``_calls`` were counted with."""
@@ -41,6 +44,7 @@ class SampleContext:
     def become(self, other: SampleContext) -> None:
         """Take over what ``other`` says; whoever refers to this one sees it."""
         self.seed, self.step, self.samples, self.total = other.seed, other.step, other.samples, other.total
+        self.rows, self.start = other.rows, other.start
         self._calls, self._counted = other._calls.copy(), other._counted
 
     def call(self, site: str) -> int:

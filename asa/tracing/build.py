@@ -17,7 +17,7 @@ from asa.tracing.cuts import Cut, Observation, constants, find_cuts, in_both, ob
 from asa.tracing.facts import ComponentFacts, measure
 from asa.tracing.fingerprint import code, model_fingerprint
 from asa.tracing.merge import Unit, join_shared, merge
-from asa.tracing.preserve import mode, preserved
+from asa.tracing.preserve import foreign_state, mode, preserved
 from asa.tracing.program import CONSTANT, Program
 from asa.tracing.tracer import reason_of, trace_mode
 from asa.tracing.verify import disagreement
@@ -194,7 +194,10 @@ def trace(model: nn.Module, example: Tensor, *, name: str, known: str = "") -> T
     traced: TracedModel | None = None
     with preserved(model), torch.enable_grad():
         try:
+            before = foreign_state()
             programs = (trace_mode(model, True, (small, large)), trace_mode(model, False, (small, large)))
+            if foreign_state() != before:
+                raise fx.proxy.TraceError("its forward draws from Python's or numpy's generators")
             programs = _one_graph(*programs) if small.is_meta else programs
             if not small.is_meta:
                 _rename_constants(*programs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -63,6 +65,28 @@ def _refuse_scripted(model: nn.Module) -> None:
             raise InvalidInputError(f"{what} TorchScript; hand in the module that torch.jit made it from")
 
 
+def foreign_state() -> tuple[Any, ...]:
+    """Where Python's own generator is, and numpy's, if numpy is in use."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return (random.getstate(),)
+    name, words, *more = numpy.random.get_state()
+    return (random.getstate(), name, words.tobytes(), *more)
+
+
+@contextmanager
+def foreign_random() -> Iterator[None]:
+    """Inside, Python's and numpy's generators may go on; outside they are where they were."""
+    numpy = sys.modules.get("numpy")
+    ours, theirs = random.getstate(), None if numpy is None else numpy.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(ours)
+        if numpy is not None:
+            numpy.random.set_state(theirs)
+
+
 @contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
     """Restore ``model``'s modes, attributes and buffer values, and the random state, on the way out.
@@ -75,7 +99,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     devices = sorted({t.device.index or 0 for t in (*model.parameters(), *model.buffers()) if t.is_cuda})
     try:
-        with torch.random.fork_rng(devices=devices):
+        with torch.random.fork_rng(devices=devices), foreign_random():
             yield
     finally:
         for module, before in state:

@@ -1,0 +1,58 @@
+"""What differs from one device under a plan, in one sentence each: said once, before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from asa.errors import UsageError
+from asa.ir.plan import Plan
+
+
+def trained_norms(model: nn.Module) -> list[str]:
+    """Names of BatchNorm modules that are to normalise by what they see: all but those that came in evaluation mode."""
+    whole = not model.training
+    return [n for n, m in model.named_modules() if isinstance(m, _BatchNorm) and (m.training or whole)]
+
+
+def check_exact(plan: Plan, norms: Sequence[str]) -> None:
+    """Refuse a plan under which BatchNorm cannot see all samples of a batch, where it is to.
+
+    Raises:
+        UsageError: the plan has microbatches.
+    """
+    if norms and plan.num_microbatches > 1:
+        raise UsageError(
+            f"batch_norm='exact' has {norms[0]} normalise over a batch of {plan.global_batch} samples, and the plan "
+            f"computes {plan.num_microbatches} microbatches one after another; plan without microbatches, or take "
+            "batch_norm='local'"
+        )
+
+
+def differing(
+    plan: Plan, norms: Sequence[str], changed: Sequence[str], batch_norm: Literal["local", "exact"]
+) -> list[str]:
+    """Sentences about ``norms`` (:func:`trained_norms`) and other buffers that forward ``changed``."""
+    said = []
+    ranks, parts = max(layout.data for layout in plan.layouts()), plan.num_microbatches
+    share = max(1, plan.global_batch // (ranks * parts))
+    if norms and batch_norm == "local" and ranks * parts > 1:
+        said.append(
+            f"BatchNorm ({_several(norms)}) normalises over the {share} samples that a rank computes at once, not over "
+            f"the {plan.global_batch} of a batch" + ("; batch_norm='exact' does that" if parts == 1 else "")
+        )
+    if changed and parts > 1:
+        said.append(f"forward changes {_several(changed)}: {parts} times a step, once for each microbatch")
+    if changed and ranks > 1:
+        said.append(
+            f"forward changes {_several(changed)}: on each rank by the samples it computes, and averaged when the "
+            "loader is through"
+        )
+    return said
+
+
+def _several(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

@@ -1,0 +1,82 @@
+"""Schedules of a Job's learning rate: stepped with the training, kept in its checkpoints, resumed with it."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from asa.errors import UsageError
+
+Every = Literal["epoch", "step"]
+
+FILE = "schedules.safetensors"
+"""Of a checkpoint: the schedules, and the numbers of the optimizer's groups."""
+
+
+class Schedules:
+    """The schedulers of one optimizer, which step after every epoch or after every update."""
+
+    def __init__(
+        self, optimizer: Optimizer, schedulers: LRScheduler | Sequence[LRScheduler] | None, every: Every
+    ) -> None:
+        """Raises:
+        UsageError: a scheduler of another optimizer, or one that wants a loss after every step.
+        """
+        if every not in ("epoch", "step"):
+            raise UsageError(f"a schedule steps every 'epoch' or every 'step', asked {every!r}")
+        given = [] if schedulers is None else [schedulers] if isinstance(schedulers, LRScheduler) else list(schedulers)
+        for each in given:
+            if each.optimizer is not optimizer:
+                raise UsageError(f"{type(each).__name__} is a schedule of another optimizer than the Job's")
+            if isinstance(each, ReduceLROnPlateau) and every == "step":
+                raise UsageError("ReduceLROnPlateau looks at the loss of an epoch: scheduler_every='epoch'")
+        self._optimizer, self._schedulers, self._every = optimizer, given, every
+
+    def stepped(self) -> None:
+        """After an update."""
+        if self._every == "step":
+            for each in self._schedulers:
+                each.step()
+
+    def epoch_ended(self, loss: float) -> None:
+        """After an epoch, whose ``loss`` is that over the validation data where there are any; not a number where no
+        loss was taken, which a schedule that looks at it passes over."""
+        if self._every == "epoch":
+            for each in self._schedulers:
+                if isinstance(each, ReduceLROnPlateau):
+                    if not math.isnan(loss):
+                        each.step(loss)
+                else:
+                    each.step()
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps of them."""
+        groups = [{k: v for k, v in g.items() if k != "params"} for g in self._optimizer.param_groups]
+        buffer = io.BytesIO()
+        torch.save({"groups": groups, "schedules": [s.state_dict() for s in self._schedulers]}, buffer)
+        return {"schedules": torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Go on as :meth:`state` was.
+
+        Raises:
+            UsageError: it is of other schedules or groups.
+        """
+        found: dict[str, Any] = torch.load(io.BytesIO(state["schedules"].numpy().tobytes()), weights_only=True)
+        groups, schedules = self._optimizer.param_groups, found["schedules"]
+        if len(schedules) != len(self._schedulers) or len(groups) != len(found["groups"]):
+            raise UsageError(
+                f"the checkpoint has {len(schedules)} schedules and {len(found['groups'])} groups of parameters, this "
+                f"job has {len(self._schedulers)} and {len(groups)}"
+            )
+        for group, kept in zip(groups, found["groups"], strict=True):
+            group.update({k: v for k, v in kept.items() if k not in ("foreach", "fused", "capturable")})
+        for each, kept in zip(self._schedulers, schedules, strict=True):
+            each.load_state_dict(kept)

@@ -1,0 +1,120 @@
+"""Numbers that a component's own code draws (``torch.randn_like`` in ``forward``, a coin of Python's): the same under
+every plan, others for other samples.
+
+A component that draws does so from generators made for it in every call, by seed, step, microbatch and its name. Of
+what has a row for each of a rank's samples the rows of the whole microbatch are drawn, and the rank's own are kept;
+what has not is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from asa.sharding.samples import SampleContext, named
+from asa.tracing.component import TracedComponent
+from asa.tracing.preserve import foreign_random
+from asa.zoo.data import draws
+
+_aten = torch.ops.aten
+_FILLING = {
+    _aten.normal_, _aten.uniform_, _aten.bernoulli_, _aten.exponential_, _aten.random_, _aten.log_normal_,
+    _aten.cauchy_, _aten.geometric_,
+}  # fmt: skip
+_ALIKE = {_aten.randn_like, _aten.rand_like, _aten.randint_like}
+_MADE = {_aten.randn, _aten.rand, _aten.randint}
+
+
+class _Drawing(TorchDispatchMode):
+    """Operators that draw do so from ``generator``, for all samples of the microbatch."""
+
+    def __init__(self, context: SampleContext, generator: torch.Generator) -> None:
+        super().__init__()
+        self._total, self._rows = context.total, context.rows
+        self._generator = generator
+
+    def _by_sample(self, shape: Any) -> bool:
+        mine = self._rows.stop - self._rows.start
+        return len(shape) > 0 and shape[0] == mine and mine < self._total
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = dict(kwargs or {})
+        if torch.Tag.nondeterministic_seeded not in func.tags or options.get("generator") is not None:
+            return func(*args, **options)
+        packet, given = func.overloadpacket, {**options, "generator": self._generator}
+        if packet in _FILLING and not any(isinstance(a, Tensor) for a in args[1:]):
+            target = args[0]
+            if not self._by_sample(target.shape):
+                return func(*args, **given)
+            whole = target.new_empty((self._total, *target.shape[1:]))
+            func(whole, *args[1:], **given)
+            return target.copy_(whole[self._rows])
+        if packet in _ALIKE or packet in _MADE:
+            return self._made(packet, func, args, options)
+        if packet is _aten.bernoulli and len(args) == 1:
+            chance = args[0]
+            drawn = self._filled(chance, lambda t: t.uniform_(generator=self._generator))
+            return (drawn < chance).to(chance.dtype)
+        if packet is _aten.native_dropout:
+            x, p, training = args
+            if not training:
+                return func(*args, **options)
+            kept = self._filled(x, lambda t: t.uniform_(generator=self._generator)) >= p
+            return x * kept / (1 - p), kept
+        # Whatever else there is draws from the default generator, which is this one's for now.
+        return func(*args, **options)
+
+    def _filled(self, like: Tensor, fill: Callable[[Tensor], Tensor]) -> Tensor:
+        if not self._by_sample(like.shape):
+            return fill(torch.empty_like(like, memory_format=torch.contiguous_format))
+        return fill(like.new_empty((self._total, *like.shape[1:])))[self._rows]
+
+    def _made(self, packet: Any, func: Any, args: Any, options: dict[str, Any]) -> Any:
+        if packet in _MADE:
+            at = next(i for i, a in enumerate(args) if not isinstance(a, int))  # behind the bounds of randint
+            shape = list(args[at])
+            by_sample = self._by_sample(shape)
+            shape[0:1] = [self._total] if by_sample else shape[0:1]
+            overload = "low_generator" if at == 2 else "generator"
+            made = getattr(packet, overload)(*args[:at], shape, *args[at + 1 :], **options, generator=self._generator)
+            return made[self._rows] if by_sample else made
+        like, *bounds = args
+        made = torch.empty_like(like, **{k: v for k, v in options.items() if k in ("dtype", "layout", "device")})
+        if packet is _aten.randint_like:
+            low, high = bounds if len(bounds) == 2 else (0, *bounds)
+            return self._filled(made, lambda t: t.random_(low, high, generator=self._generator))
+        gaussian = packet is _aten.randn_like
+        return self._filled(made, lambda t: (t.normal_ if gaussian else t.uniform_)(generator=self._generator))
+
+
+def keyed(component: TracedComponent, context: SampleContext, *, foreign: bool) -> None:
+    """Have what ``component`` draws be a function of seed, step and sample. ``foreign``: it draws from Python's or
+    numpy's generators, too."""
+    theirs, site = component.forward, named(f"{component.name} draws")
+
+    def forward(x: Tensor) -> tuple[Tensor, ...]:
+        key = draws.key(context.seed, context.step, context.start, site, context.call(f"{component.name} draws"))
+        generator = torch.Generator(x.device).manual_seed(key & (2**63 - 1))
+        with _seeded(key, foreign), _Drawing(context, generator):
+            return theirs(x)
+
+    component.__dict__["forward"] = forward
+
+
+@contextmanager
+def _seeded(key: int, foreign: bool) -> Iterator[None]:
+    with torch.random.fork_rng(), foreign_random():
+        torch.default_generator.manual_seed(key & (2**63 - 1))
+        if foreign:
+            random.seed(key)
+            numpy = sys.modules.get("numpy")
+            if numpy is not None:
+                numpy.random.seed(key & (2**32 - 1))
+        yield

@@ -1,0 +1,308 @@
+"""Randomly drawn programs under randomly drawn plans: the numbers of one process, or a word about it.
+
+    python benchmarks/fuzz_programs.py [--count 100] [--seed 0] [--ranks 2] [--only 17] [-o records/fuzz_programs.json]
+
+A draw is a model (layers, skips, heads, experts, tables, norms, parts that are frozen or in evaluation), a loss (means
+and penalties over one head or several), a loader (sizes that leave uneven last batches, shuffled or not), an optimizer
+or two of ``torch.optim``, what the loop does beside the usual (accumulation, clipping, schedules, freezing later,
+several backwards, averages), and a plan: layouts, data strategies and recomputation per component. All in float64 on
+forked ranks; the state after two epochs is compared with that of one process. Draw i is a function of the seed and i.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import warnings
+from collections import Counter
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import asa
+from asa.errors import AsaError
+from asa.ir.plan import Plan
+from asa.launch import run_ranks
+from planner_tests.hand_plans import hand_plan
+
+FEATURES, CLASSES, TOKENS = 8, 4, 20
+ALLOWED = 1e-8
+"""Largest relative distance of a tensor that rounding may explain: adaptive steps amplify what is near zero."""
+
+
+class Experts(nn.Module):
+    """One of two maps computes a sample; a third never does."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.maps = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen, out = x[:, 0] > 0.2, torch.zeros_like(x)
+        for map_, mine in zip(self.maps, (chosen, ~chosen, chosen & ~chosen), strict=True):
+            if mine.any():
+                out = out.index_put((mine.nonzero()[:, 0],), map_(x[mine]))
+        return out
+
+
+class Skip(nn.Module):
+    """Adds what a layer makes to what it is given, times a number that is learned."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer, self.gain = nn.Linear(width, width), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gain * F.gelu(self.layer(x))
+
+
+class Net(nn.Module):
+    """A body of random layers with one head or two."""
+
+    def __init__(self, layers: list[str], width: int, heads: int, tokens: bool) -> None:
+        super().__init__()
+        first: nn.Module = (
+            nn.EmbeddingBag(TOKENS, width, sparse="sparse" in layers) if tokens else nn.Linear(FEATURES, width)
+        )
+        made: dict[str, Any] = {
+            "linear": lambda: nn.Sequential(nn.Linear(width, width), nn.GELU()),
+            "wide": lambda: nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, width)),
+            "norm": lambda: nn.LayerNorm(width), "frozen_norm": lambda: nn.BatchNorm1d(width),
+            "skip": lambda: Skip(width), "experts": lambda: Experts(width), "group": lambda: nn.GroupNorm(2, width),
+        }  # fmt: skip
+        self.body = nn.Sequential(first, *(made[name]() for name in layers if name in made))
+        self.heads = nn.ModuleList(nn.Linear(width, CLASSES) for _ in range(heads))
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.body(x)
+        return tuple(head(h) for head in self.heads) if len(self.heads) > 1 else self.heads[0](h)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draw:
+    """A program and how it is spread; ``layout`` and ``data`` by component, taken in turn."""
+
+    number: int
+    layers: tuple[str, ...]
+    width: int
+    heads: int
+    tokens: bool
+    frozen: bool
+    loss: str
+    optimizer: str
+    loop: str
+    samples: int
+    batch: int
+    shuffle: bool
+    layout: tuple[tuple[int, int], ...]
+    data: tuple[str, ...]
+    checkpoint: bool
+
+
+def drawn(seed: int, number: int, ranks: int) -> Draw:
+    """Draw ``number``."""
+    r = random.Random(f"{seed}:{number}")
+    kinds = ["linear", "wide", "norm", "frozen_norm", "skip", "experts", "group"]
+    tokens = r.random() < 0.25
+    layers = tuple(r.choice(kinds) for _ in range(r.randint(1, 4)))
+    optimizer = r.choice(["sgd", "adamw", "adagrad", "rmsprop", "two", "nesterov", "adam_amsgrad"])
+    if tokens and optimizer in ("sgd", "adagrad") and r.random() < 0.5:
+        layers, optimizer = (*layers, "sparse"), "plain"
+    heads = r.choice([1, 1, 2])
+    layouts = [(d, t) for d in range(1, ranks + 1) for t in range(1, ranks + 1) if ranks % (d * t) == 0]
+    alike = r.random() < 0.6
+    batch = r.randint(2, 9)
+    return Draw(
+        number=number, layers=layers, width=r.choice([6, 8, 12]), heads=heads, tokens=tokens, frozen=r.random() < 0.25,
+        loss=r.choice(["mean", "mean", "smoothed", "squares", "second"] + (["penalty"] if not tokens else [])),
+        optimizer=optimizer,
+        loop=r.choice(["usual", "accumulate", "clip", "schedule", "thaw", "two_backwards", "average", "again", "kept"]),
+        samples=r.randint(2 * batch, 4 * batch), batch=batch, shuffle=r.random() < 0.5,
+        layout=tuple((ranks, 1) if alike and r.random() < 0.8 else r.choice(layouts) for _ in range(1 if alike else 4)),
+        data=tuple(r.choice(["replicate", "zero1", "zero2", "zero3"]) for _ in range(1 if alike else 4)),
+        checkpoint=r.random() < 0.2,
+    )  # fmt: skip
+
+
+def made(draw: Draw) -> tuple[nn.Module, Any, DataLoader[Any]]:
+    """The program's model, optimizer and loader: the same every time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(draw.number)
+        net = Net(list(draw.layers), draw.width, draw.heads, draw.tokens).double()
+        x = torch.randint(TOKENS, (draw.samples, 5)) if draw.tokens else torch.randn(draw.samples, FEATURES).double()
+        y = torch.randint(CLASSES, (draw.samples,))
+    for m in net.modules():
+        if isinstance(m, nn.BatchNorm1d):
+            m.eval()
+    if draw.frozen:
+        next(net.parameters()).requires_grad_(False)
+    loader = DataLoader(
+        TensorDataset(x, y), draw.batch, shuffle=draw.shuffle, generator=torch.Generator().manual_seed(1)
+    )
+    return net, _optimizer(draw.optimizer, list(net.parameters())), loader
+
+
+def _optimizer(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    if name == "two":
+        half = len(parameters) // 2
+        first = torch.optim.SGD(parameters[:half], lr=0.05, momentum=0.9)
+        first.second = torch.optim.AdamW(parameters[half:], lr=0.01)  # type: ignore[attr-defined]
+        return first
+    kinds: dict[str, Any] = {
+        "sgd": lambda: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01),
+        "plain": lambda: torch.optim.SGD(parameters, lr=0.05),
+        "nesterov": lambda: torch.optim.SGD(parameters, lr=0.05, momentum=0.8, nesterov=True),
+        "adamw": lambda: torch.optim.AdamW(parameters, lr=0.01, eps=1e-3),
+        "adam_amsgrad": lambda: torch.optim.Adam(parameters, lr=0.01, eps=1e-3, amsgrad=True),
+        "adagrad": lambda: torch.optim.Adagrad(parameters, lr=0.02, eps=1e-3),
+        "rmsprop": lambda: torch.optim.RMSprop(parameters, lr=0.005, eps=1e-2),
+    }
+    found: torch.optim.Optimizer = kinds[name]()
+    return found
+
+
+def _loss(draw: Draw, net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    if draw.loss == "penalty":
+        x = x.detach().requires_grad_()
+    out = net(x)
+    outs = out if isinstance(out, tuple) else (out,)
+    if draw.loss == "second":
+        return F.cross_entropy(outs[-1], y)
+    total = sum(
+        (F.cross_entropy(o, y, label_smoothing=0.1 * (draw.loss == "smoothed")) for o in outs), outs[0].new_zeros(())
+    )
+    if draw.loss == "squares":
+        total = total + 0.1 * sum((o.square().mean() for o in outs), outs[0].new_zeros(()))
+    if draw.loss == "penalty":
+        (slope,) = torch.autograd.grad(outs[0].square().sum(), x, create_graph=True)
+        total = total + 0.1 * (slope.norm(dim=1) - 1).square().mean()
+    return total
+
+
+def loop(draw: Draw, net: nn.Module, opt: Any, batches: Any) -> dict[str, Tensor]:
+    """What the program does; its state behind that."""
+    optimizers = [opt, *([opt.second] if draw.optimizer == "two" else [])]
+    schedules = [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in optimizers if draw.loop == "schedule"]
+    averages = [p.detach().clone() for p in net.parameters()] if draw.loop == "average" else []
+    for epoch in range(2):
+        if draw.loop == "thaw":
+            first, *_, last = net.parameters()
+            first.requires_grad_(epoch == 1)
+            last.requires_grad_(epoch == 0)
+        for i, (x, y) in enumerate(batches):
+            if draw.loop != "accumulate" or i % 2 == 0:
+                for o in optimizers:
+                    o.zero_grad(set_to_none=draw.loop != "again")
+            loss = _loss(draw, net, x, y)
+            loss.backward(retain_graph=draw.loop == "two_backwards")
+            if draw.loop == "two_backwards":
+                (0.5 * loss).backward()
+            if draw.loop == "again":
+                _loss(draw, net, x, y).backward()
+            if draw.loop == "kept":
+                before = [p.grad for p in net.parameters()]
+                for o in optimizers:
+                    o.zero_grad()
+                _loss(draw, net, x, y).mul(2).backward()
+                for p, g in zip(net.parameters(), before, strict=True):
+                    if g is not None and p.grad is not None:
+                        p.grad = p.grad - 0.5 * g
+            if draw.loop == "clip":
+                nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+            if draw.loop != "accumulate" or i % 2 == 1:
+                for o in optimizers:
+                    o.step()
+            for a, p in zip(averages, net.parameters(), strict=bool(averages)) if averages else ():
+                a.mul_(0.5).add_(p.detach(), alpha=0.5)
+        for schedule in schedules:
+            schedule.step()
+    return dict(net.state_dict())
+
+
+def plan_of(draw: Draw, ranks: int) -> Plan:
+    """The plan of a draw."""
+    net, _, loader = made(draw)
+    x = next(iter(loader))[0][:1].repeat(2, 1)
+    found = hand_plan(
+        net, ranks, lambda i, _n: draw.layout[i % len(draw.layout)], input_shape=tuple(x.shape[1:]),
+        num_classes=CLASSES, example=x, data_strategy=lambda i: draw.data[i % len(draw.data)], global_batch=draw.batch,
+    )  # fmt: skip
+    if draw.checkpoint:
+        found = replace(found, components=tuple(replace(c, checkpoint=True) for c in found.components))
+    return found
+
+
+def spread(rank: int, draw: Draw, plan: Plan) -> tuple[str, Any]:
+    """What a rank says of the draw: ("done", state), ("refused", text) or ("broken", text)."""
+    del rank
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        try:
+            net, opt, batches = asa.parallelize(*made(draw), plan=plan, batch_norm="exact")
+            state = loop(draw, net, opt, batches)
+        except AsaError as error:
+            return "refused", f"{type(error).__name__}: {error}"
+        except Exception as error:
+            return "broken", f"{type(error).__name__}: {error}"
+    said = [str(w.message) for w in heard if w.category is UserWarning]
+    return "done", (state, said)
+
+
+def judged(draw: Draw, ranks: int) -> dict[str, Any]:
+    """The verdict on a draw: ``right``, ``refused``, ``warned``, ``silent`` (other numbers without a word), ``broken``
+    (an error that is none of asa's) or ``hung``."""
+    wanted = loop(draw, *made(draw))
+    try:
+        plan = plan_of(draw, ranks)
+        found = run_ranks(ranks, spread, draw, plan, threads=1, timeout_s=30, limit_s=90)
+    except AsaError as error:
+        return {"verdict": "hung", "why": str(error)}
+    kinds = {kind for kind, _ in found}
+    if kinds != {"done"}:
+        kind = "refused" if kinds == {"refused"} else "broken"
+        return {"verdict": kind, "why": next(what for k, what in found if k != "done")}
+    worst = max(
+        (float((state[n] - w).abs().max() / w.abs().max().clamp(min=1e-12)), n)
+        for _, (state, _) in found
+        for n, w in wanted.items()
+        if w.numel()
+    )
+    said = [text for _, (_, heard) in found for text in heard]
+    verdict = "right" if worst[0] <= ALLOWED else "warned" if said else "silent"
+    return {"verdict": verdict, "distance": worst[0], "tensor": worst[1], "said": said[:1]}
+
+
+def main() -> None:
+    """Draw, judge, print what is not right, and write the record."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--only", type=int)
+    parser.add_argument("-o", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    numbers = [args.only] if args.only is not None else range(args.first, args.first + args.count)
+    verdicts: Counter[str] = Counter()
+    rows = []
+    for number in numbers:
+        draw = drawn(args.seed, number, args.ranks)
+        found = judged(draw, args.ranks)
+        verdicts[found["verdict"]] += 1
+        rows.append({**asdict(draw), **found})
+        if found["verdict"] not in ("right",):
+            print(number, found, asdict(draw), flush=True)
+    print(dict(verdicts))
+    if args.o is not None:
+        args.o.write_text(json.dumps({"verdicts": verdicts, "draws": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""A few of the programs that ``benchmarks/fuzz_programs.py`` draws by the hundred."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asa.sharding import replicated
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def script() -> Any:
+    spec = importlib.util.spec_from_file_location("fuzz_programs_script", ROOT / "benchmarks" / "fuzz_programs.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(("seed", "ranks"), [(0, 2), (1, 3)])
+def test_no_program_is_other_than_alone_without_a_word(seed: int, ranks: int) -> None:
+    fuzz = script()
+    for number in range(8 if ranks == 2 else 4):
+        draw = fuzz.drawn(seed, number, ranks)
+        found = fuzz.judged(draw, ranks)
+        assert found["verdict"] in ("right", "refused", "warned"), (draw, found)
+
+
+def test_gradients_that_are_not_averaged_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    fuzz = script()
+    draw = replace(fuzz.drawn(0, 1, 2), layout=((2, 1),), data=("replicate",), heads=1, loss="mean")
+    monkeypatch.setattr(replicated, "sender", lambda _axis: lambda _bucket: lambda: None)
+    assert fuzz.judged(draw, 2)["verdict"] == "silent"
