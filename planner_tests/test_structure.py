@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import asa
-from asa.errors import UsageError
+from asa.errors import InvalidInputError, UsageError
 from asa.sharding.describe import layer_graph
 from asa.sharding.structure import stripped, structure_of
 from asa.tracing import trace
@@ -131,3 +131,13 @@ def test_a_model_without_weights_is_planned_for_a_cluster_that_is_elsewhere():
     assert (plan.num_classes, plan.origin, plan.input_shape) == (shape.vocabulary, "estimated", (256,))
     with pytest.raises(UsageError, match="name the cluster"):
         asa.plan(model, tokens, gpus=8)
+
+
+def test_a_model_that_must_be_run_and_is_larger_than_the_machine_is_refused():
+    class Large(_Asks):
+        def __init__(self):
+            super().__init__()
+            self.third = nn.Linear(2**21, 2**21, device="meta")
+
+    with pytest.raises(InvalidInputError, match="of this machine's"):
+        structure_of(Large, lambda: pytest.fail("built"), torch.zeros(2, 4), name="large", num_classes=4)

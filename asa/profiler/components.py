@@ -44,7 +44,7 @@ class Subject:
 
     ``names`` of the components, in order; ``chains`` by tensor degree, below 0 where tokens are cut, too;
     ``split[t]``: the components that degree t really splits (all of them at 1); ``batch(n)`` is an input of n samples;
-    ``weight`` the bytes of the parameters.
+    ``weight`` the bytes of the parameters. ``like``: components that are equal to one of those, and not measured.
     """
 
     model: nn.Module
@@ -53,6 +53,11 @@ class Subject:
     split: Mapping[int, frozenset[str]]
     batch: Callable[[int], Tensor]
     weight: int
+    like: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def alike(self, name: str) -> tuple[str, ...]:
+        """The component itself and those that its figures are of, too."""
+        return (name, *self.like.get(name, ()))
 
 
 @dataclass
@@ -174,16 +179,19 @@ class Surveyor:
                 continue
             x = self.subject.batch(size)
             try:
-                saved = sum(h.saved for h in measure_memory(chain, x).components)
+                held = zip(self.subject.names, measure_memory(chain, x).components, strict=True)
+                saved = sum(h.saved * len(self.subject.alike(name)) for name, h in held)
                 started = time.perf_counter()
-                chain.lap(x, self.clock)
+                lap = chain.lap(x, self.clock)
                 probes.append((size, time.perf_counter() - started))
             except torch.OutOfMemoryError:
                 raise UnavailableError(f"the device has not enough memory for a step of {size} samples") from None
             chain.clear()
             if len(probes) == 2:
                 break
-        self.forecast = Forecast(probes[0], probes[-1])
+        each = [f + b for f, b in zip(lap.forward, lap.backward, strict=True)]
+        every = sum(t * len(self.subject.alike(n)) for n, t in zip(self.subject.names, each, strict=True))
+        self.forecast = Forecast(probes[0], probes[-1], every / max(sum(each), 1e-12))
         for size in [s for s in possible if s > probes[-1][0]]:
             needed = saved * size / probes[-1][0] + 2 * self.subject.weight
             seconds = (_LEAST + 2) * self.forecast.seconds(size)
@@ -303,11 +311,11 @@ class Surveyor:
         factor = Stat.of(lap.seconds for lap in laps).median / parts if parts else 1.0
         found, spans = (self.sweep.timings, self._spans) if degree > 0 else (self.sweep.by_tokens, self._token_spans)
         for i, name in enumerate(self.subject.names):
-            if name in self.subject.split[degree]:
+            for each in self.subject.alike(name) if name in self.subject.split[degree] else ():
                 spans.append(span)
                 found.append(
                     Timing(
-                        component=name,
+                        component=each,
                         microbatch=size,
                         tensor_degree=abs(degree),
                         forward=scaled(forward[i], factor),

@@ -53,7 +53,9 @@ def line_through(first: tuple[int, float], second: tuple[int, float]) -> Callabl
 class Forecast:
     """Expected seconds of a lap at a microbatch and degree: from a first line, then from what laps really took."""
 
-    def __init__(self, first: tuple[int, float], second: tuple[int, float]) -> None:
+    def __init__(self, first: tuple[int, float], second: tuple[int, float], whole: float = 1.0) -> None:
+        """``whole``: how many times as long as a lap a step of the whole model takes."""
+        self.whole = whole
         self.seconds = line_through(first, second)
         self._taken: dict[int, tuple[int, float]] = {}
 
@@ -66,7 +68,7 @@ class Forecast:
         if degree in self._taken:
             last, seconds = self._taken[degree]
             return seconds * self.seconds(size) / self.seconds(last)
-        return self.seconds(size) * (0.25 + 0.75 / max(abs(degree), 1))
+        return self.seconds(size) * (self.whole if degree == WHOLE else 0.25 + 0.75 / abs(degree))
 
     def fits(self, size: int, degrees: Sequence[int], laps: int, slice_s: float) -> bool:
         """Whether so many laps of each degree, and the one that warms up, end within ``slice_s``."""

@@ -19,6 +19,7 @@ from asa.profiler.chain import Chain
 from asa.profiler.clock import one_thread, scaled, solo_clock_of
 from asa.profiler.components import Subject, Surveyor
 from asa.profiler.effort import degrees_up_to
+from asa.profiler.loss import WithLoss, of_each_token
 from asa.profiler.machine import choose_device, device_record, free_memory, require_precision
 from asa.profiler.tokens import cut_by_tokens, token_chain
 from asa.profiler.updates import measure_dispatch, measure_updates
@@ -29,6 +30,8 @@ from asa.sharding.randomness import make_reproducible
 from asa.sharding.samples import BySample, SampleContext
 from asa.sharding.tensor import detached_copy, split
 from asa.tracing import TracedModel, trace
+from asa.tracing.alike import signature, stand_ins
+from asa.tracing.component import TracedComponent
 from asa.zoo.inputs import Shape, example
 from asa.zoo.models import build
 
@@ -37,6 +40,8 @@ Progress = Callable[[float, str], None]
 
 _UPDATES_SHARE = 0.15
 _EXAMPLE_SAMPLES = 2
+_BEYOND_CACHES = 2**26
+"""Bytes of weights beyond which a component finds none of its own in a cache, whoever ran before it."""
 _DISTURBED = 0.03
 """Share of the core lost to others from which on a profile says so."""
 
@@ -160,7 +165,11 @@ def profile_module(
         precision=precision,
         global_batch=global_batch,
         timings=tuple(sweep.timings),
-        updates=tuple(replace(u, step=scaled(u.step, factor)) for u in updates),
+        updates=tuple(
+            replace(u, component=name, step=scaled(u.step, factor))
+            for u in updates
+            for name in (u.component, *subject.like[u.component])
+        ),
         dispatch_floor_s=factor * floor,
         whole=tuple(sweep.whole),
         skipped=tuple(sweep.skipped),
@@ -202,19 +211,29 @@ def _subject(
     context = SampleContext()
     make_reproducible(traced.components, context)
     limits = {c.name: c.split.max_degree for c in graph.components if c.split is not None}
-    names = tuple(c.name for c in graph.components)
-    chains = {1: Chain(traced.components, device, precision)}
+    places = _measured_in_place_of(traced.components)
+    chosen = sorted(set(places))
+    components = [traced.components[i] for i in chosen]
+    names = tuple(c.name for c in components)
+    like = {graph.components[i].name: tuple(graph.components[j].name for j, p in enumerate(places) if p == i and j != i)
+            for i in chosen}  # fmt: skip
+    words = _words(traced, example.to(device))
+    ended: Callable[[list[nn.Module]], list[nn.Module]] = (
+        (lambda members: [*members[:-1], WithLoss(members[-1])]) if words else (lambda members: members)
+    )
+    chains = {1: Chain(ended(list(components)), device, precision)}
     halves = {1: frozenset(names)}
+    few = replace(graph, components=tuple(graph.components[i] for i in chosen), uncut=None)
     for degree in degrees_up_to(max_tensor_degree, limits.values())[1:]:
         axis = Axis(size=degree, index=degree - 1)
         divided = frozenset(n for n, most in limits.items() if most >= degree)
         members: list[nn.Module] = [
-            split(detached_copy(c, device), axis) if c.name in divided else c for c in traced.components
+            split(detached_copy(c, device), axis) if c.name in divided else c for c in components
         ]
-        chains[degree] = Chain(members, device, precision)
+        chains[degree] = Chain(ended(members), device, precision)
         halves[degree] = divided
-        if halved := cut_by_tokens(graph, degree):
-            chains[-degree] = Chain(token_chain(traced.components, graph, axis, device), device, precision)
+        if halved := cut_by_tokens(few, degree):
+            chains[-degree] = Chain(ended(token_chain(components, few, axis, device)), device, precision)
             halves[-degree] = halved
     for module in (m for chain in chains.values() for c in chain.components for m in c.modules()):
         if isinstance(module, BySample):
@@ -224,7 +243,27 @@ def _subject(
         context.samples, context.total = torch.arange(samples, device=device), samples
         if example.is_floating_point():
             return torch.randn(samples, *example.shape[1:], device=device, dtype=example.dtype)
+        if words:
+            return torch.randint(0, words, (samples, *example.shape[1:]), device=device)
         return example[:1].to(device).expand(samples, *example.shape[1:]).contiguous()
 
     weight = sum(p.numel() * p.element_size() for p in model.parameters())
-    return Subject(model=model, names=names, chains=chains, split=halves, batch=batch, weight=weight)
+    whole = WithLoss(model) if words else model
+    return Subject(model=whole, names=names, chains=chains, split=halves, batch=batch, weight=weight, like=like)
+
+
+def _measured_in_place_of(components: list[TracedComponent]) -> list[int]:
+    """Per component the index of the one whose figures it gets: its own, but inside long rows of equal ones whose
+    weights are many times what a cache holds. Those of smaller models find in a cache what they left there."""
+    places = stand_ins([signature(c) for c in components])
+    held = [sum(p.nbytes for p in components[i].parameters()) for i in set(places)]
+    return places if sum(held) > _BEYOND_CACHES else list(range(len(components)))
+
+
+def _words(traced: TracedModel, x: Tensor) -> int:
+    """Size of the vocabulary of a model that gives logits of every token, 0 of any other."""
+    if x.is_floating_point():
+        return 0
+    with torch.no_grad():
+        output = traced.run(x)
+    return int(output.shape[-1]) if isinstance(output, Tensor) and of_each_token(output, x) else 0

@@ -7,6 +7,7 @@ pieces compute what the model computes is not asked here; it is asked when the m
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -15,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from asa.errors import InvalidInputError
 from asa.ir.graph import LayerGraph
 from asa.ir.profile import Precision
+from asa.ir.units import binary
 from asa.sharding.describe import layer_graph
 from asa.sharding.generators import drawing, told
 from asa.sharding.randomness import make_reproducible
@@ -65,6 +68,7 @@ def _structure(
 ) -> Structure:
     found = _on_meta(bare, example, name)
     if found is None:
+        _check_room(bare, name)
         model = made()
         batch = example.to(next((p.device for p in model.parameters()), torch.device("cpu")))
         found = model, trace(model, batch, name=name), batch
@@ -88,6 +92,24 @@ def _on_meta(bare: Callable[[], nn.Module], example: Tensor, name: str) -> tuple
     except Exception:  # whatever a model may raise that finds no values; with them it says what it means
         return None
     return None if any(" is one " in note for note in traced.notes) else (model, traced, batch)
+
+
+def _check_room(bare: Callable[[], nn.Module], name: str) -> None:
+    """Refuse to run a model whose weights and gradients this machine has no memory for.
+
+    Raises:
+        InvalidInputError: naming them.
+    """
+    try:
+        needed = 2 * sum(p.numel() * p.element_size() for p in bare().parameters())
+    except Exception:  # nothing is known of it; it is built as ever
+        return
+    have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > have / 2:
+        raise InvalidInputError(
+            f"{name} cannot be traced without its weights, because forward asks for values; with them it takes "
+            f"{binary(needed)} of this machine's {binary(have)}: plan a smaller configuration of it"
+        )
 
 
 def stripped(model: nn.Module) -> nn.Module:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from asa.errors import InvalidInputError, UnavailableError, UsageError, place_of
-from asa.zoo.inputs import Shape
+from asa.zoo.inputs import Shape, of_tokens
 from asa.zoo.names import PACKAGES, check_installed
 
 
@@ -149,36 +149,78 @@ def from_timm(spec: str, *, num_classes: int, input_shape: Shape) -> nn.Module:
 
 
 class Logits(nn.Module):
-    """A transformers classifier as a function from pixels to logits [N, classes]."""
+    """A model of transformers as a function from what it reads, pixels or tokens, to logits."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, reads: str) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.reads = model, reads
 
-    def forward(self, pixels: Tensor) -> Tensor:
-        """Logits of ``pixels`` [N, C, H, W]."""
-        return self.model(pixel_values=pixels).logits  # type: ignore[no-any-return]
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of ``x``: pixels [N, C, H, W], or tokens int64 [N, T]."""
+        return self.model(**{self.reads: x}).logits  # type: ignore[no-any-return]
+
+
+_TOKEN_MODELS = ("AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForSequenceClassification")
+"""In the order in which a configuration of text is tried (encoders can be built as causal models, too)."""
 
 
 def from_transformers(spec: str, *, num_classes: int, input_shape: Shape) -> nn.Module:
-    """An image classifier of transformers with fresh weights: a model type (``hf:vit``), or a folder or hub name
-    whose configuration is read.
+    """A model of transformers with fresh weights: a model type (``hf:vit``, ``hf:llama``), or a folder or hub name
+    whose configuration is read. Of images a classifier; of tokens a classifier of sequences where the configuration
+    names one, else a masked or a causal model, of which ``num_classes`` is the vocabulary.
 
     Raises:
         UnavailableError: transformers is not installed, or the configuration cannot be had.
-        InvalidInputError: it is no image classifier, or cannot be built for this input.
+        InvalidInputError: it is no such model, or cannot be built for this input.
     """
     transformers = _package("transformers", spec)
-    name = spec.partition(":")[2]
-    options = {"num_labels": num_classes, "num_channels": input_shape[0], "image_size": input_shape[1]}
+    text = of_tokens(input_shape)
+    options: dict[str, Any] = {"use_cache": False}
+    if not text:
+        options = {"num_labels": num_classes, "num_channels": input_shape[0], "image_size": input_shape[1]}
+    config = _configuration(transformers, spec, options)
     try:
-        if name in transformers.CONFIG_MAPPING:
-            config = transformers.AutoConfig.for_model(name, **options)
-        else:
-            config = transformers.AutoConfig.from_pretrained(name, **options)
-    except Exception as error:
-        raise UnavailableError(f"model {spec!r}: its configuration cannot be had: {first_line(error)}") from None
-    try:
-        return Logits(transformers.AutoModelForImageClassification.from_config(config))
+        if not text:
+            return Logits(transformers.AutoModelForImageClassification.from_config(config), "pixel_values")
+        return Logits(_of_text(transformers, config, num_classes), "input_ids")
     except Exception as error:
         raise InvalidInputError(f"model {spec!r} cannot be built: {first_line(error)}") from None
+
+
+def _configuration(transformers: Any, spec: str, options: dict[str, Any]) -> Any:
+    name = spec.partition(":")[2]
+    try:
+        if name in transformers.CONFIG_MAPPING:
+            return transformers.AutoConfig.for_model(name, **options)
+        return transformers.AutoConfig.from_pretrained(name, **options)
+    except Exception as error:
+        raise UnavailableError(f"model {spec!r}: its configuration cannot be had: {first_line(error)}") from None
+
+
+def told_by_configuration(spec: str) -> int:
+    """The vocabulary of a model of transformers that reads tokens, or its number of classes where it classifies
+    sequences.
+
+    Raises:
+        UnavailableError: transformers is not installed, or the configuration cannot be had.
+    """
+    config = _configuration(_package("transformers", spec), spec, {})
+    return int(config.num_labels if _classifies(config) else config.vocab_size)
+
+
+def _classifies(config: Any) -> bool:
+    return any("SequenceClassification" in a for a in getattr(config, "architectures", None) or [])
+
+
+def _of_text(transformers: Any, config: Any, num_classes: int) -> nn.Module:
+    """The model of tokens that ``config`` is of, for a vocabulary, or a number of classes, of ``num_classes``."""
+    for kind in _TOKEN_MODELS[2:] if _classifies(config) else _TOKEN_MODELS:
+        auto = getattr(transformers, kind)
+        if type(config) not in auto._model_mapping:
+            continue
+        if kind == _TOKEN_MODELS[2]:
+            config.num_labels = num_classes
+        else:
+            config.vocab_size = num_classes
+        return auto.from_config(config)  # type: ignore[no-any-return]
+    raise ValueError(f"{type(config).__name__} is no causal or masked model and no classifier of sequences")

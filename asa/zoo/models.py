@@ -14,7 +14,14 @@ from torch import nn
 
 from asa.errors import UsageError
 from asa.zoo.admission import check_outputs, refusal, told_classes
-from asa.zoo.foreign import first_line, from_factory, from_timm, from_transformers, takes_classes
+from asa.zoo.foreign import (
+    first_line,
+    from_factory,
+    from_timm,
+    from_transformers,
+    takes_classes,
+    told_by_configuration,
+)
 from asa.zoo.inputs import Shape, of_tokens
 from asa.zoo.language import language_model, shape_of
 from asa.zoo.names import check_kind, unknown
@@ -67,6 +74,8 @@ def default_input(spec: str, shape: Shape | None = None, classes: int | None = N
         return shape or (language.tokens,), classes or language.vocabulary
     side = _LARGER_DEFAULTS.get(spec, 32)
     usual = shape or (3, side, side)
+    if not classes and of_tokens(usual) and spec.startswith("hf:"):
+        return usual, told_by_configuration(spec)
     if classes or takes_classes(spec):
         return usual, classes or _CLASSES
     with _seeded(0):

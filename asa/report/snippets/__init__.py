@@ -30,7 +30,7 @@ TOOLS: dict[str, Tool] = {
         recompute="each",
         write=torch_script,
     ),
-    "accelerate": Tool(able=("single", "ddp", "zero1", "zero2", "fsdp"), recompute="all", write=accelerate),
+    "accelerate": Tool(able=("single", "ddp", "zero1", "zero2", "fsdp", "hsdp"), recompute="all", write=accelerate),
     "fabric": Tool(able=("single", "ddp", "zero2", "fsdp", "tensor"), recompute="none", write=fabric),
     "deepspeed": Tool(able=("single", "ddp", "zero1", "zero2", "fsdp"), recompute="none", write=deepspeed),
     "torchtitan": Tool(

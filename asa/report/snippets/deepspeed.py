@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from asa.ir.plan import Plan
-from asa.report.snippets.pieces import header, loss_lines, model_lines
+from asa.report.snippets.pieces import batch_lines, header, loss_lines, model_lines
 from asa.report.whole import Choice
 
 _STAGE = {"single": 0, "ddp": 0, "zero1": 1, "zero2": 2, "fsdp": 3}
@@ -31,7 +31,7 @@ def deepspeed(plan: Plan, choice: Choice) -> str:
     }
     more, build = model_lines(plan)
     loss_import, loss = loss_lines(plan)
-    shape = ", ".join(map(str, plan.input_shape))
+    x, y = batch_lines(plan, str(rows), "device=engine.device")
     literal = json.dumps(config, indent=4).replace("true", "True").replace("false", "False")
     return f"""\
 {header(plan, choice)}#
@@ -47,8 +47,8 @@ model = {build}
 engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=CONFIG)
 for step in range(10 * engine.gradient_accumulation_steps()):
     # Your data here: this rank's rows of a microbatch.
-    x = torch.randn({rows}, {shape}, device=engine.device)
-    y = torch.randint({plan.num_classes}, ({rows},), device=engine.device)
+    x = {x}
+    y = {y}
     loss = {loss}(engine(x), y)
     engine.backward(loss)
     engine.step()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from asa.ir.plan import Plan
-from asa.report.snippets.pieces import CLASSES, RATES, header, listed, loss_lines, model_lines, names
+from asa.report.snippets.pieces import CLASSES, RATES, batch_lines, header, listed, loss_lines, model_lines, names
 from asa.report.whole import Choice
 
 _PRECISION = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
@@ -69,7 +69,7 @@ def fabric(plan: Plan, choice: Choice) -> str:
     shards = 1 if name in ("single", "tensor") else ranks
     rows = max(1, plan.global_batch // (shards * plan.num_microbatches))
     waits = f"part + 1 < {plan.num_microbatches}" if name in ("ddp", "fsdp", "zero2") else "False"
-    shape = ", ".join(map(str, plan.input_shape))
+    x, y = batch_lines(plan, str(rows), "device=fabric.device")
     lines = "\n".join(imports)
     text = f"""\
 {header(plan, choice)}#
@@ -94,8 +94,8 @@ optimizer = fabric.setup_optimizers(optimizer)
 for step in range(10):
     for part in range({plan.num_microbatches}):
         # Your data here: this rank's rows of a microbatch.
-        x = torch.randn({rows}, {shape}, device=fabric.device)
-        y = torch.randint({plan.num_classes}, ({rows},), device=fabric.device)
+        x = {x}
+        y = {y}
         with fabric.no_backward_sync(model, enabled={waits}):
             fabric.backward({loss}(model(x), y) / {plan.num_microbatches})
     optimizer.step()

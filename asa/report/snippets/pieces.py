@@ -40,6 +40,8 @@ def model_lines(plan: Plan) -> tuple[str, str]:
 
 
 def _built_by_asa(plan: Plan) -> bool:
+    if len(plan.input_shape) == 1:
+        return True
     return ":" in plan.model_spec or plan.model_spec in _OWN or plan.input_shape[0] != 3
 
 
@@ -49,6 +51,18 @@ def loss_lines(plan: Plan) -> tuple[str, str]:
     if several or _built_by_asa(plan):
         return "from asa.executor.loss import loss_of", "loss_of"
     return "import torch.nn.functional as F", "F.cross_entropy"
+
+
+def batch_lines(plan: Plan, rows: str, options: str) -> tuple[str, str]:
+    """Expressions for ``rows`` random inputs and labels: images and classes, or tokens and what follows each."""
+    shape = ", ".join(map(str, plan.input_shape))
+    if len(plan.input_shape) == 1:
+        tokens = f"torch.randint({plan.num_classes}, ({rows}, {shape}), {options})"
+        return tokens, tokens
+    return (
+        f"torch.randn({rows}, {shape}, {options})",
+        f"torch.randint({plan.num_classes}, ({rows},), {options})",
+    )
 
 
 def names(plan: Plan, *, tensor: bool = False, checkpoint: bool = False) -> list[str]:

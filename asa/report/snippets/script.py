@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from asa.ir.plan import Plan
 from asa.report.lost import even_batch, parts_of, short
-from asa.report.snippets.pieces import CLASSES, DTYPES, RATES, header, listed, loss_lines, model_lines, names
+from asa.report.snippets.pieces import (
+    CLASSES,
+    DTYPES,
+    RATES,
+    batch_lines,
+    header,
+    listed,
+    loss_lines,
+    model_lines,
+    names,
+)
 from asa.report.whole import Choice
 
 _IMPORTS = {
@@ -80,7 +90,7 @@ def _top(plan: Plan, choice: Choice, imports: tuple[str, ...], constants: list[s
     more, build = model_lines(plan)
     loss, _ = loss_lines(plan)
     batch, microbatches = _cut(plan, choice.name)
-    shape = tuple(plan.input_shape)
+    x, y = batch_lines(plan, "GLOBAL_BATCH", "generator=generator")
     start = f"torchrun --standalone --nproc-per-node {plan.num_ranks} FILE"
     plain = ["import torch", "import torch.distributed as dist"]
     third = sorted(line for line in (loss, more) if line.startswith("import"))
@@ -109,8 +119,8 @@ def _top(plan: Plan, choice: Choice, imports: tuple[str, ...], constants: list[s
         "def batch(step):",
         '    """Your data here: the whole batch, the same on every rank."""',
         "    generator = torch.Generator().manual_seed(step)",
-        f"    x = torch.randn(GLOBAL_BATCH, {', '.join(map(str, shape))}, generator=generator)",
-        f"    return x, torch.randint({plan.num_classes}, (GLOBAL_BATCH,), generator=generator)",
+        f"    x = {x}",
+        f"    return x, {y}",
         "",
         "",
     ]
