@@ -59,7 +59,7 @@ class _Loop:
         executor = self.executor
         current = Placement(plan=executor.plan, processes=executor.processes)
         idle = len(current.processes) < executor.num_processes
-        probe = executor.probe() if self.moved and idle and self.looks % self.policy.probe_every == 0 else None
+        probe = executor.probe() if self.moved and idle and self._due() else None
         self.change = None
         if self.decider is not None:
             left = None if self.total is None else max(0, self.total - step)
@@ -69,6 +69,10 @@ class _Loop:
             for said in self.decider.said:
                 self.announce({**said, "epoch": self.epoch, "step": step})
         return executor.agree(None if self.change is None else self.change.target)
+
+    def _due(self) -> bool:
+        """Whether it is time for a probe: the same on all processes."""
+        return not self.looked or self.looks % self.policy.probe_every == 0
 
     def move(self, target: Placement) -> bool:
         """Change to ``target`` (collective); whether that went well."""
