@@ -166,7 +166,10 @@ class Decider:
             return slowness
         without, seen = replace(slowness, levels=before), math.log(self._step_s(current, measured))
         off = [abs(seen - math.log(self.model.step_s(current, s))) for s in (slowness, without)]
-        if off[1] + LIKE / 2 >= off[0]:
+        changed = max(abs(a - b) for a, b in zip(slowness.levels, before, strict=True))
+        beside = math.log(self.model.cluster.overlap.communication_slowdown) + LIKE
+        # Where the step does not tell, what computation beside it may do to a transfer.
+        if off[1] + _TOLD >= off[0] and (off[1] > off[0] + _TOLD or changed > beside):
             return slowness
         for level, (now, old) in enumerate(zip(slowness.levels, before, strict=True)):
             if abs(now - old) > LIKE:
@@ -341,5 +344,7 @@ class Decider:
         self.reason = why
 
 
+_TOLD = 0.01
+"""Difference of the logarithms of two times that a step can tell apart."""
 _SAME = 0.005
 """Difference of factors below which a plan is not priced anew, and of times that count as equal."""
