@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from functools import cache
 from typing import Any
@@ -229,6 +230,7 @@ def test_figures_that_cannot_be_are_ignored_and_their_rank_is_named(nonsense: fl
     _, events = _run(world, 3)
     assert world.moves == []
     assert [line.split(":")[0] for line in _lines(events)] == ["figures of rank 1 are ignored"]
+    assert all(json.dumps(e, allow_nan=False) for e in events), "a log can hold it"
 
 
 def test_a_run_that_waits_for_data_is_told_so_and_keeps_its_plan() -> None:

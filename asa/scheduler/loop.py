@@ -14,6 +14,7 @@ from asa.ir.codec import fingerprint
 from asa.ir.measurements import EpochRecord, Measurements, Verdict
 from asa.scheduler.costs import Slowness
 from asa.scheduler.decide import Change, Decider
+from asa.scheduler.findings import finite
 from asa.scheduler.model import Model
 from asa.scheduler.policy import Policy, describe
 
@@ -162,7 +163,7 @@ def adapt(
             validation_loss=outcome.validation_loss,
             validation_accuracy=outcome.validation_accuracy,
             learning_rate=outcome.learning_rate,
-            measurements=outcome.measurements,
+            measurements=finite(outcome.measurements),
             verdict=loop.verdict(outcome.measurements),
         )
         # The record before the checkpoint that makes a run go on behind this epoch, the checkpoint before a change of
