@@ -35,10 +35,9 @@ class Promising(Model):
         self.__dict__.update(answer=answer, seconds=move_s, asked=[])
 
     def expected(self, plan: Plan, processes: Sequence[int]) -> Any:
-        """Of the step alone: ranks are not told apart."""
-        return SimpleNamespace(
-            step_s=plan.prediction.step_time_s, own_s=(1.0,) * plan.num_ranks, transfer_s=lambda _transfer: None
-        )
+        """Of the step, and all of it on every rank; nothing of transfers."""
+        step_s = plan.prediction.step_time_s
+        return SimpleNamespace(step_s=step_s, own_s=(step_s,) * plan.num_ranks, transfer_s=lambda _: None)
 
     def step_s(self, placement: Placement, slowness: Slowness) -> float:
         """As promised."""

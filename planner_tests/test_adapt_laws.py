@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from functools import cache
 from typing import Any
@@ -229,6 +230,7 @@ def test_figures_that_cannot_be_are_ignored_and_their_rank_is_named(nonsense: fl
     _, events = _run(world, 3)
     assert world.moves == []
     assert [line.split(":")[0] for line in _lines(events)] == ["figures of rank 1 are ignored"]
+    assert all(json.dumps(e, allow_nan=False) for e in events), "a log can hold it"
 
 
 def test_a_run_that_waits_for_data_is_told_so_and_keeps_its_plan() -> None:
@@ -308,12 +310,12 @@ def test_processes_are_ordered_fastest_first_and_hosts_stay_whole() -> None:
 def test_a_factor_forgets_and_begins_anew_at_a_change_point() -> None:
     factor = Factor()
     for _ in range(50):
-        factor = factor.seen(0.0, 0.02**2, 20)
+        factor = factor.aged(20).seen(0.0, 0.02**2, 20)
     assert abs(factor.mean) < 1e-9
     assert factor.variance < 0.02**2
     drifted = factor
     for i in range(1, 41):
-        drifted = drifted.seen(0.002 * i, 0.02**2, 20)
+        drifted = drifted.aged(20).seen(0.002 * i, 0.02**2, 20)
     assert drifted.mean == pytest.approx(0.08, abs=0.02), "what changes slowly is followed"
     jumped = factor.seen(math.log(2), 0.02**2, 20)
     assert jumped.mean == pytest.approx(math.log(2)), "what changes at once is believed at once"
@@ -340,3 +342,30 @@ def test_steps_left_of_an_unknown_epoch_are_not_made_up() -> None:
     world = _world(2, _slowness(2, rank=1, by=4.0), begins=0, ends=10**9, kind=Unknown)
     _run(world, 2)
     assert world.moves[0][0] < STEPS, "in the first epoch already"
+
+
+def test_transfers_that_only_seem_slow_are_no_slow_links() -> None:
+    """Beside computation they take longer than alone, as which the tables have them."""
+
+    class Beside(World):
+        def _measured(self, steps: int) -> Measurements:
+            found = super()._measured(steps)
+            longer = tuple(dataclasses.replace(t, seconds=2 * t.seconds) for t in found.links)
+            return dataclasses.replace(found, links=longer)
+
+    world = _world(2, _slowness(2), kind=Beside)
+    _, events = _run(world, 4)
+    assert (world.moves, _lines(events)) == ([], [])
+    slow = _world(2, _slowness(2, links=64.0), kind=Beside)
+    _, events = _run(slow)
+    assert "the links of level loopback take 64 times" in _lines(events)[0], "what is slow all the same is found"
+    assert _back(slow)
+
+
+def test_windows_of_a_step_or_two_add_up() -> None:
+    world = _world(4, _slowness(4, rank=2, by=2.0), window=2, noise=Noise(step=0.05, own=0.03), seed=5)
+    _, events = _run(world)
+    assert {e["where"] for e in events if e["event"] == "finding"} == {2}
+    assert world.moves[0][0] <= BEGINS + 3 * WINDOW
+    assert _back(world)
+    assert len(world.moves) == 2

@@ -20,15 +20,18 @@ from asa.ir.measurements import Measurements, Transfer
 from asa.scheduler.expected import Expected
 
 LIKE = math.log(1.1)
-"""Ranks whose factors differ by less, or by no more than three standard deviations, count as equal, and levels as they
+"""Ranks whose factors differ by less, or by no more than four standard deviations, count as equal, and levels as they
 were measured: noise leaves no rank out."""
 MIN_STEPS = 10
 """Steps of a window, or of windows in a row, that can show a change."""
 _PRIOR = 0.3**2
 _FORGETTING = 0.01**2
+"""Variance that the logarithm of a factor gains in :data:`_USUAL` steps without a look."""
+_USUAL = 20
 _FLOOR = 0.03**2
 """Variance of the logarithm of a figure however many steps it is of: what slowly changes is no mean of many."""
-_SURE = 3.0
+_SURE, _SURER = 3.0, 4.0
+"""Standard deviations: of what is a change of a factor, and of a difference that plans are chosen by."""
 _NORMAL_P90 = 1.2816
 
 
@@ -53,26 +56,25 @@ class Factor:
         """Measured over expected."""
         return math.exp(self.mean)
 
-    def aged(self) -> Factor:
-        """One window later, without having been looked at."""
-        return replace(self, variance=min(_PRIOR, self.variance + _FORGETTING))
+    def aged(self, steps: int) -> Factor:
+        """So many steps later, without having been looked at."""
+        return replace(self, variance=min(_PRIOR, self.variance + _FORGETTING * steps / _USUAL))
 
     def seen(self, value: float, variance: float, steps: int) -> Factor:
         """With a window of ``steps`` whose logarithm is ``value``, give or take a ``variance``."""
-        now = self.aged()
-        if not now.steps:
+        if not self.steps:
             return Factor(mean=value, variance=variance, steps=steps)
-        away = abs(value - now.mean)
-        if away <= LIKE or away <= _SURE * math.sqrt(now.variance + variance):
-            gain = now.variance / (now.variance + variance)
-            mean = now.mean + gain * (value - now.mean)
-            return Factor(mean=mean, variance=(1 - gain) * now.variance, steps=now.steps + steps)
-        if now.doubtful and (value - now.mean) * (now.doubt - now.mean) > 0:
-            total = now.doubtful + steps
-            value, steps = (now.doubt * now.doubtful + value * steps) / total, total
+        away = abs(value - self.mean)
+        if away <= LIKE or away <= _SURE * math.sqrt(self.variance + variance):
+            gain = self.variance / (self.variance + variance)
+            mean = self.mean + gain * (value - self.mean)
+            return Factor(mean=mean, variance=(1 - gain) * self.variance, steps=self.steps + steps)
+        if self.doubtful and (value - self.mean) * (self.doubt - self.mean) > 0:
+            total = self.doubtful + steps
+            value, steps = (self.doubt * self.doubtful + value * steps) / total, total
         if steps >= MIN_STEPS:
             return Factor(mean=value, variance=variance, steps=steps)
-        return replace(now, doubt=value, doubtful=steps)
+        return replace(self, doubt=value, doubtful=steps)
 
 
 @noun
@@ -100,17 +102,29 @@ class Costs:
     def __init__(self, processes: int, levels: int) -> None:
         self.ranks = [Factor() for _ in range(processes)]
         self.levels = [Factor() for _ in range(levels)]
-        self.residual = Factor()
+        self.pace = Factor()
+        """Of the whole step under the plan in force."""
+        self.biases = [0.0] * levels
+        """Of transfers by level, as logarithms: what they take longer under the plan in force than it loses by them."""
         self.apart = False
+
+    def moved(self) -> None:
+        """Another plan is in force: what was of the old one alone is forgotten."""
+        self.pace, self.biases = Factor(), [0.0] * len(self.levels)
+
+    def _age(self, steps: int) -> None:
+        self.pace = self.pace.aged(steps)
+        self.ranks = [f.aged(steps) for f in self.ranks]
+        self.levels = [f.aged(steps) for f in self.levels]
 
     def observe(
         self, measured: Measurements, expected: Expected, processes: Sequence[int], steps: int, ignored: Iterable[int]
     ) -> None:
         """Take in a window of ``steps`` under a plan that ``expected`` prices, on ``processes``; figures of the
         processes ``ignored`` are not looked at."""
-        spread = _spread(measured) / max(1, steps) + _FLOOR
-        self.ranks = [f.aged() for f in self.ranks]
-        self.levels = [f.aged() for f in self.levels]
+        spread = (_spread(measured) + _FLOOR * max(0, MIN_STEPS - steps)) / steps + _FLOOR
+        self._age(steps)
+        self.pace = self.pace.seen(math.log(typical(measured) / expected.step_s), spread, steps)
         if not measured.per_rank:
             if not self.apart:
                 value = math.log(typical(measured) / expected.step_s)
@@ -127,7 +141,8 @@ class Costs:
 
     def probed(self, probe: Probe, processes: Sequence[int], expected: Expected, steps: int) -> None:
         """Take in a probe: of idle processes, compared with those that run the plan, and of levels that it does not
-        cross. It is believed like ``steps`` steps."""
+        cross. It is believed like the ``steps`` since the last one, and two in a row at least."""
+        steps = max(steps, MIN_STEPS // 2)
         working = [p for p in processes if p < len(probe.compute_s) and self.ranks[p].known and probe.compute_s[p] > 0]
         if working:
             base = sum(self.ranks[p].mean - math.log(probe.compute_s[p]) for p in working) / len(working)
@@ -146,6 +161,7 @@ class Costs:
             weight = sum(w for _, w in found)
             value = sum(z * w for z, w in found) / weight if weight > 0 else 0.0
             off = sum(w * (z - value) ** 2 for z, w in found) / weight if weight > 0 else 0.0
+            value -= self.biases[level]
             self.levels[level] = self.levels[level].seen(value, _FLOOR + off / len(found), steps)
 
     def slowness(self) -> Slowness:
@@ -182,7 +198,7 @@ class Costs:
 
 def _apart(variance: float) -> float:
     """From what difference on, of a logarithm with such a variance, it is one."""
-    return max(LIKE, _SURE * math.sqrt(variance))
+    return max(LIKE, _SURER * math.sqrt(variance))
 
 
 def typical(measured: Measurements) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from asa.errors import AsaError
@@ -113,8 +113,9 @@ class Decider:
         self.costs.observe(measured, expected, current.processes, steps, bad)
         if probe is not None:
             self.costs.probed(probe, current.processes, expected, steps)
-        slowness = self.costs.slowness()
-        self._predict(current, measured, slowness, steps)
+        pace = self.costs.pace
+        self.predicted_s, self._next_s = self._next_s, expected.step_s * pace.ratio if pace.known else self._next_s
+        slowness = self._credible(current, measured, self.costs.slowness())
         heavy = self._findings.memory(measured, current)
         self.found += heavy + self._findings.waiting_for_data(measured)
         if any(f.known for f in self.costs.ranks):
@@ -138,8 +139,10 @@ class Decider:
     def corrected(self, current: Placement) -> Slowness:
         """All that was learnt, what is left of the step under ``current`` included."""
         found = self.costs.slowness()
-        residual = self.costs.residual.mean if self.costs.residual.known else 0.0
-        return Slowness(common=found.common, ranks=found.ranks, levels=found.levels, residual=residual)
+        if not self.costs.pace.known:
+            return found
+        residual = math.log(self._expectation(current).step_s * self.costs.pace.ratio / self._price(current, found))
+        return replace(found, residual=residual)
 
     def _expectation(self, current: Placement) -> Expected:
         if self._expected is None or not same(self._expected[0], current):
@@ -152,12 +155,33 @@ class Decider:
             self._priced = known = current, slowness, self.model.step_s(current, slowness)
         return known[2]
 
-    def _predict(self, current: Placement, measured: Measurements, slowness: Slowness, steps: int) -> None:
-        priced = self._price(current, slowness)
-        self.predicted_s = self._next_s
-        self.costs.residual = self.costs.residual.seen(math.log(typical(measured) / priced), _VARIANCE, steps)
-        residual = self.costs.residual
-        self._next_s = priced * residual.ratio if residual.known else None
+    def _credible(self, current: Placement, measured: Measurements, slowness: Slowness) -> Slowness:
+        """``slowness``, but for links that seem to be slower (or faster) than the step bears out.
+
+        A transfer beside computation takes longer than one alone, as which tables have it: where the step is better
+        explained without, it is the manner of measuring, and is taken off from here on.
+        """
+        before = self._solved.levels
+        if max((abs(a - b) for a, b in zip(slowness.levels, before, strict=True)), default=0.0) <= LIKE:
+            return slowness
+        without, seen = replace(slowness, levels=before), math.log(self._step_s(current, measured))
+        off = [abs(seen - math.log(self.model.step_s(current, s))) for s in (slowness, without)]
+        changed = max(abs(a - b) for a, b in zip(slowness.levels, before, strict=True))
+        beside = math.log(self.model.cluster.overlap.communication_slowdown) + LIKE
+        # Where the step does not tell, what computation beside it may do to a transfer.
+        if off[1] + _TOLD >= off[0] and (off[1] > off[0] + _TOLD or changed > beside):
+            return slowness
+        for level, (now, old) in enumerate(zip(slowness.levels, before, strict=True)):
+            if abs(now - old) > LIKE:
+                factor = self.costs.levels[level]
+                self.costs.biases[level] += factor.mean - old
+                self.costs.levels[level] = replace(factor, mean=old)
+        return without
+
+    def _step_s(self, current: Placement, measured: Measurements) -> float:
+        """Seconds of a step now: over the windows since something changed."""
+        pace = self.costs.pace
+        return self._expectation(current).step_s * pace.ratio if pace.known else typical(measured)
 
     def _search(self, current: Placement, measured: Measurements, slowness: Slowness) -> None:
         """Look for a faster plan under ``slowness``; the current one is among those that are known."""
@@ -203,7 +227,7 @@ class Decider:
         option = self._option
         if option is None:
             return None
-        step_s, cost_s = typical(measured), option.cost_s
+        step_s, cost_s = self._step_s(current, measured), option.cost_s
         gain_s = (1 - option.ratio) * step_s
         option.lost_s, option.steps = option.lost_s + steps * gain_s, option.steps + steps
         if left is not None and gain_s * left <= cost_s:
@@ -285,7 +309,7 @@ class Decider:
         """``change`` was made in so many seconds."""
         state_s = max(0.0, change.cost_s - self._rebuild_s)
         self._rebuild_s = max(0.0, took_s - state_s)
-        self.costs.residual = type(self.costs.residual)()
+        self.costs.moved()
         self._next_s = change.promised_s
         if change.kind == "rollback":
             self._rest()
@@ -320,6 +344,7 @@ class Decider:
         self.reason = why
 
 
+_TOLD = 0.01
+"""Difference of the logarithms of two times that a step can tell apart."""
 _SAME = 0.005
-"""Difference of factors below which a plan is not priced anew."""
-_VARIANCE = 0.02**2
+"""Difference of factors below which a plan is not priced anew, and of times that count as equal."""

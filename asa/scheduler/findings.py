@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from asa.interfaces.executor import Placement
@@ -47,6 +47,19 @@ def awry(measured: Measurements) -> dict[int, str]:
             if not 0 <= seconds <= limit:  # NaN is none of it
                 found.setdefault(process, f"{seconds:g} s of {what} in a step of {step.median:.3g} s")
     return found
+
+
+def finite(measured: Measurements) -> Measurements:
+    """``measured`` with 0 for figures of ranks that are no numbers, which no log could hold; without such transfers."""
+    ranks = [
+        replace(r, **{f: 0.0 for f in ("own_s", "waiting_s", "data_wait_s") if not math.isfinite(getattr(r, f))})
+        for r in measured.per_rank
+    ]
+    for i, rank in enumerate(ranks):
+        if not all(x is None or math.isfinite(x) for x in (rank.mean_own_s, rank.stolen_share)):
+            ranks[i] = replace(rank, mean_own_s=None, stolen_share=None)
+    links = tuple(t for t in measured.links if math.isfinite(t.seconds) and math.isfinite(t.num_bytes))
+    return replace(measured, per_rank=tuple(ranks), links=links)
 
 
 def _times(log: float) -> str:

@@ -14,6 +14,7 @@ from asa.ir.codec import fingerprint
 from asa.ir.measurements import EpochRecord, Measurements, Verdict
 from asa.scheduler.costs import Slowness
 from asa.scheduler.decide import Change, Decider
+from asa.scheduler.findings import finite
 from asa.scheduler.model import Model
 from asa.scheduler.policy import Policy, describe
 
@@ -59,7 +60,7 @@ class _Loop:
         executor = self.executor
         current = Placement(plan=executor.plan, processes=executor.processes)
         idle = len(current.processes) < executor.num_processes
-        probe = executor.probe() if self.moved and idle and self.looks % self.policy.probe_every == 0 else None
+        probe = executor.probe() if self.moved and idle and self._due() else None
         self.change = None
         if self.decider is not None:
             left = None if self.total is None else max(0, self.total - step)
@@ -69,6 +70,10 @@ class _Loop:
             for said in self.decider.said:
                 self.announce({**said, "epoch": self.epoch, "step": step})
         return executor.agree(None if self.change is None else self.change.target)
+
+    def _due(self) -> bool:
+        """Whether it is time for a probe: the same on all processes."""
+        return not self.looked or self.looks % self.policy.probe_every == 0
 
     def move(self, target: Placement) -> bool:
         """Change to ``target`` (collective); whether that went well."""
@@ -158,7 +163,7 @@ def adapt(
             validation_loss=outcome.validation_loss,
             validation_accuracy=outcome.validation_accuracy,
             learning_rate=outcome.learning_rate,
-            measurements=outcome.measurements,
+            measurements=finite(outcome.measurements),
             verdict=loop.verdict(outcome.measurements),
         )
         # The record before the checkpoint that makes a run go on behind this epoch, the checkpoint before a change of

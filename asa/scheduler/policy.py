@@ -23,7 +23,7 @@ class Policy:
     rebuild_s: float = 1.0
     probation_steps: int = 20
     cool_down: int = 200
-    probe_every: int = 4
+    probe_every: int = 2
     keep_batch_norm: bool = False
 
 
