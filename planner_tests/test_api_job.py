@@ -198,6 +198,44 @@ def test_a_job_moves_to_another_plan() -> None:
     assert user.distance(state, net.state_dict()) < 1e-11
 
 
+def leaving_out(rank: int, placed: list[tuple[Plan, tuple[int, ...]]]) -> Any:
+    """In the middle of an epoch, too: the first move is made behind its second step."""
+    net = user.model()
+    job = asa.Job(
+        net, user.optimizer(net, "adamw"), user.loader(shuffle=False), loss_fn, placed[0][0], log_every=2,
+        validation=user.loader(shuffle=False),
+    )  # fmt: skip
+    executor = job._executor
+    left = placed[1:]
+
+    def look(_measured: Any, _step: int) -> None:
+        if left:
+            executor.migrate(*left.pop(0))
+
+    outcomes = []
+    for epoch in range(4):
+        before = len(left)
+        outcomes.append(executor.run_epoch(epoch, look).validation_loss)
+        while left and len(left) == before:  # too short an epoch to be looked at
+            executor.migrate(*left.pop(0))
+    return job.state_dict(), outcomes, job.plan.num_ranks
+
+
+def test_a_job_leaves_a_process_out_and_takes_it_back() -> None:
+    alone = in_float64(plan_of(uniform(1, 1), width=1))
+    placed = [
+        (in_float64(plan_of(uniform(2, 1))), (0, 1)), (alone, (1,)),
+        (in_float64(plan_of(uniform(2, 1), "zero1")), (1, 0)), (alone, (0,)),
+    ]  # fmt: skip
+    net = user.model()
+    user.loop(net, user.optimizer(net, "adamw"), user.loader(shuffle=False), 4)
+    found = run_ranks(2, leaving_out, placed, threads=1, timeout_s=60)
+    for state, outcomes, ranks in found:
+        assert user.distance(state, net.state_dict()) < 1e-11
+        assert outcomes == found[0][1]
+        assert ranks == 1
+
+
 def automatic(rank: int, out: Path) -> Any:
     net = user.model().float()
     job = asa.Job(

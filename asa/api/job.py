@@ -282,7 +282,7 @@ class Job:
         """Full weights and buffers under the model's own names, on the CPU of every rank (collective)."""
         self.model.meet("job.state_dict()", within_s=MEETING_S)
         self.model.average_buffers()
-        return self._names.full(self.model)
+        return self._names.full(self.model, self._place.votes)
 
     def close(self) -> None:
         """Leave the plan's groups and the folder (collective)."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from asa.executor.exchange import told
 from asa.executor.parallel import ParallelModel
 from asa.executor.state import full_state
+from asa.executor.votes import Votes
 
 
 class StateNames:
@@ -19,9 +21,12 @@ class StateNames:
         self._names = {name: names for names in self._alike.values() for name in names}
         self._unused: dict[str, Tensor] | None = None
 
-    def full(self, model: ParallelModel) -> dict[str, Tensor]:
-        """Every tensor, full, on the CPU of every rank (collective)."""
+    def full(self, model: ParallelModel, votes: Votes | None = None) -> dict[str, Tensor]:
+        """Every tensor, full, on the CPU of every rank (collective). ``votes``: of all processes of the run, where some
+        of them may run no rank of the plan."""
         found = full_state(model)
+        if votes is not None and len(model.processes) < votes.num_ranks:
+            found = told(found, votes, model.processes[0])
         if self._unused is None:  # what no forward reads is as it was
             idle = (n for n, names in self._names.items() if not any(a in found for a in names))
             self._unused = {n: self._values[n].detach().cpu().clone() for n in idle}

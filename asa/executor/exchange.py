@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from asa.executor.votes import Votes
 from asa.sharding.axis import Axis
 
 
@@ -33,4 +34,15 @@ def united(mine: Mapping[str, Tensor], axis: Axis | None) -> dict[str, Tensor]:
             tensor = mine[name].contiguous() if own else torch.empty(shape, dtype=getattr(torch, dtype))
             dist.broadcast(tensor, group_src=index, group=axis.group)
             found[name] = tensor
+    return found
+
+
+def told(mine: Mapping[str, Tensor], votes: Votes, source: int) -> dict[str, Tensor]:
+    """The tensors (on the CPU) of process ``source`` on every process of the run. Collective."""
+    described = [[n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in mine.items()]
+    found: dict[str, Tensor] = {}
+    for name, dtype, shape in votes.tell(described, source=source):
+        own = votes.rank == source
+        found[name] = mine[name].contiguous() if own else torch.empty(shape, dtype=getattr(torch, dtype))
+        votes.broadcast(found[name], source=source)
     return found

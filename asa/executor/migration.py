@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -26,9 +27,9 @@ from asa.ir.region import Box, Region, everything, extent, narrowed, places, siz
 from asa.ir.units import MIB
 from asa.sharding.parts import as_held, local
 
-BUCKET_BYTES = 16 * MIB
-"""What one process sends another at a time, at most, but for a single row that is longer. One that is sent and one that
-is received are all the memory that a move needs beside the old state and the new."""
+BUCKET_BYTES = 8 * MIB
+"""What one process sends another at a time, at most, but for a single row that is longer. Two that are sent and two
+that are received are all the memory that a move needs beside the old state and the new."""
 _CHECK_BYTES = 8
 _ALIGNED = 16
 
@@ -254,6 +255,17 @@ def _install(made: dict[str, Part], items: dict[str, Held], optimizer: torch.opt
         optimizer.state[known][plain] = value
 
 
+@dataclass(frozen=True)
+class _UnderWay:
+    """The messages of a round: what is sent (kept until it is gone), and where which bucket arrives."""
+
+    going: dist.Work | None
+    coming: dist.Work | None
+    message: tuple[Tensor, int] | None
+    room: Tensor | None
+    into: list[_Transfer] | None
+
+
 class _Mover:
     """Performs transfers, as one process sees them."""
 
@@ -275,23 +287,33 @@ class _Mover:
             if one.source == one.target == me:
                 self._there(one).copy_(self._here(one))
                 copied += one.num_bytes
+        under_way: _UnderWay | None = None
         for turn in _rounds(plan):
             out = next((b for b in turn if b[0].source == me), None)
             into = next((b for b in turn if b[0].target == me), None)
-            message = None if out is None else self._packed(out)
-            arriving = None if into is None else torch.empty(_length(into) + _CHECK_BYTES, dtype=torch.uint8)
-            self._votes.swap(
-                None if message is None or out is None else (message, out[0].target),
-                None if arriving is None or into is None else (arriving, into[0].source),
-            )
-            if arriving is not None and into is not None:
-                self._unpack(arriving, into)
-                received += _length(into)
+            # What is packed and unpacked here goes on beside the messages of the round before, and of this one.
+            message = None if out is None else (self._packed(out), out[0].target)
+            room = None if into is None else torch.empty(_length(into) + _CHECK_BYTES, dtype=torch.uint8)
+            works = self._votes.started(message, None if room is None or into is None else (room, into[0].source))
+            self._finish(under_way)
+            under_way = _UnderWay(*works, message, room, into)
             sent += 0 if out is None else _length(out)
+            received += 0 if into is None else _length(into)
             buckets += (out is not None) + (into is not None)
+        self._finish(under_way)
         if self._broken:
             raise WorkersFailedError("weights changed on the way to the new plan; the old one stays")
         return Moved(sent, received, copied, buckets)
+
+    def _finish(self, under_way: _UnderWay | None) -> None:
+        """Wait for the messages of a round, and take what came."""
+        if under_way is None:
+            return
+        if under_way.coming is not None and under_way.room is not None and under_way.into is not None:
+            under_way.coming.wait()
+            self._unpack(under_way.room, under_way.into)
+        if under_way.going is not None:
+            under_way.going.wait()
 
     def _here(self, one: _Transfer) -> Tensor:
         part = self._before[self._tensors[one.index].name]

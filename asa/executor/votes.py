@@ -97,17 +97,14 @@ class Votes:
         dist.all_gather(found, mine, group=self._group)
         return [json.loads(data[:size].numpy().tobytes()) for data, size in zip(found, sizes, strict=True)]
 
-    def swap(self, out: tuple[torch.Tensor, int] | None, into: tuple[torch.Tensor, int] | None) -> None:
-        """Send one host tensor to a rank and receive one from a rank, both at once; either may be None. Whom it
-        concerns calls it."""
-        works = []
-        if into is not None:
-            works.append(dist.irecv(into[0], into[1], group=self._group))
-        if out is not None:
-            works.append(dist.isend(out[0], out[1], group=self._group))
-        for work in works:
-            if work is not None:
-                work.wait()
+    def started(
+        self, out: tuple[torch.Tensor, int] | None, into: tuple[torch.Tensor, int] | None
+    ) -> tuple[dist.Work | None, dist.Work | None]:
+        """Begin to send one host tensor to a rank, and to receive one from a rank; what to wait for, of both. Messages
+        between two ranks come in the order in which they were sent."""
+        coming = None if into is None else dist.irecv(into[0], into[1], group=self._group)
+        going = None if out is None else dist.isend(out[0], out[1], group=self._group)
+        return going, coming
 
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> None:
         """``source``'s values (a host tensor of one shape everywhere) in ``tensor``."""

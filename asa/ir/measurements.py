@@ -46,7 +46,7 @@ class Transfer:
 class Measurements:
     """Timing and memory of training steps under one plan.
 
-    ``peak_memory_bytes`` per rank is the active peak, by the same count as the prediction; None where it was
+    ``peak_memory_bytes`` by rank of the plan is the active peak, by the same count as the prediction; None where it was
     not tracked. ``communication_s`` is the exposed part; ``data_wait_s`` the wait for input, both per step.
     ``per_rank``: by process of the run, idle ones included with an ``own_s`` of 0; empty where ranks were not observed;
     ``links``: likewise. ``mean_step_s``: the mean beside the median of ``step_time``; None where it was not taken.

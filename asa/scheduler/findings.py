@@ -95,8 +95,7 @@ class Findings:
         promised = measured.predicted_memory_bytes
         key = placement.plan.conduct
         peaks = measured.peak_memory_bytes or ()
-        for rank, most in zip(placement.processes, promised, strict=False):
-            used = peaks[rank] if rank < len(peaks) else 0
+        for rank, most, used in zip(placement.processes, promised, peaks, strict=False):
             if used > most > 0 and key not in self.heavy:
                 self.heavy.add(key)
                 line = f"rank {rank} needs {binary(used)} where {binary(most)} were promised"

@@ -122,9 +122,6 @@ class Model:
         self, placement: Placement, measured: Measurements, plain: Slowness, order: tuple[int, ...]
     ) -> Placement:
         profile, cluster = self.corrected(plain, order)
-        peaks = measured.peak_memory_bytes
-        if peaks is not None and len(peaks) > max(placement.processes):
-            measured = replace(measured, peak_memory_bytes=tuple(peaks[p] for p in placement.processes))
         found = self.solve(placement.plan, measured, profile, cluster, len(order))
         found = replace(
             found,

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from asa.ir.traffic import COLLECTIVE_OPS, CollectiveOp
+from asa.ir.traffic import CollectiveOp
 
 _MOST_SAMPLES = 64
 """Seconds of one kind of transfer that are kept until somebody asks."""
@@ -44,7 +44,7 @@ class Kind(NamedTuple):
     num_bytes: int
 
 
-@dataclass
+@dataclass(slots=True)
 class Mark:
     """Where a stretch began in which this rank may be held up."""
 
@@ -61,10 +61,12 @@ class Waits:
     _blocked: float = 0.0
     _late: float = 0.0
     _unsplit: float = 0.0
-    _samples: dict[Kind, list[float]] = field(default_factory=dict)
-    _counts: dict[Kind, int] = field(default_factory=dict)
+    _samples: dict[tuple[CollectiveOp, int, int, int], list[float]] = field(default_factory=dict)
+    _counts: dict[tuple[CollectiveOp, int, int, int], int] = field(default_factory=dict)
     _events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
-    _levels: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = field(default_factory=weakref.WeakKeyDictionary)
+    _places: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[int, int]] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
 
     def begin(self, *, cuda: bool = False) -> Mark | None:
         """Where a rank may be held up from now on; to be handed to :meth:`end` or :meth:`met`."""
@@ -103,19 +105,20 @@ class Waits:
             self._note(op, group, num_bytes, seconds)
 
     def _note(self, op: CollectiveOp, group: dist.ProcessGroup | None, num_bytes: int, seconds: float) -> None:
-        kind = Kind(op, self._level(group), dist.get_world_size(group), num_bytes)
-        samples = self._samples.setdefault(kind, [])
+        group = group or dist.group.WORLD
+        assert group is not None
+        place = self._places.get(group)
+        if place is None:
+            ranks = dist.get_process_group_ranks(group)
+            place = self._places[group] = level_of(ranks), len(ranks)
+        key = (op, *place, num_bytes)
+        samples = self._samples.get(key)
+        if samples is None:
+            samples = self._samples[key] = []
+            self._counts[key] = 0
         if len(samples) < _MOST_SAMPLES:
             samples.append(seconds)
-        self._counts[kind] = self._counts.get(kind, 0) + 1
-
-    def _level(self, group: dist.ProcessGroup | None) -> int:
-        if group is None:
-            return level_of(range(dist.get_world_size()))
-        known = self._levels.get(group)
-        if known is None:
-            known = self._levels[group] = level_of(dist.get_process_group_ranks(group))
-        return known
+        self._counts[key] += 1
 
     def take(self) -> Held | list[tuple[torch.cuda.Event, torch.cuda.Event]]:
         """What a step was held up by, counted from the last call on; events where only the device can tell."""
@@ -129,7 +132,7 @@ class Waits:
     def transfers(self) -> list[tuple[Kind, float, int]]:
         """Kinds of transfers since the last call, with the median seconds of each and how many there were; those that
         took most in all come first."""
-        found = [(kind, median(samples), self._counts[kind]) for kind, samples in self._samples.items()]
+        found = [(Kind(*key), median(samples), self._counts[key]) for key, samples in self._samples.items()]
         self._samples, self._counts = {}, {}
         return sorted(found, key=lambda entry: -entry[1] * entry[2])
 
@@ -158,5 +161,3 @@ def _event() -> torch.cuda.Event:
 
 waits = Waits()
 """This process's: seen by every thread, because on CUDA backward runs in threads of its own."""
-
-__all__ = ["COLLECTIVE_OPS", "Held", "Kind", "Mark", "Waits", "held_by", "level_of", "waits"]
