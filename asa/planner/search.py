@@ -35,6 +35,7 @@ from asa.planner.stage import exhaustive, ilp
 from asa.planner.stage.first import first_plan, narrow_plan
 from asa.planner.stage.formulate import Formulation
 from asa.planner.stage.problem import MS, Choice, Problem, Solution
+from asa.planner.stage.shares import free_bound
 from asa.planner.stage.singles import Places, Single, crowded, singles
 
 _LOG = logging.getLogger("asa")
@@ -114,6 +115,8 @@ def search(
     """
     started, began = clock.now(), time.monotonic()
     found = _search(prices, solver, started + time_limit_s, allowed, incumbent_s, baselines, start)
+    # Weights of unequal devices are searched a few at a time; this holds for all of them.
+    found = replace(found, lower_bound_s=min(found.lower_bound_s, free_bound(prices, allowed) / MS))
     if found.best is None:
         found = _beside_baseline(prices, found, allowed, incumbent_s, baselines, min(_POLISH_S, _POLISH * time_limit_s))
     if found.best is None:

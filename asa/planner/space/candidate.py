@@ -255,6 +255,11 @@ class Prices:
         front = np.cumsum(stages) - stages
         return float((front + m * stages).max())
 
+    def alone_on(self, samples: int, tensor: int) -> np.ndarray:
+        """Per component the seconds of forward and backward of ``samples`` on one rank of the profile's device that
+        nobody else is beside, split ``tensor`` ways; infinite where it cannot be."""
+        return self._alone(samples, tensor)
+
     def _alone(self, samples: int, tensor: int) -> np.ndarray:
         """Per component forward and backward on one rank of a device that does nothing else."""
         key = (samples, tensor, self.space.by_tokens)

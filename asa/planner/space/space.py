@@ -285,7 +285,7 @@ class Space:
         if self.cluster.unequal:
             parts.append(
                 "of unequal devices the first ranks are used; a single stage cuts its batch evenly"
-                + (" or in proportion to weights, one for ranks of one speed" if self.request.uneven else "")
+                + (" or by any weights, one for ranks of one kind" if self.request.uneven else "")
                 + "; stages of several have devices of one kind each"
             )
         if self.request.pins:
