@@ -30,7 +30,7 @@ from asa.planner.pipeline.staged import StagedSpace
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.narrower import by_width
 from asa.planner.space.request import SolverName
-from asa.planner.space.space import Allowed, anything
+from asa.planner.space.space import MOST_IN_A_PIPELINE, Allowed, anything
 from asa.planner.stage import exhaustive, ilp
 from asa.planner.stage.first import first_plan, narrow_plan
 from asa.planner.stage.formulate import Formulation
@@ -157,6 +157,7 @@ def _search(
     gpus = space.request.gpus
     room = max(space.room(rank, 1, gpus) for rank in range(gpus))
     piping = bool(space.schedules) and gpus > 1 and len(space.profile.graph) > 1 and room > 0
+    piping = piping and space.microbatches()[0] <= MOST_IN_A_PIPELINE
     alone = [s for view, among in views(prices) for s in singles(Places(view, allowed, among), solver)]
     start_s = float("inf") if start is None else prices.of(start).cost.total_s
     found = start if start_s < incumbent_s else None

@@ -254,7 +254,9 @@ class _Around:
         for s, w in enumerate(() if self.space.cluster.unequal else x.widths):
             for less in (v for v in range(1, w) if self.space.placed(0, v)):
                 yield from self._in_manners(x, s, less)
-        if m == 1 or self.space.strategies.schedules[x.schedule].refusal(len(x.widths), m // 2):
+        if m // 2 not in self.space.microbatches():
+            return
+        if self.space.strategies.schedules[x.schedule].refusal(len(x.widths), m // 2):
             return
         if all(w in self._ways(i, w.layout.width, m // 2) for i, w in enumerate(x.ways)):
             yield replace(x, num_microbatches=m // 2)

@@ -111,7 +111,7 @@ class Prices:
             data=DataDegree(strategy="replicate", degree=degree),
             tensor=TensorDegree(strategy="none", degree=1),
         )
-        for m in (2**k for k in range(space.request.global_batch.bit_length())):
+        for m in space.microbatches():
             if not enough(degree, m):
                 break
             plain = Candidate(origin="ddp", widths=(gpus,), num_microbatches=m, ways=(way,) * count)

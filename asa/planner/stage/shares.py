@@ -41,7 +41,7 @@ def _bounds(prices: Prices, width: int, allowed: Allowed) -> Iterator[float]:
     space, batch = prices.space, prices.space.request.global_batch
     late, speeds = _late(prices, width, allowed), space.cluster.speeds(range(width))
     divisors = [x for x in range(1, width + 1) if width % x == 0]
-    for m in (2**k for k in range(batch.bit_length())):
+    for m in space.microbatches():
         samples, least = batch // m, np.full(len(late), INF)
         for data in (d for d in divisors if d <= samples):
             inner = width // data
