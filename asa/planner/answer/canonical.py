@@ -118,7 +118,7 @@ class _Around:
         self.sketch = Sketch(prices, allowed, float("inf")) if len(candidate.widths) > 1 else None
         self._stages: dict[_Stage, StagePrice] = {}
         self._known: dict[object, tuple[float, ...]] = {}
-        self._possible: dict[tuple[int, int, int], dict[Way, None]] = {}
+        self._possible: dict[tuple[int, int, int, tuple[int, ...]], dict[Way, None]] = {}
         self._data = {name: k for k, name in enumerate(self.space.strategies.data)}
         self._tensor = {name: k for k, name in enumerate(self.space.strategies.tensor)}
 
@@ -238,7 +238,7 @@ class _Around:
         for step in _SAMPLES:
             for more, less in permutations(sorted(set(own)), 2):
                 before, other = rows[own.index(more)], rows[own.index(less)]
-                after = round(before) + step  # a whole number for the ones, what that leaves for the others
+                after = Fraction(round(before) + step)  # a whole number for the ones, what that leaves for the others
                 left = other - (after - before) * own.count(more) / own.count(less)
                 if after < 1 or left < 1:
                     continue
