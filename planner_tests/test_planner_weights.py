@@ -9,9 +9,12 @@ import known_models
 import pytest
 
 from asa.cost.machine import presets
+from asa.errors import InvalidInputError
+from asa.ir import codec
 from asa.ir.cluster import Cluster, RankDevice
 from asa.ir.layout import Layout, lowest_terms
-from asa.planner import Request, plan, verify
+from asa.ir.plan import Plan
+from asa.planner import Request, explain, plan, verify
 from asa.planner.space.baselines import uniform
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.space import Space, anything
@@ -77,3 +80,30 @@ def test_a_cut_in_proportion_to_speed_of_work_without_a_floor_is_the_bound() -> 
     assert isinstance(one.ways[0].layout, Layout)
     compute = prices.of(one).cost.compute_s
     assert 0.8 * compute <= bound <= prices.of(one).cost.total_s
+
+
+def listed(*speeds: float) -> Cluster:
+    known = presets.load("a100-nvlink-8")
+    level = replace(known.levels[0], devices=len(speeds))
+    every = tuple(RankDevice(name=f"at {s:g}", speed=s) for s in speeds)
+    return replace(known, num_devices=len(speeds), levels=(level,), devices=every)
+
+
+@pytest.mark.parametrize("speeds", [(0.1, 0.1, 1.0, 1.0), (0.5, 1.0, 0.5, 1.0)])
+def test_devices_may_be_listed_in_any_order(speeds: tuple[float, ...]) -> None:
+    profile = PROFILES[1]
+    asked = Request(gpus=4, global_batch=120, prefer_simple=False, time_limit_s=0.5)
+    cluster, best = listed(*speeds), listed(*sorted(speeds, reverse=True))
+    found, other = (plan(profile, c, offered(), asked)[0] for c in (cluster, best))
+    assert found.prediction.step_time_s == pytest.approx(other.prediction.step_time_s, rel=0.01)
+    assert found.devices is not None
+    assert [speeds[d] for d in found.devices] == sorted(speeds, reverse=True)
+    assert other.devices is None
+    assert found.cluster_fingerprint == codec.fingerprint(cluster)
+    assert any("CUDA_VISIBLE_DEVICES=" in note for note in found.notes)
+    again = verify(found, profile, cluster, offered())
+    assert again.step_time_s == pytest.approx(found.prediction.step_time_s, rel=1e-9)
+    assert explain(found, profile, cluster, offered()).components
+    assert codec.loads(Plan, codec.dumps(found), source="itself").devices == found.devices
+    with pytest.raises(InvalidInputError, match="devices"):
+        verify(replace(found, devices=(0, 0, 1, 2)), profile, cluster, offered())

@@ -61,6 +61,10 @@ def plan(
         InfeasibleError: nothing fits; names what binds and the nearest remedy.
         UnavailableError: the solver is not installed.
     """
+    order = cluster.fastest_first()
+    if order is not None:
+        found = plan(profile, cluster.ordered(order), strategies, request, known=known)
+        return [_on_devices(p, cluster, order) for p in found]
     started = clock.now()
     wanted = tuple(dict.fromkeys(request.strategies or ("asa",)))
     check_request(cluster, strategies, request)
@@ -107,6 +111,15 @@ def plan(
         said = (*notes, *_unfinished(fastest_s, outcome)) if i == 0 else ()
         made.append(_plan(profile, prices, candidate, strategy, certificate, rows, said, rivals))
     return made
+
+
+def _on_devices(found: Plan, cluster: Cluster, order: tuple[int, ...]) -> Plan:
+    """``found`` on ``cluster``, whose devices in that order are the ranks it was made for."""
+    shown = ",".join(map(str, order[: found.num_ranks]))
+    here = len(cluster.levels) == 1 and found.device_type == "cuda"
+    how = f"; start it with CUDA_VISIBLE_DEVICES={shown}" if here else ""
+    said = f"devices are taken fastest first: the ranks run on devices {shown}, in this order{how}"
+    return replace(found, cluster_fingerprint=codec.fingerprint(cluster), devices=order, notes=(*found.notes, said))
 
 
 def _below(bound_s: float, seconds: float) -> float:

@@ -63,7 +63,7 @@ class Evaluator:
             request = Request(
                 gpus=plan.gpus, global_batch=plan.global_batch, optimizer=plan.optimizer, compression=plan.compression
             )
-        self.space = Space(on_device(profile, cluster), cluster, strategies, request)
+        self.space = Space(on_device(profile, cluster), cluster.ordered(plan.devices), strategies, request)
         self.prices = Prices(self.space)
         schedule_of(plan, strategies)
         self.answer = Candidate(

@@ -123,7 +123,7 @@ def _prices(
         num_microbatches=plan.num_microbatches,
         ways=ways_of(plan, profile, strategies),
     )
-    space = Space(on_device(profile, cluster), cluster, strategies, request)
+    space = Space(on_device(profile, cluster), cluster.ordered(plan.devices), strategies, request)
     return candidate, Prices(space.weighted(candidate.weights))
 
 
