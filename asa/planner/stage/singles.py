@@ -395,6 +395,15 @@ class Single:
                 self.solution, self.origin = replace(found, bound=min(found.bound, found.value)), place
             elif place is self.place and found.choice not in self.refused:
                 self.refused.append(found.choice)
+                if len(self.refused) == 1 and self._solver != "exhaustive":
+                    self._count()
+
+    def _count(self) -> None:
+        """A plan by what components count for, in place of one that does not fit: what prices come upon."""
+        safe = self._places.counted(self.width, self.num_microbatches)
+        if safe.solver is not None:
+            safe.look(float("inf"))
+            self._take(replace(safe.solver.answer(self.value), bound=0.0), safe)
         if self.value <= self.bound:
             self.bound = self.value
             self.solution = replace(self.solution, bound=self.value)
