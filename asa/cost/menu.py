@@ -148,13 +148,16 @@ class Menu:
         self._ahead: Any = None
         if any(ahead):
             self._ahead = np.array([[getattr(x or none, f.name) for x in ahead] for f in fields(Gathers)])[:, like]
-        self._joint = np.array([w.data.degree > 1 and k.page.joint for (_, w), k in zip(each, kept, strict=True)])[like]
+        joint = [w.data.degree > 1 and k.page.joint for (_, w), k in zip(each, kept, strict=True)]
+        self._joint = np.array(joint, dtype=bool)[like]
         self._buckets = spread([x.buckets for x in held])
         least = [
             k.page.least(s, w.layout.data, optimizer, self._others(i, w)) if w.data.degree > 1 and k.page.joint else 0.0
             for (i, w), k, s in zip(each, kept, shares, strict=True)
         ]
-        self._repeated = np.where(self._joint & ~self.offload, self._optimizer - np.array(least)[like], 0.0)
+        self._repeated = np.where(
+            self._joint & ~self.offload, self._optimizer - np.array(least, dtype=float)[like], 0.0
+        )
         self._part = np.divide(self._optimizer, full, out=np.zeros(len(full)), where=full > 0)
 
     def _others(self, index: int, way: Way) -> float:

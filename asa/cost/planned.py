@@ -248,6 +248,7 @@ def price_plan(plan: Plan, profile: Profile, cluster: Cluster, strategies: Strat
     Raises:
         InvalidInputError: as for :func:`ways_of` and :func:`schedule_of`.
     """
+    cluster = cluster.ordered(plan.devices)
     used = on_device(profile, cluster)
     ways, schedule = ways_of(plan, profile, strategies), schedule_of(plan, strategies)
     times = times_of(used, strategies)

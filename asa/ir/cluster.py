@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 from asa.errors import InvalidInputError
@@ -203,6 +204,29 @@ class Cluster:
             )
         found = tuple(self.speed(r) for r in ranks)
         return () if all(s == 1.0 for s in found) else found
+
+    def fastest_first(self) -> tuple[int, ...] | None:
+        """The devices in an order in which no slower one is in front of a faster one: inside each node, and nodes by
+        what all their devices do together; None where they are so already, or alike."""
+        if self.devices is None:
+            return None
+        nodes = [list(range(a, min(a + self.node, self.num_devices))) for a in range(0, self.num_devices, self.node)]
+        for node in nodes:
+            node.sort(key=lambda r: -self.speed(r))
+        nodes.sort(key=lambda node: -sum(self.speed(r) for r in node) if len(node) == self.node else 1.0)
+        order = tuple(r for node in nodes for r in node)
+        return None if order == tuple(range(self.num_devices)) else order
+
+    def ordered(self, order: tuple[int, ...] | None) -> Cluster:
+        """The same devices, the one of number ``order[r]`` as rank r; as they are where None."""
+        if order is None or self.devices is None:
+            return self
+        if sorted(order) != list(range(self.num_devices)):
+            raise InvalidInputError(
+                f"the plan puts its ranks on {len(order)} devices, cluster {self.name} has {self.num_devices}",
+                where="$.devices",
+            )
+        return replace(self, devices=tuple(self.devices[r] for r in order))
 
     def memories(self) -> tuple[int, ...]:
         """Bytes of every rank's device."""

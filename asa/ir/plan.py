@@ -235,6 +235,8 @@ class Plan:
     ``measured`` is there where finalists were run against each other and this one was chosen.
     ``memory_bytes``: what a device was planned with, where that is not its own. ``memory_scale``: how many times what
     the profile says of saved and transient bytes was predicted, after a run that showed it to be too little.
+    ``devices``: of every rank, and of those that are left, the device of the cluster that it runs on, where unequal
+    ones are not listed fastest first.
     """
 
     model_spec: str
@@ -264,6 +266,7 @@ class Plan:
     measured: Measured | None = later()
     memory_bytes: int | None = later()
     memory_scale: float = later(1.0)
+    devices: tuple[int, ...] | None = later()
 
     def __post_init__(self) -> None:
         if not self.components or not self.stages:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 from asa.cost.constants import constant
@@ -39,6 +40,7 @@ _BUSY, _SHORT_S = 2.0, 0.1
 """
 _DRAWN = 3_000
 """Components, over all finalists, whose errors are drawn: of a thousand components, not of every whole strategy."""
+_KEPT_OUT = "not allowed by the pins"
 _TIE = 1 + 1e-9
 """Over the fastest: as good as equal, since times are sums of many floating-point numbers."""
 
@@ -59,6 +61,10 @@ def plan(
         InfeasibleError: nothing fits; names what binds and the nearest remedy.
         UnavailableError: the solver is not installed.
     """
+    order = cluster.fastest_first()
+    if order is not None:
+        found = plan(profile, cluster.ordered(order), strategies, request, known=known)
+        return [_on_devices(p, cluster, order) for p in found]
     started = clock.now()
     wanted = tuple(dict.fromkeys(request.strategies or ("asa",)))
     check_request(cluster, strategies, request)
@@ -107,6 +113,15 @@ def plan(
     return made
 
 
+def _on_devices(found: Plan, cluster: Cluster, order: tuple[int, ...]) -> Plan:
+    """``found`` on ``cluster``, whose devices in that order are the ranks it was made for."""
+    shown = ",".join(map(str, order[: found.num_ranks]))
+    here = len(cluster.levels) == 1 and found.device_type == "cuda"
+    how = f"; start it with CUDA_VISIBLE_DEVICES={shown}" if here else ""
+    said = f"devices are taken fastest first: the ranks run on devices {shown}, in this order{how}"
+    return replace(found, cluster_fingerprint=codec.fingerprint(cluster), devices=order, notes=(*found.notes, said))
+
+
 def _below(bound_s: float, seconds: float) -> float:
     """By what part ``bound_s`` lies below ``seconds``: 0 where it does not, or where nothing takes any time."""
     return max(0.0, 1 - bound_s / seconds) if seconds > 0 else 0.0
@@ -136,7 +151,7 @@ def _whole(
     meant = {m for w in wanted for m in baselines.members(w, prices.space.strategies, prices.space.request.gpus)}
     among = sorted((r for r in eligible if r.name in meant), key=lambda r: r.seconds)
     if not among:
-        reasons = {r.name: r.why_not or "not allowed by the pins" for r in rows if r.name in meant}
+        reasons = {r.name: r.why_not or _KEPT_OUT for r in rows if r.name in meant}
         said = f"none of {', '.join(wanted)} fits: " + "; ".join(f"{name}: {why}" for name, why in reasons.items())
         if len(reasons) == 1:
             said = f"{wanted[0]} cannot be had: {reasons.popitem()[1]}"
@@ -179,8 +194,8 @@ def _simplest(rows: Sequence[Row]) -> Row | None:
     return next((r for r in rows if r.seconds <= fastest * _TIE), None)
 
 
-def _pins_allow(space: Space, candidate: Candidate) -> bool:
-    return all(space.pinned(i, way) for i, way in enumerate(candidate.ways))
+def _pins_allow(space: Space, candidate: Candidate | None) -> bool:
+    return candidate is None or all(space.pinned(i, way) for i, way in enumerate(candidate.ways))
 
 
 def _choose(prices: Prices, outcome: Outcome, simplest: Row | None) -> tuple[Candidate | None, tuple[str, ...]]:
@@ -207,7 +222,7 @@ def _choose(prices: Prices, outcome: Outcome, simplest: Row | None) -> tuple[Can
 def _open(possible: float) -> str:
     """What is proved of the part that a plan may win: a bound that is far off is not said to be a gain."""
     if possible <= _WORTH:
-        return f"the best possible gain is {100 * possible:.2g} %"
+        return f"the best possible gain is {100 * possible if possible > _PROVED else 0:.2g} %"
     return f"nothing was found that is surely faster; up to {100 * possible:.2g} % are not ruled out"
 
 
@@ -290,6 +305,7 @@ def _plan(
     rivals: Sequence[Candidate],
 ) -> Plan:
     space, request = prices.space, prices.space.request
+    candidate = _named(space, candidate)
     price = prices.of(candidate)
     if not prices.fits(candidate):
         raise AsaError(
@@ -332,8 +348,8 @@ def _plan(
                 name=r.name,
                 step_time_s=r.price.cost.total_s if r.price else None,
                 memory_bytes_max=math.ceil(max(s.most for s in r.price.stages)) if r.price else None,
-                fits=r.fits,
-                why_not=r.why_not,
+                fits=r.fits and _pins_allow(space, r.candidate),
+                why_not=r.why_not or ("" if _pins_allow(space, r.candidate) else _KEPT_OUT),
             )
             for r in rows
         ),
@@ -348,6 +364,13 @@ def _plan(
         compression=request.compression,
         memory_bytes=request.memory_bytes,
     )
+
+
+def _named(space: Space, candidate: Candidate) -> Candidate:
+    """Stages that take turns with a single microbatch are layers, whatever the schedule that they came with."""
+    if candidate.num_microbatches == 1 < len(candidate.widths) and "layers" in space.strategies.schedules:
+        return replace(candidate, schedule="layers")
+    return candidate
 
 
 def _stages(candidate: Candidate) -> tuple[Stage, ...]:

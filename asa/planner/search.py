@@ -30,11 +30,12 @@ from asa.planner.pipeline.staged import StagedSpace
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.narrower import by_width
 from asa.planner.space.request import SolverName
-from asa.planner.space.space import Allowed, anything
+from asa.planner.space.space import MOST_IN_A_PIPELINE, Allowed, anything
 from asa.planner.stage import exhaustive, ilp
 from asa.planner.stage.first import first_plan, narrow_plan
 from asa.planner.stage.formulate import Formulation
 from asa.planner.stage.problem import MS, Choice, Problem, Solution
+from asa.planner.stage.shares import free_bound
 from asa.planner.stage.singles import Places, Single, crowded, singles
 
 _LOG = logging.getLogger("asa")
@@ -114,6 +115,8 @@ def search(
     """
     started, began = clock.now(), time.monotonic()
     found = _search(prices, solver, started + time_limit_s, allowed, incumbent_s, baselines, start)
+    # Weights of unequal devices are searched a few at a time; this holds for all of them.
+    found = replace(found, lower_bound_s=min(found.lower_bound_s, free_bound(prices, allowed) / MS))
     if found.best is None:
         found = _beside_baseline(prices, found, allowed, incumbent_s, baselines, min(_POLISH_S, _POLISH * time_limit_s))
     if found.best is None:
@@ -154,6 +157,7 @@ def _search(
     gpus = space.request.gpus
     room = max(space.room(rank, 1, gpus) for rank in range(gpus))
     piping = bool(space.schedules) and gpus > 1 and len(space.profile.graph) > 1 and room > 0
+    piping = piping and space.microbatches()[0] <= MOST_IN_A_PIPELINE
     alone = [s for view, among in views(prices) for s in singles(Places(view, allowed, among), solver)]
     start_s = float("inf") if start is None else prices.of(start).cost.total_s
     found = start if start_s < incumbent_s else None

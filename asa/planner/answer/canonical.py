@@ -17,23 +17,28 @@ fewer ranks, runs one component otherwise in its layout, or has two components o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, combinations, pairwise
+from fractions import Fraction
+from itertools import accumulate, combinations, pairwise, permutations
+from math import lcm
 from typing import Any
 
 from asa.cost.pipeline import lower_bound, makespan
 from asa.cost.planned import StagePrice, price_stage
 from asa.cost.pricing import Way
-from asa.ir.layout import Layout
+from asa.ir.layout import MOST_WEIGHT, Layout, lowest_terms
 from asa.ir.units import GIB
 from asa.planner import clock
+from asa.planner.pipeline.kinds import kinds
 from asa.planner.pipeline.sketch import INF, Sketch
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.space import TOLERANCE_GIB, Allowed
 
 TIE = 1e-9
 """A part by which times, work and peaks may differ and are taken for equal."""
+_SAMPLES = (16, 4, 1)
+"""By which the share of an unequal device is changed."""
 _MOST = 60
 """Components beyond which an answer is left as it is: there is hardly a tie that is worth its price."""
 _CHANGES = 200
@@ -75,6 +80,15 @@ def _kept(prices: Prices, before: Candidate, after: Candidate) -> Candidate:
     return after if price.cost.total_s <= limit_s and prices.fits(after) else before
 
 
+def _whole(shares: Sequence[Fraction]) -> tuple[int, ...]:
+    """Weights in proportion to ``shares``: the smallest whole numbers, or nearly, where these are too large."""
+    scale = lcm(*(x.denominator for x in shares))
+    found = lowest_terms(tuple(int(x * scale) for x in shares))
+    if max(found, default=0) <= MOST_WEIGHT:
+        return found
+    return lowest_terms(tuple(max(1, round(x * MOST_WEIGHT / max(shares))) for x in shares))
+
+
 def _even(number: float) -> float:
     """To nine digits."""
     return float(f"{number:.9g}")
@@ -104,7 +118,7 @@ class _Around:
         self.sketch = Sketch(prices, allowed, float("inf")) if len(candidate.widths) > 1 else None
         self._stages: dict[_Stage, StagePrice] = {}
         self._known: dict[object, tuple[float, ...]] = {}
-        self._possible: dict[tuple[int, int, int], dict[Way, None]] = {}
+        self._possible: dict[tuple[int, int, int, tuple[int, ...]], dict[Way, None]] = {}
         self._data = {name: k for k, name in enumerate(self.space.strategies.data)}
         self._tensor = {name: k for k, name in enumerate(self.space.strategies.tensor)}
 
@@ -201,13 +215,38 @@ class _Around:
             for name, schedule in self.space.schedules.items():
                 if name != x.schedule and not schedule.refusal(len(x.widths), x.num_microbatches):
                     yield replace(x, schedule=name)  # type: ignore[arg-type]
+        yield from self._cut_otherwise(x)
         yield from self._private(x)
         yield from self._exchanged(x)
 
-    def _ways(self, i: int, w: int, m: int) -> dict[Way, None]:
-        if (i, w, m) not in self._possible:
-            self._possible[i, w, m] = dict.fromkeys(self.space.ways(i, w, m, self.allowed))
-        return self._possible[i, w, m]
+    def _ways(self, i: int, w: int, m: int, weights: tuple[int, ...] = ()) -> dict[Way, None]:
+        key = (i, w, m, weights)
+        if key not in self._possible:
+            space = self.space.weighted({w: weights}) if weights else self.space
+            self._possible[key] = dict.fromkeys(space.ways(i, w, m, self.allowed))
+        return self._possible[key]
+
+    def _cut_otherwise(self, x: Candidate) -> Iterator[Candidate]:
+        """A single stage of unequal devices, whose batch is cut by other weights: devices of one kind have some samples
+        more, and those of another kind as many less."""
+        if len(x.widths) > 1 or not self.space.cluster.unequal or not self.space.request.uneven:
+            return
+        width, batch = x.widths[0], self.space.request.global_batch
+        weights = x.ways[0].layout.weights or (1,) * width
+        own = kinds(self.space.cluster, width)
+        rows = [Fraction(batch * w, sum(weights)) for w in weights]
+        for step in _SAMPLES:
+            for more, less in permutations(sorted(set(own)), 2):
+                before, other = rows[own.index(more)], rows[own.index(less)]
+                after = Fraction(round(before) + step)  # a whole number for the ones, what that leaves for the others
+                left = other - (after - before) * own.count(more) / own.count(less)
+                if after < 1 or left < 1:
+                    continue
+                new = [after if k == more else left if k == less else r for r, k in zip(rows, own, strict=True)]
+                cut = _whole(new)
+                ways = tuple(replace(w, layout=replace(w.layout, weights=cut)) for w in x.ways)
+                if all(self.space.enough(i, w.layout, x.num_microbatches) for i, w in enumerate(ways)):
+                    yield replace(x, ways=ways)
 
     def _fewer(self, x: Candidate) -> Iterator[Candidate]:
         m = x.num_microbatches
@@ -215,7 +254,9 @@ class _Around:
         for s, w in enumerate(() if self.space.cluster.unequal else x.widths):
             for less in (v for v in range(1, w) if self.space.placed(0, v)):
                 yield from self._in_manners(x, s, less)
-        if m == 1 or self.space.strategies.schedules[x.schedule].refusal(len(x.widths), m // 2):
+        if m // 2 not in self.space.microbatches():
+            return
+        if self.space.strategies.schedules[x.schedule].refusal(len(x.widths), m // 2):
             return
         if all(w in self._ways(i, w.layout.width, m // 2) for i, w in enumerate(x.ways)):
             yield replace(x, num_microbatches=m // 2)
@@ -284,7 +325,7 @@ class _Around:
     def _private(self, x: Candidate) -> Iterator[Candidate]:
         """One component otherwise in its layout."""
         for i, way in enumerate(x.ways):
-            for other in self._ways(i, way.layout.width, x.num_microbatches):
+            for other in self._ways(i, way.layout.width, x.num_microbatches, way.layout.weights):
                 if other != way and other.layout == way.layout:
                     yield x.with_way(i, other)
 
@@ -299,5 +340,6 @@ class _Around:
                 for i, j in combinations(some, 2):
                     one, other = x.ways[i], x.ways[j]
                     w = one.layout.width
-                    if one != other and other in self._ways(i, w, m) and one in self._ways(j, w, m):
+                    cut = one.layout.weights
+                    if one != other and other in self._ways(i, w, m, cut) and one in self._ways(j, w, m, cut):
                         yield x.with_way(i, other).with_way(j, one)

@@ -63,7 +63,7 @@ class Evaluator:
             request = Request(
                 gpus=plan.gpus, global_batch=plan.global_batch, optimizer=plan.optimizer, compression=plan.compression
             )
-        self.space = Space(on_device(profile, cluster), cluster, strategies, request)
+        self.space = Space(on_device(profile, cluster), cluster.ordered(plan.devices), strategies, request)
         self.prices = Prices(self.space)
         schedule_of(plan, strategies)
         self.answer = Candidate(
@@ -98,7 +98,7 @@ class Evaluator:
     def floor(self) -> float:
         """Seconds that no plan can beat, by compute alone."""
         found = float("inf")
-        for m in (2**k for k in range(self.space.request.global_batch.bit_length())):
+        for m in self.space.microbatches():
             for prices, among in views(self.prices):
                 found = min([found, *(m * sum(prices.compute(w, m)) for w in among)])
             if self.space.schedules and m <= MOST_IN_A_PIPELINE:

@@ -20,7 +20,7 @@ from asa.planner.search import search
 from asa.planner.space import baselines, parameter_server
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.nearest import start
-from asa.planner.space.request import Request, parse_pin
+from asa.planner.space.request import Pin, Request, parse_pin
 from asa.planner.space.space import TOLERANCE_GIB, Space, pinned
 from asa.planner.space.whole import row
 from asa.planner.stage.formulate import formulate
@@ -123,7 +123,7 @@ def _prices(
         num_microbatches=plan.num_microbatches,
         ways=ways_of(plan, profile, strategies),
     )
-    space = Space(on_device(profile, cluster), cluster, strategies, request)
+    space = Space(on_device(profile, cluster), cluster.ordered(plan.devices), strategies, request)
     return candidate, Prices(space.weighted(candidate.weights))
 
 
@@ -193,6 +193,9 @@ def _alternative(prices: Prices, candidate: Candidate, price: Price, index: int,
     return found
 
 
+_MET = "what the plan has already: name a degree (@N), or something else"
+
+
 def why_not(
     plan: Plan,
     profile: Profile,
@@ -229,7 +232,7 @@ def why_not(
         why_not="" if fits else lacking,
         terms=_terms(price, theirs),
         changed=_changed(plan, candidate, rival),
-        remark=_remark(price, theirs) if fits else "",
+        remark=_MET if "=" in other and rival.key == candidate.key else _remark(price, theirs) if fits else "",
     )
 
 
@@ -302,7 +305,10 @@ def _whole(prices: Prices, name: str) -> tuple[Candidate | None, str]:
 
 def _forced(prices: Prices, text: str, plan: Plan, mine: Candidate) -> tuple[Candidate | None, str]:
     space = prices.space
-    allowed = pinned(space.profile, (parse_pin(text),))
+    pins = _meant(prices, parse_pin(text), mine)
+    if not pins:
+        return mine, ""
+    allowed = pinned(space.profile, pins)
     fitting = sorted((b for b in plan.baselines if b.fits and b.name != "hybrid"), key=lambda b: b.step_time_s or 0.0)
     whole = (row(b.name, prices).candidate for b in fitting)
     begin = start(prices, chain((mine,), whole), allowed)
@@ -313,3 +319,16 @@ def _forced(prices: Prices, text: str, plan: Plan, mine: Candidate) -> tuple[Can
         return found.best, ""
     runs = any(formulate(prices, w, 1, allowed) is not None for w in range(1, space.request.gpus + 1))
     return None, "nothing fits with it" if runs else "no stage of these devices can run it"
+
+
+def _meant(prices: Prices, pin: Pin, mine: Candidate) -> tuple[Pin, ...]:
+    """What is asked for where the plan meets ``pin`` as it is: whole weights, of components that it replicates because
+    their tensors are split; nothing else than it is, otherwise."""
+    allowed = pinned(prices.space.profile, (pin,))
+    names = [c.name for c in prices.space.profile.graph.components]
+    held = [i for i, name in enumerate(names) if pin.matches(name)]
+    if not all(allowed(i, mine.ways[i]) for i in held):
+        return (pin,)
+    if pin.strategy == "replicate" and pin.degree is None and any(mine.ways[i].tensor.degree > 1 for i in held):
+        return pin, Pin(pattern=pin.pattern, strategy="none", degree=1)
+    return ()

@@ -79,7 +79,7 @@ def joint(
         compression=first.compression,
     )  # fmt: skip
     used = on_device(profile, cluster)
-    prices = Prices(Space(used, cluster, strategies, request))
+    prices = Prices(Space(used, cluster.ordered(first.devices), strategies, request))
     found = [candidate_of(p, used, strategies) for p in plans]
     return joint_times([(c, prices.of(c)) for c in found], used, strategies, cluster.overlap)
 

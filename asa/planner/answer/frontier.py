@@ -33,6 +33,8 @@ BUDGET_S = 4.0
 CIFAR_SAMPLES = 50_000
 """Training images of CIFAR-10 and CIFAR-100."""
 
+_RUNS = 3
+"""Components in a row, of which so many rows are named."""
 _BOUNDLESS = 2**60
 _TIE = 1e-9
 """A part by which more devices must be faster at least, to be a point of their own."""
@@ -200,15 +202,32 @@ def changes(before: Plan, after: Plan) -> str:
     ):
         if old != new:
             said.append(f"{what} {old} -> {new}")
-    moved: dict[str, int] = {}
-    for a, b in zip(before.components, after.components, strict=True):
+    moved: dict[str, list[int]] = {}
+    for i, (a, b) in enumerate(zip(before.components, after.components, strict=True)):
         if (a.data, a.tensor, a.checkpoint, a.offload) != (b.data, b.tensor, b.checkpoint, b.offload):
-            way = _way(b)
-            moved[way] = moved.get(way, 0) + 1
-    said += [f"{count} to {way}" for way, count in sorted(moved.items(), key=lambda x: -x[1])]
+            moved.setdefault(_way(b), []).append(i)
+    names = [c.name for c in after.components]
+    said += [f"{_runs(names, which)} to {way}" for way, which in sorted(moved.items(), key=lambda x: -len(x[1]))]
     if not said and before.starts() != after.starts():
         said.append("cuts moved")
     return ", ".join(said)
+
+
+def _runs(names: Sequence[str], which: Sequence[int]) -> str:
+    """Those of ``names``, in order: the first and the last of each that lie together, of few such runs.
+
+    >>> _runs(["stem", "a", "b", "c", "head"], [0, 2, 3, 4]), _runs(list("abcdefghi"), [0, 2, 4, 6, 8])
+    ('stem, b .. head (3)', 'a, c, e and 2 more')
+    """
+    runs: list[list[int]] = []
+    for i in which:
+        if runs and runs[-1][-1] == i - 1:
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+    shown = [names[r[0]] if len(r) == 1 else f"{names[r[0]]} .. {names[r[-1]]} ({len(r)})" for r in runs[:_RUNS]]
+    left = sum(map(len, runs[_RUNS:]))
+    return ", ".join(shown) + (f" and {left} more" if left else "")
 
 
 def _way(a: Assignment) -> str:

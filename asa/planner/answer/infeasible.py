@@ -100,13 +100,27 @@ def explain(prices: Prices, allowed: Allowed = anything, *, proved: bool = True)
     if more is not None:
         tries.append(f"--gpus {more}")
     aside = total - usable(space.cluster.device, total, ranks)
+    if total <= aside:
+        tried = f"; try {' or '.join(tries)}" if tries else ""
+        return InfeasibleError(
+            f"no plan fits: the context of the device and the allocator take {aside / GIB:.3g} GiB, before anything of "
+            f"the model, devices have {total / GIB:.3g} GiB{tried}"
+        )
     kept = f" (less {aside / GIB:.2f} GiB for the context and the allocator)" if aside > 0 else ""
     tried = f"; try {' or '.join(tries)}" if tries else "; the model is too large for any device"
     return InfeasibleError(
         f"{'no plan fits' if proved else 'no plan was found in time'}: {name} needs {peak.total / GIB:.3g} GiB in its "
-        f"backward ({peak.state / GIB:.3g} GiB state, {peak.activations / GIB:.3g} GiB activations) under every "
-        f"strategy up to {request.gpus} devices, devices have {total / GIB:.3g} GiB{kept}{tried}"
+        f"backward ({peak.state / GIB:.3g} GiB state, {peak.activations / GIB:.3g} GiB activations) in the leanest "
+        f"plan for up to {request.gpus} devices, {_in_words(found.candidate)}; devices have {total / GIB:.3g} "
+        f"GiB{kept}{tried}"
     )
+
+
+def _in_words(candidate: Candidate) -> str:
+    """A plan in a few words."""
+    p, m = len(candidate.widths), candidate.num_microbatches
+    stages = f"one stage of {candidate.ranks}" if p == 1 else f"{p} stages of {'/'.join(map(str, candidate.widths))}"
+    return f"{stages} {'rank' if stages.endswith(' 1') else 'ranks'} in {m} microbatch{'es' * (m > 1)}"
 
 
 def remedy(prices: Prices, names: Sequence[str]) -> str:

@@ -48,7 +48,7 @@ def _leanest_stages(prices: Prices, allowed: Allowed, some: Sequence[int]) -> It
         divisors = [d for d in range(1, width + 1) if width % d == 0]
         most = {max((m for m in counts if prices.space.enough_samples(0, d, m)), default=1) for d in divisors}
         fewer = {m // 2 for m in most}  # where a later component needs two samples
-        for m in sorted({1, *most, *fewer} - {0}):
+        for m in sorted({counts[0], *most, *fewer} & set(counts)):
             formulation = formulate(prices, width, m, allowed, every=True, counted=True)
             if formulation is None:
                 continue
@@ -114,7 +114,7 @@ def _even(chain: Chain, flights: Sequence[int]) -> tuple[int, ...]:
 
 def _microbatches(space: Space) -> list[int]:
     """One microbatch, and all powers of two: memory rarely falls further than the last that can run."""
-    return [2**k for k in range(space.request.global_batch.bit_length())]
+    return list(space.microbatches())
 
 
 __all__ = ["Leanest", "lean", "leanest"]

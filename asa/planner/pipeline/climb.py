@@ -175,9 +175,9 @@ def first_plans(
     if sketch.most < 2:
         return None
     climber, limit_s = Climber(sketch), best_s
-    batch = min(prices.space.request.global_batch, MOST_IN_A_PIPELINE)
-    likely = sorted((2**k for k in range(batch.bit_length())), key=lambda m: abs(np.log2(m / (near or sketch.most))))
-    if near is None:  # a single one, which whole strategies do best with, comes second at the latest
+    counts = [m for m in prices.space.microbatches() if m <= MOST_IN_A_PIPELINE]
+    likely = sorted(counts, key=lambda m: abs(np.log2(m / (near or sketch.most))))
+    if near is None and 1 in counts:  # a single one, which whole strategies do best with, comes second at the latest
         likely = list(dict.fromkeys((likely[0], 1, *likely)))
     found: dict[Outline, float] = {}
     for m in likely:

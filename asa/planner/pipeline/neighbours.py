@@ -29,7 +29,7 @@ class Neighbours:
             if name != x.schedule:
                 yield replace(x, schedule=name)
         for m in (x.num_microbatches // 2, 2 * x.num_microbatches):
-            if 1 <= m <= min(self.space.request.global_batch, MOST_IN_A_PIPELINE):
+            if m <= MOST_IN_A_PIPELINE and m in self.space.microbatches():
                 yield replace(x, num_microbatches=m)
         yield from self._otherwise(x)
         if p <= _LONG:

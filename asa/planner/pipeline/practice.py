@@ -64,7 +64,7 @@ def practice(prices: Prices, allowed: Allowed, until: float = INF) -> Candidate 
 
 def _splits(prices: Prices) -> Iterator[_Split]:
     space, n = prices.space, len(prices.space.profile.graph)
-    gpus, batch, cuts = space.request.gpus, space.request.global_batch, [0]
+    gpus, cuts = space.request.gpus, [0]
     cuts += [i for i in range(1, n) if space.profile.graph.cuttable(i)]
     most = max(_MOST_SPLIT, space.cluster.node)
     schedule = space.schedules.get("1f1b")
@@ -75,7 +75,7 @@ def _splits(prices: Prices) -> Iterator[_Split]:
             d = gpus // t // p
             if not all(space.placed(s * d * t, d * t) for s in range(p)):
                 continue
-            for m in (2**k for k in range(batch.bit_length())):
+            for m in space.microbatches():
                 if p > 1 and (schedule is None or m > MOST_IN_A_PIPELINE or schedule.refusal(p, m)):
                     continue
                 if all(space.enough_samples(i, d, m) for i in range(n)):

@@ -56,8 +56,8 @@ class StagedSpace:
         return tuple(sorted(w for w in widths(self.gpus) if w < self.gpus))
 
     def microbatches(self) -> tuple[int, ...]:
-        """Powers of two up to the batch, and to what a pipeline may have."""
-        return tuple(2**k for k in range(min(self.global_batch, MOST_IN_A_PIPELINE).bit_length()))
+        """Those of the space, up to what a pipeline may have."""
+        return tuple(m for m in self._prices.space.microbatches() if m <= MOST_IN_A_PIPELINE)
 
     def compute(self, width: int, num_microbatches: int) -> list[float]:
         """Least ms per component of forward and backward of one microbatch; infinite where it cannot run."""

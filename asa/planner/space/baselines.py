@@ -128,18 +128,25 @@ def candidates(name: str, prices: Prices) -> Iterator[Candidate]:
     Raises:
         Unavailable: fewer samples, devices or components than it needs even in one microbatch.
     """
-    batch, m = prices.space.request.global_batch, 1
-    while m <= batch:
+    counts = [m for m in prices.space.microbatches() if m >= _fewest(name, prices)]
+    if not counts:
+        raise Unavailable("with one microbatch it is called layers")
+    for m in counts:
         try:
             found = uniform(name, prices, m)
         except Unavailable:
-            if m == 1:
+            if m == counts[0]:
                 raise
             return
         yield found
-        m *= 2
-        if found.schedule == "layers" or (len(found.widths) > 1 and m > MOST_IN_A_PIPELINE):
+        if found.schedule == "layers" or (len(found.widths) > 1 and 2 * m > MOST_IN_A_PIPELINE):
             return
+
+
+def _fewest(name: str, prices: Prices) -> int:
+    """Microbatches: stages that take turns with one are ``layers``, whatever they are called."""
+    degrees = _degrees(name.removesuffix(AGAIN), prices.space.request.gpus)
+    return 2 if degrees.p > 1 and degrees.schedule != "layers" else 1
 
 
 def uniform(name: str, prices: Prices, num_microbatches: int) -> Candidate:

@@ -111,7 +111,7 @@ class Prices:
             data=DataDegree(strategy="replicate", degree=degree),
             tensor=TensorDegree(strategy="none", degree=1),
         )
-        for m in (2**k for k in range(space.request.global_batch.bit_length())):
+        for m in space.microbatches():
             if not enough(degree, m):
                 break
             plain = Candidate(origin="ddp", widths=(gpus,), num_microbatches=m, ways=(way,) * count)
@@ -254,6 +254,11 @@ class Prices:
         stages = np.add.reduceat(taken, candidate.starts)
         front = np.cumsum(stages) - stages
         return float((front + m * stages).max())
+
+    def alone_on(self, samples: int, tensor: int) -> np.ndarray:
+        """Per component the seconds of forward and backward of ``samples`` on one rank of the profile's device that
+        nobody else is beside, split ``tensor`` ways; infinite where it cannot be."""
+        return self._alone(samples, tensor)
 
     def _alone(self, samples: int, tensor: int) -> np.ndarray:
         """Per component forward and backward on one rank of a device that does nothing else."""

@@ -43,7 +43,7 @@ def _uniform(prices: Prices) -> Iterator[tuple[int, Candidate]]:
     names += [(w, f"hybrid:d{w // t}t{t}") for w in some for t in range(2, w + 1) if w % t == 0]
     for width, name in names:
         try:
-            yield width, baselines.uniform(name, prices, 1)
+            yield width, baselines.uniform(name, prices, prices.space.microbatches()[0])
         except baselines.Unavailable:
             continue
 

@@ -94,6 +94,7 @@ class Request:
     ``gpus`` is the most devices a plan may use; ``memory_bytes`` per rank, the device's own where None;
     ``strategies`` are whole-strategy identifiers the answer may come from, all of them where None.
     ``offload``: whether optimizer state may be on the host; ``auto`` where plain data parallelism does not fit.
+    ``microbatches``: how many a step has; as many as are fastest where None.
     ``uneven``: whether ranks with unequal devices may have unequal shares of a batch.
     ``prefer_simple``: take the best whole strategy where a plan of its own would win less than the noise, and plain
     data parallelism where nothing is surely enough faster.
@@ -112,6 +113,7 @@ class Request:
     offload: OffloadName = "auto"
     compression: CompressionName = "none"
     uneven: bool = True
+    microbatches: int | None = None
 
     @property
     def named(self) -> frozenset[str]:
@@ -125,6 +127,11 @@ class Request:
             raise UsageError(f"a global batch has at least 1 sample, asked {self.global_batch}")
         if self.global_batch > MOST_SAMPLES:
             raise UsageError(f"a global batch of {self.global_batch} samples is above {MOST_SAMPLES}")
+        m = self.microbatches
+        if m is not None and (m < 1 or m & (m - 1) or m > self.global_batch):
+            raise UsageError(
+                f"{m} microbatches of a batch of {self.global_batch}: a power of two, and a sample in each of them"
+            )
         if self.memory_bytes is not None and self.memory_bytes < 1:
             raise UsageError(f"memory of {self.memory_bytes} bytes per device is below 1")
         if self.top_k < 1:

@@ -94,6 +94,12 @@ class Space:
         """Whether the model was profiled and the links were timed: nothing is an estimate."""
         return self.profile.provenance.origin != "estimated" and self.cluster.status == "measured"
 
+    def microbatches(self) -> tuple[int, ...]:
+        """Numbers of them: the one asked for, or powers of two up to the batch."""
+        if self.request.microbatches is not None:
+            return (self.request.microbatches,)
+        return tuple(2**k for k in range(self.request.global_batch.bit_length()))
+
     def capacity(self, width: int) -> float:
         """Bytes of active memory a rank may plan with: of unequal devices, the least that the first ``width`` have."""
         return self.room(0, width, width)
@@ -263,6 +269,19 @@ class Space:
         """The schedules that a pipeline may have. Layers is 1f1b with one microbatch: it stays a baseline."""
         return {n: s for n, s in self.strategies.schedules.items() if n != "layers"}
 
+    def _wide(self) -> str:
+        if self.request.gpus <= 8:
+            return ""
+        return " up to 8 and multiples of 8" + (
+            ", inside a node or in whole ones" if len(self.cluster.levels) > 1 else ""
+        )
+
+    def _counts(self, *, piped: bool, many: bool) -> str:
+        if self.request.microbatches is not None:
+            return f"microbatches as asked for, {self.request.microbatches}"
+        most = f", {MOST_IN_A_PIPELINE} at most in a pipeline" if piped and many else ""
+        return f"microbatches in powers of two{most}" + (", in one stage" if piped else "") + " while memory binds"
+
     def describe(self) -> str:
         """The space in words, for the certificate."""
         piped = self.schedules and self.request.gpus > 1
@@ -273,19 +292,17 @@ class Space:
         splits = [n for n in self.strategies.tensor if n != "sequence" or self.by_tokens]
         parts = [
             f"one stage of 1 to {self.request.gpus} ranks"
-            + (f", or several of any widths ({', '.join(self.schedules)})" if piped else ""),
+            + (f", or several ({', '.join(self.schedules)}) of any widths{self._wide()}" if piped else ""),
             f"per component data ({', '.join(self.strategies.data)}) x tensor ({', '.join(splits)}) "
             f"of every degree whose product divides the ranks of its stage{checkpoint}",
-            "microbatches in powers of two"
-            + (f", {MOST_IN_A_PIPELINE} at most in a pipeline" if piped and many else "")
-            + (", in one stage while memory binds" if piped else " while memory binds"),
+            self._counts(piped=bool(piped), many=many),
         ]
         if self.request.gpus > _NARROW and not self.request.pins:
             parts.append(f"in stages of more than {_NARROW} ranks none repeats work that has a sample of its own")
         if self.cluster.unequal:
             parts.append(
                 "of unequal devices the first ranks are used; a single stage cuts its batch evenly"
-                + (" or in proportion to weights, one for ranks of one speed" if self.request.uneven else "")
+                + (" or by any weights, one for ranks of one kind" if self.request.uneven else "")
                 + "; stages of several have devices of one kind each"
             )
         if self.request.pins:

@@ -127,12 +127,16 @@ class Places:
 
     def bounds(self) -> Iterator[tuple[float, int, int]]:
         """(ms of compute alone, width, microbatches) of each that could run."""
-        request = self._prices.space.request
         for w in (w for w in self._among if self._prices.space.capacity(w) > 0):
-            for m in (2**k for k in range(request.global_batch.bit_length())):
+            for m in self._prices.space.microbatches():
                 alone = self._prices.compute_alone(w, m) * MS
                 if alone < float("inf"):
                     yield alone, w, m
+
+    @property
+    def asked_for(self) -> bool:
+        """Whether the number of microbatches is given."""
+        return self._prices.space.request.microbatches is not None
 
     def floor(self, width: int, num_microbatches: int) -> Floor:
         """What is known of such a stage before it is formulated."""
@@ -179,7 +183,7 @@ class Places:
     def enough(self, width: int, num_microbatches: int, cutoff: float, ends: float) -> bool | None:
         """Whether fewer microbatches are enough, so that so many are not in the space: what is fastest with fewer, or
         what would be, fits. None where that is open."""
-        if num_microbatches == 1:
+        if num_microbatches == 1 or self.asked_for:
             return False
         fewer = self.get(width, num_microbatches // 2)
         if fewer is None:
@@ -273,7 +277,7 @@ class Single:
             self._raise(self._places.apart(self.width, self.num_microbatches, self.bound))
         elif self.level == 2 and self.place is None and self.long and began + _FORMULATED * self.took > ends:
             self.level, self.stuck = 1, True  # would not be done in time, in this search
-        elif self.level == 2 and self.num_microbatches > 1:
+        elif self.level == 2 and self.num_microbatches > 1 and not self._places.asked_for:
             self._several(best, min(ends, began + _FIRST_S))
         elif self.place is None:
             self._look(best)
@@ -391,6 +395,15 @@ class Single:
                 self.solution, self.origin = replace(found, bound=min(found.bound, found.value)), place
             elif place is self.place and found.choice not in self.refused:
                 self.refused.append(found.choice)
+                if len(self.refused) == 1 and self._solver != "exhaustive":
+                    self._count()
+
+    def _count(self) -> None:
+        """A plan by what components count for, in place of one that does not fit: what prices come upon."""
+        safe = self._places.counted(self.width, self.num_microbatches)
+        if safe.solver is not None:
+            safe.look(float("inf"))
+            self._take(replace(safe.solver.answer(self.value), bound=0.0), safe)
         if self.value <= self.bound:
             self.bound = self.value
             self.solution = replace(self.solution, bound=self.value)

@@ -1,0 +1,84 @@
+"""What a single stage of unequal devices takes at least, however its batch is cut over them.
+
+Weights of ranks are whole numbers, and there are more of them than can be searched one by one. So this says nothing of
+which are best, and holds for all: in every component the devices of each speed have some number of samples, all of them
+together the batch, and the one that takes longest decides. The least of that, over all cuts, is found component by
+component (each as if the cut were its own); of synchronisation what cannot hide, and the update, come on top.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from asa.planner.space.candidate import Prices
+from asa.planner.space.space import Allowed, widths
+from asa.planner.stage.problem import MS
+
+INF = float("inf")
+_POINTS = 192
+"""Numbers of samples that are looked at, at most; between two of them the smaller one counts."""
+_HALVINGS = 40
+
+
+def free_bound(prices: Prices, allowed: Allowed) -> float:
+    """Ms that no plan of one stage with devices of several speeds takes less than, whatever its weights; infinite where
+    no stage has such devices, or batches are cut evenly."""
+    space = prices.space
+    if not space.cluster.unequal or not space.request.uneven:
+        return INF
+    found = INF
+    for width in widths(space.request.gpus):
+        if len(set(space.cluster.speeds(range(width)) or (1.0,))) > 1:
+            found = min([found, *_bounds(prices, width, allowed)])
+    return found * MS
+
+
+def _bounds(prices: Prices, width: int, allowed: Allowed) -> Iterator[float]:
+    space, batch = prices.space, prices.space.request.global_batch
+    late, speeds = _late(prices, width, allowed), space.cluster.speeds(range(width))
+    divisors = [x for x in range(1, width + 1) if width % x == 0]
+    for m in space.microbatches():
+        samples, least = batch // m, np.full(len(late), INF)
+        for data in (d for d in divisors if d <= samples):
+            inner = width // data
+            shards = Counter(min(speeds[i : i + inner]) for i in range(0, width, inner))
+            for tensor in (t for t in divisors if inner % t == 0):
+                least = np.minimum(least, _longest(prices, tensor, samples, shards))
+        yield float((m * least * prices.pricer(width, m).slow + late).sum())
+
+
+def _longest(prices: Prices, tensor: int, samples: int, shards: Counter[float]) -> Any:
+    """Per component the least seconds of the shard that takes longest, in forward and backward of ``samples``."""
+    grid = np.unique(np.geomspace(1, max(1, samples), _POINTS).astype(np.int64))
+    taken = np.stack([prices.alone_on(int(n), tensor) for n in grid])
+    taken = np.minimum.accumulate(taken[::-1])[::-1]  # of no more samples than these, or of any more of them
+    beyond = np.r_[grid[1:] - 1, samples]
+    low, high = taken[0] / min(shards), taken[-1] / min(shards)  # each shard has a sample at least
+    can = np.isfinite(high)
+    low, high = np.where(can, low, 0.0), np.where(can, high, 0.0)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        done = np.zeros(taken.shape[1])
+        for speed, count in shards.items():
+            reached = (taken <= middle * speed).sum(axis=0)
+            done += count * np.where(reached > 0, beyond[np.maximum(0, reached - 1)], 0)
+        enough = done >= samples
+        low, high = np.where(enough, low, middle), np.where(enough, middle, high)
+    return np.where(can, low, INF)
+
+
+def _late(prices: Prices, width: int, allowed: Allowed) -> Any:
+    """Per component the least seconds once a step, that no backward hides."""
+    space, overlap = prices.space, prices.space.cluster.overlap
+    pricer = prices.pricer(width, 1)
+    menu = prices.menu(pricer, allowed)
+    which = np.flatnonzero(menu.enough([max(1, space.samples(x, 1)) for x in menu.layouts], 0 * prices.fewest))
+    x = menu.priced(pricer, which)
+    hidden = overlap.communication_slowdown * overlap.saving
+    least = np.full(len(space.profile.graph), INF)
+    np.minimum.at(least, menu.component[which], np.maximum(0.0, x.once + (x.prompt + x.late) * (1 - hidden)))
+    return least

@@ -1,0 +1,109 @@
+"""How unequal devices cut a batch: searched, and inside the bound."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import known_models
+import pytest
+
+from asa.cost.machine import presets
+from asa.errors import InvalidInputError
+from asa.ir import codec
+from asa.ir.cluster import Cluster, RankDevice
+from asa.ir.layout import Layout, lowest_terms
+from asa.ir.plan import Plan
+from asa.planner import Request, explain, plan, verify
+from asa.planner.space.baselines import uniform
+from asa.planner.space.candidate import Candidate, Prices
+from asa.planner.space.space import Space, anything
+from asa.planner.stage.problem import MS
+from asa.planner.stage.shares import free_bound
+from asa.strategies import offered
+
+PROFILES = [known_models.profile(g, 300.0, 64) for g in (known_models.transformer(4, 512), known_models.vgg16())]
+
+
+def unlike(*speeds: float) -> Cluster:
+    known = presets.load("a100-nvlink-8")
+    every = (*speeds, *(speeds[-1],) * (8 - len(speeds)))
+    return replace(known, devices=tuple(RankDevice(name=f"at {s:g}", speed=s) for s in every))
+
+
+def reweighted(candidate: Candidate, weights: tuple[int, ...]) -> Candidate:
+    cut = lowest_terms(weights)
+    ways = tuple(replace(w, layout=replace(w.layout, weights=cut)) for w in candidate.ways)
+    return replace(candidate, ways=ways)
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("speeds", [(1.0, 1.0, 0.5, 0.5), (1.0, 0.7, 0.4)])
+def test_no_weights_beat_the_bound_and_hardly_any_the_answer(profile, speeds) -> None:
+    cluster, count = unlike(*speeds), len(speeds)
+    asked = Request(gpus=count, global_batch=120, prefer_simple=False, time_limit_s=0.5)
+    found = plan(profile, cluster, offered(), asked)[0]
+    verified = verify(found, profile, cluster, offered()).step_time_s
+    assert verified == pytest.approx(found.prediction.step_time_s, rel=1e-9)
+    assert found.certificate.lower_bound_s <= verified
+    prices, rng, best = Prices(Space(profile, cluster, offered(), asked)), random.Random(0), float("inf")
+    bound = free_bound(prices, anything) / MS
+    for name in ("ddp", "tensor", *(["hybrid:d2t2"] if count == 4 else [])):
+        for m in (1, 2):
+            whole = uniform(name, prices, m)
+            for _ in range(12):
+                weights = tuple(max(1, round(100 * s * rng.uniform(0.8, 1.25))) for s in speeds)
+                if count == 4 and rng.random() < 0.7:  # alike where devices are
+                    weights = (weights[0], weights[0], weights[2], weights[2])
+                taken = prices.of(reweighted(whole, weights)).cost.total_s
+                assert bound <= taken * (1 + 1e-9)
+                best = min(best, taken)
+    assert found.certificate.lower_bound_s <= best * (1 + 1e-9)
+    assert found.prediction.step_time_s <= best * 1.002
+
+
+def test_where_batches_are_cut_evenly_nothing_is_added_to_the_bound() -> None:
+    even = Request(gpus=4, global_batch=64, uneven=False)
+    for cluster, asked in (
+        (unlike(1.0, 1.0, 0.5, 0.5), even),
+        (presets.load("a100-nvlink-8"), replace(even, uneven=True)),
+    ):
+        assert free_bound(Prices(Space(PROFILES[0], cluster, offered(), asked)), anything) == float("inf")
+
+
+def test_a_cut_in_proportion_to_speed_of_work_without_a_floor_is_the_bound() -> None:
+    """Compute alone, linear in samples: shares in proportion to speed are best, and the bound says just that."""
+    profile, cluster = PROFILES[1], unlike(1.0, 1.0, 0.5, 0.5)
+    prices = Prices(Space(profile, cluster, offered(), Request(gpus=4, global_batch=240)))
+    bound = free_bound(prices, anything) / MS
+    one = reweighted(uniform("ddp", prices, 1), (2, 2, 1, 1))
+    assert isinstance(one.ways[0].layout, Layout)
+    compute = prices.of(one).cost.compute_s
+    assert 0.8 * compute <= bound <= prices.of(one).cost.total_s
+
+
+def listed(*speeds: float) -> Cluster:
+    known = presets.load("a100-nvlink-8")
+    level = replace(known.levels[0], devices=len(speeds))
+    every = tuple(RankDevice(name=f"at {s:g}", speed=s) for s in speeds)
+    return replace(known, num_devices=len(speeds), levels=(level,), devices=every)
+
+
+@pytest.mark.parametrize("speeds", [(0.1, 0.1, 1.0, 1.0), (0.5, 1.0, 0.5, 1.0)])
+def test_devices_may_be_listed_in_any_order(speeds: tuple[float, ...]) -> None:
+    profile = PROFILES[1]
+    asked = Request(gpus=4, global_batch=120, prefer_simple=False, time_limit_s=0.5)
+    cluster, best = listed(*speeds), listed(*sorted(speeds, reverse=True))
+    found, other = (plan(profile, c, offered(), asked)[0] for c in (cluster, best))
+    assert found.prediction.step_time_s == pytest.approx(other.prediction.step_time_s, rel=0.01)
+    assert found.devices is not None
+    assert [speeds[d] for d in found.devices] == sorted(speeds, reverse=True)
+    assert other.devices is None
+    assert found.cluster_fingerprint == codec.fingerprint(cluster)
+    assert any("CUDA_VISIBLE_DEVICES=" in note for note in found.notes)
+    again = verify(found, profile, cluster, offered())
+    assert again.step_time_s == pytest.approx(found.prediction.step_time_s, rel=1e-9)
+    assert explain(found, profile, cluster, offered()).components
+    assert codec.loads(Plan, codec.dumps(found), source="itself").devices == found.devices
+    with pytest.raises(InvalidInputError, match="devices"):
+        verify(replace(found, devices=(0, 0, 1, 2)), profile, cluster, offered())
