@@ -57,10 +57,12 @@ def fetch(
         here = indices.to(images.images.device)
         gathered = images.images[here], images.labels[here]
     pixels, labels = (t.to(device, non_blocking=True) for t in gathered)
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    if pixels.is_floating_point():  # numbers of a table, or what a dataset of the user's own has prepared
+        return pixels.to(exact).to(dtype), labels
     if train:
         pixels = augment(pixels, indices.to(pixels.device), seed=seed, epoch=epoch, flips=images.flips)
     # Half precision holds neither 1/255 nor the mean well: normalise first, round once.
-    exact = torch.float64 if dtype == torch.float64 else torch.float32
     x = convert(pixels.to(exact).div_(255), images.shape)
     mean, std = (torch.tensor(v, dtype=exact, device=x.device)[:, None, None] for v in (images.mean, images.std))
     return ((x - mean) / std).to(dtype), labels
