@@ -39,7 +39,6 @@ def completed(*line: str) -> list[str]:
         (("asa", "cluster", "me"), ["measure", "media"]),
         (("asa", "cluster", "measure", "--j"), ["--json"]),
         (("asa", "bench", "--check"), ["--check-sealed"]),
-        (("asa", "bench", "truth", "--on"), ["--only"]),
         (("asa", "launch", "sl"), ["slurm"]),
     ],
 )

@@ -16,7 +16,7 @@ def run(args: Arguments, console: Console) -> None:
     from asa.cli.settings import resolve
     from asa.cli.verbs import VERBS as WORDS
     from asa.cli.verbs import verbs
-    from asa.report.tables import table
+    from asa.report.tables import line, table
 
     rows = []
     chosen = [v for word in WORDS for v in verbs(word) if not args.verb or f"{v.name} ".startswith(f"{args.verb} ")]
@@ -32,18 +32,22 @@ def run(args: Arguments, console: Console) -> None:
         "settings": [{"verb": v, "name": n, "value": codec.to_data(x), "from": w} for v, n, x, w in rows],
     }
     shown = table("Settings", ("verb", "setting", "value", "from"), left=4)
-    for verb_name, name, value, where in rows:
-        shown.add_row(verb_name, name, "" if value is None else str(value), where)
-    console.result(data, lambda: [shown])
+    told = [row for row in rows if args.all or row[3] != "default"]
+    for verb_name, name, value, where in told:
+        text = ", ".join(map(str, value)) if isinstance(value, tuple) else "" if value is None else str(value)
+        shown.add_row(verb_name, name, text, where)
+    hidden = line(f"{len(rows) - len(told)} settings have their defaults; --all shows them too")
+    console.result(data, lambda: [*([shown] if told else []), *([hidden] if len(told) < len(rows) else [])])
 
 
 VERBS = (
     Verb(
         name="config show",
-        help="every setting, its value, and whether a variable, a file or the default gave it",
+        help="the settings that a variable or a file gave, with --all every one, and where its value comes from",
         run=run,
         options=(
             Option(name="verb", help="only this verb, or those that begin with it", positional=True, metavar="VERB"),
+            Option(name="all", help="those that have their defaults too (--json has them always)", switch=True),
             o.JSON,
         ),
         details="A value comes from the flag, else ASA_<NAME>, else asa.toml or [tool.asa] of pyproject.toml, "

@@ -16,6 +16,7 @@ from asa.errors import UnavailableError, UsageError
 from asa.ir import bench as nouns
 from asa.ir import codec
 from asa.ir.cluster import Cluster
+from asa.zoo import specs
 
 if TYPE_CHECKING:
     from asa.zoo.data import ImageSet
@@ -63,6 +64,7 @@ def check(args: Arguments, folder: Path, gpus: int) -> None:
     from asa.zoo.models import build, default_input, names
 
     places.check_writable(folder / "bench.json", "--out")
+    specs.check_there(args.data)
     baselines.check(args.strategies or STRATEGIES, offered(), gpus)
     known = names()
     for model in args.models:

@@ -10,6 +10,7 @@ from typing import Any
 from asa.cli.verb import Arguments, Option
 from asa.errors import UsageError
 from asa.ir.units import GIB, time_span
+from asa.zoo import specs
 
 _MOST_SEED = 2**32 - 1
 _MOST_GIB = 2**20
@@ -133,6 +134,16 @@ def input_shape(args: Arguments) -> tuple[int, ...] | None:
     return (args.tokens,) if args.tokens else args.input
 
 
+def data(text: str) -> str:
+    """A data set by its name, or by where it is.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    specs.check_form(text)
+    return text
+
+
 def option(base: Option, **changes: Any) -> Option:
     """A shared option with another default or help."""
     return dataclasses.replace(base, **changes)
@@ -192,9 +203,11 @@ COMPRESS = Option(
 SEED = Option(name="seed", help="of weights, sample order and masks", parse=seed, default=0, metavar="S")
 DATA = Option(
     name="data",
-    help="images to train on",
-    choices=("cifar100", "cifar10", "mnist", "digits", "synthetic"),
+    help="what to train on: cifar100, cifar10, mnist, digits, synthetic; folder:DIR (images by class), csv:FILE, "
+    "parquet:FILE, hf:NAME, or package.module:factory of any dataset (default: cifar100)",
+    parse=data,
     default="cifar100",
+    metavar="DATA",
 )
 DATA_ROOT = Option(
     name="data-root",

@@ -204,7 +204,8 @@ def _text(o: Option, raw: Any, where: str) -> str:
 
 
 def _help(verb: Verb, o: Option) -> str:
-    default = f"default: {o.default}" if o.default is not None and not o.switch and "default" not in o.help else ""
+    told = ", ".join(map(str, o.default)) if isinstance(o.default, tuple) else o.default
+    default = f"default: {told}" if told not in (None, "") and not o.switch and "default" not in o.help else ""
     added = "; ".join(filter(None, (default, idle.condition(verb, o))))
     if added:
         added = f"; {added})" if o.help.endswith(")") else f" ({added})"

@@ -19,6 +19,7 @@ from asa.errors import AsaError, InvalidInputError, NoCheckpointError, UsageErro
 from asa.ir import codec
 from asa.ir.measurements import EpochRecord
 from asa.ir.plan import Plan
+from asa.zoo import specs
 from asa.zoo.headstart import HeadStart
 
 _NOTABLE = 0.05
@@ -159,6 +160,7 @@ def plan_and_folder(args: Arguments) -> tuple[Path, Plan, Path]:
         NoCheckpointError: nothing to resume.
         UnavailableError: the folder cannot be written.
     """
+    specs.check_there(args.data)
     if args.data_root and not args.download and not Path(args.data_root).exists():
         raise InvalidInputError(f"--data-root {args.data_root} does not exist")
     if not args.resume:

@@ -27,7 +27,7 @@ def first_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _at_home() -> Iterator[None]:
+def at_home() -> Iterator[None]:
     """The working directory importable (the ``asa`` script does not put it there), stdout kept for documents."""
     here = os.getcwd()
     sys.path.insert(0, here)
@@ -40,38 +40,43 @@ def _at_home() -> Iterator[None]:
             sys.path.remove(here)
 
 
-def _import(spec: str, name: str) -> ModuleType:
+def _import(spec: str, name: str, what: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         # A missing module that the named one lies in is a slip of the pen; any other is missing *inside* it.
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
             raise UsageError(
-                f"model {spec!r}: no module {name!r} to import from here or the installed packages"
+                f"{what} {spec!r}: no module {name!r} to import from here or the installed packages"
             ) from None
-        raise InvalidInputError(f"model {spec!r}: importing {name} needs {error.name!r}, which is missing") from None
+        raise InvalidInputError(f"{what} {spec!r}: importing {name} needs {error.name!r}, which is missing") from None
     except (Exception, SystemExit) as error:
-        raise InvalidInputError(f"model {spec!r}: importing {name} failed with {first_line(error)}") from None
+        raise InvalidInputError(f"{what} {spec!r}: importing {name} failed with {first_line(error)}") from None
 
 
-def _factory(spec: str) -> Callable[..., Any]:
+def factory(spec: str, what: str = "model") -> Callable[..., Any]:
+    """The function that ``package.module:factory`` names, which makes ``what``.
+
+    Raises:
+        UsageError: there is none. InvalidInputError: its module cannot be imported.
+    """
     module_name, _, attribute = spec.partition(":")
     parts = [*module_name.split("."), *attribute.split(".")]
     if not all(p.isidentifier() for p in parts):
-        raise UsageError(f"model {spec!r} is not of the form package.module:factory")
-    found: Any = _import(spec, module_name)
+        raise UsageError(f"{what} {spec!r} is not of the form package.module:factory")
+    found: Any = _import(spec, module_name, what)
     for part in attribute.split("."):
         if not hasattr(found, part):
             near = get_close_matches(part, [n for n in dir(found) if not n.startswith("_")], n=3)
             hint = f"; did you mean {', '.join(near)}?" if near else ""
-            raise UsageError(f"model {spec!r}: {module_name} has no {attribute!r}{hint}")
+            raise UsageError(f"{what} {spec!r}: {module_name} has no {attribute!r}{hint}")
         found = getattr(found, part)
     if not callable(found) or isinstance(found, nn.Module):
-        raise UsageError(f"model {spec!r}: {attribute} is a {type(found).__name__}, not a function that builds a model")
+        raise UsageError(f"{what} {spec!r}: {attribute} is a {type(found).__name__}, not a function that makes one")
     return found  # type: ignore[no-any-return]
 
 
-def _accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:
+def accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:
     """Offered keyword arguments that the function takes; all but ``input_shape`` through ``**kwargs``."""
     try:
         parameters = inspect.signature(function).parameters
@@ -94,8 +99,8 @@ def takes_classes(spec: str) -> bool:
     origin, colon, _ = spec.partition(":")
     if not colon or origin in PACKAGES:
         return True
-    with _at_home():
-        return bool(_accepted(_factory(spec), {"num_classes": 0}))
+    with at_home():
+        return bool(accepted(factory(spec), {"num_classes": 0}))
 
 
 def from_factory(spec: str, *, num_classes: int, input_shape: Shape) -> nn.Module:
@@ -105,10 +110,10 @@ def from_factory(spec: str, *, num_classes: int, input_shape: Shape) -> nn.Modul
         UsageError: the spec does not lead to a function.
         InvalidInputError: the module cannot be imported, or the function fails or returns no ``nn.Module``.
     """
-    with _at_home():
-        function = _factory(spec)
+    with at_home():
+        function = factory(spec)
         try:
-            model = function(**_accepted(function, {"num_classes": num_classes, "input_shape": input_shape}))
+            model = function(**accepted(function, {"num_classes": num_classes, "input_shape": input_shape}))
         except (Exception, SystemExit) as error:
             raise InvalidInputError(f"model {spec!r}: the factory failed with {first_line(error)}") from None
     if not isinstance(model, nn.Module):

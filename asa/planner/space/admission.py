@@ -19,10 +19,10 @@ def check_request(cluster: Cluster | None, strategies: Strategies, request: Requ
     """
     if cluster is not None and request.gpus > cluster.num_devices:
         larger = presets.offered(request.gpus, like=cluster.name)
+        larger = larger or "one of several nodes is widened to as many as are asked for"
         raise UsageError(
             f"asked for {request.gpus} devices, cluster {cluster.name} has {cluster.num_devices}; lower --gpus, name "
-            f"a larger --cluster ({larger or 'one of several nodes is widened as asked'}), or measure "
-            "one"
+            f"a larger --cluster ({larger}), or measure one"
         )
     if cluster is not None and request.offload == "always" and cluster.device.type == "cpu":
         raise UsageError(

@@ -61,10 +61,12 @@ def fetch(
     pixels, labels = (t.to(device, non_blocking=True) for t in gathered)
     if of_tokens(images.shape):
         return pixels, labels
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    if pixels.is_floating_point():  # numbers of a table, or what a dataset of the user's own has prepared
+        return pixels.to(exact).to(dtype), labels
     if train:
         pixels = augment(pixels, indices.to(pixels.device), seed=seed, epoch=epoch, flips=images.flips)
     # Half precision holds neither 1/255 nor the mean well: normalise first, round once.
-    exact = torch.float64 if dtype == torch.float64 else torch.float32
     x = convert(pixels.to(exact).div_(255), images.shape)
     mean, std = (torch.tensor(v, dtype=exact, device=x.device)[:, None, None] for v in (images.mean, images.std))
     return ((x - mean) / std).to(dtype), labels

@@ -25,7 +25,8 @@ _CHUNK = 1024
 class ImageSet:
     """Images and labels of one split.
 
-    ``images`` uint8 [N, C, H, W]; ``labels`` int64 [N], below ``num_classes``. ``shape`` is the (C, H, W) that
+    ``images`` uint8 [N, C, H, W], or floating where samples are no images: those are taken as they are, neither
+    augmented nor scaled to 0..1; ``labels`` int64 [N], below ``num_classes``. ``shape`` is the (C, H, W) that
     :func:`asa.zoo.data.fetch` gives out; ``images`` has it too unless the converted set would be too large.
     ``mean``, ``std``: per channel of ``shape``, for pixels scaled to 0..1. ``flips``: whether a mirrored image is
     still of its class. ``source`` says in a sentence what was read.

@@ -7,6 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from asa.errors import InvalidInputError, UsageError
+from asa.zoo import specs
 from asa.zoo.data import cache, cifar, digits, idx
 from asa.zoo.data.download import Opener, download
 from asa.zoo.data.images import ImageSet, reshaped
@@ -133,7 +134,7 @@ def open_split(
     ``cifar100``, ``cifar10``, ``mnist``: from the official files in ``root`` (the folder of the binary version, its
     files, or the .tar.gz; idx files, gzipped or not). Without a ``root`` the embedded default of the same format
     takes their place. ``synthetic``: that default by its own name. ``digits``: real handwritten ones of 8x8; neither
-    needs a root.
+    needs a root. Data of the user's own by the forms of :mod:`asa.zoo.specs`.
 
     Args:
         input_shape: (C, H, W) the model takes; other images are converted, and ``source`` says so. For one that takes
@@ -146,10 +147,14 @@ def open_split(
         InvalidInputError: a ``root`` without the files, or with files that cannot be used.
         UnavailableError: a download that failed.
     """
-    if name not in NAMES:
-        raise UsageError(f"no data set is called {name!r}; there are {', '.join(NAMES)}")
+    if name not in NAMES and not specs.is_own(name):
+        raise UsageError(f"no data set is called {name!r}; there are {', '.join(NAMES)}, {specs.FORMS}")
     if split not in ("train", "test"):
         raise UsageError(f"data sets have the splits train and test, not {split!r}")
+    if specs.is_own(name):
+        from asa.zoo.data import own
+
+        return own.open_own(name, split, input_shape)
     if input_shape is not None and of_tokens(input_shape) and name in _STAND_INS:
         return language(split, input_shape[0])
     if name == "digits":

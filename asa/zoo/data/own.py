@@ -1,0 +1,185 @@
+"""Data of the user's own as an :class:`ImageSet`: read whole, once, with a fixed fifth to test on where none is named.
+
+Images keep their bytes and take the model's shape. Anything else is numbers: columns of a table are scaled to mean 0
+and standard deviation 1 of the training part, floating samples of a dataset are taken as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from itertools import islice
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asa.errors import InvalidInputError, UnavailableError, UsageError
+from asa.zoo.data.draws import key, permutation
+from asa.zoo.data.images import ImageSet, Shape, convert
+from asa.zoo.data.official import Split
+
+Samples = tuple[Tensor, Tensor]
+"""Inputs [N, ...] and classes int64 [N, ...]."""
+
+_MOST_SAMPLES = 10_000_000
+_TEST_SHARE = 5
+"""One of so many samples is tested on, where the data do not say which."""
+_SALT = 5
+
+
+def open_own(spec: str, split: Split, shape: Shape | None) -> ImageSet:
+    """One split of ``spec`` for a model that takes ``shape`` [C, H, W].
+
+    Raises:
+        UsageError: samples of another shape than the model takes. InvalidInputError: files, or a function of the
+            user's own, that cannot be used. UnavailableError: the package that reads them is not installed.
+    """
+    train, test, classes, told = _both(spec, shape)
+    inputs, labels = train if split == "train" else test
+    image = inputs.dtype == torch.uint8
+    mean, std = _statistics(train[0]) if image else ((0.0,) * inputs.shape[1], (1.0,) * inputs.shape[1])
+    return ImageSet(
+        images=inputs, labels=labels, num_classes=classes, mean=mean, std=std, name=spec,
+        source=f"{told}, {split}: {len(labels)} samples of {classes} classes.",
+        shape=(inputs.shape[1], inputs.shape[2], inputs.shape[3]), flips=image,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=2)
+def _both(spec: str, shape: Shape | None) -> tuple[Samples, Samples, int, str]:
+    """Samples to train and to test on in the model's shape, the number of classes, and what was read."""
+    from asa.zoo.data import readers
+
+    origin, _, rest = spec.partition(":")
+    named: dict[str, Callable[[str, Shape | None], readers.Parts]] = {
+        "folder": readers.folder, "csv": readers.csv_table, "parquet": readers.parquet, "hf": readers.hub,
+    }  # fmt: skip
+    made = named[origin](rest, shape) if origin in named else from_factory(spec, shape)
+    train, test = (made.train, made.test) if made.test is not None else _divided(made.train)
+    if made.scaled:
+        mean, std = train[0].mean(dim=0), train[0].std(dim=0, unbiased=False).clamp_min(1e-6)
+        train, test = (((x - mean) / std, y) for x, y in (train, test))
+    train, test = ((_shaped(x, shape, spec), y) for x, y in (train, test))
+    if not len(train[1]) or not len(test[1]):
+        raise InvalidInputError(f"--data {spec}: {len(train[1])} samples to train on and {len(test[1])} to test on")
+    lowest = min(int(train[1].min()), int(test[1].min()))
+    if lowest < 0:
+        raise InvalidInputError(f"--data {spec}: class {lowest} is below 0")
+    return train, test, 1 + max(int(train[1].max()), int(test[1].max())), made.told
+
+
+def _divided(samples: Samples) -> tuple[Samples, Samples]:
+    """A part to train on and a fifth to test on, always the same."""
+    x, y = samples
+    order = permutation(key(len(y), _SALT), len(y))
+    cut = len(y) // _TEST_SHARE
+    return (x[order[cut:]], y[order[cut:]]), (x[order[:cut]], y[order[:cut]])
+
+
+def _shaped(x: Tensor, shape: Shape | None, spec: str) -> Tensor:
+    """Samples [N, ...] as [N, C, H, W]: images converted, numbers laid out."""
+    if x.dtype == torch.uint8 and x.dim() == 4:
+        return x if shape is None or tuple(x.shape[1:]) == tuple(shape) else _converted(x, shape, spec)
+    wanted = shape or (1, 1, prod(x.shape[1:]))
+    if prod(x.shape[1:]) != prod(wanted) or (x.dim() == 4 and tuple(x.shape[1:]) != tuple(wanted)):
+        have = "x".join(map(str, x.shape[1:])) if x.dim() == 4 else f"1x1x{prod(x.shape[1:])}"
+        raise UsageError(
+            f"--data {spec} has samples of {have}, the model takes {'x'.join(map(str, wanted))}; profile it with "
+            f"--input {have}"
+        )
+    return x.reshape(len(x), *wanted)
+
+
+def _converted(x: Tensor, shape: Shape, spec: str) -> Tensor:
+    if x.shape[1] not in (1, shape[0]) and shape[0] != 1:
+        raise UsageError(
+            f"--data {spec} has {x.shape[1]} channels, the model takes {shape[0]}; profile it with "
+            f"--input {x.shape[1]}x{shape[1]}x{shape[2]}"
+        )
+    parts = [convert(part.float(), shape).round().clamp_(0, 255).to(torch.uint8) for part in x.split(256)]
+    return torch.cat(parts)
+
+
+def _statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation per channel of uint8 [N, C, H, W], for pixels scaled to 0..1."""
+    sums = sum(part.double().div_(255).sum(dim=(0, 2, 3)) for part in images.split(1024))
+    squares = sum(part.double().div_(255).square_().sum(dim=(0, 2, 3)) for part in images.split(1024))
+    assert isinstance(sums, Tensor)
+    assert isinstance(squares, Tensor)
+    count = images.numel() / images.shape[1]
+    mean = sums / count
+    std = (squares / count - mean.square()).clamp_min(1e-12).sqrt()
+    return tuple(mean.tolist()), tuple(std.tolist())
+
+
+def from_factory(spec: str, shape: Shape | None) -> Any:
+    """What ``package.module:factory`` returns, called with ``input_shape`` where it takes it: a dataset of pairs
+    (input, class), map-style or iterable, a ``DataLoader`` (with whatever it collates), or two of them, the second to
+    test on.
+
+    Raises:
+        UsageError: the spec leads to no function. InvalidInputError: it fails, or returns something else.
+    """
+    from asa.zoo.data.readers import Parts
+    from asa.zoo.foreign import accepted, at_home, factory, first_line
+
+    pair, found = False, []
+    with at_home():
+        function = factory(spec, "data")
+        try:
+            made = function(**accepted(function, {"input_shape": shape}))
+            pair = isinstance(made, tuple) and len(made) == 2 and not isinstance(made[0], Tensor)
+            found = [_read(part, spec) for part in (made if pair else (made,))]
+        except (InvalidInputError, UsageError, UnavailableError):
+            raise
+        except (Exception, SystemExit) as error:
+            raise InvalidInputError(f"data {spec!r} failed with {first_line(error)}") from None
+    return Parts(train=found[0], test=found[1] if pair else None, told=f"Data of {spec}")
+
+
+def _read(dataset: Any, spec: str) -> Samples:
+    """All samples of a dataset, in its order."""
+    from torch.utils.data import DataLoader
+
+    if isinstance(dataset, DataLoader):
+        pairs = [_pair(batch, spec) for batch in dataset]
+        return torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs]).long()
+    samples: Iterable[Any]
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        samples = (dataset[i] for i in range(len(dataset)))
+    elif hasattr(dataset, "__iter__"):
+        samples = dataset
+    else:
+        raise InvalidInputError(f"data {spec!r}: the function returned a {type(dataset).__name__}, not a dataset")
+    pairs = [_pair(sample, spec) for sample in islice(samples, _MOST_SAMPLES + 1)]
+    if len(pairs) > _MOST_SAMPLES:
+        raise InvalidInputError(f"data {spec!r}: more than {_MOST_SAMPLES} samples; they are read into memory")
+    if not pairs:
+        raise InvalidInputError(f"data {spec!r} has no samples")
+    return _stacked([x for x, _ in pairs], spec), _stacked([y for _, y in pairs], spec).long()
+
+
+def _pair(sample: Any, spec: str) -> tuple[Tensor, Tensor]:
+    if not isinstance(sample, Sequence) or len(sample) != 2:
+        raise InvalidInputError(f"data {spec!r}: a sample is a {type(sample).__name__}, not a pair (input, class)")
+    return _tensor(sample[0]), _tensor(sample[1])
+
+
+def _tensor(value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.detach()
+    if hasattr(value, "convert") and hasattr(value, "getbands"):  # an image of Pillow
+        from torchvision.transforms.functional import pil_to_tensor
+
+        return pil_to_tensor(value)  # type: ignore[no-any-return]
+    return torch.as_tensor(value)
+
+
+def _stacked(values: list[Tensor], spec: str) -> Tensor:
+    shapes = {tuple(v.shape) for v in values}
+    if len(shapes) > 1:
+        told = ", ".join("x".join(map(str, s)) or "one number" for s in sorted(shapes)[:3])
+        raise InvalidInputError(f"data {spec!r}: samples of different shapes ({told}); let it give out one shape")
+    return torch.stack(values)

@@ -1,0 +1,220 @@
+"""Readers of the usual formats: folders of images, tables of CSV and Parquet, the Hugging Face hub."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asa.errors import InvalidInputError, UnavailableError, UsageError, lacking
+from asa.zoo.data.images import Shape, convert
+
+_IMAGES = frozenset((".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"))
+_LABELS = ("label", "labels", "class", "target", "fine_label", "y")
+"""Columns taken for the class, the first of them that is there; else the last column."""
+_PICTURES = ("image", "img", "picture")
+_TESTS = ("test", "val", "valid", "validation")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What was read: inputs [N, ...] and classes [N]; ``test`` None where the data do not say what to test on.
+
+    ``scaled``: numbers of a table, to be brought to mean 0 and standard deviation 1.
+    """
+
+    train: tuple[Tensor, Tensor]
+    test: tuple[Tensor, Tensor] | None
+    told: str
+    scaled: bool = False
+
+
+def folder(place: str, shape: Shape | None) -> Parts:
+    """Images by class: ``DIR/CLASS/*.png``, or ``DIR/train/CLASS/*.png`` beside ``DIR/test`` (or ``val``).
+
+    Raises:
+        InvalidInputError: no classes, a class without images, or a file that is no image.
+    """
+    root = Path(place)
+    if not root.is_dir():
+        raise InvalidInputError(f"--data folder:{place}: there is no folder {place}")
+    named = root / "train"
+    tests = [root / name for name in _TESTS if (root / name).is_dir()]
+    home = named if named.is_dir() else root
+    classes = sorted(p.name for p in home.iterdir() if p.is_dir() and not p.name.startswith("."))
+    if len(classes) < 2:
+        raise InvalidInputError(f"--data folder:{place}: {home} has {len(classes)} folders of classes; 2 are needed")
+    train = _of_folder(home, classes, shape)
+    test = _of_folder(tests[0], classes, shape) if home is named and tests else None
+    return Parts(train=train, test=test, told=f"Images of {len(classes)} classes in {place}")
+
+
+def _of_folder(home: Path, classes: Sequence[str], shape: Shape | None) -> tuple[Tensor, Tensor]:
+    paths, labels = [], []
+    for number, name in enumerate(classes):
+        found = (
+            sorted(p for p in (home / name).rglob("*") if p.suffix.lower() in _IMAGES) if (home / name).is_dir() else []
+        )
+        if not found and home.name not in _TESTS:
+            raise InvalidInputError(f"{home / name} has no images ({', '.join(sorted(_IMAGES))})")
+        paths += found
+        labels += [number] * len(found)
+    return pictures(paths, shape, [str(p) for p in paths]), torch.tensor(labels)
+
+
+def pictures(sources: Sequence[Any], shape: Shape | None, names: Sequence[str]) -> Tensor:
+    """Images uint8 [N, C, H, W] out of files, bytes or Pillow's images, in the model's shape; without one, in that of
+    the first.
+
+    Raises:
+        InvalidInputError: one that is no image. UnavailableError: all of them do not fit into memory.
+    """
+    import psutil
+    from PIL import Image
+    from torchvision.transforms.functional import pil_to_tensor
+
+    made: Tensor | None = None
+    for i, (source, name) in enumerate(zip(sources, names, strict=True)):
+        try:
+            image = source if hasattr(source, "getbands") else Image.open(source)
+            tensor = pil_to_tensor(image.convert("L" if shape and shape[0] == 1 else "RGB"))
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            raise InvalidInputError(f"{name} is no image that can be read: {error}") from None
+        shape = shape or (tensor.shape[0], tensor.shape[1], tensor.shape[2])
+        if made is None:
+            need, free = len(sources) * shape[0] * shape[1] * shape[2], psutil.virtual_memory().available
+            if need > free:
+                raise UnavailableError(f"{len(sources)} images need {need} bytes in memory, {free} are free")
+            made = torch.empty(len(sources), *shape, dtype=torch.uint8)
+        made[i] = convert(tensor[None].float(), shape).round().clamp_(0, 255)[0].to(torch.uint8)
+    if made is None:
+        raise InvalidInputError("no images were found")
+    return made
+
+
+def csv_table(place: str, shape: Shape | None) -> Parts:
+    """A table with a header: numbers, and a column ``label`` (``class``, ``target``), else the last one, of classes.
+
+    Raises:
+        InvalidInputError: no such file, rows of different length, or text among the numbers.
+    """
+    try:
+        with open(place, newline="", encoding="utf-8-sig") as file:
+            rows = list(csv.reader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise InvalidInputError(f"--data csv:{place}: {error}") from None
+    rows = [row for row in rows if row]
+    if len(rows) < 2:
+        raise InvalidInputError(f"--data csv:{place} has {len(rows)} rows; a header and samples are needed")
+    header = rows[0]
+    for number, row in enumerate(rows[1:], 2):
+        if len(row) != len(header):
+            raise InvalidInputError(f"--data csv:{place}: row {number} has {len(row)} columns, not {len(header)}")
+    columns = {name: [row[i] for row in rows[1:]] for i, name in enumerate(header)}
+    return _table(columns, shape, f"csv:{place}")
+
+
+def parquet(place: str, shape: Shape | None) -> Parts:
+    """A Parquet file through pyarrow: as :func:`csv_table`, or a column of images (bytes, as the hub keeps them).
+
+    Raises:
+        UnavailableError: there is no pyarrow. InvalidInputError: no such table, or one that cannot be used.
+    """
+    try:
+        import pyarrow
+        import pyarrow.parquet as reader
+    except ModuleNotFoundError as error:
+        raise UnavailableError(lacking(str(error.name), f"--data parquet:{place}")) from None
+    try:
+        columns = reader.read_table(place).to_pydict()
+    except (OSError, pyarrow.ArrowException) as error:
+        raise InvalidInputError(f"--data parquet:{place}: {str(error).splitlines()[0]}") from None
+    return _table(columns, shape, f"parquet:{place}")
+
+
+def hub(name: str, shape: Shape | None) -> Parts:
+    """A data set of the Hugging Face hub, its parts ``train`` and ``test`` (or ``validation``).
+
+    Raises:
+        UnavailableError: there is no ``datasets``, or it cannot get this one. InvalidInputError: no such columns.
+    """
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        raise UnavailableError(lacking(str(error.name), f"--data hf:{name}")) from None
+    try:
+        parts = datasets.load_dataset(name)
+    except Exception as error:
+        told = str(error).splitlines()
+        raise UnavailableError(f"--data hf:{name}: {told[0] if told else type(error).__name__}") from None
+    if "train" not in parts:
+        raise InvalidInputError(f"--data hf:{name} has {', '.join(parts)}, no part called train")
+    test = next((t for t in _TESTS if t in parts), None)
+    found = [_table({c: parts[p][c] for c in parts[p].column_names}, shape, f"hf:{name}") for p in ("train", test) if p]
+    return Parts(
+        train=found[0].train, test=found[1].train if test else None, told=found[0].told, scaled=found[0].scaled
+    )
+
+
+def _table(columns: dict[str, Sequence[Any]], shape: Shape | None, spec: str) -> Parts:
+    """Inputs and classes out of columns: an image column where there is one, else all that are numbers."""
+    names = list(columns)
+    if len(names) < 2:
+        raise InvalidInputError(f"--data {spec} has {len(names)} columns; inputs and a column of classes are needed")
+    label = next((n for n in _LABELS if n in names), names[-1])
+    labels = _classes(columns[label], spec, label)
+    picture = next((n for n in _PICTURES if n in names and n != label), None)
+    if picture is not None:
+        sources = [_opened(v) for v in columns[picture]]
+        shown = [f"{spec}, row {i + 1}" for i in range(len(sources))]
+        return Parts(train=(pictures(sources, shape, shown), labels), test=None, told=f"Images of {spec}")
+    inputs = [_numbers(columns[n], spec, n) for n in names if n != label]
+    return Parts(
+        train=(torch.stack(inputs, dim=1), labels), test=None, scaled=True,
+        told=f"{len(inputs)} columns of {spec}, classes in {label!r}",
+    )  # fmt: skip
+
+
+def _opened(value: Any) -> Any:
+    """A cell with an image: its bytes, those in a mapping with its path, or Pillow's image as it is."""
+    if isinstance(value, dict):
+        value = value.get("bytes") or value.get("path")
+    return io.BytesIO(value) if isinstance(value, bytes) else value
+
+
+def _numbers(values: Iterable[Any], spec: str, name: str) -> Tensor:
+    made = []
+    for row, value in enumerate(values, 1):
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            raise InvalidInputError(
+                f"--data {spec}: column {name!r} has {str(value)[:40]!r} in row {row}, not a number; leave the column "
+                "out, or make numbers of it"
+            ) from None
+        if number - number != 0:
+            raise InvalidInputError(f"--data {spec}: column {name!r} has {number} in row {row}")
+        made.append(number)
+    return torch.tensor(made, dtype=torch.float32)
+
+
+def _classes(values: Sequence[Any], spec: str, name: str) -> Tensor:
+    """Whole numbers from 0 as they are, anything else numbered in its own order."""
+    texts = [str(v).strip() for v in values]
+    if "" in texts or "None" in texts:
+        raise InvalidInputError(f"--data {spec}: a row without a class in column {name!r}")
+    if all(t.isdecimal() for t in texts):
+        return torch.tensor([int(t) for t in texts])
+    distinct = {t: i for i, t in enumerate(sorted(set(texts)))}
+    if len(distinct) > max(2, len(texts) // 2):
+        raise UsageError(
+            f"--data {spec}: column {name!r} has {len(distinct)} different values in {len(texts)} rows, which are no "
+            f"classes; call the column of classes {_LABELS[0]!r}"
+        )
+    return torch.tensor([distinct[t] for t in texts])

@@ -1,0 +1,59 @@
+"""How a data set is named on the command line. Asked before torch is imported, which takes seconds.
+
+cifar100 | cifar10 | mnist | digits | synthetic     official files, or what comes with the package
+folder:DIR                                          images by class: DIR/CLASS/*.png, or DIR/train/CLASS/*.png
+csv:FILE, parquet:FILE                              a table: numbers, and a column of classes
+hf:NAME                                             a data set of the Hugging Face hub, where ``datasets`` is there
+package.module:factory                              a function that returns a dataset, or two
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from difflib import get_close_matches
+from pathlib import Path
+
+from asa.errors import InvalidInputError, UnavailableError, lacking
+
+NAMED = ("cifar100", "cifar10", "mnist", "digits", "synthetic")
+PATHS = ("folder", "csv", "parquet")
+FORMS = "folder:DIR, csv:FILE, parquet:FILE, hf:NAME and package.module:factory"
+_NEEDED = {"parquet": "pyarrow", "hf": "datasets"}
+
+
+def is_own(spec: str) -> bool:
+    """Whether ``spec`` is data of the user's own, and none of those that have a name here."""
+    return ":" in spec
+
+
+def check_form(spec: str) -> None:
+    """Whether a data set could be called so.
+
+    Raises:
+        ValueError: it could not.
+    """
+    origin, colon, rest = spec.partition(":")
+    if not colon and spec not in NAMED:
+        near = get_close_matches(spec, NAMED, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(NAMED)}, {FORMS}"
+        raise ValueError(f"no data set is called {spec!r}; {hint}")
+    named = origin in (*PATHS, *_NEEDED)
+    if colon and (not rest or not (named or all(p.isidentifier() for p in (*origin.split("."), *rest.split("."))))):
+        raise ValueError(f"{spec!r} is none of {FORMS}")
+
+
+def check_there(spec: str) -> None:
+    """Whether the files of ``spec``, and the package that reads them, are there.
+
+    Raises:
+        InvalidInputError: no such file or folder. UnavailableError: no such package.
+    """
+    origin, colon, rest = spec.partition(":")
+    if not colon:
+        return
+    path = Path(rest)
+    if origin in PATHS and not (path.is_dir() if origin == "folder" else path.is_file()):
+        kind = "folder" if origin == "folder" else "file"
+        raise InvalidInputError(f"--data {spec}: there is no {kind} {rest}")
+    if origin in _NEEDED and importlib.util.find_spec(_NEEDED[origin]) is None:
+        raise UnavailableError(lacking(_NEEDED[origin], f"--data {spec}"))
