@@ -24,12 +24,14 @@ class SampleContext:
     """Which samples are being computed: set by the executor before every microbatch and component.
 
     ``samples``: global indices of the rows this rank computes; ``total``: rows of the microbatch on all ranks.
+    ``silent``: nothing is dropped, and slopes are the mean of those that are drawn.
     """
 
     seed: int = 0
     step: int = 0
     samples: Tensor | None = None
     total: int = 0
+    silent: bool = False
     _calls: Counter[str] = field(default_factory=Counter)
     _counted: tuple[int, Tensor | None] = (0, None)
     """Step and samples that ``_calls`` were counted with."""
@@ -41,6 +43,7 @@ class SampleContext:
     def become(self, other: SampleContext) -> None:
         """Take over what ``other`` says; whoever refers to this one sees it."""
         self.seed, self.step, self.samples, self.total = other.seed, other.step, other.samples, other.total
+        self.silent = other.silent
         self._calls, self._counted = other._calls.copy(), other._counted
 
     def call(self, site: str) -> int:
@@ -121,7 +124,7 @@ class SampleDropout(BySample):
 
     def forward(self, x: Tensor) -> Tensor:
         """Same shape as ``x``."""
-        if not self.training or self.p == 0:
+        if not self.training or self.p == 0 or self.context.silent:
             return x
         return x.copy_(self.dropped(x)) if self.inplace else self.dropped(x)
 
@@ -177,6 +180,8 @@ class SampleRReLU(BySample):
 
     def forward(self, x: Tensor) -> Tensor:
         """Same shape as ``x``."""
+        if self.training and self.context.silent:
+            return nn.functional.leaky_relu(x, (self.lower + self.upper) / 2, self.inplace)
         if not (self.training and self.known(x)):
             return nn.functional.rrelu(x, self.lower, self.upper, self.training, self.inplace)
         slope = self.lower + (self.upper - self.lower) * (self.draw(x).double() / (1 << 53))
