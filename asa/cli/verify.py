@@ -35,7 +35,7 @@ def run(args: Arguments, console: Console) -> int:
     factory = partial(
         build, plan.model_spec, num_classes=plan.num_classes, input_shape=plan.sample_shape, seed=args.seed
     )
-    found = verify(plan, factory, offered(), device=device, samples=args.samples)
+    found = verify(plan, factory, offered(), device=device, samples=args.samples, silence_s=args.timeout)
     data = {"schema_version": codec.SCHEMA_VERSION, "kind": "equivalence", **codec.to_data(found)}
     console.result(data, lambda: report.render(found))
     return 0 if found.equivalent or found.within_tolerance else 1
@@ -44,13 +44,20 @@ def run(args: Arguments, console: Console) -> int:
 VERBS = (
     Verb(
         name="verify",
-        help="train five steps under a plan and on one device, and compare losses, gradients and weights",
+        help="train five steps under a plan, on one device and in a plain loop, and compare losses, gradients, weights",
         run=run,
         options=(
             o.PLAN,
             o.option(o.DEVICE, help="where to run (default: the plan's kind of device)", default="auto"),
             Option(name="samples", help="batch to compare on (default: small)", parse=o.count, metavar="N"),
             o.SEED,
+            Option(
+                name="timeout",
+                help="how long nothing may move before a side is taken for hung (default: 60s)",
+                parse=o.budget,
+                default=60.0,
+                metavar="T",
+            ),
             o.JSON,
         ),
         details="Exit code 1 where they differ by more than ten times the measured noise floor; a plan that compresses "

@@ -21,13 +21,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from asa.errors import UsageError
+from asa.executor import plainly
 from asa.executor.materialize import materialize
 from asa.executor.optimizer import build_optimizer
 from asa.executor.parallel import ParallelModel
 from asa.executor.reasons import reasons
 from asa.executor.state import full_gradients, full_state
 from asa.executor.step import forward_backward, microbatches_of
-from asa.executor.tolerance import compressed, distance
+from asa.executor.tolerance import DRIFT, compressed, distance
+from asa.executor.votes import Votes
 from asa.interfaces.strategy import Strategies
 from asa.ir.codec import fingerprint
 from asa.ir.equivalence import Equivalence, TensorError
@@ -173,6 +175,7 @@ class _Outcome:
     one32: Trace
     permuted64: Trace
     permuted32: Trace
+    training: plainly.Apart | None = None
 
 
 def _measure(
@@ -184,6 +187,7 @@ def _measure(
         return _run(p, build, strategies, rank, place, samples=samples, dtype=dtype, steps=steps, permute=permute)
 
     plan64, plan32 = run(plan, torch.float64, STEPS), run(plan, torch.float32, 1)
+    training = _training(rank, plan, build, strategies, place, samples)
     if rank:
         return None
     one = alone(plan, samples)
@@ -194,8 +198,41 @@ def _measure(
         run(one, torch.float32, 1),
         run(one, torch.float64, STEPS, permute=True),
         run(one, torch.float32, 1, permute=True),
+        training,
     )
     return judge(outcome, plan, samples)
+
+
+def _training(
+    rank: int, plan: Plan, build: ModelFactory, strategies: Strategies, device: torch.device, samples: int
+) -> plainly.Apart | None:
+    """How far the code that trains is from a plain loop; None where inputs are no images, and but on rank 0."""
+    if len(plan.input_shape) != 3:
+        return None
+    images = plainly.images_for(plan, samples, STEPS)
+    order, rate = plainly.order_of(images, samples), LEARNING_RATE[plan.optimizer]
+    example = torch.zeros((2, *plan.input_shape), dtype=torch.float32)
+    model = materialize(
+        plan, build(), example, rank=rank, strategies=strategies, device=device, batch_norm="exact",
+        prepare=lambda traced: _convert(traced, torch.float64),
+    )  # fmt: skip
+    votes = Votes()
+    found = plainly.trained_steps(model, images, order, votes, lr=rate)
+    dropout = plainly.worst_dropout(model, votes)
+    model.close()
+    del model
+    gc.collect()
+    if rank:
+        return None
+    plain = partial(
+        plainly.plain_steps, plan, images=images, order=order, device=device,
+        microbatches=microbatches_of(plan, samples), lr=rate,
+    )  # fmt: skip
+    apart = plainly.compared(
+        found, plain(build()), plain(build(), turned=True), floor_factor=FLOOR_FACTOR, tolerance=WEIGHT_TOLERANCE,
+        drift=None if plan.compression == "none" else DRIFT,
+    )  # fmt: skip
+    return max((apart, dropout), key=lambda a: a.error / a.allowed)
 
 
 def judge(outcome: _Outcome, plan: Plan, samples: int) -> Equivalence:
@@ -214,13 +251,18 @@ def judge(outcome: _Outcome, plan: Plan, samples: int) -> Equivalence:
         key=lambda loss: loss[0] / loss[1],
     )
     error, allowed, name = _gradients_apart(outcome.plan32, outcome.one32, outcome.one64, outcome.permuted32)
+    training = outcome.training
     fine = all(t.error <= t.allowed for t in tensors) and loss_error <= loss_allowed and error <= allowed
+    fine = fine and (training is None or training.error <= training.allowed)
     verdict = Equivalence(
         equivalent=fine, max_rel_error=worst.error, noise_floor=max(t.floor for t in tensors),
         worst_tensor=worst.name, allowed=worst.allowed, loss_error=loss_error, loss_allowed=loss_allowed,
         gradient_error_fp32=error, worst_gradient=name, gradient_allowed_fp32=allowed,
         dtype="float64", learning_rate=LEARNING_RATE[plan.optimizer], steps=STEPS, samples=samples,
         ranks=plan.num_ranks, batch_norm="exact", plan_fingerprint=fingerprint(plan), tensors=tuple(tensors),
+        training_error=None if training is None else training.error,
+        training_allowed=None if training is None else training.allowed,
+        training_tensor="" if training is None else training.name,
     )  # fmt: skip
     if plan.compression == "none":
         return verdict
@@ -270,6 +312,7 @@ def settled(verdict: Equivalence, gradients: Callable[[int], tuple[float, float,
     ``gradients``: :func:`first_gradients` of the step of a number. Two further batches are tried.
     """
     rest = all(t.error <= t.allowed for t in verdict.tensors) and verdict.loss_error <= verdict.loss_allowed
+    rest = rest and (verdict.training_error or 0.0) <= (verdict.training_allowed or 0.0)
     if verdict.equivalent or verdict.compression != "none" or not rest:
         return verdict
     for further in range(1, 1 + _FURTHER_BATCHES):
@@ -284,15 +327,15 @@ def settled(verdict: Equivalence, gradients: Callable[[int], tuple[float, float,
 
 def verify(
     plan: Plan, build: ModelFactory, strategies: Strategies, *, device: str = "cpu", samples: int | None = None,
-    timeout_s: float = 600.0,
+    timeout_s: float = 600.0, silence_s: float = 60.0,
 ) -> Equivalence:  # fmt: skip
-    """Train under ``plan`` on its ranks and on one device, and compare.
+    """Train under ``plan`` on its ranks and on one device, and compare; and the code that trains with a plain loop.
 
     ``build`` makes the model, with equal weights at every call; ``samples`` is the batch (default:
-    :func:`default_samples`).
+    :func:`default_samples`). ``silence_s``: ranks that all give no sign of life for so long are taken for hung.
 
     Raises:
-        WorkersFailedError: a rank died. UsageError: the plan cannot be run here.
+        WorkersFailedError: a rank died or hung. UsageError: the plan cannot be run here.
     """
     count = samples or default_samples(plan)
     least = plan.num_microbatches * max(2, *(layout.least for layout in plan.layouts()))
@@ -302,7 +345,12 @@ def verify(
             f"need {least}; raise --samples, or leave it out"
         )
     start = partial(
-        run_ranks, plan.num_ranks, backend="nccl" if device == "cuda" else "gloo", threads=1, timeout_s=timeout_s
+        run_ranks,
+        plan.num_ranks,
+        backend="nccl" if device == "cuda" else "gloo",
+        threads=1,
+        timeout_s=timeout_s,
+        silence_s=silence_s,
     )
     verdict = start(_measure, plan, build, strategies, device, count)[0]
     assert verdict is not None

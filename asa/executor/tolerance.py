@@ -40,6 +40,7 @@ def compressed(
     """
     allowed = max(TOLERANCE[name], rounding)
     near = gradients <= allowed and max(weights, verdict.loss_error) <= DRIFT
+    near = near and (verdict.training_error or 0.0) <= (verdict.training_allowed or 0.0)
     return replace(
         verdict,
         equivalent=False,

@@ -64,7 +64,7 @@ def _rows_read(indices: Tensor, parts: Sequence[MicrobatchRows]) -> Tensor:
 
 @dataclass(kw_only=True)
 class Worker:
-    """What a rank needs to compute a step: its model and optimizer under the plan in force."""
+    """What a rank needs to compute a step: its model and optimizer under the plan in force. ``dtype``: of inputs."""
 
     model: ParallelModel
     optimizer: torch.optim.Optimizer
@@ -75,6 +75,7 @@ class Worker:
     seed: int
     label_smoothing: float
     ahead: Ahead | None = None
+    dtype: torch.dtype = torch.float32
     _held: list[nn.Parameter] = field(default_factory=list)
 
     def trainable(self, rows: int) -> bool:
@@ -144,7 +145,10 @@ class Worker:
         if model.reads:
             mine = _rows_read(indices, parts)
             gathered = None if self.ahead is None else self.ahead.take(mine)
-            x, y = fetch(images, mine, train=True, seed=self.seed, epoch=epoch, device=model.device, gathered=gathered)
+            x, y = fetch(
+                images, mine, train=True, seed=self.seed, epoch=epoch, device=model.device, dtype=self.dtype,
+                gathered=gathered,
+            )  # fmt: skip
             if len(parts) == 1:
                 inputs[parts[0].read.start] = x
                 wanted = y if parts[0].read == parts[0].kept else None

@@ -30,6 +30,10 @@ class Equivalence:
     vector, and ``within_tolerance`` says whether gradients are within ``gradient_allowed_fp32``, and weights and losses
     within ``allowed``.
 
+    Beside that, the code that trains (under the plan, dropping nothing) is held against the model as it was written,
+    with stock modules in a plain loop: ``training_error`` is that of ``training_tensor``, a tensor, ``losses``, or the
+    mean of what dropout leaves, whichever has the largest share of its allowance.
+
     ``reasons``: where a plan is not equivalent, or held against a floor above 1e-6, what of the model explains it, in
     sentences; empty where nothing was found.
     """
@@ -55,4 +59,7 @@ class Equivalence:
     within_tolerance: bool | None = later()
     loss_allowed: float = later(1e-6)
     gradient_batches: int = later(1)
+    training_error: float | None = later()
+    training_allowed: float | None = later()
+    training_tensor: str = later("")
     reasons: tuple[str, ...] = later(())

@@ -41,10 +41,18 @@ def beat() -> None:
 
 class Watch:
     """The silence of each rank, in seconds of this process's own life: what passes while it is stopped itself (Ctrl-Z,
-    a laptop that sleeps) does not count. A rank is looked at from its first beat on."""
+    a laptop that sleeps) does not count. A rank is looked at from its first beat on. ``together``: silence counts only
+    while all are silent."""
 
-    def __init__(self, counters: Sequence[int], timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._counters, self._timeout_s, self._clock = counters, timeout_s, clock
+    def __init__(
+        self,
+        counters: Sequence[int],
+        timeout_s: float,
+        *,
+        together: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._counters, self._timeout_s, self._together, self._clock = counters, timeout_s, together, clock
         self.interval_s = min(1.0, max(0.05, timeout_s / 20))
         self._seen = list(counters)
         self._silent_s = [0.0] * len(self._seen)
@@ -64,6 +72,8 @@ class Watch:
                 self._silent_s[rank] += passed
         found = max(ranks, key=lambda rank: self._silent_s[rank], default=None)
         if found is None or self._silent_s[found] <= self._allowed_s(found):
+            return None
+        if self._together and any(self._silent_s[rank] <= self._timeout_s for rank in ranks):
             return None
         return found, self._silent_s[found]
 

@@ -57,6 +57,7 @@ def run_ranks(
     timeout_s: float = 600,
     limit_s: float | None = None,
     watched: bool = False,
+    silence_s: float | None = None,
     forward_sigterm: bool = False,
     on_message: Callable[[int, Any], None] | None = None,
     once_started: Callable[[], None] | None = None,
@@ -73,6 +74,7 @@ def run_ranks(
         limit_s: seconds for everything; None for a training run.
         watched: a rank that gives no sign of life (:func:`asa.launch.alive.beat`) for ``timeout_s``, or three times
             the longest silence it has come back from, is taken for hung, whether anybody waits for it or not.
+        silence_s: all ranks that give no sign of life for so long are taken for hung.
         forward_sigterm: pass SIGTERM on to the ranks and go on listening (they save and return; it waits for their
             :func:`~asa.launch.signals.take_sigterm`); a second one kills them. Otherwise the first does. SIGHUP, where
             it is not ignored, becomes a SIGTERM to the ranks.
@@ -98,7 +100,8 @@ def run_ranks(
         )
     deadline, again = None if limit_s is None else time.monotonic() + limit_s, False
     while True:
-        crew = _Crew(num_ranks, backend, safe_threads(threads, num_ranks), timeout_s, watched)
+        limits = (timeout_s, silence_s if silence_s is not None else timeout_s if watched else None)
+        crew = _Crew(num_ranks, backend, safe_threads(threads, num_ranks), *limits, together=silence_s is not None)
         with _sigterm(crew, forward_sigterm):
             try:
                 with held_while_starting(forward_sigterm):  # by ranks that do not listen yet; they take it when they do
@@ -118,9 +121,11 @@ def run_ranks(
 class _Crew:
     """The processes of one call, and what each of them has said."""
 
-    def __init__(self, num_ranks: int, backend: str, threads: int, timeout_s: float, watched: bool = False) -> None:
+    def __init__(
+        self, num_ranks: int, backend: str, threads: int, timeout_s: float, silence_s: float | None, *, together: bool
+    ) -> None:
         self.num_ranks, self.backend, self.threads, self.timeout_s = num_ranks, backend, threads, timeout_s
-        self.watched = watched
+        self.silence_s, self.together = silence_s, together
         self.watch: alive.Watch | None = None
         self.processes: list[BaseProcess] = []
         self.connections: list[Connection] = []
@@ -132,8 +137,10 @@ class _Crew:
         forking = not torch.cuda.is_initialized()
         context = multiprocessing.get_context("fork" if forking else "spawn")
         where = surroundings()
-        counters = alive.shared_counters(context, self.num_ranks) if self.watched else None
-        self.watch = None if counters is None else alive.Watch(counters, self.timeout_s)
+        counters = None
+        if self.silence_s is not None:
+            counters = alive.shared_counters(context, self.num_ranks)
+            self.watch = alive.Watch(counters, self.silence_s, together=self.together)
         with socket.socket() as listener:
             # The port is taken from here on, and the store answers on this very socket: no race for it. Ranks
             # queue in its backlog until the store's thread runs, which starts last: nothing is forked beside it.

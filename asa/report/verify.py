@@ -26,9 +26,22 @@ def render(found: Equivalence, *, worst: int = 5) -> list[RenderableType]:
             f"first gradients in fp32: {found.gradient_error_fp32:.2e} at {found.worst_gradient} "
             f"(allowed {found.gradient_allowed_fp32:.2e}{batches}); losses {found.loss_error:.2e}"
         ),
+        *trained(found),
         line(""),
         made,
     ]
+
+
+def trained(found: Equivalence) -> list[RenderableType]:
+    """What the code that trains is worth beside a plain loop, if that was looked at."""
+    if found.training_error is None or found.training_allowed is None:
+        return []
+    fine = found.training_error <= found.training_allowed
+    said = (
+        f"training loop beside a plain one of stock modules: {found.training_error:.2e} at {found.training_tensor} "
+        f"(allowed {found.training_allowed:.2e})"
+    )
+    return [line(said if fine else f"NOT the plain model's training: {said}", "" if fine else "bold red")]
 
 
 def verdict(found: Equivalence) -> str:
@@ -43,4 +56,7 @@ def verdict(found: Equivalence) -> str:
             f"gradients differ by {found.gradient_error_fp32:.2e} (allowed {found.gradient_allowed_fp32:.2g}), weights "
             f"by {found.max_rel_error:.2e} and losses by {found.loss_error:.2e} (allowed {found.allowed:.2g})"
         )
-    return f"NOT equivalent to one device: {numbers}; fp32 gradients {found.gradient_error_fp32:.2e}"
+    apart = ""
+    if found.training_error is not None and found.training_error > (found.training_allowed or 0.0):
+        apart = f"; the training loop differs from a plain one by {found.training_error:.2e} at {found.training_tensor}"
+    return f"NOT equivalent to one device: {numbers}; fp32 gradients {found.gradient_error_fp32:.2e}{apart}"

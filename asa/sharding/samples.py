@@ -24,7 +24,8 @@ class SampleContext:
     """Which samples are being computed: set by the executor before every microbatch and component.
 
     ``samples``: global indices of the rows this rank computes; ``total``: rows of the microbatch on all ranks, of which
-    ``rows`` are this rank's; ``start``: global index of its first sample.
+    ``rows`` are this rank's; ``start``: global index of its first sample. ``silent``: nothing is dropped, and slopes
+    are the mean of those that are drawn.
     """
 
     seed: int = 0
@@ -33,6 +34,7 @@ class SampleContext:
     total: int = 0
     rows: slice = field(default_factory=lambda: slice(0, 0))
     start: int = 0
+    silent: bool = False
     _calls: Counter[str] = field(default_factory=Counter)
     _counted: tuple[int, Tensor | None] = (0, None)
     """Step and samples that ``_calls`` were counted with."""
@@ -45,6 +47,7 @@ class SampleContext:
         """Take over what ``other`` says; whoever refers to this one sees it."""
         self.seed, self.step, self.samples, self.total = other.seed, other.step, other.samples, other.total
         self.rows, self.start = other.rows, other.start
+        self.silent = other.silent
         self._calls, self._counted = other._calls.copy(), other._counted
 
     def call(self, site: str) -> int:
@@ -125,7 +128,7 @@ class SampleDropout(BySample):
 
     def forward(self, x: Tensor) -> Tensor:
         """Same shape as ``x``."""
-        if not self.training or self.p == 0:
+        if not self.training or self.p == 0 or self.context.silent:
             return x
         return x.copy_(self.dropped(x)) if self.inplace else self.dropped(x)
 
@@ -181,6 +184,8 @@ class SampleRReLU(BySample):
 
     def forward(self, x: Tensor) -> Tensor:
         """Same shape as ``x``."""
+        if self.training and self.context.silent:
+            return nn.functional.leaky_relu(x, (self.lower + self.upper) / 2, self.inplace)
         if not (self.training and self.known(x)):
             return nn.functional.rrelu(x, self.lower, self.upper, self.training, self.inplace)
         slope = self.lower + (self.upper - self.lower) * (self.draw(x).double() / (1 << 53))
