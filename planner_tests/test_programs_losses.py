@@ -116,7 +116,9 @@ def spread(_rank: int, names: list[str], strategy: str) -> Any:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor"])
 def test_two_ranks_give_the_numbers_of_one(strategy: str) -> None:
-    names = list(RIGHT) if strategy == "ddp" else ["ignored targets", "two terms", "summed over a count"]
+    # What a tensor-parallel plan splits was found for the dimensions of the example.
+    some = {"fsdp": ["ignored targets", "two terms", "summed over a count"], "tensor": ["class weights", "two terms"]}
+    names = some.get(strategy, list(RIGHT))
     for rank in run_ranks(2, spread, names, strategy, threads=1, timeout_s=60):
         for name, (state, heard) in zip(names, rank, strict=True):
             model = net()
@@ -131,3 +133,16 @@ def test_other_losses_are_warned_of_with_what_they_differ_by() -> None:
             assert len(heard) == 1, (name, heard)
             assert "no mean over samples" in heard[0], name
             assert "%" in heard[0]
+
+
+def of_other_dimensions(_rank: int) -> Any:
+    try:
+        return spread(_rank, ["ignored targets"], "tensor")
+    except asa.AsaError as error:
+        return str(error)
+
+
+def test_other_dimensions_than_the_example_s_are_refused_in_a_line() -> None:
+    for said in run_ranks(2, of_other_dimensions, threads=1, timeout_s=60):
+        assert "strategies tensor cannot be had" in said
+        assert "was planned for" in said

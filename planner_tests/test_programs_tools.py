@@ -110,7 +110,7 @@ def test_a_loss_is_checked_and_numbers_are_those_of_the_batch() -> None:
         assert "is that of one device" in exact
         assert "no mean over samples" in other
         assert "%" in other
-        assert mean == pytest.approx(float(loss_of(model, x, y)), rel=1e-12)
+        assert mean == pytest.approx(float(loss_of(model, x, y).detach()), rel=1e-12)
         assert count == len(x)
         assert torch.equal(labels, y)
         assert missing == "none"

@@ -72,7 +72,7 @@ def _saved(value: Any) -> Any:
     if isinstance(value, TensorPart):
         return gather(_held(value), value.held)
     if isinstance(value, DTensor):
-        return value.detach().full_tensor().cpu()
+        return value.full_tensor().detach().cpu()
     return value.detach().cpu().clone() if isinstance(value, Tensor) else value
 
 

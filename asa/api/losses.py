@@ -87,8 +87,9 @@ def _nothing(inputs: Any, _outputs: Any) -> Any:
 
 def mark(output: Tensor, placed: PlacedModel) -> None:
     """Have autograd's graph say that ``output`` is one of ``placed``; of a loss inside, look further."""
-    if output.grad_fn is not None:
-        output.grad_fn.metadata[_MARK] = (ref(placed), not output.dim())
+    node: Any = output.grad_fn
+    if node is not None:
+        node.metadata[_MARK] = (ref(placed), not output.dim())
 
 
 def found_below(roots: Iterable[Tensor]) -> tuple[PlacedModel | None, list[Any]]:

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from asa.api import attributes
 from asa.api.batches import GlobalBatches, Share, moved
-from asa.api.calls import lengths, plain
+from asa.api.calls import Call, lengths, plain
 from asa.api.clipping import clip, understood_by_torch
 from asa.api.losses import Terms, Trial, listen, mark
 from asa.api.names import StateNames
@@ -124,6 +124,11 @@ class PlacedModel(nn.Module):
             if x is None:
                 self.run_whole(f"it is called with {call}")
                 return self.call(None, args, options)
+        traced = parallel.components[0].input_shape
+        if not self._independent and x.dim() != 1 + len(traced):
+            # What is split and exchanged was found for inputs of so many dimensions.
+            self.run_whole(f"it is called with {Call((x,))}, and was planned for {['N', *traced]}")
+            return self.call(None, args, options)
         total, weight, first = self._total(len(x))
         left = self._weight_of_outputs(weight, total)
         value, sides = parallel.compute(entering(x, left), torch.arange(first, first + total), self.calls)

@@ -84,7 +84,7 @@ class Tape:
         found = pytree.tree_map(watched, result)
         places = pytree.tree_map(
             lambda leaf: (
-                Place(self.places.get(id(leaf)) if id(leaf) in self.places else self._place(leaf))
+                Place(self.places[id(leaf)] if id(leaf) in self.places else self._place(leaf))
                 if isinstance(leaf, Tensor)
                 else None
             ),
