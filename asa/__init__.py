@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from asa.api.across import gather, mean_over, reduce
+    from asa.api.checks import check
+    from asa.api.files import load, save
     from asa.api.job import Job
     from asa.api.loop import parallelize
     from asa.api.planning import plan
@@ -16,7 +19,22 @@ if TYPE_CHECKING:
     from asa.ir.plan import Plan
     from asa.ir.profile import Profile
 
-__all__ = ["AsaError", "Cluster", "Job", "Plan", "Profile", "__version__", "parallelize", "plan"]
+__all__ = [
+    "AsaError",
+    "Cluster",
+    "Job",
+    "Plan",
+    "Profile",
+    "__version__",
+    "check",
+    "gather",
+    "load",
+    "mean_over",
+    "parallelize",
+    "plan",
+    "reduce",
+    "save",
+]
 
 _HOME = {
     "AsaError": "asa.errors",
@@ -24,8 +42,14 @@ _HOME = {
     "Job": "asa.api.job",
     "Plan": "asa.ir.plan",
     "Profile": "asa.ir.profile",
+    "check": "asa.api.checks",
+    "gather": "asa.api.across",
+    "load": "asa.api.files",
+    "mean_over": "asa.api.across",
     "parallelize": "asa.api.loop",
     "plan": "asa.api.planning",
+    "reduce": "asa.api.across",
+    "save": "asa.api.files",
 }
 """Where each export lives. Imported when first asked for (PEP 562), so that ``import asa`` costs nothing."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -10,10 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, default_collate
 
 from asa.errors import UsageError
 from asa.executor.votes import Votes
+
+_LOOKED_AT = 4096
+"""Elements of a tensor by which batches are told apart."""
 
 Rows = Callable[[int], list[int]]
 """Of a batch of so many samples, the rows that this rank is to load."""
@@ -71,6 +76,43 @@ def moved(batch: Any, device: torch.device) -> Any:
     return pytree.tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, batch)
 
 
+def fingerprints(batch: Any) -> tuple[float, float]:
+    """A number each for what a batch says of its samples in tensors of any kind, and in those of whole numbers; 0 where
+    there are none. Equal batches have equal ones, to the bit."""
+    everything = whole = 0
+    for leaf in pytree.tree_leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.numel() and leaf.layout is torch.strided:
+            part = leaf.detach().reshape(-1)[:_LOOKED_AT].contiguous().cpu()
+            number = 1 + zlib.crc32(part.view(torch.uint8).numpy().tobytes())
+            everything += number
+            if not leaf.is_floating_point() and leaf.dtype is not torch.uint8:
+                whole += number
+    return float(everything), float(whole)
+
+
+@contextmanager
+def unmoved(loader: Any) -> Iterator[None]:
+    """Inside, a loader is looked at; generators and workers are as they were afterwards."""
+    import random
+
+    import numpy
+
+    holders = (loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset")))
+    known = {id(g): g for g in (getattr(h, "generator", None) for h in holders) if isinstance(g, torch.Generator)}
+    states = [(g, g.get_state()) for g in known.values()]
+    python, arrays = random.getstate(), numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+        random.setstate(python)
+        numpy.random.set_state(arrays)
+        if isinstance(loader, DataLoader) and loader.persistent_workers:
+            loader._iterator = None
+
+
 class _Picked:
     """A batch sampler that is told what to yield before each epoch."""
 
@@ -88,8 +130,11 @@ class GlobalBatches:
     """A loader of global batches, as all ranks go through it together.
 
     Of a ``DataLoader`` over a dataset with indices, rank 0 draws the order and the others hear it; each rank then loads
-    its own rows only, with the loader's workers and its ``collate_fn``. Anything else that yields batches is gone
-    through by every rank, which keeps its rows: it must yield the same on all of them.
+    its own rows only, with the loader's workers and its ``collate_fn``. A ``collate_fn`` of the program's own makes the
+    whole batch on every rank, as on one device (padding, mixing), where its result can be cut into rows.
+
+    Anything else that yields batches is gone through by every rank, which keeps its rows: it must yield the same on all
+    of them.
     """
 
     def __init__(self, loader: Any, votes: Votes, rows: Rows) -> None:
@@ -97,6 +142,8 @@ class GlobalBatches:
         self.indexed = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
         self.indexed = self.indexed and loader.batch_sampler is not None
         self._ahead: list[Any] = []
+        self._epochs = 0
+        self.own_collate = self._together = False
         if self.indexed:
             sampler = getattr(loader, "sampler", None)
             if isinstance(sampler, DistributedSampler):
@@ -106,12 +153,19 @@ class GlobalBatches:
                 )
             self._picked = _Picked()
             self._own = _with_sampler(loader, self._picked, votes.rank)
+            self.own_collate = loader.collate_fn is not default_collate
+            self._together = votes.num_ranks > 1 and self.own_collate and votes.everyone(self._cuts_into_rows())
+
+    @property
+    def apart(self) -> bool:
+        """Whether each rank makes batches of its own samples by a ``collate_fn`` that may give them any shape."""
+        return self.own_collate and not self._together
 
     def example(self, samples: int = 2) -> Any:
         """A batch of a few samples, taken without moving on any sampler or generator where that can be."""
         if self.indexed:
             dataset, collate = self.loader.dataset, self.loader.collate_fn
-            with torch.random.fork_rng(devices=[]):
+            with unmoved(self.loader):
                 keys: list[Any] = list(range(min(samples, len(dataset)))) if hasattr(dataset, "__len__") else []
                 if not keys:
                     raise UsageError("the loader's dataset is empty")
@@ -119,10 +173,30 @@ class GlobalBatches:
         batch = self._first()
         return rows_of(batch, range(min(samples, samples_in(batch))))
 
+    def _cuts_into_rows(self) -> bool:
+        """Whether what the loader's own ``collate_fn`` makes of samples has one row for each in every tensor, or the
+        same form for any number of them: then a batch can be made as on one device, and cut."""
+        found = []
+        try:
+            with unmoved(self.loader):
+                for samples in (2, 3):
+                    batch = self.loader.collate_fn([self.loader.dataset[k] for k in range(samples)])
+                    leaves = pytree.tree_leaves(batch)
+                    found.append([(tuple(t.shape) if isinstance(t, Tensor) else None, samples) for t in leaves])
+        except Exception:  # whatever a data set or a collate_fn raises; each rank makes batches of its own samples then
+            return False
+        small, large = found
+        rows = [a == b or (a and b and (a[0], b[0]) == (n, m)) for (a, n), (b, m) in zip(small, large, strict=False)]
+        return len(small) == len(large) and all(rows) and any(a and a[0] == n for a, n in small)
+
     def _first(self) -> Any:
         """The first batch; kept for the epoch where the loader can be gone through only once (a generator)."""
         if self._ahead:
             return self._ahead[0]
+        with unmoved(self.loader):
+            return self._begun()
+
+    def _begun(self) -> Any:
         batches = iter(self.loader)
         for batch in batches:
             if batches is self.loader:
@@ -162,7 +236,7 @@ class GlobalBatches:
             ahead, self._ahead = self._ahead, []
             for i, batch in enumerate(chain(ahead, self.loader)):
                 total = samples_in(batch)
-                self._alike(total)
+                self._alike(total, batch)
                 if i >= skip:
                     rows = self._rows(total)
                     yield Share(total=total, rows=rows, first=first, batch=rows_of(batch, rows))
@@ -174,27 +248,41 @@ class GlobalBatches:
         for one in batches:
             starts.append(starts[-1] + len(one))
         wanted = [(one, self._rows(len(one)), start) for one, start in zip(batches, starts, strict=False)][skip:]
-        self._picked.batches = [[one[r] for r in rows] for one, rows, _ in wanted if rows]
+        together = self._together
+        self._picked.batches = [one if together else [one[r] for r in rows] for one, rows, _ in wanted if rows]
         loaded = iter(self._own)
         for one, rows, first in wanted:
             # A rank that neither reads nor has labels loads nothing: no dataset can make a batch of no samples.
-            yield Share(total=len(one), rows=rows, first=first, batch=next(loaded) if rows else None)
+            batch = next(loaded) if rows else None
+            if together and rows:
+                batch = rows_of(batch, rows, len(one))
+            yield Share(total=len(one), rows=rows, first=first, batch=batch)
 
-    def _alike(self, total: int | None) -> None:
-        """Whether every rank has a batch of ``total`` samples next (None: no more); otherwise they would wait for one
-        another in vain, or mix what does not belong together.
+    def _alike(self, total: int | None, batch: Any = None) -> None:
+        """Whether every rank has the same batch of ``total`` samples next (None: no more); otherwise they would
+        wait for one another in vain, or mix what does not belong together.
 
         Raises:
             UsageError: they do not.
         """
         if self._votes.num_ranks == 1:
             return
-        found = [int(each[0]) for each in self._votes.gather([-1.0 if total is None else float(total)])]
-        if len(set(found)) > 1:
-            said = ", ".join(f"{n} samples" if n >= 0 else "none" for n in found)
+        mine = (-1.0, 0.0, 0.0) if total is None else (float(total), *fingerprints(batch))
+        found = self._votes.gather(mine)
+        counts = [int(each[0]) for each in found]
+        if len(set(counts)) > 1:
+            said = ", ".join(f"{n} samples" if n >= 0 else "none" for n in counts)
             raise UsageError(
                 f"the loaders of the ranks differ: the next batch has, by rank, {said}; a loader without indices is "
                 "read by every rank and must yield the same on all"
+            )
+        others, numbers = ({each[i] for each in found} for i in (1, 2))
+        # Samples that are drawn upon at random (augmentation) have the same labels on all ranks, and other pixels.
+        if len(others) > 1 and (len(numbers) > 1 or numbers == {0.0}):
+            raise UsageError(
+                "the loaders of the ranks yield different samples: one that shares or shuffles them by rank itself "
+                "would have its shares shared once more; hand in the loader of one device, with the global batch, and "
+                "the same seed on every rank"
             )
 
     def _agreed(self, seed: int | None) -> list[list[Any]]:
@@ -216,8 +304,10 @@ class GlobalBatches:
     def _draw(self, seed: int | None) -> list[list[Any]]:
         sampler = self.loader.batch_sampler
         if seed is None:
-            # A DataLoader draws a seed for its workers first: on one device the order is the same, therefore.
-            torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator)
+            # A DataLoader draws a seed for its workers first, once where they stay: so it does on one device.
+            self._epochs += 1
+            if self._epochs == 1 or not (self.loader.num_workers and self.loader.persistent_workers):
+                torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator)
             return [list(one) for one in sampler]
         generators = {getattr(s, "generator", None) for s in (sampler, getattr(sampler, "sampler", None))}
         with torch.random.fork_rng(devices=[]):

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from asa.api.batches import GlobalBatches, Share, moved, rows_of, samples_in
+from asa.api.calls import arguments
 from asa.api.clipping import clip, understood_by_torch
+from asa.api.job_loss import JobLoss, LossWeight
 from asa.api.optimizers import Rebinding
 from asa.api.place import Place
 from asa.api.schedules import FILE, Schedules
@@ -49,9 +51,10 @@ class UserData:
     """Batches to train on, how they split into input and labels, what is validated on (a loader, or None), the loss."""
 
     batches: GlobalBatches
-    split: Callable[[Any], tuple[Tensor, Any]]
+    split: Callable[[Any], tuple[Any, Any]]
     validation: Any
     loss_fn: Callable[[Any, Any], Tensor]
+    weight: LossWeight = None
 
 
 class UserExecutor(PlannedExecutor):
@@ -86,6 +89,7 @@ class UserExecutor(PlannedExecutor):
             folder=folder or Path(), run=run, settings=settings, num_samples=self._samples, votes=self._votes,
             announce=announce, more=lambda: {FILE: schedules.state()},
         )  # fmt: skip
+        self._loss = JobLoss(data.loss_fn, data.weight, self._votes)
         self._worker = self._worker_of(build(plan, tuple(range(plan.num_ranks))), LossScale(plan.precision))
         norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for c in self.model.components for m in c.modules())
         self._fewest = 2 if self._votes.anyone(norms) else 1
@@ -188,19 +192,38 @@ class UserExecutor(PlannedExecutor):
             return range(first, first + rows.stop - rows.start)
 
         def labels_of(rows: slice) -> Any:
+            counted.rows = rows.stop - rows.start
             everything = rows.stop - rows.start == share.total  # whatever that is, as on one device
             return labels if everything else rows_of(labels, here(rows), len(share.rows))
 
+        def read(rows: slice) -> Any:
+            everything = rows.stop - rows.start == len(share.rows)
+            mine = inputs if everything else rows_of(inputs, here(rows), len(share.rows))
+            return arguments(mine) if model.called else mine
+
+        counted, counts = self._loss, bool(model.counts_rows())
+        counted.begin()
         model.zero_grad()
         loss = forward_backward(
             model,
             torch.arange(share.total),
             self._step,
-            lambda rows: inputs[here(rows).start : here(rows).stop],
+            read,
             labels_of,
-            loss_fn=lambda output, wanted: scale.scaled(self._data.loss_fn(output, wanted)),
+            loss_fn=lambda output, wanted: scale.scaled(counted(output, wanted, counts)),
             precision=lambda: autocast(worker.precision, model.device),
         )
+        factor = counted.factor(share.total)
+        if factor != 1:
+            loss = loss * factor
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.grad.mul_(factor)
+        if not counted.tried:
+            mine = float(loss / scale.value) if counts else 0.0
+            total = math.fsum(v[0] for v in self._votes.gather([mine]))
+            kind = next(iter(model.parameters())).dtype if worker.precision == "fp32" else torch.bfloat16
+            counted.checked(total, counts, kind)
         tally.note(loss / scale.value * share.total * float(model.counts_rows()), share.total if self.leads else 0)
         faults.reached("all_reduce")
         if scale.unscale(model.parameters(), self._votes):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import secrets
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
@@ -16,8 +15,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from asa.api.batches import GlobalBatches
+from asa.api.blank import Blank
 from asa.api.executor import UserData, UserExecutor
-from asa.api.loop import cache_folder, example_of
+from asa.api.job_loss import LossWeight
+from asa.api.loop import cache_folder, how_called
 from asa.api.names import StateNames
 from asa.api.notes import check_exact, differing, trained_norms
 from asa.api.optimizers import Rebinding, check_shared, planned_as, whole_because
@@ -25,8 +26,10 @@ from asa.api.optimizers import elementwise as known_elementwise
 from asa.api.place import find_place, same_weights
 from asa.api.placed import MEETING_S
 from asa.api.planned import Wishes, agreed_plan, checked_plan, on_all_ranks
-from asa.api.planning import check_plain, device_of, one_tensor, shaped
+from asa.api.planning import check_plain, device_of, shaped, spec_of
+from asa.api.said import say
 from asa.api.schedules import Schedules
+from asa.api.wholes import whole_plan
 from asa.errors import UsageError
 from asa.executor import checkpoint
 from asa.executor.checkpoint import Manifest
@@ -44,7 +47,7 @@ from asa.launch import faults, give_back_freed_memory
 from asa.launch.worker import others_may_leave
 from asa.scheduler import Model, adapt
 from asa.strategies import offered
-from asa.tracing import histories
+from asa.tracing import TracedModel, called
 
 
 class Job:
@@ -70,12 +73,13 @@ class Job:
         plan: Plan | Path | str = "auto",
         *,
         validation: Any = None,
+        weight: LossWeight = None,
         out: Path | str | None = None,
         resume: bool = False,
         replan: bool = True,
         observe: bool = True,
-        split: Callable[[Any], tuple[Tensor, Any]] | None = None,
-        example_input: Tensor | None = None,
+        split: Callable[[Any], tuple[Any, Any]] | None = None,
+        example_input: Any = None,
         cluster: Cluster | Path | str | None = None,
         strategies: tuple[str, ...] | None = None,
         pins: tuple[str, ...] = (),
@@ -91,7 +95,7 @@ class Job:
         log_every: int = 50,
         keep: int = 2,
         save_every: float | str | None = None,
-        time_limit_s: float = 60.0,
+        time_limit_s: float = 15.0,
         cache: Path | str | None = "auto",
         timeout_s: float = 300.0,
         on_event: Callable[[dict[str, Any]], None] | None = None,
@@ -100,12 +104,16 @@ class Job:
 
         Args:
             validation: a loader; after every epoch its mean loss is taken too.
+            weight: what a loss that is a mean, but not over samples, divides by: a function of the labels. ``sum`` for
+                a loss that is a sum. A cross-entropy with class weights or ignored targets needs none.
             out: folder of the run, for checkpoints after every epoch and on SIGTERM; without one nothing is kept.
             resume: go on from the newest checkpoint in ``out``, written under this plan or another.
             replan: take another plan between epochs where steps take other than predicted, and that pays.
             observe: note, step by step, what each rank computes and whom it waits for.
             save_every: seconds of training (or ``"10m"``) after which a checkpoint is written inside an epoch, too.
-            split: makes ``(input, labels)`` of a batch; by default its first and second item.
+            split: makes ``(inputs, labels)`` of a batch; by default its first and second item, and a dictionary is
+                both: ``model(**batch)`` and ``loss_fn(output, batch)``. A tuple of inputs goes by position, a
+                dictionary by name.
             max_norm: gradients are scaled so that their norm over the whole model is at most this, in every step.
             scheduler: of the learning rate, one or several over ``optimizer``; the job steps them (after every epoch,
                 or after every update: ``scheduler_every``), keeps them in its checkpoints and resumes them.
@@ -135,7 +143,6 @@ class Job:
         self._replan = replan
         votes = place.votes
         batches = GlobalBatches(loader, votes, lambda total: self._executor.rows(total))
-        example = example_of(batches) if example_input is None else one_tensor(example_input)
         shaped(model)
         check_shared(optimizer)
         rebinding = Rebinding(optimizer, model, elementwise=known_elementwise(optimizer, elementwise))
@@ -147,10 +154,23 @@ class Job:
             at_once=batch_norm == "exact" and bool(trained_norms(model)),
         )  # fmt: skip
         self._wishes, self._origins = wishes, None
-        if plan == "auto":
-            chosen, self._origins = agreed_plan(place, model, example, wishes)
-        else:
+        divide = split or _pair
+        if example_input is None:
+            example_input = divide(batches.example())[0]
+        call, why = how_called(place, model, batches, example_input)
+        example = torch.zeros(2, 1) if call is None or call.tensor is None else call.tensor
+
+        def subject(of: nn.Module) -> nn.Module | TracedModel:
+            return called(of, name=spec_of(model), reason=why) if why else of
+
+        whole = subject(model)
+        if plan != "auto":
             chosen = checked_plan(place, plan)
+        elif isinstance(whole, TracedModel):
+            chosen = whole_plan(place, model, whole, call, wishes, why)
+            say(place, f"the model runs whole under {chosen.strategy}: {why}")
+        else:
+            chosen, self._origins = agreed_plan(place, model, example, wishes)
 
         settings = TrainSettings(
             out=str(out or ""), data="loader", seed=seed, batch_norm=batch_norm, log_every=log_every, keep=keep,
@@ -170,7 +190,7 @@ class Job:
                 raise UsageError("this job was made without re-planning")
             fresh = plain.pop() if plain or spare is None else spare.copy()
             made = materialize(
-                wanted, fresh, example.to(device_of(fresh)), rank=place.rank, strategies=offered(),
+                wanted, subject(fresh), example.to(device_of(fresh)), rank=place.rank, strategies=offered(),
                 device=place.device, seed=seed, batch_norm=batch_norm, timeout_s=timeout_s, processes=processes,
                 keyed_draws=True,
             )  # fmt: skip
@@ -189,7 +209,7 @@ class Job:
             build,
             settings,
             rebinding=rebinding,
-            data=UserData(batches=batches, split=split or _pair, validation=validation, loss_fn=loss_fn),
+            data=UserData(batches=batches, split=divide, validation=validation, loss_fn=loss_fn, weight=weight),
             place=place,
             announce=(on_event or (lambda _: None)) if place.rank == 0 else (lambda _: None),
             folder=None if out is None else Path(out) / CHECKPOINTS,
@@ -290,24 +310,9 @@ class Job:
         self._stack.close()
 
 
-class Blank:
-    """A model without its weights, from which whole ones are made."""
-
-    def __init__(self, model: nn.Module) -> None:
-        empty = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
-        self._model = copy.deepcopy(model, {**histories(model), **empty})
-
-    def copy(self) -> nn.Module:
-        """A model with small random weights (a trace compares outputs, which must not all be equal)."""
-        generator = torch.Generator().manual_seed(0)
-        made = {
-            id(p): nn.Parameter(torch.randn(p.shape, generator=generator).mul_(0.02).to(p.dtype), p.requires_grad)
-            for p in self._model.parameters()
-        }
-        return copy.deepcopy(self._model, {**histories(self._model), **made})
-
-
-def _pair(batch: Any) -> tuple[Tensor, Any]:
+def _pair(batch: Any) -> tuple[Any, Any]:
+    if isinstance(batch, Mapping):
+        return batch, batch
     if isinstance(batch, tuple | list) and len(batch) >= 2:
         return batch[0], batch[1]
     raise UsageError(f"a batch of type {type(batch).__name__} is not (input, labels); say what is what with split")

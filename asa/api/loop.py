@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from asa.api.batches import GlobalBatches
+from asa.api.calls import Call, guesses, plain, why_not
 from asa.api.names import StateNames
 from asa.api.notes import differing, trained_norms
 from asa.api.optimizers import Rebinding, check_shared, others_over, planned_as, whole_because
 from asa.api.optimizers import elementwise as known_elementwise
-from asa.api.place import find_place, same_weights
+from asa.api.place import Place, find_place, same_weights
 from asa.api.placed import PlacedLoader, PlacedModel, rows_here
 from asa.api.planned import Wishes, agreed_plan, checked_plan, usual_cache
-from asa.api.planning import check_plain, device_of, one_tensor, shaped
+from asa.api.planning import check_plain, device_of, one_tensor, shaped, spec_of
+from asa.api.said import say
+from asa.api.wholes import anew, spare_of, whole_plan
 from asa.errors import UsageError
 from asa.executor.materialize import materialize
+from asa.executor.parallel import ParallelModel
 from asa.ir.cluster import Cluster
 from asa.ir.layout import Layout
 from asa.ir.plan import Plan
 from asa.ir.profile import Precision
 from asa.launch import give_back_freed_memory, launched
 from asa.strategies import offered
+from asa.tracing import TracedModel, called
 
 
 def parallelize(
@@ -34,7 +41,7 @@ def parallelize(
     loader: Any,
     *,
     plan: Plan | Path | str = "auto",
-    example_input: Tensor | None = None,
+    example_input: Any = None,
     cluster: Cluster | Path | str | None = None,
     strategies: tuple[str, ...] | None = None,
     pins: tuple[str, ...] = (),
@@ -44,7 +51,7 @@ def parallelize(
     device: str = "auto",
     elementwise: bool | None = None,
     seed: int = 0,
-    time_limit_s: float = 60.0,
+    time_limit_s: float = 15.0,
     cache: Path | str | None = "auto",
     timeout_s: float = 300.0,
 ) -> tuple[PlacedModel, Optimizer, PlacedLoader]:
@@ -69,18 +76,20 @@ def parallelize(
     A loop can have one stage only: plans are without pipelines and without accumulation. For those, :class:`asa.Job`.
 
     Args:
-        model: of one tensor input, batch first.
+        model: of any inputs, batch first. One of a single tensor may be cut into components; every other one runs
+            whole, under data parallelism in one of its forms.
         optimizer: any; it goes on with the same groups, hyperparameters and state. One that does not update element by
             element (not of ``torch.optim``) keeps its parameters whole.
         loader: of global batches, as for one device. The samples of a ``DataLoader`` over an indexed dataset are loaded
             on the rank that needs them, in the order rank 0 draws; anything else that yields batches is read by all.
         plan: a plan for so many ranks, or its file.
-        example_input: a batch the model takes; by default the first tensor of the loader's.
+        example_input: what the model is called with: a tensor, a tuple of inputs, or a dictionary of them by name. By
+            default it is guessed from the loader's batches.
         cluster, strategies, pins, memory_bytes, precision: as for :func:`asa.plan`.
         device: ``auto``, ``cpu`` or ``cuda``.
         elementwise: whether ``optimizer`` updates element by element, where it is none of ``torch.optim``: only then
             may ranks hold parts of parameters.
-        time_limit_s: for profiling.
+        time_limit_s: for measuring the model, and the links between the ranks where nothing is known of them.
         cache: a folder of plans; None keeps nothing.
         timeout_s: how long a rank waits for the others, in seconds; the first time no longer than 60.
 
@@ -90,7 +99,9 @@ def parallelize(
     """
     check_plain(model)
     place = find_place(device, timeout_s)
-    batches = GlobalBatches(loader, place.votes, lambda total: rows_here(total, place.ranks, place.rank))
+    norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
+    least = 2 if norms and batch_norm == "local" else 1
+    batches = GlobalBatches(loader, place.votes, lambda total: rows_here(total, place.ranks, place.rank, least))
     optimizers = [optimizer, *others_over(model, optimizer)]
     rebindings = [Rebinding(o, model, elementwise=known_elementwise(o, elementwise)) for o in optimizers]
     if place.ranks == 1 and plan == "auto":
@@ -99,38 +110,60 @@ def parallelize(
             warnings.warn(
                 "1 process: nothing is spread; start several with torchrun --nproc-per-node N SCRIPT", stacklevel=2
             )
-        alone = PlacedModel(None, place, plain=model)
+        alone = PlacedModel(None, place, origin=model)
         return alone, optimizer, PlacedLoader(batches, alone)
     shaped(model)
     for each in optimizers:
         check_shared(each)
-    example = example_of(batches) if example_input is None else one_tensor(example_input)
     same_weights(place, model)
-    if plan == "auto":
-        whole = next(filter(None, (whole_because(o, model, elementwise) for o in optimizers)), "")
-        wishes = Wishes(
-            global_batch=batches.batch_size, optimizer=planned_as(optimizer), pipelines=False, strategies=strategies,
-            pins=pins, memory_bytes=memory_bytes, cluster=cluster, precision=precision, time_limit_s=time_limit_s,
-            cache=cache_folder(cache), whole_because=whole,
-        )  # fmt: skip
-        chosen, _ = agreed_plan(place, model, example, wishes)
-    else:
+    wishes = Wishes(
+        global_batch=batches.batch_size, optimizer=planned_as(optimizer), pipelines=False, strategies=strategies,
+        pins=pins, memory_bytes=memory_bytes, cluster=cluster, precision=precision, time_limit_s=time_limit_s,
+        cache=cache_folder(cache),
+        whole_because=next(filter(None, (whole_because(o, model, elementwise) for o in optimizers)), ""),
+    )  # fmt: skip
+    call, why = how_called(place, model, batches, example_input)
+    subject: nn.Module | TracedModel = model
+    example = torch.zeros(2, 1)
+    if why:
+        subject = called(model, name=spec_of(model), reason=why)
+    elif call is not None and call.tensor is not None:
+        example = call.tensor
+    if plan != "auto":
         chosen = checked_plan(place, plan)
+    elif isinstance(subject, TracedModel):
+        chosen = whole_plan(place, model, subject, call, wishes, why)
+        say(place, f"the model runs whole under {chosen.strategy}: {why}")
+    else:
+        chosen, _ = agreed_plan(place, model, example, wishes)
+        say(place, chosen.summary())
     if len(chosen.stages) > 1 or chosen.num_microbatches > 1:
         raise UsageError(
             f"the plan has {len(chosen.stages)} stages and {chosen.num_microbatches} microbatches: a loop of one's own "
             "runs one of each; use asa.Job, or plan without pipelines"
         )
-    names, norms = StateNames(model), trained_norms(model)
-    parallel = materialize(
-        chosen, model, example.to(device_of(model)), rank=place.rank, strategies=offered(), device=place.device,
-        seed=seed, batch_norm=batch_norm, timeout_s=timeout_s, keyed_draws=True,
-        outer=Layout(width=place.ranks, data=place.ranks, tensor=1),
-    )  # fmt: skip
-    parallel.meet = place.votes.meet
-    for line in differing(chosen, norms, parallel.changed, batch_norm) if place.rank == 0 else ():
+    names, normalised = StateNames(model), trained_norms(model)
+
+    def build(wanted: Plan, of: nn.Module | TracedModel) -> ParallelModel:
+        made = materialize(
+            wanted, of, example.to(device_of(model)), rank=place.rank, strategies=offered(), device=place.device,
+            seed=seed, batch_norm=batch_norm, timeout_s=timeout_s, keyed_draws=True,
+            outer=Layout(width=place.ranks, data=place.ranks, tensor=1),
+        )  # fmt: skip
+        made.meet = place.votes.meet
+        return made
+
+    spare = spare_of(model) if not why else None
+    parallel = build(chosen, subject)
+    for line in differing(chosen, normalised, parallel.changed, batch_norm) if place.rank == 0 else ():
         warnings.warn(line, stacklevel=2)
-    placed = PlacedModel(parallel, place, names=names)
+
+    def again(placed: PlacedModel, reason: str) -> ParallelModel:
+        """Under data parallelism of the whole model, with the weights and the optimizer's state of now."""
+        assert spare is not None
+        return anew(placed, reason, spare.copy(), build, wishes, rebindings)
+
+    placed = PlacedModel(parallel, place, origin=model, names=names, again=None if spare is None else again)
     placed.begin(model.training)
     for rebinding in rebindings:
         rebinding.apply(parallel, placed.seen)
@@ -143,15 +176,39 @@ def cache_folder(cache: Path | str | None) -> Path | None:
     return usual_cache() if cache == "auto" else None if cache is None else Path(cache)
 
 
-def example_of(batches: GlobalBatches) -> Tensor:
-    """Two samples of what the model reads: the first tensor of the loader's batches.
+def how_called(place: Place, model: nn.Module, batches: GlobalBatches, example_input: Any) -> tuple[Call | None, str]:
+    """How the model is called, as far as that is known, and why it cannot be cut into components; no reason where it
+    is called with one tensor (collective).
 
-    Raises:
-        UsageError: batches that are no tensor, tuple or list.
+    ``example_input``: a tensor, a tuple of inputs or a dictionary of them by name. Where it is None, the first way to
+    call the model with the loader's batch that runs is taken for it.
     """
-    batch = batches.example()
-    if isinstance(batch, tuple | list) and batch:
-        batch = batch[0]
-    if not isinstance(batch, Tensor):
-        raise UsageError(f"the loader yields {type(batch).__name__}; say what the model reads with example_input")
-    return batch if len(batch) > 1 else batch.repeat(2, *(1,) * (batch.dim() - 1))
+    if example_input is not None:
+        if isinstance(example_input, Mapping):
+            call = plain(model, (), dict(example_input))
+        elif isinstance(example_input, tuple | list):
+            call = plain(model, tuple(example_input), {})
+        else:
+            call = Call((one_tensor(example_input),))
+        return call, "" if call.tensor is not None else f"it is called with {call}"
+    ways = list(guesses(model, batches.example()))
+
+    def choose() -> tuple[int, str]:
+        reasons = []
+        for i, way in enumerate(ways):
+            reason = why_not(model, way)
+            if not reason:
+                return i, ""
+            reasons.append(reason)
+        return -1, reasons[0]
+
+    found = place.votes.tell(place.votes.once(choose))
+    index, reason = int(found[0]), str(found[1])
+    if index < 0:
+        asked = "it does not run on the loader's batches"
+        return None, f"{asked} ({reason[:160]}), so how it is called is not known; say so with example_input"
+    call = ways[index]
+    tensor = call.tensor
+    if tensor is None:
+        return call, f"it is called with {call}"
+    return Call((tensor if len(tensor) > 1 else tensor.repeat(2, *(1,) * (tensor.dim() - 1)),)), ""

@@ -27,12 +27,12 @@ class StateNames:
         found = full_state(model)
         if votes is not None and len(model.processes) < votes.num_ranks:
             found = told(found, votes, model.processes[0])
-        if self._unused is None:  # what no forward reads is as it was
+        if self._unused is None:  # what no forward reads is where it was
             idle = (n for n, names in self._names.items() if not any(a in found for a in names))
-            self._unused = {n: self._values[n].detach().cpu().clone() for n in idle}
+            self._unused = {n: self._values[n] for n in idle}
             self._values = {}
         state = {}
         for name, names in self._names.items():
             held = next((a for a in names if a in found), None)
-            state[name] = self._unused[name] if held is None else found[held]
+            state[name] = self._unused[name].detach().cpu().clone() if held is None else found[held]
         return state

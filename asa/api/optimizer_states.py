@@ -23,7 +23,7 @@ Names = Sequence[Sequence[tuple[str, ...]]]
 """Per group and parameter, as they were handed in: all names of it in the model."""
 
 
-def _of_held(optimizer: Optimizer) -> Any:
+def of_held(optimizer: Optimizer) -> Any:
     """``optimizer`` as the executor knows it: over what this rank holds."""
     groups = optimizer.param_groups
     if not any(isinstance(p, TensorPart) for group in groups for p in group["params"]):
@@ -36,7 +36,7 @@ def _of_held(optimizer: Optimizer) -> Any:
 
 def load_states(model: ParallelModel, optimizer: Optimizer, full: dict[str, Tensor]) -> None:
     """Put full state in place, for what this rank updates, in the form of the parameters it belongs to."""
-    known = _of_held(optimizer)
+    known = of_held(optimizer)
     load_full_optimizer_state(model, known, full)
     if known is optimizer:
         return
@@ -61,7 +61,7 @@ def plain_states(optimizer: Optimizer, model: ParallelModel, names: Names) -> Ca
         if model.state_axis is not None or any(map(replaced, model.plan.components)):
             model.meet("optimizer.state_dict() of a plan that shares it out", within_s=_MEETING_S)
         full: dict[str, dict[str, Any]] = {}
-        for key, value in full_optimizer_state(model, _of_held(optimizer)).items():
+        for key, value in full_optimizer_state(model, of_held(optimizer)).items():
             name, _, what = key.rpartition("/")
             plain, entry = restored(what, value)
             full.setdefault(name, {})[plain] = entry

@@ -39,6 +39,17 @@ class Place:
         return self.votes.num_ranks
 
 
+_votes: list[Votes] = []
+"""Of the place that was found last."""
+
+
+def known_votes() -> Votes:
+    """The votes of the ranks that are there: those of the place found last, or new ones (collective then)."""
+    if not _votes or _votes[0].num_ranks != (dist.get_world_size() if dist.is_initialized() else 1):
+        _votes[:] = [Votes()]
+    return _votes[0]
+
+
 def find_place(device: str, timeout_s: float) -> Place:
     """Join the ranks that a launcher started, or those of the group the user formed; or be alone.
 
@@ -64,6 +75,7 @@ def find_place(device: str, timeout_s: float) -> Place:
         torch.cuda.set_device(local)
     votes = Votes(timeout_s)
     votes.meet("asa.parallelize (or asa.Job)", within_s=_FIRST_S)
+    _votes[:] = [votes]
     return Place(votes=votes, device=torch.device("cuda", local) if cuda else torch.device("cpu"))
 
 

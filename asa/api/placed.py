@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import contextlib
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
+from asa.api import attributes
 from asa.api.batches import GlobalBatches, Share, moved
+from asa.api.calls import Call, lengths, plain
 from asa.api.clipping import clip, understood_by_torch
+from asa.api.losses import Terms, Trial, listen, mark
 from asa.api.names import StateNames
 from asa.api.numbers import numbers_of_wholes
 from asa.api.outputs import Demands, entering, leaving
@@ -26,83 +33,182 @@ MEETING_S = 30.0
 """For ranks to come to what a program easily calls on one of them only."""
 
 
-def rows_here(total: int, ranks: int, rank: int) -> list[int]:
-    """Rows of a batch of ``total`` that a rank computes: its share, or where there are too few for all, one of them."""
+def rows_here(total: int, ranks: int, rank: int, least: int = 1) -> list[int]:
+    """Rows of a batch of ``total`` that a rank computes: its share, or where there are too few for all, one of them.
+    Where a share had fewer than ``least`` (as BatchNorm needs), every rank computes the batch, and it counts once."""
+    if 1 < least <= total < least * ranks:
+        return list(range(total))
     if total < ranks:
         return [rank % total] if total else []
     return list(range(*bounds(total, ranks, rank)))
+
+
+def every_placed() -> list[PlacedModel]:
+    """The models that are placed now."""
+    return list(_placed)
 
 
 class PlacedModel(nn.Module):
     """One rank's part of a model, called as the model was: ``model(x)`` with this rank's samples gives their outputs.
 
     Collective unless every rank computes for itself: what one rank calls, all must. ``plan``: what it runs under.
+    Attributes not found here are the model's own (:mod:`asa.api.attributes`); ``origin`` is the model as it was handed
+    in, whose weights may be elsewhere by now.
     """
 
     parallel: ParallelModel | None
     place: Place
+    origin: nn.Module
     share: Share | None
     """The batch the loader yielded last."""
     calls: int
     names: StateNames | None
     demands: Demands | None
     seen: Seen | None
+    again: Callable[[PlacedModel, str], ParallelModel] | None
+    """Places the model anew, whole, for a reason; None where that cannot be."""
+    weight: float
+    rows: int
+    """What this rank's mean loss counts for, and its samples, in the call of training made last."""
+    trial: Trial | None
+    terms: Terms | None
 
     def __init__(
         self,
         parallel: ParallelModel | None,
         place: Place,
         *,
-        plain: nn.Module | None = None,
+        origin: nn.Module,
         names: StateNames | None = None,
+        again: Callable[[PlacedModel, str], ParallelModel] | None = None,
     ) -> None:
         super().__init__()
-        demands, seen = (None, None) if parallel is None else (Demands(parallel), Seen(parallel))
-        self.__dict__.update(
-            parallel=parallel, place=place, share=None, calls=0, names=names, demands=demands, seen=seen
-        )  # fmt: skip
-        self.plan: Plan | None = None if parallel is None else parallel.plan
-        self.parts = nn.ModuleList(parallel.components if parallel is not None else [] if plain is None else [plain])
+        self.__dict__.update(place=place, share=None, calls=0, names=names, again=again, weight=1.0, rows=0)
+        self.plan: Plan | None = None
+        self.parts = nn.ModuleList([] if parallel is not None else [origin])
         self._independent = True
         self._averages = False
+        self.adopt(parallel)
+        self.__dict__["trial"] = Trial(self) if parallel is not None and place.ranks > 1 else None
+        self.__dict__["terms"] = Terms(place.votes) if parallel is not None and place.ranks > 1 else None
+        self.__dict__["origin"] = origin
+        _placed.add(self)
+
+    def adopt(self, parallel: ParallelModel | None) -> None:
+        """Be ``parallel`` from now on."""
+        demands, seen = (None, None) if parallel is None else (Demands(parallel), Seen(parallel))
+        self.__dict__.update(parallel=parallel, demands=demands, seen=seen)
         if parallel is not None:
+            self.plan = parallel.plan
+            self.parts = nn.ModuleList(parallel.components)
             understood_by_torch(parallel)
             numbers_of_wholes(parallel.parameters())
             refuse_hooks(parallel.parameters())
-            self._independent = all(layout.data == place.ranks for layout in parallel.layouts)
-            self._averages = self._independent and not any(map(replaced, parallel.plan.components))
+            self._independent = all(layout.data == self.place.ranks for layout in parallel.layouts)
+            self.__dict__["_averages"] = self._independent and not any(map(replaced, parallel.plan.components))
 
-    def forward(self, x: Any, *more: Any, **options: Any) -> Any:
-        """The model's own output for this rank's samples ``x`` [N, ...]; alone, for whatever it takes.
-
-        Raises:
-            UsageError: on several ranks, anything but one tensor.
-        """
-        parallel = self.parallel
-        x = moved(x, self.place.device)
+    def forward(self, *args: Any, **options: Any) -> Any:
+        """The model's own output for this rank's samples, whatever the model takes. A model that is cut into components
+        takes one tensor; called with anything else it runs whole from then on."""
+        parallel, device = self.parallel, self.place.device
+        args, options = moved(args, device), moved(options, device)
         if parallel is None:
-            return self.parts[0](x, *moved(more, self.place.device), **moved(options, self.place.device))
-        if more or options or not isinstance(x, Tensor):
-            raise UsageError(
-                "on several ranks a model is called with one tensor; fix its other arguments before "
-                "asa.parallelize, in a module around it"
-            )
+            listen(self)
+            return self.parts[0](*args, **options)
+        if parallel.called:
+            return self.call(None, args, options)
+        x = args[0] if len(args) == 1 and not options else None
+        if not isinstance(x, Tensor):
+            call = plain(self.origin, args, options)
+            x = call.tensor
+            if x is None:
+                self.run_whole(f"it is called with {call}")
+                return self.call(None, args, options)
+        traced = parallel.components[0].input_shape
+        if not self._independent and x.dim() != 1 + len(traced):
+            # What is split and exchanged was found for inputs of so many dimensions.
+            self.run_whole(f"it is called with {Call((x,))}, and was planned for {['N', *traced]}")
+            return self.call(None, args, options)
         total, weight, first = self._total(len(x))
-        if self._averages and torch.is_grad_enabled():
-            few = self.share is not None and self.share.total < self.place.ranks
-            counted = self.share.total if self.share is not None and few else total
-            weight = parallel.reduction.weighed(weight, counted, self.place.ranks)
-        value, sides = parallel.compute(entering(x, weight), torch.arange(first, first + total), self.calls)
-        if self.training:
-            self.__dict__["calls"] += 1
-
-        assert self.demands is not None
-        demands = self.demands
+        left = self._weight_of_outputs(weight, total)
+        value, sides = parallel.compute(entering(x, left), torch.arange(first, first + total), self.calls)
+        self._called(weight, len(x))
 
         def weighed(tensor: Tensor) -> Tensor:
-            return leaving(tensor, weight, demands)
+            return self._weighed(tensor, left, len(x))
 
         return parallel.traced.assemble(weighed(value), {name: weighed(side) for name, side in sides.items()})
+
+    def call(self, method: str | None, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """What a method (None: ``forward``) of a model that runs whole gives for this rank's samples."""
+        parallel, share = self.parallel, self.share
+        assert parallel is not None
+        found = lengths((args, options))
+        mine = None if share is None or not self.training else len(share.rows)
+        rows = mine if mine is not None and (mine in found or not found) else next(iter(found), 1)
+        total, weight, first = self._total(rows)
+        if share is not None and rows == mine:
+            samples = torch.tensor(share.rows) + share.first
+        else:
+            samples = torch.arange(first, first + rows)
+        left = self._weight_of_outputs(weight, total)
+        args, options = pytree.tree_map(
+            lambda leaf: entering(leaf, left) if isinstance(leaf, Tensor) else leaf, (args, options)
+        )
+        if method is not None:
+            options = {**options, "method": method}
+        output = parallel.call(samples, self.calls, total, *args, **options)
+        self._called(weight, rows)
+        return pytree.tree_map(
+            lambda leaf: self._weighed(leaf, left, rows) if isinstance(leaf, Tensor) else leaf, output
+        )  # fmt: skip
+
+    def run_whole(self, why: str) -> None:
+        """Go on as one component that is called like the model (collective).
+
+        Raises:
+            UsageError: that cannot be.
+        """
+        if self.again is None:
+            raise UsageError(
+                f"the plan cuts the model into components, which take one tensor, and {why}: say so before with "
+                "example_input (a tuple of inputs, or a dictionary of them by name)"
+            )
+        training = self.training
+        self.adopt(self.again(self, why))
+        self.__dict__["again"] = None
+        self.train(training)
+
+    def _weight_of_outputs(self, weight: float, total: int) -> float:
+        """By what outputs are weighed, where gradients are not weighed as a whole when they are averaged."""
+        if not self._averages or not torch.is_grad_enabled() or self.parallel is None:
+            return weight
+        few = self.share is not None and self.share.total < self.place.ranks
+        counted = self.share.total if self.share is not None and few else total
+        return self.parallel.reduction.weighed(weight, counted, self.place.ranks)
+
+    def _called(self, weight: float, rows: int) -> None:
+        if self.training:
+            self.__dict__.update(calls=self.calls + 1, weight=weight, rows=rows)
+        listen(self)
+
+    def weight_now(self) -> float:
+        """What this rank's mean over the batch that the loader yielded last counts for; 1 on the average of ranks."""
+        share, ranks, rank = self.share, self.place.ranks, self.place.rank
+        if share is None:
+            return self.weight
+        if ranks > 1 and len(share.rows) == share.total:  # every rank has all of it
+            return float(ranks) if rank == 0 else 0.0
+        if share.total < ranks:
+            return ranks / share.total if rank < share.total else 0.0
+        return len(share.rows) * ranks / share.total
+
+    def _weighed(self, tensor: Tensor, weight: float, rows: int) -> Tensor:
+        assert self.demands is not None
+        left = leaving(tensor, weight, self.demands)
+        mark(left, self)
+        followed = self.trial is not None and self.training and torch.is_grad_enabled()
+        return self.trial.follow(left, rows) if followed and self.trial is not None else left
 
     def _total(self, rows: int) -> tuple[int, float, int]:
         """Rows that all ranks compute now, the weight of this rank's mean loss, and the number of the first row.
@@ -110,11 +216,15 @@ class PlacedModel(nn.Module):
         Known from the loader for what it yielded; of other samples, each rank says how many it has.
         """
         share = self.share
-        ranks, rank = self.place.ranks, self.place.rank
+        ranks = self.place.ranks
         if share is not None and self.training and len(share.rows) == rows:
-            if share.total < ranks:  # some compute a sample that is another's, and does not count
-                return ranks, ranks / share.total if rank < share.total else 0.0, share.first
-            return share.total, rows * ranks / share.total, share.first
+            # Of a small batch some compute a sample that is another's, and does not count.
+            if rows == share.total > 1 and ranks > 1 and not self._independent:
+                raise UsageError(
+                    f"a batch of {rows} samples leaves a rank fewer than two, and BatchNorm trains on two or more: use "
+                    "drop_last=True, or batch_norm='exact'"
+                )
+            return max(ranks, share.total), self.weight_now(), share.first
         if self._independent and not self.training:
             return rows * ranks, 1.0, 0
         found = [int(each[0]) for each in self.place.votes.gather([float(rows)])]
@@ -209,6 +319,44 @@ class PlacedModel(nn.Module):
             "weights in copies of model.parameters()"
         )
 
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("__") or "origin" not in self.__dict__:
+                raise
+        return attributes.found(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        known = name in self.__dict__ or name in self.__dict__.get("_modules", ()) or hasattr(type(self), name)
+        if known or "origin" not in self.__dict__ or not attributes.changed(self, name, value):
+            super().__setattr__(name, value)
+
+    @property
+    def module(self) -> PlacedModel:
+        """Itself: a program that was written for ``DistributedDataParallel`` finds the model here."""
+        return self
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing: gradients may be added up over several backwards, and are those of all ranks after each."""
+        return contextlib.nullcontext()
+
+    def alike_in_shape(self, batches: GlobalBatches, batch: Any) -> None:
+        """Refuse batches that differ in shape where ranks hand each other activations (collective).
+
+        Raises:
+            UsageError: as said.
+        """
+        if self._independent or self.parallel is None or not batches.apart:
+            return
+        shapes = [tuple(t.shape[1:]) for t in pytree.tree_leaves(batch) if isinstance(t, Tensor)]
+        found = self.place.votes.gather([float(zlib.crc32(repr(shapes).encode()))])
+        if len({f[0] for f in found}) > 1:
+            raise UsageError(
+                f"ranks have samples of other shapes than each other (here {shapes}), and this plan has them exchange "
+                "activations: pad batches to one length in collate_fn, or plan with strategies=('ddp',)"
+            )
+
     def epoch_ended(self) -> None:
         """Running statistics become those of all ranks; the loader calls this when it is through (collective)."""
         parallel = self.parallel
@@ -222,6 +370,9 @@ class PlacedModel(nn.Module):
             parallel.close()
 
 
+_placed: WeakSet[PlacedModel] = WeakSet()
+
+
 class PlacedLoader:
     """This rank's samples of every global batch, on its device. Attributes not found here are the loader's own."""
 
@@ -232,6 +383,7 @@ class PlacedLoader:
         device = self._model.place.device
         try:
             for share in self._batches.epoch():
+                self._model.alike_in_shape(self._batches, share.batch)
                 self._model.__dict__["share"] = share
                 yield moved(share.batch, device)
             self._model.epoch_ended()

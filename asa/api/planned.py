@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import platform
+import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ from asa.api.planning import (
     outputs_of,
     spec_of,
 )
+from asa.api.said import say
 from asa.errors import AsaError, InvalidInputError, UsageError
 from asa.interfaces.strategy import Strategies
 from asa.ir import codec
@@ -33,10 +37,12 @@ from asa.ir.profile import Precision, Profile
 from asa.planner import Request, check_request, parse_pin, usual_limit
 from asa.planner import plan as solve
 from asa.strategies import offered
-from asa.tracing import trace
+from asa.tracing import TracedModel, trace
 
-_MEASURING_S = 20.0
-"""For the links between the ranks, where no measured cluster is known."""
+_LINKS_SHARE, _LINKS_S = 0.4, 20.0
+"""Of the time limit, what the links between the ranks get where nothing is known of them; and seconds, at most."""
+_LEAST_S = 1.0
+"""For the model, whatever the links took."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +79,7 @@ def agreed_plan(place: Place, model: nn.Module, example: Tensor, wishes: Wishes)
     Raises:
         AsaError: whatever stood in the way on rank 0, on every rank.
     """
-    votes = place.votes
+    votes, started = place.votes, time.perf_counter()
     if place.ranks == 1 and not wishes.pipelines:
         return plan_of_one(model, example, wishes), None
     kept = votes.once(lambda: Kept.of(place, model, example, wishes))
@@ -81,7 +87,9 @@ def agreed_plan(place: Place, model: nn.Module, example: Tensor, wishes: Wishes)
     if not votes.tell(made is not None):
         votes.once(lambda: _admitted(place, wishes))
         cluster = _cluster(place, wishes)
-        made = votes.once(lambda: _solved(place, model, example, wishes, cluster))
+        left = replace(wishes, time_limit_s=max(_LEAST_S, wishes.time_limit_s - (time.perf_counter() - started)))
+        say(place, f"measuring the model, for up to {left.time_limit_s:.0f} s; the plan is kept for the next time")
+        made = votes.once(lambda: _solved(place, model, example, left, cluster))
         if made is not None and kept is not None:
             kept.write(*made)
     text = votes.tell(None if made is None else codec.dumps(made[0]))
@@ -118,18 +126,46 @@ def _cluster(place: Place, wishes: Wishes) -> Cluster | None:
     """The links, measured now between these ranks where nothing is known of them (collective)."""
     if place.ranks == 1:
         return None
-    known = place.rank != 0 or wishes.cluster is not None or _measured_here(place) is not None
+    kept = links_file(place, wishes)
+    found = _read_links(kept) if place.rank == 0 and wishes.cluster is None else None
+    known = place.rank != 0 or wishes.cluster is not None or found is not None or _measured_here(place) is not None
     if place.votes.everyone(known):
-        return None
+        return found
     from asa.profiler.interconnect import measure_group
 
+    limit = min(_LINKS_S, _LINKS_SHARE * wishes.time_limit_s)
+    say(place, f"measuring the links between {place.ranks} ranks, for about {limit:.0f} s, once per machine")
     threads = torch.get_num_threads()
     if place.device.type == "cpu":
         torch.set_num_threads(1)
     try:
-        return measure_group(backend="nccl" if place.device.type == "cuda" else "gloo", time_limit_s=_MEASURING_S)
+        measured_now = measure_group(backend="nccl" if place.device.type == "cuda" else "gloo", time_limit_s=limit)
     finally:
         torch.set_num_threads(threads)
+    if place.rank == 0 and kept is not None:
+        with contextlib.suppress(OSError):
+            codec.save(measured_now, kept)
+    return measured_now
+
+
+def links_file(place: Place, wishes: Wishes) -> Path | None:
+    """Where the links of such a machine, between so many ranks, are kept; None where nothing is."""
+    if wishes.cache is None:
+        return None
+    from asa.profiler.machine import device_record
+
+    where = [device_record(place.device).name, place.ranks, place.device.type, platform.node(), torch.__version__]
+    key = hashlib.sha256(json.dumps(where).encode()).hexdigest()[:16]
+    return wishes.cache / f"links.{key}.cluster.json"
+
+
+def _read_links(path: Path | None) -> Cluster | None:
+    if path is None or not path.exists():
+        return None
+    try:
+        return codec.load(Cluster, path)
+    except InvalidInputError:
+        return None
 
 
 def _measured_here(place: Place) -> Cluster | None:
@@ -148,13 +184,26 @@ def _solved(
         model, example, num_classes=None, global_batch=wishes.global_batch, precision=wishes.precision,
         limit_s=wishes.time_limit_s, max_degree=place.ranks, device=place.device,
     )  # fmt: skip
-    if cluster is None and place.ranks == 1:
-        cluster = _alone(profile)
-    if cluster is None and wishes.cluster is not None:
-        cluster = named_cluster(wishes.cluster)
-    if cluster is None:
-        cluster = _measured_here(place) or nearest_cluster(profile.device, place.ranks)
+    cluster = _links(place, wishes, cluster, profile)
     return on_all_ranks(profile, cluster, place.ranks, wishes), Origins(profile=profile, cluster=cluster)
+
+
+def _links(place: Place, wishes: Wishes, cluster: Cluster | None, profile: Profile) -> Cluster:
+    """What is known of the links: just measured (``cluster``), named, measured before, or of the nearest machine."""
+    if cluster is not None:
+        return cluster
+    if place.ranks == 1:
+        return _alone(profile)
+    if wishes.cluster is not None:
+        return named_cluster(wishes.cluster)
+    return _measured_here(place) or nearest_cluster(profile.device, place.ranks)
+
+
+def named_or_measured(place: Place, wishes: Wishes) -> Callable[[Profile], Cluster]:
+    """The links between the ranks, measured now where nothing is known of them (collective); asked on rank 0, with a
+    profile of the model."""
+    cluster = _cluster(place, wishes)
+    return lambda profile: _links(place, wishes, cluster, profile)
 
 
 def _alone(profile: Profile) -> Cluster:
@@ -322,9 +371,11 @@ def usual_cache() -> Path:
     return Path(platformdirs.user_cache_dir("asa")) / "plans"
 
 
-def plan_of_one(model: nn.Module, example: Tensor, wishes: Wishes) -> Plan:
-    """The only plan of one rank that keeps a loop as it is: nothing to choose, so nothing is measured."""
-    traced = trace(model, example.to(device_of(model)), name=spec_of(model))
+def plan_of_one(model: nn.Module, example: Tensor, wishes: Wishes, *, traced: TracedModel | None = None) -> Plan:
+    """The only plan of one rank that keeps a loop as it is: nothing to choose, so nothing is measured. A model that was
+    ``traced`` is not run."""
+    classes = 1 if traced is not None else outputs_of(model, example)
+    traced = traced or trace(model, example.to(device_of(model)), name=spec_of(model))
     whole = tuple(
         Assignment(
             name=c.name,
@@ -337,7 +388,7 @@ def plan_of_one(model: nn.Module, example: Tensor, wishes: Wishes) -> Plan:
     return Plan(
         model_spec=spec_of(model), model_fingerprint=traced.model_fingerprint, profile_fingerprint="0" * 16,
         cluster="alone", cluster_fingerprint="0" * 16, input_shape=tuple(example.shape[1:]),
-        num_classes=outputs_of(model, example), strategy="single", gpus=1, global_batch=wishes.global_batch,
+        num_classes=classes, strategy="single", gpus=1, global_batch=wishes.global_batch,
         precision=wishes.precision, optimizer=wishes.optimizer,
         device_type="cuda" if device_of(model).type == "cuda" else "cpu", components=whole,
         stages=(Stage(ranks=(0,)),), schedule="none", num_microbatches=1,

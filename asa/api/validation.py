@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from asa.api.batches import GlobalBatches, moved, rows_of
+from asa.api.calls import arguments
 from asa.executor.parallel import ParallelModel
 from asa.executor.precision import autocast
 from asa.executor.votes import Votes
@@ -27,7 +28,7 @@ def _wanted(model: ParallelModel, total: int) -> list[int]:
 def mean_loss(
     model: ParallelModel,
     loader: Any,
-    split: Callable[[Any], tuple[Tensor, Any]],
+    split: Callable[[Any], tuple[Any, Any]],
     loss_fn: Callable[[Any, Any], Tensor],
     votes: Votes,
     precision: Precision,
@@ -48,7 +49,8 @@ def mean_loss(
         wanted = _wanted(model, total)
         read, kept = (slice(*r) for r in (model.input_rows(total), model.output_rows(total)))
         at = bisect_left(wanted, read.start)
-        x = inputs[at : at + read.stop - read.start] if model.reads else None
+        x = rows_of(inputs, range(at, at + read.stop - read.start), len(wanted)) if model.reads else None
+        x = arguments(x) if model.called else x
         with autocast(precision, model.device):
             output = model(x, torch.arange(total), 0)
         count = max(0, min(kept.stop, share.total) - kept.start)

@@ -25,7 +25,7 @@ from asa.sharding.neighbours import Neighbours, acquaint
 from asa.sharding.samples import SampleContext
 from asa.sharding.transfer import Link
 from asa.sharding.updates import shared_update
-from asa.tracing import TracedModel
+from asa.tracing import CalledModel, TracedModel
 from asa.tracing.component import TracedComponent
 
 
@@ -48,8 +48,14 @@ class Segment(nn.Module):
         """Names of the side outputs, in the order ``forward`` returns them."""
         return [name for c in self._traced for name in c.side_outputs()]
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """(main, *sides) from this rank's rows."""
+    def forward(self, *args: Any, **options: Any) -> Any:
+        """(main, *sides) from this rank's rows, one tensor; of a model that is called as a whole its own output."""
+        if isinstance(self._traced[0], CalledModel):
+            return self._traced[0](*args, **options)
+        (x,) = args
+        return self._chained(x)
+
+    def _chained(self, x: Tensor) -> tuple[Tensor, ...]:
         sides: list[Tensor] = []
         first, last = self._traced[0], self._traced[-1]
         for crossing, component in zip(self.crossings, self._traced, strict=True):
@@ -246,12 +252,16 @@ class ParallelModel:
             self._rows[total] = [slice(*p.layout.rows_of(total, self.position.place)) for p in self._placed]
         return self._rows[total]
 
-    def compute(self, value: Tensor, samples: Tensor, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+    def compute(self, value: Any, samples: Tensor, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         """The stage from its entry to its exit: the main value and the side outputs.
 
-        ``value``: this rank's rows of the microbatch ``samples`` (global indices, int64).
+        ``value``: this rank's rows of the microbatch ``samples`` (global indices, int64); for a model that is called
+        as a whole its arguments by position and by name, and the main value is whatever it returns.
         """
         context, total = self.context, len(samples)
+        if self.called:
+            args, options = value
+            return self.call(samples[slice(*self.output_rows(total))], step, total, *args, **options), {}
         context.step, context.total = step, total
         context.start = int(samples[0]) if total and samples.device.type == "cpu" else 0
         if self.training:
@@ -269,11 +279,26 @@ class ParallelModel:
             return self._left(self._last, value, total, ""), sides
         return value if self._last is None else self._last(value, total), sides
 
+    @property
+    def called(self) -> bool:
+        """Whether the model is one component, called as its own ``forward`` is (:meth:`call`)."""
+        return isinstance(self.components[0], CalledModel)
+
+    def call(self, samples: Tensor, step: int, total: int, *args: Any, **options: Any) -> Any:
+        """The model's own output for this rank's rows, of a model that is called as a whole.
+
+        ``samples``: global indices (int64) of the rows, of ``total`` on all ranks.
+        """
+        self.context.step, self.context.total, self.context.samples = step, total, samples
+        if self.training:
+            self.reduction.begin()
+        return self._placed[0].module(*args, **options)
+
     def _left(self, crossing: Crossing | None, output: Tensor, total: int, name: str) -> Tensor:
         """An output of the model in the layout it leaves in."""
         return output if crossing is None else crossing.leave(output, total, self.traced.batch_dims.get(name, 0))
 
-    def forward(self, x: Tensor | None, samples: Tensor, step: int) -> Any:
+    def forward(self, x: Any, samples: Tensor, step: int) -> Any:
         """The model's own output, for :meth:`output_rows` of the microbatch ``samples``; None before the last stage.
 
         ``x``: :meth:`input_rows` of it; not looked at behind the first stage. Between stages nothing is kept for a

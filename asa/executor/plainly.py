@@ -45,7 +45,7 @@ _DRAWS = 1 << 16
 def images_for(plan: Plan, samples: int, steps: int) -> ImageSet:
     """Random pixels and labels, a batch of ``samples`` for each of ``steps`` steps."""
     draw = torch.Generator().manual_seed(_SEED)
-    shape, count = plan.image_shape, samples * steps
+    shape, count = plan.sample_shape, samples * steps
     return ImageSet(
         images=torch.randint(0, 256, (count, *shape), dtype=torch.uint8, generator=draw),
         labels=torch.randint(plan.num_classes, (count,), generator=draw),

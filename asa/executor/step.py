@@ -119,7 +119,7 @@ class _Flight:
     """A microbatch between its forward and its backward: where gradients leave the stage, and where they enter; between
     stages, of what form the gradient is, and where it is put."""
 
-    entry: Tensor
+    entry: Any
     exit: Tensor
     shape: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float32
@@ -140,7 +140,7 @@ class Step:
     model: ParallelModel
     samples: Tensor
     step: int
-    inputs: Callable[[slice], Tensor]
+    inputs: Callable[[slice], Any]
     labels: Callable[[slice], Tensor]
     loss_fn: Callable[..., Tensor]
     precision: Callable[[], AbstractContextManager[object]]
@@ -247,7 +247,7 @@ def played(
     model: ParallelModel,
     samples: Tensor,
     step: int,
-    inputs: Callable[[slice], Tensor],
+    inputs: Callable[[slice], Any],
     labels: Callable[[slice], Tensor],
     *,
     loss_fn: Callable[..., Tensor] = loss_of,
@@ -272,7 +272,7 @@ def forward_backward(
     model: ParallelModel,
     samples: Tensor,
     step: int,
-    inputs: Callable[[slice], Tensor],
+    inputs: Callable[[slice], Any],
     labels: Callable[[slice], Tensor],
     *,
     loss_fn: Callable[..., Tensor] = loss_of,

@@ -55,6 +55,11 @@ class Votes:
                 rank=missing[0],
             ) from error
 
+    @property
+    def group(self) -> Any:
+        """The ranks, on the host; None alone."""
+        return self._group
+
     def gather(self, values: Sequence[float]) -> list[list[float]]:
         """Every rank's ``values`` (the same number everywhere), by rank."""
         if self.num_ranks == 1:

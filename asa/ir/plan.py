@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from html import escape
+from pathlib import Path
 from typing import Literal
 
 from asa.errors import InvalidInputError
 from asa.ir.codec import hashed, later, noun
+from asa.ir.codec import save as write
 from asa.ir.graph import check_form
 from asa.ir.layout import Layout, check_weights
 from asa.ir.profile import Origin, Precision, Stat
@@ -323,6 +326,46 @@ class Plan:
         if promised != self.num_ranks:
             said = f"memory of {promised} ranks is predicted, stages use {self.num_ranks}"
             raise InvalidInputError(said, where="$.prediction.memory_bytes_per_rank")
+
+    def __str__(self) -> str:
+        return self.summary()
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the summary, and what every component does."""
+        rows = "".join(
+            f"<tr><td>{escape(c.name)}</td><td>{c.stage}</td><td>{c.data.strategy} x {c.data.degree}</td>"
+            f"<td>{c.tensor.strategy} x {c.tensor.degree}</td></tr>"
+            for c in self.components
+        )
+        head = "<tr><th>component</th><th>stage</th><th>data</th><th>tensor</th></tr>"
+        return f"<p>{escape(self.summary())}</p><table>{head}{rows}</table>"
+
+    def summary(self) -> str:
+        """The plan in one line: what runs on how many ranks, the step time it promises, and how that compares with
+        plain data parallelism."""
+        stages = f", {len(self.stages)} stages" if len(self.stages) > 1 else ""
+        pieces = f", {self.num_microbatches} microbatches" if self.num_microbatches > 1 else ""
+        ranks = f"{self.num_ranks} rank{'s' * (self.num_ranks > 1)}"
+        said = (
+            f"plan {self.strategy} for {self.model_spec} on {ranks}{stages}{pieces}, global batch {self.global_batch}"
+        )
+        promised = self.prediction.step_time_s
+        if not promised:
+            return f"{said}; nothing was measured"
+        said += f"; {1e3 * promised:.3g} ms a step predicted"
+        plain = next((b.step_time_s for b in self.baselines if b.name == "ddp" and b.step_time_s), None)
+        if plain and self.strategy != "ddp":
+            said += f", {plain / promised:.2f} times as fast as ddp"
+        return said
+
+    def save(self, path: Path | str) -> Path:
+        """Write the plan as JSON, for ``plan=`` of another run, ``asa explain`` and ``asa export``; the file's path.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        write(self, Path(path))
+        return Path(path)
 
     @property
     def num_ranks(self) -> int:

@@ -88,9 +88,7 @@ def _grown(device: torch.device, clock: Clock, group: dist.ProcessGroup, ranks: 
     step = agree(seconds(_ALONE, 1, meeting=False) / _ALONE, group=group)[0]
     taken: dict[int, list[tuple[float, float, float]]] = {k: [] for k in _MEETINGS if k == 1 or k * step < 2 * _LONG_S}
     started, rounds = time.perf_counter(), 0
-    while rounds < _LEAST_ROUNDS or (
-        rounds < _MOST_ROUNDS and agree(time.perf_counter() - started, group=group)[0] < slice_s
-    ):
+    while rounds < _MOST_ROUNDS and goes_on(rounds, _LEAST_ROUNDS, started, slice_s, group):
         rounds += 1
         for k, times in taken.items():
             both, sums = (seconds(stretch, _MEETINGS[k], meeting=True) for stretch in (k, 0))
@@ -101,6 +99,13 @@ def _grown(device: torch.device, clock: Clock, group: dist.ProcessGroup, ranks: 
     unit = medians[longest][1] / longest
     points = [(k * unit, max(1.0, (both - alone) / worked)) for k, (both, worked, alone) in medians.items()]
     return Waiting(ranks=ranks, points=_falling(points))
+
+
+def goes_on(rounds: int, least: int, started: float, slice_s: float, group: dist.ProcessGroup) -> bool:
+    """Whether there is time for another round, to be asked by all ranks of ``group``: until ``slice_s`` seconds since
+    ``started`` are over, twice as long where fewer than ``least`` rounds were made by then, and two in any case."""
+    spent = agree(time.perf_counter() - started, group=group)[0]
+    return rounds < 2 or spent < slice_s or (rounds < least and spent < 2 * slice_s)
 
 
 def _falling(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
@@ -199,9 +204,7 @@ def _beside(
     trios = [trio(count) for count in tensors]
     taken: list[tuple[float, ...]] = []
     started, each = time.perf_counter(), slice_s / (3 * len(trios) * _MOST_TURNS)
-    while len(taken) < _LEAST_TURNS or (
-        len(taken) < _MOST_TURNS and agree(time.perf_counter() - started, group=group)[0] < slice_s
-    ):
+    while len(taken) < _MOST_TURNS and goes_on(len(taken), _LEAST_TURNS, started, slice_s, group):
         turn = [[time_together(run, clock, slice_s=each, group=group) for run in runs] for runs in trios]
         taken.append(tuple((whole - alone) / _UNITS - messages for whole, alone, messages in turn))
     return taken

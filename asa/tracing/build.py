@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from asa.errors import InvalidInputError
 from asa.tracing import ties
 from asa.tracing.blocks import attends, describe, find_blocks, within
+from asa.tracing.called import UNCUT
 from asa.tracing.chain import BatchDims, TracedModel, batch_dims, side_names, structure_of
 from asa.tracing.component import TracedComponent, cut_out
 from asa.tracing.cuts import Cut, Observation, constants, find_cuts, in_both, observe, segments
@@ -194,6 +195,8 @@ def trace(model: nn.Module, example: Tensor, *, name: str, known: str = "") -> T
     traced: TracedModel | None = None
     with preserved(model), torch.enable_grad():
         try:
+            if why := getattr(model, UNCUT, ""):
+                raise fx.proxy.TraceError(why)
             before = foreign_state()
             programs = (trace_mode(model, True, (small, large)), trace_mode(model, False, (small, large)))
             if foreign_state() != before:

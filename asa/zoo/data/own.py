@@ -17,8 +17,9 @@ from torch import Tensor
 
 from asa.errors import InvalidInputError, UnavailableError, UsageError
 from asa.zoo.data.draws import key, permutation
-from asa.zoo.data.images import ImageSet, Shape, convert
+from asa.zoo.data.images import ImageSet, convert
 from asa.zoo.data.official import Split
+from asa.zoo.inputs import Shape
 
 Samples = tuple[Tensor, Tensor]
 """Inputs [N, ...] and classes int64 [N, ...]."""

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from asa.errors import InvalidInputError, UnavailableError, UsageError, lacking
-from asa.zoo.data.images import Shape, convert
+from asa.zoo.data.images import convert
+from asa.zoo.inputs import Shape
 
 _IMAGES = frozenset((".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"))
 _LABELS = ("label", "labels", "class", "target", "fine_label", "y")
@@ -116,7 +117,7 @@ def csv_table(place: str, shape: Shape | None) -> Parts:
     for number, row in enumerate(rows[1:], 2):
         if len(row) != len(header):
             raise InvalidInputError(f"--data csv:{place}: row {number} has {len(row)} columns, not {len(header)}")
-    columns = {name: [row[i] for row in rows[1:]] for i, name in enumerate(header)}
+    columns: dict[str, Sequence[Any]] = {name: [row[i] for row in rows[1:]] for i, name in enumerate(header)}
     return _table(columns, shape, f"csv:{place}")
 
 

@@ -1,0 +1,145 @@
+"""Numbers and tensors of all ranks in a loop of the user's own, with gradients: ``asa.gather``, ``asa.reduce``,
+``asa.mean_over``.
+
+A step differentiates the mean over ranks of their losses, each weighed by its samples. What crosses ranks here hands
+back gradients of that.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from asa.api.losses import current
+from asa.api.tape import Watched, gathered
+from asa.errors import UsageError
+from asa.executor.votes import Votes
+
+if TYPE_CHECKING:
+    from asa.api.placed import PlacedModel
+
+
+def _plain(x: Tensor) -> Tensor:
+    return x.as_subclass(Tensor) if isinstance(x, Watched) else x
+
+
+def _spread() -> PlacedModel | None:
+    """The model whose batch is being worked on, None where there is one rank.
+
+    Raises:
+        UsageError: there are several ranks, and no model was called yet.
+    """
+    placed = current()
+    if placed is None:
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise UsageError("no model of asa.parallelize was called yet: call it first, in this very step")
+        return None
+    if placed.parallel is None or placed.place.ranks == 1:
+        return None
+    if placed.trial is not None:
+        placed.trial.over = True  # whoever asks for this knows what the loss is
+    return placed
+
+
+class _Rows(torch.autograd.Function):
+    """The rows of all ranks that count."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, votes: Votes, weight: float) -> Tensor:
+        own = x.detach().cpu() if weight else x.detach().cpu()[:0]
+        parts = gathered(votes, own)
+        ctx.votes, ctx.weight, ctx.shape = votes, weight, x.shape
+        ctx.first = sum(len(p) for p in parts[: votes.rank])
+        ctx.rows = len(own)
+        return torch.cat(parts).to(x.device)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        total = _summed(ctx.votes, gradient * ctx.weight)
+        if not ctx.rows:
+            return gradient.new_zeros(ctx.shape), None, None
+        return total[ctx.first : ctx.first + ctx.rows] / ctx.weight, None, None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, votes: Votes, weight: float) -> Tensor:
+        ctx.votes, ctx.weight = votes, weight
+        return _summed(votes, x.detach())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        total = _summed(ctx.votes, gradient * ctx.weight)
+        return total / ctx.weight if ctx.weight else torch.zeros_like(total), None, None
+
+
+def _summed(votes: Votes, x: Tensor) -> Tensor:
+    wire = x.detach().cpu().contiguous().clone()
+    dist.all_reduce(wire, group=votes.group)
+    return wire.to(x.device)
+
+
+def gather(x: Tensor) -> Tensor:
+    """The rows ``x`` [n, ...] of all ranks, [N, ...] in the order of the global batch, on every rank (collective).
+
+    Gradients go back to the rank that each row came from. So a loss that compares samples (contrastive, Dice over the
+    batch, a ranking) is computed from gathered outputs and labels on every rank, and is that of one device::
+
+        loss = contrastive(asa.gather(model(x)), asa.gather(y))
+
+    Raises:
+        UsageError: no model was called yet.
+    """
+    placed = _spread()
+    if placed is None:
+        return x
+    return _Rows.apply(_plain(x), placed.place.votes, placed.weight_now())  # type: ignore[no-any-return]
+
+
+def reduce(x: Tensor | float, op: Literal["mean", "sum"] = "mean") -> Tensor:
+    """``x`` of all ranks as one tensor on every rank (collective), with gradients.
+
+    ``mean``: by how many samples of the batch each rank has, so that a mean over a rank's samples becomes that over
+    the global batch. ``sum``: of numbers that are counted, such as right answers; a sample that two ranks computed
+    counts once.
+
+    Raises:
+        UsageError: another ``op``; no model was called yet.
+    """
+    if op not in ("mean", "sum"):
+        raise UsageError(f"no reduction {op!r}; one of mean, sum")
+    placed = _spread()
+    value = x if isinstance(x, Tensor) else torch.tensor(float(x), dtype=torch.float64)
+    if placed is None:
+        return value
+    weight = placed.weight_now()
+    share = weight / placed.place.ranks if op == "mean" else float(weight > 0)
+    value = _plain(value)
+    if share != 1:
+        value = value * share if op == "mean" or value.is_floating_point() else value * int(share)
+    return _Sum.apply(value, placed.place.votes, weight)  # type: ignore[no-any-return]
+
+
+def mean_over(total: Tensor, count: Tensor | float) -> Tensor:
+    """The loss ``total / count`` where both are sums over the whole batch, from a rank's own (collective)::
+
+        loss = asa.mean_over(F.cross_entropy(model(x), y, reduction="sum"), (y != -100).sum())
+
+    What a rank gets is its part, scaled so that the mean over ranks, and its gradient, are those of one device.
+
+    Raises:
+        UsageError: no model was called yet.
+    """
+    placed = _spread()
+    number = float(count)
+    if placed is None:
+        return total / number
+    weight, ranks = placed.weight_now(), placed.place.ranks
+    counts = placed.place.votes.gather([number if weight else 0.0])
+    whole = sum(c[0] for c in counts)
+    return _plain(total) * (ranks / (whole * weight) if weight and whole else 0.0)

@@ -1,0 +1,83 @@
+"""Attributes and methods of a model, read and called on what ``asa.parallelize`` made of it."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from asa.errors import UsageError
+from asa.executor.parameter_hooks import replaced
+from asa.tracing.preserve import preserved
+
+if TYPE_CHECKING:
+    from asa.api.placed import PlacedModel
+
+
+def found(placed: PlacedModel, name: str) -> Any:
+    """The model's attribute: of a parameter what this rank sees of it, of a method one that ranks call together.
+
+    Raises:
+        AttributeError: the model has none of that name.
+    """
+    origin, parallel = placed.origin, placed.parallel
+    try:
+        value = getattr(origin, name)
+    except AttributeError:
+        raise AttributeError(f"{type(origin).__name__!r} object has no attribute {name!r}") from None
+    if parallel is None:
+        return value
+    if inspect.ismethod(value) and value.__self__ is origin:
+        return partial(_method, placed, name)
+    if isinstance(value, nn.Parameter):
+        return dict(placed.named_parameters()).get(name, value)
+    if isinstance(value, nn.Module):
+        for component in parallel.components:
+            if isinstance(part := component._modules.get(name), nn.Module):
+                return part
+    return value
+
+
+def _method(placed: PlacedModel, name: str, *args: Any, **options: Any) -> Any:
+    """Call a method of the model. What gives gradients goes the way of ``model(...)``, so that ranks add them up."""
+    parallel = placed.parallel
+    assert parallel is not None
+    if not parallel.called:
+        if any(map(replaced, parallel.plan.components)):
+            raise UsageError(
+                f"model.{name}() needs the whole model, of which ranks hold parts under {parallel.plan.strategy}: plan "
+                "with strategies=('ddp',), or load model.state_dict() into a plain one"
+            )
+        if not torch.is_grad_enabled():
+            return getattr(placed.origin, name)(*args, **options)
+        with preserved(placed.origin):
+            tried = getattr(placed.origin, name)(*args, **options)
+        if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(tried)):
+            return getattr(placed.origin, name)(*args, **options)
+        placed.run_whole(f"model.{name}() computes with gradients")
+    return placed.call(name, args, options)
+
+
+def changed(placed: PlacedModel, name: str, value: Any) -> bool:
+    """Whether ``name`` was an attribute of the model, which has ``value`` now.
+
+    Raises:
+        UsageError: a module or parameter of a model that was placed.
+    """
+    origin, parallel = placed.origin, placed.parallel
+    if not hasattr(origin, name):
+        return False
+    if parallel is not None and isinstance(value, nn.Module | nn.Parameter):
+        raise UsageError(f"model.{name} cannot be replaced behind asa.parallelize: do it before the call")
+    if parallel is not None and not parallel.called:
+        warnings.warn(
+            f"model.{name} was changed behind asa.parallelize: what was traced of the model before does not see it",
+            stacklevel=4,
+        )
+    setattr(origin, name, value)
+    return True

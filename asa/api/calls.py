@@ -1,0 +1,172 @@
+"""How a model is called: one tensor, or any inputs by position and by name; guessed from a batch where nobody says."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree as pytree
+
+from asa.errors import UsageError
+from asa.tracing import UNCUT
+from asa.tracing.preserve import preserved
+from asa.tracing.tracer import reason_of
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one call of a model."""
+
+    args: tuple[Any, ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """The one tensor that is all there is, if so."""
+        if len(self.args) != 1 or self.options or not isinstance(self.args[0], Tensor) or not self.args[0].dim():
+            return None
+        return self.args[0]
+
+    def __str__(self) -> str:
+        said = [*map(_said, self.args), *(f"{name}={_said(value)}" for name, value in self.options.items())]
+        return f"({', '.join(said)})"
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"tensor {list(value.shape)}"
+    return type(value).__name__ if isinstance(value, Sequence | Mapping | PackedSequence) else repr(value)[:24]
+
+
+def _parameters(model: nn.Module) -> list[inspect.Parameter]:
+    """Those of the model's ``forward``; none where they cannot be known."""
+    try:
+        return list(inspect.signature(model.forward).parameters.values())
+    except (TypeError, ValueError):
+        return []
+
+
+def plain(model: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Call:
+    """The call in its shortest form: arguments that are None because nothing was given are left out, and the first
+    parameter, given by name alone, goes by position."""
+    known = {p.name: p for p in _parameters(model)}
+    short = {n: v for n, v in options.items() if v is not None or n not in known or known[n].default is not None}
+    optional = [p.default is None for p in known.values()]
+    while len(args) > 1 and args[-1] is None and len(args) <= len(optional) and optional[len(args) - 1]:
+        args = args[:-1]
+    first = next(iter(known.values()), None)
+    if not args and len(short) == 1 and first is not None and first.name in short and first.kind != first.KEYWORD_ONLY:
+        return Call((short[first.name],))
+    return Call(args, short)
+
+
+def guesses(model: nn.Module, batch: Any) -> Iterator[Call]:
+    """How ``model`` may be called with a batch of a loader, the likeliest first: with a dictionary by the names that
+    ``forward`` has, otherwise with as many of the batch's items as it must have, then with more."""
+    parameters = _parameters(model)
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if isinstance(batch, Mapping):
+        names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        taken = {name: value for name, value in batch.items() if name in names}
+        if taken:
+            yield plain(model, (), taken)
+            if any(p.kind == p.VAR_KEYWORD for p in parameters):
+                yield Call((), dict(batch))
+        yield Call((batch,))
+        return
+    if not isinstance(batch, tuple | list) or isinstance(batch, PackedSequence) or not batch:
+        yield Call((batch,))
+        return
+    least = max(1, sum(p.default is p.empty for p in positional))
+    for count in range(min(least, len(batch)), max(1, min(len(positional) or 1, len(batch))) + 1):
+        yield Call(tuple(batch[:count]))
+    yield Call((batch,))
+
+
+def why_not(model: nn.Module, call: Call) -> str:
+    """Why ``model`` does not run when it is called so; empty where it does. It is left as it was."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    with preserved(model), torch.no_grad():
+        try:
+            here = pytree.tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, (call.args, call.options))
+            model(*here[0], **here[1])
+        except Exception as error:  # whatever a model's code may raise
+            return reason_of(error)
+    return ""
+
+
+def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a model is called with for ``inputs``: a tuple of them by position, a dictionary by name."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (inputs if type(inputs) is tuple else (inputs,)), {}
+
+
+def lengths(values: Any) -> list[int]:
+    """What may be the number of samples in a call or a batch: first dimensions of tensors, lengths of lists of tensors
+    or of other things, the widest step of a packed sequence; in the order in which they come."""
+    found: list[int] = []
+
+    def look(value: Any) -> None:
+        if isinstance(value, PackedSequence):
+            found.append(int(value.batch_sizes[0]))
+        elif isinstance(value, Tensor):
+            found.extend(value.shape[:1])
+        elif isinstance(value, Mapping):
+            for one in value.values():
+                look(one)
+        elif isinstance(value, tuple | list):
+            if isinstance(value, list) and value:
+                found.append(len(value))
+            for one in value:
+                look(one)
+
+    look(values)
+    return found
+
+
+def samples_of(call: Call) -> int:
+    """Samples in a call, as far as its shapes say.
+
+    Raises:
+        UsageError: there is no tensor and no list in it.
+    """
+    found = lengths((call.args, call.options))
+    if not found:
+        raise UsageError(f"a call {call} holds nothing with one item per sample")
+    return found[0]
+
+
+class Numbered(nn.Module):
+    """A model of any inputs as one of a single tensor, to be measured: the numbers [N, 1] of samples of an example."""
+
+    def __init__(self, model: nn.Module, example: Call) -> None:
+        super().__init__()
+        self.model, self._example, self._samples = model, example, samples_of(example)
+        setattr(self, UNCUT, f"it is called with {example}")
+
+    def forward(self, numbers: Tensor) -> Any:
+        """The model's output for those samples, again and again the example's."""
+        rows = (numbers[:, 0] % self._samples).tolist()
+        device = numbers.device
+
+        def taken(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return (leaf[rows] if leaf.shape[:1] == (self._samples,) else leaf).to(device)
+
+        def entries(value: Any) -> Any:
+            if isinstance(value, list) and len(value) == self._samples:
+                return [pytree.tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, value[r]) for r in rows]
+            if isinstance(value, dict):
+                return {name: entries(one) for name, one in value.items()}
+            if isinstance(value, tuple) and type(value) is tuple:
+                return tuple(entries(one) for one in value)
+            return pytree.tree_map(taken, value)
+
+        return self.model(*(entries(a) for a in self._example.args), **entries(self._example.options))

@@ -1,0 +1,75 @@
+"""``asa.check``: is a loop's loss the same on parts of a batch as on the whole?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asa.api.losses import Trial, found_below, told, tolerance
+from asa.api.placed import every_placed
+from asa.api.tape import Comparison, Difference, Watched
+from asa.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Check:
+    """What was found; ``print`` it. ``exact``: whether the loss is that of one device."""
+
+    exact: bool
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def check(step: Callable[..., Tensor], *batch: Any) -> Check:
+    """Whether the loss that ``step(*batch)`` returns is the same on the ranks' parts of a batch as on the whole of it.
+
+    ``step`` calls a model of ``asa.parallelize`` in training mode and returns the loss; it does not differentiate it.
+    The loss is computed on this rank's samples, and again from the outputs and labels of all ranks (collective)::
+
+        for x, y in loader:
+            print(asa.check(lambda: loss_fn(model(x), y)))
+            break
+
+    Nothing is updated. What the model itself does with other samples (BatchNorm) is not looked at.
+
+    Raises:
+        UsageError: ``step`` calls no such model, or returns no loss of it.
+    """
+    models = [m for m in every_placed() if m.parallel is not None and m.place.ranks > 1]
+    before = {id(m): m.trial for m in models}
+    trials = {id(m): Trial(m) for m in models}
+    for m in models:
+        m.__dict__["trial"] = trials[id(m)]
+    try:
+        loss = step(*batch)
+    finally:
+        for m in models:
+            m.__dict__["trial"] = before[id(m)]
+    if not isinstance(loss, Tensor) or loss.dim():
+        raise UsageError(f"step returned {type(loss).__name__}, not a loss of one number")
+    if not models:
+        return Check(True, "one rank has the whole batch: there is nothing to compare")
+    placed, nodes = found_below([loss])
+    if placed is None or placed.terms is None:
+        raise UsageError("step returned a loss that does not come of a model of asa.parallelize in training mode")
+    if trials[id(placed)].over:
+        return Check(True, "the loss says its denominator, or has the whole batch: taken at its word")
+    tape = loss.tape if isinstance(loss, Watched) and hasattr(loss, "tape") else None
+    if not placed.place.votes.everyone(tape is not None) or tape is None:
+        return Check(False, "not known: the loss is computed inside the model, or where it cannot be followed")
+    with torch._C.DisableTorchFunctionSubclass():
+        after = placed.terms.before(nodes, placed.weight, placed.rows)
+        received = torch.autograd.grad(loss, tape.outputs, allow_unused=True, retain_graph=True)
+        after()
+    found: Difference = Comparison(placed.place.votes, tape, loss, placed.weight).difference(list(received))
+    if found.unknown:
+        return Check(False, f"not known: {found.unknown}")
+    if found.gradients <= tolerance(loss.dtype):
+        return Check(True, f"the loss is that of one device: gradients differ by {found.gradients:.1e}")
+    return Check(False, told(found))

@@ -1,0 +1,114 @@
+"""``asa.save`` and ``asa.load``: whole tensors in one file, whatever a plan has made of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from asa.api.place import known_votes
+from asa.errors import InvalidInputError, UnavailableError, UsageError
+from asa.executor.state import Held, cut, gather
+from asa.sharding.axis import SOLO
+from asa.sharding.split import TensorPart
+
+
+def save(state: Any, path: Path | str) -> None:
+    """Write ``state`` to ``path`` with ``torch.save``, as one device would have it (collective: call it on every rank).
+
+    Models and optimizers in it are saved as their ``state_dict``; tensors that ranks hold in parts (parameters of the
+    model, averages of them) as whole ones, on the CPU. Rank 0 writes; the file is there in full or not at all::
+
+        asa.save({"model": model, "optimizer": optimizer, "average": average, "epoch": 3}, "last.pt")
+
+    Raises:
+        UnavailableError: it cannot be written, on every rank.
+    """
+    whole = _mapped(state, _saved)
+    target = Path(path)
+
+    def write() -> None:
+        partial = target.with_name(f"{target.name}.partial")
+        try:
+            torch.save(whole, partial)
+            os.replace(partial, target)
+        except OSError as error:
+            raise UnavailableError(f"{target} cannot be written: {error.strerror or error}") from None
+
+    known_votes().once(write)
+
+
+def load(path: Path | str, into: Any = None) -> Any:
+    """What :func:`save` wrote, on the CPU; with ``into``, put in place as well (collective)::
+
+        state = asa.load("last.pt", {"model": model, "optimizer": optimizer, "average": average})
+        epoch = state["epoch"]
+
+    ``into`` is built like what was saved, or has some of its entries. Any plan loads what any other saved.
+
+    Raises:
+        InvalidInputError: no such file, or none of :func:`save`. UsageError: an entry is missing, or of another form.
+    """
+    try:
+        found = torch.load(Path(path), map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises whatever pickle does
+        raise InvalidInputError(f"{path} cannot be loaded: {' '.join(str(error).split())[:160]}") from None
+    if into is not None:
+        _fill(into, found, "the file")
+    return found
+
+
+def _saved(value: Any) -> Any:
+    if isinstance(value, nn.Module | Optimizer):
+        return _mapped(value.state_dict(), _saved)
+    if callable(getattr(value, "state_dict", None)):
+        return value.state_dict()
+    if isinstance(value, TensorPart):
+        return gather(_held(value), value.held)
+    if isinstance(value, DTensor):
+        return value.full_tensor().detach().cpu()
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
+
+
+def _held(value: TensorPart) -> Held:
+    return Held("", value.held, value.parted.shard, value.parted.axis, 0)
+
+
+def _mapped(value: Any, of: Callable[[Any], Any]) -> Any:
+    if isinstance(value, Mapping) and not isinstance(value, nn.Module):
+        return {key: _mapped(one, of) for key, one in value.items()}
+    if isinstance(value, tuple | list) and not isinstance(value, nn.Module):
+        return type(value)(_mapped(one, of) for one in value) if type(value) in (tuple, list) else of(value)
+    return of(value)
+
+
+@torch.no_grad()
+def _fill(into: Any, found: Any, where: str) -> None:
+    if isinstance(into, nn.Module | Optimizer) or callable(getattr(into, "load_state_dict", None)):
+        into.load_state_dict(found)
+    elif isinstance(into, Tensor):
+        if not isinstance(found, Tensor) or found.shape != into.shape:
+            said = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            raise UsageError(f"{where} has {said} for a tensor of shape {list(into.shape)}")
+        if isinstance(into, TensorPart):
+            into.held.copy_(cut(_held(into), found))
+        elif isinstance(into, DTensor):
+            into.copy_(cut(Held("", into, None, SOLO, 0), found))
+        else:
+            into.copy_(found)
+    elif isinstance(into, Mapping):
+        for key, one in into.items():
+            if not isinstance(found, Mapping) or key not in found:
+                raise UsageError(f"{where} has no {key!r}")
+            _fill(one, found[key], f"{where}[{key!r}]")
+    elif isinstance(into, tuple | list):
+        if not isinstance(found, tuple | list) or len(found) != len(into):
+            raise UsageError(f"{where} has another number of entries than {len(into)}")
+        for i, one in enumerate(into):
+            _fill(one, found[i], f"{where}[{i}]")

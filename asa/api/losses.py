@@ -1,0 +1,221 @@
+"""Losses that are no plain mean over samples: known denominators are put right, everything else is tried once.
+
+``cross_entropy`` with class weights or ignored targets divides by the weight of a rank's own targets; one device
+divides by that of all. Its node in autograd's graph says both, wherever the loss was computed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from asa.api.tape import Comparison, Difference, Tape
+from asa.executor.votes import Votes
+
+if TYPE_CHECKING:
+    from asa.api.placed import PlacedModel
+
+_MARK = "asa"
+_MOST_NODES, _MOST_TERMS = 192, 8
+"""Nodes below a loss that are looked at, and terms that are looked for."""
+_TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
+_MEAN = 1
+
+
+class Terms:
+    """The cross-entropies in a loss, whose means count by the weight of their targets over all ranks."""
+
+    def __init__(self, votes: Votes) -> None:
+        self._votes = votes
+        self._counting: bool | None = None
+        self._warned = False
+
+    def before(self, nodes: list[Any], weight: float, rows: int) -> Callable[[], None]:
+        """To be called before a backward through ``nodes``, by every rank; ``weight`` is that of this rank's mean,
+        ``rows`` its samples. What is returned is to be called after it."""
+        if self._counting is None:
+            odd = len(nodes) > 0 and any(_odd(node, rows) for node in nodes)
+            self._counting = self._votes.anyone(odd)
+        if not self._counting:
+            if not self._warned and any(_weight(n) != n._saved_target.numel() for n in nodes):
+                self._warned = True
+                warnings.warn(
+                    "targets are ignored by the loss for the first time now: from here on a rank's mean counts by its "
+                    "samples, not by its targets, which one device would do; have some ignored in the first batch, or "
+                    "use asa.mean_over(loss_sum, count)",
+                    stacklevel=5,
+                )
+            return lambda: None
+        mine = [0.0] * (1 + _MOST_TERMS)
+        mine[0] = float(len(nodes))
+        for i, node in enumerate(nodes[:_MOST_TERMS]):
+            mine[1 + i] = _weight(node) if weight else 0.0
+        found = self._votes.gather(mine)
+        if len({f[0] for f in found}) > 1 or not nodes or len(nodes) > _MOST_TERMS:
+            return lambda: None
+        handles = []
+        for i, node in enumerate(nodes):
+            total = sum(f[1 + i] for f in found)
+            if total > 0 and weight:
+                factor = mine[1 + i] * self._votes.num_ranks / (total * weight)
+                # With no target of its own a rank's mean is 0/0; its share of the whole batch's is nothing.
+                handles.append(node.register_prehook(_times(factor)))
+        if not all(mine[1 : 1 + len(nodes)]) and weight:
+            for node, own in zip(nodes, mine[1:], strict=False):
+                if not own:
+                    handles.append(node.register_hook(_nothing))
+
+        def after() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return after
+
+
+def _times(factor: float) -> Callable[[Any], Any]:
+    return lambda gradients: tuple(None if g is None else g * factor for g in gradients)
+
+
+def _nothing(inputs: Any, _outputs: Any) -> Any:
+    return tuple(None if g is None else torch.zeros_like(g) for g in inputs)
+
+
+def mark(output: Tensor, placed: PlacedModel) -> None:
+    """Have autograd's graph say that ``output`` is one of ``placed``; of a loss inside, look further."""
+    node: Any = output.grad_fn
+    if node is not None:
+        node.metadata[_MARK] = (ref(placed), not output.dim())
+
+
+def found_below(roots: Iterable[Tensor]) -> tuple[PlacedModel | None, list[Any]]:
+    """The model that ``roots`` come of, None where they come of none that was placed; and the nodes of ``nll_loss`` and
+    ``cross_entropy`` on the way to it, if they take a mean, in one order."""
+    pending = [r.grad_fn for r in roots if isinstance(r, Tensor) and r.grad_fn is not None]
+    seen: set[Any] = set()
+    model: PlacedModel | None = None
+    terms: list[Any] = []
+    while pending and len(seen) < _MOST_NODES:
+        node: Any = pending.pop(0)
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        marked = node.metadata.get(_MARK)
+        if marked is not None:
+            model = model or marked[0]()
+            if not marked[1]:
+                continue
+        if node.name().startswith("NllLoss") and node._saved_reduction == _MEAN:
+            terms.append(node)
+        pending += [following for following, _ in node.next_functions]
+    return model, terms
+
+
+def _weight(node: Any) -> float:
+    """What the mean is divided by."""
+    return float(node._saved_total_weight)
+
+
+def _odd(node: Any, rows: int) -> bool:
+    targets = node._saved_target
+    return node._saved_weight is not None or targets.numel() != rows or _weight(node) != targets.numel()
+
+
+class Trial:
+    """The first loss of a loop, compared with what one device would have."""
+
+    def __init__(self, placed: PlacedModel) -> None:
+        self._placed = ref(placed)
+        self.over = False
+        self._tape: Tape | None = None
+
+    def follow(self, output: Tensor, rows: int) -> Tensor:
+        """``output`` as it is, written down until its loss is differentiated."""
+        if self.over or not output.requires_grad or not output.is_floating_point():
+            return output
+        if self._tape is None:
+            self._tape = Tape(rows, self._finished)
+        if self._tape.rows != rows:
+            return output
+        return self._tape.follow(output)
+
+    def _finished(self, tape: Tape, loss: Tensor, backward: Callable[[], None]) -> None:
+        placed = self._placed()
+        if self.over or placed is None:
+            backward()
+            return
+        self.over = True
+        votes = placed.place.votes
+        comparison = Comparison(votes, tape, loss, placed.weight)
+        tape.received.clear()
+        backward()
+        found = comparison.difference([tape.received.get(i) for i in range(len(tape.outputs))])
+        tell(found, loss.dtype, placed)
+        tape.kept.clear()
+        tape.operations.clear()
+        self._tape = None
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """The relative distance up to which two gradients of that type are the same."""
+    return _TOLERANCES.get(dtype, 5e-2)
+
+
+def told(found: Difference) -> str:
+    """A difference in one line."""
+    sizes = (abs(found.loss_whole), abs(found.loss_parts), 1e-30)
+    loss = abs(found.loss_whole - found.loss_parts) / max(sizes)
+    return (
+        f"the loss is no mean over samples: over the whole batch it is {found.loss_whole:.6g}, the mean over ranks is "
+        f"{found.loss_parts:.6g} ({loss:.1%} apart), and gradients of the outputs differ by {found.gradients:.1%} from "
+        "those of one device; use asa.mean_over(loss_sum, count) for sums and ratios, asa.gather(outputs) for a loss "
+        "that compares samples"
+    )
+
+
+def tell(found: Difference, dtype: torch.dtype, placed: PlacedModel) -> None:
+    """Warn of a difference; say it where there was none to be found."""
+    from asa.api.said import say
+
+    if found.unknown:
+        say(placed.place, f"whether the loss is a mean over samples was not checked: {found.unknown}")
+    elif found.gradients > tolerance(dtype):
+        warnings.warn(told(found), stacklevel=6)
+
+
+_heard: list[Any] = []
+"""The model that was called last."""
+
+
+def current() -> PlacedModel | None:
+    """The model that was called last, if it is still there."""
+    found: PlacedModel | None = _heard[0]() if _heard else None
+    return found
+
+
+def listen(placed: PlacedModel) -> None:
+    """Have backwards go by ``placed``, which was called last."""
+    if not _heard or _heard[0]() is not placed:
+        _heard[:] = [ref(placed)]
+    theirs = torch.autograd.backward
+    if hasattr(theirs, "asa"):
+        return
+
+    def backward(tensors: Any, *args: Any, **options: Any) -> None:
+        roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        found, nodes = found_below(roots)
+        if found is None or found.terms is None or not found.training:
+            theirs(tensors, *args, **options)
+            return
+        after = found.terms.before(nodes, found.weight, found.rows)
+        try:
+            theirs(tensors, *args, **options)
+        finally:
+            after()
+
+    backward.asa = True  # type: ignore[attr-defined]
+    torch.autograd.backward = backward

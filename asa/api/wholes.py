@@ -1,0 +1,229 @@
+"""The plan of a model that is not cut into components: data parallelism of the whole of it, in one of its forms.
+
+A model of several inputs, of inputs by name or of lists has no one tensor that could be handed from component to
+component. Every form of data parallelism runs it as it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import asa
+from asa.api.blank import Blank
+from asa.api.calls import Call, Numbered, samples_of
+from asa.api.names import StateNames
+from asa.api.optimizer_states import load_states, of_held
+from asa.api.optimizers import Rebinding
+from asa.api.place import Place
+from asa.api.planned import Kept, Origins, Wishes, named_or_measured, plan_of_one
+from asa.api.planning import measured, spec_of
+from asa.api.said import say
+from asa.api.seen import Seen
+from asa.errors import AsaError, UsageError
+from asa.executor.parallel import ParallelModel
+from asa.executor.state import full_optimizer_state
+from asa.interfaces.strategy import OPTIMIZER_WORDS, Strategies
+from asa.ir import codec
+from asa.ir.cluster import Cluster
+from asa.ir.plan import Assignment, DataDegree, DataStrategyName, Plan, Stage, TensorDegree
+from asa.planner import Request, parse_pin, usual_limit
+from asa.planner import plan as solve
+from asa.strategies import offered
+from asa.tracing import TracedModel, called
+
+if TYPE_CHECKING:
+    from asa.api.placed import PlacedModel
+
+DATA: dict[str, DataStrategyName] = {"ddp": "replicate", "zero1": "zero1", "zero2": "zero2", "fsdp": "zero3"}
+"""Strategies of a whole model, by the names that are asked for."""
+_FULL = 0.7
+"""Of a device's memory, what weights, gradients and optimizer state may take before they are sharded unasked."""
+_SAMPLES = 2
+
+
+def wanted(wishes: Wishes, why: str) -> tuple[str, ...] | None:
+    """Those of the strategies asked for that run a whole model; None where any will do.
+
+    Raises:
+        UsageError: there is none among them.
+    """
+    allowed = ("ddp",) if wishes.whole_because else tuple(DATA)
+    if wishes.strategies is None:
+        return allowed if wishes.whole_because else None
+    found = tuple(s for s in wishes.strategies if s in allowed)
+    if not found:
+        raise UsageError(
+            f"strategies {', '.join(wishes.strategies)} cannot be had: the model runs whole, because {why}"
+            f"{'; ' * bool(wishes.whole_because)}{wishes.whole_because}; choose among {', '.join(allowed)}"
+        )
+    return found
+
+
+def whole_plan(
+    place: Place, model: nn.Module, traced: TracedModel, call: Call | None, wishes: Wishes, why: str
+) -> Plan:  # fmt: skip
+    """The plan for all ranks of a model that is called as a whole, as ``traced`` has it (collective). ``call``: how it
+    is called, with two samples or more; where that is not known nothing is measured.
+
+    Raises:
+        AsaError: whatever stood in the way on rank 0, on every rank.
+    """
+    votes = place.votes
+    kept = votes.once(lambda: _kept(place, traced, call, wishes))
+    made = kept.read() if kept is not None else None
+    plan: Plan | None = made[0] if made is not None else None
+    if not votes.tell(plan is not None):
+        known = votes.tell(call is not None) and place.ranks > 1
+        measuring = named_or_measured(place, wishes) if known else (lambda _profile: None)
+        answer = votes.once(lambda: _decided(place, model, traced, call, wishes, why, measuring))
+        if answer is not None:
+            plan, origins = answer
+            if origins is not None and kept is not None:
+                kept.write(plan, origins)
+    text = votes.tell(None if plan is None else codec.dumps(plan))
+    return codec.loads(Plan, text, source="the plan from rank 0")
+
+
+def _decided(
+    place: Place, model: nn.Module, traced: TracedModel, call: Call | None, wishes: Wishes, why: str,
+    cluster: Callable[[Any], Cluster | None],
+) -> tuple[Plan, Origins | None]:  # fmt: skip
+    names = wanted(wishes, why)
+    unmeasured = "nothing was measured"
+    if call is not None and place.ranks > 1 and names != ("ddp",):
+        try:
+            return _solved(place, model, traced, call, wishes, names, cluster)
+        except UsageError:
+            raise
+        except Exception as error:  # a model that cannot be measured can be trained
+            unmeasured = f"it could not be measured ({' '.join(str(error).split())[:120]})"
+    return by_hand(place, model, traced, wishes, names, f"{why}; {unmeasured}"), None
+
+
+def _solved(
+    place: Place, model: nn.Module, traced: TracedModel, call: Call, wishes: Wishes, names: tuple[str, ...] | None,
+    cluster: Callable[[Any], Cluster | None],
+) -> tuple[Plan, Origins]:  # fmt: skip
+    numbers = torch.arange(max(_SAMPLES, samples_of(call))).view(-1, 1)
+    profile = measured(
+        Numbered(model, call), numbers, num_classes=1, global_batch=wishes.global_batch, precision=wishes.precision,
+        limit_s=wishes.time_limit_s, max_degree=1, device=place.device,
+    )  # fmt: skip
+    links = cluster(profile)
+    assert links is not None
+    strategies: Strategies = replace(offered(), offload=False, schedules={})
+    request = Request(
+        gpus=place.ranks, global_batch=wishes.global_batch, memory_bytes=wishes.memory_bytes,
+        strategies=names or tuple(DATA), pins=tuple(parse_pin(text) for text in wishes.pins),
+        optimizer=wishes.optimizer, time_limit_s=usual_limit(place.ranks), top_k=8, uneven=False,
+    )  # fmt: skip
+    plans = solve(profile, links, strategies, request)
+    for plan in plans:
+        (only,) = plan.components
+        if only.data.degree == place.ranks and not only.checkpoint:
+            found = replace(
+                plan,
+                model_spec=spec_of(model),
+                model_fingerprint=traced.model_fingerprint,
+                components=(replace(only, name="model"),),
+                num_microbatches=1,
+                notes=(*plan.notes, *traced.notes),
+            )
+            return found, Origins(profile=profile, cluster=links)
+    raise AsaError("no plan has the whole model on every rank")
+
+
+def by_hand(
+    place: Place, model: nn.Module, traced: TracedModel, wishes: Wishes, names: tuple[str, ...] | None, why: str
+) -> Plan:  # fmt: skip
+    """A plan that nothing was measured for: what was asked for, otherwise replicas, and shards where weights and
+    optimizer state would fill a device."""
+    from asa.profiler.machine import device_record
+
+    room = wishes.memory_bytes or device_record(place.device).memory_bytes
+    state = sum(p.nbytes for p in model.parameters()) * (2 + OPTIMIZER_WORDS[wishes.optimizer])
+    full = state > _FULL * room
+    name = next(iter(names or (("fsdp",) if full else ("ddp",))))
+    found = plan_of_one(model, torch.zeros(2, 1), wishes, traced=traced)
+    only = Assignment(
+        name="model", stage=0, data=DataDegree(strategy=DATA[name], degree=place.ranks),
+        tensor=TensorDegree(strategy="none", degree=1),
+    )  # fmt: skip
+    memory = found.prediction.memory_bytes_per_rank * place.ranks
+    return replace(
+        found, strategy=name, gpus=place.ranks, components=(only,), stages=(Stage(ranks=tuple(range(place.ranks))),),
+        prediction=replace(found.prediction, memory_bytes_per_rank=memory), notes=(f"the model runs whole: {why}",),
+    )  # fmt: skip
+
+
+def _kept(place: Place, traced: TracedModel, call: Call | None, wishes: Wishes) -> Kept:
+    if wishes.cache is None or call is None:
+        return Kept(path=None)
+    from asa.profiler.machine import device_record
+
+    leaves = pytree.tree_leaves((call.args, call.options))
+    cluster = wishes.cluster
+    question = {
+        "whole": traced.model_fingerprint,
+        "call": [[str(t.dtype), *t.shape[1:]] if isinstance(t, Tensor) else type(t).__name__ for t in leaves],
+        "names": sorted(call.options),
+        "ranks": place.ranks,
+        "batch": wishes.global_batch,
+        "optimizer": wishes.optimizer,
+        "parts": not wishes.whole_because,
+        "strategies": wishes.strategies,
+        "pins": wishes.pins,
+        "memory": wishes.memory_bytes,
+        "precision": wishes.precision,
+        "cluster": codec.fingerprint(cluster) if isinstance(cluster, Cluster) else str(cluster),
+        "device": device_record(place.device).name,
+        "versions": [asa.__version__, torch.__version__],
+    }
+    key = hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()[:24]
+    return Kept(path=wishes.cache / key)
+
+
+def spare_of(model: nn.Module) -> Blank | None:
+    """A model like this one without weights, for a model that may have to be placed anew: one whose ``forward`` takes
+    more than one input, or that has methods of its own. None where it needs no other, or cannot be copied."""
+    try:
+        return Blank(model)
+    except Exception:  # whatever a model's own code raises when it is copied
+        return None
+
+
+def anew(
+    placed: PlacedModel, why: str, fresh: nn.Module, build: Callable[[Plan, TracedModel], ParallelModel],
+    wishes: Wishes, rebindings: Sequence[Rebinding],
+) -> ParallelModel:  # fmt: skip
+    """The placed model as one component, under data parallelism in the form nearest to its plan (collective).
+    Weights and the optimizer's state go along; parameters are other objects from then on.
+    """
+    place, old = placed.place, placed.parallel
+    assert old is not None
+    assert placed.names is not None
+    fresh.train(placed.training)
+    weights = placed.names.full(old)
+    moments = [full_optimizer_state(old, of_held(r.optimizer)) for r in rebindings]
+    traced = called(fresh, name=spec_of(placed.origin), reason=why)
+    sharded = any(a.data.strategy in ("zero2", "zero3", "hsdp") for a in old.plan.components)
+    names = wanted(wishes, why) or (("fsdp",) if sharded else ("ddp",))
+    plan = by_hand(place, fresh, traced, wishes, names, why)
+    say(place, f"the model runs whole under {plan.strategy} from now on: {why}")
+    fresh.load_state_dict({name: value for name, value in weights.items() if name in fresh.state_dict()}, strict=False)
+    parallel = build(plan, traced)
+    placed.__dict__["origin"] = fresh
+    placed.__dict__["names"] = StateNames(fresh)
+    for rebinding, full in zip(rebindings, moments, strict=True):
+        rebinding.apply(parallel, Seen(parallel))
+        load_states(parallel, rebinding.optimizer, full)
+    old.close()
+    return parallel

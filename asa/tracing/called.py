@@ -1,0 +1,48 @@
+"""A model that is called as its ``forward`` wants: any number of inputs, by position or by name. It is not cut up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from asa.tracing.chain import Slot, TracedModel
+from asa.tracing.fingerprint import model_fingerprint
+from asa.tracing.whole import WholeModel
+
+UNCUT = "asa_uncut"
+"""Attribute of a module: why a trace is to make one component of it. Where there is none, it is cut up if it can be."""
+
+
+class CalledModel(WholeModel):
+    """A model as one component that takes and returns whatever the model does. ``method``: of which of the model's
+    methods a call is; ``forward`` where None."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, ((), ()))
+
+    def forward(self, *args: Any, method: str | None = None, **options: Any) -> Any:  # type: ignore[override]
+        """The model's own output."""
+        model = self.__dict__["_whole"]
+        run: Callable[..., Any] = model if method is None else getattr(model, method)
+        return run(*args, **options)
+
+
+def called(model: nn.Module, *, name: str, reason: str) -> TracedModel:
+    """``model`` as one component that is called like the model. It is not run, and weighs nothing: it has no facts.
+
+    ``reason``: why it is not cut into components, for the notes.
+    """
+    component = CalledModel(model)
+    return TracedModel(
+        name=name,
+        components=[component],
+        facts=[],
+        input_bytes_per_sample=0.0,
+        model_fingerprint=model_fingerprint(model, [component]),
+        notes=(f"the model is one component: {reason}",),
+        unused=(),
+        structures=(Slot(""), Slot("")),
+        batch_dims={},
+    )

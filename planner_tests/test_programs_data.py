@@ -1,0 +1,156 @@
+"""Loaders of every kind: the batches of one device on two ranks, or a refusal in a line before anything is trained."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+import asa
+from asa.errors import WorkersFailedError
+from asa.launch import run_ranks
+from planner_tests.test_programs_inputs import far, optimizer
+
+N, WIDTH, CLASSES = 18, 5, 3
+
+
+class Mean(nn.Module):
+    """The mean over a series' steps, padding included: another number for another padding."""
+
+    def __init__(self, norm: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.a, self.b = nn.Linear(WIDTH, 8), nn.Linear(8, CLASSES)
+        self.norm = nn.BatchNorm1d(8) if norm else nn.Identity()
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.norm(F.gelu(self.a(x)).mean(1)))
+
+
+class Series(Dataset[Any]):
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, i: int) -> Any:
+        g = torch.Generator().manual_seed(i)
+        return torch.randn(2 + i * 7 % 6, WIDTH, generator=g, dtype=torch.float64), i % CLASSES
+
+
+def padded(rows: list[Any]) -> Any:
+    return pad_sequence([r[0] for r in rows], batch_first=True), torch.tensor([r[1] for r in rows])
+
+
+def mixed(rows: list[Any]) -> Any:
+    x, y = padded([(r[0][:2], r[1]) for r in rows])
+    return 0.7 * x + 0.3 * x.roll(1, 0), y
+
+
+def even(samples: int = N) -> TensorDataset:
+    x = torch.stack([Series()[i][0][:2] for i in range(samples)])
+    return TensorDataset(x, torch.arange(samples) % CLASSES)
+
+
+class Shuffled(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(even())
+
+
+class Shared(IterableDataset[Any]):
+    """Shares by rank itself, as streaming data sets do."""
+
+    def __iter__(self) -> Iterator[Any]:
+        import torch.distributed as dist
+
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        return (even()[i] for i in range(rank, N, ranks))
+
+
+class Whole(Dataset[Any]):
+    """Yields batches: for ``batch_size=None``."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, i: int) -> Any:
+        x, y = even().tensors
+        return x[i * 3 : i * 3 + 3], y[i * 3 : i * 3 + 3]
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(3)
+
+
+LOADERS: dict[str, Any] = {
+    "padded to the longest": lambda: DataLoader(Series(), 6, collate_fn=padded),
+    "mixed in collate": lambda: DataLoader(Series(), 6, shuffle=True, generator=seeded(), collate_fn=mixed),
+    "workers that stay": lambda: DataLoader(
+        even(), 4, shuffle=True, generator=seeded(), num_workers=1, persistent_workers=True
+    ),
+    "workers": lambda: DataLoader(even(), 4, shuffle=True, generator=seeded(), num_workers=1),
+    "batches from the data set": lambda: DataLoader(Whole(), batch_size=None, shuffle=True, generator=seeded()),
+    "a stream": lambda: DataLoader(Shuffled(), 4),
+    "a list": lambda: list(DataLoader(even(), 4)),
+}
+
+
+def train(net: Any, opt: Any, batches: Any) -> dict[str, Tensor]:
+    for _ in range(2):
+        for x, y in batches:
+            opt.zero_grad()
+            F.cross_entropy(net(x), y).backward()
+            opt.step()
+    return net.state_dict()
+
+
+def placed(name: str, strategy: str, net: nn.Module) -> Any:
+    return asa.parallelize(
+        net, optimizer(net), (LOADERS | ODD)[name](), strategies=(strategy,), cache=None, time_limit_s=1,
+        cluster="profiles/cluster.local-gloo-2.json", example_input=torch.zeros(2, 2, WIDTH, dtype=torch.float64),
+    )  # fmt: skip
+
+
+def spread(rank: int, cases: list[tuple[str, str]], norm: bool = False) -> Any:
+    found = []
+    for name, strategy in cases:
+        random.seed(rank)
+        net = Mean(norm)
+        made = placed(name, strategy, net)
+        found.append(train(*made))
+        made[0].close()
+    return found
+
+
+ODD: dict[str, Any] = {
+    "shared by rank": lambda: DataLoader(Shared(), 3),
+    "a last batch of three": lambda: DataLoader(even(11), 8),
+}
+
+
+def test_the_batches_of_one_device() -> None:
+    cases = [(name, "ddp") for name in LOADERS] + [("padded to the longest", "tensor"), ("mixed in collate", "tensor")]
+    for rank in run_ranks(2, spread, cases, threads=1, timeout_s=120):
+        for (name, strategy), state in zip(cases, rank, strict=True):
+            net = Mean()
+            reference = train(net, optimizer(net), LOADERS[name]())
+            assert far(state, reference) < 1e-11, (name, strategy)
+
+
+def test_a_stream_that_shares_by_rank_is_refused() -> None:
+    with pytest.raises((asa.AsaError, WorkersFailedError), match="shares or shuffles them by rank itself"):
+        run_ranks(2, spread, [("shared by rank", "ddp")], threads=1, timeout_s=60)
+
+
+def test_batch_norm_on_a_batch_that_leaves_a_rank_one_sample() -> None:
+    """Every rank computes such a batch: no rank stops while the other waits, and ranks stay alike."""
+    first, second = run_ranks(2, spread, [("a last batch of three", "ddp")], True, threads=1, timeout_s=60)
+    assert far(first[0], {n: t for n, t in second[0].items() if t.is_floating_point()} | {
+        n: t for n, t in first[0].items() if not t.is_floating_point()
+    }) < 1e-12  # fmt: skip

@@ -1,0 +1,200 @@
+"""What loops need: files of whole tensors, averages, sums over ranks, a check of the loss; and the losses of jobs."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import asa
+from asa.errors import InvalidInputError, UsageError
+from asa.ir import codec
+from asa.ir.plan import Plan
+from asa.launch import run_ranks
+from planner_tests.test_programs_inputs import far
+from planner_tests.test_programs_losses import CLASSES, WEIGHTS, WIDTH, contrastive, loader, net, optimizer
+
+STRATEGIES = ["ddp", "fsdp", "tensor"]
+OPTIONS: dict[str, Any] = {
+    "cache": None, "time_limit_s": 1, "cluster": "profiles/cluster.local-gloo-2.json",
+    "example_input": torch.zeros(2, WIDTH, dtype=torch.float64),
+}  # fmt: skip
+
+
+def loss_of(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x[:, 0]), y[:, 0].clamp(0))
+
+
+def averaged(model: Any, opt: Any, batches: Any) -> list[Tensor]:
+    average = [p.detach().clone() for p in model.parameters()]
+    for x, y in batches:
+        opt.zero_grad()
+        loss_of(model, x, y).backward()
+        opt.step()
+        with torch.no_grad():
+            for a, p in zip(average, model.parameters(), strict=True):
+                a.lerp_(p, 0.1)
+    return average
+
+
+def saved(_rank: int, folder: Path) -> Any:
+    found = []
+    for strategy in STRATEGIES:
+        model = net()
+        placed, opt, batches = asa.parallelize(model, optimizer(model), loader(), strategies=(strategy,), **OPTIONS)
+        average = averaged(placed, opt, batches)
+        everything = {"model": placed, "optimizer": opt, "average": average}
+        asa.save({**everything, "epoch": 3}, folder / f"{strategy}.pt")
+        with torch.no_grad():
+            for a in average:
+                a.mul_(0)
+        state = asa.load(folder / f"{strategy}.pt", everything)
+        again = asa.save({"average": average}, folder / f"{strategy}.again.pt")
+        assert again is None
+        found.append((state["epoch"], placed.plan.strategy, placed.plan.summary()))
+        placed.close()
+    return found
+
+
+def test_weights_averages_and_optimizers_are_saved_whole_under_every_plan(tmp_path: Path) -> None:
+    model = net()
+    opt = optimizer(model)
+    average = averaged(model, opt, loader())
+    for rank in run_ranks(2, saved, tmp_path, threads=1, timeout_s=90):
+        assert [f[:2] for f in rank] == [(3, s) for s in STRATEGIES]
+    for strategy in STRATEGIES:
+        state = torch.load(tmp_path / f"{strategy}.pt", weights_only=True)
+        assert far(state["model"], model.state_dict()) < 1e-12
+        again = torch.load(tmp_path / f"{strategy}.again.pt", weights_only=True)
+        for mine, theirs, reloaded in zip(average, state["average"], again["average"], strict=True):
+            assert torch.allclose(mine, theirs, rtol=1e-12, atol=0)
+            assert torch.equal(theirs, reloaded), "an average that was loaded is the one that was saved"
+        momentum = state["optimizer"]["state"][0]["momentum_buffer"]
+        assert torch.allclose(momentum, opt.state_dict()["state"][0]["momentum_buffer"], rtol=1e-10, atol=1e-15)
+
+
+def test_files_that_cannot_be_used(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="cannot be loaded"):
+        asa.load(tmp_path / "none.pt")
+    asa.save({"average": [torch.zeros(2)]}, tmp_path / "a.pt")
+    with pytest.raises(UsageError, match="no 'epoch'"):
+        asa.load(tmp_path / "a.pt", {"epoch": torch.zeros(1)})
+    with pytest.raises(UsageError, match="shape"):
+        asa.load(tmp_path / "a.pt", {"average": [torch.zeros(3)]})
+
+
+def looked_at(_rank: int) -> Any:
+    model = net()
+    placed, _, batches = asa.parallelize(model, optimizer(model), loader(), strategies=("ddp",), **OPTIONS)
+    found = []
+    for x, y in batches:  # the last has six samples
+        found = [
+            str(asa.check(partial(loss_of, placed, x, y))),
+            str(asa.check(lambda x=x: contrastive(placed(x[:, 0])))),
+            float(asa.reduce(loss_of(placed, x, y).detach())), int(asa.reduce(torch.tensor(len(x)), "sum")),
+            asa.gather(y), placed.missing if hasattr(placed, "missing") else "none",
+        ]  # fmt: skip
+    placed.close()
+    return found
+
+
+def test_a_loss_is_checked_and_numbers_are_those_of_the_batch() -> None:
+    x, y = list(loader())[-1]
+    model = net()
+    for exact, other, mean, count, labels, missing in run_ranks(2, looked_at, threads=1, timeout_s=60):
+        assert "is that of one device" in exact
+        assert "no mean over samples" in other
+        assert "%" in other
+        assert mean == pytest.approx(float(loss_of(model, x, y).detach()), rel=1e-12)
+        assert count == len(x)
+        assert torch.equal(labels, y)
+        assert missing == "none"
+
+
+def weighed(output: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(output, labels[:, 0].clamp(0), weight=WEIGHTS)
+
+
+def ignoring(output: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(output, labels[:, 0])
+
+
+def summed(output: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(output, labels[:, 0], reduction="sum") / 30
+
+
+def masked(output: Tensor, labels: Tensor) -> Tensor:
+    kept = (labels[:, 0] >= 0).double()
+    each = F.cross_entropy(output, labels[:, 0], reduction="none")
+    return (each * kept).sum() / kept.sum()
+
+
+def kept(labels: Tensor) -> Tensor:
+    return (labels[:, 0] >= 0).sum()
+
+
+JOBS: dict[str, tuple[Any, Any]] = {
+    "class weights": (weighed, None), "ignored": (ignoring, None), "a sum": (summed, "sum"), "a mask": (masked, kept),
+}  # fmt: skip
+
+
+def first_token(batch: Any) -> Any:
+    return batch[0][:, 0], batch[1]
+
+
+def job(_rank: int, names: list[str], weights: bool, strategies: list[str]) -> Any:
+    found = []
+    for name in names:
+        for strategy in strategies:
+            model = net()
+            loss, weight = JOBS[name]
+            made = asa.Job(
+                model, optimizer(model), loader(), loss, strategies=(strategy,), replan=False, split=first_token,
+                weight=weight if weights else None, **OPTIONS,
+            )  # fmt: skip
+            try:
+                for batch in loader():
+                    made.train_step(batch)
+                found.append(made.state_dict())
+            except UsageError as error:
+                found.append(str(error))
+            made.close()
+    return found
+
+
+def test_jobs_know_denominators_over_ranks_and_microbatches() -> None:
+    strategies = ["ddp", "gpipe"]
+    for rank in run_ranks(2, job, list(JOBS), True, strategies, threads=1, timeout_s=120):
+        for i, name in enumerate(JOBS):
+            model = net()
+            opt = optimizer(model)
+            for x, y in loader():
+                opt.zero_grad()
+                JOBS[name][0](model(x[:, 0]), y).backward()
+                opt.step()
+            for state, strategy in zip(rank[2 * i : 2 * i + 2], strategies, strict=True):
+                assert far(state, model.state_dict()) < 1e-11, (name, strategy)
+
+
+def test_jobs_refuse_other_losses_before_the_first_step() -> None:
+    for rank in run_ranks(2, job, ["a sum", "a mask"], False, ["ddp"], threads=1, timeout_s=60):
+        for said in rank:
+            assert "no mean over samples" in said
+            assert "weight=" in said
+
+
+def test_a_plan_in_one_line_and_in_a_file(tmp_path: Path) -> None:
+    from planner_tests.hand_plans import hand_plan, uniform
+
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, CLASSES))
+    plan = hand_plan(model, 2, uniform(2, 1), input_shape=(4,), num_classes=CLASSES)
+    assert str(plan) == plan.summary()
+    assert "\n" not in plan.summary()
+    assert "2 ranks" in plan.summary()
+    assert "replicate x 2" in plan._repr_html_()
+    assert codec.load(Plan, plan.save(tmp_path / "mine" / "plan.json")) == plan
