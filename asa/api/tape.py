@@ -36,7 +36,9 @@ class Tape:
     received: dict[int, Tensor] = field(default_factory=dict)
     """By number of the output: its gradient."""
     versions: list[int] = field(default_factory=list)
-    """Of the leaves, as they were first seen."""
+    """Versions of the leaves, as they were first seen."""
+    changed: list[int] = field(default_factory=list)
+    """Versions of the outputs, when they left the model."""
     operations: list[tuple[Callable[..., Any], Any, Any, Any]] = field(default_factory=list)
     leaves: list[Tensor] = field(default_factory=list)
     places: dict[int, int] = field(default_factory=dict)
@@ -52,7 +54,8 @@ class Tape:
         self._place(watched)
         number = len(self.outputs)
         self.outputs.append(watched)
-        self.values.append(output.detach().clone())  # a program may change it in place
+        self.values.append(output.detach().clone())
+        self.changed.append(watched._version)
 
         def received(gradient: Tensor) -> None:
             plain, known = gradient.detach().as_subclass(Tensor), self.received.get(number)
@@ -149,9 +152,16 @@ class Watched(Tensor):
         result = _plainly(func, args, options)
         if tape is None or not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):
             return result
+        if func in (Tensor.detach, torch.detach):  # what a program keeps is a tensor like any other
+            return result.as_subclass(Tensor)
         if getattr(func, "__name__", "") == "__get__" and not _shown(result, args):
             return result
         return tape.note(func, args, options, result)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and files hold a plain tensor."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
 def _shown(result: Any, args: Any) -> bool:
@@ -199,6 +209,8 @@ class Comparison:
             reason = "part of it is computed where it cannot be followed"
         if any(leaf._version != v for leaf, v in zip(tape.leaves, tape.versions, strict=True)):
             reason = "what it is computed from is changed in place"
+        if any(o._version != v for o, v in zip(tape.outputs, tape.changed, strict=True)):
+            reason = "an output of the model is changed in place"
         leaves = [*tape.values, *tape.leaves]
         places = [tape.place_of(t) for t in (*tape.outputs, *tape.leaves)]
         batched = [_cut(t, tape.rows) for t in leaves]

@@ -282,7 +282,7 @@ class ParallelModel:
     @property
     def called(self) -> bool:
         """Whether the model is one component, called as its own ``forward`` is (:meth:`call`)."""
-        return isinstance(self.components[0], CalledModel)
+        return bool(self.components) and isinstance(self.components[0], CalledModel)
 
     def call(self, samples: Tensor, step: int, total: int, *args: Any, **options: Any) -> Any:
         """The model's own output for this rank's rows, of a model that is called as a whole.
