@@ -319,11 +319,13 @@ def test_no_memory_on_the_first_devices_is_no_plan():
         plan(nouns.profile(), cluster, offered(), Request(gpus=3, global_batch=8))
 
 
-def test_a_fast_device_behind_a_slow_one_is_pointed_out():
+def test_a_fast_device_behind_a_slow_one_comes_first():
     strategies = few(offered(), "replicate")
     found = plan(nouns.profile(), unequal(1, 0.1, 2), strategies, Request(gpus=2, global_batch=8))[0]
-    assert found.num_ranks == 1
-    assert any("rank 2 is faster: list the fastest first" in note for note in found.notes)
+    alone = plan(nouns.profile(), unequal(2, 1, 0.1), strategies, Request(gpus=2, global_batch=8))[0]
+    assert found.devices == (2, 0, 1)
+    assert found.prediction.step_time_s == pytest.approx(alone.prediction.step_time_s)
+    assert any("the ranks run on devices 2" in note for note in found.notes)
 
 
 def test_presets_of_unequal_devices_say_that_speeds_are_estimates():

@@ -292,7 +292,7 @@ class Space:
         splits = [n for n in self.strategies.tensor if n != "sequence" or self.by_tokens]
         parts = [
             f"one stage of 1 to {self.request.gpus} ranks"
-            + (f", or several ({', '.join(self.schedules)}) of any widths{self._wide()}" if piped else ""),
+            + (f", or several of any widths{self._wide()} ({', '.join(self.schedules)})" if piped else ""),
             f"per component data ({', '.join(self.strategies.data)}) x tensor ({', '.join(splits)}) "
             f"of every degree whose product divides the ranks of its stage{checkpoint}",
             self._counts(piped=bool(piped), many=many),
