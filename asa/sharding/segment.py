@@ -179,11 +179,10 @@ class Segment:
 
 
 def summed(rows: Tensor, into: Tensor) -> None:
-    """The sum of ``rows``, in their order, in ``into``."""
-    if len(rows) == 2:  # a sum over so few goes row by row, and is slower
-        torch.add(rows[0], rows[1], out=into)
-    else:
-        torch.sum(rows, 0, out=into)
+    """The sum of ``rows``, in their order, in ``into``; of negative zeros it is one (``torch.sum`` begins with 0)."""
+    torch.add(rows[0], rows[1], out=into)
+    for row in rows[2:]:
+        into.add_(row)
 
 
 def _header(ranks: int) -> int:
