@@ -138,7 +138,7 @@ spec:
 
 
 def _memory_gib(job: Job) -> int:
-    """Memory of the host for all ranks of a pod, with what they share; where ranks compute on it, what the plan predicts."""
+    """Memory of the host for all ranks of a pod; where ranks compute on it, with what the plan predicts."""
     ranks = job.plan.prediction.memory_bytes_per_rank
     own = 0 if job.gpu else max(ranks, default=0) * job.per_node
     return math.ceil(own / GIB) + job.per_node * (_PROCESS_GIB + _SHARED_GIB)
