@@ -143,5 +143,5 @@ def _told(n: Any, default: Any, ask: str, *about: Any) -> Any:
 
 
 def _which(found: list[int], handles: list[Any]) -> str:
-    """Of which GPUs something is so."""
+    """Names the GPUs of which something is so: off, on, or on for some."""
     return "off" if not found else "on" if len(found) == len(handles) else f"on for {', '.join(map(str, found))}"

@@ -41,7 +41,7 @@ from asa.planner import clock
 from asa.planner.stage.problem import Choice, Problem, Solution
 
 Ending = Literal["optimal", "feasible", "infeasible", "nothing"]
-"""Of a solve: a choice that is proved or not, a proof that there is none, or neither."""
+"""How a solve ended: a choice that is proved or not, a proof that there is none, or neither."""
 
 _GAP = 0.0
 

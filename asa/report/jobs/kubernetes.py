@@ -9,9 +9,9 @@ from asa.ir.units import GIB
 from asa.report.jobs.job import ENVIRONMENT, GRACE_S, ORIGINS, PREEMPTED, Job, resume_lines, title, verdict_lines
 
 _SHARED_GIB = 1
-"""Of /dev/shm a rank; it counts as the pod's memory."""
+"""Room in /dev/shm for a rank; it counts as the pod's memory."""
 _PROCESS_GIB = 3
-"""Of a rank's process beside what the plan predicts: the interpreter, libraries, a data set."""
+"""Memory of a process beside what the plan predicts: the interpreter, libraries, a data set."""
 
 _UNPACK = (f'if [ "$JOB_COMPLETION_INDEX" = 0 ]; then mkdir -p {ORIGINS} && cp -L /plan/*.json {ORIGINS}/; fi',)
 """What the plan was made from, where asa looks for it: the plan is made again from that."""
@@ -138,7 +138,7 @@ spec:
 
 
 def _memory_gib(job: Job) -> int:
-    """Of the host, for all ranks of a pod with what they share: where ranks compute on it, what the plan predicts."""
+    """Memory of the host for all ranks of a pod; where ranks compute on it, with what the plan predicts."""
     ranks = job.plan.prediction.memory_bytes_per_rank
     own = 0 if job.gpu else max(ranks, default=0) * job.per_node
     return math.ceil(own / GIB) + job.per_node * (_PROCESS_GIB + _SHARED_GIB)

@@ -154,6 +154,8 @@ def open_split(
     if specs.is_own(name):
         from asa.zoo.data import own
 
+        if input_shape is not None and of_tokens(input_shape):
+            raise UsageError(f"--data {name} gives images or numbers, the model reads tokens; leave --data out")
         return own.open_own(name, split, input_shape)
     if input_shape is not None and of_tokens(input_shape) and name in _STAND_INS:
         return language(split, input_shape[0])
