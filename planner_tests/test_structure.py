@@ -12,7 +12,7 @@ from torch import nn
 import asa
 from asa.errors import InvalidInputError, UsageError
 from asa.sharding.describe import layer_graph
-from asa.sharding.structure import stripped, structure_of
+from asa.sharding.structure import _check_room, stripped, structure_of
 from asa.tracing import trace
 from asa.tracing.alike import signature, stand_ins
 from asa.zoo.inputs import example
@@ -134,10 +134,8 @@ def test_a_model_without_weights_is_planned_for_a_cluster_that_is_elsewhere():
 
 
 def test_a_model_that_must_be_run_and_is_larger_than_the_machine_is_refused():
-    class Large(_Asks):
-        def __init__(self):
-            super().__init__()
-            self.third = nn.Linear(2**21, 2**21, device="meta")
-
+    large = nn.Module()
+    large.weight = nn.Parameter(torch.empty(2**42, device="meta"))
     with pytest.raises(InvalidInputError, match="of this machine's"):
-        structure_of(Large, lambda: pytest.fail("built"), torch.zeros(2, 4), name="large", num_classes=4)
+        _check_room(lambda: large, "large")
+    _check_room(_Asks, "small")
