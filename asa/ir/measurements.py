@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from asa.ir.codec import noun
+from asa.ir.codec import later, noun
 from asa.ir.profile import Stat
 
 
@@ -23,7 +23,7 @@ class RankTiming:
     waiting_s: float
     data_wait_s: float
     stolen_share: float | None = None
-    mean_own_s: float | None = None
+    mean_own_s: float | None = later()
 
 
 @noun
@@ -64,7 +64,7 @@ class Measurements:
     predicted_memory_bytes: tuple[int, ...]
     per_rank: tuple[RankTiming, ...] = ()
     links: tuple[Transfer, ...] = ()
-    mean_step_s: float | None = None
+    mean_step_s: float | None = later()
 
     @property
     def slowest(self) -> tuple[int, float] | None:
