@@ -21,7 +21,7 @@ _LOOKED_AT = 4096
 """Elements of a tensor by which batches are told apart."""
 
 Rows = Callable[[int], list[int]]
-"""Of a batch of so many samples, the rows that this rank is to load."""
+"""Gives the rows that this rank is to load of a batch of so many samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ def samples_in(batch: Any) -> int:
 
 
 def rows_of(batch: Any, rows: Sequence[int], total: int | None = None) -> Any:
-    """Those rows of every tensor in ``batch`` that has one per sample. ``total``: how many samples there are, where
+    """The given rows of every tensor in ``batch`` that has one per sample. ``total``: how many samples there are, where
     that is known; otherwise what :func:`samples_in` says.
 
     Raises:
@@ -319,7 +319,7 @@ class GlobalBatches:
 
 
 def _with_sampler(loader: DataLoader[Any], sampler: Any, rank: int) -> DataLoader[Any]:
-    """The same loader, but for which samples it takes; its workers' random numbers are the rank's own."""
+    """A copy of the loader that takes the sampler's samples; its workers' random numbers are the rank's own."""
     busy = loader.num_workers > 0
     return DataLoader(
         loader.dataset,

@@ -44,7 +44,7 @@ def _said(value: Any) -> str:
 
 
 def _parameters(model: nn.Module) -> list[inspect.Parameter]:
-    """Those of the model's ``forward``; none where they cannot be known."""
+    """Parameters of the model's ``forward``; none where they cannot be known."""
     try:
         return list(inspect.signature(model.forward).parameters.values())
     except (TypeError, ValueError):

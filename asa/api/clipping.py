@@ -21,7 +21,7 @@ from asa.sharding.split import held_of
 _split: WeakSet[ParallelModel] = WeakSet()
 """Models whose gradients no rank has in full."""
 _of_jobs: WeakSet[ParallelModel] = WeakSet()
-"""Those of them of which an optimizer knows no more than this rank updates: what it asks for is about all of them."""
+"""Parameters of which an optimizer knows only what this rank updates: what it asks for is about all of them."""
 
 
 @torch.no_grad()

@@ -118,7 +118,7 @@ class UserExecutor(PlannedExecutor):
         return self._step
 
     def rows(self, total: int) -> list[int]:
-        """Of a batch of ``total`` samples, those that this rank reads, or has labels for."""
+        """Rows of a batch of ``total`` samples that this rank reads, or has labels for."""
         found: set[int] = set()
         for part in microbatch_rows(self.model, total):
             for rows in (part.read, part.kept):
@@ -356,7 +356,7 @@ class UserExecutor(PlannedExecutor):
         self.advance()
 
     def advance(self) -> None:
-        """Of an epoch that has begun and of which nothing is left, go on to the next (collective)."""
+        """Goes on to the next epoch where one has begun and nothing of it is left (collective)."""
         if not self._done:
             return
         running = self._running or self._batches()

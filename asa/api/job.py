@@ -267,7 +267,7 @@ class Job:
         return list(self.epochs(epochs))
 
     def epochs(self, epochs: int) -> Iterator[EpochRecord]:
-        """As :meth:`run`, one record at a time: a place for schedules of the learning rate."""
+        """Yields what :meth:`run` returns, one record at a time: a place for schedules of the learning rate."""
         executor = self._executor
         with others_may_leave(), executor.stop.listening():
             executor.advance()

@@ -25,7 +25,7 @@ from asa.sharding.split import TensorPart
 _ELEMENTWISE = {
     "SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "ASGD", "RMSprop", "Rprop",
 }  # fmt: skip
-"""Of ``torch.optim``: those that update element by element, so that shards add up to wholes."""
+"""Optimizers of ``torch.optim`` that update element by element, so that shards add up to wholes."""
 
 
 def elementwise(optimizer: Optimizer, declared: bool | None = None) -> bool:

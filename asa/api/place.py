@@ -40,7 +40,7 @@ class Place:
 
 
 _votes: list[Votes] = []
-"""Of the place that was found last."""
+"""Votes of the place that was found last."""
 
 
 def known_votes() -> Votes:

@@ -244,7 +244,7 @@ class PlacedModel(nn.Module):
             self.parallel.train(mode)
 
     def train(self, mode: bool = True) -> PlacedModel:
-        """As of any module."""
+        """Sets the mode, as for any module."""
         parallel = self.parallel
         if parallel is None:
             super().train(mode)
@@ -262,7 +262,7 @@ class PlacedModel(nn.Module):
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """As :meth:`named_parameters`."""
+        """Yields buffers as :meth:`named_parameters` yields parameters."""
         return self._named("named_buffers", prefix, recurse, remove_duplicate)
 
     def _named(self, kind: str, prefix: str, recurse: bool, remove_duplicate: bool) -> Iterator[tuple[str, Any]]:
@@ -305,7 +305,7 @@ class PlacedModel(nn.Module):
         return None
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """As ``torch.nn.utils.clip_grad_norm_``, over all ranks and shards (collective)."""
+        """Clips like ``torch.nn.utils.clip_grad_norm_``, over all ranks and shards (collective)."""
         parallel = self.parallel
         if parallel is None:
             return nn.utils.clip_grad_norm_(self.parts[0].parameters(), max_norm)

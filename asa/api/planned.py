@@ -40,7 +40,7 @@ from asa.strategies import offered
 from asa.tracing import TracedModel, trace
 
 _LINKS_SHARE, _LINKS_S = 0.4, 20.0
-"""Of the time limit, what the links between the ranks get where nothing is known of them; and seconds, at most."""
+"""Share of the time limit for the links between the ranks where nothing is known of them; and most seconds."""
 _LEAST_S = 1.0
 """For the model, whatever the links took."""
 
@@ -276,7 +276,7 @@ _WHOLE = ("single", "ddp")
 
 
 def _of_wholes(wishes: Wishes) -> tuple[str, ...]:
-    """Those of the strategies asked for that keep parameters whole.
+    """Strategies asked for that keep parameters whole.
 
     Raises:
         UsageError: there is none.

@@ -17,7 +17,7 @@ from asa.errors import UsageError
 Every = Literal["epoch", "step"]
 
 FILE = "schedules.safetensors"
-"""Of a checkpoint: the schedules, and the numbers of the optimizer's groups."""
+"""Keys of a checkpoint: the schedules, and the numbers of the optimizer's groups."""
 
 
 class Schedules:

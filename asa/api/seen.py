@@ -19,7 +19,7 @@ class Seen:
         self._made: dict[int, TensorPart] = {}
         axes = zip(model.components, model.tensor_axes, strict=True)
         self.splits = [{name: self._split(s, axis) for name, s in shards_of(c).items()} for c, axis in axes]
-        """Of each component, by the name of the tensor."""
+        """Tensors of each component, by name."""
 
     def _split(self, shard: ParameterShard, axis: Axis) -> Split | None:
         return None if axis.size == 1 else Split(axis, shard, self._device)
@@ -34,5 +34,5 @@ class Seen:
         return known
 
     def item(self, item: Held) -> Tensor:
-        """The same, for what the executor enumerates."""
+        """The tensor that a program sees, for an entry that the executor enumerates."""
         return self.of(item.tensor, None if item.shard is None else self._split(item.shard, item.axis))

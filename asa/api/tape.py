@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from asa.executor.votes import Votes
 
 MOST_BYTES = 1 << 28
-"""Of outputs and labels of a whole batch, what is brought together on every rank."""
+"""Most bytes of outputs and labels of a whole batch that are brought together on every rank."""
 
 
 @dataclass

@@ -45,12 +45,12 @@ if TYPE_CHECKING:
 DATA: dict[str, DataStrategyName] = {"ddp": "replicate", "zero1": "zero1", "zero2": "zero2", "fsdp": "zero3"}
 """Strategies of a whole model, by the names that are asked for."""
 _FULL = 0.7
-"""Of a device's memory, what weights, gradients and optimizer state may take before they are sharded unasked."""
+"""Share of a device's memory that weights, gradients and optimizer state may take before they are sharded unasked."""
 _SAMPLES = 2
 
 
 def wanted(wishes: Wishes, why: str) -> tuple[str, ...] | None:
-    """Those of the strategies asked for that run a whole model; None where any will do.
+    """Strategies asked for that run a whole model; None where any will do.
 
     Raises:
         UsageError: there is none among them.

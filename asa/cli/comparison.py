@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 SCALES = (1, 2, 4, 8)
 FILLED = 0.9
-"""Of free memory, what the plans of a comparison may promise to take together."""
+"""Share of free memory that the plans of a comparison may promise to take together."""
 
 
 @dataclass

@@ -98,7 +98,7 @@ class Console:
                     ours.close()
 
     def result(self, data: dict[str, Any], parts: Callable[[], Iterable[RenderableType]]) -> None:
-        """The same thing twice: the document under --json, tables otherwise."""
+        """Prints the document under --json, tables otherwise."""
         if self.as_json:
             self.document(data)
         else:

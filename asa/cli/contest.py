@@ -84,7 +84,7 @@ def verify(
 def _side_by_side(
     plans: list[Plan], draws: np.ndarray, cluster: Cluster, console: Console
 ) -> tuple[list[Plan], np.ndarray]:
-    """As many of the first plans as fit into memory at the same time, since all of them stay in it."""
+    """The first plans, as many as fit into memory at the same time, since all of them stay in it."""
     from asa.profiler.machine import choose_device, free_memory
 
     free = free_memory(choose_device(cluster.device.type))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from asa.ir.graph import LayerGraph
 
 _ROOMS = ("tracing", "sharding", "zoo", "ir")
-"""Of ``asa``: those that decide what comes out of tracing a model."""
+"""Packages of ``asa`` that decide what comes out of tracing a model."""
 _BATCH = 256
 
 
@@ -84,7 +84,7 @@ def _remembered(model: str, key: str) -> tuple[LayerGraph, str, bool] | None:
 
 
 def _key(model: str, args: Arguments) -> str:
-    """Of everything that decides what a trace finds; empty where that is code or a configuration of the user's own."""
+    """A key of all that decides what a trace finds; empty where that is code or a configuration of the user's own."""
     origin, colon, name = model.partition(":")
     if colon and model not in SHAPES and (origin not in PACKAGES or "/" in name or Path(name).exists()):
         return ""

@@ -63,7 +63,7 @@ def positive(text: str) -> float:
 
 
 def price(text: str) -> float:
-    """Of a device for an hour: a number, with or without what it is per.
+    """The price of a device for an hour: a number, with or without what it is per.
 
     >>> price("2.49"), price("2.49/gpu-h"), price("$2.49/h")
     (2.49, 2.49, 2.49)

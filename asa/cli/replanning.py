@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 CORRECTED_PROFILE = "corrected.profile.json"
 CORRECTED_CLUSTER = "corrected.cluster.json"
 SOLVE_S = 1.0
-"""Of search, while all ranks wait for the answer."""
+"""Seconds of search, while all ranks wait for the answer."""
 
 
 def adapting(plan: Plan, console: Console, *, replan: bool, out: Path | None = None) -> tuple[Adapt, Relieve | None]:

@@ -55,7 +55,7 @@ def run(args: Arguments, console: Console) -> None:
 
 
 def of_models(seals: Sequence[Seal], models: Sequence[str]) -> list[Seal]:
-    """Those of ``models``.
+    """Seals of ``models``.
 
     Raises:
         UsageError: there are none of one of them.

@@ -161,7 +161,7 @@ class Menu:
         self._part = np.divide(self._optimizer, full, out=np.zeros(len(full)), where=full > 0)
 
     def _others(self, index: int, way: Way) -> float:
-        """As of :meth:`asa.interfaces.strategy.DataStrategy.least`: of the component with the largest parameter."""
+        """The component with the largest parameter, for :meth:`asa.interfaces.strategy.DataStrategy.least`."""
         if way.tensor not in self._largest_of:
             self._largest_of[way.tensor] = self._states.largest(way.tensor)
         largest, others = self._largest_of[way.tensor]

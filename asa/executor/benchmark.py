@@ -1,4 +1,4 @@
-"""The same training under several plans, measured side by side.
+"""One training under several plans, measured side by side.
 
 All plans live in the same ranks and take turns, a few steps each, in an order that rotates: what disturbs the
 machine disturbs all of them. The first plan given runs twice per round, so that its ratio to itself (A/A) shows how

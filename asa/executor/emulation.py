@@ -98,7 +98,7 @@ class Zeros:
 
 @dataclass(frozen=True, kw_only=True)
 class _Form:
-    """Of one sample of an output, the main one first."""
+    """Shapes of one sample of an output, the main one first."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype

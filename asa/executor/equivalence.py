@@ -60,7 +60,7 @@ class Trace:
 
 
 def alone(plan: Plan, samples: int | None = None) -> Plan:
-    """The same training on one device: same microbatches, every component whole.
+    """A plan for this training on one device: same microbatches, every component whole.
 
     ``samples``: the batch, where that may be too small for all of the plan's microbatches.
     """

@@ -28,7 +28,7 @@ from asa.ir.units import GIB, binary
 NOTE = "memory.json"
 """In a run's folder: the shortage it ended by, for whoever starts it again."""
 NEARLY = 0.97
-"""Of the memory there is: from there on a run is planned again before it fails."""
+"""Share of the memory there is from which on a run is planned again before it fails."""
 
 _SIGNS = re.compile(
     r"can't allocate memory|out of memory|bad_alloc|_ALLOC_FAILED|Cannot allocate memory", re.IGNORECASE

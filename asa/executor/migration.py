@@ -180,7 +180,7 @@ class _Tensor:
 
 
 def _planned(told: Sequence[Any]) -> tuple[list[_Tensor], list[_Transfer]]:
-    """The same on every process: all tensors, and all transfers in one order."""
+    """All tensors, and all transfers in one order, alike on every process."""
     holds: dict[str, _Tensor] = {}
     for process, (before, _) in enumerate(told):
         for name, dtype, shape, region, follows in before:

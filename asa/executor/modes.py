@@ -22,7 +22,7 @@ class Modes:
 
     @staticmethod
     def of(model: nn.Module) -> Modes:
-        """As they are now. A model in evaluation as a whole is not looked into: it has not been set to train yet."""
+        """The modes of now. A model in evaluation as a whole is not looked into: it has not been set to train yet."""
         found = {path: m.training for path, m in model.named_modules() if path}
         if not model.training or all(found.values()):
             return Modes()

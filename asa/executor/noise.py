@@ -11,7 +11,7 @@ from asa.zoo.inputs import of_tokens
 
 
 def noise(plan: Plan, device: torch.device) -> ImageSet:
-    """As many as the plan's global batch, in its input shape."""
+    """Random samples, as many as the plan's global batch, in its input shape."""
     draw = torch.Generator().manual_seed(0)
     if of_tokens(plan.sample_shape):
         return scattered(plan.sample_shape, plan.global_batch, plan.num_classes, draw).to(device)

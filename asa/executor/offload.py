@@ -18,7 +18,7 @@ _COPIES = "asa_host_copies"
 
 
 class HostCopies:
-    """Of this rank's part of ``parameters``, each once; page-locked where the device copies faster from such."""
+    """Host copies of this rank's part of ``parameters``, each once; page-locked where that makes copies faster."""
 
     @torch.no_grad()
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:

@@ -165,7 +165,7 @@ def _as_float64(model: nn.Module) -> nn.Module:
 def trained_steps(
     model: ParallelModel, images: ImageSet, order: tuple[Tensor, ...], votes: Votes, *, lr: float, epoch: int = 0
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """As :func:`plain_steps`, of a model under its plan, by the code that trains. Collective."""
+    """Losses and weights as :func:`plain_steps` returns them, by the code that trains, under the plan. Collective."""
     model.context.silent = True
     optimizer = build_optimizer(model.plan.optimizer, model.updated, lr=lr, offloaded=model.offloaded)
     worker = Worker(
@@ -274,7 +274,7 @@ def _error(value: Tensor, reference: Tensor) -> float:
 
 
 def worst_dropout(model: ParallelModel, votes: Votes) -> Apart:
-    """Of the dropout of all ranks the one that is furthest from its mean (collective)."""
+    """The dropout of all ranks that is furthest from its mean (collective)."""
     mine = max((Apart(*found) for found in dropout_errors(model)), key=_share, default=Apart("", 0.0, 1.0))
     shares = [rank[0] for rank in votes.gather([_share(mine)])]
     name, error, allowed = votes.tell([mine.name, mine.error, mine.allowed], source=shares.index(max(shares)))

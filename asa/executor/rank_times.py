@@ -157,7 +157,7 @@ class Stolen:
             return None
 
     def share(self) -> float:
-        """Of the time since the last call, 0 to 1; -1 where the system does not tell."""
+        """Share of the time since the last call, 0 to 1; -1 where the system does not tell."""
         before, self._last = self._last, self._read()
         if before is None or self._last is None:
             return -1.0

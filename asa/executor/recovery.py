@@ -126,7 +126,7 @@ def _answer(
 
 
 def most_ranks(job: Job) -> int:
-    """As many as the first plan could have had, of the devices that are here."""
+    """Ranks that the first plan could have had, of the devices that are here."""
     gpus = max(job.plan.gpus, job.plan.num_ranks)
     return max(job.plan.num_ranks, min(gpus, cuda_devices())) if job.device_type == "cuda" else gpus
 

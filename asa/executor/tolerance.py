@@ -16,14 +16,14 @@ from asa.ir.equivalence import Equivalence
 from asa.ir.plan import CompressionName
 
 TOLERANCE: dict[CompressionName, float] = {"fp16": 2**-9, "bf16": 2**-6, "powersgd": 1e-4}
-"""Of first gradients, relative: four roundings of the type; factors of low rank are not sent in the first step."""
+"""Tolerance of first gradients, relative: four roundings of the type; low-rank factors are not sent in the first step."""
 
 DRIFT = 0.1
-"""Of losses and weights after all steps, relative: a network may part further from itself than what it was given."""
+"""Tolerance of losses and weights after all steps, relative: a network may part further than what it was given."""
 
 
 def distance(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
-    """Of all real tensors as one vector, over the norm of ``reference``; infinities are equal to themselves."""
+    """Distance of all real tensors as one vector, over ``reference``'s norm; infinities are equal to themselves."""
     kept = [n for n, t in reference.items() if t.is_floating_point()]
     apart = (torch.where(found[n] == reference[n], 0.0, found[n].double() - reference[n].double()) for n in kept)
     whole = (torch.where(reference[n].isinf(), 0.0, reference[n].double()) for n in kept)

@@ -1,4 +1,4 @@
-"""The same training under every strategy, measured side by side: what ``asa bench`` writes."""
+"""One training under every strategy, measured side by side: what ``asa bench`` writes."""
 
 from __future__ import annotations
 

@@ -218,7 +218,7 @@ class Cluster:
         return None if order == tuple(range(self.num_devices)) else order
 
     def ordered(self, order: tuple[int, ...] | None) -> Cluster:
-        """The same devices, the one of number ``order[r]`` as rank r; as they are where None."""
+        """A cluster of these devices, the one of number ``order[r]`` as rank r; itself where None."""
         if order is None or self.devices is None:
             return self
         if sorted(order) != list(range(self.num_devices)):

@@ -38,7 +38,7 @@ def size(box: Box) -> int:
 
 
 def narrowed(runs: Sequence[Run], first: int, last: int) -> tuple[Run, ...]:
-    """Of the indices in ``runs``, those at places ``first`` up to ``last``: what is left where a shard is cut again.
+    """Indices in ``runs`` at places ``first`` up to ``last``: what is left where a shard is cut again.
 
     >>> narrowed(((0, 4), (8, 12)), 2, 6)
     ((2, 4), (8, 10))

@@ -16,10 +16,10 @@ MOST_SAMPLES = 2**24
 """Largest global batch: far more than any training has used."""
 
 MOST_VALUES = 2**28
-"""Of one input: an image of 3 x 9,459 x 9,459, and far beyond any that is trained on."""
+"""Most numbers of one input: an image of 3 x 9,459 x 9,459, far beyond any that is trained on."""
 
 MOST_CLASSES = 2**24
-"""Of a model: more than any vocabulary has."""
+"""Most classes of a model: more than any vocabulary has."""
 
 MOST_SCALE = 1e6
 """Times that memory is more than a profile says: a correction beyond that is none."""

@@ -60,7 +60,7 @@ class Watch:
         self._looked = clock()
 
     def late(self, ranks: Sequence[int]) -> tuple[int, float] | None:
-        """Of ``ranks``, the one that has been silent the longest and its seconds, where that is too long."""
+        """The one of ``ranks`` that has been silent the longest and its seconds, where that is too long."""
         now = self._clock()
         passed, self._looked = min(now - self._looked, 2 * self.interval_s), now
         for rank, count in enumerate(self._counters):

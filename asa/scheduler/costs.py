@@ -103,9 +103,9 @@ class Costs:
         self.ranks = [Factor() for _ in range(processes)]
         self.levels = [Factor() for _ in range(levels)]
         self.pace = Factor()
-        """Of the whole step under the plan in force."""
+        """Factor of the whole step under the plan in force."""
         self.biases = [0.0] * levels
-        """Of transfers by level, as logarithms: what they take longer under the plan in force than it loses by them."""
+        """Logarithms by level: what transfers take longer under the plan in force than it loses by them."""
         self.apart = False
 
     def moved(self) -> None:

@@ -17,7 +17,7 @@ from asa.scheduler.expected import Expected
 
 Cause = Literal["compute", "link", "data", "memory", "everything", "figures"]
 DATA_SHARE = 0.10
-"""Of a step, waiting for input: what is above is worth a line, and so is another such share more."""
+"""Share of a step waiting for input: what is above is worth a line, and so is another such share more."""
 _AWRY = 2.0
 """Times the step that a part of it may take before it is taken for a clock that jumped."""
 

@@ -113,7 +113,7 @@ class _Loop:
         return True
 
     def verdict(self, measured: Measurements) -> Verdict:
-        """Of an epoch: what was predicted and measured at its end, and what was decided in it."""
+        """The verdict of an epoch: what was predicted and measured at its end, and what was decided in it."""
         decider = self.decider
         predicted = measured.predicted_step_time_s
         if decider is not None and decider.predicted_s is not None:

@@ -50,7 +50,7 @@ class Averaging:
         self._sparse: list[tuple[Replicated, nn.Parameter]] = []
         self._under_way = False
         self.weight = 1.0
-        """Of this rank's gradients in the mean; over all ranks they add up to as many as there are."""
+        """Weight of this rank's gradients in the mean; over all ranks they add up to as many as there are."""
         self.done = 0
         """Backwards after which gradients were averaged."""
         for each in unreached:

@@ -19,7 +19,7 @@ from asa.sharding.compression import compressed
 from asa.sharding.segment import segment_of
 
 _FIRST_BYTES, _BUCKET_BYTES = 1 << 20, 25 << 20
-"""Of the bucket that sets out first, and of the others: as in torch's own data parallelism."""
+"""Sizes of the bucket that sets out first and of the others, as in torch's own data parallelism."""
 
 Wait = Callable[[], object]
 Send = Callable[["Bucket"], Wait]
@@ -127,7 +127,7 @@ class Replicated:
         self.send: Send = sender(axis)
 
     def buckets(self) -> list[Bucket]:
-        """Those of the parameters that are trained now, in the order in which they set out."""
+        """Buckets of the parameters that are trained now, in the order in which they set out."""
         sparse = set(self.sparse)
         found: list[list[nn.Parameter]] = []
         size, limit = 0, _FIRST_BYTES

@@ -175,7 +175,7 @@ class World(Executor):
         return target
 
     def probe(self) -> Probe:
-        """Of every process by the speed of its device, and of every level of links."""
+        """Seconds of every process by the speed of its device, and of every level of links."""
         if not self._observed:
             return Probe()
         profile, cluster = self._machine(self.step)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 Shape = tuple[int, ...]
-"""Of one sample: (C, H, W) of an image, or (T,) of a sequence of tokens."""
+"""Shape of one sample: (C, H, W) of an image, or (T,) of a sequence of tokens."""
 
 
 def of_tokens(shape: Sequence[int]) -> bool:

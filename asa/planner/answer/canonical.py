@@ -1,4 +1,4 @@
-"""Of plans that take equally long, which one is answered: a total order, and the first plan in it around the answer.
+"""Which of plans that take equally long is answered: a total order, and the first plan in it around the answer.
 
 Stages that wait for the slowest one can be cut and run in many ways that take as long, and which of these a search
 meets first depends on its clock. So the answer is changed, one thing at a time, as long as that leads to a plan that

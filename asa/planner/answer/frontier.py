@@ -214,7 +214,7 @@ def changes(before: Plan, after: Plan) -> str:
 
 
 def _runs(names: Sequence[str], which: Sequence[int]) -> str:
-    """Those of ``names``, in order: the first and the last of each that lie together, of few such runs.
+    """Names ``which`` says, in order: the first and the last of those that lie together, of few such runs.
 
     >>> _runs(["stem", "a", "b", "c", "head"], [0, 2, 3, 4]), _runs(list("abcdefghi"), [0, 2, 4, 6, 8])
     ('stem, b .. head (3)', 'a, c, e and 2 more')

@@ -56,7 +56,7 @@ class StagedSpace:
         return tuple(sorted(w for w in widths(self.gpus) if w < self.gpus))
 
     def microbatches(self) -> tuple[int, ...]:
-        """Those of the space, up to what a pipeline may have."""
+        """Numbers of microbatches of the space, up to what a pipeline may have."""
         return tuple(m for m in self._prices.space.microbatches() if m <= MOST_IN_A_PIPELINE)
 
     def compute(self, width: int, num_microbatches: int) -> list[float]:

@@ -36,7 +36,7 @@ _SERVERS = ("ps_sync", "ps_async", "ps_bounded")
 AGAIN = "+ckpt"
 """Behind a whole strategy of which every component that can computes its activations again."""
 _AGAIN = ("ddp", "fsdp", "tensor")
-"""Those that are priced so beside every plan."""
+"""Strategies that are priced with recomputation beside every plan."""
 BEST_AGAIN = "hybrid" + AGAIN
 """The best uniform split, with as many components computed again as memory asks for."""
 _HYBRID = re.compile(r"hybrid:(?:d(\d{1,5}))?(?:t(\d{1,5}))?(?:p(\d{1,5}))?")

@@ -21,7 +21,7 @@ from asa.planner.space.space import TOLERANCE_GIB
 _MANY = 100
 """Components from which on numbers of microbatches are compared by what all components cost together."""
 _PRACTICE = 0.25
-"""Of the time for a search, what the best uniform split is looked for at most."""
+"""Most of the time for a search that the best uniform split is looked for."""
 _PAST = 1.1
 """Over the best: from there on more microbatches only make a pipeline slower."""
 

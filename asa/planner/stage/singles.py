@@ -166,7 +166,7 @@ class Places:
         return self._known[key]
 
     def counted(self, width: int, num_microbatches: int) -> Place:
-        """The same place with the memory that every component counts for as if all around it were run alike: what fits
+        """A copy with the memory that every component counts for as if all around it were run alike: what fits
         there usually does."""
         key = (width, num_microbatches)
         if key not in self._counted:
