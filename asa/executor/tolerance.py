@@ -16,7 +16,7 @@ from asa.ir.equivalence import Equivalence
 from asa.ir.plan import CompressionName
 
 TOLERANCE: dict[CompressionName, float] = {"fp16": 2**-9, "bf16": 2**-6, "powersgd": 1e-4}
-"""Tolerance of first gradients, relative: four roundings of the type; low-rank factors are not sent in the first step."""
+"""Tolerance of first gradients, relative: four roundings of the type; low-rank factors come with the second step."""
 
 DRIFT = 0.1
 """Tolerance of losses and weights after all steps, relative: a network may part further than what it was given."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class SharedOptimizer(DataStrategy):
-    """Replicas (:mod:`asa.strategies.replicate`) with optimizer state spread by parameter (:mod:`asa.sharding.updates`)."""
+    """Replicas (:mod:`asa.strategies.replicate`), optimizer state spread by parameter (:mod:`asa.sharding.updates`)."""
 
     identifier = "zero1"
     joint = True

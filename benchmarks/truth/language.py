@@ -4,7 +4,8 @@ The published runs (``llm_b200.csv``) are Megatron-LM's: weights and activations
 in fp32, the state spread over the data-parallel ranks (ZeRO-1), tokens cut with the tensors, 1F1B, one sequence to a
 microbatch. A row is predicted in the project's own way: the model traced without values, timed by FLOPs and bytes at a
 device's data sheet, its plan priced with the collectives of the preset. One number is fitted to all rows together: the
-share of the device's peak that products reach. Memory is not fitted.
+share of the device's peak that products reach. What counts as memory beyond the model's own (copies of logits, buffers
+of received activations and of weight gradients) was chosen with these rows in sight, so their errors are in-sample.
 
 Rows with experts are no such model and are refused by name. Of ranks that share a sequence (context parallelism) each
 has its part of the tokens and attends to all of them; their exchange of keys and values is not priced.

@@ -1,4 +1,4 @@
-"""Views with the same elements in another shape: dimensions turned, joined, or none of the one that is cut taken apart."""
+"""Views with the same elements in another shape: dimensions turned, joined, or taken apart but for the one cut."""
 
 from __future__ import annotations
 
