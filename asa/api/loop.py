@@ -22,7 +22,7 @@ from asa.api.placed import PlacedLoader, PlacedModel, rows_here
 from asa.api.planned import Wishes, agreed_plan, checked_plan, usual_cache
 from asa.api.planning import check_plain, device_of, one_tensor, shaped, spec_of
 from asa.api.said import say
-from asa.api.wholes import anew, spare_of, whole_plan
+from asa.api.wholes import DATA, anew, spare_of, whole_plan
 from asa.errors import UsageError
 from asa.executor.materialize import materialize
 from asa.executor.parallel import ParallelModel
@@ -165,8 +165,17 @@ def parallelize(
 
     placed = PlacedModel(parallel, place, origin=model, names=names, again=None if spare is None else again)
     placed.begin(model.training)
+    outside = [name for rebinding in rebindings for name in rebinding.outside(parallel)]
     for rebinding in rebindings:
         rebinding.apply(parallel, placed.seen)
+    if outside and plan == "auto" and spare is not None and (not strategies or set(strategies) & set(DATA)):
+        placed.run_whole(f"its forward does not read {outside[0]}, which the optimizer updates")
+    elif outside:
+        warnings.warn(
+            f"{outside[0]} is not updated: the model's forward does not read it, and the plan cuts the model into "
+            "components; leave out plan= and strategies= to have the model run whole",
+            stacklevel=2,
+        )
     give_back_freed_memory()  # the model was traced and cut up
     return placed, optimizer, PlacedLoader(batches, placed)
 

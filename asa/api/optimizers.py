@@ -107,6 +107,7 @@ class Rebinding:
         self._names: list[list[tuple[str, ...]]] = []
         self._group: dict[str, int] = {}
         self._state: dict[str, Tensor] = {}
+        self._trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
         for index, group in enumerate(optimizer.param_groups):
             self._names.append([tuple(named.get(id(p), ())) for p in group["params"]])
             for p in group["params"]:
@@ -119,6 +120,12 @@ class Rebinding:
                     for key, value in optimizer.state.get(p, {}).items():
                         what, tensor = stored(key, value)
                         self._state[f"{name}/{what}"] = tensor.detach().cpu().clone()
+
+    def outside(self, model: ParallelModel) -> list[str]:
+        """Names of trained parameters of the optimizer that no component of ``model`` holds: no forward reads them."""
+        here = {item.name for item in held(model)}
+        asked = [names for group in self._names for names in group if names]
+        return [names[0] for names in asked if names[0] in self._trained and not here.intersection(names)]
 
     def apply(self, model: ParallelModel, seen: Seen | None = None) -> Optimizer:
         """Have the optimizer update what this rank is to update of ``model``; its state so far goes along.
