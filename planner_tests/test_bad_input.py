@@ -230,8 +230,9 @@ def test_a_plan_for_devices_that_are_not_there_is_5_and_leaves_nothing(place, ca
     stem = nouns.plan().components[0]
     one = dataclasses.replace(stem, data=dataclasses.replace(stem.data, degree=1))
     made = dataclasses.replace(
-        nouns.plan(), device_type="cuda", gpus=ranks, components=(one,), stages=(Stage(ranks=tuple(range(ranks))),)
-    )
+        nouns.plan(), device_type="cuda", gpus=ranks, components=(one,), stages=(Stage(ranks=tuple(range(ranks))),),
+        prediction=dataclasses.replace(nouns.plan().prediction, memory_bytes_per_rank=(1,) * ranks),
+    )  # fmt: skip
     codec.save(made, place / "plan.json")
     said = refused(capsys, 5, "train", "plan.json", "--out", "run")
     assert f"the plan needs {ranks} CUDA devices, this machine has {ranks - 1}" in said

@@ -17,7 +17,7 @@ from asa.strategies import offered
 from asa.tracing.component import TracedComponent
 from planner_tests.hand_plans import hand_plan, uniform
 
-INPUT, CLASSES = (8,), 4
+INPUT, CLASSES = (8, 1, 1), 4
 
 
 class Tower(nn.Module):
@@ -29,6 +29,7 @@ class Tower(nn.Module):
         self.head = nn.Linear(8, CLASSES)
 
     def forward(self, x: torch.Tensor) -> Any:
+        x = x.flatten(1)
         for layer in self.layers:
             x = torch.relu(layer(x))
         return self.head(x)
@@ -58,7 +59,8 @@ def _events(_rank: int, plan: Any, ahead: bool) -> list[str]:
     def computes(self: TracedComponent, x: torch.Tensor) -> Any:
         seen.append(self.name)
         found = compute(self, x)
-        found[0].register_hook(lambda _: seen.append(f"back into {self.name}"))
+        if found[0].requires_grad:  # a trace is compared with its model without gradients
+            found[0].register_hook(lambda _: seen.append(f"back into {self.name}"))
         return found
 
     direct.all_gather_into_tensor, TracedComponent.forward = gathers, computes  # type: ignore[method-assign]

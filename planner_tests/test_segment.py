@@ -14,8 +14,9 @@ import torch.distributed as dist
 from asa.errors import WorkersFailedError
 from asa.launch import run_ranks
 from asa.sharding import direct, segment
+from asa.sharding.averaging import Averaging
 from asa.sharding.axis import Axis
-from asa.sharding.replicated import replicated
+from asa.sharding.replicated import Replicated
 from asa.sharding.segment import Segment, segment_of
 
 FEW_BYTES = 4096
@@ -169,11 +170,13 @@ def _averaged(rank: int) -> tuple[bool, torch.Tensor]:
     group = dist.new_group([0, 1])
     assert isinstance(group, dist.ProcessGroup)
     layer = torch.nn.Linear(3, 2)
-    wrapped = replicated(layer, Axis(size=2, index=rank, group=group))
+    replica = Replicated(layer, Axis(size=2, index=rank, group=group), None)
     met = segment_of(group)
     assert met is not None
     before = met._meeting
-    wrapped(torch.full((4, 3), float(rank + 1))).sum().backward()
+    averaging = Averaging([replica], [])
+    averaging.refresh()
+    layer(torch.full((4, 3), float(rank + 1))).sum().backward()
     assert layer.weight.grad is not None
     return met._meeting > before, layer.weight.grad
 

@@ -99,8 +99,7 @@ def parallelize(
     """
     check_plain(model)
     place = find_place(device, timeout_s)
-    norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
-    least = 2 if norms and batch_norm == "local" else 1
+    least = 2 if trained_norms(model) and batch_norm == "local" else 1
     batches = GlobalBatches(loader, place.votes, lambda total: rows_here(total, place.ranks, place.rank, least))
     optimizers = [optimizer, *others_over(model, optimizer)]
     rebindings = [Rebinding(o, model, elementwise=known_elementwise(o, elementwise)) for o in optimizers]

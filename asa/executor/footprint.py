@@ -30,6 +30,7 @@ def active_peak(worker: Worker, step: Callable[[], object]) -> int:
     # Gradients of a wrapped segment are views of buckets that outlive the step; the others are released by it.
     kept += model.bucket_gradients()
     base = bytes_of(map(local, kept))
+    del kept  # a bucket whose gradients somebody holds is not used again
     model.zero_grad()
     events, _ = record(step, device)
     made = (local(p.grad) for p in model.parameters() if p.grad is not None)

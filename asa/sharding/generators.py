@@ -56,7 +56,7 @@ def drawing(components: Iterable[TracedComponent], batch: Tensor) -> dict[str, t
             before = foreign_state()
             with _Watch(batch.device) as watch, foreign_random():
                 batch = component(batch)[0]
-                if foreign_state() != before:
+                if foreign_state()[: len(before)] != before:
                     watch.found[FOREIGN] = None
             if watch.found:
                 found[component.name] = tuple(watch.found)
