@@ -38,11 +38,11 @@ from asa.cli.choose import origins
 from asa.cli.console import Console
 from asa.cli.replanning import solve_again
 from asa.errors import AsaError
-from asa.executor.loop import TrainingExecutor
-from asa.executor.materialize import materialize
-from asa.executor.settings import TrainSettings
-from asa.executor.stopping import StopRequest
-from asa.executor.votes import Votes
+from asa.executor.model.materialize import materialize
+from asa.executor.model.votes import Votes
+from asa.executor.running.loop import TrainingExecutor
+from asa.executor.training.settings import TrainSettings
+from asa.executor.training.stopping import StopRequest
 from asa.interfaces.executor import Look
 from asa.ir import codec
 from asa.ir.cluster import Cluster, RankDevice

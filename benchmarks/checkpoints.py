@@ -34,10 +34,11 @@ import torch
 from torch import Tensor
 
 from asa.errors import PreemptedError
-from asa.executor import checkpoint, outdir, worker
-from asa.executor.run import train
-from asa.executor.settings import TrainSettings
-from asa.executor.state import full_optimizer_state, full_state
+from asa.executor.model.state import full_optimizer_state, full_state
+from asa.executor.running import outdir
+from asa.executor.running.run import train
+from asa.executor.training import checkpoint, worker
+from asa.executor.training.settings import TrainSettings
 from asa.ir.measurements import EpochRecord
 from asa.ir.plan import Assignment, Certificate, DataDegree, OptimizerName, Plan, Prediction, Stage, TensorDegree
 from asa.launch import tell

@@ -4,7 +4,8 @@
 
 Everything is real but the kernels: processes, gloo, buckets, boundaries, messages of full size over links shaped by the
 kernel (a network namespace a rank, a token bucket on both ends of its link); a component's computation is a sleep as
-long as its profile says (:mod:`asa.executor.emulation`), here ``--dilation`` times as long, which makes one megabit per
+long as its profile says (:mod:`asa.executor.measuring.emulation`), here ``--dilation`` times as long, which makes one
+megabit per
 second of link stand for as many. The profile is an estimate from the GPU's data sheet unless ``--profiles DIR`` has a
 measured one (``MODEL.cuda.fp32.json``). The links are measured in place, with the code of ``asa cluster measure``,
 before anything is planned; then every whole strategy, a mixed plan and ASA's own choice are planned, and only then run.
@@ -40,8 +41,8 @@ from asa.cost.machine import presets
 from asa.cost.machine.estimate import estimate
 from asa.cost.machine.slower import slower_profile
 from asa.errors import InfeasibleError
-from asa.executor.emulated import EmulationOptions, measure_emulated
-from asa.executor.emulation import EmulatedDevice
+from asa.executor.measuring.emulation import EmulatedDevice
+from asa.executor.running.emulated import EmulationOptions, measure_emulated
 from asa.ir import codec
 from asa.ir.cluster import Cluster, CollectiveTable, Level
 from asa.ir.plan import Plan

@@ -21,7 +21,7 @@ import torch
 
 from asa.cost.machine import presets
 from asa.cost.machine.estimate import estimate
-from asa.executor.equivalence import verify
+from asa.executor.measuring.equivalence import verify
 from asa.ir.codec import to_data
 from asa.ir.graph import Component, LayerGraph
 from asa.ir.plan import Assignment, DataDegree, Plan, Stage, TensorDegree

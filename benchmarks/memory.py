@@ -4,7 +4,7 @@
                                 [--keep DIR] [--reprice] [-o records/memory.json]
 
 A model is profiled here; every cell is a plan, priced from that profile, and its third step on real gloo ranks, whose
-allocations are recorded (:mod:`asa.executor.footprint`). ``mixed`` are plans drawn at random: per component a
+allocations are recorded (:mod:`asa.executor.observing.footprint`). ``mixed`` are plans drawn at random: per component a
 layout, a data strategy, recomputation, and one or two microbatches. The record is written after every model and number
 of ranks; cells in it are replaced. ``--keep``: where profiles, plans and what was measured stay; with ``--reprice``
 what is there is priced anew, and nothing is run.
@@ -26,9 +26,9 @@ from typing import Any
 import torch
 
 from asa.errors import AsaError
-from asa.executor.benchmark import BenchOptions, Entrant, _memory
-from asa.executor.noise import noise
-from asa.executor.votes import Votes
+from asa.executor.measuring.benchmark import BenchOptions, Entrant, _memory
+from asa.executor.model.votes import Votes
+from asa.executor.observing.noise import noise
 from asa.ir import codec
 from asa.ir.cluster import Cluster
 from asa.ir.graph import Component

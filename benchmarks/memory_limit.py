@@ -39,10 +39,10 @@ import torch
 from asa.cli.heap import start_program_again
 from asa.cost.memory.peak import reserved as reserved_peak
 from asa.errors import AsaError
-from asa.executor import run
-from asa.executor.keeper import Keeper
-from asa.executor.settings import TrainSettings
-from asa.executor.worker import Worker
+from asa.executor.running import run
+from asa.executor.training.checkpointer import Checkpointer
+from asa.executor.training.settings import TrainSettings
+from asa.executor.training.worker import Worker
 from asa.ir import codec
 from asa.ir.cluster import Cluster
 from asa.ir.plan import Assignment, Plan
@@ -151,7 +151,7 @@ def trained(made: Plan, groups: Groups, limits: list[int | None], steps: int, ph
 
 def _around_steps(groups: Groups, group: Path, limit: int | None, peak: Path) -> None:
     """In a rank: the limit holds from the first step to the checkpoint; ``peak`` is written down in front of that."""
-    train, save = Worker.train, Keeper.save
+    train, save = Worker.train, Checkpointer.save
 
     def limited(worker: Worker, *args: Any, **more: Any) -> bool:
         if not peak.exists():
@@ -162,12 +162,12 @@ def _around_steps(groups: Groups, group: Path, limit: int | None, peak: Path) ->
                 (group / groups.top).write_text(str(limit))  # refused where more is held already
         return train(worker, *args, **more)
 
-    def lifted(keeper: Keeper, *args: Any, **more: Any) -> Path:
+    def lifted(keeper: Checkpointer, *args: Any, **more: Any) -> Path:
         peak.write_text((group / groups.peak).read_text())
         (group / groups.top).write_text("-1" if groups.v1 else "max")
         return save(keeper, *args, **more)
 
-    Worker.train, Keeper.save = limited, lifted  # type: ignore[assignment, method-assign]
+    Worker.train, Checkpointer.save = limited, lifted  # type: ignore[assignment, method-assign]
 
 
 def profiled(model: str, cell: tuple[int, int, int], seconds: float) -> Profile:

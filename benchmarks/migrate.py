@@ -29,14 +29,14 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from asa.executor.clock import StepClock
-from asa.executor.materialize import materialize
-from asa.executor.migration import move, parts_of, wanted_by
-from asa.executor.optimizer import build_optimizer
-from asa.executor.precision import LossScale
-from asa.executor.state import full_optimizer_state, full_state, load_full_optimizer_state, load_full_state
-from asa.executor.votes import Votes
-from asa.executor.worker import Worker
+from asa.executor.model.materialize import materialize
+from asa.executor.model.state import full_optimizer_state, full_state, load_full_optimizer_state, load_full_state
+from asa.executor.model.votes import Votes
+from asa.executor.training.clock import StepClock
+from asa.executor.training.migration import move, parts_of, wanted_by
+from asa.executor.training.optimizer import build_optimizer
+from asa.executor.training.precision import LossScale
+from asa.executor.training.worker import Worker
 from asa.ir.plan import Plan
 from asa.ir.units import MIB
 from asa.launch import give_back_freed_memory, run_ranks, tell

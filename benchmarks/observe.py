@@ -30,9 +30,9 @@ import torch
 from own_python import added_python
 from tax import BATCH, SEED, STRATEGIES, THIN_BATCH, WARM_UP, Planned, interval
 
-from asa.executor.pace import Pace
-from asa.executor.votes import Votes
-from asa.executor.worker import Tally
+from asa.executor.model.votes import Votes
+from asa.executor.training.epoch_timer import EpochTimer
+from asa.executor.training.worker import LossCounter
 from asa.launch import run_ranks, tell
 from asa.sharding import direct, segment
 from asa.sharding.waits import waits
@@ -73,9 +73,9 @@ def _python(strategy: str, rank: int, votes: Votes, ranks: int) -> float:
 def _line(planned: Planned, votes: Votes) -> tuple[float, float]:
     """Seconds of an exchange behind ``LOG_EVERY`` steps, observed and not (medians)."""
     found: dict[bool, list[float]] = {True: [], False: []}
-    tally = Tally(torch.device("cpu"))
+    tally = LossCounter(torch.device("cpu"))
     plan = planned.worker.model.plan
-    pace = Pace(plan, planned.worker.model.processes, votes, planned.worker.clock, LOG_EVERY, 10)
+    pace = EpochTimer(plan, planned.worker.model.processes, votes, planned.worker.clock, LOG_EVERY, 10)
     for turn in range(40):
         waits.on = turn % 2 == 0
         for _ in range(LOG_EVERY):

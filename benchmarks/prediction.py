@@ -39,13 +39,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from foreseen import choices, naive, scores, show
 from turns import groups
 
-from asa.cli import ground, options
+from asa.cli import bench_setup, options
 from asa.cli.comparison import now
 from asa.cli.heap import start_program_again
 from asa.cost.planned import price_plan
 from asa.errors import InfeasibleError
-from asa.executor.benchmark import BenchOptions
-from asa.executor.benchmark import measure as compete
+from asa.executor.measuring.benchmark import BenchOptions
+from asa.executor.measuring.benchmark import measure as compete
 from asa.ir import codec
 from asa.ir.cluster import Cluster
 from asa.ir.plan import Plan
@@ -193,7 +193,7 @@ class Grid:
         """What each plan of a group took; ``anchor_s``: what the first of them did, in the same rounds."""
         shape = plans[0].input_shape
         factory = partial(build, model, num_classes=plans[0].num_classes, input_shape=shape, seed=0)
-        data = partial(ground.images, "synthetic", None, shape)
+        data = partial(bench_setup.images, "synthetic", None, shape)
         settings = BenchOptions(budget_s=self.group_s, evaluations=0, threads=1, least_rounds=ROUNDS)
         taken = compete(plans, factory, offered(), data, settings)
         return [
@@ -281,7 +281,7 @@ def _cell(folder: Path, sealed: Cell, used: Plan, rows: list[Cell], *, again: bo
 def record(folder: Path, found: list[Cell], *, again: bool) -> dict[str, Any]:
     """The document of a grid, with the machine it is of."""
     cluster = codec.load(Cluster, next(folder.glob("profiles/cluster.*.json")))
-    machine = ground.environment("cpu", cluster, max(c["ranks"] for c in found))
+    machine = bench_setup.environment("cpu", cluster, max(c["ranks"] for c in found))
     sealed = [json.loads(p.read_text(encoding="utf-8")) for p in sorted(folder.glob("sealed/*.json"))]
     left_out = {f"{s['model']}.{s['global_batch']}": s["left_out"] for s in sealed if s["left_out"]}
     return {

@@ -47,14 +47,14 @@ from menu import Menu
 from namespaces import NotPermitted, leave_network, shaped
 from regret_scores import Row, scores, show
 
-from asa.cli import contest as verification
-from asa.cli import ground, options
+from asa.cli import bench_setup, options
+from asa.cli import verify_plans as verification
 from asa.cli.comparison import now
 from asa.cli.console import Console
 from asa.cli.heap import start_program_again
 from asa.errors import AsaError
-from asa.executor.benchmark import BenchOptions, Cell, compare
-from asa.executor.contest import contest
+from asa.executor.measuring.benchmark import BenchOptions, Cell, compare
+from asa.executor.measuring.contest import verify_plans
 from asa.ir import codec
 from asa.ir.cluster import Cluster
 from asa.ir.plan import Plan
@@ -107,7 +107,7 @@ class Turns:
     most: int
 
     def next(self, rounds: Sequence[Mapping[int, float]], left_s: float, _: float) -> Sequence[int]:
-        """As :class:`asa.executor.contest.Policy`."""
+        """As :class:`asa.executor.measuring.contest.Policy`."""
         done = len(rounds)
         longest = max((sum(r.values()) for r in rounds), default=0.0)
         return range(self.count) if done < self.least or (done < self.most and longest < left_s) else ()
@@ -133,7 +133,7 @@ class Bench:
         if not fresh(path):
             say(f"measuring the links of {ranks} ranks")
             sizes = [n for n in SIZES if n <= FARTHEST] if self.megabits else None
-            limit_s = ground.MEASURE_LIMIT_S
+            limit_s = bench_setup.MEASURE_LIMIT_S
             codec.save(measure_cluster(ranks, backend="gloo", sizes=sizes, time_limit_s=limit_s, name=name), path)
         return codec.load(Cluster, path)
 
@@ -201,9 +201,9 @@ class Bench:
         shape = profile.graph.input_shape
         size = (shape[0], shape[1], shape[2])
         factory = partial(build, profile.model_spec, num_classes=CLASSES, input_shape=size, seed=self.seed)
-        data = partial(ground.stand_in, size, CLASSES)
+        data = partial(bench_setup.stand_in, size, CLASSES)
         settings = BenchOptions(device="cpu", budget_s=budget_s, seed=self.seed, threads=1)
-        cells, rounds, _ = contest(plans, factory, offered(), data, settings, turns)
+        cells, rounds, _ = verify_plans(plans, factory, offered(), data, settings, turns)
         for i, cell in enumerate(cells):
             cell.turns = [[r[i]] for r in rounds]
         return cells
@@ -355,7 +355,7 @@ def main() -> None:
     for number, (model, batch, ranks) in enumerate(missing):
         left = ends - time.monotonic()
         own = options.budget(args.cell_budget) if args.cell_budget else left / (len(missing) - number)
-        prepared = PROFILE_S + ground.MEASURE_LIMIT_S
+        prepared = PROFILE_S + bench_setup.MEASURE_LIMIT_S
         if left < (own + prepared if args.cell_budget else 0.5 * own):
             say(f"{len(missing) - number} cells are left for another run")
             break
@@ -367,7 +367,7 @@ def main() -> None:
     cells = [json.loads(p.read_text(encoding="utf-8")) for p in sorted((args.folder / "cells").glob("*.json"))]
     show(cells)
     if args.output is not None:
-        machine = codec.to_data(ground.machine("cpu", max(c["ranks"] for c in cells), "gloo"))
+        machine = codec.to_data(bench_setup.machine("cpu", max(c["ranks"] for c in cells), "gloo"))
         document = {"schema_version": 1, "environment": machine, "megabits": args.megabits, "scores": scores(cells),
                     "cells": cells}  # fmt: skip
         args.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

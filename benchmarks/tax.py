@@ -42,12 +42,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from own_python import added_python, own_calls, thin
 
-from asa.executor.clock import StepClock
-from asa.executor.materialize import materialize
-from asa.executor.optimizer import build_optimizer
-from asa.executor.precision import LossScale
-from asa.executor.votes import Votes
-from asa.executor.worker import Tally, Worker
+from asa.executor.model.materialize import materialize
+from asa.executor.model.votes import Votes
+from asa.executor.training.clock import StepClock
+from asa.executor.training.optimizer import build_optimizer
+from asa.executor.training.precision import LossScale
+from asa.executor.training.worker import LossCounter, Worker
 from asa.ir.layout import bounds
 from asa.ir.plan import Assignment, Certificate, DataDegree, Plan, Prediction, Stage, TensorDegree
 from asa.launch import run_ranks, tell
@@ -158,7 +158,7 @@ class Planned:
             model=model, optimizer=optimizer, scale=LossScale("fp32"), votes=votes, clock=StepClock(device),
             precision="fp32", seed=SEED, label_smoothing=0.0,
         )  # fmt: skip
-        self.tally, self.images = Tally(device), images
+        self.tally, self.images = LossCounter(device), images
 
     def __call__(self, indices: Tensor, step: int) -> None:
         self.worker.train(self.images, indices, epoch=0, step=step, tally=self.tally)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asa.cli.comparison import FILLED, Contest, side_by_side
+from asa.cli.comparison import FILLED, ModelBench, side_by_side
 from asa.ir.cluster import Cluster
 from asa.ir.plan import Plan
 from asa.ir.profile import Profile
@@ -27,7 +27,7 @@ def groups(
     left = [p for p in plans if p is not anchor]
     while left:
         tried = [*([anchor] if anchor else []), *left[: GROUP - (anchor is not None)]]
-        contest = Contest(
+        contest = ModelBench(
             model=profile.model_spec, profile=profile, cluster=cluster, plans={p.strategy: p for p in tried}
         )
         kept = side_by_side(contest, free, shared=True)

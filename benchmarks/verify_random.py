@@ -5,7 +5,8 @@
 
 A draw: a model, 2 to 4 ranks, stages of any widths cut anywhere the model may be cut, a schedule, 1 to 4 microbatches
 of uneven sizes, and per component a layout, a data strategy, recomputation; SGD or AdamW. Each is checked as ``asa
-verify`` does (:mod:`asa.executor.equivalence`), but that ranks take copies of a model traced before they were forked;
+verify`` does (:mod:`asa.executor.measuring.equivalence`), but that ranks take copies of a model traced before they
+were forked;
 one device's answers are kept for the plans that share them (``--keep``: also for later calls). BatchNorm over the few
 samples of a draw may amplify rounding a hundredfold a step: what differs is verified again on as many as ``asa verify``
 takes, and the record keeps both. Draw i is a function of
@@ -35,7 +36,7 @@ import torch
 from asa.cost.machine import presets
 from asa.cost.machine.estimate import estimate
 from asa.errors import AsaError
-from asa.executor.equivalence import (
+from asa.executor.measuring.equivalence import (
     STEPS,
     Trace,
     _Outcome,

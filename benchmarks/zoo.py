@@ -32,11 +32,11 @@ from torch import Tensor
 
 from asa.cost.machine.estimate import estimate
 from asa.errors import AsaError
-from asa.executor.equivalence import alone
-from asa.executor.loss import loss_of
-from asa.executor.materialize import materialize
-from asa.executor.state import full_gradients
-from asa.executor.step import forward_backward
+from asa.executor.measuring.equivalence import alone
+from asa.executor.model.loss import loss_of
+from asa.executor.model.materialize import materialize
+from asa.executor.model.state import full_gradients
+from asa.executor.model.step import forward_backward
 from asa.ir import codec
 from asa.ir.cluster import Cluster
 from asa.ir.layout import bounds

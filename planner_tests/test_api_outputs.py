@@ -15,8 +15,8 @@ from asa.api.batches import GlobalBatches, rows_of
 from asa.api.optimizers import check_shared
 from asa.api.planning import outputs_of, shaped
 from asa.errors import InvalidInputError, UsageError, place_of
-from asa.executor.optimizer import build_optimizer
-from asa.executor.votes import Votes
+from asa.executor.model.votes import Votes
+from asa.executor.training.optimizer import build_optimizer
 from asa.ir.plan import Plan
 from asa.launch import run_ranks
 from asa.profiler.updates import build_optimizer as build_measured

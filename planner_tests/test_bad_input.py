@@ -51,7 +51,7 @@ def test_impossible_numbers_are_usage_errors(argv, words, capsys):
     ],
 )
 def test_sealed_predictions_are_run_as_they_are_or_not_at_all(argv, words, capsys, monkeypatch):
-    monkeypatch.setattr("asa.cli.ground.device_of", lambda *_: pytest.fail("looked at devices"))
+    monkeypatch.setattr("asa.cli.bench_setup.device_of", lambda *_: pytest.fail("looked at devices"))
     sealed = Path(__file__).resolve().parent.parent / "benchmarks" / "sealed"
     assert words in refused(capsys, 2, "bench", "--check-sealed", "--sealed", str(sealed), *argv)
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asa.executor.groups import Groups
+from asa.executor.model.groups import Groups
 from asa.ir.layout import Boundary, Layout, bounds, gather_group, gather_groups
 from asa.launch import run_ranks
 from asa.sharding.axis import SOLO

@@ -16,8 +16,9 @@ import torch
 import training
 
 from asa.errors import InvalidInputError, NoCheckpointError, UnavailableError, UsageError
-from asa.executor import checkpoint, outdir
-from asa.executor.checkpoint import Manifest
+from asa.executor.running import outdir
+from asa.executor.training import checkpoint
+from asa.executor.training.checkpoint import Manifest
 from asa.ir.codec import fingerprint
 from asa.launch.forking import fork_beside_threads
 

@@ -8,7 +8,7 @@ import nouns
 import pytest
 
 from asa.cli.bench import VERBS
-from asa.cli.comparison import FILLED, Contest, notes, prepare, side_by_side
+from asa.cli.comparison import FILLED, ModelBench, notes, prepare, side_by_side
 from asa.cli.console import Console
 from asa.cli.settings import arguments
 from asa.errors import UsageError
@@ -22,8 +22,8 @@ def _plan(strategy: str, step_s: float, each: int, microbatches: int) -> Plan:
     return replace(made, num_microbatches=microbatches, prediction=prediction)
 
 
-def _contest() -> Contest:
-    contest = Contest(model="cnn", profile=nouns.profile(), cluster=nouns.cluster(2))
+def _contest() -> ModelBench:
+    contest = ModelBench(model="cnn", profile=nouns.profile(), cluster=nouns.cluster(2))
     contest.plans = {
         "single": _plan("single", 4.0, 100, 1),
         "ddp": _plan("ddp", 3.0, 300, 2),

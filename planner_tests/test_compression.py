@@ -17,8 +17,8 @@ from asa.cost.machine import presets
 from asa.cost.planned import price_plan
 from asa.cost.traffic.compression import remaining
 from asa.errors import UsageError
-from asa.executor import tolerance
-from asa.executor.equivalence import verify
+from asa.executor.measuring import tolerance
+from asa.executor.measuring.equivalence import verify
 from asa.ir import codec
 from asa.ir.equivalence import Equivalence
 from asa.ir.plan import Plan

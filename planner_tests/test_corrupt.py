@@ -24,9 +24,10 @@ from safetensors.torch import load_file, save_file
 from asa import reading
 from asa.cli import entry
 from asa.errors import AsaError, InvalidInputError, UsageError
-from asa.executor import checkpoint, given, outdir
-from asa.executor.logs import RunLog
-from asa.executor.run import train
+from asa.executor.running import given, outdir
+from asa.executor.running.run import train
+from asa.executor.training import checkpoint
+from asa.executor.training.logs import RunLog
 from asa.ir import codec
 from asa.scheduler import adapt
 from asa.strategies import offered

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 from asa.cost.planned import price_plan
-from asa.executor.benchmark import BenchOptions, Entrant, _memory
-from asa.executor.noise import noise
-from asa.executor.step import _left
-from asa.executor.votes import Votes
+from asa.executor.measuring.benchmark import BenchOptions, Entrant, _memory
+from asa.executor.model.step import _left
+from asa.executor.model.votes import Votes
+from asa.executor.observing.noise import noise
 from asa.instruments.allocations import Event, completed, peak
 from asa.interfaces.units import gathered_once, released
 from asa.ir.plan import Plan
 from asa.ir.profile import Profile
-from asa.ir.traffic import Beside, Share
+from asa.ir.traffic import Adjacent, Share
 from asa.launch import run_ranks
 from asa.profiler import profile_module
 from asa.sharding import segment
@@ -180,7 +180,7 @@ def share(size: float) -> Share:
 @pytest.mark.parametrize("held", [released, gathered_once])
 @pytest.mark.parametrize("around", [{}, {"num_microbatches": 2}], ids=["once", "accumulated"])
 def test_more_around_is_never_less(held: Any, around: dict[str, Any]) -> None:
-    alone = Beside(rest=100.0, **around)
+    alone = Adjacent(rest=100.0, **around)
     least = held(share(100.0), 4, alone)
     for more in ({"front": 80.0}, {"behind": 80.0}, {"copying": True}):
         assert held(share(100.0), 4, replace(alone, **more)) >= least
@@ -189,9 +189,9 @@ def test_more_around_is_never_less(held: Any, around: dict[str, Any]) -> None:
 
 def test_a_unit_that_dominates_is_there_twice_with_its_part_counted_apart() -> None:
     """Weights and gradients, or, on CPUs, the buffer they are scattered from and what is received."""
-    assert released(share(100.0), 2, Beside(rest=100.0)) == 150.0
-    assert released(share(100.0), 2, Beside(rest=100.0, copying=True)) == 200.0
-    assert released(share(27.0), 2, Beside(front=27.0, behind=27.0, rest=54.0, copying=True)) == 3.5 * 27
+    assert released(share(100.0), 2, Adjacent(rest=100.0)) == 150.0
+    assert released(share(100.0), 2, Adjacent(rest=100.0, copying=True)) == 200.0
+    assert released(share(27.0), 2, Adjacent(front=27.0, behind=27.0, rest=54.0, copying=True)) == 3.5 * 27
 
 
 def test_what_another_thread_lets_go_of_is_not_held_for_ever() -> None:

@@ -11,9 +11,10 @@ import torch
 import training
 
 from asa.errors import WorkersFailedError
-from asa.executor import checkpoint, exhausted, outdir, worker
-from asa.executor.ahead import Ahead
-from asa.executor.run import train
+from asa.executor.running import exhausted, outdir
+from asa.executor.running.run import train
+from asa.executor.training import checkpoint, worker
+from asa.executor.training.ahead import Ahead
 from asa.scheduler import adapt
 from asa.strategies import offered
 from asa.zoo.data import fetch, open_split

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import asa
-from asa.executor.equivalence import verify
+from asa.executor.measuring.equivalence import verify
 from asa.profiler.measure import profile_module
 from asa.sharding.generators import drawing, told
 from asa.sharding.randomness import make_reproducible

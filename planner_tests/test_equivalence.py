@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from asa.executor.equivalence import settled, verify
+from asa.executor.measuring.equivalence import settled, verify
 from asa.ir.equivalence import Equivalence
 from asa.ir.layout import Boundary
 from asa.sharding import batchnorm, boundary, replicated

@@ -23,9 +23,10 @@ import training
 
 from asa.cli import entry
 from asa.errors import UsageError
-from asa.executor import checkpoint, outdir
-from asa.executor.export import export_weights, plain_state
-from asa.executor.run import train
+from asa.executor.running import outdir
+from asa.executor.running.export import export_weights, plain_state
+from asa.executor.running.run import train
+from asa.executor.training import checkpoint
 from asa.ir import codec
 from asa.ir.plan import Baseline, DataDegree, Plan, Stage, TensorDegree
 from asa.launch import run_ranks

@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from asa.errors import PreemptedError, UnavailableError, UsageError, WorkersFailedError
-from asa.executor import checkpoint, outdir
-from asa.executor.run import train
-from asa.executor.stopping import PATIENCE_S, Patience
-from asa.executor.votes import Votes
+from asa.executor.model.votes import Votes
+from asa.executor.running import outdir
+from asa.executor.running.run import train
+from asa.executor.training import checkpoint
+from asa.executor.training.stopping import PATIENCE_S, Patience
 from asa.interfaces.executor import Executor
 from asa.ir.measurements import EpochRecord
 from asa.launch import faults

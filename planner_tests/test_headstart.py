@@ -15,17 +15,18 @@ import pytest
 import torch
 import training
 
-from asa.executor import checkpoint, member, outdir
-from asa.executor.run import train
+from asa.executor.running import member, outdir
+from asa.executor.running.run import train
+from asa.executor.training import checkpoint
 from asa.ir.plan import Plan
 from asa.scheduler import adapt
 from asa.strategies import offered
-from asa.zoo.headstart import HeadStart
 from asa.zoo.models import build
+from asa.zoo.preload import ModelPreload
 
 
-def _ahead(spec: str, seed: int = 3) -> HeadStart:
-    with HeadStart(spec, num_classes=10, input_shape=(1, 8, 8), seed=seed) as made:
+def _ahead(spec: str, seed: int = 3) -> ModelPreload:
+    with ModelPreload(spec, num_classes=10, input_shape=(1, 8, 8), seed=seed) as made:
         pass
     return made
 
@@ -50,7 +51,7 @@ def test_it_is_the_model_of_that_seed_and_nothing_else_moves() -> None:
 def test_what_was_planned_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[object] = []
     monkeypatch.setattr("asa.zoo.models.refusal", lambda model, shape: tried.append(model) or "")
-    with HeadStart("squeezenet1_1", num_classes=10, input_shape=(3, 32, 32), seed=3) as ahead:
+    with ModelPreload("squeezenet1_1", num_classes=10, input_shape=(3, 32, 32), seed=3) as ahead:
         pass
     made = ahead.take()
     assert made is not None
@@ -72,7 +73,7 @@ def test_what_cannot_be_made_here_is_left_to_the_ranks(spec: str) -> None:
     assert _ahead(spec).take() is None
 
 
-def _trained(out: Path, plan: Plan, model: HeadStart | None) -> dict[str, torch.Tensor]:
+def _trained(out: Path, plan: Plan, model: ModelPreload | None) -> dict[str, torch.Tensor]:
     train(plan, training.settings(out, epochs=1, seed=3), strategies=offered(), adapt=adapt, model=model)
     found = checkpoint.find(out / outdir.CHECKPOINTS)
     return checkpoint.read(found.path, checkpoint.MODEL)
@@ -107,7 +108,7 @@ def _fresh(*lines: str) -> str:
 def test_torchvision_comes_without_the_compiler_and_asks_it_when_it_must() -> None:
     said = _fresh(
         "import sys, torch",
-        "from asa.zoo.headstart import compiler_later",
+        "from asa.zoo.preload import compiler_later",
         "with compiler_later():",
         "    import torchvision",
         "early = 'torch._dynamo' in sys.modules",
@@ -121,7 +122,7 @@ def test_torchvision_comes_without_the_compiler_and_asks_it_when_it_must() -> No
 def test_who_wants_more_of_the_compiler_gets_it_at_once() -> None:
     said = _fresh(
         "import sys, torch",
-        "from asa.zoo.headstart import compiler_later",
+        "from asa.zoo.preload import compiler_later",
         "with compiler_later():",
         "    stand_in = sys.modules['torch._dynamo.utils']",
         "    from torch._dynamo.utils import counters",

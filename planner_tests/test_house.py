@@ -158,3 +158,14 @@ def docstrings():
 def test_docstrings_begin_with_what_is_returned_or_done():
     found = [f"{p}:{n} {t[:40]!r}" for p, n, t in docstrings() if re.match(r"(Of|The same|And|Those|As)\b", t)]
     assert not found, "\n".join(found)
+
+
+def test_class_names_are_unique_where_plans_are_priced_and_searched():
+    found = {}
+    for room in ("planner", "cost"):
+        for path in sorted((ROOT / "asa" / room).rglob("*.py")):
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.ClassDef):
+                    found.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    twice = {name: paths for name, paths in found.items() if len(paths) > 1}
+    assert not twice

@@ -15,14 +15,15 @@ import training
 from asa.cost.machine import presets
 from asa.cost.traffic.collectives import Links
 from asa.errors import InfeasibleError, InvalidInputError
-from asa.executor import checkpoint, outdir
-from asa.executor.equivalence import verify
-from asa.executor.run import train
+from asa.executor.measuring.equivalence import verify
+from asa.executor.running import outdir
+from asa.executor.running.run import train
+from asa.executor.training import checkpoint
 from asa.ir import codec
 from asa.ir.cluster import Cluster, Level
 from asa.ir.layout import Layout
 from asa.ir.plan import DataDegree, Plan
-from asa.ir.traffic import Beside, Collective
+from asa.ir.traffic import Adjacent, Collective
 from asa.launch import run_ranks
 from asa.planner import Request, parse_pin, plan, why_not
 from asa.planner.space.candidate import Prices
@@ -93,7 +94,7 @@ def test_state_is_that_of_a_group_and_never_rises() -> None:
         states = [page.memory(share, d, "adamw").state + page.memory(share, d, "adamw").gradients for d in (1, 2, 4, 8)]
         assert states == sorted(states, reverse=True)
         assert page.memory(share, 8, "adamw") == FullyShard().memory(share, 4, "adamw")
-        beside = Beside(front=1e4, behind=2e4, rest=5e4, saved=3e3, copying=True)
+        beside = Adjacent(front=1e4, behind=2e4, rest=5e4, saved=3e3, copying=True)
         assert page.transient(share, 8, beside) == FullyShard().transient(share, 4, beside)
         if share.parameter_bytes:
             assert {(c.op, c.ranks, c.stride) for c in page.traffic(share, 8, 2)} == {

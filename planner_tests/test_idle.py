@@ -10,13 +10,14 @@ import pytest
 import torch
 import training
 
-from asa.executor import checkpoint, outdir
-from asa.executor.loop import TrainingExecutor
-from asa.executor.materialize import materialize
-from asa.executor.prepare import open_images
-from asa.executor.state import full_state
-from asa.executor.stopping import StopRequest
-from asa.executor.votes import Votes
+from asa.executor.model.materialize import materialize
+from asa.executor.model.state import full_state
+from asa.executor.model.votes import Votes
+from asa.executor.running import outdir
+from asa.executor.running.loop import TrainingExecutor
+from asa.executor.running.prepare import open_images
+from asa.executor.training import checkpoint
+from asa.executor.training.stopping import StopRequest
 from asa.interfaces.executor import Placement, Probe
 from asa.ir.measurements import Measurements
 from asa.ir.plan import Plan

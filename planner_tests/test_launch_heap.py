@@ -17,8 +17,8 @@ import torch.distributed as dist
 import training
 
 from asa.cli import heap
-from asa.executor import worker
-from asa.executor.run import train
+from asa.executor.running.run import train
+from asa.executor.training import worker
 from asa.launch import run_ranks
 from asa.scheduler import adapt
 from asa.strategies import offered

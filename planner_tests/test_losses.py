@@ -17,8 +17,9 @@ import training
 import asa
 from asa.cli.replanning import regroup as planned_again
 from asa.errors import InfeasibleError, UsageError, WorkersFailedError
-from asa.executor import checkpoint, outdir
-from asa.executor.run import train
+from asa.executor.running import outdir
+from asa.executor.running.run import train
+from asa.executor.training import checkpoint
 from asa.ir import codec
 from asa.ir.plan import Plan
 from asa.launch import alive, devices, faults

@@ -18,18 +18,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from asa.errors import WorkersFailedError
-from asa.executor import migration
-from asa.executor.clock import StepClock
-from asa.executor.keeper import Keeper
-from asa.executor.materialize import materialize
-from asa.executor.migration import Moved, _rounds, _split, _Transfer, move, parts_of, wanted_by
-from asa.executor.optimizer import build_optimizer
-from asa.executor.precision import LossScale
-from asa.executor.settings import TrainSettings
-from asa.executor.state import full_optimizer_state, full_state
-from asa.executor.step import forward_backward
-from asa.executor.votes import Votes
-from asa.executor.worker import Worker
+from asa.executor.model.materialize import materialize
+from asa.executor.model.state import full_optimizer_state, full_state
+from asa.executor.model.step import forward_backward
+from asa.executor.model.votes import Votes
+from asa.executor.training import migration
+from asa.executor.training.checkpointer import Checkpointer
+from asa.executor.training.clock import StepClock
+from asa.executor.training.migration import Moved, _rounds, _split, _Transfer, move, parts_of, wanted_by
+from asa.executor.training.optimizer import build_optimizer
+from asa.executor.training.precision import LossScale
+from asa.executor.training.settings import TrainSettings
+from asa.executor.training.worker import Worker
 from asa.ir.plan import Plan
 from asa.ir.region import size
 from asa.launch import run_ranks
@@ -88,7 +88,7 @@ class _Run:
             component.input_dtype = torch.float64
         self.step = 0
         settings = TrainSettings(out=str(out))
-        self.keeper = Keeper(
+        self.keeper = Checkpointer(
             folder=out, run="test", settings=settings, num_samples=BATCH, votes=self.votes, announce=lambda _: None
         )
         self.worker = self.made(placed)

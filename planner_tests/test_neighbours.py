@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from asa.executor.equivalence import _batch, _step, verify
-from asa.executor.materialize import materialize
-from asa.executor.parallel import ParallelModel
+from asa.executor.measuring.equivalence import _batch, _step, verify
+from asa.executor.model.materialize import materialize
+from asa.executor.model.parallel import ParallelModel
 from asa.launch import run_ranks
 from asa.sharding import direct
 from asa.strategies import offered

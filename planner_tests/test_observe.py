@@ -11,14 +11,14 @@ import torch
 import training
 from stage_plans import staged
 
-from asa.executor import outdir
-from asa.executor.clock import StepTimes
-from asa.executor.loop import TrainingExecutor
-from asa.executor.materialize import materialize
-from asa.executor.prepare import open_images
-from asa.executor.rank_times import RankTimes, packed
-from asa.executor.stopping import StopRequest
-from asa.executor.votes import Votes
+from asa.executor.model.materialize import materialize
+from asa.executor.model.votes import Votes
+from asa.executor.running import outdir
+from asa.executor.running.loop import TrainingExecutor
+from asa.executor.running.prepare import open_images
+from asa.executor.training.clock import StepTimes
+from asa.executor.training.rank_times import RankTimes, packed
+from asa.executor.training.stopping import StopRequest
 from asa.ir.measurements import Measurements
 from asa.ir.plan import Plan
 from asa.launch import run_ranks

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from asa.executor.equivalence import verify
-from asa.executor.loss import hits_of, loss_of
+from asa.executor.measuring.equivalence import verify
+from asa.executor.model.loss import hits_of, loss_of
 from asa.strategies import offered
 from asa.zoo.admission import refusal
 from asa.zoo.models import build

@@ -17,14 +17,15 @@ from asa.cost.constants import constant
 from asa.cost.machine import presets
 from asa.cost.memory.peak import needed
 from asa.errors import UsageError
-from asa.executor import checkpoint, outdir
-from asa.executor.equivalence import verify
-from asa.executor.materialize import materialize
-from asa.executor.offload import HostCopies, updated_in
-from asa.executor.optimizer import build_optimizer
-from asa.executor.run import train
-from asa.executor.state import full_optimizer_state, full_state
-from asa.executor.step import forward_backward
+from asa.executor.measuring.equivalence import verify
+from asa.executor.model.materialize import materialize
+from asa.executor.model.offload import HostCopies, updated_in
+from asa.executor.model.state import full_optimizer_state, full_state
+from asa.executor.model.step import forward_backward
+from asa.executor.running import outdir
+from asa.executor.running.run import train
+from asa.executor.training import checkpoint
+from asa.executor.training.optimizer import build_optimizer
 from asa.ir.layout import Layout
 from asa.ir.plan import Plan
 from asa.ir.profile import Profile

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from asa.errors import InvalidInputError, UsageError
-from asa.executor.equivalence import verify
-from asa.executor.materialize import _check_stages, materialize
-from asa.executor.reduction import Reduction
-from asa.executor.step import forward_backward
+from asa.executor.measuring.equivalence import verify
+from asa.executor.model.materialize import _check_stages, materialize
+from asa.executor.model.reduction import Reduction
+from asa.executor.model.step import forward_backward
 from asa.ir.equivalence import Equivalence
 from asa.ir.layout import Boundary
 from asa.ir.plan import Plan

@@ -13,16 +13,17 @@ import torch
 import training
 
 from asa.errors import PreemptedError, WorkersFailedError
-from asa.executor import checkpoint, outdir
-from asa.executor.benchmark import BenchOptions, measure
-from asa.executor.loop import TrainingExecutor
-from asa.executor.materialize import materialize
-from asa.executor.prepare import open_images
-from asa.executor.run import train
-from asa.executor.state import full_optimizer_state, full_state
-from asa.executor.step import forward_backward
-from asa.executor.stopping import StopRequest
-from asa.executor.votes import Votes
+from asa.executor.measuring.benchmark import BenchOptions, measure
+from asa.executor.model.materialize import materialize
+from asa.executor.model.state import full_optimizer_state, full_state
+from asa.executor.model.step import forward_backward
+from asa.executor.model.votes import Votes
+from asa.executor.running import outdir
+from asa.executor.running.loop import TrainingExecutor
+from asa.executor.running.prepare import open_images
+from asa.executor.running.run import train
+from asa.executor.training import checkpoint
+from asa.executor.training.stopping import StopRequest
 from asa.ir.plan import Plan
 from asa.launch import run_ranks
 from asa.scheduler import adapt

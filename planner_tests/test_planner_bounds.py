@@ -16,7 +16,7 @@ from asa.cost.machine import presets
 from asa.cost.pipeline import StageTimes, makespan
 from asa.ir.units import GIB
 from asa.planner import Request, plan
-from asa.planner.beside import Beside, possible
+from asa.planner.parallel import Forked, possible
 from asa.planner.pipeline import joint
 from asa.planner.pipeline.lattice import Numbers, divisors
 from asa.planner.pipeline.points import Room
@@ -180,7 +180,7 @@ def test_a_second_core_changes_no_answer(monkeypatch):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.parametrize("apart", [False, True])
 def test_work_beside_comes_back(apart):
-    found = Beside(lambda: [x * x for x in range(100_000)], apart=apart)
+    found = Forked(lambda: [x * x for x in range(100_000)], apart=apart)
     assert found.result()[-1] == 99_999**2
     assert found.ready
     found.stop()
@@ -194,8 +194,8 @@ def test_a_copy_that_comes_to_grief_is_made_up_for():
             raise ValueError("only here")
         return 7
 
-    found = Beside(work, apart=True)
+    found = Forked(work, apart=True)
     began.append(1)
     assert found.result() == 7
-    Beside(lambda: list(range(10**7)), apart=True).stop()
+    Forked(lambda: list(range(10**7)), apart=True).stop()
     assert possible() in (False, True)

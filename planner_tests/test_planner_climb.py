@@ -12,7 +12,7 @@ from asa.ir import codec
 from asa.ir.profile import Profile
 from asa.planner import Request
 from asa.planner.pipeline.climb import Climber, first_plans
-from asa.planner.pipeline.sketch import Outline, Sketch
+from asa.planner.pipeline.sketch import PipelineOutline, Sketch
 from asa.planner.space.candidate import Prices
 from asa.planner.space.space import Space, anything
 from asa.strategies import offered
@@ -51,12 +51,12 @@ def test_stages_on_slow_devices_are_priced_as_such():
     own = prices("vit_b_16", "4090-2-3090-2-pcie", 4, 16)
     climber = Climber(Sketch(own, anything, INF))
     manner = climber.sketch.manners(1, 1, lean=False)[0]
-    outline = Outline((0, 4, 9), (1, 1, 1), (manner,) * 3, 1, "1f1b")
+    outline = PipelineOutline((0, 4, 9), (1, 1, 1), (manner,) * 3, 1, "1f1b")
     found = climber.candidate(outline) if climber.seconds(outline) < INF else None
     assert found is not None
     assert climber.seconds(outline) == pytest.approx(own.of(found).cost.total_s)
     wide = climber.sketch.manners(2, 1, lean=False)[0]
-    across = Outline((0, 4, 9), (1, 2, 1), (manner, wide, manner), 1, "1f1b")  # one of a kind, one of the other
+    across = PipelineOutline((0, 4, 9), (1, 2, 1), (manner, wide, manner), 1, "1f1b")  # one of a kind, one of the other
     assert climber.seconds(across) == INF
 
 

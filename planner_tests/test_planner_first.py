@@ -21,7 +21,7 @@ from asa.planner.stage import exhaustive, memory
 from asa.planner.stage.first import first_plan
 from asa.planner.stage.formulate import formulate
 from asa.planner.stage.problem import MS
-from asa.planner.stage.singles import Places, singles
+from asa.planner.stage.singles import StageLookup, singles
 from asa.strategies import offered
 
 INF = float("inf")
@@ -50,7 +50,7 @@ def tight(model: str, cluster: str, share: float) -> Prices:
 @pytest.mark.parametrize("share", [1.2, 1.5])
 def test_a_first_plan_fits_and_is_close_to_the_best_of_its_kind(model, cluster, share):
     prices = tight(model, cluster, share)
-    alone = singles(Places(prices, anything, (4,)), "ilp")
+    alone = singles(StageLookup(prices, anything, (4,)), "ilp")
     value = first_plan(alone, INF, INF)
     (found,) = [x for x in alone if x.value < INF]
     assert value == found.value
@@ -68,7 +68,7 @@ def test_a_machine_that_is_busy_has_the_same_first_plan(monkeypatch):
     for busy in (False, True):
         if busy:
             monkeypatch.setattr("time.process_time", lambda: 60.0 * next(clock))
-        alone = singles(Places(prices, anything, (4,)), "ilp")
+        alone = singles(StageLookup(prices, anything, (4,)), "ilp")
         found.append(first_plan(alone, INF, INF))
     assert found[0] == found[1] < INF
     assert next(x for x in alone if x.value < INF).num_microbatches > 1
@@ -78,7 +78,7 @@ def test_a_machine_that_is_busy_has_the_same_first_plan(monkeypatch):
 def test_what_a_search_proves_does_not_depend_on_where_it_begins(model):
     prices, found = tight(model, CLUSTERS[1], 1.3), []
     for begun in (False, True):
-        alone, best = singles(Places(prices, anything), "dp"), joint.Best(None, INF)
+        alone, best = singles(StageLookup(prices, anything), "dp"), joint.Incumbent(None, INF)
         if begun:
             best.other(first_plan(alone, INF, INF))
             assert best.limit < INF
@@ -90,18 +90,18 @@ def test_what_a_search_proves_does_not_depend_on_where_it_begins(model):
 
 def test_nothing_slower_than_what_is_known_is_begun_with_nor_anything_where_memory_is_plenty():
     prices = tight("vgg16", CLUSTERS[1], 1.3)
-    alone = singles(Places(prices, anything), "ilp")
+    alone = singles(StageLookup(prices, anything), "ilp")
     value = first_plan(alone, INF, INF)
-    assert first_plan(singles(Places(prices, anything), "ilp"), 0.5 * value, INF) == INF
+    assert first_plan(singles(StageLookup(prices, anything), "ilp"), 0.5 * value, INF) == INF
     roomy = Prices(Space(prices.space.profile, prices.space.cluster, offered(), Request(gpus=4, global_batch=64)))
-    assert first_plan(singles(Places(roomy, anything), "ilp"), INF, INF) == INF
+    assert first_plan(singles(StageLookup(roomy, anything), "ilp"), INF, INF) == INF
 
 
 def test_a_search_without_time_answers_with_it_all_the_same():
     prices = tight("vgg16", CLUSTERS[1], 1.3)
     space = prices.space
     hurried = plan(space.profile, space.cluster, offered(), replace(space.request, time_limit_s=1e-3))[0]
-    alone = singles(Places(prices, anything), "ilp")
+    alone = singles(StageLookup(prices, anything), "ilp")
     assert hurried.prediction.step_time_s * MS <= first_plan(alone, INF, INF) * (1 + 1e-9)
     whole = min(b.step_time_s for b in hurried.baselines if b.fits and b.step_time_s is not None)
     assert hurried.prediction.step_time_s < 0.8 * whole

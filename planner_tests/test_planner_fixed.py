@@ -12,14 +12,14 @@ import pytest
 from random_pipelines import RandomPipelines
 
 from asa.cost.pipeline import StageTimes, makespan
-from asa.planner.pipeline import fixed, weighted
+from asa.planner.pipeline import column_generation, pricing_problem
 from asa.planner.pipeline.case import Case
-from asa.planner.pipeline.fixed import Fixed, game, longest
+from asa.planner.pipeline.column_generation import ColumnGeneration, game, longest
 from asa.planner.pipeline.lattice import Numbers, divisors
-from asa.planner.pipeline.piece import Piece
-from asa.planner.pipeline.shop import Shop
+from asa.planner.pipeline.pricing_problem import PricingProblem
+from asa.planner.pipeline.stage_cache import StageCache
+from asa.planner.pipeline.stage_slice import StageSlice
 from asa.planner.pipeline.stages import Explorer
-from asa.planner.pipeline.weighted import Weighted
 from asa.schedules import schedules
 
 INF = float("inf")
@@ -41,7 +41,7 @@ def stages() -> list[tuple[float, float, float]]:
         assert chain is not None
         start = rng.randrange(5 - n)
         ways = joint_oracle.stage(chain, start, start + n, flight)
-        piece = Piece(Explorer(Numbers(chain), flight), start, start + n)
+        piece = StageSlice(Explorer(Numbers(chain), flight), start, start + n)
         for _ in range(6):
             f, b, longer, once = rng.uniform(0, 4), rng.uniform(0, 4), rng.choice([0, 2]), rng.choice([0, 0.3, 1])
             behind = np.array([rng.uniform(0, 2) for _ in divisors(2)])
@@ -56,7 +56,7 @@ def stages() -> list[tuple[float, float, float]]:
                 for t, first, last, _ in ways
             ]
             assert set(degrees) == set(divisors(2))
-            stage = Weighted(piece, (f, b, longer, once), behind)
+            stage = PricingProblem(piece, (f, b, longer, once), behind)
             priced = stage.begun() + entry
             best = stage.best(entry, INF, 10_000, INF)
             ended = best.values + behind
@@ -84,15 +84,17 @@ def test_a_stage_at_weights_takes_what_its_best_way_takes():
 
 @pytest.mark.parametrize("wrong", [("_CLOSE", 0.7), ("_NEVER", 0.1)])
 def test_a_wrong_limit_or_clock_would_be_noticed(wrong, monkeypatch):
-    monkeypatch.setattr(weighted, *wrong)
+    monkeypatch.setattr(pricing_problem, *wrong)
     with pytest.raises((AssertionError, StopIteration)):
         test_a_stage_at_weights_takes_what_its_best_way_takes()
 
 
-def known(x: RandomPipelines, m: int, name: str, widths: tuple[int, ...], at: tuple[int, ...]) -> tuple[float, Fixed]:
+def known(
+    x: RandomPipelines, m: int, name: str, widths: tuple[int, ...], at: tuple[int, ...]
+) -> tuple[float, ColumnGeneration]:
     """The fastest plan of such cuts and widths, and what is said of them."""
     p, schedule = len(widths), x.schedules[name]
-    case = Case(Shop(x), m, name, schedule, [p], lambda *_: True)
+    case = Case(StageCache(x), m, name, schedule, [p], lambda *_: True)
     for _ in range(3):
         case.step(INF, INF)
     flights = [schedule.in_flight(s, p, m) for s in range(p)]
@@ -103,7 +105,7 @@ def known(x: RandomPipelines, m: int, name: str, widths: tuple[int, ...], at: tu
         times = [w[0] for w in picked]
         truth = min(truth, joint_oracle.clock(times, moves, [schedule.order(s, p, m) for s in range(p)], m))
     cuts = tuple((w, at[s], at[s + 1]) for s, w in enumerate(widths))
-    return truth, Fixed(case, cuts, 0.0, [np.ones(4 * p + 2 * (p - 1))])
+    return truth, ColumnGeneration(case, cuts, 0.0, [np.ones(4 * p + 2 * (p - 1))])
 
 
 def several() -> list[tuple[float, float, float]]:
@@ -137,7 +139,7 @@ def test_fixed_cuts_take_at_least_what_is_said_of_them():
 
 
 def test_a_path_that_counts_too_much_would_be_noticed(monkeypatch):
-    monkeypatch.setattr(fixed, "longest", lambda *args: (longest(*args)[0], 1.05 * longest(*args)[1]))
+    monkeypatch.setattr(column_generation, "longest", lambda *args: (longest(*args)[0], 1.05 * longest(*args)[1]))
     with pytest.raises(AssertionError):
         several()
 

@@ -289,7 +289,7 @@ def test_a_document_is_printed_wherever_json_is_asked_for(how, place, capsys, mo
 
 
 def test_an_interrupted_run_says_so_in_its_result():
-    run = pytest.importorskip("asa.executor.run")
+    run = pytest.importorskip("asa.executor.running.run")
     seen: dict[str, Any] = {}
 
     class Log:

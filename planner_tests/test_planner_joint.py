@@ -61,7 +61,7 @@ def test_few_labels_at_first_cost_neither_plan_nor_proof(monkeypatch):
     monkeypatch.setattr("asa.planner.pipeline.explored.MOST", 2)
     counts = []
     for turns in (8, 1):
-        monkeypatch.setattr("asa.planner.pipeline.fixed._TURNS", turns)
+        monkeypatch.setattr("asa.planner.pipeline.column_generation._TURNS", turns)
         for case in range(40, 100):
             pipelines = small(case, memory=(1, 1.5, 2.5, 3)[case % 4])
             found, truth = search(pipelines, crowded=True), joint_oracle.best(pipelines)
@@ -97,7 +97,7 @@ def test_stages_that_time_was_too_short_for_are_explored_later(monkeypatch):
         return explore(self, frame, limit, ends, only and sorted(only)[:1])
 
     monkeypatch.setattr(Explored, "explore", one)
-    monkeypatch.setattr("asa.planner.pipeline.fixed._TURNS", 1)
+    monkeypatch.setattr("asa.planner.pipeline.column_generation._TURNS", 1)
     for case in range(40):
         pipelines = small(case)
         found, truth = search(pipelines), joint_oracle.best(pipelines)

@@ -19,7 +19,7 @@ from asa.planner.space.narrower import by_width
 from asa.planner.space.space import Space, anything
 from asa.planner.stage.first import narrow_plan
 from asa.planner.stage.problem import MS
-from asa.planner.stage.singles import Places, singles
+from asa.planner.stage.singles import StageLookup, singles
 from asa.strategies import offered
 
 INF = float("inf")
@@ -75,7 +75,7 @@ def test_uniform_plans_of_few_widths_fit_and_come_fastest_first():
 
 def test_first_plans_of_narrow_stages_are_no_slower_than_uniform_ones():
     prices = slow_links()
-    alone, found = singles(Places(prices, anything), "ilp"), by_width(prices, anything, INF)
+    alone, found = singles(StageLookup(prices, anything), "ilp"), by_width(prices, anything, INF)
     uniform = prices.of(found[0]).cost.total_s * MS
     value = narrow_plan(alone, [found[0].ranks], INF, INF)
     (own,) = [x for x in alone if x.value < INF]

@@ -17,7 +17,7 @@ from asa.ir.plan import DataDegree, TensorDegree
 from asa.planner import search
 from asa.planner.stage import dual, exhaustive, ilp, memory
 from asa.planner.stage.problem import Config, Edge, Problem, Solution
-from asa.planner.stage.singles import Place, Single
+from asa.planner.stage.singles import FormulatedStage, Single
 
 
 def same(a: float, b: float) -> bool:
@@ -269,7 +269,7 @@ def test_prices_of_memory_bound_every_choice_that_fits():
                 np.array([pivot]) / sum(pivot),
                 np.array([[rng.choice([0.0, 3 * rng.random()]) for _ in range(5)]]),
             )
-            assert dual.Priced(arrays, weights).value[0] <= best * (1 + 1e-9)
+            assert dual.PricedStage(arrays, weights).value[0] <= best * (1 + 1e-9)
 
 
 def test_a_hurried_label_program_states_a_true_bound():
@@ -308,7 +308,7 @@ def test_where_labels_get_too_many_the_ilp_proves_a_single_stage(seed):
         problem = random_problems.draw(rng, components=5, configs=4, most=400, tight=True)
         oracle = exhaustive.solve(problem)
         single = Single(SimpleNamespace(), 0.0, problem.width, 1, "ilp")
-        single.place = Place(SimpleNamespace(problem=problem))
+        single.place = FormulatedStage(SimpleNamespace(problem=problem))
         single._by_ilp(30.0)
         assert single.bound <= oracle.value * (1 + 1e-9)
         assert single.value >= oracle.value * (1 - 1e-9)
@@ -323,7 +323,7 @@ def test_where_labels_get_too_many_the_ilp_proves_a_single_stage(seed):
 def test_a_proved_stage_of_too_many_ways_is_not_solved_once_more(monkeypatch):
     problem = random_problems.draw(random.Random(1), components=5, configs=4, most=400)
     single = Single(SimpleNamespace(), 0.0, problem.width, 1, "ilp")
-    single.place = Place(SimpleNamespace(problem=problem))
+    single.place = FormulatedStage(SimpleNamespace(problem=problem))
     single.solution = label_program.solve(problem)
     assert search._again(single, "ilp", float("inf"), near=False)[1].endswith("checked by dp")
     monkeypatch.setattr("asa.planner.stage.singles.HANDY", 3)

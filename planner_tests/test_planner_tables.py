@@ -13,7 +13,7 @@ from random_pipelines import RandomPipelines
 from asa.cost.machine import presets
 from asa.ir.units import GIB
 from asa.planner import Request
-from asa.planner.pipeline.lattice import ACT, Numbers, Priced
+from asa.planner.pipeline.lattice import ACT, Numbers, PricedChain
 from asa.planner.pipeline.pipelines import stage_times
 from asa.planner.pipeline.points import Room
 from asa.planner.pipeline.stages import Explorer
@@ -87,7 +87,7 @@ def test_memory_may_be_priced_in_any_moments(m):
         for flight, price in product((1, 2), (0.5, 5.0, 50.0)):
             rows = [(1.0, 0.0, 0.0, price, float(flight), 1.0, OWN_LAST)] * len(shares)
             weights = replace(weights_of(rows, 4), moments=shares)
-            found = Priced(x, weights).intervals() - price * x.capacity
+            found = PricedChain(x, weights).intervals() - price * x.capacity
             for a, b in ((0, 1), (0, 2), (1, 3), (2, 4), (0, 4)):
                 true = truth(chain, a, b, flight)[0]
                 low = found[:, a, b].min(axis=(1, 2))
@@ -113,7 +113,7 @@ def test_a_last_layer_that_is_small_hides_no_memory():
     x, solver = Numbers(tight), Solver(tight.stage(n - 3, n))
     solver.price()
     rows = priced_memory(x, 1)
-    values = Priced(x, weights_of(rows, n)).intervals()[:, n - 3, n].min(axis=(1, 2))
+    values = PricedChain(x, weights_of(rows, n)).intervals()[:, n - 3, n].min(axis=(1, 2))
     bounds = values - np.array([r[3] for r in rows]) * x.capacity
     whole = [k for k, r in enumerate(rows) if r[2] > 0]
     ahead = max(float(bounds[k]) for k in whole if rows[k][6] != OWN_LAST)

@@ -10,8 +10,9 @@ import pytest
 import torch
 import training
 
-from asa.executor import checkpoint, outdir
-from asa.executor.run import train
+from asa.executor.running import outdir
+from asa.executor.running.run import train
+from asa.executor.training import checkpoint
 from asa.ir.plan import Plan
 from asa.scheduler import adapt
 from asa.strategies import offered

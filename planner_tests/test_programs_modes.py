@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import asa
 from asa.errors import UsageError
-from asa.executor.modes import Modes
+from asa.executor.model.modes import Modes
 from asa.launch import run_ranks
 from planner_tests.programs import Program, State, assert_as_alone, classes, cross_entropy, epochs, numbers
 

@@ -14,7 +14,7 @@ from torch import nn
 import asa
 from asa.api import optimizer_states, placed
 from asa.errors import UsageError, WorkersFailedError
-from asa.executor.votes import Votes
+from asa.executor.model.votes import Votes
 from asa.launch import run_ranks
 from planner_tests import user_programs as user
 from planner_tests.test_api_loop import CASES, in_float64, plan_of

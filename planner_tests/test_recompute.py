@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from asa.executor.equivalence import verify
-from asa.executor.materialize import materialize
-from asa.executor.step import forward_backward
+from asa.executor.measuring.equivalence import verify
+from asa.executor.model.materialize import materialize
+from asa.executor.model.step import forward_backward
 from asa.ir.equivalence import Equivalence
 from asa.ir.plan import Plan
 from asa.launch import run_ranks

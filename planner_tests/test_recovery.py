@@ -23,9 +23,10 @@ from asa.cost.machine.estimate import estimate
 from asa.cost.machine.heavier import heavier_profile
 from asa.cost.memory.peak import reserved
 from asa.errors import ExhaustedError, InfeasibleError, WorkersFailedError
-from asa.executor import checkpoint, exhausted, outdir, recovery, worker
-from asa.executor.recovery import told
-from asa.executor.run import train
+from asa.executor.running import exhausted, outdir, recovery
+from asa.executor.running.recovery import told
+from asa.executor.running.run import train
+from asa.executor.training import checkpoint, worker
 from asa.instruments import room
 from asa.ir import codec
 from asa.ir.cluster import Cluster

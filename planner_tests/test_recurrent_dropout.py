@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from asa.executor.equivalence import verify
+from asa.executor.measuring.equivalence import verify
 from asa.sharding.randomness import make_reproducible
 from asa.sharding.recurrent import drops_between_layers, with_layers_by_sample
 from asa.sharding.samples import SampleContext, SampleDropout

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from asa.cli import entry
 from asa.errors import UsageError
-from asa.executor import rehearsal
-from asa.executor.benchmark import BenchOptions, measure
+from asa.executor.measuring import rehearsal
+from asa.executor.measuring.benchmark import BenchOptions, measure
 from asa.ir import codec
 from asa.ir.plan import Plan
 from asa.ir.profile import Stat
@@ -84,7 +84,7 @@ def test_memory_is_that_of_the_real_run() -> None:
     """Two real ranks and each of them rehearsed: the same peak by the same count."""
     from functools import partial
 
-    from asa.cli.ground import images
+    from asa.cli.bench_setup import images
 
     plan = dataclasses.replace(plan_of("plain", uniform(2, 1), width=2), global_batch=16)
     options = BenchOptions(budget_s=0.5, evaluations=1, evaluation_samples=16, threads=1)

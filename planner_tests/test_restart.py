@@ -9,7 +9,7 @@ from pathlib import Path
 import training
 
 from asa.errors import UsageError
-from asa.executor.run import train
+from asa.executor.running.run import train
 from asa.launch import run_ranks
 from asa.scheduler import adapt
 from asa.strategies import offered

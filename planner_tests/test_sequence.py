@@ -14,7 +14,7 @@ from asa.cost.machine import presets
 from asa.cost.machine.slower import slower_profile
 from asa.cost.memory.peak import needed
 from asa.errors import InfeasibleError, UsageError
-from asa.executor.equivalence import verify
+from asa.executor.measuring.equivalence import verify
 from asa.interfaces.schedule import Schedule
 from asa.ir import codec
 from asa.ir.graph import InnerCollective, SequenceSplit

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from asa.executor.optimizer import build_optimizer
+from asa.executor.training.optimizer import build_optimizer
 from asa.launch import run_ranks
 from asa.sharding.parts import local, step_over_parts
 

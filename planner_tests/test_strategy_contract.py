@@ -12,8 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from asa.cost.boundary.ends import Ends
-from asa.executor.loss import loss_of
-from asa.executor.materialize import materialize
+from asa.executor.model.loss import loss_of
+from asa.executor.model.materialize import materialize
 from asa.ir import transfer
 from asa.ir.graph import LayerGraph
 from asa.ir.plan import Plan

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from asa.cost.machine import presets
 from asa.cost.machine.estimate import estimate
 from asa.errors import UsageError
-from asa.executor.equivalence import verify
+from asa.executor.measuring.equivalence import verify
 from asa.ir.plan import Plan
 from asa.ir.profile import Profile
 from asa.planner import Request, plan

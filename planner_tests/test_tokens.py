@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from asa.errors import UsageError
-from asa.executor.loss import hits_of, loss_of
+from asa.executor.model.loss import hits_of, loss_of
 from asa.zoo.admission import told_classes
 from asa.zoo.data import fetch, open_split
 from asa.zoo.models import build

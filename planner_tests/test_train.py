@@ -26,9 +26,10 @@ from asa.errors import (
     UsageError,
     WorkersFailedError,
 )
-from asa.executor import checkpoint, outdir, worker
-from asa.executor.run import train
-from asa.executor.settings import TrainSettings
+from asa.executor.running import outdir
+from asa.executor.running.run import train
+from asa.executor.training import checkpoint, worker
+from asa.executor.training.settings import TrainSettings
 from asa.interfaces.executor import Executor
 from asa.ir import codec
 from asa.ir.measurements import EpochRecord
@@ -317,7 +318,7 @@ def test_a_loss_that_explodes_is_said_so(tmp_path: Path) -> None:
 
 
 def test_a_plan_for_more_ranks_than_cores_runs_with_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from asa.executor import prepare
+    from asa.executor.running import prepare
 
     monkeypatch.setattr(prepare, "usable_cores", lambda: 1)
     _, events = _train(training.plan("logistic", ranks=2), training.settings(tmp_path, epochs=1))

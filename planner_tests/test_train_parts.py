@@ -18,18 +18,19 @@ from promising import Promising
 from torch import nn
 
 from asa.errors import InvalidInputError, PreemptedError, UnavailableError, UsageError, WorkersFailedError
-from asa.executor import checkpoint, outdir, prepare
-from asa.executor.clock import StepClock
-from asa.executor.logs import RunLog
-from asa.executor.loop import TrainingExecutor
-from asa.executor.materialize import _check, materialize
-from asa.executor.optimizer import build_optimizer, learning_rate, set_learning_rate
-from asa.executor.precision import LossScale
-from asa.executor.run import train
-from asa.executor.settings import TrainSettings
-from asa.executor.state import full_optimizer_state, full_state
-from asa.executor.stopping import StopRequest
-from asa.executor.votes import Votes
+from asa.executor.model.materialize import _check, materialize
+from asa.executor.model.state import full_optimizer_state, full_state
+from asa.executor.model.votes import Votes
+from asa.executor.running import outdir, prepare
+from asa.executor.running.loop import TrainingExecutor
+from asa.executor.running.run import train
+from asa.executor.training import checkpoint
+from asa.executor.training.clock import StepClock
+from asa.executor.training.logs import RunLog
+from asa.executor.training.optimizer import build_optimizer, learning_rate, set_learning_rate
+from asa.executor.training.precision import LossScale
+from asa.executor.training.settings import TrainSettings
+from asa.executor.training.stopping import StopRequest
 from asa.interfaces.executor import Placement
 from asa.ir import codec
 from asa.ir.codec import fingerprint

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import training
 
-from asa.executor.run import train
-from asa.executor.timeline import Span, _without
+from asa.executor.observing.timeline import Span, _without
+from asa.executor.running.run import train
 from asa.ir.plan import DataDegree, Plan, Stage
 from asa.report.trace import together
 from asa.report.training import summary

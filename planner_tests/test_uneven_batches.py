@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from asa.errors import UsageError
-from asa.executor.equivalence import verify
-from asa.executor.loss import loss_of
-from asa.executor.materialize import materialize
-from asa.executor.parallel import ParallelModel
-from asa.executor.step import microbatch_rows, microbatches_of
+from asa.executor.measuring.equivalence import verify
+from asa.executor.model.loss import loss_of
+from asa.executor.model.materialize import materialize
+from asa.executor.model.parallel import ParallelModel
+from asa.executor.model.step import microbatch_rows, microbatches_of
 from asa.ir.equivalence import Equivalence
 from asa.ir.layout import Layout
 from asa.ir.plan import Plan, Stage

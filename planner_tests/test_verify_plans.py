@@ -8,11 +8,11 @@ import fake_strategies
 import nouns
 import pytest
 
-from asa.cli import contest, entry
+from asa.cli import entry, verify_plans
 from asa.cli.console import Console
 from asa.cost.machine import presets
 from asa.errors import UnavailableError
-from asa.executor.benchmark import Cell
+from asa.executor.measuring.benchmark import Cell
 from asa.ir import codec
 from asa.ir.plan import Plan
 from asa.planner import Request, parse_pin
@@ -65,11 +65,11 @@ def test_draws_of_a_plan_lie_around_its_prediction():
 
 def test_what_cannot_be_measured_here_is_refused():
     with pytest.raises(UnavailableError, match="CUDA devices"):
-        contest.check(presets.load("a100-nvlink-8"), 8, Console())
+        verify_plans.check(presets.load("a100-nvlink-8"), 8, Console())
 
 
 def test_ranks_that_share_cores_are_told_so(capsys):
-    contest.check(nouns.cluster(2), 512, Console())
+    verify_plans.check(nouns.cluster(2), 512, Console())
     assert "512 ranks share" in capsys.readouterr().err
 
 
@@ -86,8 +86,8 @@ def measured_plan() -> Plan:
     cells = [Cell("asa", steps=[0.9, 0.91]), Cell("ddp", steps=[0.7, 0.71, 0.72])]
     before = Belief(p_best=(0.7, 0.3), expected_regret=(0.05, 0.2))
     after = Belief(p_best=(0.01, 0.99), expected_regret=(0.3, 0.001))
-    made = contest._measured([first, other], cells, [5, 6], 9.0, 1, before, after, nouns.cluster(2))
-    chosen = contest._as_answer(first, other, contest._said([first, other], 1, made))
+    made = verify_plans._measured([first, other], cells, [5, 6], 9.0, 1, before, after, nouns.cluster(2))
+    chosen = verify_plans._as_answer(first, other, verify_plans._said([first, other], 1, made))
     return replace(chosen, measured=made)
 
 

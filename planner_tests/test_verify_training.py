@@ -13,9 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 from asa.errors import WorkersFailedError
-from asa.executor import plainly, step, worker
-from asa.executor.equivalence import verify
-from asa.executor.worker import Worker
+from asa.executor.measuring import plainly
+from asa.executor.measuring.equivalence import verify
+from asa.executor.model import step
+from asa.executor.training import worker
+from asa.executor.training.worker import Worker
 from asa.ir.equivalence import Equivalence
 from asa.ir.plan import Plan
 from asa.sharding import batchnorm, boundary, samples

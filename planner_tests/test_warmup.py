@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from asa.executor.warmup import SETTLED_BYTES, warm_up
+from asa.executor.observing.warmup import SETTLED_BYTES, warm_up
 
 
 class Ranks:

@@ -11,12 +11,13 @@ import pytest
 import torch
 import training
 
-from asa.executor import checkpoint, outdir
-from asa.executor.equivalence import verify
-from asa.executor.materialize import materialize
-from asa.executor.optimizer import build_optimizer
-from asa.executor.run import train
-from asa.executor.step import forward_backward
+from asa.executor.measuring.equivalence import verify
+from asa.executor.model.materialize import materialize
+from asa.executor.model.step import forward_backward
+from asa.executor.running import outdir
+from asa.executor.running.run import train
+from asa.executor.training import checkpoint
+from asa.executor.training.optimizer import build_optimizer
 from asa.ir.equivalence import Equivalence
 from asa.ir.plan import Plan
 from asa.launch import run_ranks

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from asa.executor.materialize import materialize
-from asa.executor.optimizer import build_optimizer
-from asa.executor.step import forward_backward
+from asa.executor.model.materialize import materialize
+from asa.executor.model.step import forward_backward
+from asa.executor.training.optimizer import build_optimizer
 from asa.ir.graph import LayerGraph
 from asa.ir.layout import Boundary, Layout
 from asa.ir.plan import DataDegree, Plan, TensorDegree

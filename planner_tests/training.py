@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from asa.executor.settings import TrainSettings
+from asa.executor.training.settings import TrainSettings
 from asa.ir.plan import (
     Assignment,
     Certificate,

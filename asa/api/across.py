@@ -16,7 +16,7 @@ from torch import Tensor
 from asa.api.losses import current
 from asa.api.tape import Watched, gathered
 from asa.errors import UsageError
-from asa.executor.votes import Votes
+from asa.executor.model.votes import Votes
 
 if TYPE_CHECKING:
     from asa.api.placed import PlacedModel

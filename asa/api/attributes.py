@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from asa.errors import UsageError
-from asa.executor.parameter_hooks import replaced
+from asa.executor.model.parameter_hooks import replaced
 from asa.tracing.preserve import preserved
 
 if TYPE_CHECKING:

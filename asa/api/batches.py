@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, default_collate
 
 from asa.errors import UsageError
-from asa.executor.votes import Votes
+from asa.executor.model.votes import Votes
 
 _LOOKED_AT = 4096
 """Elements of a tensor by which batches are told apart."""

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 
 from asa.errors import UsageError
-from asa.executor.parallel import ParallelModel
-from asa.executor.state import held
+from asa.executor.model.parallel import ParallelModel
+from asa.executor.model.state import held
 from asa.sharding.split import held_of
 
 _split: WeakSet[ParallelModel] = WeakSet()

@@ -20,23 +20,23 @@ from asa.api.calls import arguments
 from asa.api.clipping import clip, understood_by_torch
 from asa.api.job_loss import JobLoss, LossWeight
 from asa.api.optimizers import Rebinding
-from asa.api.place import Place
+from asa.api.rank_context import RankContext
 from asa.api.schedules import FILE, Schedules
 from asa.api.validation import mean_loss
 from asa.errors import AsaError, PreemptedError, UsageError
-from asa.executor import checkpoint
-from asa.executor.checkpoint import Manifest
-from asa.executor.clock import StepClock
-from asa.executor.keeper import Keeper
-from asa.executor.logs import Announce
-from asa.executor.pace import Interval, Pace, who_is_late
-from asa.executor.parallel import ParallelModel
-from asa.executor.planned import PlannedExecutor
-from asa.executor.precision import LossScale, autocast
-from asa.executor.settings import TrainSettings
-from asa.executor.step import forward_backward, microbatch_rows, microbatches_of
-from asa.executor.stopping import StopRequest
-from asa.executor.worker import Tally, Worker
+from asa.executor.model.parallel import ParallelModel
+from asa.executor.model.step import forward_backward, microbatch_rows, microbatches_of
+from asa.executor.running.planned import PlannedExecutor
+from asa.executor.training import checkpoint
+from asa.executor.training.checkpoint import Manifest
+from asa.executor.training.checkpointer import Checkpointer
+from asa.executor.training.clock import StepClock
+from asa.executor.training.epoch_timer import EpochTimer, Interval, who_is_late
+from asa.executor.training.logs import Announce
+from asa.executor.training.precision import LossScale, autocast
+from asa.executor.training.settings import TrainSettings
+from asa.executor.training.stopping import StopRequest
+from asa.executor.training.worker import LossCounter, Worker
 from asa.interfaces.executor import EpochOutcome, Look
 from asa.ir.plan import Plan
 from asa.launch import faults, give_back_freed_memory
@@ -68,7 +68,7 @@ class UserExecutor(PlannedExecutor):
         *,
         rebinding: Rebinding,
         data: UserData,
-        place: Place,
+        place: RankContext,
         announce: Announce,
         folder: Path | None,
         run: str,
@@ -85,7 +85,7 @@ class UserExecutor(PlannedExecutor):
         self._since_saved_s = 0.0
         self._running: Iterator[Share] | None = None
         waits.on = settings.observe
-        self._keeper = Keeper(
+        self._keeper = Checkpointer(
             folder=folder or Path(), run=run, settings=settings, num_samples=self._samples, votes=self._votes,
             announce=announce, more=lambda: {FILE: schedules.state()},
         )  # fmt: skip
@@ -145,7 +145,7 @@ class UserExecutor(PlannedExecutor):
             share = Share(total=samples_in(batch), rows=rows, first=0, batch=rows_of(batch, rows))
         if not self.trainable(share.total):
             raise UsageError(f"{share.total} samples are too few to give every rank something to compute on")
-        tally = Tally(self.model.device)
+        tally = LossCounter(self.model.device)
         self._train(share, tally)
         self._worker.clock.collect()
         found = self._votes.gather(tally.take())
@@ -177,7 +177,7 @@ class UserExecutor(PlannedExecutor):
         seed = self._settings.seed * 1_000_003 + self._epoch
         return self._data.batches.epoch(order_seed=seed, skip=self._behind if skip is None else skip)
 
-    def _train(self, share: Share, tally: Tally) -> None:
+    def _train(self, share: Share, tally: LossCounter) -> None:
         # Masks that no module of ours draws come from torch's own generators: a function of the step, too.
         torch.manual_seed(self._settings.seed * 1_000_003 + self._step)
         worker, model, scale = self._worker, self.model, self._worker.scale
@@ -248,8 +248,10 @@ class UserExecutor(PlannedExecutor):
         if self._votes.anyone(self.stop.asked):
             self._preempt()
         self.model.train()
-        tally = Tally(self.model.device)
-        pace = Pace(self.plan, self.processes, self._votes, self._worker.clock, self._settings.log_every, self._warm)
+        tally = LossCounter(self.model.device)
+        pace = EpochTimer(
+            self.plan, self.processes, self._votes, self._worker.clock, self._settings.log_every, self._warm
+        )
         left_out = 0
         shares, behind = self._running or self._batches(), self._behind
         while (share := next(shares, None)) is not None:
@@ -295,7 +297,7 @@ class UserExecutor(PlannedExecutor):
             measurements=pace.measurements(None),
         )
 
-    def _exchange(self, pace: Pace, tally: Tally) -> Interval:
+    def _exchange(self, pace: EpochTimer, tally: LossCounter) -> Interval:
         """What all ranks did since the last time, told to whoever listens."""
         interval = pace.exchange(tally, step=self._step, stop=self.stop.asked)
         self.announce({"event": "steps", "epoch": self._epoch, "step": self._step, "loss": interval.loss,

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from asa.api.place import known_votes
+from asa.api.rank_context import known_votes
 from asa.errors import InvalidInputError, UnavailableError, UsageError
-from asa.executor.state import Held, cut, gather
+from asa.executor.model.state import Held, cut, gather
 from asa.sharding.axis import SOLO
 from asa.sharding.split import TensorPart
 

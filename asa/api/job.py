@@ -23,20 +23,20 @@ from asa.api.names import StateNames
 from asa.api.notes import check_exact, differing, trained_norms
 from asa.api.optimizers import Rebinding, check_shared, planned_as, whole_because
 from asa.api.optimizers import elementwise as known_elementwise
-from asa.api.place import find_place, same_weights
 from asa.api.placed import MEETING_S
 from asa.api.planned import Wishes, agreed_plan, checked_plan, on_all_ranks
 from asa.api.planning import check_plain, device_of, shaped, spec_of
+from asa.api.rank_context import find_place, same_weights
 from asa.api.said import say
 from asa.api.schedules import Schedules
 from asa.api.wholes import whole_plan
 from asa.errors import UsageError
-from asa.executor import checkpoint
-from asa.executor.checkpoint import Manifest
-from asa.executor.materialize import materialize
-from asa.executor.outdir import CHECKPOINTS, owned
-from asa.executor.parallel import ParallelModel
-from asa.executor.settings import TrainSettings
+from asa.executor.model.materialize import materialize
+from asa.executor.model.parallel import ParallelModel
+from asa.executor.running.outdir import CHECKPOINTS, owned
+from asa.executor.training import checkpoint
+from asa.executor.training.checkpoint import Manifest
+from asa.executor.training.settings import TrainSettings
 from asa.ir import codec
 from asa.ir.cluster import Cluster
 from asa.ir.measurements import EpochRecord, Measurements

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from asa.api.losses import tolerance
 from asa.api.tape import MOST_BYTES
 from asa.errors import UsageError
-from asa.executor.votes import Votes
+from asa.executor.model.votes import Votes
 
 LossWeight = Callable[[Any], Tensor | float] | Literal["sum"] | None
 _MEAN = 1

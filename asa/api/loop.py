@@ -17,15 +17,15 @@ from asa.api.names import StateNames
 from asa.api.notes import differing, trained_norms
 from asa.api.optimizers import Rebinding, check_shared, others_over, planned_as, whole_because
 from asa.api.optimizers import elementwise as known_elementwise
-from asa.api.place import Place, find_place, same_weights
 from asa.api.placed import PlacedLoader, PlacedModel, rows_here
 from asa.api.planned import Wishes, agreed_plan, checked_plan, usual_cache
 from asa.api.planning import check_plain, device_of, one_tensor, shaped, spec_of
+from asa.api.rank_context import RankContext, find_place, same_weights
 from asa.api.said import say
 from asa.api.wholes import DATA, anew, spare_of, whole_plan
 from asa.errors import UsageError
-from asa.executor.materialize import materialize
-from asa.executor.parallel import ParallelModel
+from asa.executor.model.materialize import materialize
+from asa.executor.model.parallel import ParallelModel
 from asa.ir.cluster import Cluster
 from asa.ir.layout import Layout
 from asa.ir.plan import Plan
@@ -184,7 +184,9 @@ def cache_folder(cache: Path | str | None) -> Path | None:
     return usual_cache() if cache == "auto" else None if cache is None else Path(cache)
 
 
-def how_called(place: Place, model: nn.Module, batches: GlobalBatches, example_input: Any) -> tuple[Call | None, str]:
+def how_called(
+    place: RankContext, model: nn.Module, batches: GlobalBatches, example_input: Any
+) -> tuple[Call | None, str]:
     """How the model is called, as far as that is known, and why it cannot be cut into components; no reason where it
     is called with one tensor (collective).
 

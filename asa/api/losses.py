@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from asa.api.tape import Comparison, Difference, Tape
-from asa.executor.votes import Votes
+from asa.executor.model.votes import Votes
 
 if TYPE_CHECKING:
     from asa.api.placed import PlacedModel

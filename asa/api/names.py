@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from asa.executor.exchange import told
-from asa.executor.parallel import ParallelModel
-from asa.executor.state import full_state
-from asa.executor.votes import Votes
+from asa.executor.model.exchange import told
+from asa.executor.model.parallel import ParallelModel
+from asa.executor.model.state import full_state
+from asa.executor.model.votes import Votes
 
 
 class StateNames:

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from asa.errors import UsageError
-from asa.executor.parallel import ParallelModel
-from asa.executor.parameter_hooks import replaced
-from asa.executor.state import full_optimizer_state, load_full_optimizer_state, restored, stored
+from asa.executor.model.parallel import ParallelModel
+from asa.executor.model.parameter_hooks import replaced
+from asa.executor.model.state import full_optimizer_state, load_full_optimizer_state, restored, stored
 from asa.sharding.split import TensorPart, held_of
 
 _MEETING_S = 30.0

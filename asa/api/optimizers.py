@@ -15,9 +15,9 @@ from asa.api.optimizer_states import load_states, plain_states
 from asa.api.scaling import understood_by_scalers
 from asa.api.seen import Seen
 from asa.errors import UsageError
-from asa.executor.parallel import ParallelModel
-from asa.executor.parameter_hooks import hooked
-from asa.executor.state import Held, held, stored
+from asa.executor.model.parallel import ParallelModel
+from asa.executor.model.parameter_hooks import hooked
+from asa.executor.model.state import Held, held, stored
 from asa.ir.plan import OptimizerName
 from asa.sharding.parts import step_over_parts
 from asa.sharding.split import TensorPart

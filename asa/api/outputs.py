@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from asa.errors import UsageError
-from asa.executor.parallel import ParallelModel
-from asa.executor.parameter_hooks import replaced
+from asa.executor.model.parallel import ParallelModel
+from asa.executor.model.parameter_hooks import replaced
 
 
 class Demands:

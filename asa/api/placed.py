@@ -20,12 +20,12 @@ from asa.api.losses import Terms, Trial, listen, mark
 from asa.api.names import StateNames
 from asa.api.numbers import numbers_of_wholes
 from asa.api.outputs import Demands, entering, leaving
-from asa.api.place import Place
+from asa.api.rank_context import RankContext
 from asa.api.seen import Seen
 from asa.errors import UsageError
-from asa.executor.parallel import ParallelModel
-from asa.executor.parameter_hooks import refuse_hooks, replaced
-from asa.executor.state import load_full_state
+from asa.executor.model.parallel import ParallelModel
+from asa.executor.model.parameter_hooks import refuse_hooks, replaced
+from asa.executor.model.state import load_full_state
 from asa.ir.layout import bounds
 from asa.ir.plan import Plan
 
@@ -57,7 +57,7 @@ class PlacedModel(nn.Module):
     """
 
     parallel: ParallelModel | None
-    place: Place
+    place: RankContext
     origin: nn.Module
     share: Share | None
     """The batch the loader yielded last."""
@@ -76,7 +76,7 @@ class PlacedModel(nn.Module):
     def __init__(
         self,
         parallel: ParallelModel | None,
-        place: Place,
+        place: RankContext,
         *,
         origin: nn.Module,
         names: StateNames | None = None,

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 import asa
-from asa.api.place import Place
 from asa.api.planning import (
     device_of,
     known_clusters,
@@ -27,6 +26,7 @@ from asa.api.planning import (
     outputs_of,
     spec_of,
 )
+from asa.api.rank_context import RankContext
 from asa.api.said import say
 from asa.errors import AsaError, InvalidInputError, UsageError
 from asa.interfaces.strategy import Strategies
@@ -73,7 +73,7 @@ class Origins:
     cluster: Cluster
 
 
-def agreed_plan(place: Place, model: nn.Module, example: Tensor, wishes: Wishes) -> tuple[Plan, Origins | None]:
+def agreed_plan(place: RankContext, model: nn.Module, example: Tensor, wishes: Wishes) -> tuple[Plan, Origins | None]:
     """The plan for all ranks: rank 0 profiles and solves, or finds it in the cache; the others are told (collective).
 
     Raises:
@@ -114,7 +114,7 @@ def _to_be_said(plan: Plan, wishes: Wishes) -> list[str]:
     return said
 
 
-def _admitted(place: Place, wishes: Wishes) -> None:
+def _admitted(place: RankContext, wishes: Wishes) -> None:
     """Refuse what no measuring of links or model would change."""
     pins = tuple(parse_pin(text) for text in wishes.pins)
     asked = Request(gpus=place.ranks, global_batch=wishes.global_batch, strategies=wishes.strategies, pins=pins)
@@ -122,7 +122,7 @@ def _admitted(place: Place, wishes: Wishes) -> None:
     check_request(named, offered(), asked)
 
 
-def _cluster(place: Place, wishes: Wishes) -> Cluster | None:
+def _cluster(place: RankContext, wishes: Wishes) -> Cluster | None:
     """The links, measured now between these ranks where nothing is known of them (collective)."""
     if place.ranks == 1:
         return None
@@ -148,7 +148,7 @@ def _cluster(place: Place, wishes: Wishes) -> Cluster | None:
     return measured_now
 
 
-def links_file(place: Place, wishes: Wishes) -> Path | None:
+def links_file(place: RankContext, wishes: Wishes) -> Path | None:
     """Where the links of such a machine, between so many ranks, are kept; None where nothing is."""
     if wishes.cache is None:
         return None
@@ -168,7 +168,7 @@ def _read_links(path: Path | None) -> Cluster | None:
         return None
 
 
-def _measured_here(place: Place) -> Cluster | None:
+def _measured_here(place: RankContext) -> Cluster | None:
     """A cluster that was measured on such devices, with enough of them."""
     from asa.profiler.machine import device_record
 
@@ -178,7 +178,7 @@ def _measured_here(place: Place) -> Cluster | None:
 
 
 def _solved(
-    place: Place, model: nn.Module, example: Tensor, wishes: Wishes, cluster: Cluster | None
+    place: RankContext, model: nn.Module, example: Tensor, wishes: Wishes, cluster: Cluster | None
 ) -> tuple[Plan, Origins]:
     profile = measured(
         model, example, num_classes=None, global_batch=wishes.global_batch, precision=wishes.precision,
@@ -188,7 +188,7 @@ def _solved(
     return on_all_ranks(profile, cluster, place.ranks, wishes), Origins(profile=profile, cluster=cluster)
 
 
-def _links(place: Place, wishes: Wishes, cluster: Cluster | None, profile: Profile) -> Cluster:
+def _links(place: RankContext, wishes: Wishes, cluster: Cluster | None, profile: Profile) -> Cluster:
     """What is known of the links: just measured (``cluster``), named, measured before, or of the nearest machine."""
     if cluster is not None:
         return cluster
@@ -199,7 +199,7 @@ def _links(place: Place, wishes: Wishes, cluster: Cluster | None, profile: Profi
     return _measured_here(place) or nearest_cluster(profile.device, place.ranks)
 
 
-def named_or_measured(place: Place, wishes: Wishes) -> Callable[[Profile], Cluster]:
+def named_or_measured(place: RankContext, wishes: Wishes) -> Callable[[Profile], Cluster]:
     """The links between the ranks, measured now where nothing is known of them (collective); asked on rank 0, with a
     profile of the model."""
     cluster = _cluster(place, wishes)
@@ -312,7 +312,7 @@ class Kept:
     path: Path | None
 
     @staticmethod
-    def of(place: Place, model: nn.Module, example: Tensor, wishes: Wishes) -> Kept:
+    def of(place: RankContext, model: nn.Module, example: Tensor, wishes: Wishes) -> Kept:
         """Where the answer to this question is kept."""
         if wishes.cache is None:
             return Kept(path=None)
@@ -403,7 +403,7 @@ def plan_of_one(model: nn.Module, example: Tensor, wishes: Wishes, *, traced: Tr
     )  # fmt: skip
 
 
-def checked_plan(place: Place, plan: Plan | Path | str) -> Plan:
+def checked_plan(place: RankContext, plan: Plan | Path | str) -> Plan:
     """A plan that was handed in, as all ranks are to use it: rank 0's.
 
     Raises:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 
-from asa.api.place import Place
+from asa.api.rank_context import RankContext
 
 
-def say(place: Place, text: str) -> None:
+def say(place: RankContext, text: str) -> None:
     """Write one line."""
     if place.rank == 0:
         sys.stderr.write(f"asa: {' '.join(text.split())}\n")

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from asa.executor.parallel import ParallelModel
+from asa.executor.model.parallel import ParallelModel
 
 _known: WeakKeyDictionary[Optimizer, ParallelModel] = WeakKeyDictionary()
 """Optimizers over parts of a model."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from asa.executor.parallel import ParallelModel
-from asa.executor.state import Held
+from asa.executor.model.parallel import ParallelModel
+from asa.executor.model.state import Held
 from asa.sharding.axis import Axis
 from asa.sharding.modules import ParameterShard, shards_of
 from asa.sharding.split import Split, TensorPart

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from asa.executor.votes import Votes
+from asa.executor.model.votes import Votes
 
 MOST_BYTES = 1 << 28
 """Most bytes of outputs and labels of a whole batch that are brought together on every rank."""

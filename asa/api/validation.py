@@ -12,9 +12,9 @@ from torch import Tensor
 
 from asa.api.batches import GlobalBatches, moved, rows_of
 from asa.api.calls import arguments
-from asa.executor.parallel import ParallelModel
-from asa.executor.precision import autocast
-from asa.executor.votes import Votes
+from asa.executor.model.parallel import ParallelModel
+from asa.executor.model.votes import Votes
+from asa.executor.training.precision import autocast
 from asa.ir.profile import Precision
 from asa.launch import faults
 

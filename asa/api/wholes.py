@@ -22,14 +22,14 @@ from asa.api.calls import Call, Numbered, samples_of
 from asa.api.names import StateNames
 from asa.api.optimizer_states import load_states, of_held
 from asa.api.optimizers import Rebinding
-from asa.api.place import Place
 from asa.api.planned import Kept, Origins, Wishes, named_or_measured, plan_of_one
 from asa.api.planning import measured, spec_of
+from asa.api.rank_context import RankContext
 from asa.api.said import say
 from asa.api.seen import Seen
 from asa.errors import AsaError, UsageError
-from asa.executor.parallel import ParallelModel
-from asa.executor.state import full_optimizer_state
+from asa.executor.model.parallel import ParallelModel
+from asa.executor.model.state import full_optimizer_state
 from asa.interfaces.strategy import OPTIMIZER_WORDS, Strategies
 from asa.ir import codec
 from asa.ir.cluster import Cluster
@@ -68,7 +68,7 @@ def wanted(wishes: Wishes, why: str) -> tuple[str, ...] | None:
 
 
 def whole_plan(
-    place: Place, model: nn.Module, traced: TracedModel, call: Call | None, wishes: Wishes, why: str
+    place: RankContext, model: nn.Module, traced: TracedModel, call: Call | None, wishes: Wishes, why: str
 ) -> Plan:  # fmt: skip
     """The plan for all ranks of a model that is called as a whole, as ``traced`` has it (collective). ``call``: how it
     is called, with two samples or more; where that is not known nothing is measured.
@@ -93,7 +93,7 @@ def whole_plan(
 
 
 def _decided(
-    place: Place, model: nn.Module, traced: TracedModel, call: Call | None, wishes: Wishes, why: str,
+    place: RankContext, model: nn.Module, traced: TracedModel, call: Call | None, wishes: Wishes, why: str,
     cluster: Callable[[Any], Cluster | None],
 ) -> tuple[Plan, Origins | None]:  # fmt: skip
     names = wanted(wishes, why)
@@ -109,8 +109,8 @@ def _decided(
 
 
 def _solved(
-    place: Place, model: nn.Module, traced: TracedModel, call: Call, wishes: Wishes, names: tuple[str, ...] | None,
-    cluster: Callable[[Any], Cluster | None],
+    place: RankContext, model: nn.Module, traced: TracedModel, call: Call, wishes: Wishes,
+    names: tuple[str, ...] | None, cluster: Callable[[Any], Cluster | None],
 ) -> tuple[Plan, Origins]:  # fmt: skip
     numbers = torch.arange(max(_SAMPLES, samples_of(call))).view(-1, 1)
     profile = measured(
@@ -142,7 +142,7 @@ def _solved(
 
 
 def by_hand(
-    place: Place, model: nn.Module, traced: TracedModel, wishes: Wishes, names: tuple[str, ...] | None, why: str
+    place: RankContext, model: nn.Module, traced: TracedModel, wishes: Wishes, names: tuple[str, ...] | None, why: str
 ) -> Plan:  # fmt: skip
     """A plan that nothing was measured for: what was asked for, otherwise replicas, and shards where weights and
     optimizer state would fill a device."""
@@ -164,7 +164,7 @@ def by_hand(
     )  # fmt: skip
 
 
-def _kept(place: Place, traced: TracedModel, call: Call | None, wishes: Wishes) -> Kept:
+def _kept(place: RankContext, traced: TracedModel, call: Call | None, wishes: Wishes) -> Kept:
     if wishes.cache is None or call is None:
         return Kept(path=None)
     from asa.profiler.machine import device_record

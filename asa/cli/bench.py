@@ -20,8 +20,8 @@ def run(args: Arguments, console: Console) -> None:
 
         sealed.run(args, console)
         return
+    from asa.cli import bench_setup
     from asa.cli import comparison as c
-    from asa.cli import ground
     from asa.errors import InfeasibleError
     from asa.ir.bench import Bench
     from asa.report import bench as report
@@ -32,25 +32,25 @@ def run(args: Arguments, console: Console) -> None:
     folder = Path(args.out) if args.out else places.new_folder(places.COMPARISONS, "bench")
     for model in args.models:
         names.check(model)
-    device, gpus = ground.device_of(args)
-    ground.check(args, folder, gpus)
-    cluster = ground.cluster_here(args, console, device, gpus)
+    device, gpus = bench_setup.device_of(args)
+    bench_setup.check(args, folder, gpus)
+    cluster = bench_setup.cluster_here(args, console, device, gpus)
     contests = [c.prepare(args, console, model, cluster, gpus, folder) for model in args.models]
     if not any(contest.plans for contest in contests):
         raise InfeasibleError(f"{contests[0].model}: {next(iter(contests[0].why_not.values()))}")
     for contest in contests:
         shape = contest.profile.graph.input_shape
         batch, classes = args.global_batch or contest.profile.global_batch, contest.profile.graph.num_classes
-        ground.check_data(args, ground.images(args.data, args.data_root, shape)[0], classes, batch)
+        bench_setup.check_data(args, bench_setup.images(args.data, args.data_root, shape)[0], classes, batch)
     started = c.now()
     for contest in contests:
         graph = contest.profile.graph
-        data = partial(ground.images, args.data, args.data_root, graph.input_shape)
+        data = partial(bench_setup.images, args.data, args.data_root, graph.input_shape)
         c.measure(contest, args, console, device, args.budget / len(contests), data)
     made = Bench(
         created=created,
         started=started,
-        environment=ground.environment(device, cluster, gpus),
+        environment=bench_setup.environment(device, cluster, gpus),
         settings=c.settings(args, contests, gpus, data()[0]),
         sealed=tuple(s for contest in contests for s in contest.sealed),
         results=tuple(r for contest in contests for r in c.results(args, contest)),

@@ -46,7 +46,7 @@ def run_show(args: Arguments, console: Console) -> None:
 
 def run_measure(args: Arguments, console: Console) -> None:
     """Measure collectives between this machine's ranks, save, show."""
-    from asa.cli.ground import device_of
+    from asa.cli.bench_setup import device_of
     from asa.launch import usable_cores
     from asa.profiler.interconnect import measure_cluster
     from asa.report import cluster as report

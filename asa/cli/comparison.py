@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asa.cli import choose, emulated, places
+from asa.cli.bench_setup import STRATEGIES, DeviceType
 from asa.cli.console import Console
 from asa.cli.emulated import EmulatedName
-from asa.cli.ground import STRATEGIES, DeviceType
 from asa.cli.verb import Arguments
 from asa.errors import InfeasibleError
 from asa.ir import bench as nouns
@@ -24,7 +24,7 @@ from asa.ir.profile import Profile
 from asa.ir.units import GIB
 
 if TYPE_CHECKING:
-    from asa.executor.benchmark import Cell
+    from asa.executor.measuring.benchmark import Cell
     from asa.zoo.data import ImageSet
 
 SCALES = (1, 2, 4, 8)
@@ -33,7 +33,7 @@ FILLED = 0.9
 
 
 @dataclass
-class Contest:
+class ModelBench:
     """One model's strategies: the plan of each, or why there is none; and the cells they were measured in.
 
     ``emulated`` says what stood for the devices, where they are none.
@@ -68,14 +68,14 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def prepare(args: Arguments, console: Console, model: str, cluster: Cluster, gpus: int, folder: Path) -> Contest:
+def prepare(args: Arguments, console: Console, model: str, cluster: Cluster, gpus: int, folder: Path) -> ModelBench:
     """Profile if need be, plan every strategy, and write the plans down."""
     if isinstance(args.device, EmulatedName):
         profile, cluster, said = emulated.stage(args, args.device, model, cluster)
     else:
         profile, said = choose.profile_here(args, console, model, cluster.device.type, gpus)
     console.say(f"asa: {model}: {said}")
-    contest = Contest(model=model, profile=profile, cluster=cluster)
+    contest = ModelBench(model=model, profile=profile, cluster=cluster)
     if isinstance(args.device, EmulatedName):
         contest.emulated = said
     for strategy in args.strategies or STRATEGIES:
@@ -102,7 +102,7 @@ def prepare(args: Arguments, console: Console, model: str, cluster: Cluster, gpu
     return contest
 
 
-def side_by_side(contest: Contest, free: int, *, shared: bool) -> list[Plan]:
+def side_by_side(contest: ModelBench, free: int, *, shared: bool) -> list[Plan]:
     """The distinct plans that fit into ``free`` bytes at once, as taking turns asks for; the others move to
     ``why_not``. The choice and plain data parallelism come first, then what is predicted fastest; one always stays.
 
@@ -129,7 +129,7 @@ def side_by_side(contest: Contest, free: int, *, shared: bool) -> list[Plan]:
 
 
 def measure(
-    contest: Contest,
+    contest: ModelBench,
     args: Arguments,
     console: Console,
     device: DeviceType,
@@ -137,8 +137,8 @@ def measure(
     data: Callable[[], tuple[ImageSet, ImageSet]],
 ) -> None:
     """Run the distinct plans against each other and fill in ``cells`` and ``comparisons``."""
-    from asa.executor.benchmark import BenchOptions, compare
-    from asa.executor.benchmark import measure as run
+    from asa.executor.measuring.benchmark import BenchOptions, compare
+    from asa.executor.measuring.benchmark import measure as run
     from asa.instruments.others import watching
     from asa.profiler.machine import choose_device, free_memory
     from asa.strategies import offered
@@ -177,13 +177,13 @@ def measure(
     ]
 
 
-def results(args: Arguments, contest: Contest) -> list[nouns.BenchResult]:
+def results(args: Arguments, contest: ModelBench) -> list[nouns.BenchResult]:
     """A row a strategy, those that could not be run last."""
     batch = args.global_batch or contest.profile.global_batch
     return [_result(contest, s, batch) for s in (*contest.plans, *contest.why_not)]
 
 
-def scaling(contest: Contest) -> list[nouns.ScalingPoint]:
+def scaling(contest: ModelBench) -> list[nouns.ScalingPoint]:
     """The predictions for 1, 2, 4, 8 ranks, with what was measured at one of them."""
     measured = {
         (s, contest.plans[s].num_ranks if s == "single" else contest.plans[s].gpus): cell.step_time.median
@@ -201,7 +201,7 @@ def scaling(contest: Contest) -> list[nouns.ScalingPoint]:
     ]
 
 
-def notes(contest: Contest) -> list[str]:
+def notes(contest: ModelBench) -> list[str]:
     """What a reader should know: what was not real, which strategies are the same plan, what plans say themselves."""
     first: dict[object, str] = {}
     said = [f"{contest.model}: {contest.emulated}"] if contest.emulated else []
@@ -214,10 +214,10 @@ def notes(contest: Contest) -> list[str]:
     return said
 
 
-def settings(args: Arguments, contests: Sequence[Contest], gpus: int, train: ImageSet) -> nouns.BenchSettings:
+def settings(args: Arguments, contests: Sequence[ModelBench], gpus: int, train: ImageSet) -> nouns.BenchSettings:
     """What was asked for, defaults filled in."""
-    from asa.executor.benchmark import BenchOptions
-    from asa.executor.settings import LEARNING_RATE
+    from asa.executor.measuring.benchmark import BenchOptions
+    from asa.executor.training.settings import LEARNING_RATE
 
     first = contests[0].profile
     return nouns.BenchSettings(
@@ -239,7 +239,7 @@ def settings(args: Arguments, contests: Sequence[Contest], gpus: int, train: Ima
     )
 
 
-def _plan(args: Arguments, contest: Contest, gpus: int, strategy: str) -> Sequence[Plan]:
+def _plan(args: Arguments, contest: ModelBench, gpus: int, strategy: str) -> Sequence[Plan]:
     from asa.planner import Request, plan
     from asa.strategies import offered
 
@@ -253,7 +253,7 @@ def _plan(args: Arguments, contest: Contest, gpus: int, strategy: str) -> Sequen
     return plan(contest.profile, contest.cluster, offered(), request)
 
 
-def _scaling(args: Arguments, contest: Contest, gpus: int) -> list[nouns.ScalingPoint]:
+def _scaling(args: Arguments, contest: ModelBench, gpus: int) -> list[nouns.ScalingPoint]:
     found = []
     for ranks in sorted({*SCALES, gpus}):
         if ranks > contest.cluster.num_devices:
@@ -275,7 +275,7 @@ def _scaling(args: Arguments, contest: Contest, gpus: int) -> list[nouns.Scaling
     return found
 
 
-def _result(contest: Contest, strategy: str, global_batch: int) -> nouns.BenchResult:
+def _result(contest: ModelBench, strategy: str, global_batch: int) -> nouns.BenchResult:
     if strategy in contest.why_not:
         return nouns.BenchResult(
             model=contest.model,

@@ -20,8 +20,8 @@ from asa.ir.profile import Profile
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from asa.executor.benchmark import Cell
-    from asa.executor.emulation import EmulatedDevice
+    from asa.executor.measuring.benchmark import Cell
+    from asa.executor.measuring.emulation import EmulatedDevice
 
 _FORM = re.compile(r"emulated:(?P<path>[^?]+)(?:\?dilation=(?P<dilation>[0-9.]+))?")
 _REAL = ("auto", "cpu", "cuda")
@@ -111,7 +111,7 @@ def pretended(name: EmulatedName, plan: Plan, console: Console) -> tuple[Emulate
         )
 
     from asa.cost.planned import price_plan
-    from asa.executor.emulation import EmulatedDevice
+    from asa.executor.measuring.emulation import EmulatedDevice
     from asa.planner.answer.prediction import predict
     from asa.strategies import offered
 
@@ -164,9 +164,9 @@ def cells(profile: Profile, cluster: Cluster, plans: Sequence[Plan], console: Co
     """Every plan on emulated devices, one after the other; step times are all there is to measure."""
     import torch
 
-    from asa.executor.benchmark import Cell
-    from asa.executor.emulated import EmulationOptions, measure_emulated
-    from asa.executor.emulation import EmulatedDevice
+    from asa.executor.measuring.benchmark import Cell
+    from asa.executor.measuring.emulation import EmulatedDevice
+    from asa.executor.running.emulated import EmulationOptions, measure_emulated
     from asa.strategies import offered
     from asa.tracing import trace
     from asa.zoo.inputs import example

@@ -27,7 +27,7 @@ def _weights(args: Arguments, console: Console) -> dict[str, Any]:
     output = Path(args.output) if args.output else folder / f"{places.slug(plan.model_spec)}.safetensors"
     places.check_writable(output, "-o")  # before torch is imported
 
-    from asa.executor.export import export_weights
+    from asa.executor.running.export import export_weights
 
     found = export_weights(folder, output, step=args.step)
     for note in found.notes:

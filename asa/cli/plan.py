@@ -23,7 +23,7 @@ def run(args: Arguments, console: Console) -> None:
     """Find what to plan from, solve, save, show."""
     from rich.text import Text
 
-    from asa.cli import choose, contest
+    from asa.cli import choose, verify_plans
     from asa.planner import Request, check_request, parse_pin, plan, step_shares, usual_limit
     from asa.report import frontier as curves
     from asa.report import plan as report
@@ -43,7 +43,7 @@ def run(args: Arguments, console: Console) -> None:
         )  # fmt: skip
         check_request(chosen, offered(), asked)
         if args.verify:
-            contest.check(chosen, asked.gpus, console)
+            verify_plans.check(chosen, asked.gpus, console)
 
     if cluster:
         admit(cluster)
@@ -74,8 +74,10 @@ def run(args: Arguments, console: Console) -> None:
     )
     if args.verify:
         if not args.cluster:
-            contest.check(cluster, gpus, console)
-        plans = contest.verify(profile, cluster, request, args.verify, args.budget or contest.BUDGET_S, console)
+            verify_plans.check(cluster, gpus, console)
+        plans = verify_plans.verify(
+            profile, cluster, request, args.verify, args.budget or verify_plans.BUDGET_S, console
+        )
     else:
         plans = plan(profile, cluster, offered(), request)
     path = path or places.plan_path(plans[0])

@@ -63,7 +63,7 @@ def rehearse(args: Arguments, console: Console, plan: Plan) -> None:
 def _run(args: Arguments, console: Console, plan: Plan) -> tuple[Spans, str]:
     import torch
 
-    from asa.executor.rehearsal import rehearse as run
+    from asa.executor.measuring.rehearsal import rehearse as run
     from asa.launch import cuda_devices
     from asa.strategies import offered
     from asa.zoo.models import build

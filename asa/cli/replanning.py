@@ -21,7 +21,7 @@ from asa.ir.shortage import Shortage
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from asa.executor.recovery import Relieve
+    from asa.executor.running.recovery import Relieve
     from asa.interfaces.executor import Executor
     from asa.scheduler import Model
     from asa.scheduler.costs import Slowness

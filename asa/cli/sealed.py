@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asa.cli import ground
+from asa.cli import bench_setup
 from asa.cli.comparison import now
 from asa.cli.console import Console
 from asa.cli.verb import Arguments
@@ -34,7 +34,7 @@ def run(args: Arguments, console: Console) -> None:
     claimed = newest(every(Path(args.sealed) if args.sealed else FOLDER))
     if args.given("models"):
         claimed = of_models(claimed, args.models)
-    device, here = ground.device_of(args)
+    device, here = bench_setup.device_of(args)
     machine = environment(device, here)
     matching = [s for s in claimed if matches(s, machine)]
     contests = [list(g) for _, g in groupby(sorted(matching, key=_order), key=_order)]
@@ -79,9 +79,9 @@ def every(folder: Path) -> list[Seal]:
     return found
 
 
-def environment(device: ground.DeviceType, count: int) -> BenchEnvironment:
+def environment(device: bench_setup.DeviceType, count: int) -> BenchEnvironment:
     """This machine, as bench documents name one."""
-    return ground.machine(device, count, backend="nccl" if device == "cuda" else "gloo")
+    return bench_setup.machine(device, count, backend="nccl" if device == "cuda" else "gloo")
 
 
 def matches(seal: Seal, machine: BenchEnvironment) -> bool:
@@ -98,14 +98,14 @@ def matches(seal: Seal, machine: BenchEnvironment) -> bool:
 
 def measured(args: Arguments, group: Sequence[Seal], budget_s: float) -> list[CheckedCell]:
     """The cells of one model and batch, run against each other; a failure is a cell without a time."""
-    from asa.executor.benchmark import BenchOptions, measure
+    from asa.executor.measuring.benchmark import BenchOptions, measure
     from asa.strategies import offered
     from asa.zoo.models import build
 
     plan = group[0].claim.plan
     shape = plan.sample_shape
     factory = partial(build, plan.model_spec, num_classes=plan.num_classes, input_shape=shape, seed=args.seed)
-    data = partial(ground.stand_in, shape, plan.num_classes)
+    data = partial(bench_setup.stand_in, shape, plan.num_classes)
     options = BenchOptions(device=plan.device_type, budget_s=budget_s, seed=args.seed, threads=1)
     plans = {s.claim.plan.conduct: s.claim.plan for s in group}
     try:

@@ -20,7 +20,7 @@ from asa.ir import codec
 from asa.ir.measurements import EpochRecord
 from asa.ir.plan import Plan
 from asa.zoo import specs
-from asa.zoo.headstart import HeadStart
+from asa.zoo.preload import ModelPreload
 
 _NOTABLE = 0.05
 """Share of a step spent waiting for data from which a run says so as it goes."""
@@ -46,12 +46,12 @@ def _train(args: Arguments, console: Console, path: Path, plan: Plan, out: Path)
         pretended, plan = emulated.pretended(args.device, plan, console)
         told = args.device.told(pretended.profile)
 
-    with HeadStart(
+    with ModelPreload(
         plan.model_spec, num_classes=plan.num_classes, input_shape=plan.sample_shape, seed=args.seed
     ) as model:
         from asa.cli.replanning import adapting, regroup
-        from asa.executor.run import train
-        from asa.executor.settings import TrainSettings
+        from asa.executor.running.run import train
+        from asa.executor.training.settings import TrainSettings
         from asa.strategies import offered
 
     if args.compress is not None and args.compress != plan.compression:
@@ -187,7 +187,7 @@ _RECALLED = ("data", "data_root", "epochs", "steps_per_epoch", "lr", "optimizer"
 def recall(args: Arguments, out: Path, console: Console) -> None:
     """What the run in ``out`` was last given, for what this command line (and the environment) leaves open: the rest of
     a run is that run's, whatever a configuration file has for new ones."""
-    from asa.executor.given import recalled
+    from asa.executor.running.given import recalled
 
     known, notes = recalled(out)
     for note in notes:

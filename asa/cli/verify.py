@@ -20,7 +20,7 @@ def run(args: Arguments, console: Console) -> int:
 
     from functools import partial
 
-    from asa.executor.equivalence import verify
+    from asa.executor.measuring.equivalence import verify
     from asa.launch import cuda_devices
     from asa.report import verify as report
     from asa.strategies import offered

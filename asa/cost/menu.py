@@ -34,7 +34,7 @@ _PHASES: tuple[Phase, ...] = ("forward", "backward", "gradient", "update")
 
 
 @dataclass
-class Priced:
+class PricedWays:
     """Seconds and bytes as in :class:`asa.cost.step.ComponentCost`, an entry a way; ``forward`` and ``backward`` with
     what blocks in them, ``window``: backward compute of the last microbatch, ``once``: once per step but for
     synchronisation, ``bucket`` included. ``least_state`` and ``least_transient``: what is left of these at least,
@@ -79,7 +79,7 @@ class Menu:
         for at in np.flatnonzero(self.checkpoint).tolist():
             self.saving[at] = forgetting(int(self.component[at]), self.ways[at])
         self.offload = np.array([w.offload for w in self.ways], dtype=bool)
-        self._known: dict[tuple[Pricer, bytes], Priced] = {}
+        self._known: dict[tuple[Pricer, bytes], PricedWays] = {}
         self._largest_of: dict[TensorDegree, tuple[int, float]] = {}
         self._cells: dict[tuple[int, int], Way] = {}
         for i, way in each:
@@ -172,14 +172,14 @@ class Menu:
         component."""
         return np.array(samples)[self.layout] >= np.asarray(fewest)[self.component]
 
-    def priced(self, pricer: Pricer, which: Any) -> Priced:
+    def priced(self, pricer: Pricer, which: Any) -> PricedWays:
         """The ways ``which`` (indices), on the stages that ``pricer`` prices; others have these arrays, too."""
         key = (pricer, which.tobytes())
         if key not in self._known:
             self._known[key] = self._priced(pricer, which)
         return self._known[key]
 
-    def _priced(self, pricer: Pricer, which: Any) -> Priced:
+    def _priced(self, pricer: Pricer, which: Any) -> PricedWays:
         m, several = pricer.num_microbatches, pricer.num_microbatches > 1
         i, k = self.component[which], self.layout[which]
         cells = self._in_cells(pricer, which)
@@ -226,7 +226,7 @@ class Menu:
         state = state - np.where(self.offload[which], self._optimizer[which], 0.0)
         lone = transient_ if pricer.states.prefetching else own + self._transient(pricer, which, saved_, alone=True)
         lone = np.minimum(lone, transient_) + fresh - self._unmade(pricer, which)
-        return Priced(
+        return PricedWays(
             forward=forward + ahead - saved_s.forward + host.forward,
             backward=backward + back - saved_s.backward + host.backward,
             bucket=copying,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 from asa.interfaces.schedule import Schedule
 from asa.ir.graph import Component
 from asa.ir.plan import DataDegree, DataStrategyName, TensorStrategyName
-from asa.ir.traffic import Beside, Collective, Memory, Share
+from asa.ir.traffic import Adjacent, Collective, Memory, Share
 
 if TYPE_CHECKING:
     from torch import nn
@@ -89,7 +89,7 @@ class DataStrategy(ABC):
         is run alike; beside state and what stays of gradients."""
         return 0.0
 
-    def transient(self, share: Share, degree: int, beside: Beside) -> float:
+    def transient(self, share: Share, degree: int, beside: Adjacent) -> float:
         """Bytes beside state, activations and the part of the gradients that stays, at the worst moment of the
         component's backward; neighbours run the same way."""
         return self.memory(share, degree, "sgd").transient

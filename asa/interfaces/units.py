@@ -13,10 +13,10 @@ FSDP", 3.3 and 3.4.
 
 from __future__ import annotations
 
-from asa.ir.traffic import Beside, Share
+from asa.ir.traffic import Adjacent, Share
 
 
-def released(share: Share, degree: int, beside: Beside) -> float:
+def released(share: Share, degree: int, beside: Adjacent) -> float:
     """Weights let go of between forward and backward. Bytes beside state, activations and parts of gradients, or, with
     several microbatches, whole gradients."""
     s, f, b = share.parameter_bytes, beside.front, beside.behind
@@ -37,7 +37,7 @@ def released(share: Share, degree: int, beside: Beside) -> float:
     )
 
 
-def gathered_once(share: Share, degree: int, beside: Beside) -> float:
+def gathered_once(share: Share, degree: int, beside: Adjacent) -> float:
     """Weights kept from forward to backward, and counted as such. Bytes beside those, as in :func:`released`."""
     s, f, b = share.parameter_bytes, beside.front, beside.behind
     p, copy = s / degree, int(beside.copying)

@@ -47,7 +47,7 @@ class Share:
 
 
 @noun
-class Beside:
+class Adjacent:
     """What is around a component in a rank's backward, for strategies whose buffers meet those of the neighbours.
 
     ``front`` and ``behind`` are the parameter bytes of the nearest component on either side that has any, ``rest``

@@ -12,11 +12,11 @@ from __future__ import annotations
 from asa.launch.devices import cuda_devices, usable_cores
 from asa.launch.heap import give_back_freed_memory, keep_freed_memory
 from asa.launch.ranks import run_ranks
-from asa.launch.torchrun import Place, join, launched
+from asa.launch.torchrun import TorchrunRank, join, launched
 from asa.launch.worker import tell
 
 __all__ = [
-    "Place",
+    "TorchrunRank",
     "cuda_devices",
     "give_back_freed_memory",
     "join",

@@ -20,7 +20,7 @@ from asa.launch.worker import form_group
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class TorchrunRank:
     """Who this process is: ``rank`` of ``num_ranks``, ``local_rank`` on its machine."""
 
     rank: int
@@ -35,7 +35,7 @@ def launched(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 @contextlib.contextmanager
-def join(*, backend: str = "gloo", timeout_s: float = 600) -> Iterator[Place]:
+def join(*, backend: str = "gloo", timeout_s: float = 600) -> Iterator[TorchrunRank]:
     """Be the rank the launcher says: ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT`` of the environment.
 
     A group that exists is used as it is and left as it was. One formed here is destroyed at the end: an ordinary
@@ -46,11 +46,11 @@ def join(*, backend: str = "gloo", timeout_s: float = 600) -> Iterator[Place]:
         UnavailableError: the rendezvous did not come about, or there are fewer CUDA devices than local ranks.
     """
     if dist.is_initialized():
-        yield Place(rank=dist.get_rank(), num_ranks=dist.get_world_size(), local_rank=_number("LOCAL_RANK", 0))
+        yield TorchrunRank(rank=dist.get_rank(), num_ranks=dist.get_world_size(), local_rank=_number("LOCAL_RANK", 0))
         return
     if not launched():
         raise UsageError("not under a launcher: RANK and WORLD_SIZE are not set; start with torchrun, or let asa start")
-    place = Place(rank=_number("RANK"), num_ranks=_number("WORLD_SIZE"), local_rank=_number("LOCAL_RANK", 0))
+    place = TorchrunRank(rank=_number("RANK"), num_ranks=_number("WORLD_SIZE"), local_rank=_number("LOCAL_RANK", 0))
     if not 0 <= place.rank < place.num_ranks:
         raise UsageError(f"RANK={place.rank} is not one of WORLD_SIZE={place.num_ranks} ranks; they count from 0")
     if backend == "nccl" and place.local_rank >= cuda_devices():

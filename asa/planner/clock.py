@@ -15,7 +15,7 @@ PATIENCE = 4
 """Seconds on the wall for a second of work, at most."""
 
 
-class _Clock:
+class _WorkClock:
     def __init__(self) -> None:
         self.seconds = 0.0
         self.forget()
@@ -34,7 +34,7 @@ class _Clock:
         self._worked, self._wall = time.thread_time(), time.monotonic()
 
 
-_CLOCK = _Clock()
+_CLOCK = _WorkClock()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_CLOCK.advance, after_in_child=_CLOCK.forget)
 

@@ -28,7 +28,7 @@ from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.nearest import beside, start
 from asa.planner.space.request import Request
 from asa.planner.space.space import Space
-from asa.planner.space.whole import Row, table
+from asa.planner.space.whole import StrategyRow, table
 from asa.planner.stage.problem import MS
 
 _WORTH = 0.02
@@ -145,7 +145,12 @@ def _unfinished(fastest_s: float, outcome: Outcome) -> tuple[str, ...]:
 
 
 def _whole(
-    profile: Profile, prices: Prices, wanted: Sequence[str], rows: list[Row], eligible: list[Row], started: float
+    profile: Profile,
+    prices: Prices,
+    wanted: Sequence[str],
+    rows: list[StrategyRow],
+    eligible: list[StrategyRow],
+    started: float,
 ) -> list[Plan]:
     """The answer where only whole strategies were asked for: the fastest of them that fits."""
     meant = {m for w in wanted for m in baselines.members(w, prices.space.strategies, prices.space.request.gpus)}
@@ -188,7 +193,7 @@ def _members(prices: Prices, name: str) -> tuple[str, ...]:
     return baselines.members(name, prices.space.strategies, prices.space.request.gpus)
 
 
-def _simplest(rows: Sequence[Row]) -> Row | None:
+def _simplest(rows: Sequence[StrategyRow]) -> StrategyRow | None:
     """The fastest of ``rows``; of those that tie the first, which does least beyond training on one device."""
     fastest = min((r.seconds for r in rows), default=0.0)
     return next((r for r in rows if r.seconds <= fastest * _TIE), None)
@@ -198,7 +203,7 @@ def _pins_allow(space: Space, candidate: Candidate | None) -> bool:
     return candidate is None or all(space.pinned(i, way) for i, way in enumerate(candidate.ways))
 
 
-def _choose(prices: Prices, outcome: Outcome, simplest: Row | None) -> tuple[Candidate | None, tuple[str, ...]]:
+def _choose(prices: Prices, outcome: Outcome, simplest: StrategyRow | None) -> tuple[Candidate | None, tuple[str, ...]]:
     """The answer, and what is to be said about it."""
     found = outcome.best
     if simplest is None or simplest.price is None or simplest.candidate is None:
@@ -227,7 +232,7 @@ def _open(possible: float) -> str:
 
 
 def _surely(
-    prices: Prices, chosen: Candidate, notes: tuple[str, ...], replicas: Row | None
+    prices: Prices, chosen: Candidate, notes: tuple[str, ...], replicas: StrategyRow | None
 ) -> tuple[Candidate, tuple[str, ...]]:
     """Plain data parallelism in place of an answer that is not surely enough faster, on a machine where both can be
     tried; the answer with that doubt where it was not to give way (``request.prefer_simple``)."""
@@ -300,7 +305,7 @@ def _plan(
     candidate: Candidate,
     strategy: str,
     certificate: Certificate,
-    rows: list[Row],
+    rows: list[StrategyRow],
     notes: tuple[str, ...],
     rivals: Sequence[Candidate],
 ) -> Plan:

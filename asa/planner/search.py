@@ -20,7 +20,7 @@ from functools import partial
 from asa.errors import AsaError
 from asa.planner import clock
 from asa.planner.answer.canonical import canonical, improved
-from asa.planner.beside import Beside, Board, Told, possible
+from asa.planner.parallel import Forked, SharedBest, WorkQueue, possible
 from asa.planner.pipeline import joint
 from asa.planner.pipeline.climb import first_plans
 from asa.planner.pipeline.floors import floors
@@ -36,7 +36,7 @@ from asa.planner.stage.first import first_plan, narrow_plan
 from asa.planner.stage.formulate import Formulation
 from asa.planner.stage.problem import MS, Choice, Problem, Solution
 from asa.planner.stage.shares import free_bound
-from asa.planner.stage.singles import Places, Single, crowded, singles
+from asa.planner.stage.singles import Single, StageLookup, crowded, singles
 
 _LOG = logging.getLogger("asa")
 _FIRST, _SHARE = 0.15, 0.35
@@ -158,7 +158,7 @@ def _search(
     room = max(space.room(rank, 1, gpus) for rank in range(gpus))
     piping = bool(space.schedules) and gpus > 1 and len(space.profile.graph) > 1 and room > 0
     piping = piping and space.microbatches()[0] <= MOST_IN_A_PIPELINE
-    alone = [s for view, among in views(prices) for s in singles(Places(view, allowed, among), solver)]
+    alone = [s for view, among in views(prices) for s in singles(StageLookup(view, allowed, among), solver)]
     start_s = float("inf") if start is None else prices.of(start).cost.total_s
     found = start if start_s < incumbent_s else None
     incumbent_s = min(incumbent_s, start_s)
@@ -167,7 +167,7 @@ def _search(
     if narrow_s < incumbent_s:
         found, incumbent_s = narrow[0], narrow_s
     order = [x.ranks for x in narrow]
-    best = joint.Best(None, incumbent_s * MS, started)
+    best = joint.Incumbent(None, incumbent_s * MS, started)
     if not piping:
         best.other(first_plan(alone, best.limit, started + _FIRST * (ends - started)))
         _best_first(alone, best, ends, order, patience=started + _PATIENCE_S, gap=_ENOUGH)
@@ -204,7 +204,7 @@ def _search(
 
 
 def _best_first(
-    alone: Sequence[Single], best: joint.Best, ends: float, order: Sequence[int], *, patience: float, gap: float,
+    alone: Sequence[Single], best: joint.Incumbent, ends: float, order: Sequence[int], *, patience: float, gap: float,
     news: Callable[[float], float] | None = None,
 ) -> None:  # fmt: skip
     """Single stages until the time ``ends``; where that is not soon done, the widths in ``order`` get first plans."""
@@ -220,13 +220,13 @@ class _Half:
     """What one of two processes takes of numbers of microbatches: every other one of ``places``, or ``whatever`` there
     is. ``places``: pieces of the board, in the order in which they are taken."""
 
-    board: Board
+    board: WorkQueue
     side: int
     places: dict[int, int]
     whatever: bool = False
 
     @staticmethod
-    def of(board: Board, side: int, floor: dict[int, float]) -> _Half:
+    def of(board: WorkQueue, side: int, floor: dict[int, float]) -> _Half:
         """``floor`` as for :func:`asa.planner.pipeline.joint.search`."""
         return _Half(board, side, {m: k for k, m in enumerate(sorted(floor, key=lambda m: (floor[m], m)))})
 
@@ -252,7 +252,7 @@ class _Ways:
     staged: StagedSpace
     allowed: Allowed
     baselines: Sequence[Candidate]
-    best: joint.Best
+    best: joint.Incumbent
     alone: Sequence[Single]
     ends: float
     order: Sequence[int]
@@ -273,7 +273,7 @@ class _Ways:
         def news(_best: float) -> float:
             return sketch.result()[1] if sketch.ready else float("inf")
 
-        sketch = Beside(self._sketched, apart=apart)
+        sketch = Forked(self._sketched, apart=apart)
         try:
             if not apart:
                 best.other(sketch.result()[1])
@@ -289,7 +289,7 @@ class _Ways:
         number of microbatches, in order of their bounds, and when it is done with these, what the other has not begun.
         """
         counts = self.staged.microbatches()
-        told, board = Told(), Board(max(counts).bit_length() + 1)
+        told, board = SharedBest(), WorkQueue(max(counts).bit_length() + 1)
 
         def there() -> tuple[Candidate | None, float, Pipelined]:
             found, value = self._sketched()
@@ -300,7 +300,7 @@ class _Ways:
             self.staged.crowded = crowded(self.alone) if numbers is None else bool(numbers[0])
             return found, value, self._rest((), floor, partial(told.exchange, 1), _Half.of(board, 1, floor))
 
-        other = Beside(there, apart=True)
+        other = Forked(there, apart=True)
         try:
             self._singles(partial(told.exchange, 0))
             floor = self._floors()

@@ -13,7 +13,7 @@ from asa.interfaces.strategy import OPTIMIZER_WORDS, DataStrategy
 from asa.interfaces.units import left, released
 from asa.ir.graph import Component
 from asa.ir.plan import DataDegree
-from asa.ir.traffic import Beside, Collective, Memory, Share
+from asa.ir.traffic import Adjacent, Collective, Memory, Share
 
 if TYPE_CHECKING:
     from torch import nn
@@ -60,7 +60,7 @@ class HybridShard(DataStrategy):
         """The buffer that its gradients were scattered from, in place of gradients that were added up."""
         return left(share, self._inside(degree), num_microbatches)
 
-    def transient(self, share: Share, degree: int, beside: Beside) -> float:
+    def transient(self, share: Share, degree: int, beside: Adjacent) -> float:
         """Weights and gradients whole, in buffers of the neighbours' too (:mod:`asa.interfaces.units`)."""
         return 0.0 if degree == 1 else released(share, self._inside(degree), beside)
 

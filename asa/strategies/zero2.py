@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from asa.interfaces.strategy import OPTIMIZER_WORDS, DataStrategy
 from asa.interfaces.units import gathered_once, left
 from asa.ir.graph import Component
-from asa.ir.traffic import Beside, Collective, Memory, Share
+from asa.ir.traffic import Adjacent, Collective, Memory, Share
 
 if TYPE_CHECKING:
     from torch import nn
@@ -51,7 +51,7 @@ class ShardedGradients(DataStrategy):
         """The buffer that its gradients were scattered from, in place of gradients that were added up."""
         return left(share, degree, num_microbatches)
 
-    def transient(self, share: Share, degree: int, beside: Beside) -> float:
+    def transient(self, share: Share, degree: int, beside: Adjacent) -> float:
         """Gradients whole, beside those of the neighbour behind (:mod:`asa.interfaces.units`)."""
         return 0.0 if degree == 1 else gathered_once(share, degree, beside)
 

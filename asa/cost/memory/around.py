@@ -5,7 +5,7 @@ from __future__ import annotations
 from asa.interfaces.strategy import Strategies
 from asa.ir.graph import LayerGraph
 from asa.ir.plan import TensorDegree
-from asa.ir.traffic import Beside
+from asa.ir.traffic import Adjacent
 
 
 class Around:
@@ -17,7 +17,7 @@ class Around:
         self._several, self._copying = num_microbatches, copying
         self._sizes: dict[TensorDegree, tuple[list[float], list[float], list[float]]] = {}
 
-    def of(self, index: int, tensor: TensorDegree, saved: float, alike: range | None = None) -> Beside:
+    def of(self, index: int, tensor: TensorDegree, saved: float, alike: range | None = None) -> Adjacent:
         """Beside component ``index``, which saves ``saved`` bytes; neighbours split as far as it is, if they can be.
         ``alike``: the components that are run as it is, all of them where None."""
         if alike is not None:
@@ -27,7 +27,7 @@ class Around:
             if tensor not in self._sizes:
                 self._sizes[tensor] = _summed(self._held(tensor))
             front, behind, rest = self._sizes[tensor]
-        return Beside(
+        return Adjacent(
             front=front[index],
             behind=behind[index],
             rest=rest[index],

@@ -5,7 +5,7 @@ all its gradients from the first moment of its backward: up to a fifth too much 
 parameters shared out whole. Of a plan as a whole it is known which components are wrapped together.
 
 Solvers add up what each component has at least, whatever is beside it (``least_state`` and ``least_transient`` of
-:class:`asa.cost.menu.Priced`), so that their bounds hold for every plan; whether what they find fits is said here.
+:class:`asa.cost.menu.PricedWays`), so that their bounds hold for every plan; whether what they find fits is said here.
 """
 
 from __future__ import annotations

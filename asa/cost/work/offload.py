@@ -1,7 +1,7 @@
 """Seconds of an optimizer step on the host (Ren et al. 2021, "ZeRO-Offload"): gradients go there, parameters come back.
 
-One after the other, as :mod:`asa.executor.offload` does it. Devices of one host share its memory, so its bandwidth in
-an update is theirs together; the link is each one's own.
+One after the other, as :mod:`asa.executor.model.offload` does it. Devices of one host share its memory, so its
+bandwidth in an update is theirs together; the link is each one's own.
 """
 
 from __future__ import annotations

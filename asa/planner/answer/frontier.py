@@ -99,7 +99,7 @@ def against_memory(
         InfeasibleError: nothing runs, whatever the memory.
     """
     have = cluster.device.memory_bytes if request.memory_bytes is None else request.memory_bytes
-    clock = _Clock(request, points)
+    clock = _ShownClock(request, points)
     asked = replace(request, prefer_simple=False, top_k=1, memory_bytes=_BOUNDLESS, time_limit_s=clock.limit(0))
     prices = Prices(Space(on_device(profile, cluster), cluster, strategies, asked))
     found = [_faster(plan(profile, cluster, strategies, asked, known=prices)[0], answer)]
@@ -129,7 +129,7 @@ def against_cost(
     steps = math.ceil(epoch_samples / request.global_batch)
     made: list[CostPoint] = []
     asked_for = counts(request.gpus)
-    clock = _Clock(request, len(asked_for))
+    clock = _ShownClock(request, len(asked_for))
     prices = Prices(Space(on_device(profile, cluster), cluster, strategies, request))
     for done, gpus in enumerate(asked_for):
         asked = replace(request, gpus=gpus, top_k=1, time_limit_s=clock.limit(done))
@@ -168,7 +168,7 @@ def _faster(found: Plan, answer: Plan | None) -> Plan:
     return answer
 
 
-class _Clock:
+class _ShownClock:
     """Shares :data:`BUDGET_S` among points that are still to come."""
 
     def __init__(self, request: Request, points: int) -> None:

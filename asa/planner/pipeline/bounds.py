@@ -48,7 +48,7 @@ class Keys:
         return len(self.pairs)
 
 
-class Links:
+class StageLinks:
     """Transfers: forward and back, arrays cut x key in front x key behind, for each kind of hop; and which ranks a
     stage may begin at."""
 
@@ -85,7 +85,7 @@ class Frame:
     stop) may be in a plan at all."""
 
     def __init__(
-        self, n: int, m: int, keys: Keys, links: Links, tables: Tables, stages: int,
+        self, n: int, m: int, keys: Keys, links: StageLinks, tables: Tables, stages: int,
         lead: Callable[[int], int | None], near: Callable[[int, int], Any],
     ) -> None:  # fmt: skip
         self.n, self.m, self.keys, self.links = n, m, keys, links

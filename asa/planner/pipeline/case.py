@@ -15,11 +15,11 @@ import numpy as np
 from asa.cost.pipeline import shape
 from asa.interfaces.schedule import Schedule
 from asa.planner import clock
-from asa.planner.pipeline.bounds import Frame, Keys, Links
+from asa.planner.pipeline.bounds import Frame, Keys, StageLinks
 from asa.planner.pipeline.lattice import INF, Table, divisors
 from asa.planner.pipeline.open_list import OpenList
 from asa.planner.pipeline.pipelines import Skeleton, value_of
-from asa.planner.pipeline.shop import MANY, Shop
+from asa.planner.pipeline.stage_cache import MANY, StageCache
 from asa.planner.stage.pareto import OutOfTimeError
 from asa.planner.stage.problem import Choice
 
@@ -33,7 +33,7 @@ class Case:
     value = INF
 
     def __init__(
-        self, shop: Shop, m: int, name: str, schedule: Schedule, stages: Sequence[int],
+        self, shop: StageCache, m: int, name: str, schedule: Schedule, stages: Sequence[int],
         found: Callable[[float, Skeleton, tuple[Choice, ...]], bool], bound: float = 0.0,
     ) -> None:  # fmt: skip
         self.shop, self.m, self.name, self.schedule, self.stages = shop, m, name, schedule, tuple(stages)
@@ -49,7 +49,7 @@ class Case:
         self.tables: dict[tuple[int, int], Table | None] = {
             (w, r): _NOTHING for w in shop.alone(m) for r in range(1, self.most + 1)
         }
-        self.links: Links | None = None
+        self.links: StageLinks | None = None
         every = np.arange(shop.n + 1)[None, :] > np.arange(shop.n)[:, None]
         self._near = {(w, r): every for w in self.widths for r in range(1, self.most + 1)}
         self.stuck = False

@@ -14,7 +14,7 @@ from asa.cost.pricing import Way
 from asa.ir.layout import Layout
 from asa.planner import clock
 from asa.planner.pipeline.neighbours import Neighbours
-from asa.planner.pipeline.sketch import INF, Manner, Outline, Sketch
+from asa.planner.pipeline.sketch import INF, PipelineOutline, Sketch, StageStyle
 from asa.planner.pipeline.uniform import Uniform
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.space import MOST_IN_A_PIPELINE, Allowed, widths
@@ -34,10 +34,10 @@ class Climber:
         self._stages: dict[tuple[object, ...], tuple[StageTimes, Layout, Layout] | None] = {}
         self._ways: dict[tuple[object, ...], list[Way]] = {}
         self._sent: dict[tuple[object, ...], tuple[float, float]] = {}
-        self._values: dict[Outline, float] = {}
+        self._values: dict[PipelineOutline, float] = {}
         self.neighbours = Neighbours(sketch)
 
-    def seconds(self, x: Outline, below: float = INF) -> float:
+    def seconds(self, x: PipelineOutline, below: float = INF) -> float:
         """Seconds of a step; infinite where the plan does not fit, is no plan, or cannot take less than ``below``."""
         if x not in self._values:
             found = self._seconds(x, below)
@@ -46,7 +46,7 @@ class Climber:
             self._values[x] = found
         return self._values[x]
 
-    def _seconds(self, x: Outline, below: float) -> float:
+    def _seconds(self, x: PipelineOutline, below: float) -> float:
         m, p = x.num_microbatches, len(x.starts)
         schedule = self.space.strategies.schedules[x.schedule]
         if p < 2 or sum(x.widths) > self.gpus or schedule.refusal(p, m):
@@ -84,7 +84,7 @@ class Climber:
         return next((k for k in range(self.gpus) if set(kinds[k : k + w]) == own), None) if len(own) == 1 else None
 
     def _stage(
-        self, a: int, b: int, w: int, manner: Manner, m: int, flight: int, first: int
+        self, a: int, b: int, w: int, manner: StageStyle, m: int, flight: int, first: int
     ) -> tuple[StageTimes, Layout, Layout] | None:
         key = (a, b, w, manner, m, flight, first)
         if key not in self._stages:
@@ -92,7 +92,7 @@ class Climber:
         return self._stages[key]
 
     def _priced(
-        self, a: int, b: int, w: int, manner: Manner, m: int, flight: int, first: int
+        self, a: int, b: int, w: int, manner: StageStyle, m: int, flight: int, first: int
     ) -> tuple[StageTimes, Layout, Layout] | None:
         if not self.sketch.possible(w, m, manner)[a:b].all():
             return None
@@ -127,7 +127,7 @@ class Climber:
                 room -= float(more[i])
         return kept
 
-    def candidate(self, x: Outline) -> Candidate:
+    def candidate(self, x: PipelineOutline) -> Candidate:
         """The plan that a priced outline stands for."""
         p, schedule = len(x.starts), self.space.strategies.schedules[x.schedule]
         ways: list[Way] = []
@@ -149,7 +149,7 @@ class Climber:
             self._sent[key] = self.prices.pricer(source.width, m, self.gpus).handover(cut, source, target, offset)
         return self._sent[key]
 
-    def climbed(self, x: Outline, ends: float) -> Outline:
+    def climbed(self, x: PipelineOutline, ends: float) -> PipelineOutline:
         """Changed as long as that helps."""
         value, moved = self.seconds(x), True
         while moved:
@@ -179,7 +179,7 @@ def first_plans(
     likely = sorted(counts, key=lambda m: abs(np.log2(m / (near or sketch.most))))
     if near is None and 1 in counts:  # a single one, which whole strategies do best with, comes second at the latest
         likely = list(dict.fromkeys((likely[0], 1, *likely)))
-    found: dict[Outline, float] = {}
+    found: dict[PipelineOutline, float] = {}
     for m in likely:
         if clock.now() > ends:
             break

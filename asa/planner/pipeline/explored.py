@@ -12,8 +12,8 @@ from asa.planner import clock
 from asa.planner.pipeline.bounds import Frame, Stages
 from asa.planner.pipeline.lattice import INF, Table
 from asa.planner.pipeline.points import Points, Room
-from asa.planner.pipeline.shop import Shop
 from asa.planner.pipeline.skeletons import Options, sums_of
+from asa.planner.pipeline.stage_cache import StageCache
 from asa.planner.pipeline.stages import MOST, UTMOST
 
 Key = tuple[int, int, int, int]
@@ -50,7 +50,7 @@ class _Wanted:
 class Explored:
     """The stages of one number of microbatches; ``in_flight``: of these, by place."""
 
-    def __init__(self, shop: Shop, m: int, in_flight: Mapping[int, int]) -> None:
+    def __init__(self, shop: StageCache, m: int, in_flight: Mapping[int, int]) -> None:
         self._shop, self._m, self._in_flight = shop, m, in_flight
         self._stages: dict[Key, _Known] = {}
         self._detail: dict[Key, int] = {}

@@ -17,7 +17,7 @@ from asa.planner.pipeline.case import Case
 from asa.planner.pipeline.floors import floors
 from asa.planner.pipeline.lattice import INF
 from asa.planner.pipeline.pipelines import Pipelined, Pipelines, Skeleton
-from asa.planner.pipeline.shop import Shop
+from asa.planner.pipeline.stage_cache import StageCache
 from asa.planner.stage import exhaustive
 from asa.planner.stage.problem import Choice
 
@@ -58,7 +58,7 @@ class Shared(Protocol):
         """A view for a process that has nothing else to do: it takes all that nobody has begun."""
 
 
-class Best:
+class Incumbent:
     """The best plan so far, and the curve. ``limit``: ms of the best of all, ``value``: of the best pipeline."""
 
     def __init__(self, pipelines: Pipelines | None, incumbent_ms: float, started: float | None = None) -> None:
@@ -135,14 +135,14 @@ def search(
     (:mod:`asa.planner.pipeline.floors`); all where None. ``news`` and ``shared``: as for :func:`best_first`.
     ``crowded``: memory is likely to bind.
     """
-    best = Best(pipelines, incumbent_ms, started)
+    best = Incumbent(pipelines, incumbent_ms, started)
     ends = clock.now() + time_limit_s
     queue: list[Item] = [*others]
     floor = floors(pipelines, incumbent_ms, ends) if floor is None else floor
     if not searched(pipelines):
         queue.append(Closed(min(floor.values(), default=incumbent_ms)))
     else:
-        shop = Shop(pipelines, crowded=crowded)
+        shop = StageCache(pipelines, crowded=crowded)
         for m in floor:
             for name, schedule in _distinct(pipelines.schedules, min(shop.n, shop.gpus), m).items():
                 for stages in _alike(schedule, min(shop.n, shop.gpus), m):
@@ -186,7 +186,7 @@ def joined(a: Pipelined, b: Pipelined) -> Pipelined:
 
 
 def best_first(
-    items: Sequence[Item], best: Best, ends: float, *, gap: float = 0.0, patience: float,
+    items: Sequence[Item], best: Incumbent, ends: float, *, gap: float = 0.0, patience: float,
     news: Callable[[float], float] | None = None, shared: Shared | None = None,
 ) -> dict[str, int]:  # fmt: skip
     """Always take the item with the lowest bound a step further, until that bound has reached the best plan.

@@ -169,7 +169,7 @@ def _numbered(values: Iterable[object]) -> list[int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Weights:
+class ChainWeights:
     """One objective per row of a batch: ``steady`` per ms of a microbatch forward and back, ``ahead`` per ms forward
     alone, ``once`` per ms of once-per-step work, ``memory`` per GiB held with the activations of ``flight``
     microbatches: in the backward of each component by its share in ``moments`` (row x component), in that of a stage's
@@ -216,17 +216,17 @@ class Weights:
         return self.memory * (1 - self.moments.sum(axis=1))
 
 
-def _weighed(weights: Weights, f: Any, b: Any, once: Any) -> Any:
+def _weighed(weights: ChainWeights, f: Any, b: Any, once: Any) -> Any:
     """Batch first, then the shape of the arguments."""
     shape = (-1, *([1] * f.ndim))
     total = weights.steady.reshape(shape) * (f + b) + weights.ahead.reshape(shape) * f
     return total + weights.once.reshape(shape) * once
 
 
-class Priced:
+class PricedChain:
     """A chain under a batch of weights: least cost per component and layout, edges and ends."""
 
-    def __init__(self, numbers: Numbers, weights: Weights) -> None:
+    def __init__(self, numbers: Numbers, weights: ChainWeights) -> None:
         x, n = numbers, numbers.n
         batch = len(weights)
         self.numbers, self.batch = x, batch

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from asa.planner.pipeline.sketch import Manner, Outline, Sketch
+from asa.planner.pipeline.sketch import PipelineOutline, Sketch, StageStyle
 from asa.planner.space.space import MOST_IN_A_PIPELINE, widths
 
 _LONG = 40
@@ -19,9 +19,9 @@ class Neighbours:
     def __init__(self, sketch: Sketch) -> None:
         self.sketch, self.space, self.n = sketch, sketch.space, sketch.n
         self.widths = tuple(w for w in widths(sketch.gpus) if w < sketch.gpus)
-        self._manners: dict[tuple[int, int], list[Manner]] = {}
+        self._manners: dict[tuple[int, int], list[StageStyle]] = {}
 
-    def of(self, x: Outline) -> Iterator[Outline]:
+    def of(self, x: PipelineOutline) -> Iterator[PipelineOutline]:
         """Neighbours of ``x``, the likeliest to help first."""
         p = len(x.starts)
         yield from self._cut_elsewhere(x, 1)
@@ -38,25 +38,25 @@ class Neighbours:
             yield from self._halved(x)
             yield from self._cut_elsewhere(x, 2)
 
-    def _cut_elsewhere(self, x: Outline, far: int) -> Iterator[Outline]:
+    def _cut_elsewhere(self, x: PipelineOutline, far: int) -> Iterator[PipelineOutline]:
         ends = (*x.starts, self.n)
         for s in range(1, len(x.starts)):
             for start in (x.starts[s] - far, x.starts[s] + far):
                 if ends[s - 1] < start < ends[s + 1] and self.space.profile.graph.cuttable(start):
                     yield replace(x, starts=(*x.starts[:s], start, *x.starts[s + 1 :]))
 
-    def _offered(self, w: int, m: int) -> list[Manner]:
+    def _offered(self, w: int, m: int) -> list[StageStyle]:
         if (w, m) not in self._manners:
             self._manners[w, m] = self.sketch.manners(w, m, lean=True)
         return self._manners[w, m]
 
-    def _otherwise(self, x: Outline) -> Iterator[Outline]:
+    def _otherwise(self, x: PipelineOutline) -> Iterator[PipelineOutline]:
         for s, w in enumerate(x.widths):
             for manner in self._offered(w, x.num_microbatches):
                 if manner != x.manners[s]:
                     yield replace(x, manners=(*x.manners[:s], manner, *x.manners[s + 1 :]))
 
-    def _resized(self, x: Outline, s: int, w: int) -> Outline | None:
+    def _resized(self, x: PipelineOutline, s: int, w: int) -> PipelineOutline | None:
         """With another width of one stage, in the manner most like its own."""
         if w not in self.widths:
             return None
@@ -70,7 +70,7 @@ class Neighbours:
             x, widths=(*x.widths[:s], w, *x.widths[s + 1 :]), manners=(*x.manners[:s], manner, *x.manners[s + 1 :])
         )
 
-    def _other_widths(self, x: Outline) -> Iterator[Outline]:
+    def _other_widths(self, x: PipelineOutline) -> Iterator[PipelineOutline]:
         """A rank (or a node) from one stage to another, or to one that had none."""
         for s, w in enumerate(x.widths):
             for up in (v for v in (w + 1, w + 8) if v in self.widths):
@@ -86,9 +86,9 @@ class Neighbours:
                 if less is not None:
                     yield less
 
-    def _joined(self, x: Outline) -> Iterator[Outline]:
+    def _joined(self, x: PipelineOutline) -> Iterator[PipelineOutline]:
         for s in range(1, len(x.starts)):
-            fewer = Outline(
+            fewer = PipelineOutline(
                 x.starts[:s] + x.starts[s + 1 :], x.widths[:s] + x.widths[s + 1 :], x.manners[:s] + x.manners[s + 1 :],
                 x.num_microbatches, x.schedule,
             )  # fmt: skip
@@ -99,13 +99,13 @@ class Neighbours:
                 if (found := self._resized(fewer, k, fewer.widths[k] + x.widths[s])) is not None:
                     yield found
 
-    def _halved(self, x: Outline) -> Iterator[Outline]:
+    def _halved(self, x: PipelineOutline) -> Iterator[PipelineOutline]:
         ends = (*x.starts, self.n)
         for s, w in enumerate(x.widths):
             middle = (ends[s] + ends[s + 1]) // 2
             if w < 2 or not ends[s] < middle < ends[s + 1] or not self.space.profile.graph.cuttable(middle):
                 continue
-            more = Outline(
+            more = PipelineOutline(
                 (*x.starts[: s + 1], middle, *x.starts[s + 1 :]), (*x.widths[: s + 1], w, *x.widths[s + 1 :]),
                 (*x.manners[: s + 1], x.manners[s], *x.manners[s + 1 :]), x.num_microbatches, x.schedule,
             )  # fmt: skip

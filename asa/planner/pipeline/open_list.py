@@ -2,7 +2,8 @@
 
 Stages as they are known by now are put together to all plans below a limit (:mod:`asa.planner.pipeline.skeletons`), a
 little further each time. Few cuts and widths are among them, and each is looked at by itself: by prices of memory at
-weights of the clock, by labels then (:mod:`asa.planner.pipeline.fixed`), and where weights say no more, by all ways to
+weights of the clock, by labels then (:mod:`asa.planner.pipeline.column_generation`), and where weights say no more,
+by all ways to
 run its stages. One step at a time, always where the bound is lowest: plans come up early, and what cannot be better
 than these is not looked at any closer.
 """
@@ -16,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from asa.planner import clock
+from asa.planner.pipeline.column_generation import ColumnGeneration, Cuts
 from asa.planner.pipeline.explored import Explored, Key, Tables
-from asa.planner.pipeline.fixed import Cuts, Fixed
 from asa.planner.pipeline.lattice import INF
 from asa.planner.pipeline.skeletons import FEW, Leaves, Options, plans
 from asa.planner.stage.pareto import OutOfTimeError
@@ -54,7 +55,7 @@ class OpenList:
         self._share, self._short = _SHARE, False
         self._queue: list[tuple[float, Cuts]] = []
         self._leaves: dict[Cuts, tuple[Leaves, Any, bool]] = {}
-        self._fixed = dict[Cuts, Fixed]()
+        self._fixed = dict[Cuts, ColumnGeneration]()
         self._settled = dict[Cuts, float]()
         self._listed, self._floor = 0.0, INF
         self.bound, self.stuck = case.bound, False
@@ -92,7 +93,7 @@ class OpenList:
         if exact:
             return INF, self._filled(leaf, int(rows[0]), self._options)
         if cuts not in self._fixed:
-            self._fixed[cuts] = Fixed(self._case, cuts, low, self._seen(leaf, rows[:_SEEN]))
+            self._fixed[cuts] = ColumnGeneration(self._case, cuts, low, self._seen(leaf, rows[:_SEEN]))
         fixed = self._fixed[cuts]
         low = max(low, fixed.bound)
         if low >= min(best, self._listed):
@@ -106,7 +107,7 @@ class OpenList:
             value = self._case.tell(starts, widths, fixed.choices)
         return max(low, fixed.bound), value
 
-    def _in_full(self, fixed: Fixed, best: float, ends: float) -> tuple[float, float]:
+    def _in_full(self, fixed: ColumnGeneration, best: float, ends: float) -> tuple[float, float]:
         """All ways to run the stages of these cuts and widths, as far as they may be part of a better plan."""
         limit, frame, schedule = min(best, self._limit), self._frame, self._case.schedule
         keys = keys_of(fixed.cuts)
@@ -215,7 +216,7 @@ class OpenList:
         return {key for _, cuts in self._queue for key in keys_of(cuts) if not self._known.known(key, self._limit)}
 
     def _seen(self, leaf: Leaves, rows: Any) -> list[Any]:
-        """What is known of the times of plans, as :func:`asa.planner.pipeline.fixed.longest` takes them."""
+        """What is known of the times of plans, as :func:`asa.planner.pipeline.column_generation.longest` takes them."""
         found, links = [], self._case.links
         assert links is not None
         for i in rows.tolist():

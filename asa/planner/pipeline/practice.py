@@ -18,7 +18,7 @@ import numpy as np
 from asa.cost.pipeline import makespan
 from asa.ir.plan import DataStrategyName
 from asa.planner import clock
-from asa.planner.pipeline.sketch import INF, Manner, Sketch
+from asa.planner.pipeline.sketch import INF, Sketch, StageStyle
 from asa.planner.pipeline.uniform import Uniform
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.space import MOST_IN_A_PIPELINE, Allowed
@@ -99,7 +99,7 @@ def _plans(sketch: Sketch, x: _Split) -> Iterator[tuple[float, Candidate]]:
     """Seconds and plans of a split, one for each way to keep state that leaves room enough."""
     space, n, w = sketch.space, sketch.n, x.d * x.t
     for kind in (k for k in _KINDS if k in space.strategies.data and (x.d > 1 or k == "replicate")):
-        plain = Manner(x.d, x.t, kind, False)
+        plain = StageStyle(x.d, x.t, kind, False)
         if not sketch.possible(w, x.num_microbatches, plain).all():
             continue
         manners = [plain, replace(plain, checkpoint=True)] if space.strategies.checkpoint else [plain]

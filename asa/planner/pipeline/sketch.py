@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from asa.cost.menu import Menu, Priced
+from asa.cost.menu import Menu, PricedWays
 from asa.cost.pricing import Pricer, Way
 from asa.ir.layout import Layout
 from asa.ir.plan import DataDegree, DataStrategyName, TensorDegree
@@ -40,7 +40,7 @@ _AT_ONCE = 1000
 
 
 @dataclass(frozen=True)
-class Manner:
+class StageStyle:
     """How all components of a stage run."""
 
     data: int
@@ -50,12 +50,12 @@ class Manner:
 
 
 @dataclass(frozen=True)
-class Outline:
+class PipelineOutline:
     """A plan in which stage s runs all its components in the manner ``manners[s]``."""
 
     starts: tuple[int, ...]
     widths: tuple[int, ...]
-    manners: tuple[Manner, ...]
+    manners: tuple[StageStyle, ...]
     num_microbatches: int
     schedule: str
 
@@ -68,7 +68,7 @@ class _Stages:
     steady: Any
     once: Any
     manner: Any
-    manners: list[Manner]
+    manners: list[StageStyle]
 
 
 class Sketch:
@@ -85,9 +85,9 @@ class Sketch:
         self.tight = False
         """Whether memory has been seen to bind: manners that save some are then looked at from the first."""
         self.most = min(self.gpus, len(self.cuts) - 1, _MOST_STAGES)
-        self._uniforms: dict[tuple[int, int, Manner, int], Uniform] = {}
+        self._uniforms: dict[tuple[int, int, StageStyle, int], Uniform] = {}
         self._menus: dict[tuple[object, ...], Menu] = {}
-        self._allowed: dict[tuple[int, Manner], Any] = {}
+        self._allowed: dict[tuple[int, StageStyle], Any] = {}
 
     def _cuts(self) -> list[int]:
         inside = [i for i in range(1, self.n) if self.graph.cuttable(i)]
@@ -97,7 +97,7 @@ class Sketch:
             inside = sorted({min(inside, key=lambda i: abs(i - int(k))) for k in wanted})
         return [0, *inside, self.n]
 
-    def plans(self, m: int) -> Iterator[Outline]:
+    def plans(self, m: int) -> Iterator[PipelineOutline]:
         """Likely plans with ``m`` microbatches, the likeliest first."""
         sizes = [w for w in widths(self.gpus) if w < self.gpus]
         if self.gpus <= _FREE:
@@ -107,7 +107,7 @@ class Sketch:
             if self.gpus // w <= self.most and (w <= 8 or self.gpus % w == 0) and clock.now() < self.ends:
                 yield from self._free(m, [w])
 
-    def _free(self, m: int, sizes: Sequence[int]) -> Iterator[Outline]:
+    def _free(self, m: int, sizes: Sequence[int]) -> Iterator[PipelineOutline]:
         stages = {w: s for w in sizes if (s := self._stages(w, m)) is not None}
         if not stages:
             return
@@ -130,7 +130,7 @@ class Sketch:
             shortest = longest / (2 * ranks)
         if longest <= 0:
             return  # components that take no time: one stage is as fast as any
-        found: dict[Any, tuple[float, Outline]] = {}
+        found: dict[Any, tuple[float, PipelineOutline]] = {}
         for level in np.geomspace(shortest * 1.001, max(longest, shortest * 1.01), _LEVELS):
             for value, candidate in self._below(m, float(level), stages, links, placed, unit, ranks):
                 found.setdefault((candidate.starts, candidate.widths), (value, candidate))
@@ -142,7 +142,7 @@ class Sketch:
     def _below(
         self, m: int, level: float, stages: dict[int, _Stages], links: dict[int, Any], placed: dict[int, Any],
         unit: int, ranks: int,
-    ) -> Iterator[tuple[float, Outline]]:  # fmt: skip
+    ) -> Iterator[tuple[float, PipelineOutline]]:  # fmt: skip
         """The plan of each number of stages with the shortest way there and back and no stage slower than ``level``."""
         count = len(self.cuts)
         behind = np.full((count, ranks + 1), INF)
@@ -172,7 +172,7 @@ class Sketch:
     def _read(
         self, m: int, r: int, trip: float, stages: dict[int, _Stages], links: dict[int, Any], turns: list[Any],
         unit: int,
-    ) -> tuple[float, Outline]:  # fmt: skip
+    ) -> tuple[float, PipelineOutline]:  # fmt: skip
         starts, sizes, manners = [], [], []
         at = offset = 0
         slowest = longest = 0.0
@@ -187,7 +187,9 @@ class Sketch:
             at, offset = stop, offset + w // unit
         # A microbatch's round trip holds up the steady state, where links take long.
         period = max(slowest, trip / (r + 1))
-        return (m - 1) * period + trip + longest, Outline(tuple(starts), tuple(sizes), tuple(manners), m, self.schedule)
+        return (m - 1) * period + trip + longest, PipelineOutline(
+            tuple(starts), tuple(sizes), tuple(manners), m, self.schedule
+        )
 
     def _links(self, w: int, m: int) -> Any:
         """Seconds of a microbatch over each cut and back, to a stage of ``w`` ranks from one like it."""
@@ -207,7 +209,7 @@ class Sketch:
         samples = self.space.request.global_batch // m // fewest
         return max((d for d in range(1, w + 1) if w % d == 0 and d <= samples), default=1)
 
-    def manners(self, w: int, m: int, *, lean: bool) -> list[Manner]:
+    def manners(self, w: int, m: int, *, lean: bool) -> list[StageStyle]:
         """Manners worth trying; ``lean``: those that save memory, too."""
         most = self._degree(w, m)
         found = []
@@ -219,12 +221,12 @@ class Sketch:
             if lean and d > 1:
                 kinds += [k for k in ("zero1", "zero3") if k in self.space.strategies.data]
             again = (False, True) if lean and self.space.strategies.checkpoint else (False,)
-            found += [Manner(d, t, kind, c) for kind in kinds for c in again]
+            found += [StageStyle(d, t, kind, c) for kind in kinds for c in again]
         if not any(x.data == most for x in found):
-            found.append(Manner(most, 1, "replicate", False))
+            found.append(StageStyle(most, 1, "replicate", False))
         return found
 
-    def way(self, i: int, w: int, x: Manner) -> Way:
+    def way(self, i: int, w: int, x: StageStyle) -> Way:
         """A component in that manner, as far as it can be: what cannot be split is repeated."""
         splits = x.tensor > 1 and self.space.splits(i, x.tensor)
         component = self.graph.components[i]
@@ -239,7 +241,7 @@ class Sketch:
             checkpoint=forgets,
         )
 
-    def uniform(self, w: int, m: int, x: Manner, first: int = 0) -> Uniform:
+    def uniform(self, w: int, m: int, x: StageStyle, first: int = 0) -> Uniform:
         """All components on stages of ``w`` ranks, from the rank ``first`` on, in that manner."""
         if (w, m, x, first) not in self._uniforms:
             pricer = self.prices.pricer(w, m, self.gpus, first)
@@ -248,12 +250,12 @@ class Sketch:
             menu, n = self._menu(pricer, some), len(some)
             priced = menu.priced(pricer, np.arange(len(menu.ways)))
             for k, manner in enumerate(some):
-                own = Priced(**{name: values[k::n] for name, values in vars(priced).items()})
+                own = PricedWays(**{name: values[k::n] for name, values in vars(priced).items()})
                 made = Uniform(pricer, self.space.cluster.overlap, menu.ways[k::n], own)
                 self._uniforms[w, m, manner, first] = made
         return self._uniforms[w, m, x, first]
 
-    def _menu(self, pricer: Pricer, manners: Sequence[Manner]) -> Menu:
+    def _menu(self, pricer: Pricer, manners: Sequence[StageStyle]) -> Menu:
         """Every component in each of these manners."""
         key = (pricer.width, tuple(manners))
         if key not in self._menus:
@@ -262,7 +264,7 @@ class Sketch:
             )
         return self._menus[key]
 
-    def possible(self, w: int, m: int, x: Manner) -> Any:
+    def possible(self, w: int, m: int, x: StageStyle) -> Any:
         """Which components may run in that manner."""
         if (w, x) not in self._allowed:
             self._allowed[w, x] = np.array([self.allowed(i, self.way(i, w, x)) for i in range(self.n)])

@@ -16,10 +16,10 @@ import numpy as np
 
 from asa.planner import clock
 from asa.planner.pipeline import lattice as at
-from asa.planner.pipeline.lattice import INF, Numbers, Priced
+from asa.planner.pipeline.lattice import INF, Numbers, PricedChain
 from asa.planner.pipeline.points import Points, Room
 from asa.planner.pipeline.tables import OWN_LAST, Objective, priced_memory, rows_of, weights_of
-from asa.planner.pipeline.thinning import BKT, BWD, FWD, HELD, LAST, PEAK, SUM, C, Front, P, Thinning, V
+from asa.planner.pipeline.thinning import BKT, BWD, FWD, HELD, LAST, PEAK, SUM, C, LabelFront, P, Thinning, V
 from asa.planner.stage.pareto import OutOfTimeError, efficient
 
 _CLOSE = 1 + 1e-12
@@ -42,7 +42,7 @@ class Completions:
         parts = (each[..., 0], each[..., 2] * hidden, each[..., 2] * (1 - hidden), each[..., 3])
         self.weights = np.stack(parts, axis=1)
         """Component x what :meth:`values` sees of a label x objective."""
-        priced = Priced(numbers, weights)
+        priced = PricedChain(numbers, weights)
         self.behind = priced.completions()
         self.over = priced.edges + np.minimum(priced.inner, priced.last)[1:, :, None, :]
         """Costs of passing to another layout and of the next component in it: component in front x objective x both."""
@@ -115,7 +115,7 @@ class Explorer:
         exact = True
         history: list[tuple[Any, Any]] = []
         found: dict[int, Points] = {}
-        front: Front | None = None
+        front: LabelFront | None = None
         for i in range(start, stops[-1]):
             if clock.now() > ends:
                 raise OutOfTimeError
@@ -138,7 +138,7 @@ class Explorer:
                     found[i + 1] = points
         return found
 
-    def _begin(self, i: int) -> Front | None:
+    def _begin(self, i: int) -> LabelFront | None:
         """Layouts in which component i can begin a stage; the configuration comes next."""
         x, more = self.numbers, self.in_flight - 1
         inlet = x.inlets[i]
@@ -153,9 +153,9 @@ class Explorer:
         labels[:, HELD] = held + inlet[at.EACT]
         labels[:, 10] = labels[:, HELD] + inlet[at.ETRANS]
         none = np.zeros(len(layouts), dtype=np.int64)
-        return Front(labels, x.degree[layouts], layouts, none, none)
+        return LabelFront(labels, x.degree[layouts], layouts, none, none)
 
-    def _over(self, front: Front, i: int, room: Any) -> Front | None:
+    def _over(self, front: LabelFront, i: int, room: Any) -> LabelFront | None:
         """What arrives in each layout of component i, before its configuration."""
         x, more = self.numbers, self.in_flight - 1
         edges = x.edges[i - 1][:, front.layout, :]
@@ -176,13 +176,13 @@ class Explorer:
         labels[:, PEAK] = np.maximum(labels[:, PEAK], labels[:, LAST]) + held
         labels[:, HELD] += held + e[at.EACT]
         labels[:, 10] = labels[:, HELD] + e[at.ETRANS]
-        arrived = Front(labels, front.entry[source], layout, source, np.zeros(len(source), dtype=np.int64))
+        arrived = LabelFront(labels, front.entry[source], layout, source, np.zeros(len(source), dtype=np.int64))
         if len(source) > 40:
             kept = self.thin.best(labels, arrived.entry * x.count + layout, arriving=True)
             arrived = arrived.taken(kept)
         return arrived
 
-    def _through(self, front: Front, i: int, start: int, room: Any) -> Front | None:
+    def _through(self, front: LabelFront, i: int, start: int, room: Any) -> LabelFront | None:
         """With every configuration of component i."""
         x, more = self.numbers, self.in_flight - 1
         picked, config, rows = [], [], []
@@ -225,9 +225,11 @@ class Explorer:
         labels[:, HELD] += grown
         layout = front.layout[index]
         good = (self.bounds.values(labels, i) <= room[:, layout].T).all(axis=1)
-        return Front(labels[good], front.entry[index][good], layout[good], front.parent[index][good], chosen[good])
+        return LabelFront(labels[good], front.entry[index][good], layout[good], front.parent[index][good], chosen[good])
 
-    def _ended(self, front: Front, i: int, caps: Room, exact: bool, history: list[tuple[Any, Any]]) -> Points | None:
+    def _ended(
+        self, front: LabelFront, i: int, caps: Room, exact: bool, history: list[tuple[Any, Any]]
+    ) -> Points | None:
         """The stage stops behind component i."""
         x, more = self.numbers, self.in_flight - 1
         e = x.outlets[i][:, front.layout]

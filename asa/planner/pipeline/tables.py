@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from asa.planner.pipeline import lattice as at
-from asa.planner.pipeline.lattice import INF, Numbers, Priced, Table, Weights
+from asa.planner.pipeline.lattice import INF, ChainWeights, Numbers, PricedChain, Table
 
 Objective = tuple[float, float, float, float, float, float, float]
 """Prices of steady time, of forward alone, of once-per-step time, of memory; microbatches in flight; ``hidden``; the
@@ -31,13 +31,13 @@ _ENTRIES = 6_000_000
 """About the most array entries in one pass: tables for several numbers of microbatches in flight at once."""
 
 
-def weights_of(rows: Sequence[Objective], n: int) -> Weights:
+def weights_of(rows: Sequence[Objective], n: int) -> ChainWeights:
     """Weights of objectives; ``hidden`` beyond 1 is 2 + k for a pivot at component k."""
     a = np.array(rows, dtype=float)
     pivot = np.where(a[:, 5] > 1, a[:, 5] - 2, -1).astype(np.int64)
     behind = (np.arange(n)[None, :] >= pivot[:, None]).astype(float)
     hidden = np.where(pivot[:, None] >= 0, behind, a[:, 5:6])
-    return Weights(
+    return ChainWeights(
         steady=a[:, 0], ahead=a[:, 1], once=a[:, 2], memory=a[:, 3], flight=a[:, 4], hidden=hidden, pivot=pivot,
         moments=(np.arange(n)[None, :] == a[:, 6:7]).astype(float),
     )  # fmt: skip
@@ -111,7 +111,7 @@ def relaxed(numbers: Numbers) -> Table:
     k = len(rows)
     rows += [(1.0, -1.0, 0.0, 0.0, 1.0, 1.0, OWN_LAST)]
     rows += [(1.0, 0.0, 1.0, 0.0, 1.0, r[5], OWN_LAST) for r in rows[2:k]]
-    found = Priced(numbers, weights_of(rows, n)).intervals()
+    found = PricedChain(numbers, weights_of(rows, n)).intervals()
     return Table(
         steady=found[1], forward=found[0], whole=found[2:k].max(axis=0), single=found[k + 1 :].max(axis=0),
         backward=found[k],
@@ -129,7 +129,7 @@ def limited(numbers: Numbers, table: Table, in_flight: Sequence[int]) -> list[Ta
     most = max(1, _ENTRIES // each)
     for begin in range(0, len(rows), most):
         some = rows[begin : begin + most]
-        values = Priced(x, weights_of([r for part in some for r in part], x.n)).intervals()
+        values = PricedChain(x, weights_of([r for part in some for r in part], x.n)).intervals()
         for part in some:
             found.append(_dearer(x, table, part, values[: len(part)]))
             values = values[len(part) :]

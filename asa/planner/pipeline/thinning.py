@@ -24,14 +24,14 @@ _ROUNDED, _ROUNDED_MEMORY = 5e-4, 2e-4
 FWD, BWD, BKT, V, C, P, PEAK, LAST, HELD, SUM = range(10)
 
 
-class Front:
+class LabelFront:
     """Labels behind one component."""
 
     def __init__(self, labels: Any, entry: Any, layout: Any, parent: Any, config: Any) -> None:
         self.labels, self.entry, self.layout, self.parent, self.config = labels, entry, layout, parent, config
 
-    def taken(self, index: Any) -> Front:
-        return Front(
+    def taken(self, index: Any) -> LabelFront:
+        return LabelFront(
             self.labels[index], self.entry[index], self.layout[index], self.parent[index], self.config[index]
         )  # fmt: skip
 
@@ -101,7 +101,7 @@ class Thinning:
         found[[PEAK, LAST, HELD]] = _ROUNDED_MEMORY * self.numbers.capacity / self.numbers.n if self.tight else 1.0
         return found
 
-    def thinned(self, front: Front, ending: bool, most: int, grain: Any) -> tuple[Front, bool]:
+    def thinned(self, front: LabelFront, ending: bool, most: int, grain: Any) -> tuple[LabelFront, bool]:
         """At most so many labels, and whether they are less than the truth."""
         group = front.entry * self.numbers.count + front.layout
         if len(front.labels) > 1:
@@ -116,7 +116,7 @@ class Thinning:
         front = front.taken(self.best(front.labels, group, arriving=False, ending=ending))
         return (front if len(front.labels) <= most else self._merged(front, most)), True
 
-    def _merged(self, front: Front, most: int) -> Front:
+    def _merged(self, front: LabelFront, most: int) -> LabelFront:
         """Similar labels become one: the least of each number, and one of their choices."""
         group = front.entry * self.numbers.count + front.layout
         labels = front.labels

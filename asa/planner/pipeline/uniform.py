@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from asa.cost.menu import Priced
+from asa.cost.menu import PricedWays
 from asa.cost.pipeline import StageTimes
 from asa.cost.pricing import Pricer, Way
 from asa.cost.step import BoundaryCost
@@ -29,7 +29,7 @@ class Uniform:
     pricer: Pricer
     overlap: Overlap
     ways: Sequence[Way]
-    priced: Priced
+    priced: PricedWays
 
     @cached_property
     def _between(self) -> Any:
@@ -46,7 +46,9 @@ class Uniform:
         """With some components in another manner of the same layout."""
         mask = np.zeros(len(self.ways), dtype=bool)
         mask[list(which)] = True
-        priced = Priced(**{name: np.where(mask, vars(other.priced)[name], x) for name, x in vars(self.priced).items()})
+        priced = PricedWays(
+            **{name: np.where(mask, vars(other.priced)[name], x) for name, x in vars(self.priced).items()}
+        )
         found = Uniform(
             self.pricer, self.overlap,
             [b if k else a for a, b, k in zip(self.ways, other.ways, mask.tolist(), strict=True)], priced,

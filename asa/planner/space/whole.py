@@ -27,7 +27,7 @@ _PAST = 1.1
 
 
 @noun
-class Row:
+class StrategyRow:
     """A whole strategy, priced; without a candidate where it cannot be run."""
 
     name: str
@@ -42,7 +42,7 @@ class Row:
         return self.price.cost.total_s if self.price is not None else float("inf")
 
 
-def table(prices: Prices, wanted: Sequence[str] = ()) -> list[Row]:
+def table(prices: Prices, wanted: Sequence[str] = ()) -> list[StrategyRow]:
     """Every whole strategy, priced, and those of ``wanted`` that are no usual ones (``hybrid:d3t2`` of 8)."""
     space = prices.space
     names = dict.fromkeys((*baselines.names(space.strategies, space.request.gpus), *wanted))
@@ -51,20 +51,20 @@ def table(prices: Prices, wanted: Sequence[str] = ()) -> list[Row]:
         members = set(baselines.members("hybrid", space.strategies, space.request.gpus))
         best = min((r for r in rows if r.name in members), key=lambda r: (not r.fits, r.seconds))
         rows.append(
-            Row(name="hybrid", candidate=best.candidate, price=best.price, fits=best.fits, why_not=best.why_not)
+            StrategyRow(name="hybrid", candidate=best.candidate, price=best.price, fits=best.fits, why_not=best.why_not)
         )
     return [*rows, *_served(prices, next((r for r in rows if r.name == "ddp"), None))]
 
 
-def _served(prices: Prices, ddp: Row | None) -> list[Row]:
+def _served(prices: Prices, ddp: StrategyRow | None) -> list[StrategyRow]:
     """Parameter servers on the workers of data parallelism: for comparison, so without a candidate."""
     if ddp is None or ddp.candidate is None:
         return []
     found, why = parameter_server.priced(prices, ddp.candidate), parameter_server.WHY_NOT
-    return [Row(name=n, candidate=None, price=p, fits=False, why_not=why[n]) for n, p in found.items()]
+    return [StrategyRow(name=n, candidate=None, price=p, fits=False, why_not=why[n]) for n, p in found.items()]
 
 
-def row(name: str, prices: Prices) -> Row:
+def row(name: str, prices: Prices) -> StrategyRow:
     """One whole strategy: a single stage in as few microbatches as fit (one where none do), a pipeline in as many as
     make it fastest."""
     if name == baselines.BEST_AGAIN:
@@ -86,22 +86,24 @@ def row(name: str, prices: Prices) -> Row:
             if best is None and quick is None and _overfull(prices, candidate):
                 break
     except baselines.Unavailable as reason:
-        return Row(name=name, candidate=None, price=None, fits=False, why_not=str(reason))
+        return StrategyRow(name=name, candidate=None, price=None, fits=False, why_not=str(reason))
     found = first if best is None else best[1]
     assert found is not None
     price, free = prices.of(found), prices.capacity(found)
     fits = prices.fits(found)
     why = "" if fits else _too_much(price.peak.total, free)
-    return Row(name=name, candidate=found, price=price, fits=fits, why_not=why)
+    return StrategyRow(name=name, candidate=found, price=price, fits=fits, why_not=why)
 
 
-def _practised(prices: Prices) -> Row:
+def _practised(prices: Prices) -> StrategyRow:
     """The best uniform split of all devices, recomputed as far as memory asks for it."""
     until = clock.now() + _PRACTICE * prices.space.request.time_limit_s
     found = practice(prices, prices.space.pinned, until)
     if found is None:
-        return Row(name=baselines.BEST_AGAIN, candidate=None, price=None, fits=False, why_not="no uniform split fits")
-    return Row(name=baselines.BEST_AGAIN, candidate=found, price=prices.of(found), fits=True)
+        return StrategyRow(
+            name=baselines.BEST_AGAIN, candidate=None, price=None, fits=False, why_not="no uniform split fits"
+        )
+    return StrategyRow(name=baselines.BEST_AGAIN, candidate=found, price=prices.of(found), fits=True)
 
 
 def _too_much(needed: float, free: float) -> str:

@@ -106,7 +106,7 @@ class Arrays:
 
 
 @dataclass
-class Weights:
+class StageWeights:
     """What one ms or GiB of each field of a component weighs, under a batch of prices; ``offset`` comes on top."""
 
     pivot: Any
@@ -123,13 +123,13 @@ class Weights:
         return len(self.offset)
 
 
-def weigh(x: Arrays, pivot: Any, memory: Any) -> Weights:
+def weigh(x: Arrays, pivot: Any, memory: Any) -> StageWeights:
     """Weights of prices, batch x component each."""
     before = np.cumsum(pivot, axis=1) - pivot
     behind = pivot.sum(axis=1, keepdims=True) - before - pivot
     upto = np.cumsum(memory, axis=1)
     total = upto[:, -1:]
-    return Weights(
+    return StageWeights(
         pivot=pivot,
         memory=memory,
         window=x.saving * x.sp * behind,
@@ -142,7 +142,7 @@ def weigh(x: Arrays, pivot: Any, memory: Any) -> Weights:
     )
 
 
-def config_costs(x: Arrays, w: Weights, i: int) -> Any:
+def config_costs(x: Arrays, w: StageWeights, i: int) -> Any:
     """Costs of the configurations of component i: batch x configuration."""
     r = x.rows[i]
     found = r[:, WORK] - w.window[:, i, None] * r[:, WINDOW] - w.prompt[:, i, None] * r[:, PROMPT]
@@ -151,17 +151,17 @@ def config_costs(x: Arrays, w: Weights, i: int) -> Any:
     return found + w.gradients[:, i, None] * r[:, GRAD] + w.memory[:, i, None] * r[:, TRANS]
 
 
-def edge_costs(x: Arrays, w: Weights, i: int) -> Any:
+def edge_costs(x: Arrays, w: StageWeights, i: int) -> Any:
     """In front of component i: batch x layout x layout."""
     e = x.edges[i - 1]
     found = e[COST] + w.state[:, None, None] * e[ESTATE] + w.activations[:, i, None, None] * e[EACT]
     return found + w.memory[:, i, None, None] * e[ETRANS]
 
 
-class Priced:
+class PricedStage:
     """Least costs under a batch of prices: of components and edges, and of all behind a component."""
 
-    def __init__(self, x: Arrays, w: Weights) -> None:
+    def __init__(self, x: Arrays, w: StageWeights) -> None:
         n = x.n
         self.weights = w
         self.configs = [config_costs(x, w, i) for i in range(n)]
@@ -180,8 +180,8 @@ class Priced:
 
 
 class Search:
-    """Good prices. ``bound``: the best value of :class:`Priced`; ``value`` and ``picked``: the best choice that fits
-    among those that came up; ``loose``: the value of the best one that came up, whether or not it fits."""
+    """Good prices. ``bound``: the best value of :class:`PricedStage`; ``value`` and ``picked``: the best choice that
+    fits among those that came up; ``loose``: the value of the best one that came up, whether or not it fits."""
 
     def __init__(self, x: Arrays) -> None:
         self.x = x
@@ -189,7 +189,7 @@ class Search:
         self.value = self.loose = INF
         self.picked: list[int] = []
         single = np.eye(n)[np.unique(np.linspace(0, n - 1, min(n, _SIDES)).astype(np.int64))]
-        sides = Priced(x, weigh(x, single, np.zeros_like(single))).value
+        sides = PricedStage(x, weigh(x, single, np.zeros_like(single))).value
         at = int(sides.argmax())
         self.bound = float(sides[at])
         self.best = (single[at], np.zeros(n))

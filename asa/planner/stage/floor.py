@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from asa.cost.menu import Priced
+from asa.cost.menu import PricedWays
 from asa.ir.units import GIB
 from asa.planner.space.candidate import Prices
 from asa.planner.space.space import Allowed
@@ -73,7 +73,7 @@ def floor(prices: Prices, width: int, num_microbatches: int, allowed: Allowed) -
     return Floor(max(whole, *found), once, memory, True, len(which))
 
 
-def _held(x: Priced, each: Any) -> tuple[float, list[tuple[Any, float]]]:
+def _held(x: PricedWays, each: Any) -> tuple[float, list[tuple[Any, float]]]:
     """GiB below which no choice peaks: every component at its leanest in each respect, whether or not at once. And for
     some components in whose backward the peak may be, what each choice of each component holds then, and what the one
     at work holds beside."""

@@ -78,7 +78,7 @@ class _Pass:
         for share in (0.5, 1.6):
             pivots.append(found.best[0])
             memories.append(share * found.best[1])
-        self.priced = dual.Priced(x, dual.weigh(x, np.array(pivots), np.array(memories)))
+        self.priced = dual.PricedStage(x, dual.weigh(x, np.array(pivots), np.array(memories)))
         self.standing = self._least_memory(GRAD)
         self.held = self._least_memory(ACT)
 

@@ -38,7 +38,7 @@ _NOTHING = Solution(choice=None, value=float("inf"), bound=float("inf"), solver=
 _OPEN = Solution(choice=None, value=float("inf"), bound=0.0, solver="dp")
 
 
-class Place:
+class FormulatedStage:
     """One (width, microbatches): its formulation, and what is known of it with the memory limit and without. Without a
     formulation, nothing fits. ``fitting``: whether a choice fits, all of it known; by the formulation where None."""
 
@@ -113,14 +113,14 @@ class Place:
             self.fits = self.free.proved and self.fitting(self.free.choice)
 
 
-class Places:
+class StageLookup:
     """All (width, microbatches) of a space, formulated when first asked for."""
 
     def __init__(self, prices: Prices, allowed: Allowed, among: tuple[int, ...] | None = None) -> None:
         self._prices, self._allowed = prices, allowed
         self._among = widths(prices.space.request.gpus) if among is None else among
-        self._known: dict[tuple[int, int], Place | None] = {}
-        self._counted: dict[tuple[int, int], Place] = {}
+        self._known: dict[tuple[int, int], FormulatedStage | None] = {}
+        self._counted: dict[tuple[int, int], FormulatedStage] = {}
         self._floors: dict[tuple[int, int], Floor] = {}
         self.took: dict[tuple[int, int], float] = {}
         """CPU seconds that it took to price all components of one, one by one."""
@@ -158,14 +158,14 @@ class Places:
             return one.whole
         return max(alone_ms, alone_ms * (1 - 1 / m) + (one.once if one.once < float("inf") else 0.0))
 
-    def get(self, width: int, num_microbatches: int) -> Place | None:
+    def get(self, width: int, num_microbatches: int) -> FormulatedStage | None:
         """The place, or None where it cannot run."""
         key = (width, num_microbatches)
         if key not in self._known:
             self._known[key] = self._made(width, num_microbatches)
         return self._known[key]
 
-    def counted(self, width: int, num_microbatches: int) -> Place:
+    def counted(self, width: int, num_microbatches: int) -> FormulatedStage:
         """A copy with the memory that every component counts for as if all around it were run alike: what fits
         there usually does."""
         key = (width, num_microbatches)
@@ -175,10 +175,10 @@ class Places:
             )
         return self._counted[key]
 
-    def _placed(self, formulation: Formulation | None) -> Place:
+    def _placed(self, formulation: Formulation | None) -> FormulatedStage:
         if formulation is None:
-            return Place(None)
-        return Place(formulation, lambda choice: self._prices.fits(formulation.candidate(choice)))
+            return FormulatedStage(None)
+        return FormulatedStage(formulation, lambda choice: self._prices.fits(formulation.candidate(choice)))
 
     def enough(self, width: int, num_microbatches: int, cutoff: float, ends: float) -> bool | None:
         """Whether fewer microbatches are enough, so that so many are not in the space: what is fastest with fewer, or
@@ -199,10 +199,10 @@ class Places:
         """Whether something may fit."""
         return known.memory <= self._prices.space.capacity(width) / GIB + TOLERANCE_GIB
 
-    def _made(self, width: int, num_microbatches: int) -> Place | None:
+    def _made(self, width: int, num_microbatches: int) -> FormulatedStage | None:
         known = self.floor(width, num_microbatches)
         if not self.possible(width, known):
-            return Place(None)
+            return FormulatedStage(None)
         formulation = formulate(self._prices, width, num_microbatches, self._allowed, crowded=known.crowded)
         return None if formulation is None else self._placed(formulation)
 
@@ -216,14 +216,16 @@ class Single:
     :attr:`place` that do not fit, although the sum of what their components have at least does.
     """
 
-    def __init__(self, places: Places, alone_ms: float, width: int, num_microbatches: int, solver: SolverName) -> None:
+    def __init__(
+        self, places: StageLookup, alone_ms: float, width: int, num_microbatches: int, solver: SolverName
+    ) -> None:
         self._places, self.width, self.num_microbatches, self._solver = places, width, num_microbatches, solver
         self.bound, self.level, self.stuck = alone_ms, 0, False
-        self.place: Place | None = None
+        self.place: FormulatedStage | None = None
         self._settled: bool | None = None
         self.solution = _NOTHING
         self._turns, self._labelled, self.by_ilp = 0, False, False
-        self.origin: Place | None = None
+        self.origin: FormulatedStage | None = None
         self.refused: list[Choice] = []
 
     @property
@@ -386,7 +388,7 @@ class Single:
             self.bound, self.by_ilp = self.value, True
             self.solution = replace(self.solution, bound=self.value, solver=f"{found.solver} and dp")
 
-    def _take(self, found: Solution, place: Place | None = None) -> None:
+    def _take(self, found: Solution, place: FormulatedStage | None = None) -> None:
         """``place``: that it is a choice of, its own where None."""
         place = place or self.place
         self._raise(found.bound)
@@ -409,7 +411,7 @@ class Single:
             self.solution = replace(self.solution, bound=self.value)
 
 
-def singles(places: Places, solver: SolverName) -> list[Single]:
+def singles(places: StageLookup, solver: SolverName) -> list[Single]:
     """One for every width and number of microbatches that could run."""
     return [Single(places, alone, w, m, solver) for alone, w, m in places.bounds()]
 

@@ -49,7 +49,7 @@ def loss_lines(plan: Plan) -> tuple[str, str]:
     """The import a loss needs, and the function: asa's own where a model has several outputs, or maps, or may have."""
     several = plan.model_spec in ("googlenet", "inception_v3") or plan.model_spec.startswith(_SEGMENTATION)
     if several or _built_by_asa(plan):
-        return "from asa.executor.loss import loss_of", "loss_of"
+        return "from asa.executor.model.loss import loss_of", "loss_of"
     return "import torch.nn.functional as F", "F.cross_entropy"
 
 

@@ -1,0 +1,89 @@
+"""Where a program of the user's own finds itself: its ranks, its device, and weights that are the same on all."""
+
+from __future__ import annotations
+
+import atexit
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from asa.errors import UnavailableError, UsageError
+from asa.executor.model.votes import Votes
+from asa.launch import join, launched
+
+_FIRST_S = 60.0
+"""For the first meeting of all ranks; later ones have the user's limit."""
+
+_open = ExitStack()
+atexit.register(_open.close)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankContext:
+    """This process among the ranks."""
+
+    votes: Votes
+    device: torch.device
+
+    @property
+    def rank(self) -> int:
+        """Counts from 0."""
+        return self.votes.rank
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return self.votes.num_ranks
+
+
+_votes: list[Votes] = []
+"""Votes of the place that was found last."""
+
+
+def known_votes() -> Votes:
+    """The votes of the ranks that are there: those of the place found last, or new ones (collective then)."""
+    if not _votes or _votes[0].num_ranks != (dist.get_world_size() if dist.is_initialized() else 1):
+        _votes[:] = [Votes()]
+    return _votes[0]
+
+
+def find_place(device: str, timeout_s: float) -> RankContext:
+    """Join the ranks that a launcher started, or those of the group the user formed; or be alone.
+
+    Raises:
+        UsageError, UnavailableError: as :func:`asa.launch.join`, or ``cuda`` on a machine without.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"unknown device {device!r}; one of auto, cpu, cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UnavailableError("no CUDA device is usable here; choose device='cpu'")
+    cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    local = 0
+    if launched():
+        if dist.is_initialized() and device == "auto" and "nccl" not in dist.get_backend_config():
+            cuda = False  # the user's own group tells what it is for
+        if not dist.is_initialized():
+            place = _open.enter_context(join(backend="nccl" if cuda else "gloo", timeout_s=timeout_s))
+        else:
+            with join() as place:
+                pass
+        local = place.local_rank
+    if cuda:
+        torch.cuda.set_device(local)
+    votes = Votes(timeout_s)
+    votes.meet("asa.parallelize (or asa.Job)", within_s=_FIRST_S)
+    _votes[:] = [votes]
+    return RankContext(votes=votes, device=torch.device("cuda", local) if cuda else torch.device("cpu"))
+
+
+@torch.no_grad()
+def same_weights(place: RankContext, model: nn.Module) -> None:
+    """Rank 0's parameters and buffers on every rank (collective)."""
+    if place.ranks > 1:
+        for tensor in (*model.parameters(), *model.buffers()):
+            copy = tensor.detach().cpu().contiguous()
+            place.votes.broadcast(copy)
+            tensor.copy_(copy.to(tensor.device))

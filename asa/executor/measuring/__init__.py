@@ -1,0 +1,1 @@
+"""Comparisons: benchmark, emulation, rehearsal, equivalence with one device."""

@@ -1,0 +1,282 @@
+"""One training under several plans, measured side by side.
+
+All plans live in the same ranks and take turns, a few steps each, in an order that rotates: what disturbs the
+machine disturbs all of them. The first plan given runs twice per round, so that its ratio to itself (A/A) shows how
+far from 1 a ratio gets by noise alone. Every step a plan takes is real training on the same samples.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from asa.executor.model.groups import Groups, groups_of
+from asa.executor.model.materialize import materialize
+from asa.executor.model.votes import Votes
+from asa.executor.observing.footprint import active_peak
+from asa.executor.observing.warmup import warm_up
+from asa.executor.training.clock import StepClock
+from asa.executor.training.optimizer import build_optimizer
+from asa.executor.training.precision import LossScale
+from asa.executor.training.worker import LossCounter, Worker
+from asa.interfaces.strategy import Strategies
+from asa.ir.bench import AccuracyPoint, Comparison
+from asa.ir.intervals import median_interval
+from asa.ir.plan import Plan
+from asa.ir.profile import Stat
+from asa.launch import run_ranks, tell
+from asa.sharding.collectives import silenced
+from asa.zoo.data import GlobalOrder, ImageSet
+from asa.zoo.inputs import example
+
+_SILENT_STEPS, _LEAST_SILENT, _SILENT_SHARE = 8, 3, 0.2
+"""Pairs of a whole and a silent step that exposed communication is measured by, at most and at least; and the share of
+the budget they may take."""
+_MAX_ROUNDS = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """How to measure. ``budget_s`` bounds one model's measuring, warm-up and validation included, unless that is too
+    short for ``least_rounds``."""
+
+    device: str = "cpu"
+    budget_s: float = 60.0
+    steps_per_turn: int = 1
+    least_rounds: int = 3
+    evaluations: int = 2
+    evaluation_samples: int = 256
+    seed: int = 0
+    lr: float | None = None
+    threads: int | None = None
+    timeout_s: float = 300.0
+
+
+@dataclass
+class Cell:
+    """What one plan did. ``turns`` are seconds per step of each round (a pair per round for the first plan)."""
+
+    strategy: str
+    steps: list[float] = field(default_factory=list)
+    turns: list[list[float]] = field(default_factory=list)
+    data_wait: list[float] = field(default_factory=list)
+    communication: list[float] = field(default_factory=list)
+    peak_memory_bytes: tuple[int, ...] | None = None
+    accuracy: list[AccuracyPoint] = field(default_factory=list)
+
+    @property
+    def communication_s(self) -> float | None:
+        """Exposed communication per step: the median of the pairs, none below zero; None where it was not measured."""
+        return max(0.0, statistics.median(self.communication)) if self.communication else None
+
+    @property
+    def step_time(self) -> Stat:
+        """Over all measured steps of the slowest rank."""
+        return Stat.of(self.steps)
+
+
+class Entrant:
+    """One plan on one rank; on a rank outside the plan, a bystander that only joins group creation and barriers."""
+
+    def __init__(self, plan: Plan, build: Callable[[], nn.Module], strategies: Strategies, rank: int, votes: Votes,
+                 options: BenchOptions, device: torch.device) -> None:  # fmt: skip
+        self.plan, self.cell, self.step = plan, Cell(plan.strategy), 0
+        self.worker: Worker | None = None
+        if rank >= plan.num_ranks:
+            if plan.num_ranks > 1:
+                Groups(rank, groups_of(plan))
+            return
+        model = materialize(
+            plan, build(), example(plan.input_shape), rank=rank, strategies=strategies, device=device, seed=options.seed
+        )
+        model.train()
+        optimizer = build_optimizer(plan.optimizer, model.updated, lr=options.lr, offloaded=model.offloaded)
+        self.worker = Worker(
+            model=model, optimizer=optimizer, scale=LossScale(plan.precision), votes=votes, clock=StepClock(device),
+            precision=plan.precision, seed=options.seed, label_smoothing=0.0,
+        )  # fmt: skip
+        self.tally = LossCounter(device)
+
+    def turn(self, images: ImageSet, order: GlobalOrder, steps: int) -> list[tuple[float, float]]:
+        """Train ``steps`` steps; (data, step) seconds of each on this rank."""
+        for _ in range(steps):
+            per_epoch = order.steps(0)
+            epoch, at = divmod(self.step, per_epoch)
+            if self.worker is not None:
+                self.worker.train(images, order.batch(epoch, at), epoch=epoch, step=self.step, tally=self.tally)
+            self.step += 1
+        if self.worker is None:
+            return [(0.0, 0.0)] * steps
+        return [(t.data, t.work) for t in self.worker.clock.collect()]
+
+
+def slowest(votes: Votes, times: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Element-wise maximum over ranks."""
+    flat = votes.gather([v for pair in times for v in pair])
+    worst = [max(column) for column in zip(*flat, strict=True)]
+    return list(zip(worst[::2], worst[1::2], strict=True))
+
+
+def barrier(votes: Votes) -> None:
+    """Until all ranks are here."""
+    votes.gather([0.0])
+
+
+def one_step(entrant: Entrant, images: ImageSet, order: GlobalOrder, votes: Votes) -> float:
+    """Seconds of a step of the slowest rank, all of them beginning together."""
+    barrier(votes)
+    return slowest(votes, entrant.turn(images, order, 1))[0][1]
+
+
+def _memory(entrant: Entrant, images: ImageSet, order: GlobalOrder) -> int:
+    """Active peak of one step on this rank, in bytes; 0 for a bystander."""
+    worker = entrant.worker
+    if worker is None:
+        entrant.turn(images, order, 1)
+        return 0
+    return active_peak(worker, lambda: entrant.turn(images, order, 1))
+
+
+def _communication(entrant: Entrant, images: ImageSet, order: GlobalOrder, votes: Votes, steps: int) -> list[float]:
+    """Exposed communication in seconds, one per pair: a step less the same step with every collective silenced.
+
+    Ends the training: silenced steps leave ranks with different weights.
+    """
+    if entrant.plan.num_ranks == 1:
+        entrant.step += 2 * steps
+        return [0.0] * steps
+    differences = []
+    for _ in range(steps):
+        barrier(votes)
+        (whole,) = slowest(votes, entrant.turn(images, order, 1))
+        barrier(votes)
+        with ExitStack() as stack:
+            stack.enter_context(silenced())
+            if entrant.worker is not None:
+                stack.enter_context(entrant.worker.model.no_sync())
+            (silent,) = slowest(votes, entrant.turn(images, order, 1))
+        differences.append(whole[1] - silent[1])
+    return differences
+
+
+def _evaluate(entrant: Entrant, test: ImageSet, votes: Votes, seconds: float, epoch: float) -> AccuracyPoint:
+    figures = [0.0] * 6
+    if entrant.worker is not None:
+        tally = entrant.worker.validate(test, min(len(test), entrant.plan.global_batch))
+        assert tally is not None  # nobody was asked to give up
+        figures = [*tally.take(), *entrant.tally.take()]
+    loss, hits, rows, train_loss, _, train_rows = (sum(c) for c in zip(*votes.gather(figures), strict=True))
+    return AccuracyPoint(
+        epoch=epoch, seconds=seconds, train_loss=train_loss / max(train_rows, 1.0),
+        validation_loss=loss / max(rows, 1.0), validation_accuracy=hits / max(rows, 1.0),
+    )  # fmt: skip
+
+
+def _rank(rank: int, plans: Sequence[Plan], build: Callable[[], nn.Module], strategies: Strategies,
+          data: Callable[[], tuple[ImageSet, ImageSet]], options: BenchOptions) -> list[Cell]:  # fmt: skip
+    votes = Votes(options.timeout_s)
+    device = torch.device(options.device, rank) if options.device == "cuda" else torch.device(options.device)
+    began = time.monotonic()
+    train, test = (images.to(device) for images in data())
+    test = _some(test, options.evaluation_samples)
+    order = GlobalOrder(len(train), plans[0].global_batch, options.seed, drop_last=True)
+    entrants = [Entrant(p, build, strategies, rank, votes, options, device) for p in plans]
+    warm = [0.0] * len(entrants)
+
+    def every() -> float:
+        warm[:] = [one_step(e, train, order, votes) for e in entrants]
+        return sum(warm)
+
+    warm_up(every, votes)
+    turns = [entrants[0], *entrants]
+    per_round = options.steps_per_turn * sum(warm[entrants.index(e)] for e in turns)
+    silent = int(votes.tell(min(_SILENT_STEPS, max(
+        _LEAST_SILENT, int(_SILENT_SHARE * options.budget_s / max(2 * sum(warm), 1e-9))
+    ))))  # fmt: skip
+    validating = options.evaluations * 0.5 * options.evaluation_samples / plans[0].global_batch
+    fixed = (validating + 2 * silent + 6) * sum(warm)
+    left = options.budget_s - (time.monotonic() - began) - fixed
+    rounds = int(votes.tell(max(options.least_rounds, min(_MAX_ROUNDS, int(left / max(per_round, 1e-9))))))
+    marks = {rounds * (i + 1) // options.evaluations for i in range(options.evaluations)}
+    spent = dict.fromkeys(range(len(entrants)), 0.0)
+    for number in range(1, rounds + 1):
+        shift = number % len(turns)
+        sequence = turns[shift:] + turns[:shift]
+        paired: dict[int, list[float]] = {}
+        for entrant in sequence:
+            barrier(votes)
+            times = slowest(votes, entrant.turn(train, order, options.steps_per_turn))
+            entrant.cell.data_wait += [t[0] for t in times]
+            entrant.cell.steps += [t[1] for t in times]
+            index = entrants.index(entrant)
+            paired.setdefault(index, []).append(statistics.mean(t[1] for t in times))
+            spent[index] += sum(t[0] + t[1] for t in times)
+        for index, seconds in paired.items():
+            entrants[index].cell.turns.append(seconds)
+        if rank == 0:
+            tell({"round": number, "rounds": rounds})
+        if number in marks:
+            for index, entrant in enumerate(entrants):
+                point = _evaluate(entrant, test, votes, spent[index], entrant.step / order.steps(0))
+                entrant.cell.accuracy.append(point)
+    for entrant in entrants:
+        peaks = votes.gather([float(_memory(entrant, train, order))])
+        entrant.cell.peak_memory_bytes = tuple(int(p[0]) for p in peaks[: entrant.plan.num_ranks])
+    for entrant in entrants:
+        entrant.cell.communication = _communication(entrant, train, order, votes, silent)
+    return [e.cell for e in entrants]
+
+
+def _some(images: ImageSet, count: int) -> ImageSet:
+    from dataclasses import replace
+
+    return (
+        images if len(images) <= count else replace(images, images=images.images[:count], labels=images.labels[:count])
+    )
+
+
+def measure(
+    plans: Sequence[Plan],
+    build: Callable[[], nn.Module],
+    strategies: Strategies,
+    data: Callable[[], tuple[ImageSet, ImageSet]],
+    options: BenchOptions,
+    *,
+    on_message: Callable[[int, Any], None] | None = None,
+) -> list[Cell]:
+    """Run ``plans`` (of one model and global batch) against each other; a cell each, in order.
+
+    ``build`` makes the model, ``data`` the training and test images; both are called on every rank. Messages are
+    ``{"round": r, "rounds": n}``.
+
+    Raises:
+        WorkersFailedError: a rank died.
+    """
+    ranks = max(p.num_ranks for p in plans)
+    backend = "nccl" if options.device == "cuda" else "gloo"
+    results = run_ranks(
+        ranks, _rank, list(plans), build, strategies, data, options,
+        backend=backend, threads=options.threads, timeout_s=options.timeout_s, on_message=on_message,
+    )  # fmt: skip
+    cells: list[Cell] = results[0]
+    return cells
+
+
+def compare(model: str, left: Cell, right: Cell, *, others_cores: float | None = None) -> Comparison:
+    """Median of paired ratios of step time and its interval; a cell against itself is the A/A comparison."""
+    if left is right:
+        ratios = [turn[0] / turn[1] for turn in left.turns if len(turn) > 1]
+    else:
+        ratios = [statistics.mean(a) / statistics.mean(b) for a, b in zip(left.turns, right.turns, strict=True)]
+    low, high = median_interval(ratios)
+    return Comparison(
+        model=model, left=left.strategy, right=right.strategy, pairs=len(ratios), ratio=statistics.median(ratios),
+        low=low, high=high, others_cores=others_cores,
+    )  # fmt: skip

@@ -1,0 +1,106 @@
+"""Plans run against each other until it is clear enough which is the fastest: rounds of turns, as a policy asks.
+
+As in :mod:`asa.executor.measuring.benchmark` all plans live in the same ranks and every step is real training on the
+same
+samples; here a plan is built when it first has a turn, and who has the next turns depends on what was measured. A plan
+that is new takes memory from the others, so all of a round warm up together before its first turn counts.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from asa.executor.measuring.benchmark import BenchOptions, Cell, Entrant, barrier, one_step, slowest
+from asa.executor.model.votes import Votes
+from asa.executor.observing.warmup import warm_up
+from asa.interfaces.strategy import Strategies
+from asa.ir.plan import Plan
+from asa.launch import run_ranks, tell
+from asa.zoo.data import GlobalOrder, ImageSet
+
+
+class Policy(Protocol):
+    """Who is next, asked on rank 0 before every round."""
+
+    def next(self, rounds: Sequence[Mapping[int, float]], left_s: float, build_s: float) -> Sequence[int]:
+        """Indices of the plans of the next round, none to end; ``rounds``: seconds per step of those that had turns.
+
+        ``left_s``: what may still be spent; ``build_s``: what a plan takes before its first turn (0: not known yet).
+        """
+        ...
+
+
+def _each(entrants: Sequence[Entrant], images: ImageSet, order: GlobalOrder, votes: Votes) -> float:
+    """A step of each; seconds of all."""
+    return sum(one_step(e, images, order, votes) for e in entrants)
+
+
+def _rank(rank: int, plans: Sequence[Plan], build: Callable[[], nn.Module], strategies: Strategies,
+          data: Callable[[], tuple[ImageSet, ImageSet]], options: BenchOptions, policy: Policy,
+          ends: float) -> tuple[list[Cell], list[dict[int, float]], list[int]]:  # fmt: skip
+    votes = Votes(options.timeout_s)
+    device = torch.device(options.device, rank) if options.device == "cuda" else torch.device(options.device)
+    train = data()[0].to(device)
+    order = GlobalOrder(len(train), plans[0].global_batch, options.seed, drop_last=True)
+    entrants: dict[int, Entrant] = {}
+    rounds: list[dict[int, float]] = []
+    longest = 0.0
+    while True:
+        wanted = votes.tell(list(policy.next(rounds, ends - time.monotonic(), longest)) if rank == 0 else None)
+        if not wanted:
+            break
+        if new := [i for i in wanted if i not in entrants]:
+            began = time.monotonic()
+            for index in new:
+                entrants[index] = Entrant(plans[index], build, strategies, rank, votes, options, device)
+                warm_up(partial(one_step, entrants[index], train, order, votes), votes, hurried=True)
+            among = [entrants[i] for i in wanted]
+            warm_up(partial(_each, among, train, order, votes), votes, least=1)
+            longest = max(longest, (time.monotonic() - began) / len(new))
+        shift = len(rounds) % len(wanted)
+        found: dict[int, float] = {}
+        for index in (*wanted[shift:], *wanted[:shift]):
+            barrier(votes)
+            entrant = entrants[index]
+            times = slowest(votes, entrant.turn(train, order, options.steps_per_turn))
+            entrant.cell.data_wait += [t[0] for t in times]
+            entrant.cell.steps += [t[1] for t in times]
+            found[index] = statistics.mean(t[1] for t in times)
+        rounds.append(found)
+        if rank == 0:
+            tell({"round": len(rounds), "left_s": ends - time.monotonic()})
+    cells = [entrants[i].cell if i in entrants else Cell(p.strategy) for i, p in enumerate(plans)]
+    return cells, rounds, [entrants[i].step if i in entrants else 0 for i in range(len(plans))]
+
+
+def contest(
+    plans: Sequence[Plan],
+    build: Callable[[], nn.Module],
+    strategies: Strategies,
+    data: Callable[[], tuple[ImageSet, ImageSet]],
+    options: BenchOptions,
+    policy: Policy,
+    *,
+    on_message: Callable[[int, Any], None] | None = None,
+) -> tuple[list[Cell], list[dict[int, float]], list[int]]:
+    """Run ``plans`` (of one model and global batch) against each other for at most about ``options.budget_s``.
+
+    Returns a cell a plan, in order (without steps where it had no turn), the rounds, and the steps each plan took,
+    warm-up included. ``build`` and ``data`` as for :func:`asa.executor.measuring.benchmark.measure`.
+
+    Raises:
+        WorkersFailedError: a rank died.
+    """
+    ends = time.monotonic() + options.budget_s
+    return run_ranks(
+        max(p.num_ranks for p in plans), _rank, list(plans), build, strategies, data, options, policy, ends,
+        backend="nccl" if options.device == "cuda" else "gloo", threads=options.threads, timeout_s=options.timeout_s,
+        on_message=on_message,
+    )[0]  # fmt: skip

@@ -1,0 +1,354 @@
+"""An emulated device: everything of a step is real but the kernels, which are sleeps of the profiled length.
+
+Processes, process groups, tensors, parameters, gradients, buckets and messages are those of the plan, so many ranks of
+a fast device can be run on few cores, over whatever links join them. What a component computes is replaced by waiting
+as long as its profile says it takes, forward and back; its output is there, of the right form, and so are gradients of
+its parameters, all zero. So is the optimizer's step. A rank's processor has next to nothing to do but to send.
+
+A component's gradients are all made when its backward ends, as the cost model has it; real ones come one by one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from asa.cost.constants import constant
+from asa.cost.pricing import times_of
+from asa.cost.work.compute import Times, adding
+from asa.executor.model.parallel import ParallelModel
+from asa.interfaces.strategy import OPTIMIZER_WORDS, Strategies, TensorStrategy
+from asa.ir.graph import Component
+from asa.ir.layout import bounds
+from asa.ir.plan import Assignment, Plan
+from asa.ir.profile import Profile
+from asa.ir.traffic import Collective, Phase
+from asa.sharding import direct
+from asa.sharding.axis import Axis
+from asa.sharding.collectives import all_gather, all_reduce, reduce_scatter
+from asa.sharding.replicated import Bucket, Send, Wait
+from asa.sharding.segment import forgo
+from asa.sharding.sharded import GATHERED_ONCE
+from asa.tracing import TracedModel
+from asa.tracing.component import TracedComponent
+
+
+def _host_s() -> float:
+    """Seconds for which this thread has had something to do: on a core, or waiting for one (Linux; 0 elsewhere)."""
+    try:
+        worked, waited, _ = Path("/proc/thread-self/schedstat").read_text().split()
+    except (OSError, ValueError):
+        return 0.0
+    return (int(worked) + int(waited)) / 1e9
+
+
+class DeviceClock:
+    """When the device is busy. What a sleep overslept is taken off the next one; ``last``: of a step's backwards.
+
+    ``apart``: from its host, which launches ahead of it: then what the host has done since the device was last busy is
+    taken off, too, unlike what it has waited for. (Many ranks on few cores have hosts that get in each other's way.)
+    """
+
+    def __init__(self, *, apart: bool) -> None:
+        self._apart, self._late, self._worked = apart, 0.0, float("inf")
+        self.last = True
+
+    def start(self) -> None:
+        """A step begins: nothing was launched ahead of it."""
+        self._late, self._worked = 0.0, float("inf")
+
+    def busy(self, seconds: float) -> None:
+        """Return when the device has worked for ``seconds``."""
+        if self._apart:
+            self._late += max(0.0, _host_s() - self._worked)
+        left = seconds - self._late
+        if left > 0:
+            start = time.perf_counter()
+            time.sleep(left)
+            left -= time.perf_counter() - start
+        self._late = -left
+        if self._apart:
+            self._worked = _host_s()
+
+
+class Zeros:
+    """Zeros of any form, out of one piece of memory that nobody writes to."""
+
+    def __init__(self) -> None:
+        self._pools: dict[torch.dtype, Tensor] = {}
+
+    def of(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+        """A tensor of ``shape``, to be read only."""
+        count = torch.Size(shape).numel()
+        pool = self._pools.get(dtype)
+        if pool is None or pool.numel() < count:
+            pool = self._pools[dtype] = torch.zeros(count, dtype=dtype)
+        return pool[:count].view(*shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Form:
+    """Shapes of one sample of an output, the main one first."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+
+
+class _Sleeper:
+    """What a component does instead of computing."""
+
+    def __init__(
+        self, component: Component, traced: TracedComponent, form: _Form, assignment: Assignment, axis: Axis,
+        times: Times, clock: DeviceClock, zeros: Zeros, copying_s: Mapping[Phase, float], page: TensorStrategy,
+    ) -> None:  # fmt: skip
+        self._component, self._traced, self._form = component, traced, form
+        self._degree, self._data, self._axis = assignment.tensor.degree, assignment.data.degree, axis
+        self._times, self._clock, self._zeros, self._copying_s = times, clock, zeros, copying_s
+        self._by_tokens = assignment.tensor.strategy == "sequence"
+        self.views: dict[nn.Parameter, Tensor] = {}
+        self._page = page
+        self._shapes = form.shapes
+        sequence = component.split.sequence if assignment.tensor.strategy == "sequence" and component.split else None
+        if sequence is not None and sequence.exit and axis.size > 1:
+            start, stop = bounds(sequence.tokens, axis.size, axis.index)
+            self._shapes = tuple((stop - start, *shape[1:]) for shape in form.shapes)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = _Sleep.apply(x, self, *self._traced.parameters())
+        return found
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Outputs, after forward's time."""
+        rows = x.shape[0]
+        self._clock.busy(self._copying_s["forward"])
+        self._work("forward", rows)
+        return tuple(self._zeros.of((rows, *shape), self._form.dtype) for shape in self._shapes)
+
+    def backward(self, x: Tensor, parameters: Sequence[nn.Parameter]) -> tuple[Tensor | None, ...]:
+        """Gradients of the input and the parameters, after backward's time. Those that no rank waits for, or that
+        would only be added up, are left out."""
+        self._clock.busy(self._copying_s["backward"])
+        self._work("backward", x.shape[0])
+        last = self._clock.last and self._data > 1
+        if last:
+            self._clock.busy(self._copying_s["gradient"])
+        gradients = (self._gradient(p) if last and p.requires_grad else None for p in parameters)
+        return (self._zeros.of(x.shape, x.dtype) if x.requires_grad else None, *gradients)
+
+    def _gradient(self, p: nn.Parameter) -> Tensor:
+        """Where the last step left it in a bucket, so that nothing need be copied there; else zeros."""
+        known = self.views.get(p)
+        return self._zeros.of(p.shape, p.dtype) if known is None else known.detach()
+
+    def remember(self) -> None:
+        """Take down where the step's gradients lie."""
+        replicated = [p for p in self._traced.parameters() if not isinstance(p, DTensor)]
+        self.views = {p: p.grad for p in replicated if p.grad is not None}
+
+    def _work(self, phase: str, rows: int) -> None:
+        work = self._times.work(self._component, rows, self._degree, by_tokens=self._by_tokens)
+        seconds = getattr(work, f"{phase}_s") * self._times.whole_ratio(rows)
+        inner = [c for c in self._page.traffic(self._component, self._degree, rows) if c.phase == phase]
+        for c in inner:
+            self._clock.busy(seconds / (len(inner) + 1))
+            self._meet(c)
+        self._clock.busy(seconds / (len(inner) + 1))
+
+    def _meet(self, c: Collective) -> None:
+        ranks = self._axis.size
+        part = max(1, round(c.bytes / 4 / ranks))
+        if c.op == "all_reduce":
+            all_reduce(self._zeros.of((part * ranks,)), self._axis)
+        elif c.op == "all_gather":
+            all_gather(self._zeros.of((part,)), 0, [part] * ranks, self._axis)
+        else:
+            reduce_scatter(self._zeros.of((part * ranks,)), 0, [part] * ranks, self._axis)
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sleeper: _Sleeper, *parameters: nn.Parameter) -> tuple[Tensor, ...]:
+        ctx.sleeper, ctx.parameters = sleeper, parameters
+        ctx.save_for_backward(x)  # what is recomputed is asked for here
+        return sleeper.forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        mine, *others = ctx.sleeper.backward(x, ctx.parameters)
+        return (mine if ctx.needs_input_grad[0] else None, None, *others)
+
+
+class _Stream:
+    """Scatters gradients beside backward, as the communication stream of a GPU does: on a CPU, whose streams are for
+    show, FSDP would wait for each. What is scattered is read too early for that, and not looked at."""
+
+    def __init__(self) -> None:
+        self._works: list[tuple[dist.Work | direct.Pending, Tensor, Tensor]] = []
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for a message."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        work = direct.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=True)
+        self._works.append((work, output_tensor, input_tensor))
+
+    def drain(self) -> None:
+        """Wait for all that is under way."""
+        for work, _, _ in self._works:
+            work.wait()
+        self._works.clear()
+
+
+def _gather_ahead(modules: Sequence[FSDPModule]) -> None:
+    """Have weights gathered while the unit before computes, as the streams of a GPU let them be: here FSDP has to be
+    told. A root has its units behind it."""
+    before: FSDPModule | None = None
+    for module in modules:
+        if GATHERED_ONCE in module.__dict__:
+            module._set_unshard_async_op(True)
+            before = None
+            continue
+        if before is not None:
+            before.set_modules_to_forward_prefetch([module])
+        before = module
+
+
+class SleepingUpdate(torch.optim.SGD):
+    """An optimizer whose step takes ``seconds`` of the device, once gradients have come, and changes nothing."""
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], seconds: float, clock: DeviceClock, stream: _Stream
+    ) -> None:  # fmt: skip
+        super().__init__([*parameters] or [nn.Parameter(torch.empty(0))], lr=0.0)
+        self._seconds, self._clock, self._stream = seconds, clock, stream
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Wait."""
+        self._stream.drain()
+        self._clock.busy(self._seconds)
+        self._clock.start()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmulatedDevice:
+    """``profile`` says what takes how long on it; ``memory_bandwidth``, in bytes/s, what of that was not measured."""
+
+    profile: Profile
+    memory_bandwidth: float = 0.0
+
+
+class Emulation:
+    """One rank's emulated device under one plan: :meth:`hooks` go to
+    :func:`asa.executor.model.materialize.materialize`, then :meth:`settle` is called with what that made."""
+
+    def __init__(self, device: EmulatedDevice, strategies: Strategies, plan: Plan) -> None:
+        forgo()
+        profile = device.profile
+        self._streams = profile.device.type == "cuda"
+        self._strategies, self._plan, self._bandwidth = strategies, plan, device.memory_bandwidth
+        self._times = times_of(profile, strategies)
+        self._components = {c.name: c for c in profile.graph.components}
+        self._forms: dict[str, _Form] = {}
+        self._sleepers: list[_Sleeper] = []
+        self._update_s = 0.0
+        self.clock, self._zeros = DeviceClock(apart=self._streams), Zeros()
+
+    def hooks(self) -> dict[str, Any]:
+        """What ``materialize`` is to call."""
+        return {"prepare": self.prepare, "stand_in": self.stand_in}
+
+    @torch.no_grad()
+    def prepare(self, traced: TracedModel) -> None:
+        """Learn the forms of all outputs, by computing two samples."""
+        for c in traced.components:
+            if c.name not in self._forms:
+                outputs = c(torch.zeros((2, *c.input_shape), dtype=c.input_dtype))
+                width = self._components[c.name].output_bytes_per_sample / max(1, outputs[0][0].numel())
+                dtype = torch.bfloat16 if width <= 2 else torch.float32
+                self._forms[c.name] = _Form(shapes=tuple(tuple(o.shape[1:]) for o in outputs), dtype=dtype)
+
+    def stand_in(self, traced: TracedComponent, assignment: Assignment, axis: Axis) -> None:
+        """Have ``traced`` sleep from now on."""
+        component = self._components[traced.name]
+        splitting = self._strategies.tensor[assignment.tensor.strategy]
+        share = splitting.share(component, assignment.tensor.degree)
+        page = self._strategies.data[assignment.data.strategy].of(assignment.data)
+        memory = page.memory(share, assignment.data.degree, self._plan.optimizer)
+        full = OPTIMIZER_WORDS[self._plan.optimizer] * share.parameter_bytes
+        whole_s = self._times.update(
+            component, assignment.tensor.degree, self._plan.optimizer, share.parameter_bytes, self._bandwidth
+        )  # fmt: skip
+        if full > 0:
+            self._update_s += memory.optimizer / full * whole_s
+        copied = self._copied(page.traffic(share, assignment.data.degree, 1))
+        copied["gradient"] += constant("ddp_bucket_passes") * memory.buckets
+        copied = {phase: size / self._bandwidth if self._bandwidth > 0 else 0.0 for phase, size in copied.items()}
+        copied["backward"] += adding(whole_s, self._plan.optimizer, self._plan.num_microbatches)
+        self._update_s += copied["update"]
+        sleeper = _Sleeper(
+            component, traced, self._forms[traced.name], assignment, axis, self._times, self.clock, self._zeros,
+            copied, splitting,
+        )  # fmt: skip
+        traced.__dict__["train_graph"] = traced.__dict__["eval_graph"] = sleeper
+        self._sleepers.append(sleeper)
+
+    def _copied(self, traffic: Sequence[Collective]) -> dict[Phase, float]:
+        """Bytes that a GPU's sharding reads and writes beside its gathers and scatters, by when."""
+        found: dict[Phase, float] = dict.fromkeys(("forward", "backward", "gradient", "update"), 0.0)
+        for c in traffic if self._streams else ():
+            if c.op in ("all_gather", "reduce_scatter"):
+                found[c.phase] += constant("fsdp_copy_passes") * c.bytes
+        return found
+
+    def settle(self, model: ParallelModel) -> SleepingUpdate:
+        """Make the wrappers of ``model`` as idle as its components; the optimizer to train it with."""
+        if self._plan.compression == "none":
+            for replica in model.reduction.replicas:
+                replica.send = _summed(replica.axis)
+        stream = _Stream()
+        if self._streams:
+            for module in model.sharded:
+                module.set_custom_reduce_scatter(stream)  # type: ignore[arg-type]
+            _gather_ahead(model.sharded)
+            model.gather_across()
+        usual = model.reduction.backward
+
+        @contextmanager
+        def backward(*, last: bool, in_flight: int) -> Iterator[None]:
+            self.clock.last = last
+            with usual(last=last, in_flight=in_flight):
+                yield
+
+        model.reduction.backward = backward  # type: ignore[method-assign]
+        update = SleepingUpdate(model.updated, self._update_s, self.clock, stream)
+        update.register_step_post_hook(lambda *_: self._remember())
+        return update
+
+    def _remember(self) -> None:
+        for sleeper in self._sleepers:
+            sleeper.remember()
+
+
+def _summed(axis: Axis) -> Send:
+    """Buckets are added up over ``axis`` and divided by nothing: that would be work of the host's."""
+
+    def send(bucket: Bucket) -> Wait:
+        work = dist.all_reduce(bucket.flat, group=axis.group, async_op=True)
+        assert work is not None
+        return work.wait
+
+    return send

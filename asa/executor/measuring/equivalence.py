@@ -1,0 +1,362 @@
+"""Is training under a plan numerically the same as on one device? Measured so that the answer means something.
+
+In fp32 two orders of the same additions drift apart within a few steps (a permuted batch alone moves ResNet-50 by
+tens of per cent), so weights are compared in float64: five steps at an ordinary learning rate under the plan and on
+one device, from the same weights, samples and dropout masks, with BatchNorm over the same groups of samples. A
+tensor passes if ``||delta|| <= max(1e-6, 10 * floor) * ||w||``, where the floor is one device against itself with
+samples permuted inside the batch. First-step gradients are compared in fp32 too; their floor also counts how far
+fp32 on one device is from float64. An activation within rounding of a ReLU's corner falls to either side of it, and
+the gradient of a small channel with it: what is wrong differs on every batch, so gradients have three to agree on.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from asa.errors import UsageError
+from asa.executor.measuring import plainly
+from asa.executor.measuring.tolerance import DRIFT, compressed, distance
+from asa.executor.model.materialize import materialize
+from asa.executor.model.parallel import ParallelModel
+from asa.executor.model.reasons import reasons
+from asa.executor.model.state import full_gradients, full_state
+from asa.executor.model.step import forward_backward, microbatches_of
+from asa.executor.model.votes import Votes
+from asa.executor.training.optimizer import build_optimizer
+from asa.interfaces.strategy import Strategies
+from asa.ir.codec import fingerprint
+from asa.ir.equivalence import Equivalence, TensorError
+from asa.ir.layout import bounds
+from asa.ir.plan import DataDegree, Plan, Stage, TensorDegree
+from asa.launch import run_ranks
+from asa.tracing import TracedModel
+from asa.zoo.inputs import example, of_tokens, random
+
+WEIGHT_TOLERANCE = 1e-6
+FLOOR_FACTOR = 10.0
+GRADIENT_TOLERANCE_FP32 = 1e-4
+_SMALL_GRADIENT = 1e-3
+_FURTHER_BATCHES = 2
+LEARNING_RATE = {"sgd": 0.01, "adamw": 1e-3}
+STEPS = 5
+
+ModelFactory = Callable[[], nn.Module]
+
+
+@dataclass
+class Trace:
+    """What a run left behind, as full tensors on the CPU: losses; first gradients (fp32) or last weights (float64)."""
+
+    losses: list[float] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+def alone(plan: Plan, samples: int | None = None) -> Plan:
+    """A plan for this training on one device: same microbatches, every component whole.
+
+    ``samples``: the batch, where that may be too small for all of the plan's microbatches.
+    """
+    whole = tuple(
+        replace(
+            c,
+            stage=0,
+            data=DataDegree(strategy="replicate", degree=1),
+            tensor=TensorDegree(strategy="none", degree=1),
+            checkpoint=False,
+            offload=False,
+        )
+        for c in plan.components
+    )
+    cut = plan.num_microbatches if samples is None else microbatches_of(plan, samples)
+    return replace(
+        plan, components=whole, stages=(Stage(ranks=(0,)),), schedule="none", compression="none", num_microbatches=cut
+    )  # fmt: skip
+
+
+def default_samples(plan: Plan) -> int:
+    """A batch small enough for a laptop; BatchNorm over a handful of values would amplify rounding instead of
+    showing errors, so a microbatch has at least 32 samples where the plan's own batch allows it."""
+    return min(plan.global_batch, max(4 * plan.num_ranks, 32) * plan.num_microbatches)
+
+
+def _batch(plan: Plan, samples: int, step: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 + step)
+    x = random(plan.input_shape, samples, plan.num_classes, generator, dtype)
+    of = plan.input_shape if of_tokens(plan.input_shape) else ()
+    return x, torch.randint(plan.num_classes, (samples, *of), generator=generator)
+
+
+def _convert(traced: TracedModel, dtype: torch.dtype) -> None:
+    """``dtype`` for what is real, its complex counterpart for what is complex: ``to`` would drop imaginary parts."""
+    kinds = {False: dtype, True: dtype.to_complex()}
+
+    def converted(t: Tensor) -> Tensor:
+        return t.to(kinds[t.is_complex()]) if t.is_floating_point() or t.is_complex() else t
+
+    for component in traced.components:
+        component._apply(converted)
+
+
+def _run(
+    plan: Plan, build: ModelFactory, strategies: Strategies, rank: int, device: torch.device, *,
+    samples: int, dtype: torch.dtype, steps: int, permute: bool = False, first: int = 0,
+) -> Trace:  # fmt: skip
+    """Train ``steps`` steps from number ``first`` on; ``permute`` reverses the samples inside every microbatch."""
+    model = materialize(
+        plan, build(), example(plan.input_shape), rank=rank, strategies=strategies, device=device, batch_norm="exact",
+        prepare=lambda traced: _convert(traced, dtype),
+    )  # fmt: skip
+    optimizer = build_optimizer(
+        plan.optimizer, model.updated, lr=LEARNING_RATE[plan.optimizer], offloaded=model.offloaded
+    )  # fmt: skip
+    model.train()
+    trace = Trace()
+    for step in range(first, first + steps):
+        x, y = _batch(plan, samples, step, dtype)
+        model.zero_grad()
+        trace.losses.append(_step(model, x, y, step, permute))
+        # In float64 only one device's are wanted: they show how far fp32 is from the truth by itself.
+        if step == first and (dtype == torch.float32 or (plan.num_ranks == 1 and not permute)):
+            trace.gradients = full_gradients(model)
+        optimizer.step()
+        model.share_updates()
+    if dtype == torch.float64:
+        model.average_buffers()  # as a checkpoint has them
+        trace.weights = full_state(model)
+    model.close()
+    del model, optimizer
+    gc.collect()  # traced modules refer to each other: what a run held must be gone before the next one
+    return trace if rank == 0 else Trace()
+
+
+def _step(model: ParallelModel, x: Tensor, y: Tensor, step: int, permute: bool) -> float:
+    """Forward and backward of every microbatch; the mean loss over the whole batch."""
+    samples = torch.arange(len(x))
+    if permute:
+        parts = [bounds(len(x), model.plan.num_microbatches, j) for j in range(model.plan.num_microbatches)]
+        samples = torch.cat([samples[a:b].flip(0) for a, b in parts])
+    x, y = x[samples].to(model.device), y[samples].to(model.device)
+    loss = forward_backward(model, samples, step, lambda rows: x[rows], lambda rows: y[rows])
+    share = loss.double().cpu().view(1) * float(model.counts_rows())
+    if model.plan.num_ranks > 1:
+        dist.all_reduce(share)
+    return float(share)
+
+
+def _norm(x: Tensor) -> float:
+    return float(torch.linalg.vector_norm(_wide(x)))
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.complex128 if x.is_complex() else torch.float64)
+
+
+def _error(value: Tensor, reference: Tensor, least: float = 0.0) -> float:
+    """Distance over the reference's norm, or over ``least`` where that is larger."""
+    same = value == reference  # infinities of a mask are: their difference is no number
+    delta = _norm(torch.where(same, 0.0, _wide(value) - _wide(reference)))
+    finite = torch.where(reference.isinf(), 0.0, reference)
+    return 0.0 if delta == 0 else delta / max(_norm(finite), least, 1e-300)
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    plan64: Trace
+    plan32: Trace
+    one64: Trace
+    one32: Trace
+    permuted64: Trace
+    permuted32: Trace
+    training: plainly.Apart | None = None
+
+
+def _measure(
+    rank: int, plan: Plan, build: ModelFactory, strategies: Strategies, device: str, samples: int
+) -> Equivalence | None:
+    place = torch.device(device, rank) if device == "cuda" else torch.device(device)
+
+    def run(p: Plan, dtype: torch.dtype, steps: int, permute: bool = False) -> Trace:
+        return _run(p, build, strategies, rank, place, samples=samples, dtype=dtype, steps=steps, permute=permute)
+
+    plan64, plan32 = run(plan, torch.float64, STEPS), run(plan, torch.float32, 1)
+    training = _training(rank, plan, build, strategies, place, samples)
+    if rank:
+        return None
+    one = alone(plan, samples)
+    outcome = _Outcome(
+        plan64,
+        plan32,
+        run(one, torch.float64, STEPS),
+        run(one, torch.float32, 1),
+        run(one, torch.float64, STEPS, permute=True),
+        run(one, torch.float32, 1, permute=True),
+        training,
+    )
+    return judge(outcome, plan, samples)
+
+
+def _training(
+    rank: int, plan: Plan, build: ModelFactory, strategies: Strategies, device: torch.device, samples: int
+) -> plainly.Apart | None:
+    """How far the code that trains is from a plain loop; None where inputs are no images, and but on rank 0."""
+    if len(plan.input_shape) != 3:
+        return None
+    images = plainly.images_for(plan, samples, STEPS)
+    order, rate = plainly.order_of(images, samples), LEARNING_RATE[plan.optimizer]
+    example = torch.zeros((2, *plan.input_shape), dtype=torch.float32)
+    model = materialize(
+        plan, build(), example, rank=rank, strategies=strategies, device=device, batch_norm="exact",
+        prepare=lambda traced: _convert(traced, torch.float64),
+    )  # fmt: skip
+    votes = Votes()
+    found = plainly.trained_steps(model, images, order, votes, lr=rate)
+    dropout = plainly.worst_dropout(model, votes)
+    model.close()
+    del model
+    gc.collect()
+    if rank:
+        return None
+    plain = partial(
+        plainly.plain_steps, plan, images=images, order=order, device=device,
+        microbatches=microbatches_of(plan, samples), lr=rate,
+    )  # fmt: skip
+    apart = plainly.compared(
+        found, plain(build()), plain(build(), turned=True), floor_factor=FLOOR_FACTOR, tolerance=WEIGHT_TOLERANCE,
+        drift=None if plan.compression == "none" else DRIFT,
+    )  # fmt: skip
+    return max((apart, dropout), key=lambda a: a.error / a.allowed)
+
+
+def judge(outcome: _Outcome, plan: Plan, samples: int) -> Equivalence:
+    """Compare the runs, tensor by tensor."""
+    tensors = []
+    for name, reference in outcome.one64.weights.items():
+        if not (reference.is_floating_point() or reference.is_complex()):
+            continue
+        error, floor = (_error(t.weights[name], reference) for t in (outcome.plan64, outcome.permuted64))
+        allowed = max(WEIGHT_TOLERANCE, FLOOR_FACTOR * floor)
+        tensors.append(TensorError(name=name, error=error, floor=floor, allowed=allowed))
+    worst = max(tensors, key=lambda t: t.error / t.allowed)
+    losses = zip(outcome.plan64.losses, outcome.one64.losses, outcome.permuted64.losses, strict=True)
+    loss_error, loss_allowed = max(
+        ((abs(a - b) / abs(b), max(WEIGHT_TOLERANCE, FLOOR_FACTOR * abs(c - b) / abs(b))) for a, b, c in losses),
+        key=lambda loss: loss[0] / loss[1],
+    )
+    error, allowed, name = _gradients_apart(outcome.plan32, outcome.one32, outcome.one64, outcome.permuted32)
+    training = outcome.training
+    fine = all(t.error <= t.allowed for t in tensors) and loss_error <= loss_allowed and error <= allowed
+    fine = fine and (training is None or training.error <= training.allowed)
+    verdict = Equivalence(
+        equivalent=fine, max_rel_error=worst.error, noise_floor=max(t.floor for t in tensors),
+        worst_tensor=worst.name, allowed=worst.allowed, loss_error=loss_error, loss_allowed=loss_allowed,
+        gradient_error_fp32=error, worst_gradient=name, gradient_allowed_fp32=allowed,
+        dtype="float64", learning_rate=LEARNING_RATE[plan.optimizer], steps=STEPS, samples=samples,
+        ranks=plan.num_ranks, batch_norm="exact", plan_fingerprint=fingerprint(plan), tensors=tuple(tensors),
+        training_error=None if training is None else training.error,
+        training_allowed=None if training is None else training.allowed,
+        training_tensor="" if training is None else training.name,
+    )  # fmt: skip
+    if plan.compression == "none":
+        return verdict
+    one = outcome.one32.gradients
+    rounding = max(distance(t.gradients, one) for t in (outcome.permuted32, outcome.one64))
+    return compressed(
+        verdict, plan.compression, weights=distance(outcome.plan64.weights, outcome.one64.weights),
+        gradients=distance(outcome.plan32.gradients, one), rounding=FLOOR_FACTOR * rounding,
+    )  # fmt: skip
+
+
+def _gradients_apart(plan32: Trace, one32: Trace, one64: Trace, permuted32: Trace) -> tuple[float, float, str]:
+    """(error, allowed, name) of the first gradient with the largest share of its allowance."""
+    # Some gradients are zero but for rounding (a bias in front of BatchNorm): those are held against the whole.
+    least = _SMALL_GRADIENT * sum(_norm(g) ** 2 for g in one32.gradients.values()) ** 0.5
+    found = []
+    for name, reference in one32.gradients.items():
+        error, shuffled = (_error(t.gradients[name], reference, least) for t in (plan32, permuted32))
+        # Shards of a convolution may run another algorithm, with other rounding: no permutation shows that.
+        floor = max(shuffled, _error(one64.gradients[name], reference, least))
+        found.append((error, max(GRADIENT_TOLERANCE_FP32, FLOOR_FACTOR * floor), name))
+    return max(found, key=lambda g: g[0] / g[1])
+
+
+def first_gradients(
+    rank: int, plan: Plan, build: ModelFactory, strategies: Strategies, device: str, samples: int, first: int
+) -> tuple[float, float, str]:
+    """On one rank: fp32 gradients of step ``first``, (error, allowed, name) of the worst; zeros but on rank 0."""
+    place = torch.device(device, rank) if device == "cuda" else torch.device(device)
+
+    def run(p: Plan, dtype: torch.dtype, permute: bool = False) -> Trace:
+        return _run(
+            p, build, strategies, rank, place, samples=samples, dtype=dtype, steps=1, permute=permute, first=first
+        )
+
+    spread, one = run(plan, torch.float32), alone(plan, samples)
+    if rank:
+        return 0.0, 0.0, ""
+    return _gradients_apart(
+        spread, run(one, torch.float32), run(one, torch.float64), run(one, torch.float32, permute=True)
+    )
+
+
+def settled(verdict: Equivalence, gradients: Callable[[int], tuple[float, float, str]]) -> Equivalence:
+    """``verdict``; where fp32 gradients alone differ, with those of another batch if they agree there.
+
+    ``gradients``: :func:`first_gradients` of the step of a number. Two further batches are tried.
+    """
+    rest = all(t.error <= t.allowed for t in verdict.tensors) and verdict.loss_error <= verdict.loss_allowed
+    rest = rest and (verdict.training_error or 0.0) <= (verdict.training_allowed or 0.0)
+    if verdict.equivalent or verdict.compression != "none" or not rest:
+        return verdict
+    for further in range(1, 1 + _FURTHER_BATCHES):
+        error, allowed, name = gradients(further * STEPS)
+        if error <= allowed:
+            return replace(
+                verdict, equivalent=True, gradient_error_fp32=error, worst_gradient=name,
+                gradient_allowed_fp32=allowed, gradient_batches=1 + further,
+            )  # fmt: skip
+    return replace(verdict, gradient_batches=1 + _FURTHER_BATCHES)
+
+
+def verify(
+    plan: Plan, build: ModelFactory, strategies: Strategies, *, device: str = "cpu", samples: int | None = None,
+    timeout_s: float = 600.0, silence_s: float = 60.0,
+) -> Equivalence:  # fmt: skip
+    """Train under ``plan`` on its ranks and on one device, and compare; and the code that trains with a plain loop.
+
+    ``build`` makes the model, with equal weights at every call; ``samples`` is the batch (default:
+    :func:`default_samples`). ``silence_s``: ranks that all give no sign of life for so long are taken for hung.
+
+    Raises:
+        WorkersFailedError: a rank died or hung. UsageError: the plan cannot be run here.
+    """
+    count = samples or default_samples(plan)
+    least = plan.num_microbatches * max(2, *(layout.least for layout in plan.layouts()))
+    if samples is not None and samples < least:
+        raise UsageError(
+            f"asked to compare on {samples} samples, {plan.num_microbatches} microbatches on {plan.num_ranks} ranks "
+            f"need {least}; raise --samples, or leave it out"
+        )
+    start = partial(
+        run_ranks,
+        plan.num_ranks,
+        backend="nccl" if device == "cuda" else "gloo",
+        threads=1,
+        timeout_s=timeout_s,
+        silence_s=silence_s,
+    )
+    verdict = start(_measure, plan, build, strategies, device, count)[0]
+    assert verdict is not None
+    found = settled(verdict, lambda first: start(first_gradients, plan, build, strategies, device, count, first)[0])
+    # A floor above the tolerance itself: one device does not agree with itself, and errors are held against noise.
+    if found.compression != "none" or (found.equivalent and found.noise_floor <= WEIGHT_TOLERANCE):
+        return found
+    alone_on = run_ranks(1, reasons, build, plan.input_shape, plan.num_classes, threads=1, timeout_s=timeout_s)
+    return replace(found, reasons=alone_on[0])

@@ -1,0 +1,281 @@
+"""Training on one device with nothing of asa in it, and training as a run does it: what ``asa verify`` compares.
+
+The plain side is the model as it was written, stock modules, a loop over microbatches, a stock optimizer. The other
+side is :meth:`asa.executor.training.worker.Worker.train` under the plan, on a data set. Both drop nothing (no mask
+could be the same on both); that dropout keeps the mean of its input is looked at by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from asa.executor.measuring.tolerance import distance
+from asa.executor.model.loss import loss_of
+from asa.executor.model.parallel import ParallelModel
+from asa.executor.model.state import full_state
+from asa.executor.model.votes import Votes
+from asa.executor.training.ahead import Ahead
+from asa.executor.training.clock import StepClock
+from asa.executor.training.optimizer import build_optimizer
+from asa.executor.training.precision import LossScale
+from asa.executor.training.settings import WEIGHT_DECAY
+from asa.executor.training.worker import LossCounter, Worker
+from asa.ir.layout import bounds
+from asa.ir.plan import Plan
+from asa.launch import alive
+from asa.sharding.depth import drops_samples
+from asa.sharding.samples import SampleAlphaDropout, SampleContext, SampleDropout
+from asa.zoo.data import ImageSet
+from asa.zoo.data.batches import augment
+
+MOMENTUM = 0.9
+_SEED = 11
+_SIGMAS = 8.0
+_DRAWS = 1 << 16
+
+
+def images_for(plan: Plan, samples: int, steps: int) -> ImageSet:
+    """Random pixels and labels, a batch of ``samples`` for each of ``steps`` steps."""
+    draw = torch.Generator().manual_seed(_SEED)
+    shape, count = plan.sample_shape, samples * steps
+    return ImageSet(
+        images=torch.randint(0, 256, (count, *shape), dtype=torch.uint8, generator=draw),
+        labels=torch.randint(plan.num_classes, (count,), generator=draw),
+        num_classes=plan.num_classes,
+        mean=(0.5,) * shape[0],
+        std=(0.25,) * shape[0],
+        name="random",
+        source="random pixels",
+        shape=shape,
+    )
+
+
+def order_of(images: ImageSet, samples: int) -> tuple[Tensor, ...]:
+    """Global indices of every step, in no order that a loop could have by chance."""
+    draw = torch.Generator().manual_seed(_SEED + 1)
+    return torch.randperm(len(images), generator=draw).split(samples)
+
+
+class NothingDropped(TorchFunctionMode):
+    """Inside, functions of torch that drop return what they are given."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _DROPPING:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            else:
+                kwargs["dropout_p"] = 0.0
+        if func is F.rrelu:
+            lower, upper = (
+                kwargs.get(name, args[i] if len(args) > i else usual)
+                for i, name, usual in ((1, "lower", 1 / 8), (2, "upper", 1 / 3))
+            )
+            return F.leaky_relu(args[0] if args else kwargs["input"], (lower + upper) / 2)
+        return func(*args, **kwargs)
+
+
+_DROPPING = frozenset(
+    {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout,
+     torch.feature_dropout, torch.alpha_dropout, torch.feature_alpha_dropout}
+)  # fmt: skip
+
+
+def _silenced(model: nn.Module) -> nn.Module:
+    """``model`` with nothing in it that drops by itself."""
+    for path, child in list(model.named_modules()):
+        if isinstance(child, nn.modules.dropout._DropoutNd):
+            child.p = 0.0
+        elif isinstance(child, nn.MultiheadAttention | nn.RNNBase):
+            child.dropout = 0.0
+        elif path and (type(child).__name__ == "StochasticDepth" or drops_samples(child) is not None):
+            model.set_submodule(path, nn.Identity())
+    return model
+
+
+def plain_steps(
+    plan: Plan, model: nn.Module, images: ImageSet, order: tuple[Tensor, ...], device: torch.device, *,
+    microbatches: int, lr: float, epoch: int = 0, turned: bool = False,
+) -> tuple[list[float], dict[str, Tensor]]:  # fmt: skip
+    """Losses of every step, and the weights and buffers after the last, of ``model`` in float64 on one device.
+
+    ``turned``: the samples of every microbatch in reverse, which in exact arithmetic changes nothing.
+    """
+    model = _as_float64(_silenced(model)).to(device)
+    if not model.training:
+        model.train()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    decay = WEIGHT_DECAY[plan.optimizer]
+    optimizer: torch.optim.Optimizer
+    if plan.optimizer == "sgd":
+        optimizer = torch.optim.SGD(parameters, lr=lr, momentum=MOMENTUM, weight_decay=decay)
+    else:
+        optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=decay)
+    losses = []
+    with NothingDropped():
+        for indices in order:
+            optimizer.zero_grad()
+            total = 0.0
+            for j in range(microbatches):
+                first, last = bounds(len(indices), microbatches, j)
+                rows = indices[first:last].flip(0) if turned else indices[first:last]
+                x = torch.stack([_sample(images, int(i), epoch) for i in rows]).to(device)
+                loss = _loss(model(x), images.labels[rows].to(device)) * (len(rows) / len(indices))
+                loss.backward()  # type: ignore[no-untyped-call]
+                total += float(loss.detach())
+                alive.beat()
+            optimizer.step()
+            losses.append(total)
+    named = dict((*model.named_parameters(), *model.named_buffers()))
+    return losses, {name: tensor.detach().cpu().clone() for name, tensor in named.items()}
+
+
+def _sample(images: ImageSet, index: int, epoch: int) -> Tensor:
+    """One training image as a model takes it, float64 [C, H, W]: shifted and mirrored, then normalised."""
+    pixels = images.images[index : index + 1]
+    moved = augment(pixels, torch.tensor([index]), seed=_SEED, epoch=epoch, flips=images.flips)[0].double() / 255
+    mean, std = (torch.tensor(v, dtype=torch.float64)[:, None, None] for v in (images.mean, images.std))
+    return (moved - mean) / std
+
+
+def _loss(output: Any, labels: Tensor) -> Tensor:
+    if isinstance(output, Tensor) and output.dim() == 2:
+        return F.cross_entropy(output, labels)
+    return loss_of(output, labels)
+
+
+def _as_float64(model: nn.Module) -> nn.Module:
+    def converted(t: Tensor) -> Tensor:
+        kind = torch.float64.to_complex() if t.is_complex() else torch.float64
+        return t.to(kind) if t.is_floating_point() or t.is_complex() else t
+
+    return model._apply(converted)
+
+
+def trained_steps(
+    model: ParallelModel, images: ImageSet, order: tuple[Tensor, ...], votes: Votes, *, lr: float, epoch: int = 0
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and weights as :func:`plain_steps` returns them, by the code that trains, under the plan. Collective."""
+    model.context.silent = True
+    optimizer = build_optimizer(model.plan.optimizer, model.updated, lr=lr, offloaded=model.offloaded)
+    worker = Worker(
+        model=model,
+        optimizer=optimizer,
+        scale=LossScale("fp32"),
+        votes=votes,
+        clock=StepClock(model.device),
+        precision="fp32",
+        seed=_SEED,
+        label_smoothing=0.0,
+        ahead=Ahead(images, pin=False),
+        dtype=torch.float64,
+    )
+    model.train()
+    tally = LossCounter(model.device)
+    losses = []
+    with NothingDropped():
+        for step, indices in enumerate(order):
+            if step + 1 < len(order):
+                worker.expect(lambda following=order[step + 1]: following)  # type: ignore[misc]
+            worker.train(images, indices, epoch=epoch, step=step, tally=tally)
+            found = votes.gather(tally.take())
+            losses.append(math.fsum(rank[0] for rank in found) / max(1.0, math.fsum(rank[2] for rank in found)))
+    model.average_buffers()
+    return losses, full_state(model)
+
+
+def dropout_errors(model: ParallelModel) -> Iterator[tuple[str, float, float]]:
+    """(what, error, allowed) for every kind of dropout that ``model`` has: how far the mean of what is left is from
+    what it is to be, over the elements of one tensor; the spread of such a mean allows for some of it."""
+    seen = set()
+    for component in model.components:
+        for module in component.modules():
+            for dropout in (module, getattr(module.__dict__.get("forward"), "_dropout", None)):
+                if isinstance(dropout, SampleDropout) and 0 < dropout.p < 1:
+                    seen.add((type(dropout), dropout.p, dropout.whole_from, dropout.scaled))
+    for kind, p, whole_from, scaled in sorted(seen, key=str):
+        yield (f"mean of dropout p={p:g}", *_mean_error(kind, p, whole_from, scaled))
+
+
+def _mean_error(kind: type[SampleDropout], p: float, whole_from: int | None, scaled: bool) -> tuple[float, float]:
+    samples = 1 << 8 if whole_from != 1 else _DRAWS
+    context = SampleContext(seed=_SEED, samples=torch.arange(samples), total=samples)
+    dropout = kind(p, site="mean", context=context, whole_from=whole_from, scaled=scaled).train()
+    shape = (samples, *((_DRAWS // samples,) if whole_from != 1 else ()))
+    draw = torch.Generator().manual_seed(_SEED)
+    ones = torch.ones(*shape, *((1,) if whole_from is not None else ()), dtype=torch.float64)
+    x = torch.randn(ones.shape, dtype=torch.float64, generator=draw) if kind is SampleAlphaDropout else ones
+    y = dropout(x)
+    if kind is SampleAlphaDropout:  # mean and variance of a standard normal input stay
+        return abs(float(y.mean()) - float(x.mean())) + abs(float(y.var()) - 1), _SIGMAS * 4 / math.sqrt(_DRAWS)
+    wanted = 1.0 if scaled else 1 - p
+    spread = math.sqrt(p / (1 - p)) if scaled else math.sqrt(p * (1 - p))
+    return abs(float(y.mean()) - wanted), _SIGMAS * spread / math.sqrt(_DRAWS)
+
+
+@dataclass(frozen=True)
+class Apart:
+    """How far two sides are apart at ``name``, where that is the largest share of what is allowed."""
+
+    name: str
+    error: float
+    allowed: float
+
+
+Run = tuple[list[float], dict[str, Tensor]]
+
+
+def compared(
+    found: Run, plain: Run, turned: Run, *, floor_factor: float, tolerance: float, drift: float | None
+) -> Apart:  # fmt: skip
+    """The training of a plan against the plain one, whose own noise is how far it is from itself ``turned`` round.
+
+    ``drift``: what all weights as one vector, and losses, may differ by instead, where gradients are compressed.
+    """
+    losses = max(
+        (
+            Apart("losses", abs(a - b) / abs(b), max(tolerance, floor_factor * abs(c - b) / abs(b)))
+            for a, b, c in zip(found[0], plain[0], turned[0], strict=True)
+        ),
+        key=_share,
+    )
+    if drift is not None:
+        kept = {n: t for n, t in plain[1].items() if n in found[1]}
+        return max(Apart("all weights", distance(found[1], kept), drift), replace(losses, allowed=drift), key=_share)
+    tensors = [losses]
+    for name, reference in plain[1].items():
+        if not (reference.is_floating_point() or reference.is_complex()):
+            continue
+        floor = _error(turned[1][name], reference)
+        # What a trace has no use for is in no plan, and no loop changes it.
+        error = _error(found[1][name], reference) if name in found[1] else 0.0
+        tensors.append(Apart(name, error, max(tolerance, floor_factor * floor)))
+    return max(tensors, key=_share)
+
+
+def _share(apart: Apart) -> float:
+    return math.inf if math.isnan(apart.error) else apart.error / apart.allowed
+
+
+def _error(value: Tensor, reference: Tensor) -> float:
+    apart = torch.where(value == reference, 0.0, value - reference)
+    finite = torch.where(reference.isinf(), 0.0, reference)
+    return float(torch.linalg.vector_norm(apart)) / max(float(torch.linalg.vector_norm(finite)), 1e-300)
+
+
+def worst_dropout(model: ParallelModel, votes: Votes) -> Apart:
+    """The dropout of all ranks that is furthest from its mean (collective)."""
+    mine = max((Apart(*found) for found in dropout_errors(model)), key=_share, default=Apart("", 0.0, 1.0))
+    shares = [rank[0] for rank in votes.gather([_share(mine)])]
+    name, error, allowed = votes.tell([mine.name, mine.error, mine.allowed], source=shares.index(max(shares)))
+    return Apart(name, error, allowed)

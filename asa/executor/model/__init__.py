@@ -1,0 +1,1 @@
+"""A plan becomes modules: components placed, wrapped and reduced; one step of the schedule."""

@@ -1,0 +1,48 @@
+"""Named tensors that ranks hold apart, brought together on all of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from asa.executor.model.votes import Votes
+from asa.sharding.axis import Axis
+
+
+def united(mine: Mapping[str, Tensor], axis: Axis | None) -> dict[str, Tensor]:
+    """What all ranks of ``axis`` hand in (CPU tensors, each name by one rank), by rank. Collective.
+
+    Without an axis it is one's own. Descriptions travel as JSON, never as pickles.
+    """
+    if axis is None or axis.group is None:
+        return dict(mine)
+    described = json.dumps([[n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in mine.items()]).encode()
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(axis.size)]
+    dist.all_gather(sizes, torch.tensor([len(described)]), group=axis.group)
+    found: dict[str, Tensor] = {}
+    for index in range(axis.size):
+        header = torch.empty(int(sizes[index]), dtype=torch.uint8)
+        if index == axis.index:
+            header = torch.frombuffer(bytearray(described), dtype=torch.uint8)
+        dist.broadcast(header, group_src=index, group=axis.group)
+        for name, dtype, shape in json.loads(header.numpy().tobytes()):
+            own = index == axis.index
+            tensor = mine[name].contiguous() if own else torch.empty(shape, dtype=getattr(torch, dtype))
+            dist.broadcast(tensor, group_src=index, group=axis.group)
+            found[name] = tensor
+    return found
+
+
+def told(mine: Mapping[str, Tensor], votes: Votes, source: int) -> dict[str, Tensor]:
+    """The tensors (on the CPU) of process ``source`` on every process of the run. Collective."""
+    described = [[n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in mine.items()]
+    found: dict[str, Tensor] = {}
+    for name, dtype, shape in votes.tell(described, source=source):
+        own = votes.rank == source
+        found[name] = mine[name].contiguous() if own else torch.empty(shape, dtype=getattr(torch, dtype))
+        votes.broadcast(found[name], source=source)
+    return found

@@ -1,0 +1,111 @@
+"""Process groups of a plan: every one it needs, created once, by all ranks in one order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from inspect import signature
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from asa.errors import UnavailableError
+from asa.executor.model.position import Position
+from asa.ir.layout import Boundary, Layout, gather_groups
+from asa.ir.plan import Plan
+from asa.ir.transfer import hops, whole
+from asa.sharding.axis import Axis
+
+Purpose = Literal["gradient", "activation", "ahead", "back", "state"]
+"""Gradient buckets run beside backward and activations run inside it: one must not queue behind the other. ``ahead``
+and ``back`` are the two directions between neighbouring stages; ``state`` joins all ranks, on the host."""
+
+
+def rehearsed() -> bool:
+    """Whether the world is one of which this process is the only rank (:mod:`asa.executor.measuring.rehearsal`)."""
+    return dist.get_backend() == "fake"
+
+
+class Groups:
+    """Axes of one rank by purpose and member ranks. Every process of the run constructs them, member or not.
+
+    ``rank``: of the plan, None for a process that runs none. ``processes``: the one that runs each rank of the plan; in
+    order, where not given.
+    """
+
+    def __init__(
+        self, rank: int | None, wanted: Sequence[tuple[Purpose, tuple[int, ...]]], timeout_s: float = 600.0,
+        processes: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
+        self.rank = rank
+        self._axes: dict[tuple[Purpose, tuple[int, ...]], Axis] = {}
+        host = None if rehearsed() else "gloo"
+        for purpose, ranks in wanted:
+            backend = host if purpose == "state" else None
+            members = list(ranks) if processes is None else [processes[r] for r in ranks]
+            group = dist.new_group(members, timeout=timedelta(seconds=timeout_s), backend=backend, **_in_order(members))
+            if isinstance(group, dist.ProcessGroup):
+                assert rank is not None
+                self._axes[purpose, ranks] = Axis(size=len(ranks), index=ranks.index(rank), group=group)
+
+    def axis(self, purpose: Purpose, ranks: tuple[int, ...]) -> Axis:
+        """This rank's axis among ``ranks``; KeyError if it was not asked for."""
+        if len(ranks) == 1:
+            return Axis(size=1, index=0)
+        return self._axes[purpose, ranks]
+
+    def close(self) -> None:
+        """Leave all groups, for instance before another plan's are made."""
+        for axis in self._axes.values():
+            if axis.group is not None:
+                dist.destroy_process_group(axis.group)
+        self._axes.clear()
+
+
+def _in_order(members: Sequence[int]) -> dict[str, Any]:
+    """What has a group keep the order of its members, so that its ranks are the plan's in their order.
+
+    Raises:
+        UnavailableError: this torch sorts them.
+    """
+    if all(a < b for a, b in pairwise(members)):
+        return {}
+    if "sort_ranks" not in signature(dist.new_group).parameters:
+        raise UnavailableError(
+            f"a group of processes {', '.join(map(str, members))} in this order needs torch 2.15 or newer"
+        )
+    return {"sort_ranks": False}
+
+
+def all_ranks(plan: Plan) -> tuple[int, ...]:
+    """Ranks that take part, in order."""
+    return tuple(range(plan.num_ranks))
+
+
+def groups_of(plan: Plan, outer: Layout | None = None) -> list[tuple[Purpose, tuple[int, ...]]]:
+    """Every process group the plan needs, in the order in which all ranks create them. ``outer``: the layout in which
+    a plan of one stage is given its input and gives its output, where that is not its first and last components'."""
+    found: list[tuple[Purpose, tuple[int, ...]]] = []
+    for stage in plan.stages:
+        position = Position.of(plan, stage.ranks[0])
+        layouts = position.layouts
+        pairs = [*pairwise(layouts), *((layout, whole(layouts[-1])) for layout in layouts)]
+        if outer is not None:
+            pairs += [(outer, layouts[0]), *((layout, outer) for layout in layouts)]
+        for layout in dict.fromkeys(layouts):
+            found += [("gradient", position.world(group)) for group in layout.data_groups()]
+            found += [("activation", position.world(group)) for group in layout.tensor_groups()]
+        for layout, a in zip(layouts, position.assignments(plan), strict=True):
+            for cut in (layout.inside_group, layout.across_group) if a.data.shards else ():
+                found += [("gradient", position.world(cut(r, a.data.shards or 1))) for r in range(layout.width)]
+        for source, target in dict.fromkeys(pairs):
+            meeting = Boundary(source=source, target=target).meeting
+            for end in (source, target):
+                groups = gather_groups(end.width, end.data, meeting)
+                found += [("activation", position.world(group)) for group in groups]
+    for hop in hops(plan):
+        both = (*hop.source_ranks, *hop.target_ranks)
+        found += [("ahead", both), ("back", both)]
+    found.append(("state", all_ranks(plan)))
+    return list(dict.fromkeys(g for g in found if len(g[1]) > 1))

@@ -1,0 +1,383 @@
+"""A plan and a model become one rank's part of the computation.
+
+A rank keeps its stage's components and lets go of the others. Every component is split over its tensor group,
+neighbours of one layout become one *segment* wrapped by their data strategy, and boundaries join segments. What runs
+is what the plan priced: the collectives of each page's ``traffic`` and of :class:`asa.ir.layout.Boundary`, and the
+messages of :mod:`asa.ir.transfer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import groupby, pairwise
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from asa.errors import InvalidInputError, UsageError
+from asa.executor.model.groups import Groups, Purpose, groups_of
+from asa.executor.model.modes import Modes
+from asa.executor.model.parallel import Links, ParallelModel, Placed, Segment
+from asa.executor.model.parameter_hooks import check_hooks
+from asa.executor.model.position import Position
+from asa.interfaces.schedule import Action
+from asa.interfaces.strategy import Strategies
+from asa.ir.layout import Boundary, Layout
+from asa.ir.plan import Assignment, CompressionName, DataDegree, Plan
+from asa.ir.transfer import Hop, whole
+from asa.schedules import schedules
+from asa.sharding.axis import SOLO, Axis
+from asa.sharding.batchnorm import synchronise
+from asa.sharding.boundary import Crossing
+from asa.sharding.drawn import keyed
+from asa.sharding.generators import FOREIGN, drawing
+from asa.sharding.propagate import SplitPlan
+from asa.sharding.randomness import make_reproducible
+from asa.sharding.recompute import recompute
+from asa.sharding.samples import SampleContext
+from asa.sharding.tensor import plan_split
+from asa.sharding.transfer import Link
+from asa.tracing import TracedModel, trace
+from asa.tracing.component import TracedComponent
+from asa.tracing.preserve import preserved
+
+BatchNormMode = Literal["local", "exact"]
+
+StandIn = Callable[[TracedComponent, Assignment, Axis], None]
+"""Puts something else in the place of what a component computes, once it is split over its tensor axis."""
+
+
+class _Surroundings:
+    """What a rank of a plan has around it while its part is built."""
+
+    def __init__(
+        self, plan: Plan, rank: int, timeout_s: float, outer: Layout | None, alike: bool, processes: tuple[int, ...]
+    ) -> None:
+        self.alike = alike
+        self.position = Position.of(plan, rank)
+        self.rank, self.processes = rank, processes
+        self.groups = _groups(plan, rank, timeout_s, outer, processes)
+        self.outer = outer or whole(self.position.layouts[-1])
+
+    def axis(self, places: tuple[int, ...], purpose: Purpose = "activation") -> Axis:
+        return SOLO if self.groups is None else self.groups.axis(purpose, self.position.world(places))
+
+    def crossing(self, boundary: Boundary) -> Crossing | None:
+        found = Crossing.build(boundary, self.position.place, self.axis)
+        return None if found.silent else found
+
+    def data_axis(self, layout: Layout) -> Axis:
+        return self.axis(layout.data_group(self.position.place), "gradient")
+
+    def gradient_axis(self, layout: Layout, choice: DataDegree, compression: CompressionName) -> Axis:
+        """The data axis as a page of ``asa.strategies`` takes it."""
+        parts, place = None, self.position.place
+        if choice.shards is not None:
+            inside, across = layout.inside_group(place, choice.shards), layout.across_group(place, choice.shards)
+            parts = (self.axis(inside, "gradient"), self.axis(across, "gradient"))
+        return replace(self.data_axis(layout), parts=parts, compression=compression, alike=self.alike)
+
+    def link(self, hop: Hop, purpose: Purpose) -> Link:
+        assert self.groups is not None
+        source, target = (hop.source, hop.source_ranks), (hop.target, hop.target_ranks)
+        group = self.groups.axis(purpose, (*hop.source_ranks, *hop.target_ranks)).group
+        assert group is not None
+        ends = (*source, *target) if purpose == "ahead" else (*target, *source)
+        return Link(*ends, rank=self.rank, group=group, processes=self.processes)
+
+
+def _groups(
+    plan: Plan, rank: int | None, timeout_s: float, outer: Layout | None, processes: tuple[int, ...]
+) -> Groups | None:
+    """The plan's groups, made by every process of the run; none for one rank alone."""
+    return Groups(rank, groups_of(plan, outer), timeout_s, processes) if plan.num_ranks > 1 else None
+
+
+def _boundaries(position: Position, components: list[TracedComponent], outer: Layout | None) -> list[Boundary | None]:
+    """One in front of every component of the stage (none before the model's first), and one behind the last.
+
+    ``outer``: the layout of the model's input and output, where that is not its first and last components'.
+    """
+    layouts = position.layouts
+    into: list[dict[str, Any]] = []
+    out: list[dict[str, Any]] = []
+    for component, layout in zip(components, layouts, strict=True):
+        split = plan_split(component, tokens=layout.sequence)[0] if layout.tensor > 1 else SplitPlan()
+        into.append({"entry_partial": split.entry_partial, "entry_tokens": split.tokens})
+        out.append({"exit_partial": split.exit_partial, "exit_tokens": split.exit_tokens})
+    inner = [Boundary(source=a, target=b, **out[i], **into[i + 1]) for i, (a, b) in enumerate(pairwise(layouts))]
+    first, last = layouts[0], layouts[-1]
+    entry = None
+    if position.arriving or outer is not None or first.sequence:
+        entry = Boundary(source=outer or whole(first), target=first, **into[0])
+    return [entry, *inner, Boundary(source=last, target=outer or whole(last), **out[-1])]
+
+
+def _check(plan: Plan, traced: TracedModel, strategies: Strategies) -> None:
+    names = [c.name for c in traced.components]
+    planned = [c.name for c in plan.components]
+    if names != planned:
+        i = next((i for i, (a, b) in enumerate(zip(names, planned, strict=False)) if a != b), None)
+        where = (
+            f"{len(planned)} components, the model has {len(names)}"
+            if i is None
+            else f"{planned[i]!r} where the model has {names[i]!r}"
+        )
+        raise InvalidInputError(f"the plan is for another model: it has {where}; profile and plan it again")
+    if plan.model_fingerprint != traced.model_fingerprint:
+        raise InvalidInputError(
+            f"the plan is for another model: its fingerprint is {plan.model_fingerprint or 'missing'}, this "
+            f"{plan.model_spec} has {traced.model_fingerprint}; profile and plan it again"
+        )
+    for a in plan.components:
+        if a.data.strategy not in strategies.data or a.tensor.strategy not in strategies.tensor:
+            raise UsageError(f"{a.name}: this executor cannot run {a.data.strategy} + {a.tensor.strategy}")
+    _check_ties(plan, traced)
+    check_hooks(plan, traced)
+    if len(plan.stages) > 1:
+        _check_stages(plan, traced)
+
+
+def _check_ties(plan: Plan, traced: TracedModel) -> None:
+    """Whether components that share a parameter run in one way: its gradient is one.
+
+    Raises:
+        UsageError: they do not.
+    """
+    first: dict[int, int] = {}
+    layouts = plan.layouts()
+    for i, component in enumerate(traced.components):
+        for tie in component.ties:
+            j = first.setdefault(tie, i)
+            a, b = plan.components[j], plan.components[i]
+            if (a.stage, layouts[j]) != (b.stage, layouts[i]) or {a.data.strategy, b.data.strategy} != {"replicate"}:
+                raise UsageError(f"{a.name} and {b.name} share a parameter: they must be replicated alike in one stage")
+
+
+def _check_stages(plan: Plan, traced: TracedModel) -> None:
+    """What cannot be cut into stages.
+
+    Raises:
+        UsageError: side outputs before the last stage, or a parameter in two stages.
+    """
+    owner: dict[int, int] = {}
+    for component, a in zip(traced.components, plan.components, strict=True):
+        if component.has_sides() and a.stage + 1 < len(plan.stages):
+            raise UsageError(
+                f"{a.name} has an output of its own (an auxiliary head) in stage {a.stage} of {len(plan.stages)}: "
+                "only the last stage may; plan with one stage"
+            )
+        for name, tensor in (*component.named_parameters(), *component.named_buffers()):
+            if owner.setdefault(id(tensor), a.stage) != a.stage:
+                raise UsageError(
+                    f"{name} is shared by stages {owner[id(tensor)]} and {a.stage}: components that share parameters "
+                    "must be in one stage"
+                )
+
+
+def _orders(plan: Plan, strategies: Strategies, stage: int) -> dict[int, tuple[Action, ...]]:
+    """What the stage does in a step, by number of microbatches (a short last batch may fill fewer).
+
+    Raises:
+        InvalidInputError: a schedule that is not run here. UsageError: one that refuses.
+    """
+    count = range(1, plan.num_microbatches + 1)
+    if len(plan.stages) == 1:
+        return {m: tuple(a for k in range(m) for a in (_ahead(k), _back(k))) for m in count}
+    known = {**schedules(), **strategies.schedules}
+    schedule = known.get(plan.schedule)
+    if schedule is None:
+        raise InvalidInputError(
+            f"the plan has {len(plan.stages)} stages and schedule {plan.schedule!r}; this executor runs "
+            f"{', '.join(sorted(known))}"
+        )
+    refusal = schedule.refusal(len(plan.stages), plan.num_microbatches)
+    if refusal:
+        raise UsageError(refusal)
+    return {m: schedule.order(stage, len(plan.stages), m) for m in count}
+
+
+def _ahead(microbatch: int) -> Action:
+    return Action(direction="forward", microbatch=microbatch)
+
+
+def _back(microbatch: int) -> Action:
+    return Action(direction="backward", microbatch=microbatch)
+
+
+def materialize(
+    plan: Plan,
+    model: nn.Module | TracedModel,
+    example: Tensor,
+    *,
+    rank: int,
+    strategies: Strategies,
+    device: torch.device,
+    seed: int = 0,
+    batch_norm: BatchNormMode = "local",
+    prepare: Callable[[TracedModel], None] | None = None,
+    stand_in: StandIn | None = None,
+    timeout_s: float = 600.0,
+    outer: Layout | None = None,
+    alike: bool = False,
+    processes: tuple[int, ...] | None = None,
+    keyed_draws: bool = False,
+) -> ParallelModel:
+    """Build the part of ``model`` under ``plan`` of process ``rank`` of the run. Collective: all call it with equal
+    weights, those that run no rank of the plan (``processes[i]`` runs rank i; rank i itself where None) included.
+
+    ``example`` is any batch the model takes (two samples do); the model's own modules are taken over, and those of
+    other stages lose their weights. A model that was traced already is not traced again. ``prepare`` is called once
+    the model is traced and before anything is split, ``stand_in`` for every component of the rank's stage.
+    ``timeout_s``: how long a rank waits for the others in any collective of the plan. ``outer``: the layout in which
+    ranks hand in their rows and get their outputs, in a plan of one stage; as the plan has it where None. ``alike``:
+    the ranks' weights are known to be equal, so that none are sent before the first step. ``keyed_draws``: numbers that
+    the model's own code draws are made a function of seed, step and sample; for that ``example`` is run once more.
+
+    Raises:
+        InvalidInputError: the plan's components are not the model's.
+        UsageError: the plan asks for something this executor does not run.
+    """
+    modes = Modes()
+    if isinstance(model, TracedModel):
+        traced = model
+    else:
+        modes = Modes.of(model)
+        # A profile that was measured compared the trace with the model; an estimate did not.
+        known = plan.model_fingerprint if plan.origin == "measured" else ""
+        traced = trace(model, example, name=plan.model_spec, known=known)
+    _check(plan, traced, strategies)
+    if outer is not None and outer.weights != (plan.stages[0].weights or ()):
+        raise UsageError(
+            f"the plan gives its ranks batches in proportion {list(plan.stages[0].weights or ())}, a loop of one's own "
+            "gives each as many; use asa.Job, or plan with equal batches"
+        )
+    runs = tuple(range(plan.num_ranks)) if processes is None else processes
+    if rank not in runs:
+        return _idle(plan, traced, _groups(plan, None, timeout_s, outer, runs), runs, device)
+    own = runs.index(rank)
+    position = Position.of(plan, own)
+    order = _orders(plan, strategies, position.stage)
+    if prepare is not None:
+        prepare(traced)
+    around = _Surroundings(plan, own, timeout_s, outer, alike, runs)
+    links = _links(around, traced)
+    context = SampleContext(seed=seed)
+    found: dict[str, tuple[str, ...]] = {}
+    changed: tuple[str, ...] = ()
+    if keyed_draws and not isinstance(model, TracedModel):
+        make_reproducible(traced.components, context)
+        found, changed = _looked_at(model, traced, example, context)
+        traced, elsewhere = _own_part(traced, position)
+    else:
+        traced, elsewhere = _own_part(traced, position)
+        make_reproducible(traced.components, context)
+    crossings = [None if b is None else around.crossing(b) for b in _boundaries(position, traced.components, outer)]
+    assignments = position.assignments(plan)
+    for component, assignment, layout in zip(traced.components, assignments, position.layouts, strict=True):
+        tensor_axis = around.axis(layout.tensor_group(position.place))
+        strategies.tensor[assignment.tensor.strategy].apply(component, tensor_axis)
+        if batch_norm == "exact":
+            synchronise(component, around.data_axis(layout))
+        if stand_in is not None:
+            stand_in(component, assignment, tensor_axis)
+        if component.name in found:
+            keyed(component, context, foreign=FOREIGN in found[component.name])
+        if assignment.checkpoint:
+            recompute(component, context, alone=tensor_axis.size == 1 and batch_norm == "local")
+        component.to(device)
+        component.settle()
+    placed = _place(plan, traced, crossings, context, strategies, around)
+    made = ParallelModel(
+        plan, traced, placed, crossings[-1], context, around.groups, runs, device,
+        position=position, links=links, order=order, elsewhere=elsewhere,
+    )  # fmt: skip
+    made.modes, made.changed = modes, changed
+    modes.restore(made.components)
+    modes.check(made.components)
+    return made
+
+
+def _idle(
+    plan: Plan, traced: TracedModel, groups: Groups | None, processes: tuple[int, ...], device: torch.device
+) -> ParallelModel:
+    """What a process has that runs no rank of ``plan``."""
+    position = Position.nowhere()
+    order: dict[int, tuple[Action, ...]] = dict.fromkeys(range(1, plan.num_microbatches + 1), ())
+    traced, elsewhere = _own_part(traced, position)
+    return ParallelModel(
+        plan, traced, [], None, SampleContext(), groups, processes, device,
+        position=position, links=Links(), order=order, elsewhere=elsewhere,
+    )  # fmt: skip
+
+
+def _looked_at(
+    model: nn.Module, traced: TracedModel, example: Tensor, context: SampleContext
+) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
+    """Components that draw numbers of their own when they train, and by what; names of buffers that change then."""
+    if example.is_meta or any(p.is_meta for p in model.parameters()):
+        return {}, ()
+    batch = example[torch.arange(2, device=example.device) % len(example)]
+    context.samples, context.total, context.rows = torch.arange(2), 2, slice(0, 2)
+    with preserved(model):
+        for component in traced.components:
+            component.train()
+        norms = {id(b) for m in model.modules() if isinstance(m, _NormBase) for b in m.buffers(recurse=False)}
+        before = {name: (b, b._version) for name, b in model.named_buffers() if id(b) not in norms}
+        found = drawing(traced.components, batch)
+        now = dict(model.named_buffers())
+        changed = (n for n, (b, version) in before.items() if now.get(n) is not b or b._version != version)
+        return found, tuple(changed)
+
+
+def _own_part(traced: TracedModel, position: Position) -> tuple[TracedModel, frozenset[str]]:
+    """The stage's components; names of what the others held, whose memory is given back."""
+    elsewhere: set[str] = set()
+    own = traced.components[position.components.start : position.components.stop]
+    for i, component in enumerate(traced.components):
+        if i not in position.components:
+            elsewhere |= {n for n, _ in (*component.named_parameters(), *component.named_buffers())}
+            component.to("meta")
+    return replace(traced, components=own), frozenset(elsewhere)
+
+
+def _links(around: _Surroundings, traced: TracedModel) -> Links:
+    position = around.position
+
+    def trained(until: int) -> bool:
+        return any(p.requires_grad for c in traced.components[:until] for p in c.parameters())
+
+    before, behind = position.arriving, position.leaving
+    return Links(
+        arriving=around.link(before, "ahead") if before else None,
+        leaving=around.link(behind, "ahead") if behind else None,
+        gradient_out=around.link(before, "back") if before and trained(position.components.start) else None,
+        gradient_in=around.link(behind, "back") if behind and trained(position.components.stop) else None,
+        input_shape=traced.components[position.components.start].input_shape,
+    )
+
+
+def _place(
+    plan: Plan, traced: TracedModel, crossings: list[Crossing | None], context: SampleContext, strategies: Strategies,
+    around: _Surroundings,
+) -> list[Placed]:  # fmt: skip
+    layouts, assignments = around.position.layouts, around.position.assignments(plan)
+
+    def key(i: int) -> tuple[Layout, DataDegree]:
+        return layouts[i], assignments[i].data
+
+    placed = []
+    for (layout, choice), members in groupby(range(len(layouts)), key):
+        indices = list(members)
+        inner = [None, *(crossings[i] for i in indices[1:])]
+        segment = Segment([traced.components[i] for i in indices], inner, context)
+        page = strategies.data[choice.strategy].of(choice)
+        module = page.apply(segment, around.gradient_axis(layout, choice, plan.compression))
+        side_exit = None
+        if segment.side_names() or any(traced.components[i].has_sides() for i in indices):
+            side_exit = around.crossing(Boundary(source=replace(layout, sequence=False), target=around.outer))
+        placed.append(Placed(module, segment, layout, crossings[indices[0]], side_exit))
+    return placed

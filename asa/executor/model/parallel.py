@@ -1,0 +1,367 @@
+"""One rank's part of a computation under a plan: segments joined by boundaries, stages joined by links."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from asa.executor.model.groups import Groups, Purpose, all_ranks
+from asa.executor.model.modes import Modes
+from asa.executor.model.position import Position
+from asa.executor.model.reduction import Reduction
+from asa.interfaces.schedule import Action
+from asa.ir.layout import Layout
+from asa.ir.plan import Plan
+from asa.sharding.axis import SOLO, Axis
+from asa.sharding.boundary import Crossing
+from asa.sharding.neighbours import Neighbours, acquaint
+from asa.sharding.samples import SampleContext
+from asa.sharding.transfer import Link
+from asa.sharding.updates import shared_update
+from asa.tracing import CalledModel, TracedModel
+from asa.tracing.component import TracedComponent
+
+
+def _nobody(_what: str, *, within_s: float) -> None:
+    """The meeting of ranks of whom nobody may be missing: what they run is asa's own."""
+
+
+class Segment(nn.Module):
+    """Neighbouring components of one layout and data strategy, with the boundaries between them."""
+
+    def __init__(self, components: list[TracedComponent], crossings: list[Crossing | None], context: SampleContext):
+        super().__init__()
+        self.components = nn.ModuleList(components)
+        self._traced = components
+        self.crossings = crossings
+        self.context = context
+        self.neighbours = Neighbours()
+
+    def side_names(self) -> list[str]:
+        """Names of the side outputs, in the order ``forward`` returns them."""
+        return [name for c in self._traced for name in c.side_outputs()]
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        """(main, *sides) from this rank's rows, one tensor; of a model that is called as a whole its own output."""
+        if isinstance(self._traced[0], CalledModel):
+            return self._traced[0](*args, **options)
+        (x,) = args
+        return self._chained(x)
+
+    def _chained(self, x: Tensor) -> tuple[Tensor, ...]:
+        sides: list[Tensor] = []
+        first, last = self._traced[0], self._traced[-1]
+        for crossing, component in zip(self.crossings, self._traced, strict=True):
+            if crossing is not None:
+                x = crossing(x, self.context.total)
+            if component is last:
+                self.neighbours.before_last()
+            x, *more = component(x)
+            if component is first:
+                self.neighbours.behind_first(x)
+            if more:
+                sides += more
+        return (x, *sides)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A segment as it stands in the network: how data comes in, and how side outputs reach the last layout."""
+
+    module: nn.Module
+    segment: Segment
+    layout: Layout
+    entry: Crossing | None
+    side_exit: Crossing | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """A rank's ends of the hand-overs before and behind its stage; None where there is none.
+
+    ``input_shape`` is that of a sample that arrives. Gradients go back where anything before the hop is trained.
+    """
+
+    arriving: Link | None = None
+    leaving: Link | None = None
+    gradient_out: Link | None = None
+    gradient_in: Link | None = None
+    input_shape: tuple[int, ...] = ()
+
+    @property
+    def linked(self) -> bool:
+        """Whether there is another stage on either side."""
+        return self.arriving is not None or self.leaving is not None
+
+    def settle(self, keep: int = 0) -> None:
+        """Wait until at most ``keep`` microbatches are still being sent in each direction."""
+        for link in (self.leaving, self.gradient_out):
+            if link is not None:
+                link.settle(keep)
+
+
+class ParallelModel:
+    """One rank's part of a model under a plan. Collective calls say so.
+
+    ``components`` and ``layouts`` are those of the rank's own stage; ``elsewhere`` names the parameters and buffers
+    that other stages hold; ``order`` is what a step does with its microbatches, here. ``owner``: which index of its
+    data group updates a parameter, where the update is shared out. ``processes``: the one of the run that is each rank
+    of the plan.
+
+    A process that is none of them has one, too, with no components: in a step it does nothing, and what is asked of all
+    processes of the run it answers.
+    """
+
+    def __init__(
+        self, plan: Plan, traced: TracedModel, placed: list[Placed], last: Crossing | None, context: SampleContext,
+        groups: Groups | None, processes: tuple[int, ...], device: torch.device, *, position: Position, links: Links,
+        order: dict[int, tuple[Action, ...]], elsewhere: frozenset[str],
+    ) -> None:  # fmt: skip
+        self.plan, self.processes, self.device = plan, processes, device
+        self.traced, self.context = traced, context
+        self.position, self.links, self.elsewhere = position, links, elsewhere
+        self.layouts = position.layouts
+        self._placed, self._last, self._groups, self._order = placed, last, groups, order
+        modules = [p.module for p in placed]
+        self.reduction = Reduction(modules)
+        self._updates = [u for u in map(shared_update, modules) if u is not None]
+        self.owner = {p: i for u in self._updates for p, i in zip(u.parameters, u.owner, strict=True)}
+        self.training = True
+        self.modes = Modes()
+        self.changed: tuple[str, ...] = ()
+        """Names of buffers, other than BatchNorm's, that a forward in training changes."""
+        self.meet: Callable[..., None] = _nobody
+        self._rows: dict[int, list[slice]] = {}
+        if device.type == "cuda":  # elsewhere FSDP waits for what it gathers
+            self.gather_across()
+
+    @property
+    def components(self) -> list[TracedComponent]:
+        """The components of this rank's stage, as it holds them."""
+        return self.traced.components
+
+    def axis(self, purpose: Purpose, places: tuple[int, ...]) -> Axis:
+        """This rank's axis among ``places`` of its stage."""
+        return SOLO if self._groups is None else self._groups.axis(purpose, self.position.world(places))
+
+    @property
+    def state_axis(self) -> Axis | None:
+        """All ranks of the plan, on the host, where none of them has the whole optimizer state, or all weights."""
+        if self.idle or self._groups is None or (len(self.plan.stages) == 1 and not self._updates):
+            return None
+        return self._groups.axis("state", all_ranks(self.plan))
+
+    @property
+    def tensor_axes(self) -> list[Axis]:
+        """The tensor axis of every component."""
+        return [self.axis("activation", layout.tensor_group(self.position.place)) for layout in self.layouts]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """This rank's shards, in component order, each once."""
+        return list(dict.fromkeys(p for c in self.components for p in c.parameters()))
+
+    @property
+    def updated(self) -> list[nn.Parameter]:
+        """The parameters that this rank's optimizer updates."""
+        others = {p for u in self._updates for p in u.others}
+        return [p for p in self.parameters() if p not in others]
+
+    @property
+    def offloaded(self) -> set[nn.Parameter]:
+        """Parameters whose optimizer state is on the host."""
+        parts = zip(self.components, self.position.assignments(self.plan), strict=True)
+        return {p for component, a in parts if a.offload for p in component.parameters()}
+
+    def share_updates(self) -> None:
+        """To be called after every optimizer step (collective): what other ranks updated arrives here."""
+        for update in self._updates:
+            update.publish()
+
+    def zero_grad(self) -> None:
+        """Forget all gradients, also of parameters that other ranks update."""
+        for p in self.parameters():
+            p.grad = None
+
+    def train(self, mode: bool = True, *, all_alike: bool = False) -> None:
+        """Training mode, or evaluation. In training what came in evaluation mode stays there, but where ``all_alike``:
+        so it is where a program says ``train()``."""
+        self.training = mode
+        self.reduction.release()
+        for place in self._placed:
+            place.module.train(mode)
+        if mode and not all_alike:
+            self.modes.restore(self.components)
+
+    def eval(self) -> None:
+        """Evaluation mode."""
+        self.train(False)
+
+    @property
+    def rank(self) -> int | None:
+        """The rank of the plan that this process runs, if it runs one."""
+        return None if self.idle else self.position.ranks[self.position.place]
+
+    @property
+    def idle(self) -> bool:
+        """Whether this process runs no rank of the plan."""
+        return self.position.idle
+
+    @property
+    def reads(self) -> bool:
+        """Whether this rank's stage is the first: it reads the data."""
+        return self.position.arriving is None and not self.idle
+
+    @property
+    def concludes(self) -> bool:
+        """Whether this rank's stage is the last: it sees outputs, labels and the loss."""
+        return self.position.leaving is None and not self.idle
+
+    def order(self, microbatches: int) -> tuple[Action, ...]:
+        """What a step of so many microbatches does here."""
+        return self._order[microbatches]
+
+    def input_rows(self, batch: int) -> tuple[int, int]:
+        """Rows of a batch that this rank reads: none behind the first stage."""
+        return self.layouts[0].rows_of(batch, self.position.place) if self.reads else (0, 0)
+
+    def output_rows(self, batch: int) -> tuple[int, int]:
+        """Rows of a batch whose outputs this rank ends up with: none before the last stage."""
+        return self.layouts[-1].rows_of(batch, self.position.place) if self.concludes else (0, 0)
+
+    def counts_rows(self) -> bool:
+        """Whether this rank, among those with the same output rows, is the one that counts them."""
+        return self.concludes and self.position.place % self.layouts[-1].inner == 0
+
+    def loss_scale(self, batch: int) -> float:
+        """Factor on the mean loss over :meth:`output_rows`: 1 where shards are even."""
+        if self.idle:
+            return 0.0
+        start, stop = self.output_rows(batch)
+        return (stop - start) * self.layouts[-1].data / batch
+
+    def _rows_of(self, total: int) -> list[slice]:
+        """This rank's rows of a microbatch of ``total`` in every segment: looked up in every step, and few."""
+        if total not in self._rows:
+            self._rows[total] = [slice(*p.layout.rows_of(total, self.position.place)) for p in self._placed]
+        return self._rows[total]
+
+    def compute(self, value: Any, samples: Tensor, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """The stage from its entry to its exit: the main value and the side outputs.
+
+        ``value``: this rank's rows of the microbatch ``samples`` (global indices, int64); for a model that is called
+        as a whole its arguments by position and by name, and the main value is whatever it returns.
+        """
+        context, total = self.context, len(samples)
+        if self.called:
+            args, options = value
+            return self.call(samples[slice(*self.output_rows(total))], step, total, *args, **options), {}
+        context.step, context.total = step, total
+        context.start = int(samples[0]) if total and samples.device.type == "cpu" else 0
+        if self.training:
+            self.reduction.begin()
+        sides: dict[str, Tensor] = {}
+        for place, rows in zip(self._placed, self._rows_of(total), strict=True):
+            if place.entry is not None:
+                value = place.entry(value, total)
+            context.samples, context.rows = samples[rows], rows
+            value, *extra = place.module(value)
+            if extra:
+                for name, side in zip(place.segment.side_names(), extra, strict=True):
+                    sides[name] = self._left(place.side_exit, side, total, name)
+        if self.concludes:
+            return self._left(self._last, value, total, ""), sides
+        return value if self._last is None else self._last(value, total), sides
+
+    @property
+    def called(self) -> bool:
+        """Whether the model is one component, called as its own ``forward`` is (:meth:`call`)."""
+        return bool(self.components) and isinstance(self.components[0], CalledModel)
+
+    def call(self, samples: Tensor, step: int, total: int, *args: Any, **options: Any) -> Any:
+        """The model's own output for this rank's rows, of a model that is called as a whole.
+
+        ``samples``: global indices (int64) of the rows, of ``total`` on all ranks.
+        """
+        self.context.step, self.context.total, self.context.samples = step, total, samples
+        if self.training:
+            self.reduction.begin()
+        return self._placed[0].module(*args, **options)
+
+    def _left(self, crossing: Crossing | None, output: Tensor, total: int, name: str) -> Tensor:
+        """An output of the model in the layout it leaves in."""
+        return output if crossing is None else crossing.leave(output, total, self.traced.batch_dims.get(name, 0))
+
+    def forward(self, x: Any, samples: Tensor, step: int) -> Any:
+        """The model's own output, for :meth:`output_rows` of the microbatch ``samples``; None before the last stage.
+
+        ``x``: :meth:`input_rows` of it; not looked at behind the first stage. Between stages nothing is kept for a
+        backward: a step with gradients is :func:`asa.executor.model.step.forward_backward`.
+        """
+        if self.idle:
+            return None
+        links, total = self.links, len(samples)
+        value = x
+        if links.arriving is not None:
+            dtype = links.arriving.hear_dtype(self.training, self.device)
+            value = links.arriving.receive(total, links.input_shape, dtype, self.device).wait()
+        assert value is not None
+        value, sides = self.compute(value, samples, step)
+        if links.leaving is None:
+            return self.traced.assemble(value, sides)
+        links.leaving.tell_dtype(self.training, value.dtype, self.device)
+        links.leaving.send(value, total)
+        links.settle(keep=2)
+        return None
+
+    __call__ = forward
+
+    def gather_across(self) -> None:
+        """Have weights gathered a component ahead from one segment to the next, too."""
+        segments = [p.segment for p in self._placed]
+        acquaint(segments, [s.neighbours for s in segments])
+
+    @property
+    def sharded(self) -> list[FSDPModule]:
+        """The units whose weights are gathered and whose gradients are scattered."""
+        return [m for p in self._placed for m in p.module.modules() if isinstance(m, FSDPModule)]
+
+    def bucket_gradients(self) -> list[Tensor]:
+        """Gradients that lie in communication buckets, which outlive the step (after the first backward)."""
+        return [p.grad for r in self.reduction.replicas for p in r.parameters if p.grad is not None]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Steps inside leave every rank's gradients its own."""
+        self.reduction.quiet = True
+        try:
+            yield
+        finally:
+            self.reduction.quiet = False
+
+    def average_buffers(self) -> None:
+        """Make running statistics one over each data group, every rank's by what it saw (collective)."""
+        for component, layout in zip(self.components, self.layouts, strict=True):
+            floats = [b for b in component.buffers() if b.is_floating_point()]
+            axis = self.axis("gradient", layout.data_group(self.position.place))
+            if axis.group is None or not floats:
+                continue
+            flat = torch.cat([b.reshape(-1) for b in floats])
+            if layout.weights:
+                flat *= layout.share(layout.data_index(self.position.place)) * axis.size
+            dist.all_reduce(flat, group=axis.group)
+            flat /= axis.size
+            for buffer, part in zip(floats, flat.split([b.numel() for b in floats]), strict=True):
+                buffer.copy_(part.view_as(buffer))
+
+    def close(self) -> None:
+        """Leave the plan's process groups (collective)."""
+        self.links.settle()
+        if self._groups is not None:
+            self._groups.close()

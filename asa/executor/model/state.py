@@ -1,0 +1,203 @@
+"""Full tensors of a model that ranks hold in shards, and back: what checkpoints, migration and verification share.
+
+Everything is keyed by the plain model's names, so that any plan can read what any other wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from asa.errors import UsageError
+from asa.executor.model.exchange import united
+from asa.executor.model.offload import updated_in
+from asa.executor.model.parallel import ParallelModel
+from asa.sharding.axis import Axis
+from asa.sharding.modules import ParameterShard, shards_of
+from asa.sharding.parts import as_held, local
+
+_NOTHING = torch.empty(0)
+
+
+@dataclass(frozen=True)
+class Held:
+    """One named tensor as this rank holds it: whole (``shard`` None) or a part over ``axis``. ``speaker`` is the place
+    in the stage that speaks for its optimizer state."""
+
+    name: str
+    tensor: Tensor
+    shard: ParameterShard | None
+    axis: Axis
+    speaker: int
+
+
+def held(model: ParallelModel) -> Iterator[Held]:
+    """Parameters and buffers of ``model`` in one order on every rank; tensors used twice come once."""
+    seen: set[int] = set()
+    for component, axis, layout in zip(model.components, model.tensor_axes, model.layouts, strict=True):
+        shards = shards_of(component)
+        for name, tensor in (*component.named_parameters(), *component.named_buffers()):
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                owner = model.owner.get(tensor, 0) if isinstance(tensor, nn.Parameter) else 0
+                yield Held(name, tensor, shards.get(name), axis, owner * layout.inner)
+
+
+def gather(item: Held, value: Tensor, *, kept: bool = True, lent: bool = False) -> Tensor:
+    """The full form of ``value``, a tensor cut like ``item`` (its data, gradient or optimizer state). Collective.
+
+    Where it is not ``kept``, an empty tensor. ``lent``: what is whole and on the CPU is not copied; the caller is done
+    with it before training goes on.
+    """
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    if item.shard is None or item.axis.size == 1:
+        return value.detach().to("cpu", copy=not lent) if kept else _NOTHING
+    shard, axis = item.shard, item.axis
+    sizes = [int(shard.index(i).numel()) for i in range(axis.size)]
+    longest = max(sizes)
+    part = value.detach().movedim(shard.dim, 0)
+    padded = part.new_zeros((longest, *part.shape[1:]))
+    padded[: part.shape[0]] = part
+    pieces = padded.new_empty((axis.size * longest, *padded.shape[1:]))
+    dist.all_gather_into_tensor(pieces, padded, group=axis.group)
+    if not kept:
+        return _NOTHING
+    shape = list(value.shape)
+    shape[shard.dim] = sum(sizes)
+    full = torch.empty(shape, dtype=value.dtype)
+    for i, size in enumerate(sizes):
+        shard.paste(full, pieces[i * longest : i * longest + size].movedim(0, shard.dim).cpu(), i)
+    return full
+
+
+def cut(item: Held, full: Tensor) -> Tensor:
+    """This rank's part of a full tensor, in the form in which it holds ``item``."""
+    part = full if item.shard is None or item.axis.size == 1 else item.shard.cut(full, item.axis.index)
+    if isinstance(item.tensor, DTensor):
+        mesh, placements = item.tensor.device_mesh, item.tensor.placements
+        # Every rank has the full tensor: nothing needs to be sent.
+        return distribute_tensor(part.to(mesh.device_type), mesh, placements, src_data_rank=None)
+    return part
+
+
+def full_state(model: ParallelModel, *, kept: bool = True, lent: bool = False) -> dict[str, Tensor]:
+    """Full parameters and buffers on the CPU, on every rank (collective); ``kept`` and ``lent`` as for :func:`gather`,
+    a rank that does not keep them has names and nothing else."""
+    kept = kept or len(model.plan.stages) > 1
+    found = {item.name: gather(item, item.tensor, kept=kept, lent=lent) for item in held(model)}
+    return _of_all_stages(model, found)
+
+
+def _of_all_stages(model: ParallelModel, mine: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Full tensors of every stage on every rank, from those of its own stage that each rank has (collective)."""
+    if len(model.plan.stages) == 1:
+        return mine
+    return united(mine if model.position.place == 0 else {}, model.state_axis)
+
+
+def full_gradients(model: ParallelModel) -> dict[str, Tensor]:
+    """Full gradients of the loss over the global batch, on every rank (collective)."""
+    found = {}
+    for item in held(model):
+        if isinstance(item.tensor, nn.Parameter) and item.tensor.requires_grad:
+            gradient = item.tensor.grad
+            found[item.name] = gather(item, torch.zeros_like(item.tensor) if gradient is None else gradient)
+    return _of_all_stages(model, found)
+
+
+@torch.no_grad()
+def load_full_state(model: ParallelModel, state: dict[str, Tensor]) -> None:
+    """Put full tensors in place.
+
+    Raises:
+        KeyError: a name is missing; nothing was changed then.
+    """
+    items = list(held(model))
+    missing = [item.name for item in items if item.name not in state]
+    if missing:
+        raise KeyError(missing[0])
+    for item in items:
+        item.tensor.copy_(cut(item, state[item.name]))
+
+
+_PLAIN: dict[str, Callable[[float], Any]] = {"int": int, "float": float, "bool": bool, "NoneType": lambda _: None}
+
+
+def stored(key: str, value: object) -> tuple[str, Tensor]:
+    """An entry of an optimizer's state as a tensor; of a plain number the key says what it was.
+
+    >>> stored("step", 3)
+    ('step:int', tensor(3))
+
+    Raises:
+        UsageError: it is neither a tensor nor a number.
+    """
+    if isinstance(value, Tensor):
+        return key, value
+    kind = type(value).__name__
+    if kind not in _PLAIN:
+        raise UsageError(f"the optimizer keeps a {kind} as {key!r}: only tensors and numbers can be saved and moved")
+    number: Any = 0 if value is None else value
+    return f"{key}:{kind}", torch.tensor(number, dtype=torch.float64 if kind == "float" else torch.int64)
+
+
+def restored(key: str, tensor: Tensor) -> tuple[str, object]:
+    """The entry that :func:`stored` was given."""
+    name, _, kind = key.rpartition(":")
+    return (name, _PLAIN[kind](tensor.item())) if name and kind in _PLAIN else (key, tensor)
+
+
+def full_optimizer_state(
+    model: ParallelModel, optimizer: torch.optim.Optimizer, *, kept: bool = True, lent: bool = False
+) -> dict[str, Tensor]:
+    """Optimizer state as full tensors, keyed ``name/key``, on every rank (collective); ``kept`` and ``lent`` as for
+    :func:`full_state`."""
+    found, spoken = {}, {}
+    kept = kept or model.state_axis is not None
+    for item in held(model):
+        known = updated_in(optimizer, item.tensor)
+        for key, value in sorted((stored(*e) for e in optimizer.state.get(known, {}).items()), key=lambda e: e[0]):
+            alike = value.shape == known.shape
+            if alike and known is not item.tensor:
+                value = as_held(item.tensor, value)
+            full = gather(item, value, kept=kept, lent=lent) if alike else value.detach().cpu().clone()
+            found[f"{item.name}/{key}"] = full
+            if item.speaker == model.position.place:
+                spoken[f"{item.name}/{key}"] = full
+    return found if model.state_axis is None else united(spoken, model.state_axis)
+
+
+@torch.no_grad()
+def load_full_optimizer_state(model: ParallelModel, optimizer: torch.optim.Optimizer, state: dict[str, Tensor]) -> None:
+    """Put full optimizer state in place, where this rank updates; parameters without any stay as new."""
+    shapes = {item.name: item for item in held(model)}
+    updated = {id(p) for p in model.updated}
+    # Fused kernels read AdamW's step on the device; loops on the host.
+    there = [g["params"] for g in optimizer.param_groups if g.get("fused") or g.get("capturable")]
+    counted_there = {id(p) for parameters in there for p in parameters}
+    optimizer.state.clear()
+    for full_key, full in state.items():
+        name, key = full_key.rsplit("/", 1)
+        if name in model.elsewhere and name not in shapes:
+            continue
+        item = shapes[name]
+        if id(item.tensor) not in updated:
+            continue
+        known = updated_in(optimizer, item.tensor)
+        plain_key, number = restored(key, full)
+        if plain_key != key:
+            optimizer.state[known][plain_key] = number
+            continue
+        # A full tensor of the parameter's own shape is cut like it; scalars (AdamW's step) are the same everywhere.
+        value = full if full.dim() == 0 and item.tensor.dim() else cut(item, full)
+        if known is not item.tensor:
+            value = local(value)
+        place = value.to(known.device) if value.dim() or id(known) in counted_there else value
+        optimizer.state[known][key] = place.clone()

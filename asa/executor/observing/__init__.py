@@ -1,0 +1,1 @@
+"""What a run looks like from inside: spans, timelines, memory, warm-up."""

@@ -1,0 +1,37 @@
+"""The active peak of a rank in one step, counted as the planner counts it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from asa.executor.model.offload import updated_in
+from asa.executor.training.worker import Worker
+from asa.instruments.allocations import bytes_of, completed, peak, record
+from asa.sharding.parts import local
+
+
+def active_peak(worker: Worker, step: Callable[[], object]) -> int:
+    """The most bytes that are alive at once while ``step`` trains ``worker`` by a step, its state included.
+
+    On CUDA the allocator's own count; on a CPU the tensors that outlive a step, and the record of what it allocates.
+    """
+    model = worker.model
+    device = model.device
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        step()
+        return int(torch.cuda.max_memory_allocated(device))
+    kept = [*model.parameters(), *(b for c in model.components for b in c.buffers())]
+    away = {updated_in(worker.optimizer, p) for p in model.offloaded}  # on the host, be that the same memory
+    states = [s for p, s in worker.optimizer.state.items() if p not in away]
+    kept += [v for s in states for v in s.values() if isinstance(v, torch.Tensor)]
+    # Gradients of a wrapped segment are views of buckets that outlive the step; the others are released by it.
+    kept += model.bucket_gradients()
+    base = bytes_of(map(local, kept))
+    del kept  # a bucket whose gradients somebody holds is not used again
+    model.zero_grad()
+    events, _ = record(step, device)
+    made = (local(p.grad) for p in model.parameters() if p.grad is not None)
+    return base + peak(completed(events, {g.untyped_storage().data_ptr() for g in made}))

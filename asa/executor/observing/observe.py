@@ -1,0 +1,78 @@
+"""Steps of a run that are looked at closely: one for its memory, a few for the trace. Their times count for nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+from asa.errors import UnavailableError
+from asa.executor.model.votes import Votes
+from asa.executor.observing.footprint import active_peak
+from asa.executor.observing.timeline import Recorder
+from asa.executor.training.epoch_timer import WARM_UP_STEPS
+from asa.executor.training.worker import Worker
+
+_MEMORY_STEP = WARM_UP_STEPS - 1
+"""The last one before anything is measured: by then optimizer state and DDP's own buckets are there."""
+
+
+def trace_path(folder: Path, rank: int) -> Path:
+    """Where a rank's trace is put under the folder of its run."""
+    return folder / "trace" / f"rank_{rank}.json.gz"
+
+
+class Observer:
+    """Decides, the same on every rank, what is done about each step under a plan.
+
+    ``peak_bytes``: the active peak of this rank, on a CPU, once its step has come. ``trace_steps`` of the first plan
+    are recorded and written under ``folder``.
+    """
+
+    def __init__(self, votes: Votes, folder: Path, trace_steps: int) -> None:
+        self.peak_bytes: int | None = None
+        self._votes, self._folder, self._left = votes, folder, trace_steps
+        self._recording: tuple[Recorder, ExitStack] | None = None
+
+    def forget(self) -> None:
+        """Another plan takes effect: its memory is to be looked at anew."""
+        self.peak_bytes = None
+
+    def run(self, worker: Worker, number: int, step: Callable[[], object]) -> bool:
+        """Do ``step``, the ``number``-th under the plan; whether it was disturbed."""
+        if number == _MEMORY_STEP and worker.model.device.type == "cpu":
+            self.peak_bytes = active_peak(worker, step)
+            return True
+        if not self._left or number < WARM_UP_STEPS:
+            step()
+            return False
+        if self._recording is None:
+            self._votes.gather([0.0])  # ranks begin together, so that their clocks do
+            stack, recorder = ExitStack(), Recorder(worker)
+            stack.enter_context(recorder.recording())
+            self._recording = recorder, stack
+        with self._recording[0].step():
+            step()
+        self._left -= 1
+        if not self._left:
+            self.finish()
+        return True
+
+    def finish(self) -> None:
+        """Write what was recorded, at the latest when an epoch's steps are over. All ranks get here or none.
+
+        Raises:
+            UnavailableError: it cannot be written.
+        """
+        if self._recording is None:
+            return
+        recorder, stack = self._recording
+        self._recording, self._left = None, 0
+        stack.close()
+        error: Exception | None = None
+        path = trace_path(self._folder, self._votes.rank)
+        try:
+            recorder.save(path, self._votes.rank)
+        except OSError as caught:
+            error = UnavailableError(f"cannot write the trace {path}: {caught.strerror or caught}")
+        self._votes.agree(error)

@@ -1,0 +1,159 @@
+"""Where a rank's step goes: time and kept memory of every component, by hooks where data enters and leaves it.
+
+A component's backward begins when the gradient of its output is there and ends when that of its input is: autograd
+runs what was made last first, and accumulates a parameter's gradient as soon as it is known
+(:mod:`asa.profiler.chain`). What lies between components, boundaries and the hooks of wrappers, counts for none.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.profiler import record_function
+from torch.utils.hooks import RemovableHandle
+
+from asa.executor.training.worker import Worker
+from asa.instruments.allocations import Event, record
+from asa.ir.rehearsal import ComponentSpan
+
+_MARK = "asa.span."
+_Key = tuple[str, int]
+_Read = Callable[[Sequence[int]], tuple[tuple[ComponentSpan, ...], float]]
+
+
+class Watch:
+    """Hooks on the components of a worker, for as long as one of its contexts is open."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._components = worker.model.components
+        self._cuda = worker.model.device.type == "cuda"
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    @contextmanager
+    def _hooked(self, note: Callable[[str, int], None]) -> Iterator[None]:
+        """``note(what, component)`` at every place, ``what`` one of enter, leave, back, through; done, with -1, when a
+        microbatch is back, and update, updated around the optimizer's step."""
+        handles: list[RemovableHandle] = []
+        for i, component in enumerate(self._components):
+
+            def enter(_: Any, args: tuple[Any, ...], i: int = i) -> None:
+                note("enter", i)
+                if args[0].requires_grad:
+                    args[0].register_hook(lambda _: note("through", i))
+
+            def left(_m: Any, _a: Any, _o: Any, i: int = i) -> None:
+                note("leave", i)
+
+            def leave(_m: Any, _a: Any, out: tuple[Tensor, ...], i: int = i) -> None:
+                if out[0].requires_grad:
+                    out[0].register_hook(lambda _: note("back", i))
+
+            handles.append(component.register_forward_pre_hook(enter))
+            # Before what wrappers do with an output, and behind it: there weights are gathered for backward.
+            handles.append(component.register_forward_hook(left, prepend=True))
+            handles.append(component.register_forward_hook(leave))
+        optimizer = self._worker.optimizer
+        handles.append(optimizer.register_step_pre_hook(lambda *_: note("update", -1)))
+        handles.append(optimizer.register_step_post_hook(lambda *_: note("updated", -1)))
+        reduction = self._worker.model.reduction
+        usual = reduction.backward
+
+        @contextmanager
+        def backward(*, last: bool, in_flight: int) -> Iterator[None]:
+            note("turn", -1)
+            with usual(last=last, in_flight=in_flight):
+                yield
+                note("done", -1)
+
+        reduction.backward = backward  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del reduction.backward  # type: ignore[method-assign]
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def timing(self) -> Iterator[_Read]:
+        """Inside, steps are taken down; what is yielded reads them afterwards, given the bytes each component saved."""
+        marks: list[tuple[str, int, Any]] = []
+        with self._hooked(lambda what, i: marks.append((what, i, self._now()))):
+            yield lambda saved: self._read(marks, saved)
+
+    def _seconds(self, start: Any, stop: Any) -> float:
+        return start.elapsed_time(stop) / 1e3 if self._cuda else stop - start
+
+    def _read(
+        self, marks: Sequence[tuple[str, int, Any]], saved: Sequence[int]
+    ) -> tuple[tuple[ComponentSpan, ...], float]:
+        """Medians over steps of what every component took, and of the update."""
+        if self._cuda:
+            torch.cuda.synchronize()
+        steps: list[dict[_Key, float]] = []
+        sums: dict[_Key, float] = defaultdict(float)
+        begun: dict[_Key, Any] = {}
+        ends = {"leave": "enter", "through": "back", "updated": "update"}
+        for what, i, at in marks:
+            if what in ends:
+                start = begun.pop((ends[what], i), None)
+                if start is not None:
+                    sums[ends[what], i] += self._seconds(start, at)
+            elif what == "done":  # what wants no gradient of its input is through when all is
+                for key in [k for k in begun if k[0] == "back"]:
+                    sums[key] += self._seconds(begun.pop(key), at)
+            else:
+                begun[what, i] = at
+            if what == "updated":
+                steps.append(sums)
+                sums, begun = defaultdict(float), {}
+
+        def usual(key: _Key) -> float:
+            return median(s[key] for s in steps)
+
+        spans = tuple(
+            ComponentSpan(name=c.name, forward_s=usual(("enter", i)), backward_s=usual(("back", i)), saved_bytes=size)
+            for i, (c, size) in enumerate(zip(self._components, saved, strict=True))
+        )
+        return spans, usual(("update", -1))
+
+    def saved(self, step: Callable[[], object]) -> list[int]:
+        """Bytes that every component allocates in its first forward of ``step`` and that live when backward begins."""
+        names: dict[tuple[str, int], str] = {}
+
+        def mark(what: str, i: int) -> None:
+            if (what, i) not in names and ("turn", -1) not in names:
+                names[what, i] = f"{_MARK}{len(names)}"
+                with record_function(names[what, i]):
+                    pass
+
+        with self._hooked(mark):
+            events, times = record(step, self._worker.model.device, _MARK)
+        at = {key: times[name] for key, name in names.items()}
+        return [_living(events, at["enter", i], at["leave", i], at["turn", -1]) for i in range(len(self._components))]
+
+
+def _living(events: Sequence[Event], start: int, stop: int, until: int) -> int:
+    """Bytes allocated from ``start`` to ``stop`` and not released by ``until``."""
+    living: dict[int, int] = {}
+    for event in events:
+        if event.at > until:
+            break
+        if event.size < 0:
+            living.pop(event.pointer, None)
+        elif start <= event.at <= stop:
+            living[event.pointer] = event.size
+    return sum(living.values())

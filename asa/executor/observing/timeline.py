@@ -1,0 +1,277 @@
+"""Steps as they really ran: every component's forward and backward, every collective, the update, on one rank's clock.
+
+Computation is timed by the hooks of :mod:`asa.executor.observing.spans`. Collectives that computation waits for are
+timed where
+they are called (on a CPU), those beside it come from torch's profiler, which sees gloo's and NCCL's own work.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.profiler import profile, record_function
+
+from asa.executor.observing.spans import Watch
+from asa.executor.training.worker import Worker
+from asa.instruments.allocations import quiet
+from asa.ir.streams import Stream, piece, process
+from asa.sharding import direct
+from asa.sharding.transfer import Link
+
+_BEGIN = "asa.timeline.begin"
+_COLLECTIVES = (
+    (dist, "all_reduce"), (dist, "all_gather"), (dist, "broadcast"), (dist, "all_to_all_single"),
+    (direct, "all_reduce"), (direct, "broadcast"), (direct, "all_gather_into_tensor"),
+    (direct, "reduce_scatter_tensor"),
+)  # fmt: skip
+_SENDS: tuple[Stream, Stream] = ("sending on", "sending back")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """A piece of work. Seconds since recording began; ``microbatch`` None where it belongs to all of them."""
+
+    name: str
+    kind: str
+    stream: Stream
+    start_s: float
+    end_s: float
+    microbatch: int | None = None
+
+
+class Recorder(Watch):
+    """Takes down what a worker does while :meth:`recording`."""
+
+    def __init__(self, worker: Worker) -> None:
+        super().__init__(worker)
+        self._model = worker.model
+        self.names = [c.name for c in worker.model.components]
+        self.spans: list[Span] = []
+        self.steps: list[tuple[float, float]] = []
+        self._marks: list[tuple[str, int, Any]] = []
+        self._blocking: list[tuple[str, str, float, float]] = []
+        self._sent: list[Stream] = []
+        self._depth = 0
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Inside, steps are taken down; afterwards ``spans`` has them."""
+        with ExitStack() as stack:
+            stack.enter_context(quiet())
+            stack.enter_context(self._hooked(self._note))
+            if not self._cuda:
+                stack.enter_context(self._collectives())
+            for link, stream in zip((self._model.links.leaving, self._model.links.gradient_out), _SENDS, strict=True):
+                if link is not None:
+                    stack.enter_context(self._sends(link, stream))
+            recorded = stack.enter_context(profile(use_device="cuda" if self._cuda else None))
+            if self._cuda:
+                torch.cuda.synchronize()
+            self._began = self._now()
+            with record_function(_BEGIN):
+                pass
+            yield
+            if self._cuda:
+                torch.cuda.synchronize()
+        self._read_all(recorded)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around every step: what ranks tell each other between steps is none of it."""
+        self._marks.append(("step", -1, self._now()))
+        yield
+        self._marks.append(("over", -1, self._now()))
+
+    def _note(self, what: str, i: int) -> None:
+        self._depth += {"enter": 1, "leave": -1}.get(what, 0)
+        self._marks.append((what, i, self._now()))
+
+    @contextmanager
+    def _collectives(self) -> Iterator[None]:
+        """Inside, calls that return when a collective is over are timed."""
+        usual = [(room, name, getattr(room, name)) for room, name in _COLLECTIVES]
+
+        def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+            def timing(*args: Any, **kwargs: Any) -> Any:
+                start = time.perf_counter()
+                found = call(*args, **kwargs)
+                if found is None or (isinstance(found, direct.Pending) and found.over):
+                    # What keeps state alike is asked for with a word on how; where ranks share memory it is over, too.
+                    state = not kwargs.keys().isdisjoint(("mean", "op", "async_op"))
+                    kind = "gradient" if state else "inside" if self._depth else "boundary"
+                    self._blocking.append((name, kind, start, time.perf_counter()))
+                return found
+
+            return timing
+
+        for room, name, call in usual:
+            setattr(room, name, timed(name, call))
+        try:
+            yield
+        finally:
+            for room, name, call in usual:
+                setattr(room, name, call)
+
+    @contextmanager
+    def _sends(self, link: Link, stream: Stream) -> Iterator[None]:
+        """Inside, it is known which way each message went."""
+        usual = link._started
+
+        def started(work: dist.Work | None) -> dist.Work:
+            self._sent.append(stream)
+            return usual(work)
+
+        link._started = started  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            del link._started
+
+    def _at(self, mark: Any) -> float:
+        return self._seconds(self._began, mark)
+
+    def _read_all(self, recorded: Any) -> None:
+        beside = self._profiled(recorded)
+        blocking = [
+            Span(name=n, kind=k, stream="communication", start_s=a - self._began, end_s=b - self._began)
+            for n, k, a, b in self._blocking
+        ]
+        computed = [part for span in _in_turn(self._computed()) for part in _without(span, blocking)]
+        alone = [s for s in beside if not any(_same(s, b) for b in blocking)]
+        spans = [s for s in (*computed, *blocking, *alone) if any(a <= s.start_s < b for a, b in self.steps)]
+        self.spans = sorted(spans, key=lambda s: s.start_s)
+
+    def _computed(self) -> list[Span]:
+        """Components forward and back, and the update, from the marks of the hooks."""
+        order = self._model.order(self._model.plan.num_microbatches)
+        turns = {d: [a.microbatch for a in order if a.direction == d] for d in ("forward", "backward")}
+        found: list[Span] = []
+        begun: dict[tuple[str, int], float] = {}
+        forwards = backwards = -1
+        for what, i, mark in self._marks:
+            at = self._at(mark)
+            if what == "step":
+                forwards = backwards = -1
+                begun = {("step", -1): at}
+            elif what == "over":
+                self.steps.append((begun.pop(("step", -1)), at))
+            elif what == "leave" and ("enter", i) in begun:
+                found.append(self._work(i, "forward", begun.pop(("enter", i)), at, _of(turns["forward"], forwards)))
+            elif what == "through" and ("back", i) in begun:
+                found.append(self._work(i, "backward", begun.pop(("back", i)), at, _of(turns["backward"], backwards)))
+            elif what == "done":
+                for key in [k for k in begun if k[0] == "back"]:
+                    found.append(self._work(key[1], "backward", begun.pop(key), at, _of(turns["backward"], backwards)))
+            elif what == "updated" and ("update", -1) in begun:
+                start = begun.pop(("update", -1))
+                found.append(Span(name="parameters", kind="update", stream="compute", start_s=start, end_s=at))
+            else:
+                forwards += what == "enter" and i == 0
+                backwards += what == "turn"
+                begun[what, i] = at
+        return found
+
+    def _work(self, i: int, kind: str, start: float, end: float, microbatch: int | None) -> Span:
+        return Span(name=self.names[i], kind=kind, stream="compute", start_s=start, end_s=end, microbatch=microbatch)
+
+    def _profiled(self, recorded: Any) -> list[Span]:
+        """Work of the communication libraries, as the profiler saw it."""
+        events = recorded.kineto_results.events()
+        begin = next((e.start_ns() for e in events if e.name() == _BEGIN), None)
+        if begin is None:
+            return []
+        sent = iter(self._sent)
+        found = []
+        for e in sorted(events, key=lambda e: e.start_ns()):
+            name = _operation(e.name())
+            if name is None:
+                continue
+            start = (e.start_ns() - begin) / 1e9
+            stream, kind = ("communication", "gradient")
+            if name == "send":
+                stream, kind = next(sent, "sending on"), "transfer"
+                name = f"to stage {self._model.position.stage + (1 if stream == 'sending on' else -1)}"
+            elif name == "recv":
+                continue
+            found.append(
+                Span(name=name, kind=kind, stream=stream, start_s=start, end_s=start + e.duration_ns() / 1e9)  # type: ignore[arg-type]
+            )
+        return found
+
+    def document(self, rank: int) -> dict[str, Any]:
+        """The trace of ``rank`` in Chrome's format, named as the simulator's timelines are."""
+        plan, stage = self._model.plan, self._model.position.stage
+        events = process(rank, stage, len(plan.stages), "measured", {s.stream for s in self.spans})
+        events += [piece(s.name, s.kind, s.stream, rank, s.start_s, s.end_s, s.microbatch) for s in self.spans]
+        events += [
+            {"name": f"step {i}", "ph": "i", "s": "p", "ts": at * 1e6, "pid": rank, "tid": 0}
+            for i, (at, _) in enumerate(self.steps)
+        ]
+        return {
+            "traceEvents": events,
+            "displayTimeUnit": "ms",
+            "otherData": {"model": plan.model_spec, "rank": rank, "steps": len(self.steps)},
+        }
+
+    def save(self, path: Path, rank: int) -> None:
+        """Write :meth:`document`, compressed; OSError where that fails."""
+        text = json.dumps(self.document(rank), allow_nan=False).encode()
+        temporary = path.with_name(f".{path.name}.tmp")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(gzip.compress(text, mtime=0))
+        os.replace(temporary, path)
+
+
+def _of(turns: list[int], k: int) -> int | None:
+    return turns[k] if 0 <= k < len(turns) else None
+
+
+def _operation(name: str) -> str | None:
+    """``all_reduce``, of ``gloo:all_reduce`` or ``ncclDevKernel_AllReduce...``; None for what is no communication."""
+    if name.startswith("gloo:"):
+        return name[5:].strip("_")
+    if name.startswith("ncclDevKernel_"):
+        kind = name[len("ncclDevKernel_") :].split("_")[0].split("(")[0]
+        return {"AllReduce": "all_reduce", "AllGather": "all_gather", "ReduceScatter": "reduce_scatter",
+                "Broadcast": "broadcast", "SendRecv": "send"}.get(kind, kind.lower())  # fmt: skip
+    return None
+
+
+def _in_turn(spans: list[Span]) -> list[Span]:
+    """One thing at a time: where one component hands over to the next, the latter's hook may be heard first."""
+    found: list[Span] = []
+    for span in sorted(spans, key=lambda s: s.start_s):
+        start = max(span.start_s, found[-1].end_s) if found else span.start_s
+        if start < span.end_s:
+            found.append(replace(span, start_s=start))
+    return found
+
+
+def _without(span: Span, blocking: list[Span]) -> list[Span]:
+    """``span`` less what it waited for."""
+    parts, start = [], span.start_s
+    for b in sorted(blocking, key=lambda b: b.start_s):
+        if b.end_s <= start or b.start_s >= span.end_s:
+            continue
+        if b.start_s > start:
+            parts.append(replace(span, start_s=start, end_s=b.start_s))
+        start = max(start, b.end_s)
+    return [*parts, replace(span, start_s=start)] if start < span.end_s else parts
+
+
+def _same(work: Span, call: Span) -> bool:
+    """Whether a library's work is what a call waited for."""
+    return call.start_s <= work.start_s + 1e-5 and work.end_s <= call.end_s + 1e-4
+
+
+__all__ = ["Recorder", "Span"]

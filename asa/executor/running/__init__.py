@@ -1,0 +1,1 @@
+"""A whole run: loop, ranks, recovery, folders, export."""

@@ -1,0 +1,171 @@
+"""Plans on emulated devices, one after the other on the same ranks: how long their steps really take."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from asa.executor.measuring.benchmark import barrier, slowest
+from asa.executor.measuring.emulation import EmulatedDevice, Emulation
+from asa.executor.model.groups import Groups, groups_of
+from asa.executor.model.materialize import materialize
+from asa.executor.model.parallel import ParallelModel
+from asa.executor.model.votes import Votes
+from asa.executor.observing.noise import noise
+from asa.executor.running.loop import TrainingExecutor
+from asa.executor.training.clock import StepClock
+from asa.executor.training.precision import LossScale
+from asa.executor.training.worker import LossCounter, Worker
+from asa.interfaces.strategy import Strategies
+from asa.ir.plan import Plan
+from asa.ir.profile import Stat
+from asa.launch import run_ranks, tell
+from asa.tracing import TracedModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmulationOptions:
+    """How long to measure a plan: as many steps as fit ``budget_s``, within limits, after ``warm_up``."""
+
+    budget_s: float = 5.0
+    least_steps: int = 2
+    most_steps: int = 10
+    warm_up: int = 2
+    timeout_s: float = 300.0
+    limit_s: float | None = None
+
+
+def borrowed(traced: TracedModel) -> TracedModel:
+    """Another model on the same weights, to be cut up without harm to the first. Neither may be trained."""
+    memo: dict[int, Any] = {}
+    for component in traced.components:
+        for p in component.parameters():
+            memo[id(p)] = nn.Parameter(p.detach(), requires_grad=p.requires_grad)
+        for b in component.buffers():
+            memo[id(b)] = b.detach()
+    return copy.deepcopy(traced, memo)
+
+
+def emulated_worker(
+    plan: Plan, traced: TracedModel, device: EmulatedDevice, strategies: Strategies, rank: int, votes: Votes,
+    timeout_s: float,
+) -> Worker:  # fmt: skip
+    """``rank``'s part of ``plan`` on an emulated device. Collective."""
+    host = torch.device("cpu")
+    emulation = Emulation(device, strategies, plan)
+    model = materialize(
+        plan, traced, torch.empty(0), rank=rank, strategies=strategies, device=host,
+        timeout_s=timeout_s, alike=True, **emulation.hooks(),
+    )  # fmt: skip
+    model.train()
+    return Worker(
+        model=model, optimizer=emulation.settle(model), scale=LossScale("fp32"), votes=votes, clock=StepClock(host),
+        precision="fp32", seed=0, label_smoothing=0.0,
+    )  # fmt: skip
+
+
+def _rank(
+    rank: int, plans: Sequence[Plan], traced: TracedModel, device: EmulatedDevice, strategies: Strategies,
+    options: EmulationOptions,
+) -> list[list[float]]:  # fmt: skip
+    votes = Votes(options.timeout_s)
+    found = []
+    for number, plan in enumerate(plans):
+        found.append(_steps(plan, traced, device, strategies, rank, votes, options))
+        gc.collect()
+        if rank == 0:
+            tell((number, found[-1]))
+    return found
+
+
+def _steps(
+    plan: Plan, traced: TracedModel, device: EmulatedDevice, strategies: Strategies, rank: int, votes: Votes,
+    options: EmulationOptions,
+) -> list[float]:  # fmt: skip
+    worker = None
+    if rank < plan.num_ranks:
+        worker = emulated_worker(
+            plan, borrowed(traced), device, strategies, rank, votes, options.timeout_s
+        )  # fmt: skip
+        images, indices = noise(plan, worker.model.device), torch.arange(plan.global_batch)
+        tally = LossCounter(worker.model.device)
+    elif plan.num_ranks > 1:
+        Groups(rank, groups_of(plan))
+    times: list[float] = []
+    steps = options.warm_up
+    while len(times) < steps:
+        barrier(votes)
+        mine = [(0.0, 0.0)]
+        if worker is not None:
+            worker.train(images, indices, epoch=0, step=len(times), tally=tally)
+            mine = [(t.data, t.work) for t in worker.clock.collect()]
+        times.append(slowest(votes, mine)[0][1])
+        if len(times) == options.warm_up:
+            fit = int(options.budget_s / max(times[-1], 1e-6))
+            steps += max(options.least_steps, min(options.most_steps, fit))
+    if worker is not None:
+        worker.model.close()
+    return times[options.warm_up :]
+
+
+def measure_emulated(
+    plans: Sequence[Plan],
+    traced: TracedModel,
+    device: EmulatedDevice,
+    strategies: Strategies,
+    options: EmulationOptions,
+    *,
+    on_plan: Callable[[int, list[float]], None] | None = None,
+) -> list[Stat]:
+    """Step times of the slowest rank under each of ``plans`` (of one model), on devices like ``device``, over
+    the links that join the ranks. ``on_plan`` hears of each plan as it is done.
+
+    Raises:
+        WorkersFailedError: a rank died.
+    """
+
+    def hear(_rank: int, message: tuple[int, list[float]]) -> None:
+        if on_plan is not None:
+            on_plan(*message)
+
+    ranks = max(p.num_ranks for p in plans)
+    found = run_ranks(
+        ranks, _rank, list(plans), traced, device, strategies, options, threads=1, timeout_s=options.timeout_s,
+        limit_s=options.limit_s, on_message=hear,
+    )  # fmt: skip
+    return [Stat.of(times) for times in found[0]]
+
+
+class EmulatedExecutor(TrainingExecutor):
+    """An executor whose devices are emulated: epochs take their time, and there is nothing to validate or to keep.
+
+    ``emulation``: of the model that was built last.
+    """
+
+    def __init__(self, *args: Any, emulation: Callable[[], Emulation], **settings: Any) -> None:
+        self._emulation = emulation
+        super().__init__(*args, **settings)
+
+    def _worker_of(self, model: ParallelModel, scale: LossScale) -> Worker:
+        worker = super()._worker_of(model, LossScale("fp32"))
+        worker.optimizer = self._emulation().settle(model)
+        return worker
+
+    def _validate(self) -> tuple[float, float]:
+        return 0.0, 0.0
+
+    def _peak_memory(self) -> tuple[int, ...] | None:
+        return None  # activations are all one block of zeros
+
+    def save(self, epoch: int) -> None:
+        """Nothing was trained, so nothing is written."""
+
+    def _save(self) -> Path:
+        return Path(self._settings.out)

@@ -1,0 +1,130 @@
+"""Out of memory, said so: what was promised, what there is, and what to do.
+
+A rank that runs out of memory in the middle of a step cannot ask the others, which wait for its gradients: it says
+what it knows and ends, and :mod:`asa.executor.running.recovery` goes on without it. One that is about to is another
+matter: ranks compare how full they are between steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import re
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from asa.errors import ExhaustedError
+from asa.instruments.room import fullness, held, tightest
+from asa.ir import codec
+from asa.ir.plan import Plan
+from asa.ir.shortage import Shortage
+from asa.ir.units import GIB, binary
+
+NOTE = "memory.json"
+"""In a run's folder: the shortage it ended by, for whoever starts it again."""
+NEARLY = 0.97
+"""Share of the memory there is from which on a run is planned again before it fails."""
+
+_SIGNS = re.compile(
+    r"can't allocate memory|out of memory|bad_alloc|_ALLOC_FAILED|Cannot allocate memory", re.IGNORECASE
+)
+_UNITS = {"": 1, "byte": 1, "bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+_ASKED = re.compile(r"(?:tried to allocate|allocate) (\d+(?:\.\d+)?) ?(bytes|byte|KiB|MiB|GiB)", re.IGNORECASE)
+
+
+def is_exhaustion(error: BaseException) -> bool:
+    """Whether ``error`` says that memory ran out, of the device or of the host."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and _SIGNS.search(str(error)) is not None
+
+
+def asked(error: BaseException) -> int:
+    """Bytes of the allocation that failed; 0 where the message does not say.
+
+    >>> asked(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB."))
+    2147483648
+    """
+    found = _ASKED.search(str(error))
+    return int(float(found[1]) * _UNITS[found[2]]) if found else 0
+
+
+@dataclass
+class Watch:
+    """The memory of one rank, from before its model is there. ``votes``: whether ranks are to compare how full they
+    are between steps."""
+
+    rank: int
+    device: torch.device
+    votes: bool = False
+    before: dict[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        # What a process on the host has before it holds any of the model is no part of the prediction.
+        self.before = held(self.device)
+
+    def full(self) -> float:
+        """How full this rank's memory is, from 0 to 1; 0 where ranks are not to compare."""
+        return fullness(self.device) if self.votes else 0.0
+
+    def shortage(self, plan: Plan, step: int, error: BaseException | None = None) -> Shortage:
+        """What there is to say of it now: after ``error``, or (None) of memory that is nearly full."""
+        wanted = 0 if error is None else asked(error)
+        found = tightest(self.device, wanted)
+        base = 0 if found is None else self.before.get(found.kind, 0)
+        return Shortage(
+            plan=plan,
+            rank=self.rank,
+            step=step,
+            cause="tight" if error is None else "exhausted",
+            used_bytes=None if found is None else max(0, found.used - base),
+            asked_bytes=wanted,
+            room_bytes=None if found is None else max(0, found.limit - base),
+        )
+
+
+class NearlyExhausted(Exception):
+    """Between two steps, everything saved: a rank is about to run out of memory. Raised on all of them."""
+
+
+@contextmanager
+def explained(watch: Watch, where: Callable[[], tuple[Plan, int]], note: Path | None = None) -> Iterator[None]:
+    """Inside, running out of memory becomes one line with a remedy. ``where``: the plan in force, and the step.
+
+    Raises:
+        ExhaustedError: memory ran out on this rank; ``note`` holds the shortage, too.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError, OSError) as error:
+        if not is_exhaustion(error):
+            raise
+        plan, step = where()
+        found = watch.shortage(plan, step, error)
+        traceback.clear_frames(error.__traceback__)  # lets go of what the step held: a report takes memory, too
+        if note is not None:
+            with contextlib.suppress(OSError):
+                codec.save(found, note)
+        raise ExhaustedError(_line(found, watch.device), rank=watch.rank, shortage=found) from error
+
+
+def _line(found: Shortage, device: torch.device) -> str:
+    used, room = found.used_bytes, found.room_bytes
+    if used is None or room is None:
+        there, remedy = "the host has no more", "plan again with a lower --memory, or with fewer --gpus here"
+    else:
+        there = f"{binary(used)} were in use and {binary(found.asked_bytes)} asked for, of {binary(room)}"
+        remedy = f"plan again with --memory {max(0.1, 0.9 * room / GIB):.1f}"
+        if device.type != "cuda":
+            remedy += ", or with fewer --gpus here"
+    return (
+        f"rank {found.rank} ran out of memory in step {found.step}: the plan promised "
+        f"{binary(found.promised_bytes)}, {there}; {remedy}, then --resume"
+    )

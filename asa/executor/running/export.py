@@ -1,0 +1,110 @@
+"""Weights of a run for whoever has no asa: one safetensors file under the plain model's own names."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from asa.errors import InvalidInputError, NoCheckpointError, UnavailableError
+from asa.executor.running.outdir import CHECKPOINTS
+from asa.executor.training import checkpoint
+from asa.executor.training.checkpoint import Found
+from asa.ir.codec import noun
+from asa.ir.plan import Plan
+from asa.zoo.models import build
+
+
+@noun
+class Exported:
+    """What was written, and from which checkpoint. ``notes``: newer checkpoints passed over, and why."""
+
+    model_spec: str
+    step: int
+    checkpoint: str
+    plan_fingerprint: str
+    tensors: int
+    bytes: int
+    notes: tuple[str, ...]
+
+
+def export_weights(run: Path, output: Path, *, step: int | None = None) -> Exported:
+    """Write the weights of the newest whole checkpoint of ``run``, or of the one after ``step``, to ``output``.
+
+    Raises:
+        NoCheckpointError: there is none. InvalidInputError: it is not the model's. UnavailableError: disk.
+    """
+    found = _found(run / CHECKPOINTS, step)
+    manifest = found.manifest
+    state = plain_state(plain_model(manifest.plan), checkpoint.read(found.path, checkpoint.MODEL))
+    said = {
+        "format": "pt",
+        "model": manifest.model_spec,
+        "num_classes": str(manifest.plan.num_classes),
+        "input_shape": "x".join(map(str, manifest.plan.input_shape)),
+        "step": str(manifest.step),
+        "plan_fingerprint": manifest.plan_fingerprint,
+    }
+    temporary = output.with_name(f".{output.name}.tmp")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        save_file(state, temporary, metadata=said)
+        os.chmod(temporary, 0o644)  # safetensors makes files for their owner alone
+        os.replace(temporary, output)
+    except (OSError, SafetensorError) as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise UnavailableError(f"cannot write {output}: {getattr(error, 'strerror', None) or error}") from None
+    return Exported(
+        model_spec=manifest.model_spec,
+        step=manifest.step,
+        checkpoint=str(found.path),
+        plan_fingerprint=manifest.plan_fingerprint,
+        tensors=len(state),
+        bytes=output.stat().st_size,
+        notes=found.notes,
+    )
+
+
+def _found(folder: Path, step: int | None) -> Found:
+    if step is None:
+        return checkpoint.find(folder)
+    path = folder / f"step_{step:08d}"
+    if not path.is_dir():
+        there = ", ".join(p.name for p in sorted(folder.glob("step_*")) if p.is_dir()) or "none"
+        raise NoCheckpointError(f"no checkpoint after step {step} in {folder}; there is {there}")
+    return Found(path=path, manifest=checkpoint.check(path), notes=())
+
+
+def plain_model(plan: Plan) -> nn.Module:
+    """The model as whoever has no asa builds it."""
+    return build(plan.model_spec, num_classes=plan.num_classes, input_shape=plan.sample_shape)
+
+
+def plain_state(model: nn.Module, stored: dict[str, Tensor]) -> dict[str, Tensor]:
+    """``stored`` under every name of ``model.state_dict()``: a tensor that has several is stored under one of them.
+
+    Raises:
+        InvalidInputError: a tensor is missing, or of another shape.
+    """
+    names: dict[int, list[str]] = {}
+    for name, tensor in (
+        *model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)
+    ):  # fmt: skip
+        names.setdefault(id(tensor), []).append(name)
+    of = {name: group for group in names.values() for name in group}
+    state: dict[str, Tensor] = {}
+    for name, wanted in model.state_dict().items():
+        if not isinstance(wanted, Tensor):
+            continue
+        source = next((n for n in (name, *of.get(name, ())) if n in stored), None)
+        if source is None or stored[source].shape != wanted.shape:
+            lacks = "lacks it" if source is None else f"holds {list(stored[source].shape)}"
+            raise InvalidInputError(f"the checkpoint is of another model: {name} is {list(wanted.shape)}, it {lacks}")
+        # Files hold no aliases: each name gets bytes of its own.
+        state[name] = stored[source].contiguous() if source == name else stored[source].clone()
+    return state

@@ -1,0 +1,59 @@
+"""What a run was last given: kept beside its plan, and in every checkpoint; the log is for people."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from asa.errors import AsaError, UnavailableError
+from asa.executor.running.outdir import CHECKPOINTS
+from asa.executor.training import checkpoint
+from asa.executor.training.logs import last_settings
+from asa.executor.training.settings import TrainSettings
+from asa.ir import codec
+
+SETTINGS = "settings.json"
+
+
+def keep(settings: TrainSettings, out: Path) -> None:
+    """Write ``settings`` down in the folder of the run, from where they are recalled.
+
+    Raises:
+        UnavailableError: they cannot be written.
+    """
+    try:
+        codec.save(settings, out / SETTINGS)
+    except OSError as error:
+        raise UnavailableError(f"cannot write {out / SETTINGS}: {error.strerror or error}") from None
+
+
+def recalled(out: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """What the run in ``out`` was last given, by the names of :class:`TrainSettings`, and remarks on what is damaged.
+
+    From ``settings.json``; else from the newest checkpoint; of a run made before either had them, from its log, and
+    what checkpoints of then say. Names that nothing tells are missing.
+    """
+    notes: list[str] = []
+    kept = out / SETTINGS
+    if kept.exists() or kept.is_symlink():
+        try:
+            return _values(codec.load(TrainSettings, kept)), ()
+        except AsaError as error:
+            notes.append(f"passed over: {error}")
+    manifest = checkpoint.newest_manifest(out / CHECKPOINTS)
+    if manifest is not None and manifest.settings is not None:
+        return _values(manifest.settings), tuple(notes)
+    known: dict[str, Any] = {}
+    if manifest is not None:
+        known = {"data": manifest.data, "seed": manifest.seed, "optimizer": manifest.optimizer}
+    logged = {name: value for name, value in last_settings(out).items() if name in TrainSettings.__annotations__}
+    if logged:
+        try:
+            known = _values(codec.build(TrainSettings, logged, source="the log")) | known
+        except AsaError as error:
+            notes.append(f"passed over: {error}")
+    return known, tuple(notes)
+
+
+def _values(settings: TrainSettings) -> dict[str, Any]:
+    return {name: getattr(settings, name) for name in TrainSettings.__annotations__}

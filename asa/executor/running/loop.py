@@ -1,0 +1,315 @@
+"""The executor: epochs of training under a plan, on one rank, in step with all the others."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from asa.errors import PreemptedError, UsageError, WorkersFailedError
+from asa.executor.model.parallel import ParallelModel
+from asa.executor.model.votes import Votes
+from asa.executor.observing.observe import Observer
+from asa.executor.running.exhausted import NEARLY, NearlyExhausted, Watch
+from asa.executor.running.planned import PlannedExecutor
+from asa.executor.training.ahead import Ahead
+from asa.executor.training.checkpoint import Manifest
+from asa.executor.training.checkpointer import Checkpointer
+from asa.executor.training.clock import StepClock
+from asa.executor.training.epoch_timer import EpochTimer, Interval, who_is_late
+from asa.executor.training.logs import Announce
+from asa.executor.training.optimizer import build_optimizer, learning_rate, set_learning_rate
+from asa.executor.training.precision import LossScale
+from asa.executor.training.settings import TrainSettings
+from asa.executor.training.stopping import Patience, StopRequest
+from asa.executor.training.worker import LossCounter, Worker
+from asa.interfaces.executor import EpochOutcome, Look
+from asa.ir.plan import Plan
+from asa.launch import give_back_freed_memory
+from asa.sharding.waits import waits
+from asa.zoo.data import GlobalOrder, ImageSet
+
+Build = Callable[[Plan, tuple[int, ...]], ParallelModel]
+"""A plan's part of the model on this process, with the run's initial weights; the processes that run the plan's ranks
+are named. Collective."""
+
+
+class TrainingExecutor(PlannedExecutor):
+    """Trains under one plan at a time. Every rank holds one, and every call is collective.
+
+    ``folder`` receives the checkpoints; ``run`` names this process's run in them. ``announce``
+    takes events; ranks but the first hand in one that does nothing. ``watch``: of this rank's memory.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        build: Build,
+        settings: TrainSettings,
+        *,
+        train: ImageSet,
+        test: ImageSet,
+        votes: Votes,
+        stop: StopRequest,
+        announce: Announce,
+        folder: Path,
+        run: str,
+        watch: Watch | None = None,
+    ) -> None:
+        self._build, self._settings, self._votes, self._stop = build, settings, votes, stop
+        self._watch = watch
+        self._announce = announce
+        self._train, self._test = train, test
+        self._order = GlobalOrder(len(train), plan.global_batch, settings.seed)
+        self._optimizer = settings.optimizer or plan.optimizer
+        self._position = self._step = 0
+        self._steps: int | None = None
+        self._saved: tuple[int, Path] | None = None
+        self._since_saved_s = 0.0
+        self._keeper = Checkpointer(
+            folder=folder, run=run, settings=settings, num_samples=len(train), votes=votes, announce=self._announce
+        )
+        self._warm = 0
+        waits.on = settings.observe
+        self._observer = Observer(votes, Path(settings.out), settings.trace_steps)
+        self._worker = self._worker_of(build(plan, tuple(range(plan.num_ranks))), LossScale(plan.precision))
+
+    def _worker_of(self, model: ParallelModel, scale: LossScale) -> Worker:
+        settings = self._settings
+        optimizer = build_optimizer(
+            self._optimizer,
+            model.updated,
+            lr=settings.peak_learning_rate(self._optimizer),
+            momentum=settings.momentum,
+            weight_decay=settings.decay(self._optimizer),
+            offloaded=model.offloaded,
+        )
+        return Worker(
+            model=model,
+            optimizer=optimizer,
+            scale=scale,
+            votes=self._votes,
+            clock=StepClock(model.device),
+            precision=model.plan.precision,
+            seed=settings.seed,
+            label_smoothing=settings.label_smoothing,
+            ahead=Ahead.of(self._train, model.device),
+        )
+
+    @property
+    def next_epoch(self) -> int:
+        """The epoch that is to run next, or to go on."""
+        return self._order.locate(self._position)[0]
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps since the start of the run."""
+        return self._step
+
+    @property
+    def left_out(self) -> int:
+        """Samples of every epoch's last batch that are too few to give all ranks something to compute on."""
+        short = self._order.samples_per_epoch % self.plan.global_batch
+        return short if short and not self._worker.trainable(short) else 0
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of a whole epoch."""
+        if self._steps is not None:  # asked for in every step
+            return self._steps
+        steps = self._order.steps(0) - (1 if self.left_out else 0)
+        if steps == 0:
+            raise UsageError(
+                f"a global batch of {self.plan.global_batch} is larger than the {len(self._train)} training images, "
+                f"and those are too few for {self.plan.num_ranks} ranks"
+            )
+        self._steps = min(steps, self._settings.steps_per_epoch or steps)
+        return self._steps
+
+    def run_epoch(self, epoch: int, look: Look | None = None) -> EpochOutcome:
+        """Train ``epoch`` (the rest of it, after a resume within one) and validate.
+
+        Raises:
+            PreemptedError: a rank was asked to stop; all stopped after the same step and saved.
+            NearlyExhausted: a rank has no memory left; all stopped after the same step and saved.
+            WorkersFailedError: the loss is no longer finite, or ranks are no longer in step.
+        """
+        if epoch != self.next_epoch:
+            raise UsageError(f"epoch {epoch} cannot run: training stands in epoch {self.next_epoch}")
+        began, device = time.perf_counter(), self.model.device
+        if self._votes.anyone(self._stop.asked):
+            self._preempt()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        self.model.train()
+        tally = LossCounter(device)
+        pace = EpochTimer(
+            self.plan, self.processes, self._votes, self._worker.clock, self._settings.log_every, self._warm
+        )
+        rate = 0.0
+        for indices in self._batches(epoch):
+            worker = self._worker  # another one after a change of plan
+            rate = self._set_rate(epoch, len(indices))
+            if self._more(epoch, len(indices)):
+                worker.expect(partial(self._order.at, self._position + len(indices)))
+            step = partial(worker.train, self._train, indices, epoch=epoch, step=self._step, tally=tally)
+            disturbed = self._observer.run(worker, pace.warm, step)
+            self._step += 1
+            self._position += len(indices)
+            if pace.stepped(full=len(indices) == self.plan.global_batch, disturbed=disturbed):
+                measured = self._exchange(epoch, pace, tally, rate).measured
+                if look is not None and measured is not None and self._more(epoch):
+                    look(measured, self._step)
+                    if self._worker is not worker:
+                        self.model.train()
+                        pace.under(self.plan, self.processes, self._worker.clock)
+        self._observer.finish()
+        if pace.pending:
+            self._exchange(epoch, pace, tally, rate)
+        self._position, self._warm = (epoch + 1) * self._order.samples_per_epoch, pace.warm
+        loss, accuracy = self._validate()
+        return EpochOutcome(
+            step=self._step,
+            seconds=time.perf_counter() - began,
+            train_loss=pace.train_loss,
+            validation_loss=loss,
+            validation_accuracy=accuracy,
+            learning_rate=rate,
+            measurements=pace.measurements(self._peak_memory()),
+        )
+
+    def _more(self, epoch: int, after: int = 0) -> bool:
+        """Whether steps are left in ``epoch`` ``after`` more samples; a whole epoch need not use all of its samples."""
+        done = self._position + after - epoch * self._order.samples_per_epoch
+        return -(-done // self.plan.global_batch) < self.steps_per_epoch
+
+    def _batches(self, epoch: int) -> Iterator[Tensor]:
+        """Global sample indices of every step that is left in ``epoch``; the caller moves the position."""
+        while self._more(epoch):
+            yield self._order.at(self._position)
+
+    def _set_rate(self, epoch: int, rows: int) -> float:
+        """The learning rate goes by samples, not steps: it stays its course if the global batch ever changes."""
+        in_epoch = min(self._order.samples_per_epoch, self.steps_per_epoch * self.plan.global_batch)
+        done = epoch * in_epoch + self._position - epoch * self._order.samples_per_epoch
+        total = in_epoch * self._settings.epochs
+        peak = self._settings.peak_learning_rate(self._optimizer)
+        warmup = self._settings.warm_up(self.steps_per_epoch * self._settings.epochs)
+        rate = learning_rate(done / total, peak, warmup=warmup, step=rows / total)
+        set_learning_rate(self._worker.optimizer, rate)
+        return rate
+
+    def _exchange(self, epoch: int, pace: EpochTimer, tally: LossCounter, rate: float) -> Interval:
+        full = 0.0 if self._watch is None else self._watch.full()
+        interval = pace.exchange(tally, step=self._step, stop=self._stop.asked, full=full)
+        self._report(interval, rate)
+        if interval.stopping and self._more(epoch):
+            self._preempt()
+        if interval.full > NEARLY and self._more(epoch):
+            self._save()
+            raise NearlyExhausted
+        self._since_saved_s += interval.seconds  # one figure on all ranks, so that all save or none does
+        if self._since_saved_s >= (self._settings.save_every_s or math.inf) and self._more(epoch):
+            self._save()
+        return interval
+
+    def _report(self, interval: Interval, rate: float) -> None:
+        total = self.steps_per_epoch * self._settings.epochs
+        step_s = interval.seconds / interval.steps
+        self._announce(
+            {
+                "event": "steps",
+                "epoch": self._order.locate(self._position - 1)[0],
+                "step": self._step,
+                "loss": interval.loss,
+                "accuracy": interval.accuracy,
+                "learning_rate": rate,
+                "step_time_s": (interval.seconds - interval.data_wait_s) / interval.steps,
+                "samples_per_s": self.plan.global_batch / step_s,
+                "data_wait_share": interval.data_wait_s / interval.seconds,
+                **who_is_late(interval.measured),
+                "fraction": min(1.0, self._step / total),
+                "eta_s": max(0, total - self._step) * step_s,
+            }
+        )
+
+    def _validate(self) -> tuple[float, float]:
+        """Mean loss and accuracy over the test images; running statistics are averaged over ranks first."""
+        patience = Patience(self._votes, lambda: self._stop.asked, self._save)
+        tally = self._worker.validate(self._test, self.plan.global_batch, patience.exhausted)
+        if tally is None:
+            self._preempt()
+        found = self._votes.gather(tally.take())
+        loss, hits, rows = (math.fsum(rank[i] for rank in found) for i in range(3))
+        if rows != len(self._test):
+            raise WorkersFailedError(f"{rows:.0f} of {len(self._test)} test images were counted")
+        if not math.isfinite(loss):
+            raise WorkersFailedError(
+                f"the validation loss is not finite after step {self._step}; lower the learning rate, or train in fp32"
+            )
+        return loss / rows, hits / rows
+
+    def _peak_memory(self) -> tuple[int, ...] | None:
+        """Active peak per rank: the allocator's own on CUDA, of one step that was looked at on a CPU."""
+        if self.model.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self.model.device)
+        elif self._observer.peak_bytes is not None:
+            peak = self._observer.peak_bytes
+        else:
+            return None
+        found = self._votes.gather([float(peak)])
+        return tuple(int(found[process][0]) for process in self.processes)
+
+    def _preempt(self) -> NoReturn:
+        path = self._save()
+        raise PreemptedError(f"stopped on request after step {self._step}, saved to {path}; --resume continues")
+
+    def save(self, epoch: int) -> None:
+        """Commit a checkpoint from which ``epoch + 1`` can start.
+
+        Raises:
+            UnavailableError: it cannot be written; on every rank, and earlier ones are intact.
+        """
+        if epoch + 1 != self.next_epoch:
+            raise UsageError(f"no checkpoint after epoch {epoch}: training stands in epoch {self.next_epoch}")
+        self._save()
+
+    def _save(self) -> Path:
+        if self._saved is None or self._saved[0] != self._step:
+            self._saved = (self._step, self._keeper.save(self._worker, step=self._step, position=self._position))
+            self._since_saved_s = 0.0
+        return self._saved[1]
+
+    def restore(self, path: Path, manifest: Manifest) -> None:
+        """Continue where a checkpoint (that was checked) left off, under the plan in force.
+
+        Raises:
+            InvalidInputError: its tensors are not those of this model.
+        """
+        self._keeper.restore(self._worker, path, manifest)
+        self._position, self._step = manifest.position, manifest.step
+        if not self._more(self.next_epoch):  # the batch, or the limit of steps, is another now
+            self._position = (self.next_epoch + 1) * self._order.samples_per_epoch
+        self._saved = (manifest.step, path)
+
+    def migrate(self, plan: Plan, processes: tuple[int, ...] | None = None) -> None:
+        """Continue under ``plan``: same weights, optimizer state and sample order. All processes move, or none does.
+
+        Raises:
+            UsageError: the plan is for another model or batch, or for more ranks than there are processes.
+            WorkersFailedError: a rank could not move; the plan in force stays, and training can go on.
+        """
+        runs = self._continues(plan, processes)
+        old_worker, scale = self._worker, self._worker.scale
+        self._worker = self._keeper.move(old_worker, lambda: self._worker_of(self._build(plan, runs), scale))
+        self._warm, self._steps = 0, None
+        self._observer.forget()
+        old_worker.model.close()
+        del old_worker
+        give_back_freed_memory()

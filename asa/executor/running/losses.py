@@ -1,0 +1,83 @@
+"""A rank that is lost: the run starts again from its newest checkpoint, and goes on without it where that fails, too.
+
+Samples are counted from the checkpoint on, and the global batch stays: whatever ranks there are, every sample of an
+epoch comes exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from asa.errors import AsaError, WorkersFailedError
+from asa.executor.running.member import Job
+from asa.executor.running.outdir import CHECKPOINTS
+from asa.executor.running.prepare import write_plan
+from asa.executor.training import checkpoint
+from asa.executor.training.logs import Event, RunLog
+from asa.ir.codec import fingerprint
+from asa.ir.plan import Plan
+from asa.launch.devices import leave_device_out
+
+Regroup = Callable[[Plan, int], Plan]
+"""Another plan for a run under a plan: the plan, and how many ranks it may have at most."""
+
+
+@dataclass
+class Losses:
+    """What has been done about ranks lost so far. Without a ``regroup`` a loss is the end.
+
+    The first loss is answered by starting all ranks again. One more before anything new was saved is that of a rank
+    that will not come back, and is answered by a plan without it; a rank that raises an error twice would do so under
+    any plan, and ends the run.
+    """
+
+    regroup: Regroup | None
+    _saved: int = -1
+    _in_a_row: int = field(default=0)
+
+    def answered(self, job: Job, plan: Plan, failure: WorkersFailedError, log: RunLog) -> Job:
+        """The job to go on with after ``failure`` under ``plan``.
+
+        Raises:
+            WorkersFailedError: ``failure``, where nothing is left to be tried.
+        """
+        if self.regroup is None or not (failure.lost or failure.raised):
+            raise failure
+        newest = checkpoint.newest_manifest(Path(job.settings.out) / CHECKPOINTS)
+        saved = -1 if newest is None else newest.step
+        self._in_a_row = 1 if saved > self._saved else self._in_a_row + 1
+        self._saved = saved
+        if self._in_a_row == 1:
+            log({"event": "note", "message": f"{failure}; all {plan.num_ranks} ranks are started again"})
+            return replace(job, plan=plan)
+        if failure.raised or plan.num_ranks == 1 or failure.rank is None:
+            raise failure
+        try:
+            fewer = self.regroup(plan, plan.num_ranks - 1)
+        except AsaError as error:
+            log({"event": "note", "message": f"no plan for the {plan.num_ranks - 1} ranks left: {error}"})
+            raise failure from error
+        if job.device_type == "cuda":
+            leave_device_out(failure.rank)
+        self._in_a_row = 0
+        log(_change(plan, fewer, failure))
+        write_plan(fewer, Path(job.settings.out))
+        return replace(job, plan=fewer)
+
+
+def _change(old: Plan, new: Plan, failure: WorkersFailedError) -> Event:
+    """The event that tells of a plan for the ranks left."""
+    return {
+        "event": "replan",
+        "kind": "lost",
+        "why": str(failure),
+        "rank": failure.rank,
+        "old": fingerprint(old),
+        "new": fingerprint(new),
+        "predicted_gain": None,
+        "strategy": new.strategy,
+        "ranks": new.num_ranks,
+        "ranks_before": old.num_ranks,
+    }

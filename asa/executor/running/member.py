@@ -1,0 +1,174 @@
+"""What one rank of a training run does, whoever started it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from asa.errors import PreemptedError
+from asa.executor.measuring.emulation import EmulatedDevice, Emulation
+from asa.executor.model.materialize import materialize
+from asa.executor.model.parallel import ParallelModel
+from asa.executor.model.votes import Votes
+from asa.executor.running.emulated import EmulatedExecutor
+from asa.executor.running.exhausted import NOTE, NearlyExhausted, Watch, explained
+from asa.executor.running.loop import TrainingExecutor
+from asa.executor.running.outdir import CHECKPOINTS, check_space
+from asa.executor.running.prepare import Material
+from asa.executor.training.logs import Announce
+from asa.executor.training.settings import TrainSettings
+from asa.executor.training.stopping import StopRequest
+from asa.interfaces.executor import Executor
+from asa.interfaces.strategy import OPTIMIZER_WORDS, Strategies
+from asa.ir.measurements import EpochRecord
+from asa.ir.plan import Plan
+from asa.ir.shortage import Shortage
+from asa.ir.units import GIB
+from asa.launch import alive, give_back_freed_memory
+from asa.zoo.data import ImageSet
+from asa.zoo.inputs import example
+from asa.zoo.models import build
+from asa.zoo.preload import ModelPreload
+
+Adapt = Callable[[Executor, range, Announce], Iterator[EpochRecord]]
+"""The loop over epochs (``asa.scheduler.loop.adapt`` with what it needs, bound): runs on every rank, saves after each
+epoch, and announces changes of plan. Must pickle where ranks are spawned."""
+
+_RESIDENT_BYTES = 1 << 30
+"""Image sets up to this size live on the GPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A request to train, the same on every rank. ``emulated``: the device to pretend to train on, if not on one.
+    ``alike``: all ranks make the same initial weights of the same seed, to the bit. ``watchful``: whether to end
+    (:attr:`Ending.tight`) before memory runs out, for somebody to plan again. ``model``: made already, for the first
+    plan.
+    """
+
+    plan: Plan
+    settings: TrainSettings
+    strategies: Strategies
+    adapt: Adapt
+    device_type: str
+    emulated: EmulatedDevice | None = None
+    alike: bool = False
+    watchful: bool = False
+    model: ModelPreload | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How a rank's part ended, if it did not fail. ``preempted``: where the state is, None after a whole run.
+    ``tight``: this rank's memory, where all stopped because one is about to run out of it.
+
+    A result, not an exception: the first rank to raise one would have the others killed.
+    """
+
+    preempted: str | None = None
+    tight: Shortage | None = None
+
+    @property
+    def pressure(self) -> float:
+        """How near this rank is to the end of its memory."""
+        found = self.tight
+        return found.used_bytes / max(1, found.room_bytes) if found and found.used_bytes and found.room_bytes else 0.0
+
+
+def work(job: Job, material: Material, votes: Votes, local_rank: int, announce: Announce) -> Ending:
+    """Train to the end of the last epoch, or until all are asked to stop. ``announce`` is used on rank 0.
+
+    Raises:
+        AsaError: as :func:`asa.executor.running.run.train`.
+    """
+    device = torch.device("cuda", local_rank) if job.device_type == "cuda" else torch.device("cpu")
+    watch = Watch(votes.rank, device, votes=job.watchful)
+    made: list[TrainingExecutor] = []
+
+    def where() -> tuple[Plan, int]:
+        return (made[0].plan, made[0].step) if made else (job.plan, 0)
+
+    with explained(watch, where, Path(job.settings.out) / NOTE):
+        return _work(job, material, votes, device, announce, watch, made)
+
+
+def _work(
+    job: Job, material: Material, votes: Votes, device: torch.device, announce: Announce, watch: Watch,
+    made: list[TrainingExecutor],
+) -> Ending:  # fmt: skip
+    settings = job.settings
+    say: Announce = announce if votes.rank == 0 else lambda _: None
+    sizes: list[int] = []
+    emulations: list[Emulation] = []
+
+    def parallel(plan: Plan, processes: tuple[int, ...]) -> ParallelModel:
+        shape = plan.sample_shape
+        model = None if job.model is None else job.model.take()
+        if model is None:
+            model = build(plan.model_spec, num_classes=plan.num_classes, input_shape=shape, seed=settings.seed)
+        alive.beat()
+        sizes.append(sum(p.nbytes for p in model.parameters()))
+        if job.emulated is not None:
+            emulations.append(Emulation(job.emulated, job.strategies, plan))
+        parts = materialize(
+            plan,
+            model,
+            example(shape),
+            rank=votes.rank,
+            strategies=job.strategies,
+            device=device,
+            seed=settings.seed,
+            batch_norm=settings.batch_norm,
+            timeout_s=settings.timeout_s,
+            alike=job.alike,
+            processes=processes,
+            **(emulations[-1].hooks() if emulations else {}),
+        )
+        del model
+        alive.beat()
+        give_back_freed_memory()  # the whole model was here to be traced and cut up
+        return parts
+
+    def resident(images: ImageSet) -> ImageSet:
+        return images.to(device) if device.type == "cuda" and images.images.nbytes <= _RESIDENT_BYTES else images
+
+    with StopRequest().listening() as stop:
+        folder = Path(settings.out) / CHECKPOINTS
+        kind = TrainingExecutor if job.emulated is None else partial(EmulatedExecutor, emulation=lambda: emulations[-1])
+        executor = kind(
+            job.plan,
+            parallel,
+            settings,
+            train=resident(material.train),
+            test=resident(material.test),
+            votes=votes,
+            stop=stop,
+            announce=say,
+            folder=folder,
+            run=material.run,
+            watch=watch,
+        )
+        made.append(executor)
+        words = 1 + OPTIMIZER_WORDS[settings.optimizer or job.plan.optimizer]
+        votes.once(lambda: check_space(folder.parent, words * sizes[0], settings.keep))
+        if material.resume is not None:
+            executor.restore(*material.resume)
+        if device.type == "cuda" and material.train.images.nbytes > _RESIDENT_BYTES:
+            size = material.train.images.nbytes / GIB
+            say({"event": "note", "message": f"the images ({size:.1f} GiB) stay on the host, gathered a batch ahead"})
+        if executor.left_out:
+            message = f"{executor.left_out} samples of every epoch are left out: too few for a batch on all ranks"
+            say({"event": "note", "message": message})
+        try:
+            for _ in job.adapt(executor, range(executor.next_epoch, settings.epochs), say):
+                pass
+        except PreemptedError as error:
+            return Ending(preempted=str(error))
+        except NearlyExhausted:
+            return Ending(tight=watch.shortage(executor.plan, executor.step))
+        executor.model.close()
+    return Ending()

@@ -1,0 +1,81 @@
+"""The directory of a run: writable, owned by one run at a time, and known to be so before anything starts."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from asa.errors import UnavailableError, UsageError
+from asa.executor.training import checkpoint
+from asa.ir.units import GIB, MIB
+from asa.reading import open_regular
+
+LOCK = "lock"
+CHECKPOINTS = "checkpoints"
+
+
+@contextlib.contextmanager
+def owned(folder: Path, *, resume: bool) -> Iterator[Path]:
+    """Make ``folder`` if need be, and hold its lock within. Leftovers of a run that was killed are removed.
+
+    The lock is the operating system's: it goes with the process that holds it, however that ends, and with the
+    ranks it forked.
+
+    Raises:
+        UnavailableError: it cannot be made or written.
+        UsageError: another run is in it, or (without ``resume``) it holds a run already.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(b"\0" * 4096)
+        stream = open_regular(folder / LOCK, os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        raise UnavailableError(f"cannot write to {folder}: {error.strerror or error}; choose another --out") from None
+    with stream:
+        _lock(stream, folder)
+        checkpoint.sweep(folder / CHECKPOINTS)
+        found = sorted(p.name for p in (folder / CHECKPOINTS).glob("step_*"))
+        if found and not resume:
+            raise UsageError(f"{folder} holds a run, up to {found[-1]}; --resume continues it, or choose another --out")
+        try:
+            yield folder
+        finally:
+            checkpoint.sweep(folder / CHECKPOINTS)
+            with contextlib.suppress(OSError):
+                (folder / LOCK).unlink()
+
+
+def _lock(stream: IO[bytes], folder: Path) -> None:
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.stat(folder / LOCK).st_ino != os.fstat(stream.fileno()).st_ino:
+            raise FileNotFoundError  # its last owner has just removed it: somebody else may hold the new one
+    except (BlockingIOError, FileNotFoundError):
+        stream.seek(0)
+        owner = stream.read(20).decode(errors="replace").strip() or "unknown"
+        raise UsageError(f"{folder} is in use by another run (process {owner}); choose another --out") from None
+    stream.truncate(0)
+    stream.write(f"{os.getpid()}\n".encode())
+    stream.flush()
+
+
+def check_space(folder: Path, checkpoint_bytes: int, keep: int) -> None:
+    """Whether the disk takes the checkpoints of a run: those kept, and one being written.
+
+    Raises:
+        UnavailableError: it does not.
+    """
+    needed, free = (keep + 1) * checkpoint_bytes, shutil.disk_usage(folder).free
+    if free < needed:
+        unit, name = (GIB, "GiB") if needed >= GIB else (MIB, "MiB")
+        raise UnavailableError(
+            f"{folder} has {free / unit:.2f} {name} free, {keep + 1} checkpoints need {needed / unit:.2f} {name}; "
+            "make room or choose another --out"
+        )

@@ -1,0 +1,76 @@
+"""What every executor that trains under a plan shares: the plan in force, and how ranks agree on another."""
+
+from __future__ import annotations
+
+from asa.errors import UsageError
+from asa.executor.model.parallel import ParallelModel
+from asa.executor.model.votes import Votes
+from asa.executor.training.probe import probe
+from asa.executor.training.worker import Worker
+from asa.interfaces.executor import Executor, Placement, Probe
+from asa.ir import codec
+from asa.ir.plan import Plan
+from asa.launch import faults
+
+
+class PlannedExecutor(Executor):
+    """Trains a :class:`Worker` under one plan at a time. Every rank holds one, and every call is collective."""
+
+    _votes: Votes
+    _worker: Worker
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force."""
+        return self._worker.model.plan
+
+    @property
+    def processes(self) -> tuple[int, ...]:
+        """The process that runs each rank of the plan."""
+        return self._worker.model.processes
+
+    @property
+    def num_processes(self) -> int:
+        """Processes of the run, idle ones included."""
+        return self._votes.num_ranks
+
+    @property
+    def leads(self) -> bool:
+        """Rank 0."""
+        return self._votes.rank == 0
+
+    @property
+    def model(self) -> ParallelModel:
+        """This rank's part of the model."""
+        return self._worker.model
+
+    def agree(self, target: Placement | None) -> Placement | None:
+        """Rank 0's target (or None) on every rank."""
+        faults.reached("replan.agree")
+        text = self._votes.tell(None if target is None else codec.dumps(target))
+        return None if text is None else codec.loads(Placement, text, source="the plan from rank 0")
+
+    def _continues(self, plan: Plan, processes: tuple[int, ...] | None = None) -> tuple[int, ...]:
+        """The processes on which this run can go on under ``plan``: those given, or the first ones.
+
+        Raises:
+            UsageError: it is for another model or batch, or for more ranks than there are.
+        """
+        for what in ("global_batch", "model_fingerprint", "precision"):
+            new, old = getattr(plan, what), getattr(self.plan, what)
+            if new != old:
+                raise UsageError(f"cannot continue under a plan with {what} {new}: this run has {old}")
+        runs = tuple(range(plan.num_ranks)) if processes is None else tuple(processes)
+        there = range(self.num_processes)
+        if plan.num_ranks > len(there):
+            raise UsageError(f"cannot continue under a plan for {plan.num_ranks} ranks: this run has {len(there)}")
+        if len(set(runs)) != plan.num_ranks or len(runs) != plan.num_ranks or not all(p in there for p in runs):
+            raise UsageError(
+                f"cannot continue under a plan for {plan.num_ranks} ranks on processes {list(runs)} of {len(there)}"
+            )
+        return runs
+
+    def probe(self) -> Probe:
+        """What all processes, idle ones included, can do right now: how long each takes for the same small piece of
+        computing while all do it, and how long a collective among them takes (collective)."""
+        return probe(self._votes, self.model.device)

@@ -1,0 +1,181 @@
+"""What can be known before anything starts: devices, directory, data, checkpoint. Whoever owns a run does this once."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from asa.errors import AsaError, InvalidInputError, UnavailableError, UsageError
+from asa.executor.running import given
+from asa.executor.running.outdir import CHECKPOINTS, owned
+from asa.executor.training import checkpoint
+from asa.executor.training.checkpoint import Manifest
+from asa.executor.training.logs import RESULT, Announce, RunLog
+from asa.executor.training.settings import TrainSettings
+from asa.ir import codec
+from asa.ir.codec import fingerprint
+from asa.ir.plan import Plan
+from asa.launch import cuda_devices, launched, usable_cores
+from asa.zoo.data import ImageSet, open_split
+
+
+def torchrun_line(num_ranks: int, command: Sequence[str]) -> str:
+    """What to type to have torchrun start the ranks of ``python -m asa <command>`` on this machine."""
+    return f"torchrun --standalone --nproc-per-node {num_ranks} -m asa {shlex.join(command)}".rstrip()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Material:
+    """What a run works on: images, the ``run``'s name, and the checkpoint (path, manifest) it continues from."""
+
+    train: ImageSet
+    test: ImageSet
+    run: str
+    resume: tuple[Path, Manifest] | None
+
+
+def prepare(
+    stack: ExitStack,
+    plan: Plan,
+    settings: TrainSettings,
+    *,
+    device_type: str,
+    on_event: Announce | None,
+    command: Sequence[str],
+) -> tuple[RunLog, Material]:
+    """Take the run's directory until ``stack`` closes, read the data, choose the checkpoint, announce the start.
+
+    Raises:
+        AsaError: whatever stands in the way; ``result.json`` says so where the directory can be written.
+    """
+    notes = _check_devices(plan, device_type)
+    resume = settings.resume or _restarted(Path(settings.out))
+    out = stack.enter_context(owned(Path(settings.out), resume=resume))
+    log = RunLog(out, tensorboard=settings.tensorboard, listener=on_event)
+    (out / RESULT).unlink(missing_ok=True)  # how an earlier run here ended says nothing of this one
+    try:
+        found = checkpoint.find(out / CHECKPOINTS) if resume else None
+        train, test = open_images(plan, settings)
+        if found is not None:
+            _check_resumable(found.manifest, plan, settings, len(train))
+            epoch = found.manifest.position // len(train)
+            log.recall(epoch)
+            log.checkpoint = str(found.path)
+            done = f"; all {epoch} epochs are done" if epoch >= settings.epochs else ""
+            notes += [*found.notes, f"continuing after step {found.manifest.step} ({found.path.name}){done}"]
+        write_plan(plan, out)
+        given.keep(settings, out)
+        log(
+            {
+                "event": "start",
+                "plan_fingerprint": fingerprint(plan),
+                "model": plan.model_spec,
+                "ranks": plan.num_ranks,
+                "device": device_type,
+                "global_batch": plan.global_batch,
+                "settings": codec.to_data(settings),
+                "data": [train.source, test.source],
+                "resumed_step": None if found is None else found.manifest.step,
+                "torchrun": torchrun_line(plan.num_ranks, command),
+                "out": str(out),
+            }
+        )
+        for note in notes:
+            log({"event": "note", "message": note})
+    except AsaError as error:
+        log.finish(exit_code=error.exit_code, message=str(error))
+        raise
+    left = None if found is None else (found.path, found.manifest)
+    return log, Material(train=train, test=test, run=secrets.token_hex(4), resume=left)
+
+
+def _restarted(out: Path) -> bool:
+    """Whether torchrun has started all ranks again, by the same command, after one of them failed: what they had saved
+    by then is theirs."""
+    again = launched() and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    return again and any((out / CHECKPOINTS).glob("step_*"))
+
+
+def open_images(plan: Plan, settings: TrainSettings) -> tuple[ImageSet, ImageSet]:
+    """Training and test images in the model's input shape.
+
+    Raises:
+        UsageError: more classes than the model tells apart. InvalidInputError: files that cannot be used.
+    """
+    root = None if settings.data_root is None else Path(settings.data_root)
+    shape = plan.sample_shape
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # ranks with several threads could not be forked from a process that has used several
+    try:
+        train = open_split(settings.data, split="train", root=root, input_shape=shape, download=settings.download)
+        test = open_split(settings.data, split="test", root=root, input_shape=shape, download=settings.download)
+    finally:
+        torch.set_num_threads(threads)
+    if train.num_classes > plan.num_classes:
+        raise UsageError(
+            f"{settings.data} has {train.num_classes} classes, the planned model tells {plan.num_classes} apart; "
+            f"profile it with --classes {train.num_classes}, or train on other --data"
+        )
+    return train, test
+
+
+def _check_devices(plan: Plan, device_type: str) -> list[str]:
+    """Remarks on running the plan here. What a launcher started has been checked as it joined.
+
+    Raises:
+        UnavailableError: it needs more CUDA devices than there are.
+    """
+    if launched():
+        return []
+    if device_type == "cuda":
+        have = cuda_devices()
+        if have < plan.num_ranks:
+            remedy = f"plan with --gpus {have}" if have else "train with --device cpu"
+            raise UnavailableError(f"the plan needs {plan.num_ranks} CUDA devices, this machine has {have}; {remedy}")
+    elif plan.num_ranks > usable_cores():
+        return [f"{plan.num_ranks} ranks share {usable_cores()} cores: steps will take longer than predicted"]
+    return []
+
+
+def _check_resumable(manifest: Manifest, plan: Plan, settings: TrainSettings, num_samples: int) -> None:
+    """Whether a checkpoint goes on under this plan and these settings.
+
+    Raises:
+        InvalidInputError: it is of another model. UsageError: of other data, another seed or optimizer.
+    """
+    if manifest.model_fingerprint != plan.model_fingerprint:
+        raise InvalidInputError(
+            f"the checkpoint is of {manifest.model_spec} ({manifest.model_fingerprint}), the plan of "
+            f"{plan.model_spec} ({plan.model_fingerprint})"
+        )
+    asked = {
+        "data": settings.data,
+        "num_samples": num_samples,
+        "seed": settings.seed,
+        "optimizer": settings.optimizer or plan.optimizer,
+    }
+    for name, value in asked.items():
+        if getattr(manifest, name) != value:
+            raise UsageError(
+                f"the checkpoint was made with {name} {getattr(manifest, name)}, this run has {value}; "
+                "resume with the same, or choose another --out"
+            )
+
+
+def write_plan(plan: Plan, out: Path) -> None:
+    """Keep ``plan`` in the folder of its run, from where it is resumed.
+
+    Raises:
+        UnavailableError: it cannot be written.
+    """
+    try:
+        codec.save(plan, out / "plan.json")
+    except OSError as error:
+        raise UnavailableError(f"cannot write {out / 'plan.json'}: {error.strerror or error}") from None

@@ -1,0 +1,230 @@
+"""A run that outlasts a shortage of memory: all ranks stop, another plan is made, and the newest checkpoint goes on.
+
+A rank that fails in a step leaves the others inside collectives, from which there is no safe way back: half of a
+step may be done, and a communicator that lost a member is of no use. So the launcher ends all of them, which takes no
+longer than a collective, and starts them again under the new plan (docs/decisions/0015-out-of-memory.md). Samples are
+counted from the checkpoint on: none is lost, none used twice.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from asa.errors import (
+    AsaError,
+    ExhaustedError,
+    InfeasibleError,
+    InvalidInputError,
+    NoCheckpointError,
+    WorkersFailedError,
+)
+from asa.executor.running.exhausted import NOTE
+from asa.executor.running.losses import Losses, Regroup
+from asa.executor.running.member import Ending, Job
+from asa.executor.running.outdir import CHECKPOINTS
+from asa.executor.running.prepare import Material, write_plan
+from asa.executor.training import checkpoint
+from asa.executor.training.logs import Event, RunLog
+from asa.instruments.room import kernel_kills
+from asa.ir import codec
+from asa.ir.codec import fingerprint
+from asa.ir.plan import Plan
+from asa.ir.shortage import Shortage
+from asa.ir.units import binary
+from asa.launch import cuda_devices, launched
+
+Relieve = Callable[[Shortage, int, int], Plan]
+"""Another plan after a shortage: the shortage, the attempt (from 1), and how many ranks it may have at most."""
+T = TypeVar("T")
+Start = Callable[[Job, Material], Ending]
+
+MOST_ATTEMPTS = 3
+"""Plans in a row under which not one more epoch was done."""
+
+
+def outlast(
+    job: Job, material: Material, log: RunLog, relieve: Relieve | None, regroup: Regroup | None, start: Start
+) -> Ending:  # fmt: skip
+    """Run ``start`` until it ends otherwise than for lack of memory, or by a loss that can be answered.
+
+    Raises:
+        InfeasibleError: no plan fits the memory there is. AsaError: what ``start`` raised.
+    """
+    job = replace(job, watchful=relieve is not None)
+    attempt, losses = 0, Losses(regroup)
+    while True:
+        kills, epochs = kernel_kills(), len(log.epochs)
+        failure: WorkersFailedError | None = None
+        try:
+            ending = start(job, material)
+            found = ending.tight
+            if found is None:
+                return ending
+        except WorkersFailedError as error:
+            found, failure = _shortage(error, job, log, kernel_kills() > kills), error
+            if found is None:
+                job = losses.answered(job, _in_force(job, log), error, log)
+                material = _newest(material, log, Path(job.settings.out))
+                continue
+        attempt = 1 + (0 if len(log.epochs) > epochs else attempt)
+        if found is None or relieve is None or attempt > MOST_ATTEMPTS:
+            assert failure is not None
+            raise failure
+        job = _answer(job, found, failure, attempt, log, relieve)
+        material = _newest(material, log, Path(job.settings.out))
+
+
+def _shortage(error: WorkersFailedError, job: Job, log: RunLog, kernel: bool) -> Shortage | None:
+    """What ``error`` says of memory, if anything. ``kernel``: whether it has just killed a process for its memory."""
+    if isinstance(error, ExhaustedError):
+        return error.shortage if isinstance(error.shortage, Shortage) else None
+    if error.signal != signal.SIGKILL or not kernel or error.rank is None:
+        return None
+    return Shortage(
+        plan=_in_force(job, log), rank=error.rank, step=0, cause="killed", used_bytes=None, asked_bytes=0,
+        room_bytes=None,
+    )  # fmt: skip
+
+
+def _in_force(job: Job, log: RunLog) -> Plan:
+    """The plan a killed rank had: the one of the newest checkpoint where plans were changed since the start."""
+    if log.changed:
+        try:
+            return checkpoint.find(Path(job.settings.out) / CHECKPOINTS).manifest.plan
+        except NoCheckpointError:
+            pass
+    return job.plan
+
+
+def _answer(
+    job: Job, found: Shortage, failure: WorkersFailedError | None, attempt: int, log: RunLog, relieve: Relieve
+) -> Job:
+    """The job under another plan; the same, and no more votes, where ranks only feared the worst and none is better.
+
+    Raises:
+        InfeasibleError: nothing fits any more. WorkersFailedError: ``failure``, where nothing could be planned.
+    """
+    try:
+        plan = relieve(found, attempt, most_ranks(job))
+    except AsaError as error:
+        if failure is None:
+            log({"event": "note", "message": f"the plan stays: {error}"})
+            return replace(job, plan=found.plan, watchful=False)
+        if isinstance(error, InfeasibleError):
+            raise InfeasibleError(f"{told(found)}; no other plan fits: {error}") from failure
+        log({"event": "note", "message": f"no other plan: {error}"})
+        raise failure from error
+    log(change(found, plan, attempt))
+    settle(Path(job.settings.out), plan)
+    return replace(job, plan=plan, watchful=attempt < MOST_ATTEMPTS)
+
+
+def most_ranks(job: Job) -> int:
+    """Ranks that the first plan could have had, of the devices that are here."""
+    gpus = max(job.plan.gpus, job.plan.num_ranks)
+    return max(job.plan.num_ranks, min(gpus, cuda_devices())) if job.device_type == "cuda" else gpus
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pending:
+    """The plan that a run which is started again goes on under; ``event`` where it answers a shortage."""
+
+    plan: Plan
+    event: Event | None = None
+
+
+def pending(job: Job, relieve: Relieve | None) -> Pending | None:
+    """What a run that is resumed, or that torchrun has started again by the same command, left to be answered.
+
+    Under torchrun nobody outlives the ranks: the one that ran out of memory left a note in the run's folder.
+
+    Raises:
+        InfeasibleError: no plan fits the memory there is.
+    """
+    out = Path(job.settings.out)
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if launched() else 0
+    if not attempt and not job.settings.resume:
+        return None
+    own = _kept(Plan, out / "plan.json")
+    mine = own is not None and own.model_fingerprint == job.plan.model_fingerprint
+    plan = own if attempt and mine and own is not None else job.plan
+    found = None if relieve is None else _kept(Shortage, out / NOTE)
+    of_this = found is not None and (plan in (found.plan, own))
+    if relieve is None or found is None or not of_this:
+        return None if plan is job.plan else Pending(plan=plan)
+    gpus = int(os.environ["WORLD_SIZE"]) if attempt else most_ranks(job)
+    try:
+        answer = relieve(found, max(1, attempt), gpus)
+    except InfeasibleError as error:
+        raise InfeasibleError(f"{told(found)}; no other plan fits: {error}") from None
+    return Pending(plan=answer, event=change(found, answer, max(1, attempt)))
+
+
+def _kept(kind: type[T], path: Path) -> T | None:
+    """The noun at ``path``; None where there is none, or none that can be read."""
+    try:
+        return codec.load(kind, path) if path.is_file() else None
+    except InvalidInputError:
+        return None
+
+
+def settle(out: Path, plan: Plan) -> None:
+    """``plan`` is what the run goes on under: the shortage is answered."""
+    write_plan(plan, out)
+    (out / NOTE).unlink(missing_ok=True)
+
+
+def told(found: Shortage) -> str:
+    """A shortage in one line."""
+    used = "" if found.used_bytes is None else f", {binary(found.used_bytes)} were in use"
+    more = f" and {binary(found.asked_bytes)} asked for" if found.asked_bytes else ""
+    room = "" if found.room_bytes is None else f", of {binary(found.room_bytes)}"
+    what = {
+        "exhausted": f"ran out of memory in step {found.step}",
+        "killed": "was killed by the kernel for its memory",
+        "tight": f"was about to run out of memory before step {found.step}",
+    }[found.cause]
+    return f"rank {found.rank} {what}: {binary(found.promised_bytes)} were promised{used}{more}{room}"
+
+
+def change(found: Shortage, plan: Plan, attempt: int) -> Event:
+    """The event that tells of another plan for lack of memory."""
+    return {
+        "event": "replan",
+        "kind": "memory",
+        "attempt": attempt,
+        "why": told(found),
+        "old": fingerprint(found.plan),
+        "new": fingerprint(plan),
+        "predicted_gain": None,
+        "shortage": {k: v for k, v in codec.to_data(found).items() if k != "plan"}
+        | {"promised_bytes": found.promised_bytes},
+        "strategy": plan.strategy,
+        "ranks": plan.num_ranks,
+        "memory_bytes": plan.memory_bytes,
+        "memory_scale": plan.memory_scale,
+        "promised_bytes": max(plan.prediction.memory_bytes_per_rank),
+    }
+
+
+def _newest(material: Material, log: RunLog, out: Path) -> Material:
+    """What the run goes on from: its newest checkpoint that is whole; the start where none was written."""
+    folder = out / CHECKPOINTS
+    checkpoint.sweep(folder)
+    resume = None
+    if any(folder.glob("step_*")):
+        found = checkpoint.find(folder)
+        resume = (found.path, found.manifest)
+        for note in found.notes:
+            log({"event": "note", "message": note})
+    step, epoch = (0, 0) if resume is None else (resume[1].step, resume[1].position // len(material.train))
+    log.recall(epoch)
+    message = f"continuing after step {step}" if step else "starting again: nothing was saved yet"
+    log({"event": "note", "message": message})
+    return replace(material, resume=resume, run=secrets.token_hex(4))

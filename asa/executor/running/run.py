@@ -1,0 +1,215 @@
+"""A training run from end to end: start the ranks or be one, keep the log, and say how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from asa.errors import AsaError, PreemptedError, UsageError
+from asa.executor.measuring.emulation import EmulatedDevice
+from asa.executor.model.votes import Votes
+from asa.executor.running.losses import Regroup
+from asa.executor.running.member import Adapt, Ending, Job, work
+from asa.executor.running.prepare import Material, open_images, prepare
+from asa.executor.running.recovery import Pending, Relieve, outlast, pending, settle
+from asa.executor.training import checkpoint
+from asa.executor.training.checkpoint import Manifest
+from asa.executor.training.logs import Announce, Event, RunLog
+from asa.executor.training.settings import TrainSettings
+from asa.interfaces.strategy import Strategies
+from asa.ir import codec
+from asa.ir.plan import Plan
+from asa.launch import faults, join, launched, run_ranks, tell
+from asa.launch.worker import others_may_leave
+from asa.zoo.preload import ModelPreload
+
+Prepare = Callable[[Plan], tuple[RunLog, Material]]
+
+
+def train(
+    plan: Plan,
+    settings: TrainSettings,
+    *,
+    strategies: Strategies,
+    adapt: Adapt,
+    relieve: Relieve | None = None,
+    regroup: Regroup | None = None,
+    on_event: Announce | None = None,
+    command: Sequence[str] = (),
+    emulated: EmulatedDevice | None = None,
+    model: ModelPreload | None = None,
+) -> Event:
+    """Train under ``plan``, on ranks started here, or as one of those a launcher started.
+
+    Under ``settings.out``: ``log.jsonl``, ``result.json``, ``plan.json``, ``checkpoints/``. Nothing is printed:
+    ``on_event`` hears what :mod:`asa.executor.training.logs` lists (under a launcher, on rank 0).
+
+    Args:
+        relieve: makes another plan where a rank runs out of memory, or is about to; without it that ends the run.
+        regroup: makes a plan for fewer ranks where one is lost for good; without it the first loss ends the run.
+        command: the arguments of ``python -m asa`` that would do the same, for the equivalent torchrun line.
+        emulated: a device to be emulated on the cores of this machine: nothing is trained, and nothing saved.
+        model: the plan's model, made with the settings' seed; given away. The ranks make their own where None.
+
+    Returns:
+        The document of ``result.json`` (under a launcher, on rank 0; elsewhere only its ``exit_code``).
+
+    Raises:
+        UsageError, InvalidInputError, UnavailableError, NoCheckpointError: before training, on every rank.
+        WorkersFailedError: a rank died, hung or disagreed, or training diverged.
+        InfeasibleError: a rank ran out of memory, and no other plan needs less.
+        PreemptedError: stopped by SIGTERM, with everything saved.
+    """
+    faults.arm()
+    device_type = plan.device_type if settings.device == "auto" else settings.device
+    device_type = device_type if emulated is None else "cpu"
+    # Processors of several kinds may round differently, and a factory from outside need not heed the seed.
+    alike = not launched() and ":" not in plan.model_spec
+    job = Job(
+        plan=plan, settings=settings, strategies=strategies, adapt=adapt, device_type=device_type, emulated=emulated,
+        alike=alike, model=model,
+    )  # fmt: skip
+    with ExitStack() as stack:
+
+        def ready(plan: Plan) -> tuple[RunLog, Material]:
+            return prepare(stack, plan, settings, device_type=device_type, on_event=on_event, command=command)
+
+        return _as_member(job, ready, relieve) if launched() else _as_owner(job, ready, relieve, regroup)
+
+
+def _threads(job: Job) -> int | None:
+    """On a CPU a rank is a core, which is how components were profiled."""
+    return 1 if job.settings.threads is None and job.device_type == "cpu" else job.settings.threads
+
+
+def _backend(job: Job) -> str:
+    return "nccl" if job.device_type == "cuda" else "gloo"
+
+
+def _as_owner(job: Job, ready: Prepare, relieve: Relieve | None, regroup: Regroup | None) -> Event:
+    """Start the ranks, and listen to them."""
+    left = pending(job, relieve)
+    log, material = ready(job.plan if left is None else left.plan)
+    if left is not None:
+        job = replace(job, plan=left.plan)
+        _note(log, left, job)
+
+    def given_away() -> None:
+        if job.model is not None:
+            job.model.take()  # the ranks have theirs
+
+    def start(job: Job, material: Material) -> Ending:
+        endings = run_ranks(
+            job.plan.num_ranks,
+            _rank,
+            job,
+            material,
+            backend=_backend(job),
+            threads=_threads(job),
+            timeout_s=job.settings.timeout_s,
+            watched=True,
+            forward_sigterm=True,
+            on_message=lambda _, event: log(event),
+            once_started=given_away,
+        )
+        return max(endings, key=lambda ending: ending.pressure)
+
+    return _concluded(log, lambda: outlast(job, material, log, relieve, regroup, start))
+
+
+def _rank(rank: int, job: Job, material: Material) -> Ending:
+    return work(job, material, Votes(job.settings.timeout_s), rank, tell)
+
+
+def _as_member(job: Job, ready: Prepare, relieve: Relieve | None) -> Event:
+    """Be a rank that a launcher started: rank 0 owns the run, and what stands in its way stands in everyone's."""
+    settings = job.settings
+    with join(backend=_backend(job), timeout_s=settings.timeout_s) as place:
+        if (threads := _threads(job)) is not None:
+            torch.set_num_threads(threads)
+        votes = Votes(settings.timeout_s)
+        left = votes.once(lambda: pending(job, relieve))
+        text = votes.tell(None if left is None else codec.dumps(left.plan))
+        plan = job.plan if text is None else codec.loads(Plan, text, source="the plan from rank 0")
+        job = replace(job, plan=plan)
+        wrong = None
+        if votes.num_ranks != plan.num_ranks:
+            wrong = UsageError(
+                f"the plan is for {plan.num_ranks} ranks, the launcher started {votes.num_ranks}; "
+                f"use --nproc-per-node {plan.num_ranks}, or plan again"
+            )
+        votes.agree(wrong)
+        owner = votes.once(lambda: ready(plan))
+        material = _shared(job, votes, owner[1] if owner is not None else None)
+        if owner is not None:
+            log = owner[0]
+            if left is not None:
+                _note(log, left, job)
+            return _concluded(log, lambda: work(job, material, votes, place.local_rank, log))
+        return {"exit_code": _ended(lambda: work(job, material, votes, place.local_rank, lambda _: None))}
+
+
+def _note(log: RunLog, left: Pending, job: Job) -> None:
+    """A shortage that ended this run before is answered."""
+    if left.event is not None:
+        log(left.event)
+        settle(Path(job.settings.out), left.plan)
+
+
+def _shared(job: Job, votes: Votes, mine: Material | None) -> Material:
+    """Rank 0's choice of checkpoint on every rank; the others read the same files themselves."""
+    choice = None
+    if mine is not None:
+        choice = [mine.run, None if mine.resume is None else str(mine.resume[0])]
+    run, path = votes.tell(choice)
+    error: Exception | None = None
+    material = mine
+    if material is None:
+        try:
+            train, test = open_images(job.plan, job.settings)
+            resume = None
+            if path is not None:
+                resume = (Path(path), codec.load(Manifest, Path(path) / checkpoint.MANIFEST))
+            material = Material(train=train, test=test, run=run, resume=resume)
+        except Exception as caught:
+            error = caught
+    votes.agree(error)
+    assert material is not None
+    return material
+
+
+def _concluded(log: RunLog, body: Callable[[], Ending]) -> Event:
+    """Run ``body`` and write down how it ended.
+
+    Raises:
+        AsaError: what ``body`` raised, or that it was pre-empted.
+    """
+    try:
+        _ended(body)
+    except AsaError as error:
+        log.finish(exit_code=error.exit_code, message=str(error), rank=getattr(error, "rank", None))
+        raise
+    except KeyboardInterrupt:
+        log.finish(exit_code=130, message="interrupted")  # what the command ends with
+        raise
+    except BaseException as error:
+        log.finish(exit_code=1, message=f"{type(error).__name__}: {error}".rstrip(": "))
+        raise
+    return log.finish(exit_code=0)
+
+
+def _ended(body: Callable[[], Ending]) -> int:
+    """Exit code 0, or an error: what a lost peer makes of a collective becomes one line.
+
+    Raises:
+        PreemptedError: the ranks were asked to stop.
+    """
+    with others_may_leave():
+        ending = body()
+    if ending.preempted is not None:
+        raise PreemptedError(ending.preempted)
+    return 0

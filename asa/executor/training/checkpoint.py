@@ -1,0 +1,326 @@
+"""Checkpoints that are whole or absent, and that any plan can read.
+
+A checkpoint is a directory ``step_N`` of safetensors files and a ``manifest.json`` with the SHA-256 of each; the
+manifest carries a fingerprint of itself. It is written under a temporary name, flushed to the disk, and appears by
+one rename; ``latest`` then names it, for people and scripts, if nothing stands in the way. A reader trusts nothing but
+content: it takes the newest directory in which everything matches. Nothing is pickled.
+
+Tensors are full and named as in the plain model; ``optimizer.safetensors`` holds ``<parameter>/<state>``. The place
+in the data is counted in global samples, so that it means the same on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from asa.errors import InvalidInputError, NoCheckpointError, UnavailableError
+from asa.executor.training.settings import TrainSettings
+from asa.ir import codec
+from asa.ir.codec import later, noun
+from asa.ir.plan import Plan
+from asa.launch import faults
+from asa.reading import open_regular, read_text
+
+MANIFEST = "manifest.json"
+LATEST = "latest"
+MODEL = "model.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+
+_NAME = re.compile(r"step_(\d+)")
+
+
+@noun
+class StoredFile:
+    """A file of a checkpoint. ``sha256`` in hex."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+@noun
+class Manifest:
+    """What a checkpoint is. ``position``: global samples consumed since the start of the run (epochs in full).
+
+    ``step``: optimizer steps since then. All randomness of a run is a function of ``seed``, epoch, step and sample,
+    so the seed is all the generator state there is. ``loss_scale`` is that of fp16, 1 otherwise. ``settings`` are what
+    ``asa train`` was given, ``moments`` counts the tensors of the optimizer's state; older files have neither.
+    """
+
+    run: str
+    created: str
+    step: int
+    position: int
+    seed: int
+    data: str
+    num_samples: int
+    global_batch: int
+    optimizer: str
+    loss_scale: float
+    model_spec: str
+    model_fingerprint: str
+    plan: Plan
+    plan_fingerprint: str
+    files: tuple[StoredFile, ...]
+    settings: TrainSettings | None = later()
+    moments: int | None = later()
+
+    def __post_init__(self) -> None:
+        least = {"step": 0, "position": 0, "seed": 0, "num_samples": 1, "global_batch": 1, "moments": 0}
+        for name, bound in least.items():
+            value = getattr(self, name)
+            if value is not None and value < bound:
+                raise InvalidInputError(f"{name} is {value}, it must be at least {bound}", where=f"$.{name}")
+        if self.position // self.num_samples > self.step:
+            said = f"{self.position} samples, of {self.num_samples} an epoch, after {self.step} steps"
+            raise InvalidInputError(said, where="$.position")
+        if not self.loss_scale > 0:
+            raise InvalidInputError(f"loss_scale is {self.loss_scale}, it must be above 0", where="$.loss_scale")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A checkpoint whose every byte was checked. ``notes``: newer ones passed over, and why."""
+
+    path: Path
+    manifest: Manifest
+    notes: tuple[str, ...]
+
+
+def write(
+    folder: Path,
+    manifest: Manifest,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    *,
+    commit: Callable[[], None],
+    keep: int = 2,
+) -> Path:
+    """Add a checkpoint to ``folder`` and remove all but the ``keep`` newest.
+
+    Args:
+        manifest: its ``files`` are filled in here.
+        tensors: file name to named tensors, on the CPU.
+        commit: called when everything is on the disk and nothing is visible yet; an exception abandons it.
+
+    Raises:
+        UnavailableError: the disk is full or cannot be written. What was there before is untouched.
+    """
+    final = folder / f"step_{manifest.step:08d}"
+    temporary = folder / f"{final.name}.tmp-{manifest.run}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        files = tuple(_store(temporary / name, named) for name, named in tensors.items())
+        faults.reached("checkpoint.files")
+        moments = len(tensors[OPTIMIZER]) if OPTIMIZER in tensors else None
+        text = codec.dumps(replace(manifest, files=files, moments=moments))
+        _put(temporary / MANIFEST, text)
+        _flush(temporary)
+        faults.reached("checkpoint.manifest")
+        commit()
+        faults.reached("checkpoint.commit")
+        if final.exists():  # a directory cannot replace another in one step: the older one steps aside
+            os.rename(final, folder / f"{final.name}.old-{manifest.run}")
+        os.rename(temporary, final)
+        faults.reached("checkpoint.renamed")
+        _flush(folder)
+    except (OSError, SafetensorError) as error:
+        sweep(folder)
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UnavailableError(
+            f"cannot save step {manifest.step} to {folder}: {reason}; earlier checkpoints are intact"
+        ) from error
+    except BaseException:
+        sweep(folder)
+        raise
+    _point_to(final)
+    for old in _steps(folder)[keep:]:
+        _remove(old)
+    sweep(folder)
+    faults.reached("checkpoint.done")
+    return final
+
+
+def find(folder: Path) -> Found:
+    """The newest checkpoint in ``folder`` that is whole.
+
+    Raises:
+        NoCheckpointError: there is none; says what is wrong with the newest.
+    """
+    notes: list[str] = []
+    for path in _steps(folder):
+        try:
+            manifest = check(path)
+        except InvalidInputError as error:
+            notes.append(f"passed over checkpoint {path.name}: {error}")
+        else:
+            return Found(path=path, manifest=manifest, notes=tuple(notes))
+    if notes:
+        raise NoCheckpointError(f"none of {len(notes)} checkpoints in {folder} is whole; {notes[0]}")
+    raise NoCheckpointError(f"no checkpoint in {folder}; `asa train` without --resume starts anew")
+
+
+def newest_manifest(folder: Path) -> Manifest | None:
+    """The manifest of the newest checkpoint whose manifest can be read; its other files are not looked at."""
+    for path in _steps(folder):
+        with contextlib.suppress(InvalidInputError):
+            return codec.load(Manifest, path / MANIFEST)
+    return None
+
+
+def names_latest(path: Path) -> bool:
+    """Whether ``latest`` names the checkpoint at ``path``."""
+    try:
+        return read_text(path.parent / LATEST, most=1024).strip() == path.name
+    except InvalidInputError:
+        return False
+
+
+def check(path: Path) -> Manifest:
+    """The manifest of the checkpoint at ``path``, every file compared with it.
+
+    Raises:
+        InvalidInputError: anything is missing, changed or too much.
+    """
+    try:
+        return _checked(path)
+    except OSError as error:  # a disk that fails, or somebody else's file
+        raise InvalidInputError(f"{error.filename or path} cannot be read: {error.strerror or error}") from None
+
+
+def _checked(path: Path) -> Manifest:
+    manifest = codec.load(Manifest, path / MANIFEST)
+    if path.name != f"step_{manifest.step:08d}":
+        raise InvalidInputError(f"{path.name} holds a manifest of step {manifest.step}")
+    present = {p.name for p in path.iterdir()} - {MANIFEST}
+    for extra in sorted(present - {f.name for f in manifest.files}):
+        raise InvalidInputError(f"{extra} is not in the manifest")
+    for stored in manifest.files:
+        file = path / stored.name
+        if stored.name not in present or file.is_symlink() or not file.is_file():
+            raise InvalidInputError(f"{stored.name} is missing")
+        if file.stat().st_size != stored.bytes:
+            raise InvalidInputError(f"{stored.name} has {file.stat().st_size} bytes, not {stored.bytes}")
+        if _sum(file) != stored.sha256:
+            raise InvalidInputError(f"{stored.name} does not match its SHA-256")
+    for name in (MODEL, OPTIMIZER):
+        if name not in present:
+            raise InvalidInputError(f"{name} is missing")
+        with _tensors_in(path / name):
+            pass
+    return manifest
+
+
+def read(path: Path, name: str) -> dict[str, Tensor]:
+    """Tensors of one file of a checkpoint that was checked, by name.
+
+    Raises:
+        InvalidInputError: it is no file of tensors.
+    """
+    with _tensors_in(path / name) as file:
+        return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  (it is no dict)
+
+
+@contextlib.contextmanager
+def _tensors_in(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise InvalidInputError(f"{path.name} holds no tensors that can be read: {error}") from None
+
+
+def sweep(folder: Path) -> None:
+    """Remove what an interrupted writer left. Only the owner of the run's lock may call this."""
+    for path in _entries(folder):
+        if not (match := re.fullmatch(r"(step_\d+)\.(tmp|old)-(.+)", path.name)):
+            continue
+        final = path.with_name(match[1])
+        if match[2] == "old" and match[3] != "removed" and not final.exists():
+            with contextlib.suppress(OSError):
+                os.rename(path, final)  # killed while it stepped aside
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):  # what cannot be removed is passed over: no loader takes it for a checkpoint
+        (folder / f".{LATEST}.tmp").unlink(missing_ok=True)
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _steps(folder: Path) -> list[Path]:
+    """Checkpoints by name, newest first, whatever is in them."""
+    numbered = [(int(m[1]), p) for p in _entries(folder) if (m := _NAME.fullmatch(p.name)) and p.is_dir()]
+    return [p for _, p in sorted(numbered, reverse=True)]
+
+
+def _remove(path: Path) -> None:
+    """Out of sight first: a checkpoint half deleted must not look like one half written."""
+    aside = path.with_name(f"{path.name}.old-removed")
+    with contextlib.suppress(OSError):
+        os.rename(path, aside)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _store(path: Path, named: Mapping[str, Tensor]) -> StoredFile:
+    whole: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in named.items():
+        value = tensor.detach().contiguous()
+        start = value.untyped_storage().data_ptr()
+        # Views of one another (a buffer that is part of another) are stored apart.
+        whole[name] = value.clone() if start in storages else value
+        storages.add(start)
+    save_file(whole, path)
+    _flush(path)
+    return StoredFile(name=path.name, bytes=path.stat().st_size, sha256=_sum(path))
+
+
+def _put(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _flush(path: Path) -> None:
+    """Force a file, or a directory's entries, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _point_to(newest: Path) -> None:
+    """Name ``newest`` in ``latest``. The rename was the commit: what stands in the way of this file stops nothing."""
+    folder = newest.parent
+    with contextlib.suppress(OSError):
+        _put(folder / f".{LATEST}.tmp", newest.name + "\n")
+        os.replace(folder / f".{LATEST}.tmp", folder / LATEST)
+        _flush(folder)
+
+
+def _sum(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open_regular(path) as stream:
+        while piece := stream.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()

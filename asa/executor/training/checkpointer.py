@@ -1,0 +1,163 @@
+"""What must survive a rank: to the disk and back, and from one plan to another. All ranks do it, or none does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from torch import Tensor
+
+from asa.errors import InvalidInputError
+from asa.executor.model.state import full_optimizer_state, full_state, load_full_optimizer_state, load_full_state
+from asa.executor.model.votes import Votes
+from asa.executor.training import checkpoint
+from asa.executor.training.checkpoint import Manifest
+from asa.executor.training.loadable import check_optimizer_state, check_weights
+from asa.executor.training.logs import Announce
+from asa.executor.training.migration import move, parts_of, wanted_by
+from asa.executor.training.precision import LossScale
+from asa.executor.training.settings import TrainSettings
+from asa.executor.training.worker import Worker
+from asa.ir.codec import fingerprint
+from asa.launch import faults
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpointer:
+    """Saves, restores and moves a :class:`Worker`'s weights and optimizer state. Every call is collective."""
+
+    folder: Path
+    run: str
+    settings: TrainSettings
+    num_samples: int
+    votes: Votes
+    announce: Announce
+    more: Callable[[], dict[str, dict[str, Tensor]]] = dict
+    """Further files of a checkpoint, by name."""
+
+    def save(self, worker: Worker, *, step: int, position: int) -> Path:
+        """Commit a checkpoint; the plan's rank 0 writes, all vote. Where it is, as far as this rank knows.
+
+        Raises:
+            UnavailableError: it cannot be written; on every rank, and earlier ones are intact.
+        """
+        faults.reached("checkpoint.begin")
+        worker.model.average_buffers()
+        # Written before training goes on, by one rank: nobody else needs copies, and their memory is the model's.
+        writer = worker.model.processes[0]
+        writes = self.votes.rank == writer
+        tensors = {
+            checkpoint.MODEL: full_state(worker.model, kept=writes, lent=True),
+            checkpoint.OPTIMIZER: full_optimizer_state(worker.model, worker.optimizer, kept=writes, lent=True),
+            **self.more(),
+        }
+        path = self.folder
+        error: Exception | None = None
+        prepared = False
+
+        def commit() -> None:
+            nonlocal prepared
+            prepared = True
+            self.votes.agree(None)
+
+        if writes:
+            manifest = self._manifest(worker, step, position)
+            try:
+                path = checkpoint.write(self.folder, manifest, tensors, commit=commit, keep=self.settings.keep)
+            except Exception as caught:
+                error = caught
+        # Everybody votes twice: before the checkpoint appears, and on whether it did.
+        if not prepared:
+            self.votes.agree(error)
+        self.votes.agree(error)
+        if writer:
+            path = Path(self.votes.tell(str(path), source=writer))
+        self.announce({"event": "checkpoint", "step": step, "path": str(path)})
+        if self.votes.rank == 0 and not checkpoint.names_latest(path):
+            message = f"{path} is saved; {path.parent / checkpoint.LATEST} cannot be written and does not name it"
+            self.announce({"event": "note", "message": message})
+        return path
+
+    def _manifest(self, worker: Worker, step: int, position: int) -> Manifest:
+        plan = worker.model.plan
+        return Manifest(
+            run=self.run,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            step=step,
+            position=position,
+            seed=self.settings.seed,
+            data=self.settings.data,
+            num_samples=self.num_samples,
+            global_batch=plan.global_batch,
+            optimizer=self.settings.optimizer or plan.optimizer,
+            loss_scale=worker.scale.value,
+            model_spec=plan.model_spec,
+            model_fingerprint=plan.model_fingerprint,
+            plan=plan,
+            plan_fingerprint=fingerprint(plan),
+            files=(),
+            settings=None if self.settings.data == "loader" else self.settings,
+        )
+
+    def restore(self, worker: Worker, path: Path, manifest: Manifest) -> None:
+        """Put a checkpoint that was checked in place.
+
+        Raises:
+            InvalidInputError: its tensors are not those of this model.
+        """
+        faults.reached("restore")
+        error: Exception | None = None
+        weights: dict[str, Tensor] = {}
+        moments: dict[str, Tensor] = {}
+        try:
+            weights, moments = (checkpoint.read(path, name) for name in (checkpoint.MODEL, checkpoint.OPTIMIZER))
+            check_weights(worker.model, weights)
+            check_optimizer_state(worker.model, moments, manifest.moments)
+        except InvalidInputError as caught:
+            error = caught
+        except (KeyError, RuntimeError, ValueError) as caught:
+            error = InvalidInputError(f"checkpoint {path} is not this model's: {caught}")
+        self.votes.agree(error)  # before anything is changed anywhere
+        load_full_state(worker.model, weights)
+        load_full_optimizer_state(worker.model, worker.optimizer, moments)
+        worker.scale = LossScale(worker.precision, manifest.loss_scale)
+
+    def move(self, old: Worker, build: Callable[[], Worker]) -> Worker:
+        """A worker under another plan with the state of ``old``, which is left as it is. ``build`` makes one, the new
+        plan's groups first; an optimizer that it takes over from ``old`` may lose its state there.
+
+        Raises:
+            WorkersFailedError: a process could not build it, or bits changed on the way. Nobody has moved then.
+        """
+        old.model.average_buffers()
+        error: Exception | None = None
+        new: Worker | None = None
+        try:
+            before = parts_of(old.model, old.optimizer)
+            faults.reached("replan.build")
+            new = build()
+            after = wanted_by(new.model)
+            faults.reached("replan.move")
+        except Exception as caught:
+            error = caught
+        try:
+            self.votes.agree(error)
+            assert new is not None
+            move(before, after, new.model, new.optimizer, self.votes)
+            self.votes.agree(_tried(lambda: faults.reached("replan.swap")))
+        except BaseException:
+            if new is not None:
+                new.model.close()
+            raise
+        return new
+
+
+def _tried(action: Callable[[], object]) -> Exception | None:
+    """What ``action`` raised, if it did."""
+    try:
+        action()
+    except Exception as error:
+        return error
+    return None

@@ -1,0 +1,179 @@
+"""What an epoch took: step times and sums of all ranks, gathered in one small collective per line of the log."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from itertools import compress
+
+from asa.errors import WorkersFailedError
+from asa.executor.model.votes import Votes
+from asa.executor.training.clock import StepClock, StepTimes
+from asa.executor.training.rank_times import TRANSFER_FIGURES, RankTimes, Stolen, packed
+from asa.executor.training.stopping import VOTE_EVERY_S
+from asa.executor.training.worker import LossCounter
+from asa.ir.codec import fingerprint
+from asa.ir.measurements import Measurements
+from asa.ir.plan import Plan
+from asa.ir.profile import Stat
+from asa.sharding.waits import waits
+
+WARM_UP_STEPS = 3
+"""Steps after a plan took effect that are not measured: allocation, autotuning, DDP's rebuilding of its buckets."""
+
+_HEAD = 8
+"""Figures of a process in front of those of its transfers, and of the times of its steps."""
+_PER_STEP = len(StepTimes._fields)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """What all ranks did since the last one: the same figures on every rank. ``full``: of the memory of the rank that
+    has the least left, the share in use, where they look at it. ``measured``: how they did it; None where none of the
+    steps counts for that."""
+
+    steps: int
+    loss: float
+    accuracy: float
+    seconds: float
+    data_wait_s: float
+    stopping: bool
+    full: float = 0.0
+    measured: Measurements | None = None
+
+
+def who_is_late(measured: Measurements | None) -> dict[str, float | int | None]:
+    """For an event: the process that computes longest, and the share of a step that others wait for it at most; None
+    where ranks were not observed."""
+    found = None if measured is None else measured.slowest
+    return {"slowest_rank": None if found is None else found[0], "waiting_share": None if found is None else found[1]}
+
+
+@dataclass
+class EpochTimer:
+    """An epoch's record. ``warm``: steps since the plan in force took effect; ``processes`` run its ranks."""
+
+    plan: Plan
+    processes: tuple[int, ...]
+    votes: Votes
+    clock: StepClock
+    log_every: int
+    warm: int
+    interval: int = 1
+    _measured: list[bool] = field(default_factory=list)
+    _times: list[tuple[float, float]] = field(default_factory=list)
+    _cold: list[tuple[float, float]] = field(default_factory=list)
+    _sums: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    _before: Measurements | None = None
+    _stolen: Stolen = field(default_factory=Stolen)
+
+    def __post_init__(self) -> None:
+        self._ranks = RankTimes(self.processes)
+
+    def under(self, plan: Plan, processes: tuple[int, ...], clock: StepClock) -> None:
+        """Another plan takes effect: its steps are measured from here on, while the losses go on adding up."""
+        self._before = self.measurements(None)
+        self.plan, self.processes, self.clock, self.warm, self.interval = plan, processes, clock, 0, 1
+        self._times, self._cold = [], []
+        self._ranks = RankTimes(processes)
+
+    def stepped(self, *, full: bool, disturbed: bool = False) -> bool:
+        """Note one more step (``full``: of the plan's whole batch; ``disturbed``: slowed down by being looked at);
+        whether it is time to :meth:`exchange`."""
+        self.warm += 1
+        self._measured.append(full and not disturbed and self.warm > WARM_UP_STEPS)
+        return len(self._measured) >= self.interval
+
+    @property
+    def pending(self) -> bool:
+        """Whether steps were noted since the last exchange."""
+        return bool(self._measured)
+
+    def exchange(self, tally: LossCounter, *, step: int, stop: bool, full: float = 0.0) -> Interval:
+        """Bring the figures of all ranks together. Collective.
+
+        Raises:
+            WorkersFailedError: ranks are at different steps or under different plans, or the loss is not finite.
+        """
+        times = self.clock.collect()
+        loss, hits, rows = tally.take()
+        # 48 bits of the plan's fingerprint: what a float64 holds exactly.
+        plan = float(int(fingerprint(self.plan)[:12], 16))
+        head = [loss, hits, rows, float(stop), float(step), plan, full, self._stolen.share()]
+        flat = [figure for each in times for figure in each]
+        found = self.votes.gather(
+            [*head, *packed(waits.transfers()), *flat, *([0.0] * (_PER_STEP * self.log_every - len(flat)))]
+        )
+        self._check(found, step)
+        first = _HEAD + TRANSFER_FIGURES
+        window, pairs = RankTimes(self.processes), []
+        measured, self._measured = self._measured, []
+        for i, counts in enumerate(measured):
+            at = first + _PER_STEP * i
+            every = [StepTimes(*rank[at : at + _PER_STEP]) for rank in found]
+            # A synchronous step takes as long as its slowest rank.
+            pairs.append((max(t.data for t in every), max(t.work for t in every)))
+            (self._times if counts else self._cold).append(pairs[-1])
+            for record in (window, self._ranks) if waits.on else ():
+                record.step(every, counts=counts)
+        for record in (window, self._ranks):
+            record.interval([rank[_HEAD:first] for rank in found], [rank[7] for rank in found])
+        steps = len(measured)
+        data, work = ([pair[i] for pair in pairs] for i in range(2))
+        loss, hits, rows = (math.fsum(rank[i] for rank in found) for i in range(3))
+        if not math.isfinite(loss):
+            raise WorkersFailedError(
+                f"the loss is no longer finite at step {step}; lower the learning rate, or train in fp32"
+            )
+        self._sums = (self._sums[0] + loss, self._sums[1] + hits, self._sums[2] + rows)
+        self.interval = max(1, min(self.log_every, int(VOTE_EVERY_S / max(*work, 1e-6))))
+        return Interval(
+            steps=steps,
+            loss=loss / max(1.0, rows),
+            accuracy=hits / max(1.0, rows),
+            seconds=math.fsum(data) + math.fsum(work),
+            data_wait_s=math.fsum(data),
+            stopping=any(rank[3] > 0 for rank in found),
+            full=max(rank[6] for rank in found),
+            measured=self._measurements(counted, window) if (counted := list(compress(pairs, measured))) else None,
+        )
+
+    def _check(self, found: list[list[float]], step: int) -> None:
+        for rank, figures in enumerate(found):
+            if figures[4:6] != found[0][4:6]:
+                raise WorkersFailedError(
+                    f"rank {rank} is at step {figures[4]:.0f} where rank 0 is at {found[0][4]:.0f}, or under another "
+                    f"plan (this is step {step})",
+                    rank=rank,
+                )
+
+    @property
+    def train_loss(self) -> float:
+        """Mean over all samples of the epoch so far."""
+        return self._sums[0] / max(1.0, self._sums[2])
+
+    def measurements(self, peak_memory_bytes: tuple[int, ...] | None) -> Measurements:
+        """The steps under the plan in force: warmed-up ones of whole batches, or what there was where there are none;
+        those under the plan before, where none was taken since."""
+        if not self._times and not self._cold and self._before is not None:
+            return self._before
+        return self._measurements(self._times or self._cold[-1:], self._ranks, peak_memory_bytes)
+
+    def _measurements(
+        self, times: list[tuple[float, float]], ranks: RankTimes, peak_memory_bytes: tuple[int, ...] | None = None
+    ) -> Measurements:
+        return Measurements(
+            plan_fingerprint=fingerprint(self.plan),
+            strategy=self.plan.strategy,
+            num_ranks=self.plan.num_ranks,
+            global_batch=self.plan.global_batch,
+            step_time=Stat.of(work for _, work in times),
+            predicted_step_time_s=self.plan.prediction.step_time_s,
+            communication_s=ranks.communication_s(),
+            data_wait_s=math.fsum(data for data, _ in times) / len(times),
+            peak_memory_bytes=peak_memory_bytes,
+            predicted_memory_bytes=self.plan.prediction.memory_bytes_per_rank,
+            per_rank=ranks.timings(),
+            links=ranks.transfers(),
+            mean_step_s=math.fsum(work for _, work in times) / len(times),
+        )

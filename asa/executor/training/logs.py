@@ -1,0 +1,211 @@
+"""What a run tells: a line of JSON per event, TensorBoard if asked, and ``result.json`` at the end, however it ends.
+
+Events are dicts with a key ``event``:
+
+=============  =====================================================================================================
+``start``      run, plan and settings, data sources, steps and samples per epoch, the resumed step, torchrun line
+``note``       ``message``: something the user should know (a fallback, samples left out, more ranks than cores)
+``steps``      since the last such event: epoch, step, loss, accuracy, learning_rate, step_time_s, samples_per_s,
+               data_wait_share, slowest_rank and waiting_share (of a step, that others wait for it; null where ranks
+               are not observed), fraction of the run done, eta_s
+``epoch``      an :class:`asa.ir.measurements.EpochRecord`, and ``line``: predicted against measured, in words
+``replan``     a change of plan: why, predicted gain, and later the measured one; of ``kind`` ``memory`` where a rank
+               ran out of it, or was about to: the shortage, and what was made of it; of ``kind`` ``lost`` where a rank
+               was lost for good: why, which one, and how many there are now
+``checkpoint`` step, path
+``end``        exit_code, status, message
+=============  =====================================================================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from asa.errors import InvalidInputError, UnavailableError
+from asa.ir import codec
+from asa.ir.codec import SCHEMA_VERSION
+from asa.ir.measurements import EpochRecord
+from asa.reading import MOST_BYTES, open_regular
+
+Event = dict[str, Any]
+Announce = Callable[[Event], None]
+
+LOG = "log.jsonl"
+RESULT = "result.json"
+
+
+class RunLog:
+    """Writes a run's events under ``folder`` and passes them on."""
+
+    def __init__(self, folder: Path, *, tensorboard: bool, listener: Announce | None = None) -> None:
+        """
+        Raises:
+            UnavailableError: TensorBoard was asked for and is not installed.
+        """
+        self.epochs: list[Event] = []
+        self.shortages: list[Event] = []
+        self.changed = False
+        self.checkpoint: str | None = None
+        """The newest one: where this run, or one continued from it, could go on."""
+        self.fingerprint: str | None = None
+        self._folder, self._listener = folder, listener
+        self._boards: Any = None
+        self._tensorboard = tensorboard
+        self._began = time.time()
+        if tensorboard:
+            _summary_writer()
+
+    def __call__(self, event: Event) -> None:
+        """Take in one event.
+
+        Raises:
+            UnavailableError: the log cannot be written. InvalidInputError: something else is in its place.
+        """
+        line = json.dumps({"time": round(time.time(), 3), **event}, allow_nan=False)
+        try:
+            with open_regular(self._folder / LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT) as stream:
+                stream.write(line.encode() + b"\n")
+        except OSError as error:
+            raise UnavailableError(f"cannot write {self._folder / LOG}: {error.strerror or error}") from None
+        match event["event"]:
+            case "epoch":
+                self.epochs.append(_record(event))
+            case "checkpoint":
+                self.checkpoint = event["path"]
+            case "start":
+                self.fingerprint = event["plan_fingerprint"]
+            case "replan" if event["kind"] == "memory":
+                self.shortages.append(_without(event, "event", "kind", "predicted_gain"))
+                self.fingerprint, self.changed = event["new"], False
+            case "replan" if event["kind"] == "lost":
+                self.fingerprint, self.changed = event["new"], False
+            case "replan" if event["kind"] in ("switch", "rollback"):
+                self.changed = True
+        if self._tensorboard:
+            self._draw(event)
+        if self._listener is not None:
+            self._listener(event)
+
+    def recall(self, before: int) -> None:
+        """Take over the epochs up to ``before``, and all shortages of memory, from the log of the run that is
+        continued; lines torn by the end of it are passed over."""
+        known: dict[int, Event] = {}
+        shortages: list[Event] = []
+        for event in _events(self._folder):
+            with contextlib.suppress(ValueError, KeyError, TypeError, InvalidInputError):
+                if event["event"] == "epoch" and event["epoch"] < before:
+                    record = _record(event)
+                    codec.build(EpochRecord, record, source=LOG)
+                    known[record["epoch"]] = record
+                elif event["event"] == "replan" and event["kind"] == "memory":
+                    shortages.append(_without(event, "time", "event", "kind", "predicted_gain"))
+        self.epochs = [known[epoch] for epoch in sorted(known)]
+        self.shortages = shortages
+
+    def _draw(self, event: Event) -> None:
+        curves = {
+            "steps": {
+                "loss": "train/loss",
+                "accuracy": "train/accuracy",
+                "learning_rate": "train/learning_rate",
+                "step_time_s": "time/step_s",
+                "samples_per_s": "time/samples_per_s",
+                "data_wait_share": "time/data_wait_share",
+                "slowest_rank": "time/slowest_rank",
+                "waiting_share": "time/waiting_share",
+            },
+            "epoch": {"validation_loss": "validation/loss", "validation_accuracy": "validation/accuracy"},
+        }.get(event["event"])
+        if curves is None:
+            return
+        if self._boards is None:  # late: it starts a thread, and ranks are forked before the first event
+            self._boards = _summary_writer()(str(self._folder / "tensorboard"))
+        for key, tag in curves.items():
+            if event[key] is not None:
+                self._boards.add_scalar(tag, event[key], event["step"])
+
+    def finish(self, *, exit_code: int, message: str = "", rank: int | None = None) -> Event:
+        """Write ``result.json`` (or not, where that is what fails) and announce the end. Returns the document."""
+        status = {0: "done", 75: "pre-empted"}.get(exit_code, "failed")
+        document = {
+            "schema_version": SCHEMA_VERSION,
+            "kind": "result",
+            "exit_code": exit_code,
+            "status": status,
+            "message": message,
+            "rank": rank,
+            "plan_fingerprint": self.fingerprint,
+            "checkpoint": self.checkpoint,
+            "epochs": self.epochs,
+            "shortages": self.shortages,
+            "summary": _summary(self.epochs[-1]["measurements"]) if self.epochs else None,
+            "seconds": round(time.time() - self._began, 3),
+        }
+        temporary = self._folder / f".{RESULT}.tmp"
+        try:
+            temporary.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+            os.replace(temporary, self._folder / RESULT)
+        except OSError:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+        if self._boards is not None:
+            self._boards.close()
+        with contextlib.suppress(UnavailableError, InvalidInputError):
+            self({"event": "end", "exit_code": exit_code, "status": status, "message": message})
+        return document
+
+
+def last_settings(folder: Path) -> Event:
+    """Settings, as data, of the newest run (:class:`asa.executor.training.settings.TrainSettings`) whose log is in
+    ``folder``; empty where no log tells."""
+    found: Event = {}
+    for event in _events(folder):
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            if event["event"] == "start":
+                found = dict(event["settings"])
+    return found
+
+
+def _events(folder: Path) -> Iterator[Event]:
+    """The events in the log of a run, as far as lines are whole; none where there is no such file."""
+    with contextlib.suppress(OSError, InvalidInputError), open_regular(folder / LOG) as stream:
+        while line := stream.readline(MOST_BYTES):
+            with contextlib.suppress(InvalidInputError):
+                yield codec.parse(line.decode(errors="replace"), source=LOG)
+
+
+def _record(event: Event) -> Event:
+    """The :class:`asa.ir.measurements.EpochRecord` in an ``epoch`` event."""
+    return _without(event, "time", "event", "line")
+
+
+def _without(event: Event, *names: str) -> Event:
+    return {k: v for k, v in event.items() if k not in names}
+
+
+def _summary(measured: Event) -> Event:
+    """Predicted beside measured, over the last epoch; memory per rank, None where it was not tracked."""
+    time, wait = measured["step_time"], measured["data_wait_s"]
+    return {
+        "step_time_s": {"predicted": measured["predicted_step_time_s"], "measured": time["median"], "n": time["n"]},
+        "memory_bytes_per_rank": {
+            "predicted": measured["predicted_memory_bytes"],
+            "measured": measured["peak_memory_bytes"],
+        },
+        "data_wait_share": wait / (wait + time["median"]) if wait + time["median"] > 0 else 0.0,
+        "samples_per_s": measured["global_batch"] / (wait + time["median"]) if wait + time["median"] > 0 else None,
+    }
+
+
+def _summary_writer() -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise UnavailableError("TensorBoard logs need the package tensorboard; install it, or do without") from None
+    return SummaryWriter

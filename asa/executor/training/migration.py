@@ -1,0 +1,390 @@
+"""State on its way from one plan to another: weights, buffers and optimizer state travel in the parts that are missed.
+
+Ranks tell each other which region of every tensor they hold and which they are to hold (:mod:`asa.ir.region`), and all
+work out the same transfers. What a rank has it copies; the rest comes in buckets with a checksum, in rounds in which
+each process sends one and receives one at most. Nothing of the old state is written to.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from asa.errors import WorkersFailedError
+from asa.executor.model.offload import updated_in
+from asa.executor.model.parallel import ParallelModel
+from asa.executor.model.state import Held, held, restored, stored
+from asa.executor.model.votes import Votes
+from asa.ir.region import Box, Region, everything, extent, narrowed, places, size, transfers
+from asa.ir.units import MIB
+from asa.sharding.parts import as_held, local
+
+BUCKET_BYTES = 8 * MIB
+"""What one process sends another at a time, at most, but for a single row that is longer. Two that are sent and two
+that are received are all the memory that a move needs beside the old state and the new."""
+_CHECK_BYTES = 8
+_ALIGNED = 16
+
+
+@dataclass(frozen=True)
+class Part:
+    """What this process holds of one named tensor. ``shape``: of the whole; ``follows``: whether it is cut as the
+    parameter is whose state it is."""
+
+    name: str
+    shape: tuple[int, ...]
+    region: Region
+    tensor: Tensor
+    follows: bool = True
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What a move took of this process: bytes sent, received, and copied within it; how many buckets came and went."""
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    copied_bytes: int = 0
+    buckets: int = 0
+
+
+@dataclass(frozen=True)
+class _Transfer:
+    """``box`` of the tensor numbered ``index``, from one process to another."""
+
+    source: int
+    target: int
+    index: int
+    box: Box
+    num_bytes: int
+
+
+def region_of(item: Held) -> tuple[tuple[int, ...], Region]:
+    """The shape of the whole tensor, and what of it this rank holds."""
+    tensor = item.tensor
+    shape, region = list(tensor.shape), list(everything(tensor.shape))
+    if item.shard is not None and item.axis.size > 1:
+        shard, dim = item.shard, item.shard.dim
+        run = shard.units * shard.unit
+        shape[dim] = shard.blocks * run
+        index = shard.index(item.axis.index).tolist()
+        region[dim] = _runs(index)
+    if isinstance(tensor, DTensor):
+        sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        for d, (length, first) in enumerate(zip(sizes, offsets, strict=True)):
+            region[d] = narrowed(region[d], first, first + length)
+    return tuple(shape), tuple(region)
+
+
+def _runs(indices: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Ascending ``indices`` as runs."""
+    found: list[tuple[int, int]] = []
+    for i in indices:
+        if found and found[-1][1] == i:
+            found[-1] = (found[-1][0], i + 1)
+        else:
+            found.append((i, i + 1))
+    return tuple(found)
+
+
+@torch.no_grad()
+def parts_of(model: ParallelModel, optimizer: torch.optim.Optimizer) -> list[Part]:
+    """Weights, buffers, and what there is of optimizer state (``name/key``), as this process holds them; not copied."""
+    found = []
+    for item in held(model):
+        shape, region = region_of(item)
+        found.append(Part(item.name, shape, region, local(item.tensor.detach())))
+        known = updated_in(optimizer, item.tensor)
+        for key, value in (stored(*entry) for entry in optimizer.state.get(known, {}).items()):
+            follows = value.shape in (known.shape, item.tensor.shape)
+            value = local(value.detach())
+            whole = shape if follows else tuple(value.shape)
+            of_it = region if follows else everything(value.shape)
+            found.append(Part(f"{item.name}/{key}", whole, of_it, value, follows))
+    return found
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What this process is to hold of one parameter or buffer; ``updates``: whether it also updates it."""
+
+    name: str
+    shape: tuple[int, ...]
+    region: Region
+    updates: bool
+
+
+def wanted_by(model: ParallelModel) -> list[Wanted]:
+    """Everything that this process holds under the plan of ``model``."""
+    updated = {id(p) for p in model.updated}
+    return [Wanted(item.name, *region_of(item), id(item.tensor) in updated) for item in held(model)]
+
+
+@torch.no_grad()
+def move(
+    before: Sequence[Part], after: Sequence[Wanted], model: ParallelModel, optimizer: torch.optim.Optimizer,
+    votes: Votes,
+) -> Moved:  # fmt: skip
+    """Fill ``model``, which holds what is wanted ``after``, and the state of ``optimizer`` with what all processes of
+    the run held ``before``. Collective.
+
+    Raises:
+        AsaError: nobody has what is needed, or what arrived is not what was sent; on every process.
+    """
+    told = votes.exchange(
+        [
+            [[p.name, str(p.tensor.dtype).removeprefix("torch."), p.shape, p.region, p.follows] for p in before],
+            [[w.name, w.shape, w.region, w.updates] for w in after],
+        ]
+    )
+    items = {item.name: item for item in held(model)}
+    error: Exception | None = None
+    made: dict[str, Part] = {}
+    try:
+        tensors, plan = _planned(told)
+        for one in tensors:
+            region = one.wanted.get(votes.rank)
+            if region is not None:
+                made[one.name] = Part(one.name, one.shape, region, _room(one, region, items, optimizer), one.follows)
+    except Exception as caught:
+        error = caught
+    votes.agree(error)  # before anybody waits for a message
+    moved = Moved()
+    try:
+        moved = _Mover(votes, tensors, {p.name: p for p in before}, made).carry(plan)
+        _install(made, items, optimizer)
+    except Exception as caught:
+        error = caught
+    votes.agree(error)
+    return moved
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """One named tensor, who holds what of it, and who is to."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    follows: bool
+    held: dict[int, Region]
+    wanted: dict[int, Region]
+
+
+def _planned(told: Sequence[Any]) -> tuple[list[_Tensor], list[_Transfer]]:
+    """All tensors, and all transfers in one order, alike on every process."""
+    holds: dict[str, _Tensor] = {}
+    for process, (before, _) in enumerate(told):
+        for name, dtype, shape, region, follows in before:
+            kind = getattr(torch, dtype)
+            one = holds.setdefault(name, _Tensor(name, kind, tuple(shape), follows, {}, {}))
+            if (one.dtype, one.shape, one.follows) != (kind, tuple(shape), follows):
+                raise WorkersFailedError(f"ranks hold {name} in different forms")
+            one.held[process] = _region(region)
+    keys: dict[str, list[_Tensor]] = {}
+    for one in holds.values():
+        keys.setdefault(one.name.rsplit("/", 1)[0], []).append(one)
+    for process, (_, wants) in enumerate(told):
+        for name, shape, region, updates in wants:
+            if name not in holds:
+                raise WorkersFailedError(f"no rank holds {name}")
+            if holds[name].shape != tuple(shape):
+                raise WorkersFailedError(f"{name} is {shape} under the new plan, {list(holds[name].shape)} before")
+            for one in keys[name]:
+                if one.name == name or updates:
+                    one.wanted[process] = _region(region) if one.follows else everything(one.shape)
+    tensors = list(holds.values())
+    sent = dict.fromkeys(range(len(told)), 0)
+    found = []
+    for index, one in enumerate(tensors):
+        width = one.dtype.itemsize
+        for source, target, box in transfers(one.held, one.wanted, sent, width):
+            for piece in _split(box, BUCKET_BYTES // width) if source != target else (box,):
+                found.append(_Transfer(source, target, index, piece, size(piece) * width))
+    return tensors, found
+
+
+def _region(told: Any) -> Region:
+    return tuple(tuple((start, stop) for start, stop in runs) for runs in told)
+
+
+def _split(box: Box, most: int) -> Iterator[Box]:
+    """``box`` in pieces of at most ``most`` elements, cut along its first dimension."""
+    if not box or size(box) <= most:
+        yield box
+        return
+    (start, stop), *rest = box
+    rows = max(1, most // max(1, size(tuple(rest))))
+    for first in range(start, stop, rows):
+        yield ((first, min(stop, first + rows)), *rest)
+
+
+def _room(one: _Tensor, region: Region, items: dict[str, Held], optimizer: torch.optim.Optimizer) -> Tensor:
+    """Where ``region`` is to lie: a parameter or buffer itself, or new memory for optimizer state."""
+    if one.name in items:
+        return local(items[one.name].tensor.detach())
+    name, key = one.name.rsplit("/", 1)
+    known = updated_in(optimizer, items[name].tensor)
+    # Fused kernels read AdamW's step on the device; loops on the host.
+    there = [g["params"] for g in optimizer.param_groups if g.get("fused") or g.get("capturable")]
+    counted_there = any(p is known for parameters in there for p in parameters)
+    away = restored(key, torch.zeros((), dtype=one.dtype))[0] != key or not (one.shape or counted_there)
+    return torch.empty(extent(region), dtype=one.dtype, device="cpu" if away else local(known).device)
+
+
+def _install(made: dict[str, Part], items: dict[str, Held], optimizer: torch.optim.Optimizer) -> None:
+    """Optimizer state in place of what the optimizer has, in the form in which parameters are held."""
+    optimizer.state.clear()
+    for part in made.values():
+        if part.name in items:
+            continue
+        name, key = part.name.rsplit("/", 1)
+        item = items[name]
+        known = updated_in(optimizer, item.tensor)
+        plain, value = restored(key, part.tensor)
+        if plain == key and part.follows and known is item.tensor:
+            value = as_held(item.tensor, part.tensor)
+        optimizer.state[known][plain] = value
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    """The messages of a round: what is sent (kept until it is gone), and where which bucket arrives."""
+
+    going: dist.Work | None
+    coming: dist.Work | None
+    message: tuple[Tensor, int] | None
+    room: Tensor | None
+    into: list[_Transfer] | None
+
+
+class _Mover:
+    """Performs transfers, as one process sees them."""
+
+    def __init__(self, votes: Votes, tensors: list[_Tensor], before: dict[str, Part], after: dict[str, Part]) -> None:
+        self._votes, self._tensors = votes, tensors
+        self._before, self._after = before, after
+        self._broken = False
+
+    def carry(self, plan: list[_Transfer]) -> Moved:
+        """All of ``plan``: what is copied first, then bucket by bucket.
+
+        Raises:
+            WorkersFailedError: a bucket came with another checksum than it was sent with; all were taken, so that
+                nobody waits for this process.
+        """
+        me = self._votes.rank
+        copied = sent = received = buckets = 0
+        for one in plan:
+            if one.source == one.target == me:
+                self._there(one).copy_(self._here(one))
+                copied += one.num_bytes
+        under_way: _UnderWay | None = None
+        for turn in _rounds(plan):
+            out = next((b for b in turn if b[0].source == me), None)
+            into = next((b for b in turn if b[0].target == me), None)
+            # What is packed and unpacked here goes on beside the messages of the round before, and of this one.
+            message = None if out is None else (self._packed(out), out[0].target)
+            room = None if into is None else torch.empty(_length(into) + _CHECK_BYTES, dtype=torch.uint8)
+            works = self._votes.started(message, None if room is None or into is None else (room, into[0].source))
+            self._finish(under_way)
+            under_way = _UnderWay(*works, message, room, into)
+            sent += 0 if out is None else _length(out)
+            received += 0 if into is None else _length(into)
+            buckets += (out is not None) + (into is not None)
+        self._finish(under_way)
+        if self._broken:
+            raise WorkersFailedError("weights changed on the way to the new plan; the old one stays")
+        return Moved(sent, received, copied, buckets)
+
+    def _finish(self, under_way: _UnderWay | None) -> None:
+        """Wait for the messages of a round, and take what came."""
+        if under_way is None:
+            return
+        if under_way.coming is not None and under_way.room is not None and under_way.into is not None:
+            under_way.coming.wait()
+            self._unpack(under_way.room, under_way.into)
+        if under_way.going is not None:
+            under_way.going.wait()
+
+    def _here(self, one: _Transfer) -> Tensor:
+        part = self._before[self._tensors[one.index].name]
+        return _view(part.tensor, part.region, one.box)
+
+    def _there(self, one: _Transfer) -> Tensor:
+        part = self._after[self._tensors[one.index].name]
+        return _view(part.tensor, part.region, one.box)
+
+    def _packed(self, bucket: list[_Transfer]) -> Tensor:
+        flat = torch.empty(_length(bucket) + _CHECK_BYTES, dtype=torch.uint8)
+        for one, room in self._rooms(bucket, flat):
+            room.copy_(self._here(one))
+        flat[-_CHECK_BYTES:] = _checked(flat)
+        return flat
+
+    def _unpack(self, flat: Tensor, bucket: list[_Transfer]) -> None:
+        if not torch.equal(flat[-_CHECK_BYTES:], _checked(flat)):
+            self._broken = True
+            return
+        for one, room in self._rooms(bucket, flat):
+            self._there(one).copy_(room)
+
+    def _rooms(self, bucket: list[_Transfer], flat: Tensor) -> Iterator[tuple[_Transfer, Tensor]]:
+        at = 0
+        for one in bucket:
+            dtype = self._tensors[one.index].dtype
+            shape = [stop - start for start, stop in one.box]
+            yield one, flat[at : at + one.num_bytes].view(dtype).view(shape)
+            at += _aligned(one.num_bytes)
+
+
+def _view(tensor: Tensor, region: Region, box: Box) -> Tensor:
+    return tensor[tuple(slice(first, last) for first, last in places(region, box))] if box else tensor
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNED) * _ALIGNED
+
+
+def _length(bucket: Sequence[_Transfer]) -> int:
+    return sum(_aligned(one.num_bytes) for one in bucket)
+
+
+def _checked(flat: Tensor) -> Tensor:
+    """The checksum of all but the place that is kept for it."""
+    found = zlib.crc32(flat[:-_CHECK_BYTES].numpy().data)
+    return torch.frombuffer(bytearray(found.to_bytes(_CHECK_BYTES, "little")), dtype=torch.uint8)
+
+
+def _rounds(plan: Sequence[_Transfer]) -> Iterator[list[list[_Transfer]]]:
+    """Buckets in rounds: in each a process sends one at most and receives one at most. Whoever has most left to do in
+    all comes first."""
+    waiting: dict[tuple[int, int], list[list[_Transfer]]] = {}
+    for one in plan:
+        if one.source == one.target:
+            continue
+        buckets = waiting.setdefault((one.source, one.target), [[]])
+        if buckets[-1] and _length(buckets[-1]) + _aligned(one.num_bytes) > BUCKET_BYTES:
+            buckets.append([])
+        buckets[-1].append(one)
+    while waiting:
+        sending: set[int] = set()
+        receiving: set[int] = set()
+        turn = []
+        for pair in sorted(waiting, key=lambda pair: (-len(waiting[pair]), pair)):
+            source, target = pair
+            if source not in sending and target not in receiving:
+                sending.add(source)
+                receiving.add(target)
+                turn.append(waiting[pair].pop(0))
+                if not waiting[pair]:
+                    del waiting[pair]
+        yield turn

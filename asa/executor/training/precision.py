@@ -1,0 +1,64 @@
+"""Mixed precision: autocast around the forward, and for fp16 a loss scale that all ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from asa.executor.model.votes import Votes
+from asa.ir.profile import Precision
+from asa.sharding.waits import waits
+
+DTYPE: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
+    """Context of a forward in ``precision``; parameters and optimizer stay in fp32."""
+    if precision == "fp32":
+        return nullcontext()
+    return torch.autocast(device.type, dtype=DTYPE[precision])
+
+
+class LossScale:
+    """The dynamic scale of fp16 gradients (Micikevicius et al. 2018); 1 and inert in every other precision.
+
+    Shards differ in their gradients, so each step all ranks agree whether any of them overflowed: either all
+    update, or none.
+    """
+
+    GROW_AFTER = 2000
+
+    def __init__(self, precision: Precision, value: float | None = None) -> None:
+        self.active = precision == "fp16"
+        self.value = (value or 65536.0) if self.active else 1.0
+        self._good = 0
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """What to run backward from."""
+        return loss * self.value if self.active else loss
+
+    @torch.no_grad()
+    def unscale(self, parameters: Sequence[nn.Parameter], votes: Votes) -> bool:
+        """Gradients at their true size; whether to update with them. Collective when active."""
+        if not self.active:
+            return True
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        for gradient in gradients:
+            gradient.mul_(1 / self.value)
+        finite = [torch.isfinite(gradient).all() for gradient in gradients]
+        good = not finite or bool(torch.stack(finite).all())
+        mark = waits.begin()
+        agreed = votes.everyone(good)
+        if not (gradients and gradients[0].is_cuda):  # the device waits for nobody here
+            waits.end(mark)
+        if agreed:
+            self._good += 1
+            if self._good % self.GROW_AFTER == 0:
+                self.value *= 2
+            return True
+        self.value /= 2
+        self._good = 0
+        return False

@@ -1,0 +1,73 @@
+"""A fixed piece of computing and a fixed message, by whose times all processes show what they can do right now."""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from asa.executor.model.votes import Votes
+from asa.interfaces.executor import Probe
+from asa.ir.measurements import Transfer
+from asa.ir.units import MIB
+from asa.sharding import direct
+from asa.sharding.waits import level_of
+
+_SIZE = {"cpu": 256, "cuda": 4096}
+_TIMES = {"cpu": 48, "cuda": 8}
+"""Matrix products: tens of milliseconds, so that whoever else has the core gets his turns within."""
+_MESSAGE_BYTES = MIB
+_MESSAGES = 5
+
+
+def probe(votes: Votes, device: torch.device) -> Probe:
+    """What every process can do, all of them at the same time (collective)."""
+    votes.gather([0.0])
+    mine = _computing(device)
+    messages = _messages(device) if votes.num_ranks > 1 else []
+    found = votes.gather([mine, *messages])
+    links: tuple[Transfer, ...] = ()
+    if messages:
+        # All wait for the last to come, who waits for nobody: the shortest time of a message is that of its way.
+        seconds = median(min(rank[1 + i] for rank in found) for i in range(_MESSAGES))
+        level = level_of(range(votes.num_ranks))
+        links = (
+            Transfer(
+                op="all_reduce", level=level, group_size=votes.num_ranks, num_bytes=float(_MESSAGE_BYTES),
+                seconds=seconds, n=_MESSAGES,
+            ),
+        )  # fmt: skip
+    return Probe(compute_s=tuple(rank[0] for rank in found), links=links)
+
+
+def _computing(device: torch.device) -> float:
+    """Seconds of some matrix products of one size, after one that warms up."""
+    size = _SIZE[device.type]
+    x = torch.full((size, size), 1 / size, device=device)
+    y = torch.empty_like(x)
+    torch.mm(x, x, out=y)
+    _done(device)
+    began = time.perf_counter()
+    for _ in range(_TIMES[device.type]):
+        torch.mm(x, x, out=y)
+    _done(device)
+    return time.perf_counter() - began
+
+
+def _messages(device: torch.device) -> list[float]:
+    """Seconds of each of some sums over all processes, by the way that gradients take, after one that warms up."""
+    x = torch.zeros(_MESSAGE_BYTES // 4, device=device)
+    found = []
+    for _ in range(1 + _MESSAGES):
+        began = time.perf_counter()
+        direct.all_reduce(x, group=dist.group.WORLD)
+        _done(device)
+        found.append(time.perf_counter() - began)
+    return found[1:]
+
+
+def _done(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,168 @@
+"""Times of single ranks over many steps: what each computes, whom it waits for, and how fast transfers are."""
+
+from __future__ import annotations
+
+import os
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from statistics import fmean, median
+
+from asa.executor.training.clock import StepTimes
+from asa.ir.measurements import RankTiming, Transfer
+from asa.ir.traffic import COLLECTIVE_OPS
+from asa.sharding.waits import Kind
+
+_KINDS = 6
+"""Kinds of transfers that a rank tells of in a line of the log: those that took most of its time."""
+_PER_KIND = 6
+TRANSFER_FIGURES = _KINDS * _PER_KIND
+"""How many figures :func:`packed` gives."""
+
+_MOST_STEPS = 1024
+"""Steps whose times are kept rank by rank: the newest."""
+
+
+def packed(found: Sequence[tuple[Kind, float, int]]) -> list[float]:
+    """The first kinds of transfers, their seconds and how many there were, as figures that ranks can gather."""
+    flat: list[float] = []
+    for kind, seconds, n in found[:_KINDS]:
+        flat += [COLLECTIVE_OPS.index(kind.op), kind.level, kind.group_size, kind.num_bytes, seconds, n]
+    return flat + [0.0] * (TRANSFER_FIGURES - len(flat))
+
+
+def _unpacked(figures: Sequence[float]) -> list[tuple[Kind, float, int]]:
+    found = []
+    for i in range(0, TRANSFER_FIGURES, _PER_KIND):
+        op, level, size, num_bytes, seconds, n = figures[i : i + _PER_KIND]
+        if n:
+            found.append((Kind(COLLECTIVE_OPS[int(op)], int(level), int(size), int(num_bytes)), seconds, int(n)))
+    return found
+
+
+@dataclass
+class RankTimes:
+    """What every process of a run took, step by step, under one plan; ``processes``: those that run its ranks."""
+
+    processes: tuple[int, ...]
+    _steps: deque[list[StepTimes]] = field(default_factory=lambda: deque(maxlen=_MOST_STEPS))
+    _cold: list[StepTimes] | None = None
+    _transfers: dict[Kind, list[tuple[float, int]]] = field(default_factory=dict)
+    _stolen: list[list[float]] = field(default_factory=list)
+
+    def step(self, times: list[StepTimes], *, counts: bool = True) -> None:
+        """One step, by process; the last of those that do not count stands in for one that does, until there is one."""
+        if counts:
+            self._steps.append(times)
+        else:
+            self._cold = times
+
+    @property
+    def _known(self) -> Sequence[list[StepTimes]]:
+        return self._steps or ([] if self._cold is None else [self._cold])
+
+    def interval(self, transfers: Sequence[Sequence[float]], stolen: list[float]) -> None:
+        """What every process :func:`packed` since the last time, and its share of time in which others had its core
+        (negative where it cannot tell)."""
+        self._stolen.append(stolen)
+        seen: dict[Kind, list[tuple[float, int]]] = {}
+        for figures in transfers:
+            for kind, seconds, n in _unpacked(figures):
+                seen.setdefault(kind, []).append((seconds, n))
+        for kind, every in seen.items():
+            # Where a rank cannot tell a transfer from waiting for a later rank, the last to come has waited for nobody.
+            self._transfers.setdefault(kind, []).append((min(s for s, _ in every), max(n for _, n in every)))
+
+    def timings(self) -> tuple[RankTiming, ...]:
+        """Medians over the steps, by process; of one that is idle, zeros. Empty without steps."""
+        steps = self._known
+        if not steps:
+            return ()
+        waiting = [self._waiting(step) for step in steps]
+        found = []
+        for process in range(len(steps[0])):
+            if process not in self.processes:
+                found.append(RankTiming(own_s=0.0, waiting_s=0.0, data_wait_s=0.0))
+                continue
+            mine = [step[process] for step in steps]
+            own = [max(0.0, t.work - t.blocked) for t in mine]
+            known = [interval[process] for interval in self._stolen if interval[process] >= 0]
+            found.append(
+                RankTiming(
+                    own_s=median(own),
+                    mean_own_s=fmean(own),
+                    waiting_s=median(each[process] for each in waiting),
+                    data_wait_s=median(t.data for t in mine),
+                    stolen_share=sum(known) / len(known) if known else None,
+                )
+            )
+        return tuple(found)
+
+    def _waiting(self, step: list[StepTimes]) -> list[float]:
+        """Seconds for which each process waited for a later one."""
+        nobody = min(step[p].unsplit for p in self.processes)
+        return [t.late + max(0.0, t.unsplit - nobody) for t in step]
+
+    def communication_s(self) -> float | None:
+        """Median of what communication adds to a step: what the rank with most to compute is held up by, less its
+        waiting for others. None for one rank alone, or without steps."""
+        if len(self.processes) < 2 or not self._known:
+            return None
+        found = []
+        for step in self._known:
+            last = max(self.processes, key=lambda p: step[p].work - step[p].blocked)
+            found.append(max(0.0, step[last].blocked - self._waiting(step)[last]))
+        return median(found)
+
+    def transfers(self) -> tuple[Transfer, ...]:
+        """Medians of every kind of transfer, weighted by how many there were."""
+        found = []
+        for kind, every in sorted(self._transfers.items()):
+            n = sum(count for _, count in every)
+            found.append(
+                Transfer(
+                    op=kind.op, level=kind.level, group_size=kind.group_size, num_bytes=float(kind.num_bytes),
+                    seconds=_middle(every, n), n=n,
+                )
+            )  # fmt: skip
+        return tuple(found)
+
+
+def _middle(every: Sequence[tuple[float, int]], n: int) -> float:
+    """The median of (value, how often), ``n`` in all."""
+    ordered = sorted(every)
+    reached = list(accumulate(count for _, count in ordered))
+    return ordered[bisect_left(reached, n / 2)][0]
+
+
+class Stolen:
+    """How much of the time this thread was ready to run while others had its core, by the kernel's scheduler."""
+
+    def __init__(self) -> None:
+        try:
+            self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            self._file = -1
+        self._last = self._read()
+
+    def _read(self) -> tuple[float, float] | None:
+        if self._file < 0:
+            return None
+        try:
+            return time.perf_counter(), int(os.pread(self._file, 64, 0).split()[1]) / 1e9
+        except (OSError, ValueError, IndexError):
+            return None
+
+    def share(self) -> float:
+        """Share of the time since the last call, 0 to 1; -1 where the system does not tell."""
+        before, self._last = self._last, self._read()
+        if before is None or self._last is None:
+            return -1.0
+        return min(1.0, max(0.0, (self._last[1] - before[1]) / max(1e-9, self._last[0] - before[0])))
+
+    def __del__(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)

@@ -1,0 +1,78 @@
+"""A polite end: SIGTERM is noted here, and the ranks agree on the step at which they stop."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from asa.executor.model.votes import Votes
+from asa.launch.signals import take_sigterm
+
+_IMPATIENT_S = 1.0
+"""Signals closer together are one: whoever ends a process group signals each member, and its parent passes it on."""
+
+
+VOTE_EVERY_S = 1.0
+"""About how long a request to stop may go unheard."""
+
+PATIENCE_S = 10.0
+"""How long a validation may go on once the ranks were asked to stop: whoever asks kills after 30 s, by custom."""
+
+
+class Patience:
+    """In a validation: ``asked`` to stop, the ranks save at once, go on, and give up if that takes long.
+
+    ``save`` is collective, and so is :meth:`exhausted`, called once a batch.
+    """
+
+    def __init__(self, votes: Votes, asked: Callable[[], bool], save: Callable[[], object]) -> None:
+        self._votes, self._asked, self._save = votes, asked, save
+        self._batches, self._until_vote, self._since = 0, 1, time.monotonic()
+        self._saved: float | None = None
+
+    def exhausted(self) -> bool:
+        """Whether to give up: the same on all ranks."""
+        self._batches += 1
+        if self._batches < self._until_vote:
+            return False
+        now = time.monotonic()
+        waited = 0.0 if self._saved is None else now - self._saved
+        found = self._votes.gather([float(self._asked()), (now - self._since) / self._batches, waited])
+        self._batches, self._since = 0, now
+        self._until_vote = max(1, int(VOTE_EVERY_S / max(1e-6, *(rank[1] for rank in found))))
+        if self._saved is None and any(rank[0] for rank in found):
+            self._save()
+            self._saved = time.monotonic()
+        return any(rank[2] > PATIENCE_S for rank in found)
+
+
+class StopRequest:
+    """Whether this rank was asked to stop."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._since = 0.0
+
+    def _note(self, number: int, _frame: object) -> None:
+        now = time.monotonic()
+        if self.asked and now > self._since + _IMPATIENT_S:
+            os._exit(128 + number)  # asked twice: no saving, no goodbye
+        if not self.asked:
+            self.asked, self._since = True, now
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[StopRequest]:
+        """Note SIGTERM within; outside the main thread, where Python allows no handlers, nothing is heard."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        before = signal.signal(signal.SIGTERM, self._note)
+        take_sigterm()  # one that came while this rank was starting counts
+        try:
+            yield self
+        finally:
+            signal.signal(signal.SIGTERM, before)

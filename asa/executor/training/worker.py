@@ -1,0 +1,195 @@
+"""One optimizer step, and one pass over the test images, as a rank does them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from asa.executor.model.loss import hits_of, logits_of, loss_of
+from asa.executor.model.parallel import ParallelModel
+from asa.executor.model.step import MicrobatchRows, microbatch_rows, played
+from asa.executor.model.votes import Votes
+from asa.executor.training.ahead import Ahead
+from asa.executor.training.clock import StepClock
+from asa.executor.training.precision import LossScale, autocast
+from asa.ir.profile import Precision
+from asa.launch import faults
+from asa.zoo.data import ImageSet, fetch
+
+
+@dataclass
+class LossCounter:
+    """Loss and hits over the rows a rank counts; the figures stay on the device until they are asked for."""
+
+    device: torch.device
+    rows: int = 0
+    _noted: list[tuple[Tensor, Tensor | None, int]] = field(default_factory=list)
+    """Losses, hits, and what a loss is to be multiplied by."""
+
+    @torch.no_grad()
+    def add(self, loss: Tensor, output: object, labels: Tensor) -> None:
+        """``loss``: the mean over ``labels``."""
+        rows = labels.shape[0]
+        self._noted.append((loss.detach(), hits_of(output, labels).sum(), rows))
+        self.rows += rows
+
+    def note(self, losses: Tensor, rows: int) -> None:
+        """``losses``: their sum over ``rows``."""
+        self._noted.append((losses.detach(), None, 1))
+        self.rows += rows
+
+    def take(self) -> tuple[float, float, float]:
+        """(sum of losses, hits, rows) since the last call. Waits for the device."""
+        noted, self._noted = self._noted, []
+        loss = hits = 0.0
+        if noted:
+            counted = [h for _, h, _ in noted if h is not None]
+            figures = torch.stack([t.double() for t in (*(x for x, _, _ in noted), *counted)]).tolist()
+            for value, (_, _, times) in zip(figures, noted, strict=False):
+                loss += value * times
+            hits = sum(figures[len(noted) :])
+        rows, self.rows = self.rows, 0
+        return loss, hits, float(rows)
+
+
+def _rows_read(indices: Tensor, parts: Sequence[MicrobatchRows]) -> Tensor:
+    """The samples a rank reads in a step, microbatch after microbatch."""
+    if len(parts) == 1:
+        return indices[parts[0].read]
+    return torch.cat([indices[part.read] for part in parts])
+
+
+@dataclass(kw_only=True)
+class Worker:
+    """What a rank needs to compute a step: its model and optimizer under the plan in force. ``dtype``: of inputs."""
+
+    model: ParallelModel
+    optimizer: torch.optim.Optimizer
+    scale: LossScale
+    votes: Votes
+    clock: StepClock
+    precision: Precision
+    seed: int
+    label_smoothing: float
+    ahead: Ahead | None = None
+    dtype: torch.dtype = torch.float32
+    _held: list[nn.Parameter] = field(default_factory=list)
+
+    def trainable(self, rows: int) -> bool:
+        """Whether the last, short batch of an epoch gives every rank enough to compute on: two rows at once, or as
+        many as a full batch does. BatchNorm cannot train on a single value."""
+        plan = self.model.plan
+        return plan.fewest(rows) >= min(2, plan.fewest(plan.global_batch)) > 0
+
+    def train(self, images: ImageSet, indices: Tensor, *, epoch: int, step: int, tally: LossCounter) -> bool:
+        """One step on the samples ``indices`` (int64 [rows], global, the same on all ranks); whether it updated.
+
+        Gradients are those of the mean loss over all rows, whatever the shards and microbatches.
+        """
+        # Masks that no module of ours draws come from torch's own generators: a function of the step, too.
+        # (torch.manual_seed itself would note down the Python stack for every device that is not there.)
+        torch.default_generator.manual_seed(self.seed * 1_000_003 + step)
+        model = self.model
+        if model.device.type == "cuda":
+            torch.cuda.manual_seed(self.seed * 1_000_003 + step)
+        self.clock.mark()
+        faults.at_step(step)
+        faults.reached("data")
+        inputs, labels = self._fetch(images, indices, epoch)
+        self.clock.mark()
+
+        counts = model.counts_rows()
+
+        def scaled_loss(output: object, wanted: Tensor) -> Tensor:
+            loss = loss_of(output, wanted, self.label_smoothing)
+            if counts:
+                tally.add(loss, output, wanted)
+            return self.scale.scaled(loss)
+
+        if not self._held:  # walking over all modules takes as long as a small kernel, and finds the same every time
+            self._held = model.parameters()
+        for p in self._held:
+            p.grad = None
+        played(
+            model,
+            indices,
+            step,
+            lambda rows: inputs[rows.start],
+            lambda rows: labels[rows.start],
+            loss_fn=scaled_loss,
+            precision=lambda: autocast(self.precision, model.device),
+        )
+        faults.reached("all_reduce")
+        updated = self.scale.unscale(self._held, self.votes)
+        if updated:
+            faults.reached("optimizer")
+            self.optimizer.step()
+            model.share_updates()
+        self.clock.mark()
+        return updated
+
+    def expect(self, following: Callable[[], Tensor]) -> None:
+        """``following`` gives the next step's samples: what this rank reads may be gathered meanwhile."""
+        if self.ahead is not None and self.model.reads:
+            indices = following()
+            self.ahead.expect(_rows_read(indices, microbatch_rows(self.model, len(indices))))
+
+    def _fetch(self, images: ImageSet, indices: Tensor, epoch: int) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """This rank's inputs and labels of every microbatch, each by its first row in the batch."""
+        model, parts = self.model, microbatch_rows(self.model, len(indices))
+        inputs: dict[int, Tensor] = {}
+        wanted: Tensor | None = None
+        if model.reads:
+            mine = _rows_read(indices, parts)
+            gathered = None if self.ahead is None else self.ahead.take(mine)
+            x, y = fetch(
+                images, mine, train=True, seed=self.seed, epoch=epoch, device=model.device, dtype=self.dtype,
+                gathered=gathered,
+            )  # fmt: skip
+            if len(parts) == 1:
+                inputs[parts[0].read.start] = x
+                wanted = y if parts[0].read == parts[0].kept else None
+            else:
+                rows = x.split([part.read.stop - part.read.start for part in parts])  # views, in one go
+                inputs = {part.read.start: r for part, r in zip(parts, rows, strict=True)}
+        if not model.concludes:
+            return inputs, {}
+        if wanted is not None:
+            return inputs, {parts[0].kept.start: wanted}
+        wanted = images.labels[indices.to(images.labels.device)].to(model.device)
+        return inputs, {part.kept.start: wanted[part.kept] for part in parts}
+
+    @torch.no_grad()
+    def validate(
+        self, images: ImageSet, batch: int, given_up: Callable[[], bool] = lambda: False
+    ) -> LossCounter | None:
+        """Loss and hits over every image, each counted once over all ranks. Batches are all of one size: the last is
+        filled up with images that are not counted. ``given_up`` is asked after every batch, on all ranks, which must
+        get one answer; None where it was yes."""
+        model, total = self.model, len(images)
+        tally = LossCounter(model.device)
+        model.average_buffers()
+        model.eval()
+        for start in range(0, total, batch):
+            faults.reached("validation")
+            rows = torch.arange(start, start + batch).clamp_(max=total - 1)
+            read, kept = (slice(*r) for r in (model.input_rows(batch), model.output_rows(batch)))
+            x = None
+            if model.reads:
+                x, _ = fetch(images, rows[read], train=False, seed=self.seed, epoch=0, device=model.device)
+            with autocast(self.precision, model.device):
+                output = model(x, rows, 0)
+            count = max(0, min(kept.stop, total - start) - kept.start)
+            if model.counts_rows() and count:
+                labels = images.labels[start + kept.start : start + kept.start + count].to(model.device)
+                logits = logits_of(output)[:count].float()
+                tally.add(loss_of(logits, labels), logits, labels)
+            if given_up():
+                model.links.settle()
+                return None
+        model.links.settle()
+        model.train()
+        return tally

@@ -1,0 +1,144 @@
+"""Work on another core: a forked copy of this process does it and sends back what it found.
+
+Only where a copy is safe and helps: a process of one thread, without torch (whose threads and devices do not survive a
+fork), on two cores or more. Elsewhere the work is done here, when its result is asked for. It must end by itself: what
+the search does beside it has the same time limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import pickle
+import select
+import signal
+import struct
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Generic, NoReturn, TypeVar
+
+T = TypeVar("T")
+_PIECE = 1 << 16
+_NUMBER = struct.Struct("@d")
+
+
+def possible() -> bool:
+    """Whether work can be done by a copy of this process, at the same time."""
+    if not hasattr(os, "fork") or not hasattr(os, "sched_getaffinity") or "torch" in sys.modules:
+        return False
+    return threading.active_count() == 1 and len(os.sched_getaffinity(0)) > 1
+
+
+class Forked(Generic[T]):
+    """``work`` done by a copy of this process; here, if ``apart`` is false, or the copy comes to grief."""
+
+    def __init__(self, work: Callable[[], T], *, apart: bool) -> None:
+        self._work, self._found = work, list[T]()
+        self._pid = self._source = -1
+        if apart:
+            self._source, sink = os.pipe()
+            with contextlib.suppress(OSError), warnings.catch_warnings():
+                # Of threads that are not Python's: those of numpy, which looks after its own.
+                warnings.filterwarnings("ignore", message=".*use of fork.*", category=DeprecationWarning)
+                self._pid = os.fork()
+                if self._pid == 0:
+                    os.close(self._source)
+                    _answer(work, sink)
+            os.close(sink)
+
+    @property
+    def ready(self) -> bool:
+        """Whether the result is there, or begins to be."""
+        return bool(self._found) or (self._pid > 0 and bool(select.select([self._source], [], [], 0)[0]))
+
+    def result(self) -> T:
+        """What ``work`` returned; waits for it."""
+        if not self._found:
+            data = self._received() if self._pid > 0 else b""
+            self._found.append(pickle.loads(data) if data else self._work())
+        return self._found[0]
+
+    def _received(self) -> bytes:
+        pieces = []
+        with open(self._source, "rb", buffering=0) as source:
+            while piece := source.read(_PIECE):
+                pieces.append(piece)
+        pid, self._pid = self._pid, -1
+        _, status = os.waitpid(pid, 0)
+        return b"".join(pieces) if status == 0 else b""
+
+    def stop(self) -> None:
+        """No result is wanted any more."""
+        if self._pid > 0:
+            with contextlib.suppress(OSError):
+                os.kill(self._pid, signal.SIGKILL)
+            os.close(self._source)
+            os.waitpid(self._pid, 0)
+            self._pid = -1
+
+
+class SharedBest:
+    """A number from each of two processes, this one and a copy of it made later, for the other to see."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, 2 * _NUMBER.size)
+        for side in (0, 1):
+            _NUMBER.pack_into(self._memory, side * _NUMBER.size, float("inf"))
+
+    def exchange(self, side: int, number: float) -> float:
+        """Say a number, on one of the sides 0 and 1, and hear what the other one said last; infinite before it did."""
+        _NUMBER.pack_into(self._memory, side * _NUMBER.size, number)
+        found: float = _NUMBER.unpack_from(self._memory, (1 - side) * _NUMBER.size)[0]
+        return found
+
+
+class WorkQueue:
+    """What two processes, this one and a copy of it made later, write for each other: who has taken which of ``count``
+    pieces of work, and a number for each of them.
+
+    Both may take the same piece at the same instant: it is then done twice.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._owners = mmap.mmap(-1, 1 + count)
+        self._numbers = mmap.mmap(-1, count * _NUMBER.size)
+
+    def mine(self, side: int, piece: int) -> bool:
+        """Whether ``side`` (0 or 1) has taken a piece, or takes it now."""
+        at = 1 + piece
+        if not self._owners[at]:
+            self._owners[at] = side + 1
+        return self._owners[at] == side + 1
+
+    def elsewhere(self, side: int, piece: int) -> bool:
+        """Whether the other side has taken it."""
+        return self._owners[1 + piece] == 2 - side
+
+    def write(self, numbers: Sequence[float]) -> None:
+        """A number for each piece."""
+        for k, number in enumerate(numbers):
+            _NUMBER.pack_into(self._numbers, k * _NUMBER.size, number)
+        self._owners[0] = 1
+
+    def read(self) -> list[float] | None:
+        """Numbers that the other process wrote, None before it did."""
+        if not self._owners[0]:
+            return None
+        return [_NUMBER.unpack_from(self._numbers, k * _NUMBER.size)[0] for k in range(self._count)]
+
+
+def _answer(work: Callable[[], T], sink: int) -> NoReturn:
+    """In the copy: never returns, and leaves alone what the original has open."""
+    status = 1
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        data = pickle.dumps(work())
+        with open(sink, "wb") as out:
+            out.write(data)
+        status = 0
+    finally:
+        os._exit(status)

@@ -1,0 +1,258 @@
+"""Plans whose cuts and widths are fixed: what the best of them takes at least, and plans near it.
+
+A step is the longest of many paths through the clock (:mod:`asa.cost.pipeline`), so no plan takes less than any mean of
+paths, and at such weights stages have nothing to do with each other but for the data degrees at their ends. Each has
+its own least value then, memory limit and all (:mod:`asa.planner.pipeline.pricing_problem`), and their sum is a bound
+on all
+plans of these cuts and widths. Weights that say most are those of a game: against the choices that came up so far, one
+picks paths, the other picks among the choices. What is best against the paths picked comes up next (Dantzig and Wolfe,
+Operations Research 8, 1960).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from asa.cost.pipeline import program
+from asa.interfaces.schedule import Schedule
+from asa.planner.pipeline.lattice import INF
+from asa.planner.pipeline.pipelines import stage_times
+from asa.planner.pipeline.pricing_problem import PricedChoice, PricingProblem
+from asa.planner.pipeline.stage_slice import StageSlice
+from asa.planner.stage.problem import Choice
+
+if TYPE_CHECKING:
+    from asa.planner.pipeline.case import Case
+
+Cuts = tuple[tuple[int, int, int], ...]
+"""Width, first component and component behind the last one, for each stage."""
+
+_LABELS, _UTMOST = 300, 4800
+_TURNS, _PATHS = 8, 40
+"""Labels kept behind a component, at first and at most; turns at most, and paths added in one."""
+_CLOSE = 1e-3
+"""Share of a bound: a smaller gain is not worth another turn."""
+_FIRST, _NEAR = 0.2, 0.3
+"""Share in the weights of what every stage takes at first, and of those that said most so far then: what is best at
+weights that leave a stage out may take any time there."""
+
+
+class ColumnGeneration:
+    """The plans of a case with these cuts and widths: none takes less than ``bound`` ms; ``value`` and ``choices``: the
+    best that came up. ``done``: other weights say no more. ``seen``: times of plans or bounds on them, in the order of
+    :func:`longest`, against which weights are first chosen."""
+
+    def __init__(self, case: Case, cuts: Cuts, bound: float, seen: Sequence[Any]) -> None:
+        self.case, self.cuts, self.bound = case, cuts, bound
+        self.value, self.choices, self.done = INF, tuple[Choice, ...](), False
+        links, offset, p = case.links, 0, len(cuts)
+        assert links is not None
+        self._pieces: list[StageSlice] = []
+        self._keys = [case.keys.of[w] for w, _, _ in cuts]
+        self._moves: list[tuple[Any, Any]] = []
+        for s, (w, a, b) in enumerate(cuts):
+            if s:
+                hop, where = links.hops[offset], (a, self._keys[s - 1], self._keys[s])
+                self._moves.append((links.ahead[hop][where], links.back[hop][where]))
+            self._pieces.append(case.shop.piece(case.shop.place(w, case.m, case.in_flight[p - s]), a, b))
+            offset += w
+        self._turns, self._most, self._said = 0, _LABELS, 0.0
+        self._paths, self._columns = list[Any](), list[Any]()
+        self._stages: list[PricingProblem] = []
+        if all(x.possible for x in self._pieces):
+            self._weights = self._center = self._begun(np.array(seen))
+        else:
+            self.bound = INF
+
+    def step(self, limit: float, ends: float) -> None:
+        """Raise the bound: by prices of memory first, then each time by what is best at weights, and at others then.
+        Plans from ``limit`` ms on are of no interest.
+
+        Raises:
+            OutOfTimeError: time is up.
+        """
+        if not self._stages:
+            self._price()
+            return
+        self._turns += 1
+        choices, dropped = self._best(limit, ends)
+        if self.bound > self._said:
+            self._said, self._center = self.bound, self._weights
+        if self.bound >= limit:
+            return
+        reach = INF if choices is None else self._met(choices)
+        near = self.bound * (1 + _CLOSE / 3)
+        self.done = reach <= near or self.value <= near or self._turns >= _TURNS
+        if dropped and reach > near:
+            self.done = self.done or self._most >= _UTMOST
+            self._most *= 4
+        if not self.done and choices is not None:
+            self._price()
+
+    def _price(self) -> None:
+        """All stages at the weights of now, from the last one on: bounds by prices of memory."""
+        behind, stages, weights = np.zeros(self._pieces[-1].numbers.degrees), list[PricingProblem](), self._weights
+        for s in range(len(self.cuts) - 1, -1, -1):
+            forward, backward, last, after = weights[4 * s : 4 * s + 4].tolist()
+            stages.append(PricingProblem(self._pieces[s], (forward, backward, max(0.0, last - after), after), behind))
+            begun = stages[-1].begun()
+            if s:
+                behind = (self._over(s) + begun[None, :]).min(axis=1)
+        self._stages = stages[::-1]
+        self.bound = max(self.bound, float(begun.min()))
+
+    def _best(self, limit: float, ends: float) -> tuple[list[Choice] | None, bool]:
+        """The best choices at the weights of now, below ``limit``, and whether some were not looked at."""
+        front, proved = np.zeros(self._pieces[0].numbers.degrees), limit
+        found, turns = list[PricedChoice](), list[Any]()
+        for s, stage in enumerate(self._stages):
+            if s:
+                on = found[-1].values[:, None] + self._over(s)
+                turns.append(on.argmin(axis=0))
+                front = on.min(axis=0)
+            found.append(stage.best(front, limit, self._most, ends))
+            proved = min(proved, found[-1].proved)
+            if not np.isfinite(found[-1].values).any():
+                self.bound = max(self.bound, proved)
+                return None, proved < limit
+        end = int(found[-1].values.argmin())
+        value = float(found[-1].values[end])
+        self.bound = max(self.bound, min(proved, value))
+        choices: list[Choice] = []
+        for s in range(len(self.cuts) - 1, -1, -1):
+            choice = found[s].choices[end]
+            assert choice is not None
+            choices.append(choice)
+            if s:
+                end = int(turns[s - 1][found[s].entries[end]])
+        return choices[::-1], proved < value
+
+    def _met(self, choices: Sequence[Choice]) -> float:
+        """Add a plan, and take the weights that say most against all that were met; what they say of these."""
+        column = self._times(choices)
+        value, path = longest(column, self.case.schedule, len(self.cuts), self.case.m)
+        if value < self.value:
+            self.value, self.choices = value, tuple(choices)
+        self._columns.append(column)
+        self._paths.append(path)
+        weights, reach = self._against(np.array(self._columns), self._paths)
+        self._weights = (1 - _NEAR) * weights + _NEAR * self._center
+        return reach
+
+    def _begun(self, seen: Any) -> Any:
+        """Weights to begin with: those that say most against ``seen``, with a share of the paths through each stage."""
+        p, through = len(self.cuts), []
+        for s in range(p):
+            slow = seen.mean(axis=0)
+            slow[4 * s : 4 * s + 4] += seen.sum()
+            through.append(longest(slow, self.case.schedule, p, self.case.m)[1])
+        return (1 - _FIRST) * self._against(seen, [])[0] + _FIRST * np.mean(through, axis=0)
+
+    def _against(self, columns: Any, paths: list[Any]) -> tuple[Any, float]:
+        """The weights of paths that say most against such plans, and what they say; ``paths`` get more where needed."""
+        p, m = len(self.cuts), self.case.m
+        if not paths:
+            paths += [longest(c, self.case.schedule, p, m)[1] for c in columns]
+        for _ in range(_PATHS):
+            weights, share, reach = game(np.maximum(1e-9, np.array(paths) @ columns.T))
+            value, path = longest(share @ columns, self.case.schedule, p, m)
+            if value <= reach * (1 + 1e-7):
+                break
+            paths.append(path)
+        return weights @ np.array(paths), reach
+
+    def _over(self, s: int) -> Any:
+        """From stage s - 1 to stage s at the weights of now, by the degrees on either side."""
+        i = 4 * len(self.cuts) + 2 * (s - 1)
+        ahead, back = self._moves[s - 1]
+        return self._weights[i] * ahead + self._weights[i + 1] * back
+
+    def _times(self, choices: Sequence[Choice]) -> Any:
+        """Times of a plan, in the order of :func:`longest`."""
+        pipelines, m, found, degrees = self.case.shop.pipelines, self.case.m, list[float](), []
+        for (w, a, _), choice in zip(self.cuts, choices, strict=True):
+            chain = pipelines.chain(w, m)
+            assert chain is not None
+            stage = chain.chosen(a, choice)
+            times = stage_times(stage, (0,) * len(choice))
+            found += [times.forward, times.backward, times.last_backward_extra, times.after]
+            ends = [chain.layouts[stage.configs[k][0].layout].data for k in (0, -1)]
+            degrees.append([self.case.keys.pairs.index((w, d)) for d in ends])
+        for s, (ahead, back) in enumerate(self._moves):
+            where = (degrees[s][1] - self._keys[s].start, degrees[s + 1][0] - self._keys[s + 1].start)
+            found += [float(ahead[where]), float(back[where])]
+        return np.array(found)
+
+
+def longest(times: Any, schedule: Schedule, stages: int, num_microbatches: int) -> tuple[float, Any]:
+    """Makespan, as :func:`asa.cost.pipeline.makespan`, with how often each time is on a longest path.
+
+    ``times``: of each stage forward, backward, last_backward_extra and after; then of each link ahead and back.
+    """
+    p, m, size = stages, num_microbatches, len(times)
+    value = times.tolist()
+
+    def then(at: tuple[float, Any], k: int) -> tuple[float, Any]:
+        return at[0] + value[k], (k, at[1])
+
+    start: tuple[float, Any] = (0.0, None)
+    now, ahead_free, back_free = [start] * p, [start] * p, [start] * p
+    arrived, returned = [[start] * m for _ in range(p)], [[start] * m for _ in range(p)]
+    for s, ahead, k, last in program(schedule, p, m):
+        clock = now[s]
+        if ahead:
+            clock = then(_later(clock, arrived[s][k]), 4 * s)
+            if s + 1 < p:
+                ahead_free[s] = arrived[s + 1][k] = then(_later(clock, ahead_free[s]), 4 * p + 2 * s)
+        else:
+            clock = then(_later(clock, returned[s][k]), 4 * s + 1)
+            clock = then(clock, 4 * s + 2) if last else clock
+            if s:
+                back_free[s] = returned[s - 1][k] = then(_later(clock, back_free[s]), 4 * p + 2 * s - 1)
+        now[s] = clock
+    end = then(now[0], 3)
+    for s in range(1, p):
+        end = _later(end, then(now[s], 4 * s + 3))
+    counts, path = np.zeros(size), end[1]
+    while path is not None:
+        counts[path[0]] += 1
+        path = path[1]
+    return end[0], counts
+
+
+def _later(a: tuple[float, Any], b: tuple[float, Any]) -> tuple[float, Any]:
+    return a if a[0] >= b[0] else b
+
+
+def game(values: Any) -> tuple[Any, Any, float]:
+    """Optimal mixed strategies of a positive matrix: rows whose mean is largest in its least column, columns whose
+    mean is least in its largest row, and that value, which is the same (von Neumann). By the simplex method."""
+    scale = float(values.max())
+    rows, columns = values.shape
+    table = np.zeros((rows + 1, columns + rows + 1))
+    table[:rows, :columns], table[:rows, columns:-1], table[:rows, -1] = values / scale, np.eye(rows), 1.0
+    table[rows, :columns] = -1.0
+    basis = list(range(columns, columns + rows))
+    for turn in range(50 * (rows + columns)):
+        below = np.flatnonzero(table[rows, :-1] < -1e-11)
+        if not len(below):
+            break
+        # The steepest first, and the first one (Bland) where that may go round in circles.
+        j = int(below[table[rows, below].argmin()] if turn < 10 * (rows + columns) else below[0])
+        rising = table[:rows, j] > 1e-11
+        ratio = np.where(rising, table[:rows, -1] / np.where(rising, table[:rows, j], 1.0), INF)
+        i = int(ratio.argmin())
+        table[i] /= table[i, j]
+        others = np.arange(rows + 1) != i
+        table[others] -= table[others, j, None] * table[i]
+        basis[i] = j
+    total = float(table[rows, -1])
+    share = np.zeros(columns)
+    for i, j in enumerate(basis):
+        if j < columns:
+            share[j] = table[i, -1]
+    mine = np.maximum(0.0, table[rows, columns:-1])
+    return mine / mine.sum(), share / share.sum(), scale / total

@@ -1,0 +1,338 @@
+"""One stage at weights of its times: what it takes at least with the memory limit, and the choice that takes least.
+
+A path through the clock of a pipeline counts a stage's forward and backward so often, what lengthens its last backward,
+and what comes once per step; several paths, each with its share, count them in fractions. At such weights a stage is a
+:class:`asa.planner.stage.problem.Problem` with two ends: what is in front of it has cost so much for each data degree
+it may begin with, and what is behind costs at least so much for each it may end with.
+
+Memory has prices in the backward of some components (:mod:`asa.planner.stage.dual`), which bound every completion of a
+partial choice. What synchronisation and backward take side by side saves as much as ``saving``; in a stage that the
+path goes on from, it makes backward longer instead, and ``saving`` is below zero: then the least of its bounds counts,
+component by component, where otherwise the largest does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from asa.planner import clock
+from asa.planner.pipeline import lattice as at
+from asa.planner.pipeline.lattice import INF
+from asa.planner.pipeline.stage_slice import StageSlice
+from asa.planner.stage.pareto import OutOfTimeError, efficient, lowest
+
+_CLOSE = 1 + 1e-12
+_COARSE, _WIDE = 10, (2e-3, 30.0)
+"""Prices of memory that are tried first, between these, in units of a stage's time over the capacity."""
+_FINER = (-0.7, -0.35, -0.15, 0.15, 0.35, 0.7)
+"""Steps about the best of them, in parts of the ratio between neighbours; and once more in parts of that."""
+_BESIDE = (0.5, 1.6)
+"""Other prices, in parts of the best one, that labels are judged by, too."""
+_NEVER = 1e30
+"""Value of a clock that has not begun: finite, so that it can be added to what is infinite."""
+V, C, P, U, W, MOVING = range(6)
+
+
+@dataclass
+class _Front:
+    """Labels behind one component: ``own`` clocks and memory, ``priced`` memory at each price."""
+
+    own: Any
+    priced: Any
+    entry: Any
+    layout: Any
+    parent: Any
+    config: Any
+
+    def taken(self, index: Any) -> _Front:
+        return _Front(*(x[index] for x in self.__dict__.values()))
+
+
+@dataclass(frozen=True)
+class PricedChoice:
+    """What one pass found: per data degree at the end (by number) the least value, infinite where there is none below
+    the limit, and the choice that has it. ``proved``: no choice that was not looked at is in a plan that takes less."""
+
+    values: Any
+    choices: Sequence[tuple[int, ...] | None]
+    entries: Sequence[int]
+    proved: float
+
+
+class PricingProblem:
+    """A piece at weights: of forward, backward, of what lengthens the last backward of a path that goes on, and of what
+    comes once per step in one that ends here. ``behind``: per data degree at the end, the least cost of what follows.
+    """
+
+    def __init__(self, piece: StageSlice, weights: Sequence[float], behind: Any) -> None:
+        forward, backward, longer, once = weights
+        x, n = piece.numbers, piece.n
+        self.piece, self.after = piece, behind[x.degree]
+        self.saving = 0.0
+        if x.saving > 0:
+            self.saving = once * x.saving - longer * (1 - 1 / x.sp if x.sp > 1 else 0.0)
+        r = piece.row
+        work = forward * r[:, at.F] + backward * r[:, at.B] + longer * r[:, at.BUCKET]
+        work = work + once * (r[:, at.ONCE] + r[:, at.PROMPT] + r[:, at.LATE])
+        e = piece.edges
+        over = forward * e[:, at.EF] + backward * e[:, at.EB] + once * e[:, at.EONCE]
+        self.edges = np.where(piece.over, over, INF)
+        s = self.saving
+        prompt, late = s * x.sc * r[:, at.PROMPT], s * x.sc * r[:, at.LATE]
+        # In front of the component at which what runs side by side is counted, at it, behind it in the same bucket, and
+        # behind that.
+        sides = [work - s * x.sp * r[:, at.WINDOW], work, work - prompt, work - prompt - late]
+        kept = self._undominated(np.stack(sides, axis=1) if s else work[:, None])
+        self.rows, self.layout, self.component = r[kept], piece.layout[kept], piece.component[kept]
+        self.config = piece.config[kept]
+        self.sides = np.stack([v[kept] for v in sides])
+        self.begins = np.flatnonzero(np.r_[True, (np.diff(self.component) != 0) | (np.diff(self.layout) != 0)])
+        self.of = np.searchsorted(self.component, np.arange(n + 1))
+        ks = sorted({0, n // 2, n - 1}) if s > 0 else [0]
+        self.pivots = np.array(ks)
+        self._price()
+
+    def _undominated(self, times: Any) -> Any:
+        r, piece = self.piece.row, self.piece
+        seen = [times]
+        if piece.tight:
+            held = r[:, at.STATE] + r[:, at.ACT]
+            # Behind it, from its own backward on, and in it.
+            seen += [held[:, None], (r[:, at.STATE] + r[:, at.GRAD])[:, None],
+                     (held + r[:, at.GRAD] + r[:, at.TRANS])[:, None]]  # fmt: skip
+        group = piece.component * piece.numbers.count + piece.layout
+        return np.sort(efficient(np.concatenate(seen, axis=1), group))
+
+    def _price(self) -> None:
+        """Look for the price of memory that says most, and keep a few."""
+        piece, n = self.piece, self.piece.n
+        last = np.eye(n)[n - 1]
+        self._with(np.zeros((1, n)))
+        if not piece.tight:
+            return
+        moments = [last] + ([np.eye(n)[n - 2]] if n > 1 and piece.numbers.m == 1 else [])
+        unit = max(1e-9, abs(float(self.root.max(axis=0).min()))) / piece.numbers.capacity
+        prices = unit * np.geomspace(*_WIDE, _COARSE)
+        ratio = float(prices[1] / prices[0])
+        which, some = 0, [(0.0, 0)] + [(float(p), k) for k in range(len(moments)) for p in prices]
+        best, price, which = -INF, 0.0, 0
+        for _ in range(3):
+            self._with(np.array([p * moments[k] for p, k in some]))
+            values = self.root.min(axis=1)
+            j = int(values.argmax())
+            if values[j] > best:
+                best, (price, which) = float(values[j]), some[j]
+            if not price:
+                break
+            some = [(price * ratio**step, which) for step in _FINER]
+            ratio **= 0.3
+        kept = [price * moments[which]] + [f * price * moments[which] for f in _BESIDE if price]
+        kept += [price * sum(moments) / 2] if len(moments) > 1 and price else []
+        self._with(np.array(kept))
+
+    def _with(self, memory: Any) -> None:
+        """Take prices of memory: price set x component."""
+        piece, x, n = self.piece, self.piece.numbers, self.piece.n
+        self.memory = memory
+        upto = np.cumsum(memory, axis=1)
+        total = upto[:, -1:]
+        at_work = total - upto + memory
+        r, k = self.rows, self.component
+        self.priced = total * r[:, at.STATE] + at_work[:, k] * r[:, at.ACT]
+        self.priced = self.priced + upto[:, k] * r[:, at.GRAD] + memory[:, k] * r[:, at.TRANS]
+        e = piece.edges
+        moved = total[..., None, None] * e[None, :, at.ESTATE] + at_work[:, 1:, None, None] * e[None, :, at.EACT]
+        self.moved = moved + memory[:, 1:, None, None] * e[None, :, at.ETRANS]
+        self.offset = -total[:, 0] * x.capacity if piece.tight else 0.0 * total[:, 0]
+        cost = np.minimum.reduceat(self.sides[:, None, :] + self.priced[None], self.begins, axis=2)
+        least = np.full((n, 4, len(memory), x.count), INF)
+        least[self.component[self.begins], :, :, self.layout[self.begins]] = np.moveaxis(cost, 2, 0)
+        self.least = least
+        self._look_behind()
+        # price set x layout
+        self.root = self.offset[:, None] + self._rooted()
+
+    def _look_behind(self) -> None:
+        """Least cost behind a component: component x way x price set x layout. Ways, with a saving: for each pivot,
+        and last behind any; without: V, C and P."""
+        piece, n = self.piece, self.piece.n
+        sets, count = len(self.memory), piece.numbers.count
+        ways = len(self.pivots) + 1 if self.saving >= 0 else 3
+        behind = np.zeros((n, ways, sets, count))
+        behind[n - 1] = self.after
+        if self.saving < 0:
+            behind[n - 1, P] = INF
+        for i in range(n - 1, 0, -1):
+            here = self._through(i, behind[i])
+            over = self.edges[i - 1] + self.moved[:, i - 1]
+            behind[i - 1] = (over[None] + here[:, :, None, :]).min(axis=3)
+        self.behind = behind
+
+    def _through(self, i: int, behind: Any) -> Any:
+        """Least cost of component i and what is behind it: way x price set x layout."""
+        front, pivot, bucket, beyond = self.least[i]
+        if self.saving >= 0:
+            own = [front if i < k else pivot if i == k else beyond for k in self.pivots.tolist()]
+            return np.stack([*own, beyond]) + behind
+        if self.piece.across[i]:
+            c = bucket + behind[C]
+        else:
+            c = bucket + behind[V]
+        p = np.minimum(pivot + behind[C], front + behind[P])
+        return np.stack([beyond + behind[V], c, p])
+
+    def _rooted(self) -> Any:
+        here = self._through(0, self.behind[0])
+        return here[:-1].max(axis=0) if self.saving >= 0 else here[P]
+
+    def begun(self) -> Any:
+        """The least value with each data degree at the begin, by its number: price by price, the best of them."""
+        found = np.full(self.piece.numbers.degrees, INF)
+        np.minimum.at(found, self.piece.numbers.degree, self.root.max(axis=0))
+        return found
+
+    def best(self, entry: Any, limit: float, most: int, ends: float) -> PricedChoice:
+        """The best choices below ``limit``; ``entry``: what all in front costs, by the data degree at the begin.
+        So many labels are kept behind a component, those with the lowest bounds.
+
+        Raises:
+            OutOfTimeError: time is up.
+        """
+        piece, n, degrees = self.piece, self.piece.n, self.piece.numbers.degrees
+        history: list[tuple[Any, Any]] = []
+        proved = limit
+        none = PricedChoice(np.full(degrees, INF), [None] * degrees, [0] * degrees, proved)
+        front: _Front | None = None
+        for i in range(n):
+            if clock.now() > ends:
+                raise OutOfTimeError
+            arrived = self._begin(entry) if front is None else self._over(front, i, limit, ends)
+            front = self._configured(arrived, i, limit)
+            if not len(front.layout):
+                return PricedChoice(none.values, none.choices, none.entries, proved)
+            front = front.taken(self._efficient(front, front.own[:, : U + 2 if piece.tight else U], ends))
+            if len(front.layout) > most:
+                kept, dropped = lowest(self._bounds(front, i), most)
+                front, proved = front.taken(kept), min(proved, dropped)
+            history.append((front.parent, front.config))
+        assert front is not None
+        return self._told(front, history, proved)
+
+    def _told(self, front: _Front, history: list[tuple[Any, Any]], proved: float) -> PricedChoice:
+        x = self.piece.numbers
+        values, choices = np.full(x.degrees, INF), list[tuple[int, ...] | None]([None] * x.degrees)
+        entries = [0] * x.degrees
+        total = self._ended(front.own)
+        for label in np.argsort(total, kind="stable").tolist():
+            degree = int(x.degree[front.layout[label]])
+            if choices[degree] is not None:
+                continue
+            values[degree] = total[label]
+            picked, k = [], label
+            for parents, rows in reversed(history):
+                picked.append(int(self.config[rows[k]]))
+                k = int(parents[k])
+            choices[degree] = tuple(reversed(picked))
+            entries[degree] = int(front.entry[label])
+        return PricedChoice(values, choices, entries, proved)
+
+    def _ended(self, own: Any) -> Any:
+        return np.maximum(own[:, V], own[:, C]) if self.saving >= 0 else np.minimum(own[:, V], own[:, C])
+
+    def _begin(self, entry: Any) -> _Front:
+        x = self.piece.numbers
+        layout = np.flatnonzero(np.isfinite(entry[x.degree]))
+        own = np.zeros((len(layout), 6))
+        own[:, V] = own[:, C] = -_NEVER if self.saving >= 0 else _NEVER
+        own[:, P] = entry[x.degree[layout]]
+        none = np.zeros(len(layout), dtype=np.int64)
+        return _Front(own, np.zeros((len(layout), len(self.memory))), x.degree[layout], layout, none, none)
+
+    def _efficient(self, front: _Front, seen: Any, ends: float) -> Any:
+        """A clock that has not begun yet has not for any of the labels."""
+        if not self.saving:
+            seen = seen[:, P:]
+        return efficient(np.where(np.abs(seen) < _NEVER / 2, seen, 0.0), front.layout, ends)
+
+    def _over(self, front: _Front, i: int, limit: float, ends: float) -> _Front:
+        """What arrives in each layout of component i, before its configuration."""
+        e = self.piece.edges[i - 1]
+        here = self._through(i, self.behind[i])
+        cost = self.edges[i - 1][front.layout]  # label x layout
+        clocks = front.own[:, None, :3] + cost[:, :, None]
+        value = self._completed(clocks, here, i - 1)  # price set x label x layout
+        priced = front.priced.T[:, :, None] + self.moved[:, i - 1][:, front.layout]
+        possible = (value + priced + self.offset[:, None, None] < limit).all(axis=0)
+        source, layout = np.nonzero(possible)
+        own = front.own[source]
+        own[:, :U] += cost[source, layout][:, None]
+        there = (front.layout[source], layout)
+        own[:, U] += e[at.ESTATE][there]
+        own[:, W] += e[at.ESTATE][there] + e[at.EACT][there]
+        own[:, MOVING] = own[:, W] + e[at.ETRANS][there]
+        found = _Front(own, priced[:, source, layout].T, front.entry[source], layout, source, 0 * source)
+        if len(source) <= 40:
+            return found
+        return found.taken(self._efficient(found, own if self.piece.tight else own[:, :U], ends))
+
+    def _completed(self, clocks: Any, here: Any, i: int) -> Any:
+        """Bounds on what labels come to at the end, for all in layouts: price set x label x layout, without memory.
+        ``here``: way x price set x layout, behind component i."""
+        ways = here[:, :, None, :]
+        if self.saving >= 0:
+            found = np.maximum(clocks[..., V], clocks[..., C])[None] + ways[-1]
+            for k, pivot in enumerate(self.pivots.tolist()):
+                if pivot > i:
+                    found = np.maximum(found, clocks[..., P][None] + ways[k])
+            return found
+        found = np.minimum(clocks[..., V][None] + ways[V], clocks[..., C][None] + ways[C])
+        return np.minimum(found, clocks[..., P][None] + ways[P])
+
+    def _bounds(self, front: _Front, i: int) -> Any:
+        behind = self.behind[i][:, :, front.layout]
+        clocks = front.own[:, :3]
+        if self.saving >= 0:
+            found = np.maximum(clocks[:, V], clocks[:, C])[None] + behind[-1]
+            for k, pivot in enumerate(self.pivots.tolist()):
+                if pivot > i:
+                    found = np.maximum(found, clocks[:, P][None] + behind[k])
+        else:
+            found = np.minimum(clocks[:, V][None] + behind[V], clocks[:, C][None] + behind[C])
+            found = np.minimum(found, clocks[:, P][None] + behind[P])
+        return (found + front.priced.T + self.offset[:, None]).max(axis=0)
+
+    def _configured(self, front: _Front, i: int, limit: float) -> _Front:
+        """With every configuration of component i."""
+        piece, x = self.piece, self.piece.numbers
+        a, b = self.of[i], self.of[i + 1]
+        index, chosen = np.nonzero(front.layout[:, None] == self.layout[None, a:b])
+        chosen = chosen + a
+        layout, own = front.layout[index], front.own[index]
+        r = self.rows[chosen]
+        if piece.tight:
+            grown = r[:, at.STATE] + r[:, at.ACT]
+            u = np.maximum(own[:, U] + r[:, at.STATE] + r[:, at.GRAD],
+                           own[:, MOVING] + grown + r[:, at.GRAD] + r[:, at.TRANS])  # fmt: skip
+            w = own[:, W] + grown
+            good = u + piece.standing[i][layout] <= x.capacity * _CLOSE
+            good &= w + piece.held[i][layout] <= x.capacity * _CLOSE
+            index, chosen, layout, own, u, w = index[good], chosen[good], layout[good], own[good], u[good], w[good]
+        else:
+            u = w = np.zeros(len(index))
+        windowed, d, bucket, beyond = self.sides[:, chosen]
+        v, c, p = own[:, V] + beyond, own[:, C] + bucket, own[:, P] + d
+        least = np.maximum if self.saving >= 0 else np.minimum
+        if piece.across[i]:
+            c = least(c, p)
+        else:
+            v, c = least(v, c), p
+        p = own[:, P] + windowed
+        found = _Front(
+            np.stack([v, c, p, u, w, w], axis=1), front.priced[index] + self.priced[:, chosen].T,
+            front.entry[index], layout, front.parent[index], chosen,
+        )  # fmt: skip
+        return found.taken(np.flatnonzero(self._bounds(found, i) < limit))

@@ -1,0 +1,200 @@
+"""What the cases of a search share: chains as arrays, tables, explorers and transfers, each made once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from asa.ir.layout import Layout
+from asa.planner import clock
+from asa.planner.pipeline.bounds import Keys, StageLinks
+from asa.planner.pipeline.lattice import INF, Numbers, Table
+from asa.planner.pipeline.pipelines import Pipelines
+from asa.planner.pipeline.points import Points, Room
+from asa.planner.pipeline.stage_slice import StageSlice
+from asa.planner.pipeline.stages import UTMOST, Explorer
+from asa.planner.pipeline.tables import limited, relaxed, rough
+from asa.planner.stage.pareto import OutOfTimeError
+
+MANY = 24
+"""Widths and degrees at the ends of stages, together, from which they are first looked at without degrees."""
+
+
+class StageCache:
+    """What cases share: chains as arrays, tables and transfers, each made once. ``crowded``: memory is likely to bind,
+    so that bounds by compute alone are not worth their time."""
+
+    def __init__(self, pipelines: Pipelines, *, crowded: bool = False) -> None:
+        self.pipelines, self.crowded = pipelines, crowded
+        self.n = len(pipelines.names)
+        self.gpus = pipelines.gpus
+        self.offsets = {
+            w: np.array([o for o in range(self.gpus - w + 1) if pipelines.placed(o, w)], dtype=np.int64)
+            for w in pipelines.widths() if w <= self.gpus
+        }  # fmt: skip
+        hops = [pipelines.hop(o) for o in range(self.gpus + 1)]
+        kinds = sorted(set(hops))
+        self.hops = [kinds.index(h) for h in hops]
+        self.example = [hops.index(h) for h in kinds]
+        self._numbers: dict[tuple[int, int], Numbers | None] = {}
+        self._relaxed: dict[tuple[int, int], Table] = {}
+        self._limited: dict[tuple[int, int, int], Table] = {}
+        self._points: dict[tuple[int, int, int, int, int], tuple[Room, int, Points | None]] = {}
+        self._explorers: dict[tuple[int, int, int], Explorer] = {}
+        self._rough: dict[tuple[int, int, int], Table | None] = {}
+        self._alone: dict[int, dict[int, Table]] = {}
+        self._links: dict[Any, StageLinks] = {}
+        self._pieces: dict[tuple[int, int, int, int, int], StageSlice] = {}
+
+    def alone(self, m: int) -> dict[int, Table]:
+        """Stages of each width that can run at all, by compute alone."""
+        if m not in self._alone:
+            tables = self._alone.setdefault(m, {})
+            for w in (w for w in self.offsets if w < self.gpus):
+                row = self.pipelines.compute(w, m)
+                if row is not None:
+                    steady = _summed(row)
+                    free = np.where(steady < INF, 0.0, INF)
+                    tables[w] = Table(steady=steady, forward=free, whole=m * steady, single=steady)
+        return self._alone[m]
+
+    def rough(self, w: int, m: int, in_flight: Iterable[int], ends: float, *, tight: bool) -> dict[int, Table | None]:
+        """Stages of any degrees at their ends, by microbatches in flight; by compute alone where time is up and nothing
+        better is known. ``tight``: with the memory limit, but without what lies between components."""
+        found: dict[int, Table | None] = {}
+        for f in set(in_flight):
+            if tight and (w, m, f) not in self._rough and ((w, m) in self._numbers or clock.now() < ends):
+                numbers = self.numbers(w, m)
+                self._rough[w, m, f] = None if numbers is None else rough(numbers.flying(f), f)
+            if (w, m, f) in self._rough:
+                found[f] = self._rough[w, m, f]
+            elif not tight and ((w, m) in self._relaxed or clock.now() < ends):
+                table = self.relaxed(w, m)
+                found[f] = None if table is None else table.anyhow()
+            else:
+                found[f] = self.alone(m).get(w)
+        return found
+
+    def tight(self, w: int, m: int, in_flight: int) -> bool:
+        """Whether memory may bind, of what is formulated."""
+        numbers = self._numbers.get((w, m))
+        return numbers is not None and not numbers.flying(in_flight).roomy(in_flight)
+
+    def numbers(self, w: int, m: int) -> Numbers | None:
+        """The chain as arrays."""
+        if (w, m) not in self._numbers:
+            chain = self.pipelines.chain(w, m)
+            self._numbers[w, m] = None if chain is None else Numbers(chain)
+        return self._numbers[w, m]
+
+    def relaxed(self, w: int, m: int) -> Table | None:
+        """Stages without the memory limit."""
+        numbers = self.numbers(w, m)
+        if numbers is None:
+            return None
+        if (w, m) not in self._relaxed:
+            self._relaxed[w, m] = relaxed(numbers)
+        return self._relaxed[w, m]
+
+    def limited(self, w: int, m: int, in_flight: Iterable[int]) -> dict[int, Table | None]:
+        """Stages with it, by microbatches in flight."""
+        numbers, table, asked = self.numbers(w, m), self.relaxed(w, m), sorted(set(in_flight))
+        if numbers is None or table is None:
+            return dict.fromkeys(asked, table)
+        tight = [f for f in asked if not numbers.flying(f).roomy(f)]
+        missing = [f for f in tight if (w, m, f) not in self._limited]
+        for some in {id(numbers.flying(f)): numbers.flying(f) for f in missing}.values():
+            alike = [f for f in missing if numbers.flying(f) is some]
+            self._limited.update(zip([(w, m, f) for f in alike], limited(some, table, alike), strict=True))
+        return {f: self._limited[w, m, f] if f in tight else table for f in asked}
+
+    def place(self, w: int, m: int, in_flight: int) -> tuple[int, int, int]:
+        """What stages are explored by; alike wherever memory cannot bind."""
+        numbers = self.numbers(w, m)
+        assert numbers is not None
+        return w, m, 0 if numbers.flying(in_flight).roomy(in_flight) else in_flight
+
+    def twin(self, w: int, m: int, start: int, stop: int) -> tuple[int, int]:
+        """The first stage that is equal to this one: to be explored in its place."""
+        numbers = self.numbers(w, m)
+        assert numbers is not None
+        return numbers.twin(start, stop)
+
+    def explorer(self, place: tuple[int, int, int]) -> Explorer:
+        """Explorer of such stages."""
+        w, m, in_flight = place
+        numbers = self.numbers(w, m)
+        assert numbers is not None
+        if place not in self._explorers:
+            self._explorers[place] = Explorer(numbers.flying(in_flight), max(1, in_flight))
+        return self._explorers[place]
+
+    def piece(self, place: tuple[int, int, int], start: int, stop: int) -> StageSlice:
+        """Such a stage, to be looked at by itself."""
+        key = (*place, *self.twin(place[0], place[1], start, stop))
+        if key not in self._pieces:
+            self._pieces[key] = StageSlice(self.explorer(place), *key[3:])
+        return self._pieces[key]
+
+    def explored(
+        self, place: tuple[int, int, int], start: int, asked: dict[int, tuple[Room, int]], ends: float
+    ) -> dict[int, Points | None]:
+        """The points of stages from ``start`` to each stop that is asked for, up to so many ms at least, with so many
+        labels."""
+        missing = {}
+        for stop, (room, most) in asked.items():
+            known = self._points.get((*place, start, stop))
+            if known is None or known[1] < most or not known[0].holds(room):
+                missing[stop] = (room.larger(1 + 1e-3), most)
+        ending = {self.n} if place[1] == 1 else set()  # of one microbatch, a last stage has fewer labels by itself
+        for some in (missing.keys() & ending, missing.keys() - ending):
+            if not some:
+                continue
+            most, explorer = max(missing[b][1] for b in some), self.explorer(place)
+            caps = {b: missing[b][0] for b in some}
+            found = explorer.explore(start, caps, most, ends=ends)
+            for stop, room in caps.items():
+                points = found.get(stop)
+                exact = points is None or points.exact
+                self._points[(*place, start, stop)] = (room, UTMOST if exact else most, points)
+        return {stop: self._points[(*place, start, stop)][2] for stop in asked}
+
+    def links(self, m: int, keys: Keys, *, free: bool = False, ends: float = INF) -> StageLinks:
+        """Transfers between stages of these keys; nothing where ``free``.
+
+        Raises:
+            OutOfTimeError: the clock has passed ``ends``.
+        """
+        key = (m, tuple(keys.pairs), free)
+        if key in self._links:
+            return self._links[key]
+        kinds, count = len(self.example), len(keys)
+        ahead, back = (np.zeros((kinds, self.n + 1, count, count)) for _ in range(2))
+        if not free:
+            classes: dict[float, list[int]] = {}
+            for cut in range(1, self.n):
+                classes.setdefault(self.pipelines.crossing(cut), []).append(cut)
+            firsts, place = [cuts[0] for cuts in classes.values()], np.zeros(self.n, dtype=np.int64)
+            for k, cuts in enumerate(classes.values()):
+                place[cuts] = k
+            layouts = [Layout(width=w, data=d, tensor=1) for w, d in keys.pairs]
+            sent = np.zeros((kinds, len(firsts), count, count, 2))
+            for a, x in enumerate(layouts):
+                if clock.now() > ends:
+                    raise OutOfTimeError
+                for b, y in enumerate(layouts):
+                    for kind, offset in enumerate(self.example) if x.width + y.width <= self.gpus else ():
+                        sent[kind, :, a, b] = self.pipelines.transfers(firsts, m, x, y, offset)
+            ahead[:, 1 : self.n], back[:, 1 : self.n] = np.moveaxis(sent[:, place[1:]], -1, 0)
+        self._links = {key: StageLinks(self.gpus, self.hops, ahead, back, m, self.offsets)}
+        return self._links[key]
+
+
+def _summed(row: Any) -> Any:
+    """Sums over all stages: start x stop, and one degree at either end."""
+    n, never = len(row), 1e17
+    sums = np.concatenate([[0.0], np.cumsum(np.minimum(np.asarray(row, dtype=float), 10 * never))])
+    found = np.where(np.arange(n + 1)[None, :] > np.arange(n)[:, None], sums[None, :] - sums[:n, None], INF)
+    return np.where(found >= never, INF, found)[:, :, None, None]

@@ -1,0 +1,122 @@
+"""A model made on one core while another imports what will train it: the slowest parts of a start, side by side."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import sys
+from collections.abc import Iterator
+from threading import Thread
+from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from asa.errors import AsaError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from asa.zoo.inputs import Shape
+
+
+_COMPILER, _QUESTION = "torch._dynamo.utils", "is_compile_supported"
+
+
+@contextlib.contextmanager
+def compiler_later() -> Iterator[None]:
+    """Inside, torchvision is imported without torch's compiler, which takes as long as the rest of it.
+
+    One of torchvision's operators asks the compiler one question, when called, and imports it for that at once. What
+    it imports instead asks for the real one when called; whoever wants more of the compiler meanwhile gets it.
+    """
+    if _COMPILER in sys.modules:
+        yield
+        return
+    stand_in = ModuleType(_COMPILER)
+
+    def leave() -> None:
+        if sys.modules.get(_COMPILER) is stand_in:
+            del sys.modules[_COMPILER]
+
+    def real(name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        leave()
+        return getattr(importlib.import_module(_COMPILER), name)
+
+    setattr(stand_in, _QUESTION, lambda *args: real(_QUESTION)(*args))
+    setattr(stand_in, "__getattr__", real)  # noqa: B010 - a module's, which no type knows
+    sys.modules[_COMPILER] = stand_in
+    try:
+        yield
+    finally:
+        leave()
+
+
+class ModelPreload:
+    """The model ``spec`` names (:func:`asa.zoo.models.build`), made in a thread while the body of ``with`` runs.
+
+    ::
+
+        with HeadStart("vgg16", num_classes=100, input_shape=(3, 32, 32), seed=0) as made:
+            from asa.executor.running.run import train      # takes seconds, most of them in torch's own modules
+        model = made.take() or build(...)
+
+    The model is one that was planned for such inputs: it is not tried on them, which would wait for the imports.
+
+    The generators are the thread's until the end of the body, which must not draw from them. The thread computes with
+    one OpenMP thread, so that ranks of several may be forked afterwards, and imports nothing: two threads in torch's
+    circles of imports could see half a module. What a body imports stays, so no garbage is looked for meanwhile. Models
+    from outside run code of others, which is left to the ranks.
+    """
+
+    def __init__(self, spec: str, *, num_classes: int, input_shape: Shape, seed: int) -> None:
+        self._spec, self._num_classes, self._input_shape, self._seed = spec, num_classes, input_shape, seed
+        self._model: nn.Module | None = None
+        self._thread: Thread | None = None
+
+    def __enter__(self) -> Self:
+        gc.disable()
+        import torch
+
+        with compiler_later():
+            import torchvision  # noqa: F401 - for the thread
+
+            import asa.zoo.models  # noqa: F401 - likewise
+
+        self._before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        if ":" not in self._spec:
+            self._thread = Thread(target=self._make, name="asa-head-start")
+            self._thread.start()
+        import torch._dynamo
+
+        return self
+
+    def _make(self) -> None:
+        from asa.zoo.models import build
+
+        with contextlib.suppress(AsaError):  # whoever needs the model makes it then, and says why it cannot be
+            self._model = build(
+                self._spec, num_classes=self._num_classes, input_shape=self._input_shape, seed=self._seed, tried=True
+            )
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        import torch
+
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        torch.set_num_threads(self._before)
+        gc.enable()
+
+    def take(self) -> nn.Module | None:
+        """The model, once. None afterwards, and where it could not be made."""
+        model, self._model = self._model, None
+        return model
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a spawned process gets: no model, which it makes as fast as it would be sent one."""
+        return {**self.__dict__, "_model": None, "_thread": None}
