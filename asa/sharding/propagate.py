@@ -97,6 +97,11 @@ def is_elementwise(module: nn.Module) -> bool:
     return isinstance(module, _ELEMENTWISE_MODULES) or type(module).__name__ in {"StochasticDepth", "SampleDropout"}
 
 
+def _kept(node: fx.Node, cut: Cut) -> bool:
+    """Whether pooling leaves the channels cut as they are: not where it gives back indices, too."""
+    return cut.dim == 1 and hasattr(node.meta.get("tensor_meta"), "shape")
+
+
 def _depthwise(m: nn.Conv2d) -> bool:
     return m.groups == m.in_channels and m.groups > 1
 
@@ -225,7 +230,7 @@ class Walk:
             return None
         if independent_groups(m):
             return self._grouped(node, independent_groups(m))
-        if cut is not None and (is_elementwise(m) or (isinstance(m, _SPATIAL_MODULES) and cut.dim == 1)):
+        if cut is not None and (is_elementwise(m) or (isinstance(m, _SPATIAL_MODULES) and _kept(node, cut))):
             return cut
         if cut is not None and isinstance(m, nn.Flatten) and m.end_dim == -1 and m.start_dim == cut.dim:
             return self._flattened(source, cut)
@@ -260,7 +265,7 @@ class Walk:
             return self._binary(node)
         if cut is None:
             return None
-        if target in ELEMENTWISE_FUNCTIONS or (target in _SPATIAL and cut.dim == 1):
+        if target in ELEMENTWISE_FUNCTIONS or (target in _SPATIAL and _kept(node, cut)):
             return cut
         if target in {torch.flatten, "flatten"} and (*node.args, *node.kwargs.values())[1:] == (cut.dim,):
             return self._flattened(source, cut)
