@@ -54,7 +54,7 @@ from asa.cli.console import Console
 from asa.cli.heap import start_program_again
 from asa.errors import AsaError
 from asa.executor.measuring.benchmark import BenchOptions, Cell, compare
-from asa.executor.measuring.contest import verify_plans
+from asa.executor.measuring.contest import contest
 from asa.ir import codec
 from asa.ir.cluster import Cluster
 from asa.ir.plan import Plan
@@ -203,7 +203,7 @@ class Bench:
         factory = partial(build, profile.model_spec, num_classes=CLASSES, input_shape=size, seed=self.seed)
         data = partial(bench_setup.stand_in, size, CLASSES)
         settings = BenchOptions(device="cpu", budget_s=budget_s, seed=self.seed, threads=1)
-        cells, rounds, _ = verify_plans(plans, factory, offered(), data, settings, turns)
+        cells, rounds, _ = contest(plans, factory, offered(), data, settings, turns)
         for i, cell in enumerate(cells):
             cell.turns = [[r[i]] for r in rounds]
         return cells

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from asa.errors import InvalidInputError, PreemptedError, UnavailableError, UsageError, WorkersFailedError
-from asa.launch import Place, cuda_devices, forking, join, launched, run_ranks, tell, worker
+from asa.launch import TorchrunRank, cuda_devices, forking, join, launched, run_ranks, tell, worker
 from asa.launch.blame import Outcome, culprit
 from asa.launch.signals import take_sigterm
 from asa.launch.worker import Failure, failure, others_may_leave
@@ -281,16 +281,18 @@ def test_no_signal_to_the_parent_leaves_an_orphan(mode: str, signals: list[signa
 
 
 def test_a_group_that_exists_is_joined_and_left_alone() -> None:
-    def inside(rank: int) -> tuple[Place, bool]:
+    def inside(rank: int) -> tuple[TorchrunRank, bool]:
         with join() as place:
             pass
         return place, dist.is_initialized()
 
-    assert run_ranks(2, inside, threads=1) == [(Place(rank=r, num_ranks=2, local_rank=r), True) for r in range(2)]
+    assert run_ranks(2, inside, threads=1) == [
+        (TorchrunRank(rank=r, num_ranks=2, local_rank=r), True) for r in range(2)
+    ]
 
 
 def test_a_launcher_is_obeyed() -> None:
-    def as_launched(rank: int) -> tuple[Place, float, bool]:
+    def as_launched(rank: int) -> tuple[TorchrunRank, float, bool]:
         port = torch.zeros(1)
         if rank == 0:
             with socket.socket() as free:
@@ -306,7 +308,7 @@ def test_a_launcher_is_obeyed() -> None:
             dist.barrier()
         return place, value.item(), dist.is_initialized()
 
-    expected = [(Place(rank=r, num_ranks=2, local_rank=r), 2.0, False) for r in range(2)]
+    expected = [(TorchrunRank(rank=r, num_ranks=2, local_rank=r), 2.0, False) for r in range(2)]
     assert run_ranks(2, as_launched, threads=1, timeout_s=30) == expected
 
 

@@ -58,7 +58,7 @@ class ModelPreload:
 
     ::
 
-        with HeadStart("vgg16", num_classes=100, input_shape=(3, 32, 32), seed=0) as made:
+        with ModelPreload("vgg16", num_classes=100, input_shape=(3, 32, 32), seed=0) as made:
             from asa.executor.running.run import train      # takes seconds, most of them in torch's own modules
         model = made.take() or build(...)
 
