@@ -31,6 +31,7 @@ from planner_tests import traffic_checks
 from planner_tests.hand_plans import hand_plan, uniform
 from planner_tests.small_models import INPUT, build
 from planner_tests.test_zero import STRATEGIES, plan_of
+from planner_tests.verified import verified
 
 
 def with_compression(made: Plan, name: Any) -> Plan:
@@ -38,7 +39,7 @@ def with_compression(made: Plan, name: Any) -> Plan:
 
 
 def check(name: Any, made: Plan, model: str = "plain") -> Equivalence:
-    return verify(with_compression(made, name), lambda: build(model, even=True), STRATEGIES, timeout_s=60)
+    return verified(with_compression(made, name), model, even=True)
 
 
 def test_half_of_the_bytes_remain_and_only_of_gradients() -> None:

@@ -17,6 +17,7 @@ from asa.sharding import batchnorm, boundary, replicated
 from asa.strategies import offered
 from planner_tests.hand_plans import Choose, alternating, hand_plan, uniform
 from planner_tests.small_models import INPUT, MODELS, build
+from planner_tests.verified import verified
 
 CLASSES = {"blocks": 10, "plain": 100, "perceptron": 12, "vision_transformer": 10}
 
@@ -24,7 +25,7 @@ CLASSES = {"blocks": 10, "plain": 100, "perceptron": 12, "vision_transformer": 1
 def check(name: str, width: int, choose: Choose, **options: Any) -> Equivalence:
     samples = options.pop("samples", None)
     plan = hand_plan(build(name), width, choose, input_shape=INPUT, num_classes=CLASSES[name], **options)
-    return verify(plan, lambda: build(name), offered(), samples=samples, timeout_s=60)
+    return verified(plan, name, samples=samples)
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))

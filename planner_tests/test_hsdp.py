@@ -15,7 +15,6 @@ import training
 from asa.cost.machine import presets
 from asa.cost.traffic.collectives import Links
 from asa.errors import InfeasibleError, InvalidInputError
-from asa.executor.measuring.equivalence import verify
 from asa.executor.running import outdir
 from asa.executor.running.run import train
 from asa.executor.training import checkpoint
@@ -32,9 +31,9 @@ from asa.scheduler import adapt
 from asa.strategies import offered
 from asa.strategies.hsdp import HybridShard
 from asa.strategies.zero3 import FullyShard
-from planner_tests.small_models import build
 from planner_tests.test_strategy_contract import graph_of
 from planner_tests.test_zero import CLASSES, STRATEGIES, _third_step, plan_of  # noqa: F401
+from planner_tests.verified import verified
 
 
 def hybrid(plan: Plan, shards: int = 2, only: Any = lambda _i: True) -> Plan:
@@ -177,7 +176,7 @@ def test_presets_of_several_nodes_shard_over_a_node() -> None:
 def test_training_is_that_of_one_device() -> None:
     """Dimensions that do not divide, several microbatches."""
     made = hybrid(plan_of("plain", [4], "zero3", optimizer="adamw", microbatches=3))
-    found = verify(made, lambda: build("plain", even=True), STRATEGIES, timeout_s=60)
+    found = verified(made, "plain", even=True)
     assert found.equivalent, f"{found.worst_tensor}: {found.max_rel_error:.2e} > {found.allowed:.2e}"
     assert found.max_rel_error < 1e-9
 
@@ -190,7 +189,7 @@ def test_beside_other_strategies_tensors_and_offload_in_one_network() -> None:
     made = hybrid(base, only=lambda i: i % 2 == 0)
     made = replace(made, components=tuple(replace(c, offload=i % 4 == 0) for i, c in enumerate(made.components)))
     assert {c.data.strategy for c in made.components} >= {"hsdp", "zero1"}
-    assert verify(made, lambda: build("blocks", even=True), STRATEGIES, timeout_s=60).equivalent
+    assert verified(made, "blocks", even=True).equivalent
 
 
 def test_what_is_declared_is_what_runs() -> None:
@@ -218,7 +217,7 @@ def test_a_reduction_left_out_across_groups_is_found(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(hsdp.HybridShard, "apply", inside_only)
     made = hybrid(plan_of("perceptron", [4], "zero3"))
-    assert not verify(made, lambda: build("perceptron", even=True), STRATEGIES, timeout_s=60).equivalent
+    assert not verified(made, "perceptron", even=True).equivalent
 
 
 def test_runs_are_continued_under_and_after_it(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ from asa.strategies import offered
 from planner_tests.hand_plans import hand_plan, uniform
 from planner_tests.small_models import INPUT, build
 from planner_tests.test_zero import STRATEGIES, plan_of
+from planner_tests.verified import verified
 
 
 @cache
@@ -163,7 +164,7 @@ def test_a_parameter_without_gradient_stays_as_it_is() -> None:
 def test_training_is_that_of_one_device(make: Any) -> None:
     made = offloaded(make(), lambda i: i % 5 != 2)
     name = "plain" if len(made.components) == len(plan_of("plain", [2], "zero1").components) else "blocks"
-    found = verify(made, lambda: build(name, even=True), STRATEGIES, timeout_s=60)
+    found = verified(made, name, even=True)
     assert found.equivalent, f"{found.worst_tensor}: {found.max_rel_error:.2e} > {found.allowed:.2e}"
     assert found.max_rel_error < 1e-9
 

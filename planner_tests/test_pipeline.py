@@ -24,6 +24,7 @@ from planner_tests.hand_plans import hand_plan, traced, uniform
 from planner_tests.small_models import INPUT, build
 from planner_tests.stage_plans import staged
 from planner_tests.test_strategy_contract import Recorder, graph_of
+from planner_tests.verified import verified
 
 CLASSES = {"blocks": 10, "plain": 100, "perceptron": 12, "vision_transformer": 10}
 
@@ -43,7 +44,7 @@ def plan_of(name: str, widths: list[int], **options: Any) -> Plan:
 
 
 def check(name: str, widths: list[int], samples: int | None = None, **options: Any) -> Equivalence:
-    return verify(plan_of(name, widths, **options), lambda: build(name), offered(), samples=samples, timeout_s=60)
+    return verified(plan_of(name, widths, **options), name, samples=samples)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from asa.executor.measuring.equivalence import verify
 from asa.executor.model.materialize import materialize
 from asa.executor.model.step import forward_backward
 from asa.ir.equivalence import Equivalence
@@ -19,6 +18,7 @@ from asa.strategies import offered
 from planner_tests.hand_plans import hand_plan, uniform
 from planner_tests.small_models import INPUT, build
 from planner_tests.stage_plans import Degrees, staged
+from planner_tests.verified import verified
 
 CLASSES = {"blocks": 10, "plain": 100, "perceptron": 12, "vision_transformer": 10}
 
@@ -41,7 +41,7 @@ def plan_of(name: str, widths: list[int], **options: Any) -> Plan:
 
 
 def check(name: str, widths: list[int], **options: Any) -> Equivalence:
-    return verify(plan_of(name, widths, **options), lambda: build(name), offered(), timeout_s=60)
+    return verified(plan_of(name, widths, **options), name)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from asa.cost.machine import presets
 from asa.cost.machine.slower import slower_profile
 from asa.cost.memory.peak import needed
 from asa.errors import InfeasibleError, UsageError
-from asa.executor.measuring.equivalence import verify
 from asa.interfaces.schedule import Schedule
 from asa.ir import codec
 from asa.ir.graph import InnerCollective, SequenceSplit
@@ -33,6 +32,7 @@ from asa.strategies.sequence import SequenceParallel
 from planner_tests.hand_plans import hand_plan, traced, uniform
 from planner_tests.small_models import INPUT, build
 from planner_tests.stage_plans import staged
+from planner_tests.verified import verified
 
 TOKENS, WIDTH = 197, 768
 CLUSTER = presets.load("a100-nvlink-8")
@@ -240,6 +240,6 @@ def test_stages_hand_over_whole_tokens_and_recompute_cut_ones() -> None:
 
     made = replace(base, components=(base.components[0], cut(base.components[1]), *base.components[2:]))
     assert [c.tensor.strategy for c in made.components] == ["tensor", "sequence", "none", "none"]
-    found = verify(made, lambda: build("vision_transformer"), offered(), timeout_s=60)
+    found = verified(made, "vision_transformer")
     assert found.equivalent, f"{found.worst_tensor}: {found.max_rel_error:.2e} > {found.allowed:.2e}"
     assert found.max_rel_error < 1e-9

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from asa.errors import UsageError
-from asa.executor.measuring.equivalence import verify
 from asa.executor.model.loss import loss_of
 from asa.executor.model.materialize import materialize
 from asa.executor.model.parallel import ParallelModel
@@ -24,6 +23,7 @@ from planner_tests.hand_plans import Choose, alternating, hand_plan, uniform
 from planner_tests.small_models import INPUT, build
 from planner_tests.stage_plans import staged
 from planner_tests.test_api_job import in_float64, plan_of, reference, run, user
+from planner_tests.verified import verified
 
 CLASSES = {"blocks": 10, "plain": 100, "perceptron": 12, "vision_transformer": 10}
 
@@ -37,7 +37,7 @@ def uneven(name: str, weights: tuple[int, ...], choose: Choose | None = None, **
 
 
 def check(name: str, plan: Plan, samples: int | None = None) -> Equivalence:
-    return verify(plan, lambda: build(name), offered(), samples=samples, timeout_s=60)
+    return verified(plan, name, samples=samples)
 
 
 @pytest.mark.parametrize(

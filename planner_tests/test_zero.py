@@ -11,7 +11,6 @@ import pytest
 import torch
 import training
 
-from asa.executor.measuring.equivalence import verify
 from asa.executor.model.materialize import materialize
 from asa.executor.model.step import forward_backward
 from asa.executor.running import outdir
@@ -30,6 +29,7 @@ from planner_tests.hand_plans import hand_plan, uniform
 from planner_tests.small_models import INPUT, build
 from planner_tests.stage_plans import data_parallel, staged
 from planner_tests.test_strategy_contract import OPS, Recorder, graph_of
+from planner_tests.verified import verified
 
 CLASSES = {"blocks": 12, "plain": 100, "perceptron": 12, "vision_transformer": 12}
 STRATEGIES = offered()
@@ -46,7 +46,7 @@ def plan_of(name: str, widths: list[int], strategy: Any, *, optimizer: str = "sg
 
 
 def check(name: str, *args: Any, **options: Any) -> Equivalence:
-    return verify(plan_of(name, *args, **options), lambda: build(name, even=True), STRATEGIES, timeout_s=60)
+    return verified(plan_of(name, *args, **options), name, even=True)
 
 
 def in_turn(index: int, width: int) -> tuple[int, int]:

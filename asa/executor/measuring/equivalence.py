@@ -168,39 +168,57 @@ def _error(value: Tensor, reference: Tensor, least: float = 0.0) -> float:
 
 
 @dataclass(frozen=True)
-class _Outcome:
-    plan64: Trace
-    plan32: Trace
+class OneDevice:
+    """Runs of one device: as they are, and with samples permuted inside every microbatch."""
+
     one64: Trace
     one32: Trace
     permuted64: Trace
     permuted32: Trace
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    plan64: Trace
+    plan32: Trace
+    one: OneDevice
     training: plainly.Apart | None = None
 
 
-def _measure(
+def one_device(
     rank: int, plan: Plan, build: ModelFactory, strategies: Strategies, device: str, samples: int
-) -> Equivalence | None:
+) -> OneDevice:
+    """What ``plan`` is held against: its training on one device, that of ``rank``. Equal for all plans of one
+    :func:`alone`."""
+    place = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    one = alone(plan, samples)
+
+    def run(dtype: torch.dtype, steps: int, permute: bool = False) -> Trace:
+        return _run(one, build, strategies, 0, place, samples=samples, dtype=dtype, steps=steps, permute=permute)
+
+    return OneDevice(
+        run(torch.float64, STEPS),
+        run(torch.float32, 1),
+        run(torch.float64, STEPS, permute=True),
+        run(torch.float32, 1, permute=True),
+    )
+
+
+def _measure(
+    rank: int, plan: Plan, build: ModelFactory, strategies: Strategies, device: str, samples: int,
+    reference: OneDevice | None, trained: bool,
+) -> Equivalence | None:  # fmt: skip
     place = torch.device(device, rank) if device == "cuda" else torch.device(device)
 
-    def run(p: Plan, dtype: torch.dtype, steps: int, permute: bool = False) -> Trace:
-        return _run(p, build, strategies, rank, place, samples=samples, dtype=dtype, steps=steps, permute=permute)
+    def run(dtype: torch.dtype, steps: int) -> Trace:
+        return _run(plan, build, strategies, rank, place, samples=samples, dtype=dtype, steps=steps)
 
-    plan64, plan32 = run(plan, torch.float64, STEPS), run(plan, torch.float32, 1)
-    training = _training(rank, plan, build, strategies, place, samples)
+    plan64, plan32 = run(torch.float64, STEPS), run(torch.float32, 1)
+    training = _training(rank, plan, build, strategies, place, samples) if trained else None
     if rank:
         return None
-    one = alone(plan, samples)
-    outcome = _Outcome(
-        plan64,
-        plan32,
-        run(one, torch.float64, STEPS),
-        run(one, torch.float32, 1),
-        run(one, torch.float64, STEPS, permute=True),
-        run(one, torch.float32, 1, permute=True),
-        training,
-    )
-    return judge(outcome, plan, samples)
+    one = reference or one_device(rank, plan, build, strategies, device, samples)
+    return judge(_Outcome(plan64, plan32, one, training), plan, samples)
 
 
 def _training(
@@ -237,20 +255,20 @@ def _training(
 
 def judge(outcome: _Outcome, plan: Plan, samples: int) -> Equivalence:
     """Compare the runs, tensor by tensor."""
-    tensors = []
-    for name, reference in outcome.one64.weights.items():
+    tensors, one = [], outcome.one
+    for name, reference in one.one64.weights.items():
         if not (reference.is_floating_point() or reference.is_complex()):
             continue
-        error, floor = (_error(t.weights[name], reference) for t in (outcome.plan64, outcome.permuted64))
+        error, floor = (_error(t.weights[name], reference) for t in (outcome.plan64, one.permuted64))
         allowed = max(WEIGHT_TOLERANCE, FLOOR_FACTOR * floor)
         tensors.append(TensorError(name=name, error=error, floor=floor, allowed=allowed))
     worst = max(tensors, key=lambda t: t.error / t.allowed)
-    losses = zip(outcome.plan64.losses, outcome.one64.losses, outcome.permuted64.losses, strict=True)
+    losses = zip(outcome.plan64.losses, one.one64.losses, one.permuted64.losses, strict=True)
     loss_error, loss_allowed = max(
         ((abs(a - b) / abs(b), max(WEIGHT_TOLERANCE, FLOOR_FACTOR * abs(c - b) / abs(b))) for a, b, c in losses),
         key=lambda loss: loss[0] / loss[1],
     )
-    error, allowed, name = _gradients_apart(outcome.plan32, outcome.one32, outcome.one64, outcome.permuted32)
+    error, allowed, name = _gradients_apart(outcome.plan32, one.one32, one.one64, one.permuted32)
     training = outcome.training
     fine = all(t.error <= t.allowed for t in tensors) and loss_error <= loss_allowed and error <= allowed
     fine = fine and (training is None or training.error <= training.allowed)
@@ -266,11 +284,11 @@ def judge(outcome: _Outcome, plan: Plan, samples: int) -> Equivalence:
     )  # fmt: skip
     if plan.compression == "none":
         return verdict
-    one = outcome.one32.gradients
-    rounding = max(distance(t.gradients, one) for t in (outcome.permuted32, outcome.one64))
+    gradients = one.one32.gradients
+    rounding = max(distance(t.gradients, gradients) for t in (one.permuted32, one.one64))
     return compressed(
-        verdict, plan.compression, weights=distance(outcome.plan64.weights, outcome.one64.weights),
-        gradients=distance(outcome.plan32.gradients, one), rounding=FLOOR_FACTOR * rounding,
+        verdict, plan.compression, weights=distance(outcome.plan64.weights, one.one64.weights),
+        gradients=distance(outcome.plan32.gradients, gradients), rounding=FLOOR_FACTOR * rounding,
     )  # fmt: skip
 
 
@@ -327,12 +345,14 @@ def settled(verdict: Equivalence, gradients: Callable[[int], tuple[float, float,
 
 def verify(
     plan: Plan, build: ModelFactory, strategies: Strategies, *, device: str = "cpu", samples: int | None = None,
-    timeout_s: float = 600.0, silence_s: float = 60.0,
+    timeout_s: float = 600.0, silence_s: float = 60.0, reference: OneDevice | None = None, trained: bool = True,
 ) -> Equivalence:  # fmt: skip
     """Train under ``plan`` on its ranks and on one device, and compare; and the code that trains with a plain loop.
 
     ``build`` makes the model, with equal weights at every call; ``samples`` is the batch (default:
     :func:`default_samples`). ``silence_s``: ranks that all give no sign of life for so long are taken for hung.
+    ``reference``: :func:`one_device` of an equal training, where it has run already. ``trained=False`` leaves out the
+    comparison of the code that trains.
 
     Raises:
         WorkersFailedError: a rank died or hung. UsageError: the plan cannot be run here.
@@ -352,7 +372,7 @@ def verify(
         timeout_s=timeout_s,
         silence_s=silence_s,
     )
-    verdict = start(_measure, plan, build, strategies, device, count)[0]
+    verdict = start(_measure, plan, build, strategies, device, count, reference, trained)[0]
     assert verdict is not None
     found = settled(verdict, lambda first: start(first_gradients, plan, build, strategies, device, count, first)[0])
     # A floor above the tolerance itself: one device does not agree with itself, and errors are held against noise.
