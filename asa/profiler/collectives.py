@@ -24,7 +24,7 @@ _WORD = 4
 _LEAST_SHARE = 0.5
 """Least part of an equal share of the time: the last collectives have that, whatever the others took."""
 _SHORTEST = 64 * KIB
-_CALM_S = 0.1
+CALM_S = 0.1
 """What one message of many may take. Between processes of one machine, and over any network made for this, the longest
 that are sent here take less; over slow ones they would fill minutes."""
 
@@ -73,7 +73,7 @@ def measure_tables(
 
 
 def message_within(
-    most: int, group: dist.ProcessGroup, device: torch.device, clock: Clock, *, seconds: float = _CALM_S
+    most: int, group: dist.ProcessGroup, device: torch.device, clock: Clock, *, seconds: float = CALM_S
 ) -> int:
     """Bytes of the longest message that ``group`` sums up in that time: ``most``, or less by a power of four, down to
     64 KiB. Called by all its ranks."""

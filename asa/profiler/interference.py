@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 from statistics import fmean, median
 
@@ -33,6 +34,8 @@ _GPU_SCALE = 32
 _SAMPLE_S = 0.02
 _MOST_ROUNDS = 15
 _TRIES, _TRIES_S = 5, 0.5
+_PRODUCT_S = 0.03
+"""A matrix product of so many seconds is long enough to tell the rate of longer ones."""
 
 
 @dataclass(frozen=True)
@@ -204,11 +207,12 @@ def measure_together(device: torch.device, clock: Clock, group: dist.ProcessGrou
 def measure_peaks(device: torch.device, clock: Clock) -> tuple[float, float, float]:
     """fp32 and bf16 FLOP/s of a large matrix product, and bytes/s of a copy: best of a few, on one rank alone.
 
-    A CPU without instructions for bf16 takes seconds for what it does in hundredths in fp32: twice is enough there.
+    The product doubles its sides until it takes ``_PRODUCT_S`` or is as large as is asked for: a CPU without
+    instructions for bf16 takes seconds for what it does in hundredths in fp32.
     """
 
     scale = _scale(device)
-    side = _MATRIX * (8 if scale > 1 else 1)
+    largest = _MATRIX * (8 if scale > 1 else 1)
 
     def best(run: Callable[[], object]) -> float:
         taken = [_timed(run, clock, 1)]
@@ -217,8 +221,13 @@ def measure_peaks(device: torch.device, clock: Clock) -> tuple[float, float, flo
         return min(taken)
 
     def rate(dtype: torch.dtype) -> float:
-        a = torch.randn(side, side, device=device).to(dtype)
-        return 2.0 * side**3 / best(lambda: a @ a)
+        side = largest // 8
+        while True:
+            a = torch.randn(side, side, device=device).to(dtype)
+            seconds = best(partial(torch.matmul, a, a))
+            if seconds >= _PRODUCT_S or side >= largest:
+                return 2.0 * side**3 / seconds
+            side *= 2
 
     size = scale * _PASS_BYTES
     source = torch.ones(size // 4, device=device)

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from asa.ir.cluster import Sharding, Waiting
 from asa.ir.units import MIB
 from asa.profiler.clock import Clock
-from asa.profiler.collectives import message_within, operation
+from asa.profiler.collectives import CALM_S, message_within, operation
 from asa.profiler.interference import training_kernels
 from asa.profiler.rounds import agree, slowest, time_together
 from asa.profiler.updates import build_optimizer
@@ -28,6 +28,8 @@ from asa.sharding.parts import step_over_parts
 _MEETINGS = {1: 48, 3: 24, 6: 24, 12: 12, 24: 6, 48: 3, 96: 3, 192: 3}
 """By kernels between one meeting of the ranks and the next: meetings in a sample. A step adds up dozens of them, of
 which every few take several times as long as most, so that one alone says little. All kernels have a turn in each."""
+_LEAST_MEETINGS = 0.25
+"""Share of those meetings that is made however little time there is."""
 _LONG_S, _ALONE = 0.1, 24
 """A stretch of work beside which meeting does not count; and the least kernels that tell how long one takes alone."""
 _MESSAGE_BYTES, _MESSAGE_S = MIB, 0.02
@@ -40,7 +42,10 @@ _LEAST_TURNS, _MOST_TURNS = 5, 25
 _UNITS, _MANY = 6, 32
 """Units of a chain, and the tensors of each where many are looked at."""
 _SMALL, _LARGE = 64, 2048
-"""Sides of the weights of a unit: next to nothing, and 16 MiB (less over slow links)."""
+"""Sides of the weights of a unit: next to nothing, and 16 MiB (less over slow links, or in little time)."""
+_LARGE_SHARE = 0.35
+_MESSAGES_A_TURN = 2 * 5 * 3 * _UNITS
+"""Messages of a turn with large units: sharded steps and their messages alone, five times each, three a unit."""
 
 
 def measure_waiting(
@@ -87,11 +92,14 @@ def _grown(device: torch.device, clock: Clock, group: dist.ProcessGroup, ranks: 
         direct.all_reduce(work(1), group=group)
     step = agree(seconds(_ALONE, 1, meeting=False) / _ALONE, group=group)[0]
     taken: dict[int, list[tuple[float, float, float]]] = {k: [] for k in _MEETINGS if k == 1 or k * step < 2 * _LONG_S}
+    round_s = step * sum(k * _MEETINGS[k] + max(k, _ALONE) for k in taken)
+    share = min(1.0, max(_LEAST_MEETINGS, slice_s / (2 * round_s)))
+    meetings = {k: max(1, round(share * _MEETINGS[k])) for k in taken}
     started, rounds = time.perf_counter(), 0
     while rounds < _MOST_ROUNDS and goes_on(rounds, _LEAST_ROUNDS, started, slice_s, group):
         rounds += 1
         for k, times in taken.items():
-            both, sums = (seconds(stretch, _MEETINGS[k], meeting=True) for stretch in (k, 0))
+            both, sums = (seconds(stretch, meetings[k], meeting=True) for stretch in (k, 0))
             worked = seconds(max(k, _ALONE), 1, meeting=False) * k / max(k, _ALONE)
             times.append((both, worked, sums))
     medians = {k: [slowest([t[i] for t in times], group) for i in range(3)] for k, times in taken.items()}
@@ -130,10 +138,12 @@ def measure_sharding(device: torch.device, clock: Clock, group: dist.ProcessGrou
     and many in a unit) and per byte moved (on large ones). Two gathers and one scatter of each unit a step, as ZeRO-3
     does it.
     """
-    side = math.isqrt(message_within(4 * _LARGE**2, group, device, clock) // 4)
+    large_s = _LARGE_SHARE * slice_s
+    longest_s = min(CALM_S, large_s / (2 * _MESSAGES_A_TURN))
+    side = math.isqrt(message_within(4 * _LARGE**2, group, device, clock, seconds=longest_s) // 4)
     small = _beside(_SMALL, (1, _MANY), device, clock, group, slice_s=0.55 * slice_s)
     one, more = median(x for x, _ in small), median(y - x for x, y in small)
-    large = median(x for (x,) in _beside(side, (1,), device, clock, group, slice_s=0.35 * slice_s))
+    large = median(x for (x,) in _beside(side, (1,), device, clock, group, slice_s=large_s))
     moved = 3 * 4 * (side**2 - _SMALL**2)
     tensor_s = max(0.0, more) / (_MANY - 1) / 3
     return Sharding(
