@@ -1,0 +1,66 @@
+"""Commands on the pages of docs are commands: all are understood, and those of the three walks are run in order."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from forked import asa
+
+from asa.cli.settings import arguments, parser
+from asa.cli.verb import Verb
+from asa.cli.verbs import verbs
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted(p for p in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")))
+BLOCK = re.compile(r"^```sh\n(.*?)^```", re.M | re.S)
+INLINE = re.compile(r"`(asa [^`]+)`")
+OPEN = re.compile(r"[A-Z]{2,}|\b[A-Z]\b|\.\.\.|[|\[(]")
+"""Words that stand for what a reader fills in."""
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The commands of ``asa`` in blocks of a page that a shell is to run, in their order."""
+    lines = "\n".join(BLOCK.findall(page.read_text())).replace("\\\n", " ").splitlines()
+    split = (shlex.split(line, comments=True) for line in lines)
+    return [words[1:] for words in split if words[:1] == ["asa"]]
+
+
+def named(page: Path) -> list[list[str]]:
+    """Commands inside sentences that leave nothing to be filled in."""
+    return [
+        shlex.split(text.partition(">")[0])[1:] for text in INLINE.findall(page.read_text()) if not OPEN.search(text)
+    ]
+
+
+def read(words: list[str], reader: Callable[[Verb, list[str]], object]) -> None:
+    """Hand ``words`` behind the name of their verb to ``reader``; a family of commands, such as `asa launch`, has none.
+
+    Raises:
+        UsageError: there is no such command, or it does not understand its options.
+    """
+    for verb in verbs(words[0]):
+        name = verb.name.split()
+        if words[: len(name)] == name:
+            reader(verb, words[len(name) :])
+            return
+    assert len(words) == 1, words
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_every_command_is_understood(page: Path) -> None:
+    for words in commands(page):
+        read(words, lambda verb, rest: arguments(verb, rest, {}))
+    for words in named(page):
+        read(words, lambda verb, rest: parser(verb).parse_args(rest))
+
+
+@pytest.mark.parametrize("name", ["quickstart", "concepts", "clusters"])
+def test_a_walk_runs_as_it_is_written(name: str, tmp_path: Path) -> None:
+    walk = commands(ROOT / "docs" / f"{name}.md")
+    assert len(walk) >= 5
+    for words in walk:
+        asa(*words, cwd=tmp_path)
