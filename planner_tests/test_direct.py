@@ -193,7 +193,10 @@ def test_sharded_units_gather_and_scatter_this_way(shared: bool, by: list[str]) 
 
 
 def test_a_module_that_is_no_unit_is_left_alone() -> None:
-    directly(nn.Linear(2, 2))
+    plain, touched = nn.Linear(2, 2), nn.Linear(2, 2)
+    directly(touched)
+    assert vars(touched).keys() == vars(plain).keys()
+    assert touched.state_dict().keys() == plain.state_dict().keys()
 
 
 def _recorded(rank: int) -> float:

@@ -147,14 +147,15 @@ def test_votes_carry_figures_words_and_one_reason() -> None:
         alone.once(lambda: (_ for _ in ()).throw(UsageError("no")))
 
 
-def test_the_clock_tells_waiting_from_working() -> None:
+def test_the_clock_tells_waiting_from_working(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps begin at 0, 10 and 20; their data comes after 1, 2 and 3 seconds, and work lasts 4."""
+    now = iter([0.0, 1.0, 5.0, 10.0, 12.0, 16.0, 20.0, 23.0, 27.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(now))
     clock = StepClock(torch.device("cpu"))
-    for _ in range(3):
-        for _ in range(3):
-            clock.mark()
+    for _ in range(9):
+        clock.mark()
     times = clock.collect()
-    assert len(times) == 3
-    assert all(t.data >= 0 and t.work >= t.blocked == 0 for t in times)
+    assert [(t.data, t.work, t.blocked) for t in times] == [(1.0, 4.0, 0.0), (2.0, 4.0, 0.0), (3.0, 4.0, 0.0)]
     assert clock.collect() == []
 
 
