@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from asa.errors import PreemptedError, UsageError, WorkersFailedError
+from asa.executor.consistency import conduct_of
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.votes import Votes
 from asa.executor.observing.observe import Observer
@@ -90,10 +91,14 @@ class TrainingExecutor(PlannedExecutor):
             weight_decay=settings.decay(self._optimizer),
             offloaded=model.offloaded,
         )
+        conduct = conduct_of(model, optimizer, self._votes)
+        if conduct is not None:
+            conduct.begin()
         return Worker(
             model=model,
             optimizer=optimizer,
             scale=scale,
+            conduct=conduct,
             votes=self._votes,
             clock=StepClock(model.device),
             precision=model.plan.precision,

@@ -37,6 +37,8 @@ MANIFEST = "manifest.json"
 LATEST = "latest"
 MODEL = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
+DISCIPLINE = "consistency.safetensors"
+"""What a discipline of consistency goes on from beside weights and optimizer; other plans pass over it."""
 
 _NAME = re.compile(r"step_(\d+)")
 

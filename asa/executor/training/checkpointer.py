@@ -44,6 +44,7 @@ class Checkpointer:
             UnavailableError: it cannot be written; on every rank, and earlier ones are intact.
         """
         faults.reached("checkpoint.begin")
+        worker.settle()
         worker.model.average_buffers()
         # Written before training goes on, by one rank: nobody else needs copies, and their memory is the model's.
         writer = worker.model.processes[0]
@@ -51,6 +52,7 @@ class Checkpointer:
         tensors = {
             checkpoint.MODEL: full_state(worker.model, kept=writes, lent=True),
             checkpoint.OPTIMIZER: full_optimizer_state(worker.model, worker.optimizer, kept=writes, lent=True),
+            **({checkpoint.DISCIPLINE: apart} if (apart := worker.apart()) else {}),
             **self.more(),
         }
         path = self.folder
@@ -122,6 +124,10 @@ class Checkpointer:
         self.votes.agree(error)  # before anything is changed anywhere
         load_full_state(worker.model, weights)
         load_full_optimizer_state(worker.model, worker.optimizer, moments)
+        if worker.conduct is not None:
+            worker.conduct.begin()
+            if manifest.plan.consistency == worker.conduct.discipline and (path / checkpoint.DISCIPLINE).exists():
+                worker.conduct.load(checkpoint.read(path, checkpoint.DISCIPLINE))
         worker.scale = LossScale(worker.precision, manifest.loss_scale)
 
     def move(self, old: Worker, build: Callable[[], Worker]) -> Worker:

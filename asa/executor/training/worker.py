@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from asa.executor.consistency.conduct import Conduct
 from asa.executor.model.loss import hits_of, logits_of, loss_of
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.step import MicrobatchRows, microbatch_rows, played
@@ -64,7 +66,9 @@ def _rows_read(indices: Tensor, parts: Sequence[MicrobatchRows]) -> Tensor:
 
 @dataclass(kw_only=True)
 class Worker:
-    """What a rank needs to compute a step: its model and optimizer under the plan in force. ``dtype``: of inputs."""
+    """What a rank needs to compute a step: its model and optimizer under the plan in force. ``dtype``: of inputs.
+    ``conduct``: of the plan's discipline, where workers do not take every step together.
+    """
 
     model: ParallelModel
     optimizer: torch.optim.Optimizer
@@ -76,6 +80,7 @@ class Worker:
     label_smoothing: float
     ahead: Ahead | None = None
     dtype: torch.dtype = torch.float32
+    conduct: Conduct | None = None
     _held: list[nn.Parameter] = field(default_factory=list)
 
     def trainable(self, rows: int) -> bool:
@@ -113,23 +118,36 @@ class Worker:
             self._held = model.parameters()
         for p in self._held:
             p.grad = None
-        played(
-            model,
-            indices,
-            step,
-            lambda rows: inputs[rows.start],
-            lambda rows: labels[rows.start],
-            loss_fn=scaled_loss,
-            precision=lambda: autocast(self.precision, model.device),
-        )
+        with nullcontext() if self.conduct is None else model.no_sync():
+            played(
+                model,
+                indices,
+                step,
+                lambda rows: inputs[rows.start],
+                lambda rows: labels[rows.start],
+                loss_fn=scaled_loss,
+                precision=lambda: autocast(self.precision, model.device),
+            )
         faults.reached("all_reduce")
         updated = self.scale.unscale(self._held, self.votes)
-        if updated:
+        if updated and self.conduct is not None:
+            faults.reached("optimizer")
+            self.conduct.step(len(indices))
+        elif updated:
             faults.reached("optimizer")
             self.optimizer.step()
             model.share_updates()
         self.clock.mark()
         return updated
+
+    def settle(self) -> None:
+        """Leave one state on all workers, if they train apart (collective)."""
+        if self.conduct is not None:
+            self.conduct.settle()
+
+    def apart(self) -> dict[str, Tensor]:
+        """What a discipline goes on from beside weights and optimizer, by name; empty as a rule."""
+        return {} if self.conduct is None else self.conduct.state()
 
     def expect(self, following: Callable[[], Tensor]) -> None:
         """``following`` gives the next step's samples: what this rank reads may be gathered meanwhile."""
@@ -171,6 +189,7 @@ class Worker:
         get one answer; None where it was yes."""
         model, total = self.model, len(images)
         tally = LossCounter(model.device)
+        self.settle()
         model.average_buffers()
         model.eval()
         for start in range(0, total, batch):

@@ -1,0 +1,36 @@
+"""Disciplines of consistency, conducted: one a page. A discipline stands in the place of a worker's optimizer step."""
+
+from __future__ import annotations
+
+from torch.optim import Optimizer
+
+from asa.errors import UsageError
+from asa.executor.consistency.conduct import Conduct, check_plan
+from asa.executor.consistency.local import LocalSteps
+from asa.executor.consistency.outer import OuterSteps
+from asa.executor.consistency.served import Served
+from asa.executor.model.parallel import ParallelModel
+from asa.executor.model.votes import Votes
+from asa.ir.consistency import DisciplineName
+
+CONDUCTED: tuple[DisciplineName, ...] = ("ps_sync", "ps_async", "ps_bounded", "downpour", "local_sgd", "diloco")
+"""The disciplines that run."""
+
+
+def conduct_of(model: ParallelModel, optimizer: Optimizer, votes: Votes) -> Conduct | None:
+    """The conduct of the discipline of ``model``'s plan; None where it has none (collective).
+
+    Raises:
+        UsageError: it does not run, or not under this plan.
+    """
+    discipline = model.plan.consistency
+    if discipline is None:
+        return None
+    check_plan(model)
+    if discipline.served:
+        return Served(discipline, model, optimizer, votes)
+    if discipline.name == "local_sgd":
+        return LocalSteps(discipline, model, optimizer)
+    if discipline.name == "diloco":
+        return OuterSteps(discipline, model, optimizer)
+    raise UsageError(f"{discipline.name} is not run yet; {', '.join(CONDUCTED)} are")

@@ -1,0 +1,115 @@
+"""What a discipline does in the place of a worker's optimizer step."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from asa.errors import UsageError
+from asa.executor.model.parallel import ParallelModel
+from asa.executor.model.step import microbatch_rows
+from asa.ir.consistency import Discipline
+from asa.sharding.axis import Axis
+
+
+class Conduct(ABC):
+    """One worker's side of a discipline: ``model`` under a plan of plain data parallelism, whose gradients are not
+    reduced, and the ``optimizer`` over it."""
+
+    def __init__(self, discipline: Discipline, model: ParallelModel, optimizer: Optimizer) -> None:
+        self.discipline, self.model, self.optimizer = discipline, model, optimizer
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Take the model's weights and the optimizer's state, the same on all workers, for where training goes on
+        from (collective)."""
+
+    @abstractmethod
+    def step(self, batch: int) -> None:
+        """Do what follows a backward over this worker's rows of ``batch`` samples."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Leave one set of weights, running statistics and optimizer state on all workers (collective)."""
+
+    def state(self) -> dict[str, Tensor]:
+        """What else a run under the same discipline goes on from, by name; asked for when settled."""
+        return {}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Take up what :meth:`state` gave; called behind :meth:`begin`."""
+
+    def figures(self) -> dict[str, object]:
+        """What was counted since the last call, for the log (JSON); the same on all workers where it matters."""
+        return {}
+
+    def close(self) -> None:
+        """Leave whatever was opened (collective)."""
+
+    @property
+    def rate(self) -> float:
+        """Learning rate of the optimizer's first group."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    @property
+    def axis(self) -> Axis:
+        """The workers."""
+        layout = self.model.layouts[0]
+        return self.model.axis("gradient", layout.data_group(self.model.position.place))
+
+    def rows(self, batch: int) -> int:
+        """How many of ``batch`` samples this worker has."""
+        return sum(part.kept.stop - part.kept.start for part in microbatch_rows(self.model, batch))
+
+    def own_share(self, batch: int) -> float:
+        """What this worker's gradients were scaled by, so that their mean over workers is that over ``batch``."""
+        return self.rows(batch) * self.model.layouts[-1].data / batch
+
+    @torch.no_grad()
+    def unscale(self, batch: int) -> None:
+        """Make gradients those of the mean over this worker's own rows."""
+        share = self.own_share(batch)
+        if share not in (0.0, 1.0):
+            for p in self.model.parameters():
+                if p.grad is not None:
+                    p.grad.div_(share)
+
+
+@torch.no_grad()
+def average(tensors: list[Tensor], axis: Axis, weight: float = 1.0) -> None:
+    """Make ``tensors`` their mean over ``axis`` (collective); ``weight`` of this rank's, which add up to as many as
+    there are ranks."""
+    if axis.group is None or not tensors:
+        return
+    for dtype in dict.fromkeys(t.dtype for t in tensors):
+        alike = [t for t in tensors if t.dtype == dtype]
+        flat = torch.cat([t.detach().reshape(-1) for t in alike])
+        if weight != 1:
+            flat *= weight
+        dist.all_reduce(flat, group=axis.group)
+        flat /= axis.size
+        for tensor, part in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+
+def check_plan(model: ParallelModel) -> None:
+    """Whether workers can go their own ways under the model's plan.
+
+    Raises:
+        UsageError: components are split, staged, sharded or offloaded.
+    """
+    plan, discipline = model.plan, model.plan.consistency
+    assert discipline is not None
+    for c in plan.components:
+        if c.data.strategy != "replicate" or c.data.degree != plan.num_ranks or c.tensor.degree > 1 or c.offload:
+            raise UsageError(
+                f"{discipline.name} runs on whole replicas; the plan has {c.name} as {c.data.text}, {c.tensor.strategy} "
+                f"x{c.tensor.degree}{', offloaded' if c.offload else ''}: plan with --strategies {discipline}"
+            )
+    if plan.compression != "none" or plan.precision == "fp16":
+        what = f"compression {plan.compression}" if plan.compression != "none" else "precision fp16"
+        raise UsageError(f"{discipline.name} does not run with {what}; leave that out")

@@ -1,0 +1,96 @@
+"""The trained parameters of a worker as one row of numbers: what servers hold in slices, and what meetings average."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from asa.errors import UsageError
+
+
+class FlatParameters:
+    """``parameters`` of one dtype end to end, in the order of the optimizer's groups; ``groups`` are where each of
+    those begins and ends.
+
+    Raises:
+        UsageError: parameters of several dtypes, or of one that is not real.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.parameters: list[nn.Parameter] = [p for g in optimizer.param_groups for p in g["params"]]
+        kinds = {p.dtype for p in self.parameters}
+        if len(kinds) > 1 or not all(p.is_floating_point() for p in self.parameters):
+            named = ", ".join(sorted(str(k).removeprefix("torch.") for k in kinds))
+            raise UsageError(f"parameters of {named}: workers that do not train in step need real ones of one dtype")
+        self.dtype = kinds.pop()
+        self.sizes = [p.numel() for p in self.parameters]
+        self.total = sum(self.sizes)
+        self.groups: list[tuple[int, int]] = []
+        start = 0
+        for group in optimizer.param_groups:
+            stop = start + sum(p.numel() for p in group["params"])
+            self.groups.append((start, stop))
+            start = stop
+
+    @torch.no_grad()
+    def weights(self) -> Tensor:
+        """A copy of the weights [total], on the host."""
+        return torch.cat([p.detach().reshape(-1) for p in self.parameters]).cpu()
+
+    @torch.no_grad()
+    def put(self, flat: Tensor, start: int = 0) -> None:
+        """Make ``flat`` the weights from number ``start`` on."""
+        at, stop = 0, start + flat.numel()
+        for p, size in zip(self.parameters, self.sizes, strict=True):
+            a, b = max(at, start), min(at + size, stop)
+            if a < b:
+                p.view(-1)[a - at : b - at].copy_(flat[a - start : b - start])
+            at += size
+
+    @torch.no_grad()
+    def gradients(self, scale: float = 1.0) -> Tensor:
+        """A copy of the gradients [total] times ``scale``, on the host.
+
+        Raises:
+            UsageError: a parameter has none: a slice of a row of numbers cannot be left out of an update.
+        """
+        missing = [i for i, p in enumerate(self.parameters) if p.grad is None]
+        if missing:
+            shape = list(self.parameters[missing[0]].shape)
+            raise UsageError(
+                f"parameter {missing[0]} of shape {shape} got no gradient in a step: servers update all they hold; "
+                "freeze it (requires_grad_(False)), or train under ddp"
+            )
+        flat = torch.cat([p.grad.reshape(-1) for p in self.parameters if p.grad is not None]).cpu()
+        return flat if scale == 1 else flat.mul_(scale)
+
+
+def slices(total: int, parts: int) -> list[tuple[int, int]]:
+    """Where each of ``parts`` nearly equal slices of ``total`` numbers begins and ends.
+
+    >>> slices(10, 3)
+    [(0, 3), (3, 6), (6, 10)]
+    """
+    return [(total * i // parts, total * (i + 1) // parts) for i in range(parts)]
+
+
+def scales_of(flat: Tensor, sizes: Sequence[int]) -> Tensor:
+    """The largest magnitude over 127 of every stretch of ``flat``, one of each of ``sizes``; 1 where all are 0."""
+    found = torch.stack([part.abs().amax() if part.numel() else part.new_zeros(()) for part in flat.split(list(sizes))])
+    return torch.where(found > 0, found / 127, torch.ones_like(found))
+
+
+def quantised(flat: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """``flat`` as int8 with one scale for every stretch of ``sizes``: (numbers, scales)."""
+    scales = scales_of(flat, sizes)
+    wide = scales.repeat_interleave(torch.tensor(list(sizes), device=flat.device))
+    return (flat / wide).round_().clamp_(-127, 127).to(torch.int8), scales
+
+
+def dequantised(numbers: Tensor, scales: Tensor, sizes: Sequence[int]) -> Tensor:
+    """What :func:`quantised` was given, to within half a scale."""
+    wide = scales.repeat_interleave(torch.tensor(list(sizes), device=numbers.device))
+    return numbers.to(scales.dtype) * wide

@@ -1,0 +1,118 @@
+"""An inner and an outer optimizer (``diloco``): what workers moved in a period is a gradient for the outer one.
+
+Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models"; fragments, of which one
+meets every ``period / fragments`` steps, after Douillard et al. 2025, "Streaming DiLoCo with overlapping communication".
+The inner optimizer is the run's own; the outer one is SGD with Nesterov momentum, the same on all workers. Where an epoch
+ends, every fragment that has moved meets, and the inner momenta are averaged.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from asa.executor.consistency.conduct import average
+from asa.executor.consistency.flat import FlatParameters, dequantised, quantised
+from asa.executor.consistency.local import LocalSteps
+
+
+class OuterSteps(LocalSteps):
+    """The conduct of ``diloco``."""
+
+    def begin(self) -> None:
+        """The weights of all workers are the outer ones."""
+        self._flat = FlatParameters(self.optimizer)
+        self._parts = fragments(self._flat.sizes, self.discipline.fragments)
+        at = [0]
+        for size in self._flat.sizes:
+            at.append(at[-1] + size)
+        self._bounds = [(at[a], at[b]) for a, b in self._parts]
+        weights = self._flat.weights().to(self.model.device)
+        self._outer = [nn.Parameter(weights[a:b].clone()) for a, b in self._bounds]
+        d = self.discipline
+        self._optimizers = [
+            torch.optim.SGD([p], lr=d.outer_rate, momentum=d.outer_momentum, nesterov=d.outer_momentum > 0)
+            for p in self._outer
+        ]
+        self._steps, self._moved = 0, [False] * len(self._outer)
+
+    def step(self, batch: int) -> None:
+        """An inner update, and the meeting of the fragment whose turn it is."""
+        self.unscale(batch)
+        self.optimizer.step()
+        self._steps += 1
+        self._moved = [True] * len(self._outer)
+        turn, left = divmod(self._steps, self.discipline.period // len(self._outer))
+        if not left:
+            self._meet((turn - 1) % len(self._outer))
+
+    @torch.no_grad()
+    def _meet(self, fragment: int) -> None:
+        """One outer step along the mean of what all workers moved (collective)."""
+        start, stop = self._bounds[fragment]
+        if start == stop:  # more fragments than parameters
+            return
+        outer, (first, last) = self._outer[fragment], self._parts[fragment]
+        here = torch.cat([p.detach().reshape(-1) for p in self._flat.parameters[first:last]])
+        outer.grad = self._mean(outer.detach() - here, self._flat.sizes[first:last])
+        self._optimizers[fragment].step()
+        outer.grad = None
+        self._flat.put(outer.detach(), start)
+        self._moved[fragment] = False
+
+    def _mean(self, moved: Tensor, sizes: list[int]) -> Tensor:
+        """The mean of ``moved`` over workers (collective); as int8 every worker's arrives with its own scales."""
+        axis = self.axis
+        if axis.group is None:
+            return moved
+        if self.discipline.message == "fp32":
+            average([moved], axis)
+            return moved
+        numbers, scales = quantised(moved, sizes)
+        all_numbers, all_scales = ([torch.empty_like(t) for _ in range(axis.size)] for t in (numbers, scales))
+        dist.all_gather(all_numbers, numbers, group=axis.group)
+        dist.all_gather(all_scales, scales, group=axis.group)
+        found = [dequantised(n, s, sizes) for n, s in zip(all_numbers, all_scales, strict=True)]
+        return torch.stack(found).mean(dim=0)
+
+    def settle(self) -> None:
+        """A meeting of all that has moved; running statistics and inner momenta are averaged."""
+        for fragment, moved in enumerate(self._moved):
+            if moved:
+                self._meet(fragment)
+        self._steps = 0
+        self.model.average_buffers()
+        average(self._moments(), self.axis)
+
+    def state(self) -> dict[str, Tensor]:
+        """The outer optimizer's momentum, of all weights in one row."""
+        found = [o.state.get(p, {}).get("momentum_buffer") for o, p in zip(self._optimizers, self._outer, strict=True)]
+        if any(m is None for m in found):
+            return {}
+        return {"outer.momentum": torch.cat([m.cpu() for m in found if m is not None])}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Go on with the momentum of a run like this one."""
+        momentum = state.get("outer.momentum")
+        if momentum is None or momentum.numel() != self._flat.total:
+            return
+        for optimizer, p, (a, b) in zip(self._optimizers, self._outer, self._bounds, strict=True):
+            optimizer.state[p]["momentum_buffer"] = momentum[a:b].to(p.device, p.dtype).clone()
+
+
+def fragments(sizes: list[int], count: int) -> list[tuple[int, int]]:
+    """First and last (exclusive) of the parameters of each fragment, of about as many numbers each.
+
+    >>> fragments([4, 1, 1, 2], 2), fragments([9, 1], 3)
+    ([(0, 1), (1, 4)], [(0, 1), (1, 1), (1, 2)])
+    """
+    total, before, cuts = sum(sizes), 0, [0]
+    for i, size in enumerate(sizes):
+        while len(cuts) < count and before + size / 2 > total * len(cuts) / count:
+            cuts.append(i if before else i + 1)
+        before += size
+    cuts += [len(sizes)] * (count + 1 - len(cuts))
+    return list(pairwise(cuts))

@@ -1,0 +1,234 @@
+"""Workers that push gradients to parameter servers and pull weights: ``ps_sync``, ``ps_async``, ``ps_bounded``, and
+``downpour`` (Dean et al. 2012, "Large Scale Distributed Deep Networks"), which does so every few steps.
+
+Weights are cut into as many slices as there are servers, of equal size to within one number; momentum and all other
+state of the optimizer are at the servers alone. Which samples a worker has is not decided here.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from asa.errors import UsageError
+from asa.executor.consistency.channels import HEAD, Exchange, head
+from asa.executor.consistency.conduct import Conduct
+from asa.executor.consistency.flat import FlatParameters, slices
+from asa.executor.consistency.server import Server
+from asa.executor.model.parallel import ParallelModel
+from asa.executor.model.votes import Votes
+from asa.ir.consistency import Discipline
+
+_PUSH, _PULL, _PUT, _KEYS, _STATE, _SET, _COUNTS = map(float, range(7))
+_MOST_GROUPS = HEAD - 4
+
+
+class Served(Conduct):
+    """The conduct of workers with servers, and of processes that are servers and nothing else (an idle ``model``)."""
+
+    def __init__(self, discipline: Discipline, model: ParallelModel, optimizer: Optimizer, votes: Votes) -> None:
+        super().__init__(discipline, model, optimizer)
+        self._votes = votes
+        self._server: Server | None = None
+        self._flat: FlatParameters | None = None
+        self._first = votes.rank == model.processes[0]
+        groups = len(optimizer.param_groups)
+        if groups > _MOST_GROUPS:
+            raise UsageError(f"{groups} groups of parameters: a server keeps {_MOST_GROUPS} apart at most")
+        described = None
+        if not model.idle:
+            self._flat = FlatParameters(optimizer)
+            dtype = str(self._flat.dtype).removeprefix("torch.")
+            described = [self._flat.total, dtype, self._flat.groups]
+        total, dtype, groups_at = votes.tell(described, source=model.processes[0])
+        hosts = discipline.server_ranks(votes.num_ranks)
+        self._slices = slices(total, len(hosts))
+        self._exchange = Exchange(votes.rank, model.processes, hosts)
+        if votes.rank in hosts:
+            start, stop = self._slices[hosts.index(votes.rank)]
+            flat = torch.zeros(stop - start, dtype=getattr(torch, dtype))
+            self._server = Server(
+                discipline, flat, start, groups_at, optimizer, model.processes, model.plan.global_batch
+            )
+            self._exchange.serve(self._answer, self._server.lost)
+        self._kept: Tensor | None = None
+        self._samples = self._steps = 0
+
+    def begin(self) -> None:
+        """The first worker's weights and optimizer state become the servers'."""
+        if self._first:
+            assert self._flat is not None
+            weights = self._flat.weights()
+            self._ask([(head(_PUT), weights[a:b]) for a, b in self._slices])
+            self._send_state()
+        self._votes.gather([0.0])
+        self._kept, self._samples, self._steps = None, 0, 0
+
+    def step(self, batch: int) -> None:
+        """Push the gradient, and go on with the weights that come back when this worker may."""
+        if self._flat is None:  # a process that is a server and no worker
+            return
+        samples, rates = self.rows(batch), [float(g["lr"]) for g in self.optimizer.param_groups]
+        gradient = self._flat.gradients(1 / self.own_share(batch))
+        if self.discipline.period > 1:
+            gradient = self._kept_back(gradient, samples, rates)
+            samples = self._samples
+            if self._steps % self.discipline.period:
+                return
+        self._push(gradient, samples, rates)
+
+    def _push(self, gradient: Tensor, samples: int, rates: list[float]) -> None:
+        assert self._flat is not None
+        asked = [(head(_PUSH, samples, *rates), gradient[a:b]) for a, b in self._slices]
+        for (start, _), (_, weights) in zip(self._slices, self._ask(asked), strict=True):
+            assert weights is not None
+            self._flat.put(weights, start)
+        self._kept, self._samples = None, 0
+
+    def _kept_back(self, gradient: Tensor, samples: int, rates: list[float]) -> Tensor:
+        """The mean of the gradients since the last push; meanwhile a worker takes plain steps of its own."""
+        assert self._flat is not None
+        self._steps += 1
+        before = 0.0 if self._kept is None else self._samples
+        self._samples += samples
+        mean = gradient if self._kept is None else self._kept
+        if self._kept is not None:
+            mean.mul_(before / self._samples).add_(gradient, alpha=samples / self._samples)
+        self._kept = mean
+        if self._steps % self.discipline.period:
+            weights = self._flat.weights()
+            for rate, (a, b) in zip(rates, self._flat.groups, strict=True):
+                weights[a:b].sub_(gradient[a:b], alpha=rate * samples / self.model.plan.global_batch)
+            self._flat.put(weights)
+        return mean
+
+    def settle(self) -> None:
+        """Push what was kept back; the servers' weights on every worker, their optimizer state on the first."""
+        if self._kept is not None:
+            self._push(self._kept, self._samples, [float(g["lr"]) for g in self.optimizer.param_groups])
+        self._votes.gather([0.0])
+        if self._server is not None:
+            self._server.rounds()
+        self._votes.gather([0.0])
+        if self._flat is not None:
+            self.pull()
+            if self._first:
+                self._fetch_state()
+        self.average_buffers()
+
+    def average_buffers(self) -> None:
+        """Make running statistics one on all workers (collective)."""
+        self.model.average_buffers()
+
+    def pull(self) -> None:
+        """Take the servers' weights as they are."""
+        assert self._flat is not None
+        replies = self._ask([(head(_PULL), None)] * len(self._slices))
+        for (start, _), (_, weights) in zip(self._slices, replies, strict=True):
+            assert weights is not None
+            self._flat.put(weights, start)
+
+    def figures(self) -> dict[str, object]:
+        """Counts of every server since the start: what it applied and rejected in samples, ages, how far a worker got
+        ahead. Asked for on the first worker."""
+        if not self._first:
+            return {}
+        replies = self._ask([(head(_COUNTS), None)] * len(self._slices))
+        return {"servers": [json.loads(_text(body)) for _, body in replies]}
+
+    def close(self) -> None:
+        """Take leave of the servers."""
+        self._exchange.close()
+
+    def _ask(self, requests: list[tuple[Tensor, Tensor | None]]) -> list[tuple[Tensor, Tensor | None]]:
+        return self._exchange.ask(requests)
+
+    def _answer(self, worker: int, asked: Tensor, body: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """A server's reply."""
+        server = self._server
+        assert server is not None
+        what = float(asked[0])
+        if what == _PUSH:
+            assert body is not None
+            rates = asked[2 : 2 + len(server.parts)].tolist()
+            return head(), server.pushed(worker, body, int(asked[1]), rates)
+        if what == _PULL:
+            return head(), server.pull(worker)
+        if what == _PUT:
+            assert body is not None
+            server.restart(body)
+            return head(), None
+        if what == _COUNTS:
+            return head(), _bytes(server.counted())
+        if what == _KEYS:
+            return head(), _bytes(server.described())
+        if what == _STATE:
+            said = json.loads(_text(body))
+            return head(), server.moment(*said)
+        assert what == _SET
+        group, key, dtype, scalar, row = _unpacked(body)
+        server.take(group, key, None if dtype is None else row.view(getattr(torch, dtype)), scalar)
+        return head(), None
+
+    def _fetch_state(self) -> None:
+        """The optimizer's state from all servers, where a checkpoint looks for it: on the first worker."""
+        assert self._flat is not None
+        described = [json.loads(_text(body)) for _, body in self._ask([(head(_KEYS), None)] * len(self._slices))]
+        self.optimizer.state.clear()
+        for group, held in enumerate(self.optimizer.param_groups):
+            for key, scalar in {k: v for each in described for k, v in each[group].items()}.items():
+                if scalar is None:
+                    replies = self._ask([(head(_STATE), _bytes([group, key]))] * len(self._slices))
+                    row = torch.cat([body for _, body in replies if body is not None])
+                    sizes = [p.numel() for p in held["params"]]
+                    for p, part in zip(held["params"], row.split(sizes), strict=True):
+                        self.optimizer.state[p][key] = part.view_as(p).to(p.device).clone()
+                else:
+                    for p in held["params"]:
+                        self.optimizer.state[p][key] = torch.tensor(scalar, dtype=torch.float32)
+
+    def _send_state(self) -> None:
+        """The first worker's optimizer state to the servers, each its slice."""
+        assert self._flat is not None
+        for group, (begin, end) in enumerate(self._flat.groups):
+            parameters = self.optimizer.param_groups[group]["params"]
+            states = [self.optimizer.state.get(p, {}) for p in parameters]
+            for key in sorted(set.intersection(*map(set, states)) if states else ()):
+                values = [s[key] for s in states]
+                if any(not isinstance(v, Tensor) for v in values):
+                    continue
+                if all(v.shape == p.shape for v, p in zip(values, parameters, strict=True)):
+                    row = torch.cat([v.detach().reshape(-1).cpu() for v in values])
+                    cuts = [(min(max(a, begin), end) - begin, min(max(b, begin), end) - begin) for a, b in self._slices]
+                    self._ask([(head(_SET), _packed(group, key, row[a:b], 0.0)) for a, b in cuts])
+                else:
+                    self._ask([(head(_SET), _packed(group, key, None, float(values[0])))] * len(self._slices))
+
+
+def _bytes(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _text(body: Tensor | None) -> str:
+    assert body is not None
+    return body.numpy().tobytes().decode()
+
+
+def _packed(group: int, key: str, row: Tensor | None, scalar: float) -> Tensor:
+    """A part of an optimizer's state as bytes: how long what describes it is, that, and the row if there is one."""
+    dtype = None if row is None else str(row.dtype).removeprefix("torch.")
+    said = json.dumps([group, key, dtype, scalar]).encode()
+    front = torch.frombuffer(bytearray(len(said).to_bytes(4, "little") + said), dtype=torch.uint8)
+    return front if row is None or not row.numel() else torch.cat([front, row.contiguous().view(torch.uint8)])
+
+
+def _unpacked(body: Tensor | None) -> tuple[int, str, str | None, float, Tensor]:
+    """What :func:`_packed` was given, the row still as bytes."""
+    assert body is not None
+    size = int.from_bytes(body[:4].numpy().tobytes(), "little")
+    group, key, dtype, scalar = json.loads(body[4 : 4 + size].numpy().tobytes())
+    return group, key, dtype, scalar, body[4 + size :].clone()

@@ -1,0 +1,261 @@
+"""A parameter server: a slice of the weights with its optimizer, and the rule of who may go on.
+
+Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server". Nothing here knows how messages
+travel; workers' pushes come from as many threads.
+
+- A *push* is the gradient of the mean over the samples that a worker had. It waits in a queue until weights are asked
+  for: then all that wait become one update, in the order of workers. So where every worker waits for all others, one
+  update a step has the mean over the whole batch, exactly as in synchronous training.
+- An update moves weights as far as its samples are worth: the learning rate is scaled by their number over the global
+  batch (times ``1 / (1 + age)`` where staleness is bounded), so that a rate means the same however many workers push.
+- The *age* of a push is how many whole global batches of other workers' gradients were applied since its worker pulled.
+  With a window of s steps it is at most 2 s: others are at most s behind when a worker pulls, and s ahead when it pushes.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from asa.ir.consistency import Discipline
+
+_SILENT_STEPS, _SILENT_S = 10.0, 2.0
+"""How many of its own usual steps, and seconds more, a worker may be silent before others no longer wait for it."""
+
+
+@dataclass
+class Counts:
+    """What a server saw. ``ages``: of applied pushes, how many had each; ``rejected`` and ``applied`` in samples;
+    ``waited_s``: for which workers waited in the window."""
+
+    ages: Counter[int] = field(default_factory=Counter)
+    applied: int = 0
+    rejected: int = 0
+    updates: int = 0
+    most_ahead: int = 0
+    waited_s: float = 0.0
+
+
+@dataclass
+class _Push:
+    worker: int
+    gradient: Tensor
+    samples: int
+    rates: tuple[float, ...]
+    clock: int
+
+
+@dataclass
+class _Member:
+    """What a server knows of a worker. ``clock``: pushes so far. ``seen``: others' samples applied when it pulled."""
+
+    clock: int = 0
+    applied: int = 0
+    seen: int = 0
+    heard: float = field(default_factory=time.monotonic)
+    usual_s: float = 0.0
+    silent: bool = False
+    waiting: bool = False
+
+
+class Server:
+    """Weights ``flat`` [n] of the numbers from ``start`` on of all ``groups`` (begin, end) of ``optimizer``, whose kind
+    and options its own has. ``workers`` push and pull."""
+
+    def __init__(
+        self, discipline: Discipline, flat: Tensor, start: int, groups: Sequence[tuple[int, int]], optimizer: Optimizer,
+        workers: Sequence[int], batch: int,
+    ) -> None:  # fmt: skip
+        self.discipline, self.flat, self.start, self.batch = discipline, flat, start, batch
+        self.optimizer, self.parts = _like(optimizer, flat, start, groups)
+        self.members = {w: _Member() for w in workers}
+        self.counts = Counts()
+        self._queue: list[_Push] = []
+        self._total = 0
+        self._changed = threading.Condition()
+        self._window = 0 if discipline.waiting == "bulk" else discipline.window
+        self._by_age = discipline.waiting == "stale"
+
+    def pushed(self, worker: int, gradient: Tensor, samples: int, rates: Sequence[float]) -> Tensor:
+        """Take in a push, wait until ``worker`` may go on, and hand out the weights as they are then: a copy [n]."""
+        with self._changed:
+            self._heard(worker)
+            self.members[worker].clock += 1
+            self._queue.append(_Push(worker, gradient, samples, tuple(rates), self.members[worker].clock))
+            self._changed.notify_all()
+            self._wait_for(worker)
+            return self._pulled(worker)
+
+    def pull(self, worker: int) -> Tensor:
+        """The weights as they are: a copy [n]."""
+        with self._changed:
+            self._heard(worker)
+            return self._pulled(worker)
+
+    def lost(self, worker: int) -> None:
+        """Nobody waits for ``worker`` any more."""
+        with self._changed:
+            self.members.pop(worker, None)
+            self._changed.notify_all()
+
+    @torch.no_grad()
+    def restart(self, weights: Tensor) -> None:
+        """Go on from ``weights`` [n], with no optimizer state yet."""
+        with self._changed:
+            self._queue = []
+            self.flat.copy_(weights)
+            self.optimizer.state.clear()
+
+    def take(self, group: int, key: str, row: Tensor | None, scalar: float) -> None:
+        """Take a part of the optimizer's state: ``row`` of this server's part of a group, or a number."""
+        with self._changed:
+            for p in self.optimizer.param_groups[group]["params"]:
+                value = torch.tensor(scalar, dtype=torch.float32) if row is None else row.clone()
+                self.optimizer.state[p][key] = value
+
+    def described(self) -> list[dict[str, float | None]]:
+        """By group, the optimizer's state: a number, or None for a row."""
+        with self._changed:
+            self._apply()
+            found: list[dict[str, float | None]] = []
+            for group in self.optimizer.param_groups:
+                state = self.optimizer.state.get(group["params"][0], {}) if group["params"] else {}
+                rows = {k: v for k, v in state.items() if isinstance(v, Tensor)}
+                found.append({k: None if v.dim() else float(v) for k, v in sorted(rows.items())})
+            return found
+
+    def moment(self, group: int, key: str) -> Tensor:
+        """A row of the optimizer's state, empty where this server has no part of the group."""
+        with self._changed:
+            parameters = self.optimizer.param_groups[group]["params"]
+            return self.optimizer.state[parameters[0]][key].clone() if parameters else self.flat.new_empty(0)
+
+    def counted(self) -> dict[str, object]:
+        """Counts so far, for a log."""
+        with self._changed:
+            c = self.counts
+            ages = {str(age): c.ages[age] for age in sorted(c.ages)}
+            return {
+                "samples_applied": c.applied, "samples_rejected": c.rejected, "updates": c.updates, "ages": ages,
+                "most_steps_ahead": c.most_ahead, "waited_s": c.waited_s,
+            }  # fmt: skip
+
+    def rounds(self) -> None:
+        """Clocks begin anew, for all workers: they have settled."""
+        with self._changed:
+            self._apply()
+            for member in self.members.values():
+                member.clock, member.silent, member.heard = 0, False, time.monotonic()
+
+    def _heard(self, worker: int) -> None:
+        """``worker`` speaks; if it was given up in between, it goes on from where the slowest of the others is."""
+        member = self.members.setdefault(worker, _Member())
+        now = time.monotonic()
+        if member.silent:
+            member.silent = False
+            member.clock = max(member.clock, min((m.clock for m in self._waited_for(worker)), default=0))
+        else:
+            took = now - member.heard
+            member.usual_s = took if not member.usual_s else 0.8 * member.usual_s + 0.2 * min(took, 10 * member.usual_s)
+        member.heard = now
+
+    def _waited_for(self, worker: int) -> list[_Member]:
+        return [m for w, m in self.members.items() if w != worker and not m.silent]
+
+    def _wait_for(self, worker: int) -> None:
+        """Until no other worker is more than the window behind ``worker``."""
+        if self._window is None:
+            return
+        began = time.monotonic()
+        member = self.members[worker]
+        member.waiting = True
+        while worker in self.members:
+            ahead = member.clock - min((m.clock for m in self._waited_for(worker)), default=member.clock)
+            if ahead <= self._window:
+                self.counts.most_ahead = max(self.counts.most_ahead, ahead)
+                break
+            if not self._changed.wait(timeout=0.25) and self.discipline.waiting != "bulk":
+                self._give_up_silent()
+        member.waiting = False
+        member.heard = time.monotonic()
+        self.counts.waited_s += member.heard - began
+
+    def _give_up_silent(self) -> None:
+        """Stop waiting for workers that were not heard of for far longer than they usually take."""
+        now = time.monotonic()
+        for member in self.members.values():
+            patience = _SILENT_STEPS * member.usual_s + _SILENT_S
+            if not member.waiting and now - member.heard > patience:
+                member.silent = True
+
+    def _pulled(self, worker: int) -> Tensor:
+        self._apply()
+        member = self.members.get(worker)
+        if member is not None:
+            member.seen = self._total - member.applied
+            member.heard = time.monotonic()
+        return self.flat.clone()
+
+    @torch.no_grad()
+    def _apply(self) -> None:
+        """Make one update of all that waits."""
+        # Where all wait for all, one that is a step further may push before another has come to pull: not yet.
+        due = min((m.clock for m in self.members.values() if not m.silent), default=0) if self._window == 0 else None
+        queue = sorted((p for p in self._queue if due is None or p.clock <= due), key=lambda p: p.worker)
+        self._queue = [] if due is None else [p for p in self._queue if p.clock > due]
+        taken: list[tuple[_Push, float]] = []
+        for push in queue:
+            member = self.members.get(push.worker, _Member())
+            age = (self._total - member.applied - member.seen) // self.batch
+            if self.discipline.max_age is not None and age > self.discipline.max_age:
+                self.counts.rejected += push.samples
+                continue
+            self.counts.ages[age] += 1
+            taken.append((push, push.samples / (1 + age) if self._by_age else float(push.samples)))
+        if not taken:
+            return
+        whole = sum(weight for _, weight in taken)
+        gradient = taken[0][0].gradient * taken[0][1]
+        for push, weight in taken[1:]:
+            gradient.add_(push.gradient, alpha=weight)
+        gradient /= whole
+        for push, _ in taken:
+            self._total += push.samples
+            self.counts.applied += push.samples
+            if push.worker in self.members:
+                self.members[push.worker].applied += push.samples
+        self._update(gradient, whole / self.batch, taken[-1][0].rates)
+
+    def _update(self, gradient: Tensor, worth: float, rates: tuple[float, ...]) -> None:
+        self.counts.updates += 1
+        for group, rate, (begin, end) in zip(self.optimizer.param_groups, rates, self.parts, strict=True):
+            group["lr"] = rate * worth
+            if begin < end:
+                group["params"][0].grad = gradient[begin:end]
+        self.optimizer.step()
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = None
+
+
+def _like(
+    optimizer: Optimizer, flat: Tensor, start: int, groups: Sequence[tuple[int, int]]
+) -> tuple[Optimizer, list[tuple[int, int]]]:
+    """An optimizer of the same kind and options over views of ``flat``, and where in it each group's part lies."""
+    parts = []
+    made = copy.copy(optimizer)
+    made.state = defaultdict(dict)
+    made.param_groups = []
+    for group, (a, b) in zip(optimizer.param_groups, groups, strict=True):
+        begin, end = (min(max(x - start, 0), flat.numel()) for x in (a, b))
+        parts.append((begin, end))
+        made.param_groups.append({**group, "params": [nn.Parameter(flat[begin:end])] if begin < end else []})
+    return made, parts
