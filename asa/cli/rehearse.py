@@ -28,7 +28,7 @@ OPTIONS = (
         heeds=("plan", "gpus", "rehearsal_steps", "device", "seed", "json"),
         harmless=True,
     ),
-    o.option(o.GPUS, help="the devices the plan must be for"),
+    o.option(o.GPUS, help="devices to plan a MODEL for; of a plan that is made, those it must be for"),
     Option(
         name="rehearsal-steps",
         help="steps to rehearse, with --rehearse (default: 10)",

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from asa.cli import emulated, places
+from asa.cli import emulated, places, planned_here
 from asa.cli import options as o
 from asa.cli.console import Console, Report
 from asa.cli.ending import left_to_ranks
@@ -28,7 +28,8 @@ _NOTABLE = 0.05
 
 def run(args: Arguments, console: Console) -> None:
     """Find the plan, hand it to the executor with the loop over epochs, and say what happens."""
-    path, plan, out = plan_and_folder(args)  # before torch is imported: what is wrong here is said at once
+    # Before torch is imported, as a rule: what is wrong here is said at once.
+    path, plan, out = plan_and_folder(args, console)
     if args.origin["gpus"] == "flag" and args.gpus != plan.gpus:  # a file's is for every command, and other plans
         raise UsageError(f"the plan is for {plan.gpus} devices, asked for {args.gpus}; plan again with --gpus")
     if args.rehearse is not None:
@@ -57,7 +58,7 @@ def _train(args: Arguments, console: Console, path: Path, plan: Plan, out: Path)
     if args.compress is not None and args.compress != plan.compression:
         console.say(f"asa: gradients travel as {args.compress}, predictions are for {plan.compression}")
         plan = replace(plan, compression=args.compress)
-    words = args.words if args.plan else (str(path), *args.words)
+    words = planned_here.words(args, path)
     settings = TrainSettings(
         out=str(out),
         data=args.data,
@@ -70,7 +71,8 @@ def _train(args: Arguments, console: Console, path: Path, plan: Plan, out: Path)
         seed=args.seed,
         device="cpu" if pretended else args.device,
         resume=args.resume,
-        replan=not (args.no_replan or pretended),
+        # Another plan would be another discipline, which nobody asked for.
+        replan=not (args.no_replan or pretended or plan.consistency),
         tensorboard=args.tensorboard,
         trace_steps=args.trace or 0,
         observe=not args.no_observe,
@@ -152,7 +154,7 @@ def tell(event: dict[str, Any], console: Console, progress: Report, *, trained: 
             pass
 
 
-def plan_and_folder(args: Arguments) -> tuple[Path, Plan, Path]:
+def plan_and_folder(args: Arguments, console: Console) -> tuple[Path, Plan, Path]:
     """The plan with its file, and the run's folder: a new one, or with ``--resume`` the one named or the newest.
 
     Raises:
@@ -164,7 +166,8 @@ def plan_and_folder(args: Arguments) -> tuple[Path, Plan, Path]:
     if args.data_root and not args.download and not Path(args.data_root).exists():
         raise InvalidInputError(f"--data-root {args.data_root} does not exist")
     if not args.resume:
-        path, plan = places.newest_plan(args.plan)
+        fresh = planned_here.wanted(args)
+        path, plan = planned_here.planned(args, console) if fresh else places.newest_plan(args.plan)
         out = Path(args.out) if args.out else places.new_folder(places.TRAINING, places.slug(plan.model_spec))
         places.check_writable(out / "plan.json", "--out")
         return path, plan, out
@@ -219,7 +222,12 @@ VERBS = (
         help="train under a plan, starting the workers or as one of torchrun's, and check it after every epoch",
         run=run,
         options=(
-            o.PLAN,
+            o.option(
+                o.PLAN,
+                help="plan file, or a model to plan for the devices here (default: the newest plan in runs/plans)",
+                metavar="PLAN|MODEL",
+            ),
+            *planned_here.OPTIONS,
             o.DATA,
             o.DATA_ROOT,
             Option(

@@ -34,6 +34,8 @@ class Equivalence:
     with stock modules in a plain loop: ``training_error`` is that of ``training_tensor``, a tensor, ``losses``, or the
     mean of what dropout leaves, whichever has the largest share of its allowance.
 
+    ``discipline``: the plan's, where it changes training: such a plan is never equivalent, whatever five steps show.
+
     ``reasons``: where a plan is not equivalent, or held against a floor above 1e-6, what of the model explains it, in
     sentences; empty where nothing was found.
     """
@@ -63,3 +65,4 @@ class Equivalence:
     training_allowed: float | None = later()
     training_tensor: str = later("")
     reasons: tuple[str, ...] = later(())
+    discipline: str = later("")

@@ -391,7 +391,15 @@ class Plan:
     @property
     def conduct(self) -> tuple[object, ...]:
         """What it runs, apart from what it is called."""
-        return self.components, self.stages, self.num_microbatches, self.schedule, self.compression
+        return (
+            self.components, self.stages, self.num_microbatches, self.schedule, self.compression, self.consistency,
+        )  # fmt: skip
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks, and servers with processes of their own."""
+        served = self.consistency
+        return self.num_ranks + (served.servers if served is not None and served.placement == "own" else 0)
 
     def fewest(self, rows: int, microbatches: int | None = None) -> int:
         """How many of a batch of ``rows`` the smallest shard has in one of its ``microbatches`` (the plan's own number

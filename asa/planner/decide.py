@@ -22,7 +22,7 @@ from asa.planner.answer.confidence import confidence, faster
 from asa.planner.answer.prediction import noise, predict
 from asa.planner.garbage import uncollected
 from asa.planner.search import Outcome, next_best, search
-from asa.planner.space import baselines
+from asa.planner.space import baselines, disciplines
 from asa.planner.space.admission import check_request
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.nearest import beside, start
@@ -65,6 +65,11 @@ def plan(
     if order is not None:
         found = plan(profile, cluster.ordered(order), strategies, request, known=known)
         return [_on_devices(p, cluster, order) for p in found]
+    discipline = disciplines.asked(request)
+    if discipline is not None:
+        return disciplines.planned(
+            discipline, request, lambda plain: plan(profile, cluster, strategies, plain, known=known)
+        )
     started = clock.now()
     wanted = tuple(dict.fromkeys(request.strategies or ("asa",)))
     check_request(cluster, strategies, request)

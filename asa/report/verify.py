@@ -49,6 +49,11 @@ def verdict(found: Equivalence) -> str:
     numbers = f"{found.worst_tensor} differs by {found.max_rel_error:.2e}, allowed {found.allowed:.2e}"
     if found.equivalent:
         return f"equivalent: training under this plan is training on one device ({numbers})"
+    if found.discipline:
+        return (
+            f"not equivalent by construction, workers train under {found.discipline}: after {found.steps} steps "
+            f"{found.worst_tensor} differs by {found.max_rel_error:.2e} from one device"
+        )
     if found.within_tolerance is not None:
         said = "within" if found.within_tolerance else "BEYOND"
         return (

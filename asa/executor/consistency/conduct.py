@@ -40,14 +40,14 @@ class Conduct(ABC):
         """What else a run under the same discipline goes on from, by name; asked for when settled."""
         return {}
 
-    def load(self, state: dict[str, Tensor]) -> None:
+    def load(self, state: dict[str, Tensor]) -> None:  # noqa: B027  (most have nothing of the kind)
         """Take up what :meth:`state` gave; called behind :meth:`begin`."""
 
     def figures(self) -> dict[str, object]:
         """What was counted since the last call, for the log (JSON); the same on all workers where it matters."""
         return {}
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Leave whatever was opened (collective)."""
 
     @property
@@ -107,8 +107,9 @@ def check_plan(model: ParallelModel) -> None:
     for c in plan.components:
         if c.data.strategy != "replicate" or c.data.degree != plan.num_ranks or c.tensor.degree > 1 or c.offload:
             raise UsageError(
-                f"{discipline.name} runs on whole replicas; the plan has {c.name} as {c.data.text}, {c.tensor.strategy} "
-                f"x{c.tensor.degree}{', offloaded' if c.offload else ''}: plan with --strategies {discipline}"
+                f"{discipline.name} runs on whole replicas; the plan has {c.name} as {c.data.text}, "
+                f"{c.tensor.strategy} x{c.tensor.degree}{', offloaded' if c.offload else ''}: plan with "
+                f"--strategies {discipline}"
             )
     if plan.compression != "none" or plan.precision == "fp16":
         what = f"compression {plan.compression}" if plan.compression != "none" else "precision fp16"

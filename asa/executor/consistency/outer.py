@@ -1,9 +1,9 @@
 """An inner and an outer optimizer (``diloco``): what workers moved in a period is a gradient for the outer one.
 
 Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models"; fragments, of which one
-meets every ``period / fragments`` steps, after Douillard et al. 2025, "Streaming DiLoCo with overlapping communication".
-The inner optimizer is the run's own; the outer one is SGD with Nesterov momentum, the same on all workers. Where an epoch
-ends, every fragment that has moved meets, and the inner momenta are averaged.
+meets every ``period / fragments`` steps, after Douillard et al. 2025, "Streaming DiLoCo with overlapping
+communication". The inner optimizer is the run's own; the outer one is SGD with Nesterov momentum, the same on all
+workers. Where an epoch ends, every fragment that has moved meets, and the inner momenta are averaged.
 """
 
 from __future__ import annotations

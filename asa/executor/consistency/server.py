@@ -9,7 +9,8 @@ travel; workers' pushes come from as many threads.
 - An update moves weights as far as its samples are worth: the learning rate is scaled by their number over the global
   batch (times ``1 / (1 + age)`` where staleness is bounded), so that a rate means the same however many workers push.
 - The *age* of a push is how many whole global batches of other workers' gradients were applied since its worker pulled.
-  With a window of s steps it is at most 2 s: others are at most s behind when a worker pulls, and s ahead when it pushes.
+  With a window of s steps it is at most 2 s: others are at most s behind when a worker pulls, and s ahead when it
+  pushes.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -21,6 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from asa.errors import UsageError
+from asa.executor.consistency import conduct_of
+from asa.executor.consistency.conduct import average
 from asa.executor.measuring import plainly
 from asa.executor.measuring.tolerance import DRIFT, compressed, distance
 from asa.executor.model.materialize import materialize
@@ -32,6 +35,7 @@ from asa.executor.model.votes import Votes
 from asa.executor.training.optimizer import build_optimizer
 from asa.interfaces.strategy import Strategies
 from asa.ir.codec import fingerprint
+from asa.ir.consistency import CHANGES
 from asa.ir.equivalence import Equivalence, TensorError
 from asa.ir.layout import bounds
 from asa.ir.plan import DataDegree, Plan, Stage, TensorDegree
@@ -77,7 +81,8 @@ def alone(plan: Plan, samples: int | None = None) -> Plan:
     )
     cut = plan.num_microbatches if samples is None else microbatches_of(plan, samples)
     return replace(
-        plan, components=whole, stages=(Stage(ranks=(0,)),), schedule="none", compression="none", num_microbatches=cut
+        plan, components=whole, stages=(Stage(ranks=(0,)),), schedule="none", compression="none", num_microbatches=cut,
+        consistency=None,
     )  # fmt: skip
 
 
@@ -112,22 +117,34 @@ def _run(
     """Train ``steps`` steps from number ``first`` on; ``permute`` reverses the samples inside every microbatch."""
     model = materialize(
         plan, build(), example(plan.input_shape), rank=rank, strategies=strategies, device=device, batch_norm="exact",
-        prepare=lambda traced: _convert(traced, dtype),
+        prepare=lambda traced: _convert(traced, dtype), apart=True,
     )  # fmt: skip
     optimizer = build_optimizer(
         plan.optimizer, model.updated, lr=LEARNING_RATE[plan.optimizer], offloaded=model.offloaded
     )  # fmt: skip
+    conduct = conduct_of(model, optimizer, Votes()) if plan.consistency is not None else None
+    if conduct is not None:
+        conduct.begin()
     model.train()
     trace = Trace()
     for step in range(first, first + steps):
         x, y = _batch(plan, samples, step, dtype)
         model.zero_grad()
-        trace.losses.append(_step(model, x, y, step, permute))
+        with nullcontext() if conduct is None else model.no_sync():
+            trace.losses.append(_step(model, x, y, step, permute))
         # In float64 only one device's are wanted: they show how far fp32 is from the truth by itself.
         if step == first and (dtype == torch.float32 or (plan.num_ranks == 1 and not permute)):
             trace.gradients = full_gradients(model)
-        optimizer.step()
-        model.share_updates()
+            if conduct is not None and not model.idle:
+                average(list(trace.gradients.values()), conduct.axis)
+        if conduct is not None:
+            conduct.step(samples)
+        else:
+            optimizer.step()
+            model.share_updates()
+    if conduct is not None:
+        conduct.settle()
+        conduct.close()
     if dtype == torch.float64:
         model.average_buffers()  # as a checkpoint has them
         trace.weights = full_state(model)
@@ -146,7 +163,7 @@ def _step(model: ParallelModel, x: Tensor, y: Tensor, step: int, permute: bool) 
     x, y = x[samples].to(model.device), y[samples].to(model.device)
     loss = forward_backward(model, samples, step, lambda rows: x[rows], lambda rows: y[rows])
     share = loss.double().cpu().view(1) * float(model.counts_rows())
-    if model.plan.num_ranks > 1:
+    if model.plan.num_processes > 1:
         dist.all_reduce(share)
     return float(share)
 
@@ -232,7 +249,7 @@ def _training(
     example = torch.zeros((2, *plan.input_shape), dtype=torch.float32)
     model = materialize(
         plan, build(), example, rank=rank, strategies=strategies, device=device, batch_norm="exact",
-        prepare=lambda traced: _convert(traced, torch.float64),
+        prepare=lambda traced: _convert(traced, torch.float64), apart=True,
     )  # fmt: skip
     votes = Votes()
     found = plainly.trained_steps(model, images, order, votes, lr=rate)
@@ -272,8 +289,13 @@ def judge(outcome: _Outcome, plan: Plan, samples: int) -> Equivalence:
     training = outcome.training
     fine = all(t.error <= t.allowed for t in tensors) and loss_error <= loss_allowed and error <= allowed
     fine = fine and (training is None or training.error <= training.allowed)
+    discipline = plan.consistency
+    promised = discipline is None or discipline.exact(plan.optimizer)
+    changes: tuple[str, ...] = ()
+    if discipline is not None and not promised:
+        changes = (f"{discipline} changes training: {CHANGES[discipline.name]}",)
     verdict = Equivalence(
-        equivalent=fine, max_rel_error=worst.error, noise_floor=max(t.floor for t in tensors),
+        equivalent=fine and promised, max_rel_error=worst.error, noise_floor=max(t.floor for t in tensors),
         worst_tensor=worst.name, allowed=worst.allowed, loss_error=loss_error, loss_allowed=loss_allowed,
         gradient_error_fp32=error, worst_gradient=name, gradient_allowed_fp32=allowed,
         dtype="float64", learning_rate=LEARNING_RATE[plan.optimizer], steps=STEPS, samples=samples,
@@ -281,6 +303,7 @@ def judge(outcome: _Outcome, plan: Plan, samples: int) -> Equivalence:
         training_error=None if training is None else training.error,
         training_allowed=None if training is None else training.allowed,
         training_tensor="" if training is None else training.name,
+        discipline="" if promised else str(discipline), reasons=changes,
     )  # fmt: skip
     if plan.compression == "none":
         return verdict
@@ -331,7 +354,7 @@ def settled(verdict: Equivalence, gradients: Callable[[int], tuple[float, float,
     """
     rest = all(t.error <= t.allowed for t in verdict.tensors) and verdict.loss_error <= verdict.loss_allowed
     rest = rest and (verdict.training_error or 0.0) <= (verdict.training_allowed or 0.0)
-    if verdict.equivalent or verdict.compression != "none" or not rest:
+    if verdict.equivalent or verdict.compression != "none" or verdict.discipline or not rest:
         return verdict
     for further in range(1, 1 + _FURTHER_BATCHES):
         error, allowed, name = gradients(further * STEPS)
@@ -366,7 +389,7 @@ def verify(
         )
     start = partial(
         run_ranks,
-        plan.num_ranks,
+        plan.num_processes,
         backend="nccl" if device == "cuda" else "gloo",
         threads=1,
         timeout_s=timeout_s,
@@ -376,7 +399,7 @@ def verify(
     assert verdict is not None
     found = settled(verdict, lambda first: start(first_gradients, plan, build, strategies, device, count, first)[0])
     # A floor above the tolerance itself: one device does not agree with itself, and errors are held against noise.
-    if found.compression != "none" or (found.equivalent and found.noise_floor <= WEIGHT_TOLERANCE):
+    if found.compression != "none" or found.discipline or (found.equivalent and found.noise_floor <= WEIGHT_TOLERANCE):
         return found
     alone_on = run_ranks(1, reasons, build, plan.input_shape, plan.num_classes, threads=1, timeout_s=timeout_s)
     return replace(found, reasons=alone_on[0])

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from asa.executor.consistency import conduct_of
 from asa.executor.measuring.tolerance import distance
 from asa.executor.model.loss import loss_of
 from asa.executor.model.parallel import ParallelModel
@@ -168,9 +169,13 @@ def trained_steps(
     """Losses and weights as :func:`plain_steps` returns them, by the code that trains, under the plan. Collective."""
     model.context.silent = True
     optimizer = build_optimizer(model.plan.optimizer, model.updated, lr=lr, offloaded=model.offloaded)
+    conduct = conduct_of(model, optimizer, votes)
+    if conduct is not None:
+        conduct.begin()
     worker = Worker(
         model=model,
         optimizer=optimizer,
+        conduct=conduct,
         scale=LossScale("fp32"),
         votes=votes,
         clock=StepClock(model.device),
@@ -190,7 +195,10 @@ def trained_steps(
             worker.train(images, indices, epoch=epoch, step=step, tally=tally)
             found = votes.gather(tally.take())
             losses.append(math.fsum(rank[0] for rank in found) / max(1.0, math.fsum(rank[2] for rank in found)))
+    worker.settle()
     model.average_buffers()
+    if conduct is not None:
+        conduct.close()
     return losses, full_state(model)
 
 

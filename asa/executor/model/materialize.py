@@ -225,6 +225,7 @@ def materialize(
     alike: bool = False,
     processes: tuple[int, ...] | None = None,
     keyed_draws: bool = False,
+    apart: bool = False,
 ) -> ParallelModel:
     """Build the part of ``model`` under ``plan`` of process ``rank`` of the run. Collective: all call it with equal
     weights, those that run no rank of the plan (``processes[i]`` runs rank i; rank i itself where None) included.
@@ -235,12 +236,18 @@ def materialize(
     ``timeout_s``: how long a rank waits for the others in any collective of the plan. ``outer``: the layout in which
     ranks hand in their rows and get their outputs, in a plan of one stage; as the plan has it where None. ``alike``:
     the ranks' weights are known to be equal, so that none are sent before the first step. ``keyed_draws``: numbers that
-    the model's own code draws are made a function of seed, step and sample; for that ``example`` is run once more.
+    the model's own code draws are made a function of seed, step and sample; for that
+    ``example`` is run once more. ``apart``: the caller conducts the plan's discipline of consistency, if it has one.
 
     Raises:
         InvalidInputError: the plan's components are not the model's.
         UsageError: the plan asks for something this executor does not run.
     """
+    if plan.consistency is not None and not apart:
+        raise UsageError(
+            f"the plan has its workers train under {plan.consistency}, which only `asa train`, `asa verify` and "
+            "`asa bench` run; plan with other --strategies"
+        )
     modes = Modes()
     if isinstance(model, TracedModel):
         traced = model

@@ -126,6 +126,7 @@ def _work(
             timeout_s=settings.timeout_s,
             alike=job.alike,
             processes=processes,
+            apart=job.emulated is None,
             **(emulations[-1].hooks() if emulations else {}),
         )
         del model
@@ -170,5 +171,5 @@ def _work(
             return Ending(preempted=str(error))
         except NearlyExhausted:
             return Ending(tight=watch.shortage(executor.plan, executor.step))
-        executor.model.close()
+        executor.close()
     return Ending()

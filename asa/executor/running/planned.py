@@ -44,6 +44,12 @@ class PlannedExecutor(Executor):
         """This rank's part of the model."""
         return self._worker.model
 
+    def close(self) -> None:
+        """Leave the servers and the plan's groups (collective)."""
+        if self._worker.conduct is not None:
+            self._worker.conduct.close()
+        self.model.close()
+
     def agree(self, target: Placement | None) -> Placement | None:
         """Rank 0's target (or None) on every rank."""
         faults.reached("replan.agree")

@@ -104,7 +104,7 @@ def _as_owner(job: Job, ready: Prepare, relieve: Relieve | None, regroup: Regrou
 
     def start(job: Job, material: Material) -> Ending:
         endings = run_ranks(
-            job.plan.num_ranks,
+            job.plan.num_processes,
             _rank,
             job,
             material,
@@ -137,10 +137,10 @@ def _as_member(job: Job, ready: Prepare, relieve: Relieve | None) -> Event:
         plan = job.plan if text is None else codec.loads(Plan, text, source="the plan from rank 0")
         job = replace(job, plan=plan)
         wrong = None
-        if votes.num_ranks != plan.num_ranks:
+        if votes.num_ranks != plan.num_processes:
             wrong = UsageError(
-                f"the plan is for {plan.num_ranks} ranks, the launcher started {votes.num_ranks}; "
-                f"use --nproc-per-node {plan.num_ranks}, or plan again"
+                f"the plan is for {plan.num_processes} ranks, the launcher started {votes.num_ranks}; "
+                f"use --nproc-per-node {plan.num_processes}, or plan again"
             )
         votes.agree(wrong)
         owner = votes.once(lambda: ready(plan))

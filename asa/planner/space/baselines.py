@@ -18,6 +18,7 @@ from asa.cost.pricing import Way
 from asa.errors import UsageError
 from asa.interfaces.strategy import Strategies
 from asa.ir.codec import noun
+from asa.ir.consistency import is_discipline, parse
 from asa.ir.layout import Layout
 from asa.ir.plan import DataStrategyName, ScheduleName, TensorDegree, TensorStrategyName
 from asa.planner.space.candidate import Candidate, Prices
@@ -32,7 +33,6 @@ _DATA: dict[str, DataStrategyName] = {
 }
 _PIPELINES: tuple[ScheduleName, ...] = ("layers", "gpipe", "1f1b")
 _LATER = ("interleaved", "zero_bubble")
-_SERVERS = ("ps_sync", "ps_async", "ps_bounded")
 AGAIN = "+ckpt"
 """Behind a whole strategy of which every component that can computes its activations again."""
 _AGAIN = ("ddp", "fsdp", "tensor")
@@ -100,14 +100,15 @@ def check(asked: tuple[str, ...], strategies: Strategies, gpus: int) -> None:
     """
     known = ("asa", *names(strategies, gpus), *(["sequence"] if "sequence" in strategies.tensor else []))
     for name in asked:
+        if is_discipline(name):
+            parse(name).workers(gpus)
+            continue
         base = name.removesuffix(AGAIN) if strategies.checkpoint and name != "asa" + AGAIN else name
         hybrid = _HYBRID.fullmatch(base) if base != "hybrid:" else None
         if (base in known and not base.endswith(AGAIN)) or (
             hybrid is not None and (hybrid.group(3) is None or "1f1b" in strategies.schedules)
         ):
             continue
-        if name in _SERVERS:
-            raise UsageError(f"strategy {name} is priced beside every plan, and not run; one of {', '.join(known)}")
         if hybrid is not None or name in (*_LATER, *_DATA, *_PIPELINES):
             raise UsageError(f"strategy {name} is not built yet; one of {', '.join(known)}")
         called = "; of the whole model it is called fsdp" if name == "zero3" else ""

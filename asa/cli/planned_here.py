@@ -1,0 +1,100 @@
+"""``asa train MODEL``: a plan for this machine, made before training, where a model is named and no plan file."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from asa.cli import choose, places
+from asa.cli import options as o
+from asa.cli.console import Console
+from asa.cli.verb import Arguments
+from asa.errors import UsageError
+from asa.ir import codec
+from asa.ir.plan import Plan
+from asa.zoo.names import check
+
+OPTIONS = (
+    o.option(
+        o.STRATEGIES, help="with MODEL: only these whole strategies, or one discipline such as local_sgd:period=8"
+    ),
+    o.option(o.GLOBAL_BATCH, help="with MODEL: samples per optimizer step, over all ranks (default: the profile's)"),
+    o.option(o.CLUSTER, help="with MODEL: a preset, a measured cluster or a file (default: this machine)"),
+    o.option(o.PRECISION, help="with MODEL: of the profile that is measured first"),
+    o.option(o.INPUT, help="with MODEL: of what is profiled first"),
+    o.option(o.TOKENS, help="with MODEL: of a sequence, for what is profiled first"),
+    o.option(o.CLASSES, help="with MODEL: of what is profiled first"),
+)
+_OF_A_MODEL = tuple(option.field for option in OPTIONS)
+
+
+def wanted(args: Arguments) -> bool:
+    """Whether a model is named, rather than the file of a plan.
+
+    Raises:
+        UsageError: options that decide a plan beside a plan that is made already.
+    """
+    if args.plan is not None and not places.looks_like_file(args.plan) and not Path(args.plan).exists():
+        if "RANK" in os.environ:  # ranks of a launcher would each measure, and might plan differently
+            raise UsageError(
+                f"a launcher's ranks need a plan that is made: `asa plan {args.plan}` first, then its file"
+            )
+        return True
+    given = [f for f in _OF_A_MODEL if args.origin.get(f) == "flag"]
+    if given:
+        which = args.plan or f"the newest plan in {places.PLANS}"
+        raise UsageError(
+            f"--{given[0].replace('_', '-')} decides what is planned, and {which} is planned already; name a MODEL in "
+            "its place, or plan again"
+        )
+    return False
+
+
+def words(args: Arguments, path: Path) -> tuple[str, ...]:
+    """The words of a command that trains under the plan at ``path`` as this one does, without what decided that."""
+    kept: list[str] = []
+    typed = iter(args.words)
+    named = {f"--{option.name}" for option in OPTIONS}
+    for word in typed:
+        name, equals, _ = word.partition("=")
+        if name in named:
+            if not equals:
+                next(typed, None)
+        elif word != args.plan:
+            kept.append(word)
+    return (str(path), *kept)
+
+
+def planned(args: Arguments, console: Console) -> tuple[Path, Plan]:
+    """A plan of ``args.plan``, a model, for the devices that are here, and the file it is kept in.
+
+    Raises:
+        UsageError, InfeasibleError: as ``asa plan``.
+    """
+    model = args.plan
+    check(model)
+    from asa.cli import bench_setup
+    from asa.planner import Request, check_request, plan, usual_limit
+    from asa.strategies import offered
+
+    device, gpus = bench_setup.device_of(args)
+    asked = Request(gpus=gpus, global_batch=args.global_batch or 1, strategies=args.strategies)
+    check_request(None, offered(), asked)
+    cluster = bench_setup.cluster_here(args, console, device, gpus)
+    profile, said = choose.profile_here(args, console, model, device, gpus)
+    console.say(f"asa: {said}")
+    request = Request(
+        gpus=gpus,
+        global_batch=args.global_batch or profile.global_batch,
+        strategies=args.strategies,
+        optimizer=args.optimizer or "sgd",
+        time_limit_s=usual_limit(gpus),
+    )
+    found = plan(profile, cluster, offered(), request)[0]
+    path = places.plan_path(found)
+    codec.save(found, path)
+    places.keep_origins(profile, cluster)
+    console.say(f"asa: {found.summary()}; wrote {path}")
+    for note in found.notes if found.consistency is not None else ():
+        console.say(f"asa: {note}")
+    return path, found
