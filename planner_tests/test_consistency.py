@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 import torch
 import training
 
-from asa.errors import UsageError
 from asa.executor.measuring import equivalence
-from asa.executor.measuring.equivalence import alone
-from asa.ir import codec
-from asa.ir.consistency import NAMES, PARAMETERS, Discipline, parse
+from asa.ir.consistency import parse
 from asa.ir.plan import Plan
 from asa.launch import run_ranks
 from asa.strategies import offered

@@ -73,9 +73,9 @@ CHANGES: Mapping[DisciplineName, str] = {
 
 PARAMETERS: Mapping[DisciplineName, Mapping[str, Any]] = {
     "ps_sync": {"servers": 1, "placement": "beside"},
-    "ps_async": {"servers": 1, "placement": "beside"},
-    "ps_bounded": {"servers": 1, "placement": "beside", "window": 3, "max_age": None},
-    "downpour": {"servers": 1, "placement": "beside", "period": 4},
+    "ps_async": {"servers": 1, "placement": "beside", "momentum": None},
+    "ps_bounded": {"servers": 1, "placement": "beside", "window": 3, "max_age": None, "momentum": None},
+    "downpour": {"servers": 1, "placement": "beside", "period": 4, "momentum": None},
     "hogwild": {},
     "local_sgd": {"period": 4, "growth": 0.0},
     "diloco": {
@@ -100,6 +100,9 @@ class Discipline:
         max_age: gradients older than this are rejected. The age of a gradient is how many whole global batches of
             *other* workers' gradients were applied since its worker pulled. None: none is rejected.
         servers: parameter servers, each of which holds about as many bytes of the weights.
+        momentum: of SGD at servers whose workers do not wait for all others, in the place of the run's own. None: as
+            much less than that as ``workers`` such workers bring with them, ``1 - 1 / workers`` (Mitliagkas et al.
+            2016, "Asynchrony begets momentum"), and at least 0.
         placement: servers ``beside`` the first workers, in their processes, or on ranks of their ``own`` (the last).
         outer_rate, outer_momentum: of the outer optimizer, SGD with Nesterov momentum where momentum is above 0.
         fragments: parts of the weights, one of which meets every ``period / fragments`` steps.
@@ -116,6 +119,7 @@ class Discipline:
     window: int | None = None
     max_age: int | None = None
     servers: int = 0
+    momentum: float | None = None
     placement: Placement = "beside"
     outer_rate: float = 1.0
     outer_momentum: float = 0.0
@@ -131,15 +135,28 @@ class Discipline:
         for field in fields(self):
             if field.name != "name" and field.name not in allowed and getattr(self, field.name) != field.default:
                 raise UsageError(f"{name} has no {field.name}; {_has(name)}")
-        least = {"period": 1, "growth": 0, "window": 0, "max_age": 0, "outer_rate": 0, "outer_momentum": 0,
-                 "fragments": 1, "quorum": 1, "grace_s": 0, "fraction": 0, "spread": 0, "servers": 0}  # fmt: skip
+        least = dict.fromkeys(
+            (
+                "growth",
+                "window",
+                "max_age",
+                "outer_rate",
+                "outer_momentum",
+                "momentum",
+                "grace_s",
+                "fraction",
+                "spread",
+            ),
+            0,
+        ) | dict.fromkeys(("period", "fragments", "quorum"), 1)
         least["servers"] = 1 if "servers" in allowed else 0
         for word, bound in least.items():
             value = getattr(self, word)
             if value is not None and not bound <= value < float("inf"):
                 raise UsageError(f"{name}: {word} is {value}; it must be at least {bound}")
-        if self.outer_momentum >= 1:
-            raise UsageError(f"{name}: outer_momentum is {self.outer_momentum}; it must be below 1")
+        for word, momentum in (("outer_momentum", self.outer_momentum), ("momentum", self.momentum or 0.0)):
+            if momentum >= 1:
+                raise UsageError(f"{name}: {word} is {momentum}; it must be below 1")
         if not self.outer_rate > 0:
             raise UsageError(f"{name}: outer_rate is {self.outer_rate}; it must be above 0")
         if not 0 < self.fraction <= 1:
@@ -184,6 +201,16 @@ class Discipline:
         if not self.growth:
             return self.period
         return max(self.period, int((self.growth / rate) ** 2 + 1e-9)) if rate > 0 else MOST_STEPS
+
+    def momentum_at(self, own: float, workers: int) -> float:
+        """Momentum of SGD at the servers of so many workers, where the run's own is ``own``.
+
+        >>> [round(parse("ps_async").momentum_at(0.9, n), 3) for n in (1, 2, 4, 16)]
+        [0.9, 0.4, 0.15, 0.0]
+        """
+        if self.waiting == "bulk" or self.window == 0:
+            return own
+        return max(0.0, own - (1 - 1 / workers)) if self.momentum is None else self.momentum
 
     def workers(self, ranks: int) -> int:
         """Ranks that train, of ``ranks``.
@@ -266,7 +293,7 @@ def _value(text: str, key: str, value: str) -> Any:
     if value == "none" and "None" in str(kind):
         return None
     try:
-        return float(value) if str(kind) == "float" else int(value)
+        return float(value) if "float" in str(kind) else int(value)
     except ValueError:
-        said = "a number" if str(kind) == "float" else "a whole number"
+        said = "a number" if "float" in str(kind) else "a whole number"
         raise UsageError(f"{text!r}: {key} is {said}, not {value!r}") from None

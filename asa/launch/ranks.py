@@ -61,6 +61,7 @@ def run_ranks(
     forward_sigterm: bool = False,
     on_message: Callable[[int, Any], None] | None = None,
     once_started: Callable[[], None] | None = None,
+    spare: Callable[[int], bool] | None = None,
 ) -> list[T]:
     """Call ``function(rank, *args)`` on ``num_ranks`` new processes that form one process group.
 
@@ -81,6 +82,7 @@ def run_ranks(
         on_message: called here as ``on_message(rank, message)`` for whatever ranks :func:`~asa.launch.tell`.
         once_started: called here when all ranks run: what only they need can go. (Without it, ranks that gloo lets lose
             each other in coming up are started again, once.)
+        spare: whether the others go on where a rank is lost (None: they never do); its result is then None.
 
     Returns:
         The results, by rank.
@@ -101,7 +103,9 @@ def run_ranks(
     deadline, again = None if limit_s is None else time.monotonic() + limit_s, False
     while True:
         limits = (timeout_s, silence_s if silence_s is not None else timeout_s if watched else None)
-        crew = _Crew(num_ranks, backend, safe_threads(threads, num_ranks), *limits, together=silence_s is not None)
+        crew = _Crew(
+            num_ranks, backend, safe_threads(threads, num_ranks), *limits, together=silence_s is not None, spare=spare
+        )
         with _sigterm(crew, forward_sigterm):
             try:
                 with held_while_starting(forward_sigterm):  # by ranks that do not listen yet; they take it when they do
@@ -122,8 +126,10 @@ class _Crew:
     """The processes of one call, and what each of them has said."""
 
     def __init__(
-        self, num_ranks: int, backend: str, threads: int, timeout_s: float, silence_s: float | None, *, together: bool
-    ) -> None:
+        self, num_ranks: int, backend: str, threads: int, timeout_s: float, silence_s: float | None, *, together: bool,
+        spare: Callable[[int], bool] | None = None,
+    ) -> None:  # fmt: skip
+        self.spare = spare
         self.num_ranks, self.backend, self.threads, self.timeout_s = num_ranks, backend, threads, timeout_s
         self.silence_s, self.together = silence_s, together
         self.watch: alive.Watch | None = None
@@ -199,7 +205,7 @@ class _Crew:
             self._hear(on_message, max(0.0, min(ends) - now) + 0.001 if ends else None)
             if first_failure is None:
                 self._look()
-            failed = [o.failure for o in self.outcomes.values() if o.failure is not None]
+            failed = [o.failure for r, o in self.outcomes.items() if o.failure is not None and not self._spared(r)]
             if any(not f.collective for f in failed):
                 self._settle(on_message)
                 break
@@ -208,12 +214,22 @@ class _Crew:
         self._raise_failure()
         return [self.outcomes[rank].result for rank in range(self.num_ranks)]
 
+    def _spared(self, rank: int) -> bool:
+        """Whether ``rank`` is lost, and the others go on without it."""
+        failure = self.outcomes[rank].failure
+        if failure is None or self.spare is None or not self.spare(rank):
+            return False
+        error = failure.error
+        return failure.lost or (isinstance(error, WorkersFailedError) and error.lost)
+
     def _look(self) -> None:
         """Take a rank that has given no sign of life for too long for lost."""
         running = [r for r in range(self.num_ranks) if r not in self.outcomes]
         found = None if self.watch is None else self.watch.late(running)
         if found is not None:
             line = f"hung: it gave no sign of life for {found[1]:.0f} s"
+            if self.spare is not None and self.spare(found[0]):
+                self.processes[found[0]].kill()  # so that whoever still waits for it hears of it
             self.outcomes[found[0]] = Outcome(failure=Failure(line=line, collective=False, lost=True))
 
     def _settle(self, on_message: Callable[[int, Any], None] | None) -> None:
@@ -246,7 +262,8 @@ class _Crew:
                 self.outcomes[rank] = Outcome.of_exit(self.processes[rank].exitcode, self.backend)
 
     def _raise_failure(self) -> None:
-        found = culprit(self.outcomes, self.num_ranks, self.timeout_s)
+        counted = {r: o for r, o in self.outcomes.items() if not self._spared(r)}
+        found = culprit(counted, self.num_ranks, self.timeout_s)
         if found is None:
             return
         rank, failure = found

@@ -31,6 +31,8 @@ def conduct_of(model: ParallelModel, optimizer: Optimizer, votes: Votes) -> Cond
         return Served(discipline, model, optimizer, votes)
     if discipline.name == "local_sgd":
         return LocalSteps(discipline, model, optimizer)
+    if discipline.quorum is not None:
+        raise UsageError(f"{discipline}: a quorum is not run yet, all workers meet; leave it out")
     if discipline.name == "diloco":
         return OuterSteps(discipline, model, optimizer)
     raise UsageError(f"{discipline.name} is not run yet; {', '.join(CONDUCTED)} are")

@@ -41,6 +41,7 @@ class LocalSteps(Conduct):
         """A meeting, at which the optimizers' states are averaged, too."""
         if self._since:
             self.meet()
+        self.model.average_buffers()
         average(self._moments(), self.axis)
 
     def _moments(self) -> list[Tensor]:

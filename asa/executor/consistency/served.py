@@ -19,6 +19,7 @@ from asa.executor.consistency.channels import HEAD, Exchange, head
 from asa.executor.consistency.conduct import Conduct
 from asa.executor.consistency.flat import FlatParameters, slices
 from asa.executor.consistency.server import Server
+from asa.executor.consistency.star import StarVotes
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.votes import Votes
 from asa.ir.consistency import Discipline
@@ -121,8 +122,18 @@ class Served(Conduct):
         self.average_buffers()
 
     def average_buffers(self) -> None:
-        """Make running statistics one on all workers (collective)."""
-        self.model.average_buffers()
+        """Make running statistics one on all workers that are left (collective)."""
+        if not isinstance(self._votes, StarVotes):
+            self.model.average_buffers()
+            return
+        floats = [b for c in self.model.components for b in c.buffers() if b.is_floating_point()]
+        if any(self._votes.exchange(len(floats))):
+            flat = torch.cat([b.reshape(-1).cpu().double() for b in floats]) if floats else torch.empty(0).double()
+            at = 0
+            mean = self._votes.mean(flat)
+            for b in floats:
+                b.copy_(mean[at : at + b.numel()].view_as(b))
+                at += b.numel()
 
     def pull(self) -> None:
         """Take the servers' weights as they are."""

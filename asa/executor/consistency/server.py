@@ -8,6 +8,8 @@ travel; workers' pushes come from as many threads.
   update a step has the mean over the whole batch, exactly as in synchronous training.
 - An update moves weights as far as its samples are worth: the learning rate is scaled by their number over the global
   batch (times ``1 / (1 + age)`` where staleness is bounded), so that a rate means the same however many workers push.
+- Where workers do not wait for all others, SGD's momentum is lower (:meth:`Discipline.momentum_at`): a gradient that is
+  late acts like momentum, and both together are more than most rates bear.
 - The *age* of a push is how many whole global batches of other workers' gradients were applied since its worker pulled.
   With a window of s steps it is at most 2 s: others are at most s behind when a worker pulls, and s ahead when it
   pushes.
@@ -77,6 +79,9 @@ class Server:
     ) -> None:  # fmt: skip
         self.discipline, self.flat, self.start, self.batch = discipline, flat, start, batch
         self.optimizer, self.parts = _like(optimizer, flat, start, groups)
+        for group in self.optimizer.param_groups:
+            if "momentum" in group:
+                group["momentum"] = discipline.momentum_at(group["momentum"], len(workers))
         self.members = {w: _Member() for w in workers}
         self.counts = Counts()
         self._queue: list[_Push] = []

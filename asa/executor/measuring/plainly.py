@@ -196,7 +196,6 @@ def trained_steps(
             found = votes.gather(tally.take())
             losses.append(math.fsum(rank[0] for rank in found) / max(1.0, math.fsum(rank[2] for rank in found)))
     worker.settle()
-    model.average_buffers()
     if conduct is not None:
         conduct.close()
     return losses, full_state(model)

@@ -17,6 +17,7 @@ from asa.executor.model.votes import Votes
 from asa.executor.running.emulated import EmulatedExecutor
 from asa.executor.running.exhausted import NOTE, NearlyExhausted, Watch, explained
 from asa.executor.running.loop import TrainingExecutor
+from asa.executor.running.loose import LooseExecutor
 from asa.executor.running.outdir import CHECKPOINTS, check_space
 from asa.executor.running.prepare import Material
 from asa.executor.training.logs import Announce
@@ -139,7 +140,9 @@ def _work(
 
     with StopRequest().listening() as stop:
         folder = Path(settings.out) / CHECKPOINTS
-        kind = TrainingExecutor if job.emulated is None else partial(EmulatedExecutor, emulation=lambda: emulations[-1])
+        loose = job.plan.consistency is not None and not job.plan.consistency.lockstep
+        usual = LooseExecutor if loose else TrainingExecutor
+        kind = usual if job.emulated is None else partial(EmulatedExecutor, emulation=lambda: emulations[-1])
         executor = kind(
             job.plan,
             parallel,

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from asa.errors import AsaError, PreemptedError, UsageError
+from asa.executor.consistency.star import StarVotes
 from asa.executor.measuring.emulation import EmulatedDevice
 from asa.executor.model.votes import Votes
 from asa.executor.running.losses import Regroup
@@ -114,15 +115,31 @@ def _as_owner(job: Job, ready: Prepare, relieve: Relieve | None, regroup: Regrou
             watched=True,
             forward_sigterm=True,
             on_message=lambda _, event: log(event),
+            spare=_spare(job.plan),
             once_started=given_away,
         )
-        return max(endings, key=lambda ending: ending.pressure)
+        return max((e for e in endings if e is not None), key=lambda ending: ending.pressure)
 
     return _concluded(log, lambda: outlast(job, material, log, relieve, regroup, start))
 
 
 def _rank(rank: int, job: Job, material: Material) -> Ending:
-    return work(job, material, Votes(job.settings.timeout_s), rank, tell)
+    return work(job, material, _votes(job.plan, job.settings.timeout_s), rank, tell)
+
+
+def _votes(plan: Plan, timeout_s: float) -> Votes:
+    """Votes of ranks that all live, or of such as may be lost."""
+    loose = plan.consistency is not None and not plan.consistency.lockstep
+    return StarVotes(timeout_s) if loose else Votes(timeout_s)
+
+
+def _spare(plan: Plan) -> Callable[[int], bool] | None:
+    """Which ranks the others can do without: workers that nobody waits for, and that serve nobody."""
+    d = plan.consistency
+    if d is None or d.lockstep:
+        return None
+    needed = {0, *(d.server_ranks(plan.num_processes) if d.served else ())}
+    return lambda rank: rank not in needed
 
 
 def _as_member(job: Job, ready: Prepare, relieve: Relieve | None) -> Event:
@@ -131,7 +148,7 @@ def _as_member(job: Job, ready: Prepare, relieve: Relieve | None) -> Event:
     with join(backend=_backend(job), timeout_s=settings.timeout_s) as place:
         if (threads := _threads(job)) is not None:
             torch.set_num_threads(threads)
-        votes = Votes(settings.timeout_s)
+        votes = _votes(job.plan, settings.timeout_s)
         left = votes.once(lambda: pending(job, relieve))
         text = votes.tell(None if left is None else codec.dumps(left.plan))
         plan = job.plan if text is None else codec.loads(Plan, text, source="the plan from rank 0")

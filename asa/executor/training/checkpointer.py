@@ -45,7 +45,6 @@ class Checkpointer:
         """
         faults.reached("checkpoint.begin")
         worker.settle()
-        worker.model.average_buffers()
         # Written before training goes on, by one rank: nobody else needs copies, and their memory is the model's.
         writer = worker.model.processes[0]
         writes = self.votes.rank == writer

@@ -141,9 +141,30 @@ class Worker:
         return updated
 
     def settle(self) -> None:
-        """Leave one state on all workers, if they train apart (collective)."""
+        """Leave one state on all workers, running statistics included (collective)."""
         if self.conduct is not None:
             self.conduct.settle()
+        else:
+            self.model.average_buffers()
+
+    def parts(self, batch: int) -> list[slice]:
+        """This rank's rows of a batch of so many samples, microbatch after microbatch."""
+        return [part.read for part in microbatch_rows(self.model, batch)]
+
+    def validate_alone(self, images: ImageSet, batch: int) -> LossCounter:
+        """Loss and hits over every image, on this rank alone, whose workers have settled."""
+        tally = LossCounter(self.model.device)
+        self.model.eval()
+        with torch.no_grad():
+            for start in range(0, len(images), batch):
+                faults.reached("validation")
+                rows = torch.arange(start, min(start + batch, len(images)))
+                x, labels = fetch(images, rows, train=False, seed=self.seed, epoch=0, device=self.model.device)
+                with autocast(self.precision, self.model.device):
+                    logits = logits_of(self.model(x, rows, 0)).float()
+                tally.add(loss_of(logits, labels), logits, labels)
+        self.model.train()
+        return tally
 
     def apart(self) -> dict[str, Tensor]:
         """What a discipline goes on from beside weights and optimizer, by name; empty as a rule."""
@@ -190,7 +211,6 @@ class Worker:
         model, total = self.model, len(images)
         tally = LossCounter(model.device)
         self.settle()
-        model.average_buffers()
         model.eval()
         for start in range(0, total, batch):
             faults.reached("validation")

@@ -1,0 +1,221 @@
+"""Votes of ranks that may lose one another: every rank tells the first one, and hears from it what the others said.
+
+A rank that is gone, or that has not come long after it should have, is left out from then on; the others do not notice
+but by its silence. The first rank also hands out samples: a *ticket* is the next stretch of the epoch, as long as its
+worker takes in one step. So workers of any speed share an epoch, and what a lost one had not begun the others do.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asa.errors import UsageError, WorkersFailedError
+from asa.executor.consistency.channels import Exchange, head
+from asa.executor.model.votes import Votes
+
+_SWAP, _TICKET = 1.0, 2.0
+_OUT, _DONE = -1.0, 0.0
+_LATE_STEPS, _LATE_S = 10.0, 3.0
+"""How many of its own longest steps, and seconds more, a rank may come later than all others before it is left out."""
+
+
+class Coordinator:
+    """What the first rank knows of the others; asked from a thread each."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.live = set(range(num_ranks))
+        self.lost_samples = 0
+        self.lost: list[tuple[int, str]] = []
+        self._round: dict[int, int] = dict.fromkeys(self.live, 0)
+        self._said: dict[int, dict[int, bytes]] = {}
+        self._heard_out: dict[int, set[int]] = {}
+        self._out: dict[int, int] = {}
+        self._asked: dict[int, float] = {}
+        self._longest: dict[int, float] = {}
+        self._next = self._end = 0
+        self._epoch = -1
+        self._stopping = False
+        self._changed = threading.Condition()
+
+    def swap(self, rank: int, said: bytes) -> list[bytes | None] | None:
+        """What all ranks said in this round, None for those left out; None to a rank that is left out itself."""
+        with self._changed:
+            if rank not in self.live:
+                return None
+            number = self._round[rank]
+            self._round[rank] += 1
+            self._out.pop(rank, None)
+            self._asked.pop(rank, None)
+            self._said.setdefault(number, {})[rank] = said
+            self._changed.notify_all()
+            while not self.live <= self._said[number].keys():
+                if not self._changed.wait(timeout=0.25):
+                    self._leave_out_late(number)
+            found = self._said[number]
+            heard = self._heard_out.setdefault(number, set())
+            heard.add(rank)
+            if self.live <= heard:
+                self._said.pop(number - 1, None)
+                self._heard_out.pop(number - 1, None)
+            return [found.get(r) for r in sorted(self._round)]
+
+    def _leave_out_late(self, number: int) -> None:
+        missing = self.live - self._said[number].keys()
+        now = time.monotonic()
+        for rank in missing:
+            since = self._asked.get(rank)
+            patience = _LATE_STEPS * self._longest.get(rank, 0.0) + _LATE_S
+            if since is not None and now - since > patience:
+                self._lose(rank, f"was not heard of for {now - since:.0f} s")
+
+    def begin(self, epoch: int, position: int, end: int) -> None:
+        """Samples ``position`` to ``end`` of the run are there to be taken in ``epoch``."""
+        with self._changed:
+            self._epoch, self._next, self._end, self._stopping = epoch, position, end, False
+            self._changed.notify_all()
+
+    def ticket(self, rank: int, epoch: int, samples: int, stop: bool) -> tuple[int, int]:
+        """Where the next samples of ``rank`` begin, and how many there are: none where the epoch, or the run, ends."""
+        with self._changed:
+            while epoch != self._epoch and rank in self.live:
+                self._changed.wait(timeout=0.25)
+            now = time.monotonic()
+            before = self._asked.get(rank)
+            if before is not None:
+                self._longest[rank] = max(self._longest.get(rank, 0.0), now - before)
+            self._asked[rank] = now
+            self._stopping = self._stopping or stop
+            start = self._next
+            count = 0 if self._stopping or rank not in self.live else min(samples, self._end - start)
+            self._next += count
+            self._out[rank] = count
+            return start, count
+
+    @property
+    def position(self) -> int:
+        """Samples handed out since the start of the run."""
+        return self._next
+
+    def gone(self, rank: int) -> None:
+        """``rank`` has closed its end."""
+        with self._changed:
+            if rank in self.live:
+                self._lose(rank, "is gone")
+
+    def _lose(self, rank: int, how: str) -> None:
+        self.live.discard(rank)
+        self.lost_samples += self._out.pop(rank, 0)
+        self.lost.append((rank, how))
+        self._changed.notify_all()
+
+
+class StarVotes(Votes):
+    """Votes of ranks of which all but the first may be lost. Made by all of them (collective)."""
+
+    def __init__(self, timeout_s: float = 300.0) -> None:
+        super().__init__(timeout_s)
+        self.coordinator = Coordinator(self.num_ranks) if self.rank == 0 else None
+        self.live = list(range(self.num_ranks))
+        self._exchange: Exchange | None = None
+        if self.num_ranks > 1:
+            self._exchange = Exchange(self.rank, range(self.num_ranks), [0])
+            if self.coordinator is not None:
+                self._exchange.serve(self._answer, self.coordinator.gone)
+
+    def _answer(self, rank: int, asked: Tensor, body: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        assert self.coordinator is not None
+        if asked[0] == _TICKET:
+            return head(*self.coordinator.ticket(rank, int(asked[1]), int(asked[2]), bool(asked[3]))), None
+        assert body is not None
+        found = self.coordinator.swap(rank, body.numpy().tobytes())
+        if found is None:
+            return head(_OUT), None
+        sizes = [-1 if f is None else len(f) for f in found]
+        packed = json.dumps(sizes).encode() + b"\n" + b"".join(f for f in found if f is not None)
+        return head(_DONE), torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+
+    def swap(self, said: bytes) -> list[bytes | None]:
+        """What every rank said, by rank; None for those that are lost.
+
+        Raises:
+            WorkersFailedError: this one was left out.
+        """
+        if self._exchange is None:
+            return [said]
+        # An empty body would not be sent; a newline is no part of any message.
+        ((answer, body),) = self._exchange.ask(
+            [(head(_SWAP), torch.frombuffer(bytearray(said + b"\n"), dtype=torch.uint8))]
+        )
+        if answer[0] == _OUT or body is None:
+            raise WorkersFailedError(
+                f"rank {self.rank} came too late, and the others went on without it", rank=self.rank, lost=True
+            )
+        first, _, rest = body.numpy().tobytes().partition(b"\n")
+        found: list[bytes | None] = []
+        for size in json.loads(first):
+            found.append(None if size < 0 else rest[: size - 1])
+            rest = rest[max(0, size) :]
+        self.live = [r for r, f in enumerate(found) if f is not None]
+        return found
+
+    def ticket(self, epoch: int, samples: int, *, stop: bool) -> tuple[int, int]:
+        """The next stretch of samples for this rank: where it begins, and how many; 0 at the end of the epoch."""
+        if self._exchange is None:
+            assert self.coordinator is not None
+            return self.coordinator.ticket(0, epoch, samples, stop)
+        ((answer, _),) = self._exchange.ask([(head(_TICKET, epoch, samples, stop), None)])
+        return int(answer[0]), int(answer[1])
+
+    def close(self) -> None:
+        """Take leave."""
+        if self._exchange is not None:
+            self._exchange.close()
+
+    def gather(self, values: Sequence[float]) -> list[list[float]]:
+        """Every rank's ``values``, by rank; zeros for those that are lost."""
+        found = self.swap(torch.tensor(list(values), dtype=torch.float64).numpy().tobytes())
+        nothing = [0.0] * len(values)
+        return [nothing if f is None else torch.frombuffer(bytearray(f), dtype=torch.float64).tolist() if f else []
+                for f in found]  # fmt: skip
+
+    def everyone(self, yes: bool) -> bool:
+        """Whether all that are left say yes."""
+        votes = self.gather([1.0 if yes else 0.0])
+        return all(votes[rank][0] > 0 for rank in self.live)
+
+    def tell(self, value: Any, *, source: int = 0) -> Any:
+        """``source``'s JSON value on every rank.
+
+        Raises:
+            WorkersFailedError: ``source`` is lost.
+        """
+        found = self.swap(json.dumps(value).encode() if self.rank == source else b"")[source]
+        if found is None:
+            raise WorkersFailedError(f"rank {source} is gone, and was to speak", rank=source, lost=True)
+        return json.loads(found)
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Every rank's JSON value, by rank; None for those that are lost."""
+        return [None if f is None else json.loads(f) for f in self.swap(json.dumps(value).encode())]
+
+    def mean(self, flat: Tensor) -> Tensor:
+        """The mean of ``flat`` [n] (on the host) over the ranks that are left and have one."""
+        kind = flat.dtype
+        found = self.swap(flat.contiguous().view(torch.uint8).numpy().tobytes())
+        rows = [torch.frombuffer(bytearray(f), dtype=kind) for f in found if f]
+        return torch.stack(rows).mean(dim=0) if rows else flat
+
+    def broadcast(self, tensor: Tensor, *, source: int = 0) -> None:
+        """Refuse.
+
+        Raises:
+            UsageError: always: plans do not change where ranks may be lost.
+        """
+        raise UsageError("workers that do not wait for one another do not change their plan; resume under another")

@@ -1,0 +1,217 @@
+"""Epochs of training by workers that do not wait for one another: each takes samples as it comes to them.
+
+The loop, the worker, its checkpoints and votes are those of :mod:`asa.executor.running.loop`. What differs: samples
+are handed out as they are asked for, nothing is brought together between two ends of an epoch, and a lost worker is not
+missed (:mod:`asa.executor.consistency.star`). Every sample is handed out once. One that a lost worker had is not
+trained on, and neither is one whose gradient was rejected as too old: a sample counts at most once, and the log says
+how many did not.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from asa.errors import UsageError, WorkersFailedError
+from asa.executor.consistency.star import StarVotes
+from asa.executor.running.loop import TrainingExecutor
+from asa.executor.training.stopping import VOTE_EVERY_S
+from asa.executor.training.worker import LossCounter, Worker
+from asa.interfaces.executor import EpochOutcome, Look
+from asa.ir.codec import fingerprint
+from asa.ir.layout import bounds
+from asa.ir.measurements import Measurements
+from asa.ir.profile import Stat
+from asa.zoo.data import ImageSet
+
+
+class LooseExecutor(TrainingExecutor):
+    """Trains under a discipline that lets workers run apart. Its votes are :class:`StarVotes`."""
+
+    _votes: StarVotes
+
+    def run_epoch(self, epoch: int, look: Look | None = None) -> EpochOutcome:
+        """Train ``epoch`` (the rest of it, after a resume within one) and validate.
+
+        Raises:
+            PreemptedError: a rank was asked to stop; all that are left stopped and saved.
+            WorkersFailedError: the loss is not finite, or this rank was left out.
+        """
+        del look  # the plan stays
+        if epoch != self.next_epoch:
+            raise UsageError(f"epoch {epoch} cannot run: training stands in epoch {self.next_epoch}")
+        began, votes = time.perf_counter(), self._votes
+        start = self._position
+        first = epoch * self._order.samples_per_epoch
+        end = first + min(self._order.samples_per_epoch, self.steps_per_epoch * self.plan.global_batch)
+        if votes.coordinator is not None:
+            votes.coordinator.begin(epoch, start, end)
+        self.model.train()
+        tally = LossCounter(self.model.device)
+        steps = self._take(epoch, start, end, tally)
+        seconds = time.perf_counter() - began
+        loss, hits, rows = tally.take()
+        stopping = self._stop.asked
+        found = votes.gather([loss, hits, rows, float(stopping), float(steps), seconds])
+        position = int(votes.tell(votes.coordinator.position if votes.coordinator is not None else None))
+        loss, hits, rows = (math.fsum(rank[i] for rank in found) for i in range(3))
+        if not math.isfinite(loss):
+            raise WorkersFailedError(
+                f"the loss is no longer finite in epoch {epoch}; lower the learning rate, or let workers wait more"
+            )
+        self._worker.settle()
+        self._say_what_was_counted(epoch, [int(rank[4]) for rank in found], position - start)
+        self._position = position
+        self._step += -(-(position - start) // self.plan.global_batch)
+        if any(rank[3] > 0 for rank in found) and position < end:
+            self._preempt()
+        self._position = (epoch + 1) * self._order.samples_per_epoch
+        validated = self._validate()
+        return EpochOutcome(
+            step=self._step,
+            seconds=time.perf_counter() - began,
+            train_loss=loss / max(1.0, rows),
+            validation_loss=validated[0],
+            validation_accuracy=validated[1],
+            learning_rate=self._rate_at(max(start, end - self.plan.global_batch), self.plan.global_batch),
+            measurements=self._measured(max(rank[5] for rank in found), (position - start) / self.plan.global_batch),
+        )
+
+    def _take(self, epoch: int, start: int, end: int, tally: LossCounter) -> int:
+        """Train on samples until there are none; how many steps that took."""
+        if self.model.idle:
+            return 0
+        steps, told = 0, time.monotonic()
+        most = self._rows(self.plan.global_batch)
+        while True:
+            at, count = self._votes.ticket(epoch, most, stop=self._stop.asked)
+            if not count:
+                return steps
+            indices = self._placed(self._order.at(at)[:count])
+            if indices is None:  # too few are left for a step of this worker
+                continue
+            self._rate_at(at, count)
+            self._worker.train(self._train, indices, epoch=epoch, step=at // most, tally=tally)
+            steps += 1
+            if time.monotonic() - told > VOTE_EVERY_S:
+                told = time.monotonic()
+                self._announce(
+                    {
+                        "event": "note",
+                        "message": f"epoch {epoch}: {at - start + count} of {end - start} samples handed out",
+                    }
+                )
+
+    def _rate_at(self, position: int, rows: int) -> float:
+        """Set the learning rate of the samples at a position of the run."""
+        before, self._position = self._position, position
+        try:
+            return self._set_rate(self._order.locate(self._position)[0], rows)
+        finally:
+            self._position = before
+
+    def _rows(self, batch: int) -> int:
+        assert self._worker.conduct is not None
+        return self._worker.conduct.rows(batch)
+
+    def _placed(self, samples: Tensor) -> Tensor | None:
+        """A global batch in which this worker's rows are ``samples``; None where they are too few for a step.
+
+        A worker reads its own rows of a batch and no others, so nothing else need be in it.
+        """
+        batch = self.plan.global_batch
+        if self._rows(batch) > len(samples):
+            batch = min(batch, len(samples) * batch // self._rows(batch) + 1)
+            while batch and (self._rows(batch) > len(samples) or not self._worker.trainable(batch)):
+                batch -= 1
+        if not batch or not self._rows(batch):
+            return None
+        found = torch.zeros(batch, dtype=torch.int64)
+        at = 0
+        for part in self._worker.parts(batch):
+            size = part.stop - part.start
+            found[part] = samples[at : at + size]
+            at += size
+        return found
+
+    def _say_what_was_counted(self, epoch: int, steps: list[int], handed_out: int) -> None:
+        """An event of what every worker did, and of what the servers saw."""
+        votes, conduct = self._votes, self._worker.conduct
+        assert conduct is not None
+        figures = conduct.figures() if not self.model.idle else {}
+        if votes.coordinator is None:
+            return
+        c = votes.coordinator
+        for rank, how in c.lost:
+            self._announce(
+                {"event": "lost", "rank": rank, "message": f"rank {rank} {how}; the others go on without it"}
+            )
+        c.lost = []
+        self._announce(
+            {
+                "event": "consistency",
+                "epoch": epoch,
+                "discipline": str(conduct.discipline),
+                "steps_per_worker": [steps[p] for p in self.processes],
+                "live": votes.live,
+                "samples_handed_out": handed_out,
+                "samples_lost": c.lost_samples,
+                **figures,
+            }
+        )
+
+    def _validate(self) -> tuple[float, float]:
+        """Mean loss and accuracy over the test images, shared out over the workers that are left."""
+        votes = self._votes
+        workers = [r for r in votes.live if r in self.processes]
+        figures = (0.0, 0.0, 0.0)
+        if votes.rank in workers:
+            a, b = bounds(len(self._test), len(workers), workers.index(votes.rank))
+            if a < b:
+                figures = self._worker.validate_alone(_part(self._test, a, b), self.plan.global_batch).take()
+        found = votes.gather(figures)
+        loss, hits, rows = (math.fsum(rank[i] for rank in found) for i in range(3))
+        if not rows or not math.isfinite(loss):
+            raise WorkersFailedError(
+                f"the validation loss is not finite after step {self._step}; lower the learning rate, or train in fp32"
+            )
+        if rows < len(self._test):
+            message = f"validated on {rows:.0f} of {len(self._test)} test images: a worker was lost meanwhile"
+            self._announce({"event": "note", "message": message})
+        return loss / rows, hits / rows
+
+    def _peak_memory(self) -> tuple[int, ...] | None:
+        """None: no step of all workers is looked at."""
+        return None
+
+    def _measured(self, seconds: float, batches: float) -> Measurements:
+        """An epoch in steps of one global batch, whoever did them."""
+        step = seconds / max(batches, 1e-9)
+        return Measurements(
+            plan_fingerprint=fingerprint(self.plan),
+            strategy=self.plan.strategy,
+            num_ranks=self.plan.num_ranks,
+            global_batch=self.plan.global_batch,
+            step_time=Stat.of([step]),
+            predicted_step_time_s=self.plan.prediction.step_time_s,
+            communication_s=None,
+            data_wait_s=0.0,
+            peak_memory_bytes=None,
+            predicted_memory_bytes=self.plan.prediction.memory_bytes_per_rank,
+        )
+
+    def close(self) -> None:
+        """Leave the servers; groups that lost a member are left as they are."""
+        self._votes.gather([0.0])
+        worker: Worker = self._worker
+        if worker.conduct is not None:
+            worker.conduct.close()
+        self._votes.close()
+
+
+def _part(images: ImageSet, start: int, stop: int) -> ImageSet:
+    return replace(images, images=images.images[start:stop], labels=images.labels[start:stop])
