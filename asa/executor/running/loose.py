@@ -95,7 +95,7 @@ class LooseExecutor(TrainingExecutor):
             if indices is None:  # too few are left for a step of this worker
                 continue
             self._rate_at(at, count)
-            self._worker.train(self._train, indices, epoch=epoch, step=at // most, tally=tally)
+            self._worker.train(self._train, indices, epoch=epoch, step=self._step + steps, tally=tally)
             steps += 1
             if time.monotonic() - told > VOTE_EVERY_S:
                 told = time.monotonic()
