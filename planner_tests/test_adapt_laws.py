@@ -369,3 +369,27 @@ def test_windows_of_a_step_or_two_add_up() -> None:
     assert world.moves[0][0] <= BEGINS + 3 * WINDOW
     assert _back(world)
     assert len(world.moves) == 2
+
+
+def test_figures_about_the_limit_do_not_go_to_and_fro() -> None:
+    costs, seen = Costs(2, 1), []
+    costs.apart = True
+    for off in (0.08, 0.12, 0.08, 0.12, 0.06, 0.03, 0.08, 0.12):
+        costs.ranks = [Factor(mean=0.0, variance=1e-4, steps=50), Factor(mean=off, variance=1e-4, steps=50)]
+        costs.levels = [Factor(mean=off, variance=1e-4, steps=50)]
+        slow = costs.slowness()
+        seen.append((slow.ranks[1] > 0, slow.levels[0] > 0))
+    assert [one for one, _ in seen] == [False, True, True, True, True, False, False, True]
+    assert [level for _, level in seen] == [one for one, _ in seen]
+
+
+def test_a_change_says_what_is_slow_now_and_not_what_was_before() -> None:
+    world = _world(4, _slowness(4, rank=2, by=2.0))
+    worse = _model(4).corrected(_slowness(4, rank=2, by=4.0), range(4))
+    before = world._machine
+    world._machine = lambda step: worse if step >= BEGINS + WINDOW else before(step)
+    _, events = _run(world, 4, Policy(rebuild_s=1.5))
+    assert len(_lines(events)) >= 2, "it gets worse before anything is done"
+    switch = next(e for e in events if e.get("kind") == "switch")
+    assert switch["why"].count("rank 2") == 1
+    assert "4 times as long" in switch["why"]

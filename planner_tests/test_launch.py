@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from asa.errors import InvalidInputError, PreemptedError, UnavailableError, UsageError, WorkersFailedError
-from asa.launch import TorchrunRank, cuda_devices, forking, join, launched, run_ranks, tell, worker
+from asa.launch import TorchrunRank, cuda_devices, devices, forking, join, launched, run_ranks, tell, worker
 from asa.launch.blame import Outcome, culprit
 from asa.launch.signals import take_sigterm
 from asa.launch.worker import Failure, failure, others_may_leave
@@ -355,3 +355,17 @@ def test_blame_goes_by_evidence_not_by_arrival() -> None:
     watchdog = Outcome.of_exit(-signal.SIGABRT, "nccl")
     assert culprit({0: watchdog}, 2, 5)[0] == 1, "nccl aborts the rank that waits"  # type: ignore[index]
     assert PreemptedError.exit_code == 75
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinities here")
+def test_a_rank_is_bound_to_a_core_where_there_is_one_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound: list[set[int]] = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _pid, cores: bound.append(set(cores)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: bound[-1] if bound else {2, 5})
+    monkeypatch.setattr(devices, "_shared", None)
+    for rank, ranks in ((0, 1), (0, 3), (2, 4)):
+        devices.bind_to_core(rank, ranks)
+        assert (bound, devices.usable_cores()) == ([], 2), "with cores to spare, or too few, nothing is bound"
+    devices.bind_to_core(1, 2)
+    assert bound == [{5}]
+    assert devices.usable_cores() == 2, "what is beside it still counts"

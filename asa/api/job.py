@@ -24,7 +24,7 @@ from asa.api.notes import check_exact, differing, trained_norms
 from asa.api.optimizers import Rebinding, check_shared, planned_as, whole_because
 from asa.api.optimizers import elementwise as known_elementwise
 from asa.api.placed import MEETING_S
-from asa.api.planned import Wishes, agreed_plan, checked_plan, on_all_ranks
+from asa.api.planned import Wishes, agreed_plan, checked_plan, on_ranks_that_pay
 from asa.api.planning import check_plain, device_of, shaped, spec_of
 from asa.api.rank_context import find_place, same_weights
 from asa.api.said import say
@@ -48,6 +48,9 @@ from asa.launch.worker import others_may_leave
 from asa.scheduler import Model, adapt
 from asa.strategies import offered
 from asa.tracing import TracedModel, called
+
+_SOLVE_S = 1.0
+"""Seconds of search for another plan, while all ranks wait for the answer."""
 
 
 class Job:
@@ -287,7 +290,7 @@ class Job:
     def _solve_again(
         self, _plan: Plan, _measured: Measurements, profile: Profile, cluster: Cluster, ranks: int
     ) -> Plan:
-        return on_all_ranks(profile, cluster, ranks, self._wishes)
+        return on_ranks_that_pay(profile, cluster, ranks, self._wishes, _SOLVE_S)
 
     def save(self) -> Path:
         """Commit a checkpoint now (collective).

@@ -28,7 +28,7 @@ from asa.api.planning import (
 )
 from asa.api.rank_context import RankContext
 from asa.api.said import say
-from asa.errors import AsaError, InvalidInputError, UsageError
+from asa.errors import AsaError, InfeasibleError, InvalidInputError, UsageError
 from asa.interfaces.strategy import Strategies
 from asa.ir import codec
 from asa.ir.cluster import Cluster
@@ -223,12 +223,8 @@ def _alone(profile: Profile) -> Cluster:
     )
 
 
-def on_all_ranks(profile: Profile, cluster: Cluster, ranks: int, wishes: Wishes) -> Plan:
-    """The best plan in which every rank takes part: those that were started cannot be sent home.
-
-    Raises:
-        InfeasibleError: none fits.
-    """
+def _asked(ranks: int, wishes: Wishes, limit_s: float) -> tuple[Strategies, Request]:
+    """What the planner is asked, and of which strategies."""
     # Where an optimizer's state lies is the optimizer's own affair.
     strategies: Strategies = replace(offered(), offload=False)
     if not wishes.pipelines:
@@ -241,14 +237,40 @@ def on_all_ranks(profile: Profile, cluster: Cluster, ranks: int, wishes: Wishes)
         strategies=wanted,
         pins=tuple(parse_pin(text) for text in wishes.pins),
         optimizer=wishes.optimizer,
-        time_limit_s=usual_limit(ranks),
+        time_limit_s=limit_s,
         top_k=8,
         uneven=wishes.pipelines,
     )
-    plans = solve(profile, cluster, strategies, request)
+    return strategies, request
+
+
+def _runnable(plans: list[Plan], wishes: Wishes) -> list[Plan]:
+    """Those of ``plans`` that compute a batch at once, where that is asked for."""
     any_parts = wishes.pipelines and not wishes.at_once
-    usable = (_whole(plan, ranks) for plan in plans if any_parts or plan.num_microbatches == 1)
-    found = next((plan for plan in usable if plan is not None), None)
+    return [plan for plan in plans if any_parts or plan.num_microbatches == 1]
+
+
+def on_ranks_that_pay(profile: Profile, cluster: Cluster, ranks: int, wishes: Wishes, limit_s: float) -> Plan:
+    """The best plan for at most so many ranks: the others may idle. Searched for ``limit_s`` at most.
+
+    Raises:
+        InfeasibleError: none fits.
+    """
+    found = _runnable(solve(profile, cluster, *_asked(ranks, wishes, limit_s)), wishes)
+    if not found:
+        raise InfeasibleError("every plan that fits computes a batch in several parts")
+    return found[0]
+
+
+def on_all_ranks(profile: Profile, cluster: Cluster, ranks: int, wishes: Wishes) -> Plan:
+    """The best plan in which every rank takes part: those that were started cannot be sent home.
+
+    Raises:
+        InfeasibleError: none fits.
+    """
+    strategies, request = _asked(ranks, wishes, usual_limit(ranks))
+    plans = solve(profile, cluster, strategies, request)
+    found = next((plan for plan in (_whole(p, ranks) for p in _runnable(plans, wishes)) if plan is not None), None)
     if found is not None:
         return found
 

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from asa.launch.devices import cuda_devices, usable_cores
+from asa.launch.devices import bind_to_core, cuda_devices, usable_cores
 from asa.launch.heap import give_back_freed_memory, keep_freed_memory
 from asa.launch.ranks import run_ranks
 from asa.launch.torchrun import TorchrunRank, join, launched
@@ -17,6 +17,7 @@ from asa.launch.worker import tell
 
 __all__ = [
     "TorchrunRank",
+    "bind_to_core",
     "cuda_devices",
     "give_back_freed_memory",
     "join",

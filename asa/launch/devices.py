@@ -8,11 +8,32 @@ import os
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
+_shared: int | None = None
+"""Cores that this process could run on before it was bound to one of them."""
+
+
 def usable_cores() -> int:
-    """Cores this process may run on (its affinity, not the machine's count)."""
+    """Cores for this process and those beside it (its affinity, not the machine's count), bound to one or not."""
+    if _shared is not None:
+        return _shared
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def bind_to_core(local_rank: int, ranks_here: int) -> None:
+    """Keep this process on a core of its own, where there are as many cores as ranks on this machine.
+
+    Whatever else then has that core slows down this rank and no other: the system would have ranks take turns, and all
+    would seem slow. With cores to spare it finds a better place than any rule; with too few, nobody has one.
+    """
+    global _shared
+    if not hasattr(os, "sched_setaffinity"):
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) == ranks_here > 1:
+        os.sched_setaffinity(0, {cores[local_rank]})
+        _shared = len(cores)
 
 
 def default_threads(num_ranks: int) -> int:

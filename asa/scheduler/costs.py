@@ -107,6 +107,7 @@ class Costs:
         self.biases = [0.0] * levels
         """Logarithms by level: what transfers take longer under the plan in force than it loses by them."""
         self.apart = False
+        self._last: Slowness | None = None
 
     def moved(self) -> None:
         """Another plan is in force: what was of the old one alone is forgotten."""
@@ -166,7 +167,15 @@ class Costs:
 
     def slowness(self) -> Slowness:
         """The figures to plan with: the fastest ranks are what is common to all; ranks that are alike count as equal,
-        and what lies within :data:`LIKE` of the original files is taken from those."""
+        and what lies within :data:`LIKE` of the original files is taken from those.
+
+        What counted as apart the last time is alike again only where it comes half as near: figures about the limit
+        do not go to and fro.
+        """
+        self._last = found = self._slowness()
+        return found
+
+    def _slowness(self) -> Slowness:
         known = sorted((f.mean, p) for p, f in enumerate(self.ranks) if f.known)
         groups: list[list[tuple[float, int]]] = []
         for mean, p in known:
@@ -181,15 +190,22 @@ class Costs:
         return Slowness(
             common=common,
             ranks=tuple(beyond.get(p, 0.0) for p in range(len(self.ranks))),
-            levels=tuple((f.mean if f.known and abs(f.mean) > _apart(f.variance) else 0.0) for f in self.levels)
+            levels=tuple(self._level(i, f) for i, f in enumerate(self.levels))
             if self.apart
             else (shared,) * len(self.levels),
         )
 
+    def _level(self, index: int, factor: Factor) -> float:
+        was_apart = self._last is not None and self._last.levels[index] != 0
+        slow = factor.known and abs(factor.mean) > _apart(factor.variance) / (2 if was_apart else 1)
+        return factor.mean if slow else 0.0
+
     def _alike(self, process: int, group: Sequence[tuple[float, int]]) -> float:
         """How far the logarithm of a process may lie above the mean of a group that it belongs to."""
         variances = [self.ranks[p].variance for _, p in group]
-        return _apart(self.ranks[process].variance + sum(variances) / len(variances) ** 2)
+        last = self._last
+        was_apart = last is not None and any(last.ranks[p] != last.ranks[process] for _, p in group)
+        return _apart(self.ranks[process].variance + sum(variances) / len(variances) ** 2) / (2 if was_apart else 1)
 
     def deviations(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Standard deviations of the logarithms, of ranks and of levels."""

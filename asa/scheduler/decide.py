@@ -87,7 +87,7 @@ class Decider:
         self.bound = 0.0
         self._solved = self.costs.slowness()
         self._findings = Findings(model.cluster, self._solved)
-        self._causes: list[str] = []
+        self._causes: dict[tuple[str, int | None], str] = {}
         self._option: _Option | None = None
         self._probation: _Probation | None = None
         self._known: list[Placement] = []
@@ -122,7 +122,7 @@ class Decider:
             self.found += self._findings.slow(
                 slowness, measured, expected, current.processes, apart=self.costs.apart
             )  # fmt: skip
-        self._causes += [f.line for f in self.found if f.cause in ("compute", "link", "everything", "memory")]
+        self._causes |= {(f.cause, f.where): f.line for f in self.found if f.cause not in ("data", "figures")}
         if self._probation is not None:
             return self._review(self._probation, measured, steps)
         if left == 0:
@@ -246,8 +246,8 @@ class Decider:
             option.asked_at = option.steps
             self._say("keep", f"another plan pays with a probability of {sure:.2f} only")
             return None
-        why = "; ".join(dict.fromkeys(self._causes)) or "another plan is faster under the costs as measured"
-        self._option, self._causes = None, []
+        why = "; ".join(self._causes.values()) or "another plan is faster under the costs as measured"
+        self._option, self._causes = None, {}
         return Change(
             target=option.target,
             before=current,

@@ -137,6 +137,8 @@ class Findings:
         for process, (log, old) in enumerate(zip(now.ranks, before.ranks, strict=True)):
             if abs(log - old) > LIKE:
                 line = f"rank {process}'s compute takes {_times(now.common + log)}"
+                if log == 0 < len([r for i, r in enumerate(now.ranks) if i != process and r == 0]):
+                    line += ", no longer than that of others"
                 if process in processes and measured.per_rank:
                     rank = measured.per_rank[process]
                     of = expected.own_s[list(processes).index(process)]

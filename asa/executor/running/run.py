@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -24,7 +25,7 @@ from asa.executor.training.settings import TrainSettings
 from asa.interfaces.strategy import Strategies
 from asa.ir import codec
 from asa.ir.plan import Plan
-from asa.launch import faults, join, launched, run_ranks, tell
+from asa.launch import bind_to_core, faults, join, launched, run_ranks, tell
 from asa.launch.worker import others_may_leave
 from asa.zoo.preload import ModelPreload
 
@@ -87,6 +88,12 @@ def _threads(job: Job) -> int | None:
     return 1 if job.settings.threads is None and job.device_type == "cpu" else job.settings.threads
 
 
+def _bind(job: Job, local_rank: int, ranks_here: int) -> None:
+    """A core for a rank that computes on one."""
+    if job.device_type == "cpu" and job.emulated is None and _threads(job) == 1:
+        bind_to_core(local_rank, ranks_here)
+
+
 def _backend(job: Job) -> str:
     return "nccl" if job.device_type == "cuda" else "gloo"
 
@@ -124,6 +131,7 @@ def _as_owner(job: Job, ready: Prepare, relieve: Relieve | None, regroup: Regrou
 
 
 def _rank(rank: int, job: Job, material: Material) -> Ending:
+    _bind(job, rank, job.plan.num_ranks)
     return work(job, material, _votes(job.plan, job.settings.timeout_s), rank, tell)
 
 
@@ -148,6 +156,7 @@ def _as_member(job: Job, ready: Prepare, relieve: Relieve | None) -> Event:
     with join(backend=_backend(job), timeout_s=settings.timeout_s) as place:
         if (threads := _threads(job)) is not None:
             torch.set_num_threads(threads)
+        _bind(job, place.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE") or 0))
         votes = _votes(job.plan, settings.timeout_s)
         left = votes.once(lambda: pending(job, relieve))
         text = votes.tell(None if left is None else codec.dumps(left.plan))
