@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asa.cli import bench_setup, choose, places
+from asa.cli import bench_setup, choose, estimates, places
 from asa.cli import comparison as c
 from asa.cli.console import Console
 from asa.cli.study_grid import ALONE, Block
@@ -241,4 +241,4 @@ def _profile_for(block: Block, args: Arguments, console: Console, cluster: Clust
         there = p.device.name == cluster.device.name and p.precision == block.precision
         if there and choose.fits(p, args, block.model):
             return p, f"profile {places.shown(path)}"
-    return choose.estimated(args, block.model, cluster)
+    return estimates.estimated(args, block.model, cluster)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from asa.ir.bench import AccuracyPoint, BenchResult
 from asa.ir.study import Published, Study, StudyCell, StudyRow
@@ -67,7 +68,8 @@ def of(study: Study) -> list[Figures]:
     return [_beside(f, by_cell, study.published) for f in found]
 
 
-def _order(rows: Sequence[StudyRow]) -> object:
+def _order(rows: Sequence[StudyRow]) -> Callable[[StudyRow], Any]:
+    """A key to sort by: models, places and strategies as they first appear, counts by size."""
     seen: dict[str, dict[object, int]] = {}
 
     def place(field: str, value: object) -> int:

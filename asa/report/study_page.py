@@ -51,7 +51,7 @@ def html(study: Study, rows: list[Figures], drawn: list[tuple[Chart, str]]) -> s
          tuple(row[i] for i in kept)) for f, row in zip(rows, made, strict=True)
     ]  # fmt: skip
     links = [(f"{c.name}-title", c.title) for c, _ in drawn] + [("cells", "All cells"), ("notes", "Notes")]
-    beside = [
+    beside: list[tuple[str, tuple[str, ...]]] = [
         ("", (f.row.cell.model, f.row.cell.strategy, str(f.row.cell.gpus), p.metric.replace("_", " "),
               "-" if own is None else f"{own:.4g}", f.row.state, f"{p.value:g}", p.hardware, p.source))
         for f in rows for p, own in f.published

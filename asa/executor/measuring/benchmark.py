@@ -186,7 +186,15 @@ def _usage(entrant: Entrant, images: ImageSet, order: GlobalOrder, votes: Votes,
     figures = votes.gather([usage.seconds, *(-1.0 if v is None else v for v in unknown), float(usage.throttled)])
     entrant.cell.usage_steps = steps
     entrant.cell.usage = tuple(
-        Usage(f[0], *(None if v < 0 else v for v in f[1:5]), int(f[5])) for f in figures[: entrant.plan.num_ranks]
+        Usage(
+            seconds=f[0],
+            busy=None if f[1] < 0 else f[1],
+            energy_j=None if f[2] < 0 else f[2],
+            clock_mhz=None if f[3] < 0 else f[3],
+            most_clock_mhz=None if f[4] < 0 else f[4],
+            throttled=int(f[5]),
+        )
+        for f in figures[: entrant.plan.num_ranks]
     )
 
 
