@@ -56,7 +56,7 @@ try() { # ENVIRONMENT: the commands of a first hour, without torch
     expect 0 "kind: Job" "$asa" launch k8s
     expect 0 "placement_group" "$asa" launch ray
     expect 0 "a100-nvlink-8" "$asa" cluster list
-    expect 0 "plan" "$asa" config show plan
+    expect 0 "settings have their defaults" "$asa" config show plan
     expect 5 "asa-parallel[train]" "$asa" plan densenet121
     expect 5 "asa-parallel[train]" "$asa" profile resnet50
     expect 5 "asa-parallel[train]" "$asa" train

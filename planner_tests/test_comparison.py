@@ -7,7 +7,7 @@ from dataclasses import replace
 import nouns
 import pytest
 
-from asa.cli.bench import VERBS
+from asa.cli.bench import VERBS, one_of_each
 from asa.cli.comparison import FILLED, ModelBench, notes, prepare, side_by_side
 from asa.cli.console import Console
 from asa.cli.settings import arguments
@@ -66,7 +66,9 @@ def test_what_was_emulated_is_said_in_the_comparison_itself(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     codec.save(nouns.profile(), tmp_path / "p.json")
     words = ("--strategies", "ddp", "--global-batch", "8", "--device", "emulated:p.json?dilation=5")
-    contest = prepare(arguments(VERBS[-1], words, {}), Console(), "tiny", nouns.cluster(2), 2, tmp_path)
+    args = arguments(VERBS[-1], words, {})
+    one_of_each(args)
+    contest = prepare(args, Console(), "tiny", nouns.cluster(2), 2, tmp_path)
     assert notes(contest)[0].startswith("tiny: emulated ")
     assert "from p.json, 5 times slower; nothing is trained" in notes(contest)[0]
 

@@ -4,17 +4,31 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from asa.cli import emulated, places
+from asa.cli import emulated, places, study_grid
 from asa.cli import options as o
 from asa.cli.console import Console
 from asa.cli.verb import Arguments, Option, Verb
+from asa.errors import UsageError
 from asa.ir import codec
+
+STUDY = (
+    "models", "strategies", "gpus", "global_batch", "budget", "device", "precision", "input", "tokens", "classes",
+    "cluster", "memory", "optimizer", "lr", "data", "data_root", "seed", "epochs", "dry_run", "target_accuracy",
+    "price", "microbatches", "study", "out", "json",
+)  # fmt: skip
+"""Options that a study heeds: all but those of sealed predictions."""
 
 
 def run(args: Arguments, console: Console) -> None:
     """Plan everything, write it down, measure, show, draw."""
     from functools import partial
 
+    if args.study:
+        from asa.cli import study
+
+        study.run(args, console)
+        return
+    one_of_each(args)
     if args.check_sealed:
         from asa.cli import sealed
 
@@ -63,6 +77,26 @@ def run(args: Arguments, console: Console) -> None:
     console.say(f"asa: wrote {paths[0]} and {len(paths) - 1} files beside it")
 
 
+_LISTS = ("gpus", "global_batch", "data", "seed")
+
+
+def one_of_each(args: Arguments) -> None:
+    """The one value of every option that a study takes several of.
+
+    Raises:
+        UsageError: there are several.
+    """
+    for name in _LISTS:
+        value = getattr(args, name)
+        if isinstance(value, tuple):
+            if len(value) > 1:
+                shown = name.replace("_", "-")
+                raise UsageError(
+                    f"--{shown} {','.join(map(str, value))}: several make a grid; add --study grid, or name one"
+                )
+            args.replace(**{name: value[0]})
+
+
 VERBS = (
     Verb(
         name="bench",
@@ -77,9 +111,62 @@ VERBS = (
                 metavar="A,B",
             ),
             o.option(o.STRATEGIES, help="strategies to compare (default: single,ddp,tensor,hybrid,asa)"),
-            o.option(o.GPUS, help="ranks (default: all CUDA devices, or the cores)"),
-            o.option(o.GLOBAL_BATCH, help="samples per optimizer step, over all ranks (default: the profile's)"),
+            o.option(
+                o.GPUS,
+                help="ranks (default: all CUDA devices, or the cores); several with --study",
+                parse=o.counts,
+                metavar="N,N",
+            ),
+            o.option(
+                o.GLOBAL_BATCH,
+                help="samples per optimizer step, over all ranks (default: the profile's); several with --study",
+                parse=o.counts,
+                metavar="B,B",
+            ),
             Option(name="budget", help="time for measuring (default: 5m)", parse=o.budget, default=300.0, metavar="T"),
+            Option(
+                name="study",
+                help="instead: a grid, resumed and merged into one table: hybrid, memory, pipeline, layers or "
+                "parameter-servers, as in the literature, or grid of what the other options list",
+                parse=study_grid.name,
+                metavar="NAME",
+                heeds=STUDY,
+            ),
+            Option(
+                name="epochs",
+                help="with --study: train for so many epochs, several: the cells after each (default: the study's)",
+                parse=o.counts,
+                metavar="E,E",
+                needs="study",
+            ),
+            Option(
+                name="dry-run",
+                help="with --study: say what would be run, and about how long it takes",
+                switch=True,
+                default=False,
+                needs="study",
+            ),
+            Option(
+                name="target-accuracy",
+                help="with --study: validation accuracy to count epochs, time and cost to, as in 0.9",
+                parse=o.share,
+                metavar="A",
+                needs="study",
+            ),
+            Option(
+                name="price",
+                help="with --study: of a device for an hour, for cost columns, as in 2.49",
+                parse=o.price,
+                metavar="P",
+                needs="study",
+            ),
+            Option(
+                name="microbatches",
+                help="with --study: of a step, in pipelines, a power of two (default: as many as are fastest)",
+                parse=o.count,
+                metavar="N",
+                needs="study",
+            ),
             o.option(
                 o.DEVICE,
                 help="where to run; auto takes CUDA if there is one; an emulated one sleeps as long as its profile "
@@ -96,9 +183,9 @@ VERBS = (
             o.MEMORY,
             o.OPTIMIZER,
             o.LEARNING_RATE,
-            o.DATA,
-            o.DATA_ROOT,
-            o.SEED,
+            o.option(o.DATA, help=f"{o.DATA.help}; several with --study", parse=o.several_data, default=("cifar100",)),
+            o.option(o.DATA_ROOT, needs=""),
+            o.option(o.SEED, help=f"{o.SEED.help}; several with --study", parse=o.seeds, default=(0,), metavar="S,S"),
             Option(
                 name="check-sealed",
                 help="instead: measure what was foretold of machines like this one before anybody measured it",
@@ -112,7 +199,11 @@ VERBS = (
                 metavar="DIR",
                 needs="check_sealed",
             ),
-            Option(name="out", help="folder to write to (default: runs/bench/bench-TIME)", metavar="DIR"),
+            Option(
+                name="out",
+                help="folder to write to (default: runs/bench/bench-TIME, of a study runs/bench/study-NAME)",
+                metavar="DIR",
+            ),
             o.JSON,
         ),
         details="Profiles and plans what it needs first; plans are written and hashed before anything is measured.",

@@ -119,13 +119,28 @@ def _device_here(asked: str) -> tuple[str, str]:
     return device.type, device_record(device).name
 
 
-def profile_here(args: Arguments, console: Console, model: str, device: str, gpus: int) -> tuple[Profile, str]:
-    """A profile taken on this very device up to the batch asked for: the newest there is, or one measured now."""
+def profile_here(
+    args: Arguments, console: Console, model: str, device: str, gpus: int, *, limit_s: float = PROFILE_LIMIT_S
+) -> tuple[Profile, str]:
+    """A profile taken on this very device up to the batch asked for, of the model's own input size where none is: the
+    newest there is, or one measured now."""
+    found = known_here(args, console, model, device)
+    if found is not None:
+        return found
+    return measured(args, console, model, device, limit_s=limit_s, max_degree=max(8, gpus))
+
+
+def known_here(args: Arguments, console: Console, model: str, device: str) -> tuple[Profile, str] | None:
+    """The newest profile taken on this very device that will do, and a sentence saying which."""
+    from asa.zoo.models import default_input
+
     _, name = _device_here(device)
+    shape, _ = default_input(model, input_shape(args), args.classes)
     for path, p in places.profiles(console):
-        if fits(p, args, model) and p.device.name == name and p.global_batch >= (args.global_batch or 1):
+        here = p.device.name == name and p.graph.input_shape == shape
+        if here and fits(p, args, model) and p.global_batch >= (args.global_batch or 1):
             return p, f"profile {places.shown(path)}"
-    return measured(args, console, model, device, max_degree=max(8, gpus))
+    return None
 
 
 def measured(

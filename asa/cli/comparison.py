@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -135,8 +136,10 @@ def measure(
     device: DeviceType,
     budget_s: float,
     data: Callable[[], tuple[ImageSet, ImageSet]],
+    epochs: int | None = None,
 ) -> None:
-    """Run the distinct plans against each other and fill in ``cells`` and ``comparisons``."""
+    """Run the distinct plans against each other, for so many ``epochs`` or as long as the budget goes, and fill in
+    ``cells`` and ``comparisons``."""
     from asa.executor.measuring.benchmark import BenchOptions, compare
     from asa.executor.measuring.benchmark import measure as run
     from asa.instruments.others import watching
@@ -157,7 +160,7 @@ def measure(
     factory = partial(
         build, contest.model, num_classes=graph.num_classes, input_shape=graph.input_shape, seed=args.seed
     )
-    options = BenchOptions(device=device, budget_s=budget_s, seed=args.seed, lr=args.lr, threads=1)
+    options = BenchOptions(device=device, budget_s=budget_s, epochs=epochs, seed=args.seed, lr=args.lr, threads=1)
     with watching() as others, console.progress(f"measuring {contest.model}") as report:
 
         def hear(_rank: int, message: dict[str, Any]) -> None:
@@ -289,6 +292,10 @@ def _result(contest: ModelBench, strategy: str, global_batch: int) -> nouns.Benc
     plan, cell = contest.plans[strategy], contest.cells[strategy]
     p, peaks = plan.prediction, cell.peak_memory_bytes
     low, high = median_interval(cell.communication) if cell.communication else (None, None)
+    wait = statistics.median(cell.data_wait) if cell.data_wait else 0.0
+    whole = cell.step_time.median + wait
+    rate = flops_per_sample(contest.profile) * plan.global_batch / whole
+    peak = peak_flops(contest.cluster, plan.precision)
     return nouns.BenchResult(
         model=contest.model,
         strategy=strategy,
@@ -298,7 +305,7 @@ def _result(contest: ModelBench, strategy: str, global_batch: int) -> nouns.Benc
         predicted_step_time_s=p.step_time_s,
         predicted_low_s=p.step_time_low_s,
         predicted_high_s=p.step_time_high_s,
-        samples_per_s=plan.global_batch / cell.step_time.median,
+        samples_per_s=plan.global_batch / whole,
         communication_s=cell.communication_s,
         communication_low_s=low,
         communication_high_s=high,
@@ -309,4 +316,46 @@ def _result(contest: ModelBench, strategy: str, global_batch: int) -> nouns.Benc
         plan_fingerprint=codec.fingerprint(plan),
         components=plan.components,
         accuracy=tuple(cell.accuracy),
+        data_wait_s=wait,
+        samples_per_epoch=cell.samples_per_epoch,
+        flops_per_s=rate,
+        mfu=rate / (plan.num_ranks * peak) if peak else None,
+        predicted_bubble_s=p.bubble_s if len(plan.stages) > 1 else None,
+        state_memory_bytes=max(cell.state_memory_bytes) if cell.state_memory_bytes else None,
+        reserved_memory_bytes=max(cell.reserved_memory_bytes) if cell.reserved_memory_bytes else None,
+        schedule=plan.schedule if len(plan.stages) > 1 else None,
+        num_microbatches=plan.num_microbatches if plan.num_microbatches > 1 or len(plan.stages) > 1 else None,
+        **_usage(cell),
     )
+
+
+FORWARD_AND_BACKWARD = 3
+"""FLOPs of a training step over those of forward alone: backward computes gradients of inputs and of weights."""
+
+
+def flops_per_sample(profile: Profile) -> float:
+    """FLOPs that a sample's forward and backward ask for, recomputation not counted."""
+    return FORWARD_AND_BACKWARD * sum(c.flops_per_sample for c in profile.graph.components)
+
+
+def peak_flops(cluster: Cluster, precision: str) -> float:
+    """What a device could do a second at that precision; 0 where its data sheet is not known, as of CPUs."""
+    return cluster.device.peak_fp32_flops if precision == "fp32" else cluster.device.peak_bf16_flops
+
+
+def _usage(cell: Cell) -> dict[str, Any]:
+    """What devices did: the mean share of time they computed, energy of all a step, the slowest clock and why."""
+    from asa.instruments.devices import reasons
+
+    busy = [u.busy for u in cell.usage if u.busy is not None]
+    energy = [u.energy_j for u in cell.usage if u.energy_j is not None]
+    clocks = [u.clock_mhz for u in cell.usage if u.clock_mhz is not None]
+    bits = 0
+    for u in cell.usage:
+        bits |= u.throttled
+    return {
+        "utilisation": statistics.mean(busy) if busy else None,
+        "energy_j": sum(energy) / cell.usage_steps if energy and cell.usage_steps else None,
+        "clock_mhz": min(clocks, default=None),
+        "throttled": reasons(bits),
+    }

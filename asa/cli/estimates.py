@@ -102,3 +102,9 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return ""
+
+
+def traced_before(model: str, args: Arguments) -> bool:
+    """Whether an estimate needs no tracing, because the same model was traced by the same versions."""
+    key = _key(model, args)
+    return bool(key) and _remembered(model, key) is not None

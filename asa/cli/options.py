@@ -123,6 +123,32 @@ def names(text: str) -> tuple[str, ...]:
     return found
 
 
+def counts(text: str) -> tuple[int, ...]:
+    """Whole numbers from 1 between commas, each once.
+
+    >>> counts("1,2, 4")
+    (1, 2, 4)
+    """
+    return tuple(dict.fromkeys(count(part.strip()) for part in names(text)))
+
+
+def seeds(text: str) -> tuple[int, ...]:
+    """Seeds between commas, each once."""
+    return tuple(dict.fromkeys(seed(part) for part in names(text)))
+
+
+def share(text: str) -> float:
+    """A share, as a number up to 1 or in per cent.
+
+    >>> share("0.9"), share("90%")
+    (0.9, 0.9)
+    """
+    value = positive(text.strip().removesuffix("%")) / (100 if text.strip().endswith("%") else 1)
+    if value > 1:
+        raise ValueError(f"{text} is above 1; write 0.9 or 90%")
+    return value
+
+
 def input_shape(args: Arguments) -> tuple[int, ...] | None:
     """The shape of a sample that ``--input`` or ``--tokens`` asks for; None where neither does.
 
@@ -132,6 +158,15 @@ def input_shape(args: Arguments) -> tuple[int, ...] | None:
     if args.tokens and args.input:
         raise UsageError("--input is the size of images, --tokens the length of sequences: a model reads one of them")
     return (args.tokens,) if args.tokens else args.input
+
+
+def several_data(text: str) -> tuple[str, ...]:
+    """Data sets between commas.
+
+    Raises:
+        ValueError: one is none.
+    """
+    return tuple(data(name) for name in names(text))
 
 
 def data(text: str) -> str:

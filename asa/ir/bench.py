@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from asa.errors import InvalidInputError
-from asa.ir.codec import noun
+from asa.ir.codec import later, noun
 from asa.ir.plan import Assignment, OptimizerName
 from asa.ir.profile import Precision, Stat
 
@@ -30,6 +30,14 @@ class BenchResult:
     it was not tracked. Memory is the active peak of the rank that holds most, by the same count on both sides.
     ``components`` is the assignment that ran, ``plan_fingerprint`` the plan it came from. ``communication_low_s`` and
     ``communication_high_s`` bound the exposed part with 95 %; below six pairs they are the least and the largest.
+
+    ``samples_per_s`` is of steps with their ``data_wait_s``, the median wait for input. ``utilisation``, 0 to 1: the
+    share of time in which the devices computed while this alone ran, by NVML, on CPUs the ranks' processor time over
+    the wall's. ``flops_per_s`` of all ranks, from the model's structure (backward: twice forward); ``mfu`` is that over
+    the devices' peak. ``predicted_bubble_s``: the part of the predicted step in which stages wait for each other.
+    ``state_memory_bytes``: weights, gradients and optimizer state of the fullest rank; ``reserved_memory_bytes``: what
+    its allocator took from the device (CUDA). ``energy_j`` of all devices a step; ``clock_mhz`` the slowest device's,
+    ``throttled`` why clocks were held down.
     """
 
     model: str
@@ -52,6 +60,24 @@ class BenchResult:
     components: tuple[Assignment, ...] = ()
     accuracy: tuple[AccuracyPoint, ...] = ()
     why_not: str = ""
+    data_wait_s: float | None = later()
+    samples_per_epoch: int | None = later()
+    utilisation: float | None = later()
+    flops_per_s: float | None = later()
+    mfu: float | None = later()
+    predicted_bubble_s: float | None = later()
+    state_memory_bytes: int | None = later()
+    reserved_memory_bytes: int | None = later()
+    energy_j: float | None = later()
+    clock_mhz: float | None = later()
+    throttled: tuple[str, ...] = later(())
+    schedule: str | None = later()
+    num_microbatches: int | None = later()
+
+    @property
+    def whole_step_s(self) -> float | None:
+        """Seconds from one step to the next, waiting for input included."""
+        return None if self.step_time_s is None else self.step_time_s.median + (self.data_wait_s or 0.0)
 
     def __post_init__(self) -> None:
         if self.step_time_s is None and not self.why_not:

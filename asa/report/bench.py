@@ -143,7 +143,11 @@ def busy(bench: Bench, model: str) -> str:
     """What other processes took while the cells of ``model`` were measured, where that is too much; else empty."""
     taken = next((c.others_cores for c in bench.comparisons if c.model == model and c.others_cores is not None), None)
     ranks = max((r.ranks for r in bench.of(model)), default=1)
-    cores = bench.environment.cpu_cores
+    return crowded(taken, bench.environment.cpu_cores, ranks)
+
+
+def crowded(taken: float | None, cores: int, ranks: int) -> str:
+    """What is said of cores that others took while so many ranks were measured; empty where it is not too much."""
     if taken is None or taken <= max(0, cores - ranks) + _BUSY * min(ranks, cores):
         return ""
     return (

@@ -17,6 +17,8 @@ ASA = "#D55E00"
 INK = "#333333"
 KNOWN = ("ddp", "hybrid", "tensor", "fsdp", "zero1", "gpipe", "single", "zero2", "1f1b", "hsdp")
 MARKERS = "osD^vPX*<>"
+_ACROSS = 3
+"""Panels beside each other at most."""
 
 
 def colour(strategy: str) -> str:
@@ -129,21 +131,49 @@ def speedup(rows: Sequence[Row]) -> Figure:
     return figure
 
 
+def over_ranks(rows: Sequence[Row]) -> Figure:
+    """Rows: panel, strategy, ranks, state, samples a second, devices."""
+    figure, panels = _panels(rows, height=3.4)
+    for axes, found in panels:
+        counts = sorted({int(n) for row in found if (n := _number(row[2])) is not None})
+        for i, (strategy, state, devices) in enumerate(dict.fromkeys((row[1], row[3], row[5]) for row in found)):
+            mine = [row for row in found if (row[1], row[3], row[5]) == (strategy, state, devices)]
+            points = sorted((_number(row[2]) or 0.0, _number(row[4]) or 0.0) for row in mine)
+            measured = state == "measured"
+            axes.plot(
+                *_columns(points), color=colour(str(strategy)), marker=MARKERS[i % len(MARKERS)], markersize=6,
+                markerfacecolor=colour(str(strategy)) if measured else "white", linewidth=1.4,
+                linestyle="-" if measured else "--", label=str(strategy) if measured else f"{strategy} on {devices}",
+            )  # fmt: skip
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(counts, [str(n) for n in counts])
+        axes.set_xlabel("ranks")
+        axes.set_ylabel("samples per second")
+        axes.legend(frameon=False, fontsize=7)
+    return figure
+
+
+def accuracy_over_time(rows: Sequence[Row]) -> Figure:
+    """Rows as for :func:`accuracy`."""
+    return _over(rows, 3, "seconds of training", 6, 100.0, "validation accuracy, %")
+
+
 def accuracy(rows: Sequence[Row]) -> Figure:
     """Rows: model, strategy, epoch, seconds, train loss, validation loss, validation accuracy."""
-    return _over_epochs(rows, 6, 100.0, "validation accuracy, %")
+    return _over(rows, 2, "epochs", 6, 100.0, "validation accuracy, %")
 
 
 def loss(rows: Sequence[Row]) -> Figure:
     """Rows as for :func:`accuracy`."""
-    return _over_epochs(rows, 5, 1.0, "validation loss")
+    return _over(rows, 2, "epochs", 5, 1.0, "validation loss")
 
 
-def _over_epochs(rows: Sequence[Row], column: int, scale: float, label: str) -> Figure:
+def _over(rows: Sequence[Row], across: int, what: str, column: int, scale: float, label: str) -> Figure:
     figure, panels = _panels(rows, height=3.4)
     for axes, found in panels:
         for i, strategy in enumerate(dict.fromkeys(str(row[1]) for row in found)):
-            points = [(row[2], scale * (_number(row[column]) or 0.0)) for row in found if row[1] == strategy]
+            points = [(row[across], scale * (_number(row[column]) or 0.0)) for row in found if row[1] == strategy]
             axes.plot(
                 *_columns(points),
                 color=colour(strategy),
@@ -153,7 +183,7 @@ def _over_epochs(rows: Sequence[Row], column: int, scale: float, label: str) -> 
                 linewidth=1.4,
                 label=strategy,
             )
-        axes.set_xlabel("epochs")
+        axes.set_xlabel(what)
         axes.set_ylabel(label)
         axes.legend(frameon=False)
     return figure
@@ -188,13 +218,15 @@ def assignment(rows: Sequence[Row]) -> Figure:
 
 def _panels(rows: Sequence[Row], *, height: float) -> tuple[Figure, list[tuple[Any, list[Row]]]]:
     models = list(dict.fromkeys(str(row[0]) for row in rows))
-    figure = Figure(figsize=(4.6 * max(1, len(models)), height + 0.9), layout="constrained")
+    across = min(_ACROSS, max(1, len(models)))
+    down = -(-max(1, len(models)) // across)
+    figure = Figure(figsize=(4.6 * across, (height + 0.9) * down), layout="constrained")
     if not models:
         figure.text(0.5, 0.5, "nothing was measured", ha="center", va="center", color=INK)
         return figure, []
     panels = []
     for i, model in enumerate(models):
-        axes = figure.add_subplot(1, len(models), i + 1)
+        axes = figure.add_subplot(down, across, i + 1)
         axes.set_title(model, fontsize=10, loc="left", color=INK)
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=8)

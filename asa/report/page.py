@@ -57,19 +57,16 @@ def html(bench: Bench, drawn: list[tuple[Chart, str]]) -> str:
     first, *others = drawn
     models = escape(", ".join(bench.settings.models))
     parts = [
-        "<!doctype html>",
-        '<html lang="en"><head><meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>asa bench: {models}</title><style>{STYLE}</style></head><body><main>",
+        head(f"asa bench: {', '.join(bench.settings.models)}"),
         f"<h1>{models} under every strategy</h1>",
         *(f'<p class="first">{escape(words.story(bench, model))}</p>' for model in bench.settings.models),
-        _figure(*first),
+        figure(*first),
         _contents(bench, drawn),
     ]
     for model in bench.settings.models:
         parts += [f'<h2 id="model-{escape(model)}">{escape(model)}</h2>', *_results(bench, model)]
         parts += ["<ul>", *(f"<li>{escape(s)}</li>" for s in words.sentences(bench, model)), "</ul>"]
-    parts += [_figure(chart, svg) for chart, svg in others]
+    parts += [figure(chart, svg) for chart, svg in others]
     if bench.notes:
         parts += ['<h2 id="notes">Notes</h2><ul>', *(f"<li>{escape(n)}</li>" for n in bench.notes), "</ul>"]
     parts += ['<h2 id="plans">Plans, written before the first measurement</h2>', _sealed(bench)]
@@ -81,24 +78,38 @@ def html(bench: Bench, drawn: list[tuple[Chart, str]]) -> str:
     return "\n".join(parts)
 
 
-def _figure(chart: Chart, svg: str) -> str:
-    """A figure with its title, what it shows for those who cannot see it, and where its data are."""
+def figure(chart: Chart, svg: str, beside: str = "bench.json") -> str:
+    """A figure with its title, what it shows for those who cannot see it, and that its data are ``beside`` a file."""
     name = escape(chart.name)
     told = f'role="img" aria-labelledby="{name}-title" aria-describedby="{name}-caption"'
     return (
         f'<h2 id="{name}-title">{escape(chart.title)}</h2><figure id="{name}">'
         f'<div class="paper" tabindex="0">{svg.replace("<svg ", f"<svg {told} ", 1)}</div>'
-        f'<figcaption id="{name}-caption">{escape(chart.caption)} Data: <code>figures/{name}.csv</code> beside this '
-        "comparison's <code>bench.json</code>.</figcaption></figure>"
+        f'<figcaption id="{name}-caption">{escape(chart.caption)} Data: <code>figures/{name}.csv</code> beside '
+        f"<code>{escape(beside)}</code>.</figcaption></figure>"
     )
+
+
+def head(title: str) -> str:
+    """The beginning of a page, up to its first heading."""
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><main>"
+    )
+
+
+def contents(links: list[tuple[str, str]]) -> str:
+    """A list of links to places of the page: (id, text)."""
+    items = "".join(f'<li><a href="#{escape(at)}">{escape(text)}</a></li>' for at, text in links)
+    return f'<nav aria-label="Contents"><ul>{items}</ul></nav>'
 
 
 def _contents(bench: Bench, drawn: list[tuple[Chart, str]]) -> str:
     links = [(f"model-{m}", m) for m in bench.settings.models] + [(f"{c.name}-title", c.title) for c, _ in drawn]
     links += [("notes", "Notes")] if bench.notes else []
     links.append(("plans", "Plans"))
-    items = "".join(f'<li><a href="#{escape(at)}">{escape(text)}</a></li>' for at, text in links)
-    return f'<nav aria-label="Contents"><ul>{items}</ul></nav>'
+    return contents(links)
 
 
 def _results(bench: Bench, model: str) -> list[str]:
@@ -109,17 +120,18 @@ def _results(bench: Bench, model: str) -> list[str]:
         times.append((kind, words.times(r)))
         costs.append((kind, (r.strategy, *words.costs(r, bench.settings.num_classes))))
     return [
-        _table(f"{model}: time of a step, measured and predicted", words.TIMES, times),
-        _table(f"{model}: memory of the fullest rank, communication, learning", ("strategy", *words.COSTS), costs),
+        html_table(f"{model}: time of a step, measured and predicted", words.TIMES, times),
+        html_table(f"{model}: memory of the fullest rank, communication, learning", ("strategy", *words.COSTS), costs),
     ]
 
 
 def _sealed(bench: Bench) -> str:
     columns = ("model", "strategy", "plan", "profile", "profile of", "cluster", "written")
-    return _table("Fingerprints and dates", columns, [("", row) for row in words.sealed(bench)])
+    return html_table("Fingerprints and dates", columns, [("", row) for row in words.sealed(bench)])
 
 
-def _table(caption: str, columns: tuple[str, ...], rows: list[tuple[str, tuple[str, ...]]]) -> str:
+def html_table(caption: str, columns: tuple[str, ...], rows: list[tuple[str, tuple[str, ...]]]) -> str:
+    """A table that scrolls where it is too wide; rows are (class, cells), the first cell the row's heading."""
     head = "".join(f'<th scope="col">{escape(c)}</th>' for c in columns)
     body = "".join(
         f'<tr class="{kind}"><th scope="row">{escape(row[0])}</th>'

@@ -20,12 +20,13 @@ from torch import nn
 from asa.executor.model.groups import Groups, groups_of
 from asa.executor.model.materialize import materialize
 from asa.executor.model.votes import Votes
-from asa.executor.observing.footprint import active_peak
+from asa.executor.observing.footprint import active_peak, state_bytes
 from asa.executor.observing.warmup import warm_up
 from asa.executor.training.clock import StepClock
 from asa.executor.training.optimizer import build_optimizer
 from asa.executor.training.precision import LossScale
 from asa.executor.training.worker import LossCounter, Worker
+from asa.instruments.devices import Usage, watched
 from asa.interfaces.strategy import Strategies
 from asa.ir.bench import AccuracyPoint, Comparison
 from asa.ir.intervals import median_interval
@@ -40,18 +41,22 @@ _SILENT_STEPS, _LEAST_SILENT, _SILENT_SHARE = 8, 3, 0.2
 """Pairs of a whole and a silent step that exposed communication is measured by, at most and at least; and the share of
 the budget they may take."""
 _MAX_ROUNDS = 200
+_STRETCH_S, _STRETCH_SHARE, _MOST_STRETCH = 1.0, 0.1, 16
+"""How long a plan runs alone while its devices are watched: seconds, share of the budget and steps, at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
     """How to measure. ``budget_s`` bounds one model's measuring, warm-up and validation included, unless that is too
-    short for ``least_rounds``."""
+    short for ``least_rounds``. With ``epochs`` every plan trains for so many, validated after each, as far as the
+    budget goes; without, for as long as that goes, validated ``evaluations`` times."""
 
     device: str = "cpu"
     budget_s: float = 60.0
     steps_per_turn: int = 1
     least_rounds: int = 3
     evaluations: int = 2
+    epochs: int | None = None
     evaluation_samples: int = 256
     seed: int = 0
     lr: float | None = None
@@ -69,7 +74,12 @@ class Cell:
     data_wait: list[float] = field(default_factory=list)
     communication: list[float] = field(default_factory=list)
     peak_memory_bytes: tuple[int, ...] | None = None
+    reserved_memory_bytes: tuple[int, ...] | None = None
+    state_memory_bytes: tuple[int, ...] | None = None
     accuracy: list[AccuracyPoint] = field(default_factory=list)
+    usage: tuple[Usage, ...] = ()
+    usage_steps: int = 0
+    samples_per_epoch: int | None = None
 
     @property
     def communication_s(self) -> float | None:
@@ -144,6 +154,50 @@ def _memory(entrant: Entrant, images: ImageSet, order: GlobalOrder) -> int:
     return active_peak(worker, lambda: entrant.turn(images, order, 1))
 
 
+def _held(entrant: Entrant, images: ImageSet, order: GlobalOrder) -> list[float]:
+    """Bytes on this rank: active peak of a step; state that outlives it; what the allocator took from the device beyond
+    what other plans hold there (-1 on CPUs, whose allocator keeps nothing). All 0 for a bystander."""
+    worker = entrant.worker
+    cuda = worker is not None and worker.model.device.type == "cuda"
+    if cuda:
+        torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated() if cuda else 0
+    active = _memory(entrant, images, order)
+    reserved = torch.cuda.max_memory_reserved() if cuda else 0
+    entrant.turn(images, order, 1)  # counting may have released the gradients, which are state
+    if worker is None:
+        return [0.0, 0.0, 0.0]
+    state = state_bytes(worker)
+    return [float(active), float(state), float(max(active, reserved - max(0, before - state))) if cuda else -1.0]
+
+
+def _usage(entrant: Entrant, images: ImageSet, order: GlobalOrder, votes: Votes, stretch_s: float) -> None:
+    """Lets a plan run alone for a while, and notes what every rank's device did meanwhile."""
+    step_s = statistics.median(entrant.cell.steps)
+    steps = int(votes.tell(max(2, min(_MOST_STRETCH, round(stretch_s / max(step_s, 1e-9))))))
+    worker = entrant.worker
+    uuid = None
+    if worker is not None and worker.model.device.type == "cuda":
+        uuid = f"GPU-{torch.cuda.get_device_properties(worker.model.device).uuid}"
+    barrier(votes)
+    with watched(uuid) as usage:
+        entrant.turn(images, order, steps)
+    unknown = (usage.busy, usage.energy_j, usage.clock_mhz, usage.most_clock_mhz)
+    figures = votes.gather([usage.seconds, *(-1.0 if v is None else v for v in unknown), float(usage.throttled)])
+    entrant.cell.usage_steps = steps
+    entrant.cell.usage = tuple(
+        Usage(
+            seconds=f[0],
+            busy=None if f[1] < 0 else f[1],
+            energy_j=None if f[2] < 0 else f[2],
+            clock_mhz=None if f[3] < 0 else f[3],
+            most_clock_mhz=None if f[4] < 0 else f[4],
+            throttled=int(f[5]),
+        )
+        for f in figures[: entrant.plan.num_ranks]
+    )
+
+
 def _communication(entrant: Entrant, images: ImageSet, order: GlobalOrder, votes: Votes, steps: int) -> list[float]:
     """Exposed communication in seconds, one per pair: a step less the same step with every collective silenced.
 
@@ -200,11 +254,21 @@ def _rank(rank: int, plans: Sequence[Plan], build: Callable[[], nn.Module], stra
     silent = int(votes.tell(min(_SILENT_STEPS, max(
         _LEAST_SILENT, int(_SILENT_SHARE * options.budget_s / max(2 * sum(warm), 1e-9))
     ))))  # fmt: skip
-    validating = options.evaluations * 0.5 * options.evaluation_samples / plans[0].global_batch
-    fixed = (validating + 2 * silent + 6) * sum(warm)
+    per_epoch = order.steps(0)
+    validations = options.evaluations if options.epochs is None else options.epochs
+    validating = validations * 0.5 * options.evaluation_samples / plans[0].global_batch
+    stretch = min(_STRETCH_S, _STRETCH_SHARE * options.budget_s / len(plans))
+    fixed = (validating + 2 * silent + 7) * sum(warm) + sum(max(stretch, 2 * w) for w in warm)
     left = options.budget_s - (time.monotonic() - began) - fixed
-    rounds = int(votes.tell(max(options.least_rounds, min(_MAX_ROUNDS, int(left / max(per_round, 1e-9))))))
-    marks = {rounds * (i + 1) // options.evaluations for i in range(options.evaluations)}
+    done = entrants[0].step
+    most = _MAX_ROUNDS if options.epochs is None else -(-(options.epochs * per_epoch - done) // options.steps_per_turn)
+    rounds = int(votes.tell(max(options.least_rounds, min(most, int(left / max(per_round, 1e-9))))))
+    # All are validated after as many steps of their own, also the plan that has two turns a round.
+    last = done + rounds * options.steps_per_turn
+    if options.epochs is None:
+        marks = {done + options.steps_per_turn * (rounds * (i + 1) // options.evaluations) for i in range(validations)}
+    else:
+        marks = {last} | {e * per_epoch for e in range(1, options.epochs + 1) if done < e * per_epoch <= last}
     spent = dict.fromkeys(range(len(entrants)), 0.0)
     for number in range(1, rounds + 1):
         shift = number % len(turns)
@@ -212,23 +276,28 @@ def _rank(rank: int, plans: Sequence[Plan], build: Callable[[], nn.Module], stra
         paired: dict[int, list[float]] = {}
         for entrant in sequence:
             barrier(votes)
+            before = entrant.step
             times = slowest(votes, entrant.turn(train, order, options.steps_per_turn))
             entrant.cell.data_wait += [t[0] for t in times]
             entrant.cell.steps += [t[1] for t in times]
             index = entrants.index(entrant)
             paired.setdefault(index, []).append(statistics.mean(t[1] for t in times))
             spent[index] += sum(t[0] + t[1] for t in times)
+            if any(before < mark <= entrant.step for mark in marks):
+                point = _evaluate(entrant, test, votes, spent[index], entrant.step / per_epoch)
+                entrant.cell.accuracy.append(point)
         for index, seconds in paired.items():
             entrants[index].cell.turns.append(seconds)
         if rank == 0:
             tell({"round": number, "rounds": rounds})
-        if number in marks:
-            for index, entrant in enumerate(entrants):
-                point = _evaluate(entrant, test, votes, spent[index], entrant.step / order.steps(0))
-                entrant.cell.accuracy.append(point)
     for entrant in entrants:
-        peaks = votes.gather([float(_memory(entrant, train, order))])
-        entrant.cell.peak_memory_bytes = tuple(int(p[0]) for p in peaks[: entrant.plan.num_ranks])
+        entrant.cell.samples_per_epoch = len(train)
+        _usage(entrant, train, order, votes, stretch)
+    for entrant in entrants:
+        found = votes.gather(_held(entrant, train, order))[: entrant.plan.num_ranks]
+        entrant.cell.peak_memory_bytes = tuple(int(f[0]) for f in found)
+        entrant.cell.state_memory_bytes = tuple(int(f[1]) for f in found)
+        entrant.cell.reserved_memory_bytes = None if found[0][2] < 0 else tuple(int(f[2]) for f in found)
     for entrant in entrants:
         entrant.cell.communication = _communication(entrant, train, order, votes, silent)
     return [e.cell for e in entrants]

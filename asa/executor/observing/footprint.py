@@ -35,3 +35,14 @@ def active_peak(worker: Worker, step: Callable[[], object]) -> int:
     events, _ = record(step, device)
     made = (local(p.grad) for p in model.parameters() if p.grad is not None)
     return base + peak(completed(events, {g.untyped_storage().data_ptr() for g in made}))
+
+
+def state_bytes(worker: Worker) -> int:
+    """Bytes that a rank keeps on its device from step to step: weights, buffers, gradients, the optimizer's state."""
+    model = worker.model
+    away = {updated_in(worker.optimizer, p) for p in model.offloaded}
+    states = [s for p, s in worker.optimizer.state.items() if p not in away]
+    kept = [*model.parameters(), *(b for c in model.components for b in c.buffers())]
+    kept += [v for s in states for v in s.values() if isinstance(v, torch.Tensor)]
+    kept += [*model.bucket_gradients(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    return bytes_of(map(local, kept))

@@ -1,0 +1,328 @@
+"""``asa bench --study``: a grid of cells, run block by block, kept as it goes, and merged into one table."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import asa
+from asa.cli import bench_setup, places, study_grid
+from asa.cli import comparison as c
+from asa.cli.console import Console
+from asa.cli.emulated import EmulatedName
+from asa.cli.study_grid import SAMPLES, Block, Definition
+from asa.cli.verb import Arguments
+from asa.errors import AsaError, InvalidInputError, UsageError
+from asa.ir import codec
+from asa.ir.bench import BenchResult
+from asa.ir.study import State, Study, StudyCell, StudyRow
+
+if TYPE_CHECKING:
+    from asa.cli.study_runners import Site
+    from asa.ir.profile import Profile
+
+FILE = "study.json"
+_OVERSUBSCRIBED = 4
+"""Ranks that are measured on CPUs even where there are fewer cores: they show memory, losses and who waits for whom."""
+_ROUNDING = 0.01
+"""The part of an epoch that a run may lack of what was asked."""
+_LEAST_S = 3.0
+"""What a block gets for measuring at least."""
+_START_S, _TRACE_S, _PLAN_S = 8.0, 40.0, 2.0
+"""About what starting ranks, tracing a model for an estimate, and a plan take."""
+
+
+def run(args: Arguments, console: Console) -> None:
+    """Say what there is to do, or do what is not done yet, and write the table."""
+    if isinstance(args.device, EmulatedName):
+        raise UsageError("a study measures real devices; leave out --device emulated:... (`asa bench` takes it)")
+    device, most, name = _here(args)
+    study = study_grid.define(args, most=most, cluster_gpus=_cluster_size(args))
+    folder = Path(args.out) if args.out else places.COMPARISONS / f"study-{study.name}"
+    places.check_writable(folder / FILE, "--out")
+    for model in {b.model for b in study.blocks}:
+        from asa.zoo import names
+
+        names.check(model)
+    before = _before(folder)
+    rows = {row.cell: row for row in before.rows} if before else {}
+    work = [(block, _open(block, args, rows, name)) for block in study.blocks]
+    if args.dry_run:
+        _tell(args, console, study, work, folder, device)
+        return
+    began = time.monotonic()
+    for number, (block, left) in enumerate(work):
+        if not left:
+            continue
+        remaining = args.budget - (time.monotonic() - began)
+        blocks_left = sum(1 for _, strategies in work[number:] if strategies)
+        if remaining <= 0:
+            _keep(rows, block, left, args, name, None, "the budget is used up; the same command goes on")
+            continue
+        console.say(f"asa: {block.title}: {', '.join(left)} ({number + 1} of {len(work)})")
+        _block(block.with_strategies(left), args, console, device, name, rows, folder, remaining / blocks_left)
+        _write(study, args, rows, folder)
+    made = _write(study, args, rows, folder)
+    from asa.report import study as report
+
+    paths = report.write(made, folder)
+    console.result(codec.document(made), lambda: report.render(made))
+    console.say(f"asa: wrote {folder / FILE}, {', '.join(p.name for p in paths)}")
+
+
+def _here(args: Arguments) -> tuple[bench_setup.DeviceType, int, str]:
+    """The kind of device, how many ranks are measured at most, and the device's name."""
+    import torch
+
+    from asa.launch import cuda_devices, usable_cores
+    from asa.profiler.machine import device_record
+
+    wanted = Arguments({**vars(args), "gpus": None}, args.origin)
+    device, found = bench_setup.device_of(wanted)
+    most = cuda_devices() if device == "cuda" else max(_OVERSUBSCRIBED, usable_cores(), found)
+    return device, most, device_record(torch.device(device)).name
+
+
+def _cluster_size(args: Arguments) -> int | None:
+    if not args.cluster:
+        return None
+    from asa.cli.choose import named_cluster
+
+    return named_cluster(args.cluster).num_devices
+
+
+def _before(folder: Path) -> Study | None:
+    """The study that is there already, which is gone on with.
+
+    Raises:
+        InvalidInputError: it cannot be read.
+    """
+    path = folder / FILE
+    if not path.is_file():
+        return None
+    try:
+        return codec.load(Study, path)
+    except InvalidInputError as error:
+        raise InvalidInputError(f"{error}; move it away to begin anew, or name another folder with --out") from None
+
+
+def _cells(block: Block, strategy: str, args: Arguments, name: str, shape: tuple[int, ...]) -> list[StudyCell]:
+    devices = name if block.mode == "measured" else block.cluster or ""
+    return [block.cell(strategy, e, shape=shape, optimizer=args.optimizer, devices=devices) for e in block.epochs]
+
+
+def _open(block: Block, args: Arguments, rows: dict[StudyCell, StudyRow], name: str) -> tuple[str, ...]:
+    """Strategies of a block of which some cell has no figures yet, or of fewer epochs; what was refused is tried
+    again."""
+    shape = _shape(block, args)
+    done = {c for c, row in rows.items() if row.state in ("measured", "predicted") and not _short(row)}
+    return tuple(s for s in block.strategies if not done.issuperset(_cells(block, s, args, name, shape)))
+
+
+def _short(row: StudyRow) -> bool:
+    """Whether the budget ended a run before its epochs."""
+    if row.state != "measured" or row.result is None or not row.result.accuracy:
+        return False
+    return row.result.accuracy[-1].epoch < row.cell.epochs - _ROUNDING
+
+
+def _shape(block: Block, args: Arguments) -> tuple[int, ...]:
+    from asa.zoo.models import default_input
+
+    return default_input(block.model, block.input_shape or None, args.classes)[0]
+
+
+def _block(
+    block: Block,
+    args: Arguments,
+    console: Console,
+    device: bench_setup.DeviceType,
+    name: str,
+    rows: dict[StudyCell, StudyRow],
+    folder: Path,
+    budget_s: float,
+) -> None:
+    """Run or predict the cells of a block, and keep what came of them."""
+    from asa.cli import study_runners
+
+    mine = _with(args, block)
+    try:
+        if block.mode == "predicted":
+            found, _ = study_runners.predict(block, mine, console)
+            _keep(rows, block, block.strategies, args, name, found, "")
+            return
+        site = _site(block, mine, console, device, folder, budget_s)
+        train, _ = site.images()
+        bench_setup.check_data(mine, train, site.profile.graph.num_classes, block.global_batch)
+
+        def done(found: dict[str, BenchResult]) -> None:
+            said = tuple(site.notes)
+            _keep(rows, block, tuple(found), args, name, found, "", train.source, len(train), notes=said)
+
+        study_runners.run(site, done)
+    except AsaError as error:
+        _keep(rows, block, block.strategies, args, name, None, str(error), refused=True)
+
+
+def _site(
+    block: Block,
+    args: Arguments,
+    console: Console,
+    device: bench_setup.DeviceType,
+    folder: Path,
+    budget_s: float,
+) -> Site:
+    """The links and the profile of a block, measured if need be; what is left of its budget is for measuring."""
+    from asa.cli import choose
+    from asa.cli.study_runners import Site
+
+    began = time.monotonic()
+    cluster = bench_setup.cluster_here(args, console, device, max(2, block.gpus) if device == "cpu" else block.gpus)
+    limit = min(choose.PROFILE_LIMIT_S, max(_LEAST_S, 0.5 * budget_s))
+    profile, said = choose.profile_here(args, console, block.model, device, block.gpus, limit_s=limit)
+    console.say(f"asa: {block.model}: {said}")
+    left = max(_LEAST_S, budget_s - (time.monotonic() - began) - _START_S)
+    at = places.slug(f"{block.model}.{block.data}.{block.gpus}.{block.global_batch}.{block.seed}")
+    return Site(block=block, args=args, console=console, device=device, profile=profile, cluster=cluster,
+                folder=folder / "blocks" / at, budget_s=left)  # fmt: skip
+
+
+def _with(args: Arguments, block: Block) -> Arguments:
+    """The command's values with those of a block in place of its lists."""
+    values = {
+        **vars(args), "models": (block.model,), "data": block.data, "gpus": block.gpus, "seed": block.seed,
+        "global_batch": block.global_batch, "precision": block.precision, "strategies": block.strategies,
+    }  # fmt: skip
+    if block.input_shape and not args.tokens:
+        values["input"] = block.input_shape
+    origin = {**args.origin, "precision": "flag"}
+    for name in ("origin", "words"):
+        values.pop(name, None)
+    return Arguments(values, origin, args.words)
+
+
+def _keep(
+    rows: dict[StudyCell, StudyRow],
+    block: Block,
+    strategies: Sequence[str],
+    args: Arguments,
+    name: str,
+    found: dict[str, BenchResult] | None,
+    why: str,
+    source: str = "",
+    samples: int | None = None,
+    *,
+    refused: bool = False,
+    notes: tuple[str, ...] = (),
+) -> None:
+    """Notes a row for every epoch count of every strategy: figures, or why there are none."""
+    from asa.launch import usable_cores
+
+    crowded = block.mode == "measured" and block.gpus > usable_cores()
+    if crowded:
+        notes = (*notes, f"{block.gpus} ranks on {usable_cores()} cores: times are no finding")
+    for strategy in strategies:
+        result = None if found is None else found[strategy]
+        for cell in _cells(block, strategy, args, name, _shape(block, args)):
+            state: State = "refused" if refused else "open"
+            said = why
+            if result is not None:
+                ran = result.step_time_s is not None
+                foreseen = block.mode == "predicted" and result.predicted_step_time_s is not None
+                state = "measured" if ran else "predicted" if foreseen else "refused"
+                said = "" if state != "refused" else result.why_not
+            kept = None if result is None or state == "refused" else _until(result, cell.epochs)
+            rows[cell] = StudyRow(
+                cell=cell, state=state, result=kept, why=said, data_source=source, created=c.now(),
+                samples_per_epoch=samples or SAMPLES.get(block.data), asa_version=asa.__version__,
+                notes=notes if state == "measured" else (),
+            )  # fmt: skip
+
+
+def _until(result: BenchResult, epochs: int) -> BenchResult:
+    """What was known of a run after so many epochs."""
+    if not result.accuracy or result.accuracy[-1].epoch <= epochs:
+        return result
+    return replace(result, accuracy=tuple(a for a in result.accuracy if a.epoch <= epochs) or result.accuracy[:1])
+
+
+def _write(study: Definition, args: Arguments, rows: dict[StudyCell, StudyRow], folder: Path) -> Study:
+    """The study as it stands, in its folder."""
+    made = Study(
+        name=study.name, title=study.title, created=c.now(), rows=tuple(rows.values()), published=study.published,
+        differs=study.differs, target=args.target_accuracy, price=args.price,
+    )  # fmt: skip
+    codec.save(made, folder / FILE)
+    return made
+
+
+def _tell(
+    args: Arguments,
+    console: Console,
+    study: Definition,
+    work: list[tuple[Block, tuple[str, ...]]],
+    folder: Path,
+    device: bench_setup.DeviceType,
+) -> None:
+    """What would be done, and about how long it takes."""
+    from asa.report import study as report
+
+    items = []
+    profiled: set[tuple[str, int]] = set()
+    for block, left in work:
+        seconds, how = _about(block, left, args, console, device, profiled) if left else (0.0, "done")
+        items.append(
+            report.Planned(
+                title=block.title, mode=block.mode, strategies=left or block.strategies, epochs=max(block.epochs),
+                seconds=seconds, how=how,
+            )
+        )  # fmt: skip
+    data = report.planned_document(study.name, folder, items, args.budget)
+    console.result(data, lambda: report.planned(study.name, study.title, items, args.budget, folder))
+
+
+def _about(
+    block: Block,
+    left: tuple[str, ...],
+    args: Arguments,
+    console: Console,
+    device: bench_setup.DeviceType,
+    profiled: set[tuple[str, int]],
+) -> tuple[float, str]:
+    """Seconds that the cells left of a block take, and what they rest on."""
+    from asa.cli import choose
+    from asa.cli.estimates import traced_before
+
+    mine = _with(args, block)
+    key = (block.model, block.global_batch)
+    if block.mode == "predicted":
+        traced = traced_before(block.model, mine) or key in profiled
+        profiled.add(key)
+        how = "planned" if traced else "traced, then planned"
+        return _PLAN_S * len(left) + (0.0 if traced else _TRACE_S), how
+    known = choose.known_here(mine, console, block.model, device)
+    samples = SAMPLES.get(block.data)
+    if known is None or samples is None:
+        first = 0.0 if key in profiled else choose.PROFILE_LIMIT_S
+        profiled.add(key)
+        share = args.budget / 2
+        return first + _START_S * 2 + min(share, 60.0 * max(block.epochs)), "profiled first, so a guess"
+    step = alone(known[0], block.global_batch)
+    runs = 1 if block.gpus == 1 else len(left)  # on one rank every strategy is the single device
+    turns = runs + 1 + 3 / max(block.epochs)
+    training = turns * max(block.epochs) * (samples // block.global_batch) * step
+    return training + _START_S, f"{max(block.epochs)} epochs of steps of {step:.3g} s"
+
+
+def alone(profile: Profile, batch: int) -> float:
+    """About the seconds of a step on one device: forward and backward of every component, at the batch."""
+    largest = max(t.microbatch for t in profile.timings)
+    each = sum(
+        t.forward.median + t.backward.median
+        for t in profile.timings
+        if t.tensor_degree == 1 and t.microbatch == largest
+    )
+    return each * batch / largest

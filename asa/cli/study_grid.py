@@ -1,0 +1,191 @@
+"""What a study consists of: its definition, the grid made of it, and the blocks of cells that are run together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from importlib.resources import files
+from itertools import product
+from typing import Any
+
+from asa.cli import options as o
+from asa.cli.verb import Arguments
+from asa.errors import UsageError
+from asa.ir.study import Mode, Published, StudyCell
+
+GRID = "grid"
+"""The study that is nothing but what the options say."""
+
+ALONE = ("ddp", "zero1", "zero2", "fsdp")
+"""Strategies that on one device are the single device, as published tables have them."""
+_SEVERAL = (
+    "tensor",
+    "sequence",
+    "hybrid",
+    "hsdp",
+    "layers",
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "zero_bubble",
+    "asa+replan",
+)
+"""Strategies that need several devices."""
+
+SAMPLES = {"cifar10": 50_000, "cifar100": 50_000, "mnist": 60_000, "digits": 1437}
+"""Training samples of official data sets: what an epoch of them is, where nothing is read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """Cells that differ in strategy and epochs alone, so that strategies can take turns on the same ranks.
+
+    ``input_shape`` is empty for the model's own; ``cluster`` names the devices of a predicted block; ``microbatches``:
+    None for as many as are fastest.
+    """
+
+    model: str
+    data: str
+    gpus: int
+    global_batch: int
+    seed: int
+    strategies: tuple[str, ...]
+    epochs: tuple[int, ...]
+    mode: Mode
+    input_shape: tuple[int, ...] = ()
+    precision: str = "fp32"
+    cluster: str | None = None
+    microbatches: int | None = None
+
+    @property
+    def title(self) -> str:
+        """Its place in the grid, in words."""
+        where = f" of {self.cluster}" if self.cluster else ""
+        seed = f", seed {self.seed}" if self.seed else ""
+        ranks = "1 rank" if self.gpus == 1 else f"{self.gpus} ranks"
+        return f"{self.model}, {self.data}, {ranks}{where}, batch {self.global_batch}{seed}"
+
+    def with_strategies(self, strategies: Sequence[str]) -> Block:
+        """The block with only these."""
+        return replace(self, strategies=tuple(strategies))
+
+    def cell(self, strategy: str, epochs: int, *, shape: tuple[int, ...], optimizer: str, devices: str) -> StudyCell:
+        """The cell of one strategy after so many epochs."""
+        return StudyCell(
+            model=self.model, data=self.data, input_shape=shape, gpus=self.gpus, global_batch=self.global_batch,
+            strategy=strategy, epochs=epochs, seed=self.seed, precision=self.precision,  # type: ignore[arg-type]
+            optimizer=optimizer, mode=self.mode, devices=devices,  # type: ignore[arg-type]
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Definition:
+    """A study: its name and title, the blocks of it, and what was published of the same."""
+
+    name: str
+    title: str
+    blocks: tuple[Block, ...]
+    published: tuple[Published, ...] = ()
+    differs: tuple[str, ...] = field(default=())
+
+
+def known() -> tuple[str, ...]:
+    """Names of the studies, the open grid last."""
+    return (*_definitions(), GRID)
+
+
+def name(text: str) -> str:
+    """The name of a study.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    if text not in known():
+        raise ValueError(f"{text!r} is none of {', '.join(known())}")
+    return text
+
+
+def define(args: Arguments, *, most: int, cluster_gpus: int | None) -> Definition:
+    """The study that ``args`` ask for; options of the grid replace what the definition has.
+
+    ``most``: ranks that are measured on this machine; larger counts are predicted, on the study's cluster or the one
+    that ``--cluster`` names, of ``cluster_gpus`` devices.
+
+    Raises:
+        UsageError: a grid without a model.
+    """
+    found = _definitions().get(args.study) or {}
+    if not found and not args.given("models"):
+        raise UsageError("--study grid compares what the options say; name models with --models")
+    fall_back = {
+        "models": args.models, "data": args.data, "gpus": (most,), "global_batch": (64,), "epochs": (1,),
+        "seeds": (0,), "strategies": ("single", "ddp", "tensor", "hybrid", "asa"),
+    }  # fmt: skip
+    grid = {key: tuple(found.get(key, usual)) for key, usual in fall_back.items()}
+    for option, key in (("models", "models"), ("data", "data"), ("gpus", "gpus"), ("global_batch", "global_batch"),
+                        ("epochs", "epochs"), ("seed", "seeds"), ("strategies", "strategies")):  # fmt: skip
+        if args.given(option):
+            grid[key] = getattr(args, option)
+    shape = o.input_shape(args) or ()
+    blocks = []
+    for model, data, gpus, batch, seed in product(
+        grid["models"], grid["data"], sorted(grid["gpus"]), grid["global_batch"], grid["seeds"]
+    ):
+        mode: Mode = "measured" if gpus <= most else "predicted"
+        where = None if mode == "measured" else args.cluster or _first_cluster(found)
+        blocks.append(
+            Block(
+                model=model, data=data, gpus=gpus, global_batch=batch, seed=seed, mode=mode, cluster=where,
+                strategies=_those(grid["strategies"], gpus, min(grid["gpus"])), epochs=tuple(sorted(grid["epochs"])),
+                input_shape=shape, precision=args.precision, microbatches=args.microbatches,
+            )
+        )  # fmt: skip
+    measured = [b for b in blocks if b.mode == "measured"]
+    predicted = [b for b in blocks if b.mode == "predicted"]
+    narrowed = {k: set(grid[k]) for k in ("models", "gpus", "strategies") if args.given(k)}
+    foreseen = [b for p in found.get("predict", ()) for b in _foreseen(p, narrowed)]
+    asked = args.given("gpus") or args.given("cluster")
+    predicted = [b for b in predicted if asked or (b.model, b.gpus) not in {(f.model, f.gpus) for f in foreseen}]
+    return Definition(
+        name=args.study,
+        title=found.get("title", "A grid"),
+        blocks=(*measured, *predicted, *(b for b in foreseen if b.gpus <= (cluster_gpus or b.gpus))),
+        published=tuple(
+            Published(**{**p, "value": float(p["value"])}, source=found["source"]) for p in found.get("published", ())
+        ),
+        differs=tuple(found.get("differs", ())),
+    )
+
+
+def _those(strategies: tuple[str, ...], gpus: int, fewest: int) -> tuple[str, ...]:
+    """Strategies of a block: one device is a row of its own, and not repeated on more ranks where there is such a row;
+    on one rank nothing is split and nothing planned again."""
+    if gpus == 1:
+        return tuple(s for s in strategies if s in (*ALONE, "single", "asa") or s not in _SEVERAL) or ("single",)
+    return tuple(s for s in strategies if s != "single" or fewest > 1)
+
+
+def _foreseen(p: dict[str, Any], narrowed: dict[str, set[Any]]) -> list[Block]:
+    """The published configurations, as blocks to predict."""
+    return [
+        Block(
+            model=model, data=p["data"], gpus=gpus, global_batch=p["global_batch"], seed=0, mode="predicted",
+            strategies=_those(strategies, gpus, min(p["gpus"])), epochs=(1,), input_shape=o.shape(p["input"]),
+            precision=p["precision"], cluster=p["cluster"], microbatches=p.get("microbatches"),
+        )
+        for model in p["models"]
+        for gpus in p["gpus"]
+        if model in narrowed.get("models", {model}) and gpus in narrowed.get("gpus", {gpus})
+        if (strategies := tuple(s for s in p["strategies"] if s in narrowed.get("strategies", {s})))
+    ]  # fmt: skip
+
+
+def _first_cluster(found: dict[str, Any]) -> str | None:
+    return next((str(p["cluster"]) for p in found.get("predict", ())), None)
+
+
+def _definitions() -> dict[str, dict[str, Any]]:
+    text = files("asa").joinpath("data", "studies.json").read_text(encoding="utf-8")
+    found: dict[str, dict[str, Any]] = json.loads(text)
+    return found

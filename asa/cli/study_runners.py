@@ -1,0 +1,244 @@
+"""Who runs which strategy of a study: the executor side by side, a whole training run, or nobody, as a prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asa.cli import bench_setup, choose, estimates, places
+from asa.cli import comparison as c
+from asa.cli.console import Console
+from asa.cli.study_grid import ALONE, Block
+from asa.cli.verb import Arguments
+from asa.errors import AsaError, InfeasibleError, UsageError
+from asa.ir import codec
+from asa.ir.bench import AccuracyPoint, BenchResult
+from asa.ir.cluster import Cluster
+from asa.ir.plan import Plan
+from asa.ir.profile import Profile
+
+if TYPE_CHECKING:
+    from asa.zoo.data import ImageSet
+
+REPLANNED = "asa+replan"
+"""The plan of ``asa`` in a run that may take another one while it goes on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """Where a block is run: what it is, and all that a runner needs.
+
+    ``args`` are the command's with the block's values; ``budget_s`` is for measuring; ``folder`` is the block's own.
+    Runners add to ``notes`` what a reader should know of the block.
+    """
+
+    block: Block
+    args: Arguments
+    console: Console
+    device: bench_setup.DeviceType
+    profile: Profile
+    cluster: Cluster
+    folder: Path
+    budget_s: float
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of one sample."""
+        return self.profile.graph.input_shape
+
+    def images(self) -> tuple[ImageSet, ImageSet]:
+        """Samples to train and to validate on, in the model's shape."""
+        return bench_setup.images(self.block.data, self.args.data_root, self.shape)
+
+
+Runner = Callable[[Site, Sequence[str]], dict[str, BenchResult]]
+"""Runs some strategies of a block; a result for each, with ``why_not`` where it cannot be run."""
+
+
+def side_by_side(site: Site, strategies: Sequence[str]) -> dict[str, BenchResult]:
+    """Strategies that take turns on the same ranks, samples and seed, for all the epochs of the block."""
+    block = site.block
+    contest = c.ModelBench(model=block.model, profile=site.profile, cluster=site.cluster)
+    refused: dict[str, str] = {}
+    for strategy in strategies:
+        try:
+            contest.plans[strategy] = plan_of(site, strategy)
+        except (UsageError, InfeasibleError) as error:
+            refused[strategy] = str(error)
+            continue
+        codec.save(contest.plans[strategy], site.folder / "plans" / f"{places.slug(strategy)}.json")
+    if contest.plans:
+        c.measure(contest, site.args, site.console, site.device, site.budget_s, site.images, max(block.epochs))
+    found = {r.strategy: r for r in c.results(site.args, contest)}
+    site.notes.extend(verdicts(site, contest))
+    return found | {s: refusal(block, s, why) for s, why in refused.items()}
+
+
+def verdicts(site: Site, contest: c.ModelBench) -> list[str]:
+    """What paired turns say of ``asa`` beside the others, and how far from 1 a ratio gets by noise alone."""
+    from asa.launch import usable_cores
+    from asa.report.bench import comparison, crowded
+
+    noise = next((x for x in contest.comparisons if x.left == x.right), None)
+    taken = noise.others_cores if noise is not None else None
+    busy = crowded(taken, usable_cores(), site.block.gpus) if site.device == "cpu" else ""
+    said = [comparison(x, noise, disturbed=bool(busy)) for x in contest.comparisons]
+    return [f"{site.block.title}: {text}" for text in (*said, *([busy] if busy else []))]
+
+
+def replanned(site: Site, strategies: Sequence[str]) -> dict[str, BenchResult]:
+    """A training run under the plan of ``asa`` that is watched and planned again while it goes on."""
+    from asa.cli.replanning import adapting, regroup
+    from asa.executor.running.run import train
+    from asa.executor.training.settings import TrainSettings
+    from asa.ir.measurements import EpochRecord
+    from asa.strategies import offered
+
+    plan = replace(plan_of(site, "asa"), strategy="asa")
+    places.keep_origins(site.profile, site.cluster)
+    out = site.folder / "run"
+    settings = TrainSettings(
+        out=str(out), data=site.block.data, data_root=site.args.data_root, epochs=max(site.block.epochs),  # type: ignore[arg-type]
+        lr=site.args.lr, seed=site.block.seed, device=site.device,
+    )  # fmt: skip
+    adapt, relieve = adapting(plan, site.console, replan=True, out=out)
+    records: list[EpochRecord] = []
+    changes = 0
+
+    def hear(event: dict[str, Any]) -> None:
+        nonlocal changes
+        if event["event"] == "epoch":
+            fields = {k: v for k, v in event.items() if k not in ("event", "line")}
+            records.append(codec.build(EpochRecord, fields, source="epoch"))
+        changes += event["event"] == "replan" and event["kind"] not in ("keep", "wait", "outcome")
+
+    with site.console.progress(f"training {site.block.model}") as report:
+        report(0.0, "re-planned as it runs")
+        train(plan, settings, strategies=offered(), adapt=adapt, relieve=relieve,
+              regroup=partial(regroup, site.console), on_event=hear)  # fmt: skip
+    last = records[-1].measurements
+    spent, points = 0.0, []
+    for r in records:
+        spent += r.seconds
+        points.append(
+            AccuracyPoint(
+                epoch=r.epoch + 1.0, seconds=spent, train_loss=r.train_loss, validation_loss=r.validation_loss,
+                validation_accuracy=r.validation_accuracy,
+            )
+        )  # fmt: skip
+    whole = last.step_time.median + last.data_wait_s
+    result = BenchResult(
+        model=site.block.model, strategy=REPLANNED, ranks=last.num_ranks, global_batch=last.global_batch,
+        step_time_s=last.step_time, predicted_step_time_s=last.predicted_step_time_s,
+        samples_per_s=last.global_batch / whole, data_wait_s=last.data_wait_s, communication_s=last.communication_s,
+        peak_memory_bytes=max(last.peak_memory_bytes) if last.peak_memory_bytes else None,
+        predicted_memory_bytes=max(last.predicted_memory_bytes), plan_fingerprint=last.plan_fingerprint,
+        components=plan.components, accuracy=tuple(points),
+        flops_per_s=c.flops_per_sample(site.profile) * last.global_batch / whole,
+    )  # fmt: skip
+    return dict.fromkeys(strategies, result)
+
+
+RUNNERS: dict[str, Runner] = {REPLANNED: replanned}
+"""Who runs a strategy, by its name; every other takes turns with the rest of its block."""
+
+
+def run(site: Site, done: Callable[[dict[str, BenchResult]], None]) -> None:
+    """Runs every strategy of a block, and hands over what came of each group as soon as it is there. What cannot be run
+    is handed over, too, with the reason."""
+    groups: dict[Runner, list[str]] = {}
+    for strategy in site.block.strategies:
+        groups.setdefault(RUNNERS.get(strategy, side_by_side), []).append(strategy)
+    for runner, strategies in groups.items():
+        share = len(strategies) / len(site.block.strategies)
+        try:
+            found = runner(replace(site, budget_s=site.budget_s * share), strategies)
+        except AsaError as error:
+            found = {s: refusal(site.block, s, str(error)) for s in strategies}
+        done(found)
+
+
+def predict(block: Block, args: Arguments, console: Console) -> tuple[dict[str, BenchResult], tuple[int, ...]]:
+    """What every strategy of a block is predicted to take on the devices of its cluster; the shape of a sample.
+
+    Raises:
+        UsageError: no such cluster or model. InvalidInputError: the model fails, or the devices are not known.
+    """
+    if block.cluster is None:
+        raise UsageError(f"{block.gpus} ranks are more than this machine measures; name a cluster with --cluster")
+    cluster = choose.wide_enough(choose.named_cluster(block.cluster, block.gpus), block.gpus, console)
+    if cluster.num_devices < block.gpus:
+        raise UsageError(f"cluster {cluster.name} has {cluster.num_devices} devices, asked for {block.gpus}")
+    profile, _ = _profile_for(block, args, console, cluster)
+    site = Site(block=block, args=args, console=console, device=cluster.device.type, profile=profile, cluster=cluster,
+                folder=Path(), budget_s=0.0)  # fmt: skip
+    found: dict[str, BenchResult] = {}
+    for strategy in block.strategies:
+        try:
+            found[strategy] = foreseen(site, strategy)
+        except AsaError as error:
+            found[strategy] = refusal(block, strategy, str(error))
+    return found, profile.graph.input_shape
+
+
+def foreseen(site: Site, strategy: str) -> BenchResult:
+    """The prediction of one strategy, as a result without a measurement."""
+    plan = plan_of(site, strategy.partition("+replan")[0])
+    p = plan.prediction
+    rate = c.flops_per_sample(site.profile) * p.samples_per_s
+    peak = c.peak_flops(site.cluster, plan.precision)
+    return BenchResult(
+        model=site.block.model, strategy=strategy, ranks=plan.num_ranks, global_batch=plan.global_batch,
+        step_time_s=None, why_not="predicted", predicted_step_time_s=p.step_time_s, predicted_low_s=p.step_time_low_s,
+        predicted_high_s=p.step_time_high_s, predicted_communication_s=p.exposed_communication_s,
+        predicted_memory_bytes=max(p.memory_bytes_per_rank), predicted_bubble_s=p.bubble_s, flops_per_s=rate,
+        mfu=rate / (plan.num_ranks * peak) if peak else None, plan_fingerprint=codec.fingerprint(plan),
+        components=plan.components, schedule=plan.schedule if len(plan.stages) > 1 else None,
+        num_microbatches=plan.num_microbatches if len(plan.stages) > 1 else None,
+    )  # fmt: skip
+
+
+def plan_of(site: Site, strategy: str) -> Plan:
+    """The plan of one whole strategy for a block.
+
+    Raises:
+        UsageError: there is no such strategy, or it is not run. InfeasibleError: it does not fit, or cannot be built.
+    """
+    from asa.planner import Request, plan
+    from asa.planner.space import baselines
+    from asa.strategies import offered
+
+    if site.block.gpus == 1 and strategy in ALONE:
+        strategy = "single"  # nothing to replicate, and nobody to share a state with
+    baselines.check((strategy,), offered(), site.block.gpus)
+    pipeline = strategy in ("gpipe", "1f1b", "interleaved", "zero_bubble")
+    request = Request(
+        gpus=site.block.gpus,
+        global_batch=site.block.global_batch,
+        memory_bytes=site.args.memory,
+        strategies=(strategy,),
+        optimizer=site.args.optimizer,
+        microbatches=site.block.microbatches if pipeline else None,
+    )
+    return plan(site.profile, site.cluster, offered(), request)[0]
+
+
+def refusal(block: Block, strategy: str, why: str) -> BenchResult:
+    """A cell that is not run, and why."""
+    return BenchResult(
+        model=block.model, strategy=strategy, ranks=0, global_batch=block.global_batch, step_time_s=None,
+        predicted_step_time_s=None, why_not=why,
+    )  # fmt: skip
+
+
+def _profile_for(block: Block, args: Arguments, console: Console, cluster: Cluster) -> tuple[Profile, str]:
+    """The structure of the model with times estimated for the cluster's devices, or a measured profile of them."""
+    for path, p in places.profiles(console):
+        there = p.device.name == cluster.device.name and p.precision == block.precision
+        if there and choose.fits(p, args, block.model):
+            return p, f"profile {places.shown(path)}"
+    return estimates.estimated(args, block.model, cluster)

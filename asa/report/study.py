@@ -1,0 +1,213 @@
+"""A study, for reading: one merged table on the screen and in files, with published figures beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import RenderableType
+
+from asa.ir.study import Study
+from asa.report import study_figures as figures
+from asa.report.bench import write_csv
+from asa.report.study_figures import Figures
+from asa.report.tables import line, table
+from asa.report.units import NOTHING, percent, rate, seconds, size
+
+_MARKS = {"measured": "", "predicted": "~", "refused": "-", "open": "..."}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A block that would be run: its title, what is done, and about how many seconds it takes, by ``how``."""
+
+    title: str
+    mode: str
+    strategies: tuple[str, ...]
+    epochs: int
+    seconds: float
+    how: str
+
+
+def planned(name: str, title: str, items: Sequence[Planned], budget_s: float, folder: Path) -> list[RenderableType]:
+    """What a study would do, and how long it takes."""
+    said: list[RenderableType] = [line(f"study {name}: {title}", "bold")]
+    for item in items:
+        last = "done" if item.how == "done" else f"about {seconds(item.seconds)}, {item.how}"
+        said.append(line(f"  {item.mode}: {item.title}"))
+        said.append(line(f"    {', '.join(item.strategies)}: {last}", "dim"))
+    total = sum(item.seconds for item in items)
+    fits = "within" if total <= budget_s else "more than"
+    said.append(line(f"about {seconds(total)} in all, {fits} the budget of {seconds(budget_s)}; nothing was run"))
+    said.append(line(f"results go to {folder}; cells that are there already are not run again"))
+    return said
+
+
+def planned_document(name: str, folder: Path, items: Sequence[Planned], budget_s: float) -> dict[str, Any]:
+    """Returns what :func:`planned` shows, as a document."""
+    return {
+        "kind": "study-plan",
+        "schema_version": 1,
+        "study": name,
+        "folder": str(folder),
+        "budget_s": budget_s,
+        "about_s": sum(i.seconds for i in items),
+        "blocks": [
+            {"title": i.title, "mode": i.mode, "strategies": list(i.strategies), "epochs": i.epochs,
+             "about_s": i.seconds, "how": i.how} for i in items
+        ],
+    }  # fmt: skip
+
+
+def render(study: Study) -> list[RenderableType]:
+    """A table for every model, data set and place, narrow enough for 80 columns; refusals and notes under them."""
+    said: list[RenderableType] = [line(f"study {study.name}: {study.title}", "bold")]
+    rows = figures.of(study)
+    for heading in dict.fromkeys(f.place for f in rows):
+        mine = [f for f in rows if f.place == heading and f.row.result is not None]
+        if not mine:
+            continue
+        made = table(heading, ("strategy", "ranks", "step", "samples/s", "epoch", "memory", "learnt"))
+        for f in mine:
+            made.add_row(
+                f.row.cell.strategy, str(f.row.cell.gpus),
+                _MARKS[f.row.state] + seconds(f.step_s), rate(f.samples_per_s), seconds(f.epoch_s),
+                size(f.memory_bytes), f.learnt,
+                style="bold" if f.row.cell.strategy == "asa" else "dim" if f.row.state == "predicted" else "",
+            )  # fmt: skip
+        said += [line(""), made]
+    if any(f.row.state == "predicted" for f in rows):
+        said.append(line("~: predicted, not run"))
+    said += [line(""), *(line(text) for text in folded(study))]
+    beside = [f for f in rows if f.published]
+    if beside:
+        made = table("beside what was published", ("model", "strategy", "ranks", "figure", "here", "published"), left=2)
+        for f in beside:
+            for p, own in f.published:
+                made.add_row(
+                    f.row.cell.model, f.row.cell.strategy, str(f.row.cell.gpus), p.metric.replace("_", " "),
+                    NOTHING if own is None else f"{_MARKS[f.row.state]}{own:.4g}", f"{p.value:g} ({p.hardware})",
+                )  # fmt: skip
+        said += [line(""), made]
+    missing = figures.unmatched(study, rows)
+    if missing:
+        said.append(line(f"{len(missing)} published figures have no cell beside them: {figures.grouped(missing)}"))
+    said += [line(f"differs: {text}") for text in study.differs]
+    return said
+
+
+def folded(study: Study) -> list[str]:
+    """Reasons, each once with the cells it is of; notes; what is still to do."""
+    said: dict[str, list[str]] = {}
+    for row in study.rows:
+        if row.state == "refused":
+            said.setdefault(row.why, []).append(f"{row.cell.strategy} of {row.cell.model} on {row.cell.gpus}")
+    found = [f"not run: {_few(cells)}: {why}" for why, cells in said.items()]
+    short = [row for row in study.rows if row.result is not None and row.result.accuracy
+             and row.result.accuracy[-1].epoch < row.cell.epochs - 0.01]  # fmt: skip
+    if short:
+        found.append(
+            f"{len(short)} cells were ended by the budget before their epochs; the same command runs them anew"
+        )
+    left = [row for row in study.rows if row.state == "open"]
+    if left:
+        found.append(f"{len(left)} cells are left: {left[0].why}")
+    notes = dict.fromkeys(n for row in study.rows for n in row.notes)
+    sources = dict.fromkeys(row.data_source for row in study.rows if row.data_source)
+    return found + [f"note: {n}" for n in notes] + [f"data: {s}" for s in sources]
+
+
+def _few(cells: Sequence[str], most: int = 4) -> str:
+    cells = list(dict.fromkeys(cells))
+    more = f" and {len(cells) - most} more" if len(cells) > most else ""
+    return ", ".join(cells[:most]) + more
+
+
+def write(study: Study, folder: Path) -> list[Path]:
+    """``study.csv`` with every figure, ``study.md`` and ``study.tex`` with those one reads, and the page."""
+    from asa.report import study_page
+
+    rows = figures.of(study)
+    write_csv(folder / "study.csv", figures.COLUMNS, [figures.plain(f) for f in rows])
+    (folder / "study.md").write_text(markdown(study, rows), encoding="utf-8")
+    (folder / "study.tex").write_text(latex(study, rows), encoding="utf-8")
+    return [folder / "study.csv", folder / "study.md", folder / "study.tex", *study_page.write(study, folder)]
+
+
+READ = (
+    "model", "data", "ranks", "batch", "strategy", "epochs", "state", "step", "samples/s", "epoch", "utilisation",
+    "MFU", "active memory", "state memory", "communication", "learnt", "to target", "cost of an epoch", "published",
+)  # fmt: skip
+"""Columns of the tables in a paper."""
+
+
+def cells(f: Figures, *, price: bool) -> tuple[str, ...]:
+    """A row of :data:`READ`, as text. Refusals say why in place of figures."""
+    c, r = f.row.cell, f.row.result
+    place = (c.model, c.data, str(c.gpus), str(c.global_batch), c.strategy, str(c.epochs))
+    if r is None:
+        return (*place, f.row.state + (f": {f.row.why}" if f.row.why else ""), *([NOTHING] * (len(READ) - 7)))
+    return (
+        *place, f.row.state + (f" for {c.devices}" if f.row.state == "predicted" else ""),
+        seconds(f.step_s), rate(f.samples_per_s), seconds(f.epoch_s), percent(r.utilisation), percent(r.mfu),
+        size(f.memory_bytes), size(r.state_memory_bytes), percent(f.communication_share), f.learnt, f.to_target,
+        f"{f.cost_per_epoch:.3g}" if price and f.cost_per_epoch is not None else NOTHING,
+        "; ".join(f"{p.metric.replace('_', ' ')} {p.value:g}" for p, _ in f.published) or NOTHING,
+    )  # fmt: skip
+
+
+def markdown(study: Study, rows: Sequence[Figures]) -> str:
+    """The table, and everything a reader should know of it."""
+    kept, made = _columns(study, rows)
+    out = [f"# {study.title}", "", f"Study `{study.name}`, {study.created}.", ""]
+    out += [f"| {' | '.join(READ[i] for i in kept)} |", f"|{'---|' * len(kept)}"]
+    out += [f"| {' | '.join(row[i].replace('|', chr(92) + '|') for i in kept)} |" for row in made]
+    out += ["", *(f"- {text}" for text in (*folded(study), *(f"differs: {d}" for d in study.differs)))]
+    beside = [(f, p, own) for f in rows for p, own in f.published]
+    if beside:
+        out += [
+            "",
+            "| model | strategy | ranks | figure | here | by | published | hardware | source |",
+            f"|{'---|' * 9}",
+        ]
+        out += [
+            f"| {f.row.cell.model} | {f.row.cell.strategy} | {f.row.cell.gpus} | {p.metric.replace('_', ' ')} | "
+            f"{NOTHING if own is None else f'{own:.4g}'} | {f.row.state} | {p.value:g} | {p.hardware} | {p.source} |"
+            for f, p, own in beside
+        ]
+    return "\n".join(out) + "\n"
+
+
+_SPECIAL = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"} | {
+    c: "\\" + c for c in "&%$#_{}"
+}
+
+
+def latex(study: Study, rows: Sequence[Figures]) -> str:
+    """The table for a paper that uses ``booktabs``."""
+    kept, made = _columns(study, rows)
+    left = {"model", "data", "strategy", "state"}
+    out = [
+        f"% {study.title}; {study.created}",
+        r"\begin{tabular}{" + "".join("l" if READ[i] in left else "r" for i in kept) + "}",
+        r"\toprule",
+        " & ".join(_escaped(READ[i]) for i in kept) + r" \\",
+        r"\midrule",
+        *(" & ".join(_escaped(row[i]) for i in kept) + r" \\" for row in made),
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
+    return "\n".join(out) + "\n"
+
+
+def _escaped(text: str) -> str:
+    return "".join(_SPECIAL.get(c, c) for c in text)
+
+
+def _columns(study: Study, rows: Sequence[Figures]) -> tuple[list[int], list[tuple[str, ...]]]:
+    """Columns in which any row has a figure, and all rows."""
+    made = [cells(f, price=study.price is not None) for f in rows]
+    kept = [i for i in range(len(READ)) if i < 8 or any(row[i] != NOTHING for row in made)]
+    return kept, made

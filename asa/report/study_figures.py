@@ -1,0 +1,201 @@
+"""The figures of a study's cells: what follows from a result, and what was published of the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from asa.ir.bench import AccuracyPoint, BenchResult
+from asa.ir.study import Published, Study, StudyCell, StudyRow
+from asa.report.bench import communication_share, throughput
+from asa.report.units import NOTHING, percent, seconds
+
+_TEN_EPOCHS = 10
+_HOUR_S = 3600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """One row and what follows from it. Seconds and bytes; None where it is not known.
+
+    ``run_s``: training for all its epochs; ``target``: the first point of the run that has the accuracy asked for.
+    ``published``: figures of others for the same, each with the figure here.
+    """
+
+    row: StudyRow
+    step_s: float | None = None
+    samples_per_s: float | None = None
+    epoch_s: float | None = None
+    run_s: float | None = None
+    memory_bytes: int | None = None
+    communication_share: float | None = None
+    last: AccuracyPoint | None = None
+    target: AccuracyPoint | None = None
+    cost_per_epoch: float | None = None
+    cost_of_run: float | None = None
+    cost_to_target: float | None = None
+    published: tuple[tuple[Published, float | None], ...] = ()
+
+    @property
+    def place(self) -> str:
+        """What a table is of."""
+        c = self.row.cell
+        shape = "x".join(map(str, c.input_shape))
+        seed = f", seed {c.seed}" if c.seed else ""
+        return f"{c.model}, {c.data} at {shape}, {c.devices}, batch {c.global_batch}{seed}"
+
+    @property
+    def learnt(self) -> str:
+        """Accuracy, with the epochs it took; the loss where nothing tells classes apart."""
+        if self.last is None:
+            return NOTHING
+        if self.last.validation_accuracy <= 0:
+            return f"loss {self.last.validation_loss:.3f} ({self.last.epoch:.3g} ep)"
+        return f"{percent(self.last.validation_accuracy)} ({self.last.epoch:.3g} ep)"
+
+    @property
+    def to_target(self) -> str:
+        """Epochs and time to the accuracy asked for."""
+        return NOTHING if self.target is None else f"{self.target.epoch:.3g} epochs, {seconds(self.target.seconds)}"
+
+
+def of(study: Study) -> list[Figures]:
+    """Every row with what follows from it, models and counts together, in the order of the study."""
+    rows = sorted(study.rows, key=_order(study.rows))
+    found = [_figures(row, study) for row in rows]
+    by_cell = {f.row.cell: f for f in found}
+    return [_beside(f, by_cell, study.published) for f in found]
+
+
+def _order(rows: Sequence[StudyRow]) -> Callable[[StudyRow], Any]:
+    """A key to sort by: models, places and strategies as they first appear, counts by size."""
+    seen: dict[str, dict[object, int]] = {}
+
+    def place(field: str, value: object) -> int:
+        known = seen.setdefault(field, {})
+        return known.setdefault(value, len(known))
+
+    for row in rows:
+        for field in ("model", "data", "devices", "strategy"):
+            place(field, getattr(row.cell, field))
+
+    def key(row: StudyRow) -> tuple[object, ...]:
+        c = row.cell
+        return (place("model", c.model), c.mode, place("data", c.data), place("devices", c.devices), c.input_shape,
+                c.gpus, c.global_batch, c.seed, c.epochs, place("strategy", c.strategy))  # fmt: skip
+
+    return key
+
+
+def _figures(row: StudyRow, study: Study) -> Figures:
+    r = row.result
+    if r is None:
+        return Figures(row=row)
+    measured = r.step_time_s.median if r.step_time_s is not None else None
+    step = r.predicted_step_time_s if measured is None else measured
+    speed = throughput(r) if measured is not None else r.global_batch / step if step else None
+    epoch = row.samples_per_epoch / speed if row.samples_per_epoch and speed else None
+    run = epoch * row.cell.epochs if epoch is not None else None
+    target = None
+    if study.target is not None:
+        target = next((a for a in r.accuracy if a.validation_accuracy >= study.target), None)
+    hourly = study.price * r.ranks / _HOUR_S if study.price is not None else None
+    return Figures(
+        row=row, step_s=step, samples_per_s=speed, epoch_s=epoch, run_s=run,
+        memory_bytes=r.predicted_memory_bytes if r.peak_memory_bytes is None else r.peak_memory_bytes,
+        communication_share=communication_share(r) if measured is not None else _foreseen_share(r),
+        last=r.accuracy[-1] if r.accuracy else None, target=target,
+        cost_per_epoch=_times(hourly, epoch), cost_of_run=_times(hourly, run),
+        cost_to_target=_times(hourly, target.seconds if target else None),
+    )  # fmt: skip
+
+
+def _times(a: float | None, b: float | None) -> float | None:
+    return None if a is None or b is None else a * b
+
+
+def _foreseen_share(r: BenchResult) -> float | None:
+    if r.predicted_communication_s is None or not r.predicted_step_time_s:
+        return None
+    return r.predicted_communication_s / r.predicted_step_time_s
+
+
+def _beside(f: Figures, every: dict[StudyCell, Figures], published: Iterable[Published]) -> Figures:
+    from dataclasses import replace
+
+    c = f.row.cell
+    if f.row.result is None:
+        return f
+    mine = [p for p in published if p.strategy == c.strategy and p.model in ("", c.model) and p.gpus == c.gpus]
+    return replace(f, published=tuple((p, _own(p.metric, f, every)) for p in mine)) if mine else f
+
+
+def _own(metric: str, f: Figures, every: dict[StudyCell, Figures]) -> float | None:
+    """The figure here that a published one is compared with; None where a row does not say it."""
+    from dataclasses import replace
+
+    r = f.row.result
+    assert r is not None  # whoever asks has looked
+    if metric == "training_time_s_10_epochs":
+        return None if f.epoch_s is None else _TEN_EPOCHS * f.epoch_s
+    if metric == "samples_per_s":
+        return f.samples_per_s
+    if metric == "utilisation_percent":
+        return None if r.utilisation is None else 100 * r.utilisation
+    if metric == "accuracy_percent":
+        return None if f.last is None else 100 * f.last.validation_accuracy
+    if metric == "speedup_over_single":
+        alone = every.get(replace(f.row.cell, strategy="single", gpus=1))
+        return alone.step_s / f.step_s if alone is not None and alone.step_s and f.step_s else None
+    if metric == "gain_over_hybrid_percent":
+        hybrid = every.get(replace(f.row.cell, strategy="hybrid"))
+        return 100 * (hybrid.step_s / f.step_s - 1) if hybrid is not None and hybrid.step_s and f.step_s else None
+    return None  # a time of unknown epochs
+
+
+def unmatched(study: Study, rows: Sequence[Figures]) -> list[Published]:
+    """Published figures that no row stands beside."""
+    matched = {p for f in rows for p, own in f.published if own is not None}
+    return [p for p in study.published if p not in matched]
+
+
+def grouped(published: Sequence[Published]) -> str:
+    """Which they are, in a few words."""
+    found: dict[str, int] = {}
+    for p in published:
+        key = f"{p.strategy} {p.metric.replace('_', ' ')}"
+        found[key] = found.get(key, 0) + 1
+    return ", ".join(f"{key} ({n})" for key, n in found.items())
+
+
+COLUMNS = (
+    "model", "data", "input", "devices", "ranks", "global_batch", "strategy", "schedule", "microbatches", "epochs",
+    "seed", "precision", "optimizer", "state", "why", "step_s", "step_p10_s", "step_p90_s", "n", "predicted_step_s",
+    "predicted_low_s", "predicted_high_s", "data_wait_s", "samples_per_s", "epoch_s", "run_s", "utilisation",
+    "flops_per_s", "mfu", "active_memory_bytes", "predicted_memory_bytes", "state_memory_bytes",
+    "reserved_memory_bytes", "communication_share", "predicted_communication_s", "predicted_bubble_s",
+    "energy_j_per_step", "clock_mhz", "throttled", "epochs_trained", "train_loss", "validation_loss",
+    "validation_accuracy", "training_s", "epochs_to_target", "seconds_to_target", "cost_per_epoch", "cost_of_run",
+    "cost_to_target", "published", "created",
+)  # fmt: skip
+"""Columns of the CSV: plain seconds, bytes and shares from 0 to 1."""
+
+
+def plain(f: Figures) -> tuple[object, ...]:
+    """A row of :data:`COLUMNS`."""
+    c, r, last = f.row.cell, f.row.result, f.last
+    t = r.step_time_s if r is not None else None
+    return (
+        c.model, c.data, "x".join(map(str, c.input_shape)), c.devices, c.gpus, c.global_batch, c.strategy,
+        r and r.schedule, r and r.num_microbatches, c.epochs, c.seed, c.precision, c.optimizer, f.row.state, f.row.why,
+        t and t.median, t and t.p10, t and t.p90, t and t.n, r and r.predicted_step_time_s, r and r.predicted_low_s,
+        r and r.predicted_high_s, r and r.data_wait_s, f.samples_per_s, f.epoch_s, f.run_s, r and r.utilisation,
+        r and r.flops_per_s, r and r.mfu, r and r.peak_memory_bytes, r and r.predicted_memory_bytes,
+        r and r.state_memory_bytes, r and r.reserved_memory_bytes, f.communication_share,
+        r and r.predicted_communication_s, r and r.predicted_bubble_s, r and r.energy_j, r and r.clock_mhz,
+        " ".join(r.throttled) if r is not None else None, last and last.epoch, last and last.train_loss,
+        last and last.validation_loss, last and last.validation_accuracy, last and last.seconds,
+        f.target and f.target.epoch, f.target and f.target.seconds, f.cost_per_epoch, f.cost_of_run, f.cost_to_target,
+        "; ".join(f"{p.metric}={p.value:g}" for p, _ in f.published), f.row.created,
+    )  # fmt: skip

@@ -1,0 +1,163 @@
+"""A study as one page that needs no network: its figures first, then the merged table and what was published."""
+
+from __future__ import annotations
+
+from html import escape
+from pathlib import Path
+
+from asa.ir.study import Study
+from asa.report import drawing, page
+from asa.report import study_figures as figures
+from asa.report.charts import Chart
+from asa.report.drawing import Row
+from asa.report.study_figures import Figures
+
+
+def write(study: Study, folder: Path) -> list[Path]:
+    """``report.html`` and the figures beside it; returns the page's path."""
+    rows = figures.of(study)
+    drawn = [(chart, page.draw(chart, folder / "figures")[1]) for chart in charts(rows) if chart.rows]
+    path = folder / "report.html"
+    path.write_text(html(study, rows, drawn), encoding="utf-8")
+    return [path]
+
+
+def charts(rows: list[Figures]) -> tuple[Chart, ...]:
+    """Throughput over ranks, accuracy and loss over epochs and over time, memory, predicted against measured."""
+    return (_throughput(rows), _epochs(rows), _time(rows), _loss(rows), _memory(rows), _scatter(rows))
+
+
+def first_sentence(study: Study, rows: list[Figures]) -> str:
+    """How many cells there are, and which strategy was the fastest of each model that was measured."""
+    states = [row.state for row in study.rows]
+    counted = ", ".join(f"{states.count(s)} {s}" for s in ("measured", "predicted", "refused", "open") if s in states)
+    fastest = []
+    for model in dict.fromkeys(f.row.cell.model for f in rows):
+        timed = [f for f in rows if f.row.cell.model == model and f.row.state == "measured" and f.samples_per_s]
+        if timed:
+            best = max(timed, key=lambda f: f.samples_per_s or 0.0)
+            fastest.append(f"{best.row.cell.strategy} on {best.row.cell.gpus} ranks for {model}")
+    most = f" Most samples a second: {', '.join(fastest)}." if fastest else ""
+    return f"{len(states)} cells: {counted}.{most}"
+
+
+def html(study: Study, rows: list[Figures], drawn: list[tuple[Chart, str]]) -> str:
+    """The page; ``drawn`` are the figures with their inline SVG."""
+    from asa.report import study as words
+
+    kept, made = words._columns(study, rows)
+    table = [
+        ("asa" if f.row.cell.strategy == "asa" else "missing" if f.row.result is None else "",
+         tuple(row[i] for i in kept)) for f, row in zip(rows, made, strict=True)
+    ]  # fmt: skip
+    links = [(f"{c.name}-title", c.title) for c, _ in drawn] + [("cells", "All cells"), ("notes", "Notes")]
+    beside: list[tuple[str, tuple[str, ...]]] = [
+        ("", (f.row.cell.model, f.row.cell.strategy, str(f.row.cell.gpus), p.metric.replace("_", " "),
+              "-" if own is None else f"{own:.4g}", f.row.state, f"{p.value:g}", p.hardware, p.source))
+        for f in rows for p, own in f.published
+    ]  # fmt: skip
+    columns = ("model", "strategy", "ranks", "figure", "here", "by", "published", "hardware", "source")
+    notes = (*words.folded(study), *study.differs)
+    parts = [
+        page.head(f"asa study: {study.name}"),
+        f"<h1>{escape(study.title)}</h1>",
+        f'<p class="first">{escape(first_sentence(study, rows))}</p>',
+        *(page.figure(c, svg, "study.json") for c, svg in drawn[:1]),
+        page.contents(links),
+        *(page.figure(c, svg, "study.json") for c, svg in drawn[1:]),
+        '<h2 id="cells">All cells</h2>',
+        page.html_table("Every cell of the study", tuple(words.READ[i] for i in kept), table),
+        *(
+            ["<h2>Beside what was published</h2>", page.html_table("Published figures", columns, beside)]
+            if beside
+            else []
+        ),
+        '<h2 id="notes">Notes</h2><ul>',
+        *(f"<li>{escape(n)}</li>" for n in notes),
+        f'</ul><p class="soft">{escape(study.created)}</p></main></body></html>\n',
+    ]
+    return "\n".join(parts)
+
+
+def _panel(f: Figures) -> str:
+    c = f.row.cell
+    return f"{c.model}, {c.data}, batch {c.global_batch}"
+
+
+def _throughput(rows: list[Figures]) -> Chart:
+    found: list[Row] = [
+        (_panel(f), f.row.cell.strategy, f.row.cell.gpus, f.row.state, f.samples_per_s, f.row.cell.devices)
+        for f in rows if f.samples_per_s is not None
+    ]  # fmt: skip
+    return Chart(
+        name="throughput", title="Samples per second over ranks",
+        caption="Filled marks and lines: measured, waiting for data included. Open marks, dashed: predicted.",
+        columns=("panel", "strategy", "ranks", "state", "samples_per_s", "devices"), rows=tuple(found),
+        draw=drawing.over_ranks,
+    )  # fmt: skip
+
+
+def _points(rows: list[Figures]) -> tuple[Row, ...]:
+    longest: dict[tuple[str, str], Figures] = {}
+    for f in rows:  # the longest run of a strategy has the points of the shorter ones
+        if f.row.result is not None and f.row.result.accuracy:
+            key = (f"{_panel(f)}, {f.row.cell.gpus} ranks", f"{f.row.cell.strategy}")
+            if key not in longest or f.row.cell.epochs > longest[key].row.cell.epochs:
+                longest[key] = f
+    return tuple(
+        (panel, strategy, a.epoch, a.seconds, a.train_loss, a.validation_loss, a.validation_accuracy)
+        for (panel, strategy), f in longest.items() if f.row.result is not None for a in f.row.result.accuracy
+    )  # fmt: skip
+
+
+_LEARNING = ("panel", "strategy", "epoch", "seconds", "train_loss", "validation_loss", "validation_accuracy")
+
+
+def _epochs(rows: list[Figures]) -> Chart:
+    return Chart(
+        name="accuracy", title="Validation accuracy over epochs", columns=_LEARNING, rows=_points(rows),
+        caption="The same data, order and seed for every strategy.", draw=drawing.accuracy,
+    )  # fmt: skip
+
+
+def _time(rows: list[Figures]) -> Chart:
+    return Chart(
+        name="accuracy_time", title="Validation accuracy over training time", columns=_LEARNING, rows=_points(rows),
+        caption="Seconds of steps and waiting for data; validation and the turns of others are not counted.",
+        draw=drawing.accuracy_over_time,
+    )  # fmt: skip
+
+
+def _loss(rows: list[Figures]) -> Chart:
+    return Chart(
+        name="loss", title="Validation loss over epochs", columns=_LEARNING, rows=_points(rows),
+        caption="The loss tells learning where accuracy is still near chance.", draw=drawing.loss,
+    )  # fmt: skip
+
+
+def _memory(rows: list[Figures]) -> Chart:
+    found: list[Row] = [
+        (f"{_panel(f)}, {f.row.cell.gpus} ranks", f.row.cell.strategy, r.ranks, r.peak_memory_bytes,
+         r.predicted_memory_bytes, r.state_memory_bytes)
+        for f in rows if (r := f.row.result) is not None and f.row.state == "measured"
+    ]  # fmt: skip
+    return Chart(
+        name="memory", title="Peak memory of the fullest rank",
+        caption="Bars: measured active peak. Diamonds: the prediction.",
+        columns=("panel", "strategy", "ranks", "peak_memory_bytes", "predicted_memory_bytes", "state_memory_bytes"),
+        rows=tuple(found), draw=drawing.memory,
+    )  # fmt: skip
+
+
+def _scatter(rows: list[Figures]) -> Chart:
+    found: list[Row] = [
+        ("all cells", f.row.cell.strategy, r.step_time_s.median, r.predicted_step_time_s, r.predicted_low_s,
+         r.predicted_high_s)
+        for f in rows if (r := f.row.result) is not None and r.step_time_s is not None and r.predicted_step_time_s
+    ]  # fmt: skip
+    return Chart(
+        name="predicted_measured", title="Predicted against measured step time",
+        caption="The grey band is within 10 %. Lines: the interval of the prediction.",
+        columns=("panel", "strategy", "measured_s", "predicted_s", "low_s", "high_s"), rows=tuple(found),
+        draw=drawing.predicted_measured,
+    )  # fmt: skip

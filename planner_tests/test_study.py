@@ -1,0 +1,274 @@
+"""A study: a grid that resumes, says what it would do, refuses cells with reasons, and merges into one table."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import nouns
+import pytest
+from forked import asa
+
+from asa.cli import study as verb
+from asa.cli import study_grid, study_runners
+from asa.cli.bench import VERBS
+from asa.cli.settings import arguments
+from asa.errors import UsageError
+from asa.ir import codec
+from asa.ir.bench import AccuracyPoint
+from asa.ir.study import Published, Study, StudyCell, StudyRow
+from asa.report import page, study_figures, study_page, tables
+from asa.report import study as report
+from asa.strategies import offered
+
+TRUTH = Path(__file__).resolve().parents[2] / "shared" / "truth" / "studies.csv"
+
+
+def args(*words: str):
+    return arguments(VERBS[-1], words, {})
+
+
+def cell(strategy: str = "ddp", **changes: object) -> StudyCell:
+    plain = StudyCell(
+        model="tiny", data="digits", input_shape=(3, 8, 8), gpus=2, global_batch=64, strategy=strategy, epochs=10,
+        seed=0, precision="fp32", optimizer="sgd", mode="measured", devices="Test CPU",
+    )  # fmt: skip
+    return replace(plain, **changes)
+
+
+def row(strategy: str = "ddp", **changes: object) -> StudyRow:
+    result = next(r for r in nouns.bench().results if r.strategy == strategy)
+    return StudyRow(cell=cell(strategy, **changes), state="measured", result=result, samples_per_epoch=6400)
+
+
+def study(*rows: StudyRow, **changes: object) -> Study:
+    return replace(Study(name="grid", title="A grid", created="2025-01-02T03:04:05+00:00", rows=rows), **changes)
+
+
+def test_every_study_defines_blocks_of_known_strategies():
+    for name in study_grid.known()[:-1]:
+        found = study_grid.define(args("--study", name), most=4, cluster_gpus=None)
+        assert {b.mode for b in found.blocks if b.gpus <= 4 and not b.cluster} == {"measured"}
+        assert len({(b.model, b.data, b.gpus, b.global_batch, b.seed, b.mode, b.cluster) for b in found.blocks}) == len(
+            found.blocks
+        )
+        assert found.differs, "what cannot be as published is said"
+
+
+def test_options_of_the_grid_replace_what_a_study_has():
+    words = ("--study", "layers", "--models", "cnn", "--gpus", "1,2,16", "--seed", "3,4", "--epochs", "1,5")
+    found = study_grid.define(args(*words), most=4, cluster_gpus=None)
+    assert {(b.model, b.gpus, b.seed, b.epochs, b.mode) for b in found.blocks} == {
+        ("cnn", n, s, (1, 5), "measured" if n <= 4 else "predicted") for n in (1, 2, 16) for s in (3, 4)
+    }
+    assert all("single" in b.strategies for b in found.blocks if b.gpus == 1)
+    assert not any("single" in b.strategies for b in found.blocks if b.gpus > 1), "one device is a row of its own"
+
+
+def test_a_grid_needs_models():
+    with pytest.raises(UsageError, match="name models with --models"):
+        study_grid.define(args("--study", "grid"), most=2, cluster_gpus=None)
+
+
+@pytest.mark.parametrize("words", [("--gpus", "1,2"), ("--data", "digits,mnist"), ("--seed", "1,2")])
+def test_several_values_without_a_study_are_refused(words):
+    with pytest.raises(UsageError, match="several make a grid; add --study grid"):
+        VERBS[-1].run(args(*words), None)
+
+
+@pytest.mark.skipif(not TRUTH.is_file(), reason="the published figures are not here")
+def test_published_figures_are_those_of_the_record():
+    names = {"ddp_fsdp": "memory", "parameter_server": "parameter-servers"}
+    models = {"efficientnet_v2": ["efficientnet_v2_l"], "unnamed": [""], "resnet50 vit_b_16": ["resnet50", "vit_b_16"]}
+    wanted = set()
+    with TRUTH.open() as stream:
+        for r in csv.DictReader(stream):
+            for model in models.get(r["model"], [r["model"]]):
+                key = (names.get(r["study"], r["study"]), r["strategy"], model, int(r["gpus"]), r["metric"])
+                wanted.add((*key, float(r["value"])))
+    found = set()
+    for name in study_grid.known()[:-1]:
+        for p in study_grid.define(args("--study", name), most=2, cluster_gpus=None).published:
+            found.add((name, p.strategy, p.model, p.gpus, p.metric, p.value))
+            assert p.source
+    assert found == wanted
+
+
+def test_figures_follow_from_results():
+    fast = row("ddp")
+    made = study(fast, target=0.4, price=3.6)
+    f = study_figures.of(made)[0]
+    assert f.samples_per_s == pytest.approx(64 / 0.62)
+    assert f.epoch_s == pytest.approx(6400 / f.samples_per_s)
+    assert f.target is not None
+    assert f.target.epoch == 2.0, "the first point that has 40 %"
+    assert f.cost_per_epoch == pytest.approx(3.6 * 2 * f.epoch_s / 3600)
+    assert f.cost_of_run == pytest.approx(10 * f.cost_per_epoch)
+    assert f.cost_to_target == pytest.approx(3.6 * 2 * 20.0 / 3600)
+
+
+def test_what_was_published_stands_beside_the_same_cell():
+    p = Published(strategy="ddp", model="", data="cifar10", hardware="RTX", gpus=2, metric="speedup_over_single",
+                  value=1.3, source="a table")  # fmt: skip
+    rows = (row("single", gpus=1), row("ddp"), row("tensor"))
+    found = {f.row.cell.strategy: f for f in study_figures.of(study(*rows, published=(p,)))}
+    assert found["ddp"].published == ((p, pytest.approx(1.0 / 0.62)),)
+    assert not found["tensor"].published
+    other = study(rows[1], published=(replace(p, gpus=4),))
+    assert study_figures.unmatched(other, study_figures.of(other)) == [replace(p, gpus=4)]
+
+
+def test_tables_hold_every_cell_and_escape_what_is_special(tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "draw", lambda chart, folder: ([], f"<svg {chart.name} />"))  # drawn in the run below
+    refused = StudyRow(cell=cell("fsdp", model="a_b|c"), state="refused", result=None, why="100 % & more_or|less")
+    made = study(row("ddp"), refused, differs=("another GPU",))
+    report.write(made, tmp_path)
+    with (tmp_path / "study.csv").open() as stream:
+        rows = list(csv.DictReader(stream))
+    assert [(r["strategy"], r["state"]) for r in rows] == [("ddp", "measured"), ("fsdp", "refused")]
+    assert float(rows[0]["step_s"]) == 0.62
+    assert rows[1]["why"] == "100 % & more_or|less"
+    text = (tmp_path / "study.md").read_text()
+    assert r"a_b\|c" in text
+    assert "differs: another GPU" in text
+    lines = [x for x in text.splitlines() if x.startswith("| ")][: len(rows) + 1]
+    assert len({x.replace(r"\|", "").count("|") for x in lines}) == 1, "as many columns in every row"
+    tex = (tmp_path / "study.tex").read_text()
+    assert r"a\_b|c" in tex
+    assert r"100 \% \& more\_or|less" in tex
+    body = [x for x in tex.splitlines() if x.endswith(r" \\")]
+    assert len({x.replace(r"\&", "").count("&") for x in body}) == 1
+    html = (tmp_path / "report.html").read_text()
+    assert "Samples per second over ranks" in html
+    assert "100 % &amp; more_or|less" in html
+    assert "http" not in html
+    screen = tables.plain(report.render(made), width=80)
+    assert "not run: fsdp of a_b|c on 2: 100 % & more_or|less" in " ".join(screen.split())
+
+
+def test_a_study_comes_back_from_its_file_and_does_only_what_is_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(verb, "_shape", lambda *_: (3, 8, 8))
+    block = study_grid.Block(
+        model="tiny", data="digits", gpus=2, global_batch=64, seed=0, strategies=("ddp", "tensor", "fsdp", "hybrid"),
+        epochs=(3,), mode="measured",
+    )  # fmt: skip
+    ended = row("hybrid", epochs=3)
+    points = tuple(a for a in ended.result.accuracy if a.epoch < 2)
+    rows = (
+        row("ddp", epochs=3),
+        StudyRow(cell=cell("fsdp", epochs=3), state="refused", result=None, why="no memory"),
+        replace(ended, result=replace(ended.result, accuracy=points)),
+    )
+    codec.save(study(*rows), tmp_path / verb.FILE)
+    kept = verb._before(tmp_path)
+    assert kept is not None
+    found = {r.cell: r for r in kept.rows}
+    assert found == {r.cell: r for r in rows}
+    left = verb._open(block, args("--study", "grid", "--models", "tiny"), found, "Test CPU")
+    assert left == ("tensor", "fsdp", "hybrid"), "what has figures stays; refusals and runs cut short are tried again"
+    assert verb._open(block, args("--study", "grid"), found, "Another CPU") == block.strategies
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_epochs_asked_for_cut_a_run(seed):
+    draw = random.Random(seed)
+    points = tuple(
+        AccuracyPoint(epoch=float(e), seconds=e, train_loss=1, validation_loss=1, validation_accuracy=0.5)
+        for e in range(1, draw.randint(2, 9))
+    )
+    result = replace(nouns.bench().results[0], accuracy=points)
+    asked = draw.randint(1, 10)
+    kept = verb._until(result, asked).accuracy
+    assert kept == tuple(a for a in points if a.epoch <= asked)
+
+
+def test_a_runner_of_ones_own_takes_its_strategies_and_a_refusal_leaves_the_others(monkeypatch, tmp_path):
+    block = study_grid.Block(
+        model="tiny", data="digits", gpus=2, global_batch=8, seed=0, strategies=("ddp", "mine", "broken"), epochs=(1,),
+        mode="measured",
+    )  # fmt: skip
+    result = nouns.bench().results[1]
+
+    def broken(site, strategies):
+        raise UsageError("cannot be had")
+
+    monkeypatch.setattr(study_runners, "side_by_side", lambda site, names: dict.fromkeys(names, result))
+    monkeypatch.setitem(study_runners.RUNNERS, "mine", lambda site, names: dict.fromkeys(names, result))
+    monkeypatch.setitem(study_runners.RUNNERS, "broken", broken)
+    site = study_runners.Site(
+        block=block, args=args("--study", "grid"), console=None, device="cpu", profile=nouns.profile(),
+        cluster=nouns.cluster(2), folder=tmp_path, budget_s=1.0,
+    )  # fmt: skip
+    heard: dict = {}
+    study_runners.run(site, heard.update)
+    assert set(heard) == set(block.strategies)
+    assert heard["broken"].why_not == "cannot be had"
+    assert heard["mine"].step_time_s is not None
+
+
+def test_on_one_device_data_parallelism_is_the_single_device(tmp_path):
+    block = study_grid.Block(
+        model="tiny", data="digits", gpus=1, global_batch=8, seed=0, strategies=("single", "fsdp"), epochs=(1,),
+        mode="measured",
+    )  # fmt: skip
+    site = study_runners.Site(
+        block=block, args=args("--study", "grid"), console=None, device="cpu", profile=nouns.profile(),
+        cluster=nouns.cluster(2), folder=tmp_path, budget_s=1.0,
+    )  # fmt: skip
+    assert study_runners.plan_of(site, "fsdp").conduct == study_runners.plan_of(site, "single").conduct
+    assert offered()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("study")
+    codec.save(nouns.cluster(2), folder / "profiles" / "cluster.box.json")
+    small = ("--input", "1x8x8", "--classes", "10", "--global-batch", "479", "--max-tensor-degree", "1")
+    asa("profile", "logistic", *small, "--device", "cpu", "--time-limit", "1s", cwd=folder)
+    return folder
+
+
+GRID = ("bench", "--study", "grid", "--models", "logistic", "--input", "1x8x8", "--classes", "10", "--data", "digits",
+        "--gpus", "1,2", "--global-batch", "479", "--strategies", "single,ddp,asa+replan,interleaved",
+        "--epochs", "1", "--device", "cpu", "--cluster", "box", "--out", "out", "--budget", "100s")  # fmt: skip
+
+
+def test_figures_of_a_study_are_drawn_from_its_rows():
+    rows = study_figures.of(study(row("ddp"), row("tensor"), row("asa", gpus=4)))
+    drawn = {c.name: c.draw(c.rows) for c in study_page.charts(rows) if c.name in ("throughput", "accuracy_time")}
+    marks = sorted(line.get_xydata().tolist() for line in drawn["throughput"].axes[0].lines)
+    assert marks == [[[2.0, 64 / 0.71]], [[2.0, 64 / 0.62]], [[4.0, 128.0]]]
+    times = drawn["accuracy_time"].axes[0].lines[0].get_xydata().tolist()
+    assert times == [[10.0, 30.0], [20.0, 45.0], [30.0, 52.0]]
+
+
+def test_a_tiny_study_is_foreseen_run_resumed_and_tabled(place, monkeypatch):
+    monkeypatch.setattr(page, "draw", lambda chart, folder: ([], f"<svg {chart.name} />"))
+    foreseen = json.loads(asa(*GRID, "--dry-run", "--json", cwd=place).stdout)
+    assert [b["mode"] for b in foreseen["blocks"]] == ["measured", "measured"]
+    assert foreseen["about_s"] > 0
+    assert not (place / "out").exists()
+    made = codec.loads(Study, asa(*GRID, "--json", cwd=place).stdout, source="stdout")
+    states = {(r.cell.strategy, r.cell.gpus, r.cell.epochs): r.state for r in made.rows}
+    assert states == {
+        (s, n, e): "refused" if s == "interleaved" else "measured"
+        for n, strategies in ((1, ("single", "ddp")), (2, ("ddp", "asa+replan", "interleaved")))
+        for s in strategies
+        for e in (1,)
+    }
+    ddp = next(r for r in made.rows if r.cell.strategy == "ddp" and r.cell.gpus == 2 and r.result)
+    assert ddp.samples_per_epoch == 1437
+    assert ddp.result.data_wait_s is not None
+    assert ddp.result.samples_per_s == pytest.approx(479 / ddp.result.whole_step_s)
+    assert 0 < ddp.result.utilisation <= 1
+    assert 0 < ddp.result.state_memory_bytes <= ddp.result.peak_memory_bytes
+    refused = next(r for r in made.rows if r.state == "refused")
+    assert "interleaved is not built yet" in refused.why
+    for name in ("study.csv", "study.md", "study.tex", "report.html", "study.json"):
+        assert (place / "out" / name).is_file()
+    again = asa(*GRID, "--strategies", "single,ddp", cwd=place)
+    assert "of 2)" not in again.stderr, "nothing is run twice"
+    assert len(codec.load(Study, place / "out" / "study.json").rows) == len(made.rows), "one table"
