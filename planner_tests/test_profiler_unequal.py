@@ -51,7 +51,7 @@ def test_all_ranks_learn_what_each_took_alone(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(unequal, "_ROUNDS", 1)
     monkeypatch.setattr(unequal, "_SAMPLE_S", 1e-6)
     adding = Kernels(work={"one": lambda: sum(range(100)), "other": lambda: sum(range(200))})
-    monkeypatch.setattr(unequal, "training_kernels", lambda _device: adding)
+    monkeypatch.setattr(unequal, "training_kernels", lambda *_: adding)
     one, other = run_ranks(2, _turns, backend="gloo", threads=1, timeout_s=60)
     assert one == other
     assert len(one) == 2

@@ -22,6 +22,7 @@ from asa.ir.cluster import Contention, Overlap
 from asa.ir.units import MIB
 from asa.profiler.clock import Clock
 from asa.profiler.collectives import message_within
+from asa.profiler.machine import free_memory
 from asa.profiler.rounds import agree
 from asa.profiler.updates import build_optimizer
 
@@ -31,6 +32,8 @@ _BUCKET_BYTES = 16 * MIB  # less over slow links
 _BUCKETS = 4
 _GPU_SCALE = 32
 """A GPU is given that much more of everything, or its kernels would be over before they meet."""
+_SCALE_BYTES = 256 * MIB
+"""Of free memory, for each time as much; buckets, kernels and their gradients take about half of it."""
 _SAMPLE_S = 0.02
 _MOST_ROUNDS = 15
 _TRIES, _TRIES_S = 5, 0.5
@@ -50,12 +53,12 @@ class Kernels:
             run()
 
 
-def training_kernels(device: torch.device, *, small: bool = False) -> Kernels:
+def training_kernels(device: torch.device, group: dist.ProcessGroup | None = None, *, small: bool = False) -> Kernels:
     """Convolution, matrix product and optimizer step: about 5 ms each on one core, a few tenths of one on a GPU.
 
-    ``small``: a tenth of it.
+    Called by all ranks of ``group`` (None: all there are), which get equally much to do. ``small``: a tenth of it.
     """
-    scale = _scale(device)
+    scale = _common_scale(device, group)
     convolution = torch.nn.Conv2d(64, 64, 3, padding=1, bias=False).to(device)
     linear = torch.nn.Linear(768, 768).to(device)
     side = 10 if small else 32
@@ -80,8 +83,14 @@ def training_kernels(device: torch.device, *, small: bool = False) -> Kernels:
     )
 
 
+def _common_scale(device: torch.device, group: dist.ProcessGroup | None) -> int:
+    """What the device of ``group`` with the least memory allows; called by all its ranks."""
+    return int(-agree(-float(_scale(device)), group=group)[0]) if device.type == "cuda" else 1
+
+
 def _scale(device: torch.device) -> int:
-    return _GPU_SCALE if device.type == "cuda" else 1
+    """How much more of everything ``device`` is given than a core."""
+    return max(1, min(_GPU_SCALE, free_memory(device) // _SCALE_BYTES)) if device.type == "cuda" else 1
 
 
 def measure_contention(device: torch.device, clock: Clock, *, slice_s: float) -> tuple[Contention, ...]:
@@ -135,8 +144,9 @@ def measure_overlap(device: torch.device, clock: Clock, group: dist.ProcessGroup
     Both sides are first taken alone, all ranks at it, then together: kernels run for as long as messages are under
     way, so that neither has the machine to itself.
     """
-    kernels = training_kernels(device)
-    words = message_within(_scale(device) * _BUCKET_BYTES, group, device, clock) // 4
+    scale = _common_scale(device, group)
+    kernels = training_kernels(device, group)
+    words = message_within(scale * _BUCKET_BYTES, group, device, clock) // 4
     buckets = [torch.zeros(words, device=device) for _ in range(_BUCKETS)]
     kernels.step()
     alone_c, alone_m, both_c, both_m = [], [], [], []
@@ -190,8 +200,8 @@ def _while_pending(pending: list[dist.Work], kernels: Kernels, clock: Clock) -> 
 def measure_together(device: torch.device, clock: Clock, group: dist.ProcessGroup) -> Callable[[], float]:
     """What shows how fast the ranks of ``group`` are just now, in seconds of the slowest: each of the kernels, and an
     all_reduce of a bucket. Called by all of them."""
-    words = message_within(_scale(device) * _BUCKET_BYTES, group, device, clock) // 4
-    kernels, bucket = training_kernels(device), torch.zeros(words, device=device)
+    words = message_within(_common_scale(device, group) * _BUCKET_BYTES, group, device, clock) // 4
+    kernels, bucket = training_kernels(device, group), torch.zeros(words, device=device)
 
     def work() -> None:
         kernels.step()

@@ -41,9 +41,9 @@ def require_precision(device: torch.device, precision: Precision) -> None:
     """Refuse a precision the device cannot train in.
 
     Raises:
-        UnavailableError: bf16 on a GPU without it.
+        UnavailableError: bf16 on a GPU that only emulates it, slower than fp32.
     """
-    if device.type == "cuda" and precision == "bf16" and not torch.cuda.is_bf16_supported():
+    if device.type == "cuda" and precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise UnavailableError(f"{torch.cuda.get_device_name(device)} has no bf16; choose --precision fp16")
 
 

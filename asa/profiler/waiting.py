@@ -67,7 +67,7 @@ def measure_waiting(
 
 
 def _grown(device: torch.device, clock: Clock, group: dist.ProcessGroup, ranks: int, *, slice_s: float) -> Waiting:
-    kernels = training_kernels(device, small=True)
+    kernels = training_kernels(device, group, small=True)
     each = cycle(kernels.work.values())
     words = message_within(_MESSAGE_BYTES, group, device, clock, seconds=_MESSAGE_S) // 4
     messages = cycle([torch.zeros(words, device=device) for _ in range(_MESSAGES)])

@@ -1,0 +1,108 @@
+/* NVIDIA's management library over the same devices, loaded under its name: torch and pynvml find it by themselves.
+
+   What it says is read from the environment at every question: STANDIN_REASONS (bits of why clocks are held back),
+   STANDIN_OTHERS ("pid:bytes,..." on device 0), STANDIN_MIG, STANDIN_ECC_ERRORS, STANDIN_NVLINK. Energy counts 100 W. */
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+typedef int result;
+enum { SUCCESS = 0, INVALID = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, TOO_SMALL = 7 };
+struct memory { unsigned long long total, unused, used; };
+struct rates { unsigned int gpu, memory; };
+struct process { unsigned int pid; unsigned long long bytes; unsigned int instance, part; };
+
+static unsigned long long number(const char *name, unsigned long long otherwise) { char *text = getenv(name); return text && *text ? strtoull(text, 0, 0) : otherwise; }
+static int index_of(void *device) { return (int)(long)device - 1; }
+static int known(void *device) { return device && index_of(device) < (int)number("STANDIN_GPUS", 1); }
+
+result nvmlInit(void) { return SUCCESS; }
+result nvmlInit_v2(void) { return SUCCESS; }
+result nvmlInitWithFlags(unsigned int flags) { (void)flags; return SUCCESS; }
+result nvmlShutdown(void) { return SUCCESS; }
+const char *nvmlErrorString(result what) { return what == NOT_SUPPORTED ? "Not Supported" : what == SUCCESS ? "Success" : "Invalid Argument"; }
+result nvmlSystemGetDriverVersion(char *text, unsigned int size) { snprintf(text, size, "999.0 stand-in"); return SUCCESS; }
+result nvmlSystemGetCudaDriverVersion_v2(int *version) { *version = 13020; return SUCCESS; }
+result nvmlDeviceGetCount_v2(unsigned int *count) { *count = (unsigned int)number("STANDIN_GPUS", 1); return SUCCESS; }
+result nvmlDeviceGetHandleByIndex_v2(unsigned int index, void **device) {
+    if (index >= number("STANDIN_GPUS", 1)) return INVALID;
+    *device = (void *)(long)(index + 1);
+    return SUCCESS;
+}
+/* As torch spells the identifier of a device whose first byte is its index. */
+result nvmlDeviceGetUUID(void *device, char *text, unsigned int size) {
+    if (!known(device)) return INVALID;
+    snprintf(text, size, "GPU-%02x000000-0000-0000-0000-000000000000", index_of(device));
+    return SUCCESS;
+}
+result nvmlDeviceGetHandleByUUID(const char *uuid, void **device) {
+    unsigned int index;
+    if (sscanf(uuid, "GPU-%2x", &index) != 1) return NOT_FOUND;
+    return nvmlDeviceGetHandleByIndex_v2(index, device);
+}
+result nvmlDeviceGetHandleByPciBusId_v2(const char *bus, void **device) {
+    unsigned int index;
+    if (sscanf(bus, "%*x:%x:", &index) != 1 || !index) return NOT_FOUND;
+    return nvmlDeviceGetHandleByIndex_v2(index - 1, device);
+}
+result nvmlDeviceGetNvLinkRemoteDeviceType(void *device, unsigned int link, int *type) { (void)device; (void)link; (void)type; return NOT_SUPPORTED; }
+result nvmlDeviceGetNvLinkRemotePciInfo_v2(void *device, unsigned int link, void *info) { (void)device; (void)link; (void)info; return NOT_SUPPORTED; }
+result nvmlDeviceGetComputeRunningProcesses(void *device, unsigned int *count, void *found) { (void)device; (void)found; *count = 0; return SUCCESS; }
+result nvmlDeviceGetGpuFabricInfoV(void *device, void *info) { (void)device; (void)info; return NOT_SUPPORTED; }
+result nvmlDeviceGetName(void *device, char *text, unsigned int size) {
+    if (!known(device)) return INVALID;
+    char *name = getenv("STANDIN_NAME");
+    snprintf(text, size, "%s", name ? name : "Stand-In GPU");
+    return SUCCESS;
+}
+result nvmlDeviceGetMemoryInfo(void *device, struct memory *found) {
+    if (!known(device)) return INVALID;
+    found->total = number("STANDIN_MEMORY", 4ull << 30); found->used = found->total / 4; found->unused = found->total - found->used;
+    return SUCCESS;
+}
+result nvmlDeviceGetUtilizationRates(void *device, struct rates *found) {
+    if (!known(device)) return INVALID;
+    if (number("STANDIN_MIG", 0)) return NOT_SUPPORTED;
+    found->gpu = 75; found->memory = 40;
+    return SUCCESS;
+}
+result nvmlDeviceGetClockInfo(void *device, int type, unsigned int *mhz) { if (!known(device)) return INVALID; *mhz = type == 2 ? 1593 : (unsigned int)number("STANDIN_CLOCK", 1410); return SUCCESS; }
+result nvmlDeviceGetMaxClockInfo(void *device, int type, unsigned int *mhz) { if (!known(device)) return INVALID; *mhz = type == 2 ? 1593 : 1410; return SUCCESS; }
+result nvmlDeviceGetCurrentClocksEventReasons(void *device, unsigned long long *bits) { if (!known(device)) return INVALID; *bits = number("STANDIN_REASONS", 0); return SUCCESS; }
+result nvmlDeviceGetCurrentClocksThrottleReasons(void *device, unsigned long long *bits) { return nvmlDeviceGetCurrentClocksEventReasons(device, bits); }
+result nvmlDeviceGetTotalEnergyConsumption(void *device, unsigned long long *millijoules) {
+    if (!known(device)) return INVALID;
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    *millijoules = (unsigned long long)((double)t.tv_sec * 1e5 + (double)t.tv_nsec / 1e4);
+    return SUCCESS;
+}
+result nvmlDeviceGetPowerUsage(void *device, unsigned int *milliwatts) { if (!known(device)) return INVALID; *milliwatts = 100000; return SUCCESS; }
+result nvmlDeviceGetEnforcedPowerLimit(void *device, unsigned int *milliwatts) { if (!known(device)) return INVALID; *milliwatts = 400000; return SUCCESS; }
+result nvmlDeviceGetTemperature(void *device, int sensor, unsigned int *degrees) { (void)sensor; if (!known(device)) return INVALID; *degrees = 50; return SUCCESS; }
+result nvmlDeviceGetComputeRunningProcesses_v3(void *device, unsigned int *count, struct process *found) {
+    if (!known(device)) return INVALID;
+    char text[1024] = "";
+    char *others = getenv("STANDIN_OTHERS");
+    if (others && index_of(device) == 0) snprintf(text, sizeof text, "%s", others);
+    unsigned int most = found ? *count : 0, n = 0;
+    char *rest = text, *one;
+    while ((one = strsep(&rest, ","))) {
+        struct process p = {0, 0, 0xffffffff, 0xffffffff};
+        if (sscanf(one, "%u:%llu", &p.pid, &p.bytes) != 2) continue;
+        if (n < most) found[n] = p;
+        n++;
+    }
+    *count = n;
+    return n > most ? TOO_SMALL : SUCCESS;
+}
+result nvmlDeviceGetMigMode(void *device, unsigned int *now, unsigned int *pending) { if (!known(device)) return INVALID; *now = *pending = (unsigned int)number("STANDIN_MIG", 0); return SUCCESS; }
+result nvmlDeviceGetEccMode(void *device, int *now, int *pending) { if (!known(device)) return INVALID; *now = *pending = 1; return SUCCESS; }
+result nvmlDeviceGetTotalEccErrors(void *device, int type, int counter, unsigned long long *count) { (void)type; (void)counter; if (!known(device)) return INVALID; *count = number("STANDIN_ECC_ERRORS", 0); return SUCCESS; }
+result nvmlDeviceGetP2PStatus(void *a, void *b, int what, int *status) { if (!known(a) || !known(b)) return INVALID; *status = what == 2 && number("STANDIN_NVLINK", 0) ? 0 : 5; return SUCCESS; }
+result nvmlDeviceGetTopologyCommonAncestor(void *a, void *b, int *level) { if (!known(a) || !known(b)) return INVALID; *level = 30; return SUCCESS; }
+result nvmlDeviceGetNvLinkState(void *device, unsigned int link, int *active) { if (!known(device) || link >= number("STANDIN_NVLINK", 0)) return INVALID; *active = 1; return SUCCESS; }
+result nvmlDeviceGetNvLinkVersion(void *device, unsigned int link, unsigned int *version) { if (!known(device) || link >= number("STANDIN_NVLINK", 0)) return INVALID; *version = 4; return SUCCESS; }

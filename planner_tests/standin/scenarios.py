@@ -1,0 +1,344 @@
+"""What a user does with GPUs, on the stand-in's: each in a process of its own, and what of it failed.
+
+``python -m planner_tests.standin.scenarios LOG [NAME ...]`` prints one JSON document, by scenario null or the error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+SCENARIOS: dict[str, Callable[[Path], None]] = {}
+_MIB = 2**20
+
+
+def scenario(function: Callable[[Path], None]) -> Callable[[Path], None]:
+    """Enter ``function``, which is called in an empty folder, by its name."""
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+def _settings(out: Path, **changes: Any) -> Any:
+    from planner_tests import training
+
+    return training.settings(out, **({"epochs": 1, "steps_per_epoch": 2, "timeout_s": 60.0} | changes))
+
+
+def _trained(out: Path, plan: Any, **changes: Any) -> dict[str, Any]:
+    from asa.executor.running.run import train
+    from asa.scheduler import adapt
+    from asa.strategies import offered
+
+    hooks = {k: changes.pop(k) for k in ("relieve", "regroup") if k in changes}
+    result = train(plan, _settings(out, **changes), strategies=offered(), adapt=adapt, **hooks)
+    assert result["exit_code"] == 0, result
+    return result
+
+
+def _plan(**changes: Any) -> Any:
+    from planner_tests import training
+
+    training.fingerprint_of = _fingerprint_of
+    return training.plan(**({"batch": 16} | changes))
+
+
+def _traced(model: str) -> str:
+    import torch
+
+    from asa.tracing import trace
+    from asa.zoo.models import build
+
+    built = build(model, num_classes=10, input_shape=(1, 8, 8))
+    return trace(built, torch.zeros(2, 1, 8, 8), name=model).model_fingerprint
+
+
+@cache
+def _fingerprint_of(model: str) -> str:
+    """What tracing the model gives, from a process of its own: autograd's threads for the devices survive no fork."""
+    there, here = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.write(here, _traced(model).encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return os.read(there, 100).decode()
+
+
+def _on_gpu(plan: Any) -> Any:
+    return replace(plan, device_type="cuda")
+
+
+def _pipeline(schedule: str = "1f1b") -> Any:
+    from asa.ir.plan import DataDegree, Stage
+
+    plan = _plan(ranks=2, microbatches=2)
+    alone = DataDegree(strategy="replicate", degree=1)
+    components = tuple(replace(c, stage=int(i >= 2), data=alone) for i, c in enumerate(plan.components))
+    return replace(plan, components=components, stages=(Stage(ranks=(0,)), Stage(ranks=(1,))), schedule=schedule)
+
+
+def _state(plan: Any, strategy: str) -> Any:
+    """``plan`` with its components' state kept by the ranks together."""
+    from asa.ir.plan import DataDegree
+
+    return replace(
+        plan,
+        components=tuple(replace(c, data=DataDegree(strategy=strategy, degree=c.data.degree)) for c in plan.components),
+    )
+
+
+def _same_losses(folder: Path, plan: Any, close: float = 1e-4, **changes: Any) -> None:
+    """``plan`` trained on GPUs and on cores: every epoch's loss."""
+    gpu = _trained(folder / "gpu", _on_gpu(plan), **changes)
+    cpu = _trained(folder / "cpu", plan, **changes)
+    for ours, theirs in zip(gpu["epochs"], cpu["epochs"], strict=True):
+        assert abs(ours["train_loss"] - theirs["train_loss"]) <= close, (ours, theirs)
+
+
+@scenario
+def trains_data_parallel_with_a_timeline(folder: Path) -> None:
+    _same_losses(folder, _plan(ranks=2), trace_steps=1, steps_per_epoch=5)
+
+
+@scenario
+def trains_in_bf16_with_state_on_the_host(folder: Path) -> None:
+    plan = _plan(precision="bf16", optimizer="adamw")
+    _trained(folder, replace(_on_gpu(plan), components=tuple(replace(c, offload=True) for c in plan.components)))
+
+
+@scenario
+def trains_in_fp16_with_loss_scaling(folder: Path) -> None:
+    _trained(folder, _on_gpu(_plan(ranks=2, precision="fp16", microbatches=2)))
+
+
+@scenario
+def trains_sharded(folder: Path) -> None:
+    for strategy in ("zero1", "zero2", "zero3"):
+        (folder / strategy).mkdir()
+        _same_losses(folder / strategy, _state(_plan(ranks=2), strategy))
+
+
+@scenario
+def trains_tensor_parallel(folder: Path) -> None:
+    _same_losses(folder, _plan(ranks=2, split=("classifier", "features.2.conv")))
+
+
+@scenario
+def trains_a_pipeline(folder: Path) -> None:
+    _same_losses(folder, _pipeline())
+
+
+@scenario
+def trains_on_data_that_stay_on_the_host(folder: Path) -> None:
+    from asa.executor.running import member
+
+    member._RESIDENT_BYTES = 0
+    _trained(folder, _on_gpu(_plan()))
+
+
+@scenario
+def verifies(folder: Path) -> None:
+    from asa.executor.measuring.equivalence import verify
+    from asa.strategies import offered
+    from asa.zoo.models import build
+
+    for plan in (_state(_plan(ranks=2), "zero3"), _pipeline(), _plan(ranks=2, split=("classifier",))):
+        found = verify(
+            _on_gpu(plan), lambda: build("cnn", num_classes=10, input_shape=(1, 8, 8)), offered(), device="cuda"
+        )
+        assert found.equivalent, found
+
+
+@scenario
+def rehearses_a_rank_of_eight(folder: Path) -> None:
+    import torch
+
+    from asa.executor.measuring.rehearsal import rehearse
+    from asa.strategies import offered
+    from asa.zoo.models import build
+
+    for plan in (
+        _plan(ranks=8, batch=32),
+        _state(_plan(ranks=8, batch=32), "zero3"),
+        _plan(ranks=8, batch=32, split=("classifier",)),
+    ):
+        model = build("cnn", num_classes=10, input_shape=(1, 8, 8))
+        found = rehearse(_on_gpu(plan), model, rank=3, strategies=offered(), device=torch.device("cuda"), steps=2)
+        assert found.components
+
+
+@scenario
+def looks_at_the_machine(folder: Path) -> None:
+    from planner_tests.forked import asa
+
+    said = asa("doctor", cwd=folder).stdout
+    assert "Stand-In GPU, Stand-In GPU" in said
+    os.environ["STANDIN_NVLINK"] = "4"
+    assert "1 over NVLink" in asa("doctor", cwd=folder).stdout
+    os.environ |= {"STANDIN_MIG": "1"}
+    assert "MIG on" in asa("doctor", cwd=folder).stdout
+
+
+@scenario
+def profiles_and_plans(folder: Path) -> None:
+    from planner_tests.forked import asa
+
+    model = ("cnn", "--input", "1x8x8", "--classes", "10", "--global-batch", "16", "--device", "cuda")
+    for precision in ("fp32", "bf16", "fp16"):
+        asa("profile", *model, "--precision", precision, "--time-limit", "2s", "-o", f"{precision}.json", cwd=folder)
+    asa("cluster", "measure", "--gpus", "2", "--device", "cuda", "--time-limit", "1s", "-o", "c.json", cwd=folder)
+    asa("plan", "fp32.json", "--gpus", "2", "--cluster", "c.json", "-o", "plan.json", cwd=folder)
+    asa("train", "plan.json", "--data", "digits", "--steps-per-epoch", "2", "--out", "run", cwd=folder)
+    asa("train", "plan.json", "--rehearse", "0", cwd=folder)
+
+
+@scenario
+def refuses_what_the_devices_cannot(folder: Path) -> None:
+    from planner_tests.forked import asa
+
+    model = ("cnn", "--input", "1x8x8", "--classes", "10", "--global-batch", "16", "--device", "cuda")
+    os.environ["STANDIN_CAPABILITY"] = "75"
+    os.environ["CUDA_VISIBLE_DEVICES"] = "1"
+    said = asa("profile", *model, "--precision", "bf16", cwd=folder, code=5).stderr
+    assert "has no bf16; choose --precision fp16" in said, said
+    said = asa("bench", "--models", "cnn", "--gpus", "2", "--device", "cuda", cwd=folder, code=5).stderr
+    assert "2 ranks need 2 CUDA devices, this machine has 1" in said, said
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    said = asa("profile", *model, cwd=folder, code=5).stderr
+    assert "no CUDA device is usable here" in said, said
+
+
+@scenario
+def benches(folder: Path) -> None:
+    from planner_tests.forked import asa
+
+    argv = (
+        "--models",
+        "cnn",
+        "--input",
+        "1x8x8",
+        "--classes",
+        "10",
+        "--gpus",
+        "2",
+        "--global-batch",
+        "16",
+        "--strategies",
+        "ddp,fsdp",
+    )
+    done = asa("bench", *argv, "--device", "cuda", "--budget", "20s", "--json", cwd=folder)
+    found = json.loads(done.stdout)["results"]
+    assert {r["strategy"] for r in found} >= {"ddp", "fsdp"}, found
+
+
+@scenario
+def runs_out_of_memory_and_plans_again(folder: Path) -> None:
+    os.environ["STANDIN_MEMORY"] = str(64 * _MIB)
+    heard = []
+
+    def less(shortage: Any, attempt: int, gpus: int) -> Any:
+        heard.append(shortage)
+        return _on_gpu(_plan(batch=16))
+
+    import torch
+
+    from asa.executor.training import worker
+
+    usual = worker.played
+
+    def hungry(model: Any, samples: Any, step: int, *args: Any, **kwargs: Any) -> Any:
+        if not heard and step == 1 and len(samples) > 16:
+            torch.empty(128 * _MIB, dtype=torch.uint8, device=model.device)
+        return usual(model, samples, step, *args, **kwargs)
+
+    worker.played = hungry
+    _trained(folder, _on_gpu(_plan(batch=32)), relieve=less)
+    assert heard, "nobody was asked for another plan"
+    assert heard[0].asked_bytes == 128 * _MIB, heard
+
+
+@scenario
+def loses_a_device(folder: Path) -> None:
+    from asa.launch import faults
+
+    os.environ["ASA_FAULT"] = "kill@rank=1,step=1,point=forward"
+    faults.arm()
+    _trained(
+        folder, _on_gpu(_plan(ranks=2)), steps_per_epoch=2, regroup=lambda plan, ranks: _on_gpu(_plan(ranks=ranks))
+    )
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
+
+
+@scenario
+def trains_a_loop_of_ones_own(folder: Path) -> None:
+    import torch
+
+    import asa
+
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(16, 4))
+    data = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randint(4, (64,)))
+    loader = torch.utils.data.DataLoader(data, batch_size=16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model, optimizer, loader = asa.parallelize(model, optimizer, loader)
+    for x, y in loader:
+        assert x.device.type == "cuda"
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def main(log: Path, names: list[str]) -> None:
+    """Run them with the package marked; a scenario that takes too long has failed."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.setdefault("STANDIN_GPUS", "2")
+    from planner_tests.standin import sites, sizes, start
+
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    start.load()
+    sites.watch(log)
+    sizes.shrink()
+    found: dict[str, str | None] = {}
+    with tempfile.TemporaryDirectory(prefix="standin-") as root:
+        os.environ["STANDIN_NCCL"] = root
+        for name in names or SCENARIOS:
+            folder = Path(root) / name
+            folder.mkdir()
+            began = time.monotonic()
+            found[name] = _apart(SCENARIOS[name], folder)
+            print(f"{name}: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+    print(json.dumps(found))
+
+
+def _apart(function: Callable[[Path], None], folder: Path) -> str | None:
+    """The error of ``function`` in a child of this process; None where it went through."""
+    told = folder / "error"
+    pid = os.fork()
+    if pid == 0:
+        try:
+            with open(folder / "said", "w") as said:
+                os.dup2(said.fileno(), 1)
+                os.dup2(said.fileno(), 2)
+            os.chdir(folder)
+            function(folder)
+        except BaseException:
+            told.write_text(traceback.format_exc())
+        finally:
+            sys.stdout.flush()
+            os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    if told.exists():
+        return told.read_text() + (folder / "said").read_text()[-3000:]
+    return None if status == 0 else f"ended with {os.waitstatus_to_exitcode(status)}"
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
