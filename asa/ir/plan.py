@@ -9,6 +9,7 @@ from typing import Literal
 from asa.errors import InvalidInputError
 from asa.ir.codec import hashed, later, noun
 from asa.ir.codec import save as write
+from asa.ir.consistency import Discipline
 from asa.ir.graph import check_form
 from asa.ir.layout import Layout, check_weights
 from asa.ir.profile import Origin, Precision, Stat
@@ -240,6 +241,8 @@ class Plan:
     the profile says of saved and transient bytes was predicted, after a run that showed it to be too little.
     ``devices``: of every rank, and of those that are left, the device of the cluster that it runs on, where unequal
     ones are not listed fastest first.
+    ``consistency``: the discipline by which data-parallel workers wait for one another; None where they take every
+    step together.
     """
 
     model_spec: str
@@ -270,6 +273,7 @@ class Plan:
     memory_bytes: int | None = later()
     memory_scale: float = later(1.0)
     devices: tuple[int, ...] | None = later()
+    consistency: Discipline | None = later()
 
     def __post_init__(self) -> None:
         if not self.components or not self.stages:

@@ -1,0 +1,267 @@
+"""Who waits for whom: the disciplines of consistency, as a plan carries them.
+
+Data-parallel workers need not take every step together. A *discipline* says what a worker waits for, and what a worker
+computes with when it does not wait. Everything here is a declaration: :mod:`asa.executor.consistency` conducts it.
+
+- *Bulk-synchronous*: every step waits for every worker (``ps_sync``; ``ddp`` itself).
+- *Stale-synchronous* (Ho et al. 2013): a worker may be ``window`` steps ahead of the slowest (``ps_bounded``).
+- *Asynchronous* (Recht et al. 2011, Dean et al. 2012): nobody waits (``ps_async``, ``downpour``, ``hogwild``).
+- *Local*: workers train apart for ``period`` steps, and then meet (``local_sgd``, ``diloco``, ``fedavg``).
+- *Pipelined*: stages go on with the next batch before the last one's update arrived (``pipedream``).
+
+>>> parse("ps_bounded:window=2").max_age
+3
+>>> str(parse("diloco:period=100:message=int8"))
+'diloco:period=100:message=int8'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, Literal, get_args
+
+from asa.errors import UsageError
+from asa.ir.codec import noun
+
+DisciplineName = Literal[
+    "ps_sync", "ps_async", "ps_bounded", "downpour", "hogwild", "local_sgd", "diloco", "fedavg", "pipedream"
+]
+Waiting = Literal["bulk", "stale", "asynchronous", "local", "pipelined"]
+Placement = Literal["beside", "own"]
+Message = Literal["fp32", "int8"]
+
+NAMES: tuple[DisciplineName, ...] = get_args(DisciplineName)
+
+WAITING: Mapping[DisciplineName, Waiting] = {
+    "ps_sync": "bulk",
+    "ps_async": "asynchronous",
+    "ps_bounded": "stale",
+    "downpour": "asynchronous",
+    "hogwild": "asynchronous",
+    "local_sgd": "local",
+    "diloco": "local",
+    "fedavg": "local",
+    "pipedream": "pipelined",
+}
+
+WAITS_FOR: Mapping[DisciplineName, str] = {
+    "ps_sync": "every worker waits in every step until the servers have the gradients of all",
+    "ps_async": "nobody waits: a server applies every gradient as it comes",
+    "ps_bounded": "a worker waits when it is more than window steps ahead of the slowest",
+    "downpour": "nobody waits: a worker pushes and pulls every period steps",
+    "hogwild": "nobody waits: workers of one host write to the same memory without locks",
+    "local_sgd": "workers meet every period steps and average their weights",
+    "diloco": "workers meet every period steps; an outer optimizer steps along the mean of what they moved",
+    "fedavg": "some clients train on data of their own for period steps, then weights are averaged by samples",
+    "pipedream": "a stage goes on with weights one update old; nobody waits for the pipeline to drain",
+}
+"""What a worker waits for, by discipline."""
+
+CHANGES: Mapping[DisciplineName, str] = {
+    "ps_sync": "nothing: the same gradients in the same steps, applied at the servers",
+    "ps_async": "gradients are applied in steps of one worker's batch, to weights newer than those they were taken at",
+    "ps_bounded": "gradients are applied in steps of one worker's batch, to weights at most 2 window steps newer",
+    "downpour": "gradients of period steps are applied at once, to weights newer than those they were taken at",
+    "hogwild": "workers read weights while others write them, and updates may overwrite one another",
+    "local_sgd": "workers' weights differ between meetings; gradients are never averaged, weights are",
+    "diloco": "workers' weights differ between meetings; an outer optimizer decides where they start again",
+    "fedavg": "clients see only data of their own, and some rounds leave some of them out",
+    "pipedream": "every gradient is taken at weights one or more updates old",
+}
+"""In what training under a discipline differs from plain data parallelism."""
+
+PARAMETERS: Mapping[DisciplineName, Mapping[str, Any]] = {
+    "ps_sync": {"servers": 1, "placement": "beside"},
+    "ps_async": {"servers": 1, "placement": "beside"},
+    "ps_bounded": {"servers": 1, "placement": "beside", "window": 3, "max_age": None},
+    "downpour": {"servers": 1, "placement": "beside", "period": 4},
+    "hogwild": {},
+    "local_sgd": {"period": 4, "growth": 0.0},
+    "diloco": {
+        "period": 50, "outer_rate": 0.7, "outer_momentum": 0.9, "fragments": 1, "message": "fp32", "quorum": None,
+        "grace_s": 1.0,
+    },
+    "fedavg": {"period": 10, "fraction": 1.0, "spread": 0.0, "message": "fp32"},
+    "pipedream": {},
+}  # fmt: skip
+"""The parameters of every discipline and their usual figures."""
+
+
+@noun
+class Discipline:
+    """A discipline of consistency and its figures; those that a discipline does not have are at their defaults.
+
+    Attributes:
+        period: optimizer steps of a worker between two meetings, or between two pushes; at least 1.
+        growth: of the quadratic synchronisation rule (Gu et al. 2024): at learning rate r the period is
+            ``max(period, floor((growth / r)**2))`` steps; 0 for a fixed period.
+        window: steps that a worker may be ahead of the slowest; None where nobody waits.
+        max_age: gradients older than this are rejected. The age of a gradient is how many whole global batches of
+            *other* workers' gradients were applied since its worker pulled. None: none is rejected.
+        servers: parameter servers, each of which holds about as many bytes of the weights.
+        placement: servers ``beside`` the first workers, in their processes, or on ranks of their ``own`` (the last).
+        outer_rate, outer_momentum: of the outer optimizer, SGD with Nesterov momentum where momentum is above 0.
+        fragments: parts of the weights, one of which meets every ``period / fragments`` steps.
+        message: of what numbers a meeting's messages consist: ``fp32``, or ``int8`` with one scale a tensor.
+        quorum: workers that a meeting needs; None for all. With fewer than all it waits ``grace_s`` seconds more.
+        fraction: of the clients, how many take part in a round, above 0 and at most 1.
+        spread: how unlike the clients' data are: 0 for alike, else classes are drawn from a Dirichlet distribution of
+            concentration ``1 / spread``.
+    """
+
+    name: DisciplineName
+    period: int = 1
+    growth: float = 0.0
+    window: int | None = None
+    max_age: int | None = None
+    servers: int = 0
+    placement: Placement = "beside"
+    outer_rate: float = 1.0
+    outer_momentum: float = 0.0
+    fragments: int = 1
+    message: Message = "fp32"
+    quorum: int | None = None
+    grace_s: float = 0.0
+    fraction: float = 1.0
+    spread: float = 0.0
+
+    def __post_init__(self) -> None:
+        name, allowed = self.name, PARAMETERS[self.name]
+        for field in fields(self):
+            if field.name != "name" and field.name not in allowed and getattr(self, field.name) != field.default:
+                raise UsageError(f"{name} has no {field.name}; {_has(name)}")
+        least = {"period": 1, "growth": 0, "window": 0, "max_age": 0, "outer_rate": 0, "outer_momentum": 0,
+                 "fragments": 1, "quorum": 1, "grace_s": 0, "fraction": 0, "spread": 0, "servers": 0}  # fmt: skip
+        least["servers"] = 1 if "servers" in allowed else 0
+        for word, bound in least.items():
+            value = getattr(self, word)
+            if value is not None and not bound <= value < float("inf"):
+                raise UsageError(f"{name}: {word} is {value}; it must be at least {bound}")
+        if self.outer_momentum >= 1:
+            raise UsageError(f"{name}: outer_momentum is {self.outer_momentum}; it must be below 1")
+        if not self.outer_rate > 0:
+            raise UsageError(f"{name}: outer_rate is {self.outer_rate}; it must be above 0")
+        if not 0 < self.fraction <= 1:
+            raise UsageError(f"{name}: fraction is {self.fraction}; it must be above 0 and at most 1")
+        if self.period % self.fragments:
+            raise UsageError(
+                f"{name}: {self.fragments} fragments in a period of {self.period} steps; the period must be a multiple "
+                "of the fragments"
+            )
+
+    @property
+    def waiting(self) -> Waiting:
+        """Who waits, in one word."""
+        return WAITING[self.name]
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether all workers count the same steps on shares of the same global batches."""
+        return self.waiting in ("bulk", "local", "pipelined")
+
+    @property
+    def served(self) -> bool:
+        """Whether servers hold the weights and the optimizer's state."""
+        return self.servers > 0
+
+    @property
+    def exact(self) -> bool:
+        """Whether training is what plain data parallelism does, up to rounding, for any optimizer."""
+        return self.name == "ps_sync" or (self.name == "ps_bounded" and self.window == 0 and self.max_age == 0)
+
+    def period_at(self, rate: float) -> int:
+        """Steps until the next meeting, at a learning rate.
+
+        >>> [Discipline(name="local_sgd", period=4, growth=0.2).period_at(r) for r in (0.1, 0.05, 0.02)]
+        [4, 16, 100]
+        """
+        if not self.growth:
+            return self.period
+        return max(self.period, int((self.growth / rate) ** 2 + 1e-9)) if rate > 0 else MOST_STEPS
+
+    def workers(self, ranks: int) -> int:
+        """Ranks that train, of ``ranks``.
+
+        Raises:
+            UsageError: there are more servers than ranks, or too few workers for the quorum.
+        """
+        own = self.servers if self.placement == "own" else 0
+        if self.servers > ranks or own >= ranks:
+            room = "ranks of their own beside at least 1 worker" if own else "ranks"
+            raise UsageError(
+                f"{self.name}: {self.servers} servers need as many {room}, there are {ranks} ranks; "
+                f"ask for servers={max(1, ranks - (own > 0))} or more ranks"
+            )
+        if self.quorum is not None and self.quorum > ranks:
+            raise UsageError(
+                f"{self.name}: a quorum of {self.quorum} of {ranks} workers; ask for quorum={ranks} or less"
+            )
+        return ranks - own
+
+    def server_ranks(self, ranks: int) -> tuple[int, ...]:
+        """The ranks of the servers, in order."""
+        workers = self.workers(ranks)
+        first = workers if self.placement == "own" else 0
+        return tuple(range(first, first + self.servers))
+
+    def __str__(self) -> str:
+        usual = _filled(self.name, {})
+        told = ((k, getattr(self, k)) for k in PARAMETERS[self.name])
+        return ":".join([self.name, *(f"{k}={v}" for k, v in told if v != getattr(usual, k))])
+
+
+MOST_STEPS = 1_000_000_000
+"""A period that no run is as long as."""
+
+
+def _has(name: DisciplineName) -> str:
+    return f"it has {', '.join(PARAMETERS[name])}" if PARAMETERS[name] else "it has no parameters"
+
+
+def _filled(name: DisciplineName, asked: Mapping[str, Any]) -> Discipline:
+    values = {**PARAMETERS[name], **asked}
+    if name == "ps_bounded" and values["max_age"] is None and "max_age" not in asked:
+        values["max_age"] = values["window"] + 1  # Ringmaster's threshold, just beyond what the window leads to
+    return Discipline(name=name, **values)
+
+
+def is_discipline(text: str) -> bool:
+    """Whether a whole strategy's name is that of a discipline, with or without figures behind it."""
+    return text.partition(":")[0] in NAMES
+
+
+def parse(text: str) -> Discipline:
+    """The discipline in ``NAME[:PARAMETER=VALUE]...``, with usual figures for what is not said.
+
+    Raises:
+        UsageError: no such name or parameter, or a figure that makes no sense.
+    """
+    name, *pairs = text.split(":")
+    if name not in NAMES:
+        raise UsageError(f"no discipline {name!r}; one of {', '.join(NAMES)}")
+    asked: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or key not in PARAMETERS[name] or key in asked:
+            twice = " twice" if key in asked else ""
+            raise UsageError(f"{text!r}: {pair!r}{twice} is no parameter of {name} with a value; {_has(name)}")
+        asked[key] = _value(text, key, value)
+    return _filled(name, asked)
+
+
+def _value(text: str, key: str, value: str) -> Any:
+    """``value`` as the field ``key`` takes it."""
+    kind = next(f.type for f in fields(Discipline) if f.name == key)
+    choices = {"Placement": get_args(Placement), "Message": get_args(Message)}.get(str(kind))
+    if choices is not None:
+        if value not in choices:
+            raise UsageError(f"{text!r}: {key} is one of {', '.join(choices)}, not {value!r}")
+        return value
+    if value == "none" and "None" in str(kind):
+        return None
+    try:
+        return float(value) if str(kind) == "float" else int(value)
+    except ValueError:
+        said = "a number" if str(kind) == "float" else "a whole number"
+        raise UsageError(f"{text!r}: {key} is {said}, not {value!r}") from None
