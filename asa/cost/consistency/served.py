@@ -54,6 +54,9 @@ class Served:
         self._ages: list[int] = []
         self._exact_ages: list[float] = []
         self._leads: list[int] = []
+        self._at_clock: dict[int, int] = {0: len(machine.workers)}
+        self._slowest = 0
+        self._blocked: set[int] = set()
         self._rejected = 0
 
     def run(self, steps: int) -> Played:
@@ -91,19 +94,25 @@ class Served:
         self._count += 1
         heapq.heappush(self._events, (time, self._count, kind, w))
 
-    def _slowest(self) -> int:
-        return min(w.clock for w in self._workers)
+    def _ticked(self, clock: int) -> None:
+        """A worker has finished step number ``clock``."""
+        self._at_clock[clock] -= 1
+        self._at_clock[clock + 1] = self._at_clock.get(clock + 1, 0) + 1
+        while not self._at_clock.get(self._slowest):
+            self._slowest += 1
 
     def _begin(self, w: int, now: float) -> None:
         """Pull and compute, or wait for the window."""
         me, machine = self._workers[w], self.machine
-        lead, window = me.clock - self._slowest(), self.discipline.window
+        lead, window = me.clock - self._slowest, self.discipline.window
         if window is not None and lead > window:
             me.blocked_since = now if me.blocked_since is None else me.blocked_since
+            self._blocked.add(w)
             return
         if me.blocked_since is not None:
             me.waited_s += now - me.blocked_since
             me.blocked_since = None
+            self._blocked.discard(w)
         self._leads.append(lead)
         me.pulled = self.applied - me.own
         got = now + machine.workers[w].pull_s
@@ -183,13 +192,9 @@ class Served:
             self.applied += rows
             me.own += rows
             me.finished.append((self.now, rows))
+        self._ticked(me.clock)
         me.clock += 1
-        if self.discipline.exact and self._slowest() < me.clock:
+        if self.discipline.exact and self._slowest < me.clock:
             return  # the others' update is the same one
-        ready = range(len(self._workers)) if self.discipline.exact else [w]
-        for other in ready:
+        for other in range(len(self._workers)) if self.discipline.exact else (w, *sorted(self._blocked - {w})):
             self._begin(other, self.now)
-        if not self.discipline.exact:
-            for other, them in enumerate(self._workers):
-                if other != w and them.blocked_since is not None:
-                    self._begin(other, self.now)
