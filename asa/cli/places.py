@@ -19,6 +19,7 @@ from asa.ir import codec, shipped
 from asa.ir.cluster import Cluster
 from asa.ir.plan import Plan
 from asa.ir.profile import Profile
+from asa.ir.staleness import Staleness
 
 T = TypeVar("T")
 
@@ -32,6 +33,7 @@ ORIGINS = Path("runs/plans/origins")
 """What plans were made from, by fingerprint: a profile may be measured anew, a cluster's file lie elsewhere."""
 
 CLUSTER_PREFIX = "cluster."
+STALENESS_SUFFIX = ".staleness.json"
 
 SHIPPED = shipped.FOLDER
 """Profiles and clusters that come with the package."""
@@ -62,8 +64,24 @@ def looks_like_file(text: str) -> bool:
 
 def profiles(console: Console) -> list[tuple[Path, Profile]]:
     """Every profile that can be read, newest first by its own date; others are named on stderr and passed over."""
-    found = list(_readable(_files(lambda p: not p.name.startswith(CLUSTER_PREFIX)), Profile, console))
+    wanted = _files(lambda p: not p.name.startswith(CLUSTER_PREFIX) and not p.name.endswith(STALENESS_SUFFIX))
+    found = list(_readable(wanted, Profile, console))
     return sorted(found, key=lambda item: item[1].provenance.created, reverse=True)
+
+
+def staleness_path(profile: Path, optimizer: str) -> Path:
+    """Where the curves of a profile's model are kept: beside the profile.
+
+    >>> str(staleness_path(Path("profiles/cnn.cpu.fp32.json"), "sgd"))
+    'profiles/cnn.cpu.fp32.sgd.staleness.json'
+    """
+    return profile.with_name(f"{profile.stem}.{optimizer}{STALENESS_SUFFIX}")
+
+
+def staleness(console: Console) -> list[tuple[Path, Staleness]]:
+    """Every file of staleness curves that can be read, newest first by its own date."""
+    found = list(_readable(_files(lambda p: p.name.endswith(STALENESS_SUFFIX)), Staleness, console))
+    return sorted(found, key=lambda item: item[1].created, reverse=True)
 
 
 def estimates(console: Console) -> list[Profile]:

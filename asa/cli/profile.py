@@ -19,6 +19,10 @@ def run(args: Arguments, console: Console) -> None:
 
     places.check_writable(Path(args.output) if args.output else places.PROFILES / "profile.json", "-o")
     check(args.model)
+    if args.staleness:
+        from asa.cli import staleness
+
+        staleness.check(args)
     made, said = measured(
         args,
         console,
@@ -28,8 +32,18 @@ def run(args: Arguments, console: Console) -> None:
         max_degree=args.max_tensor_degree,
         output=Path(args.output) if args.output else None,
     )
-    console.result(codec.document(made), lambda: report.render(made))
-    console.say(f"asa: wrote {said.removesuffix(', measured now')}")
+    data = codec.document(made)
+    path = said.removesuffix(", measured now")
+    if not args.staleness:
+        console.result(data, lambda: report.render(made))
+        console.say(f"asa: wrote {path}")
+        return
+    from asa.report import staleness as curve_report
+
+    curves, kept = staleness.measure(args, console, made, Path(path.removeprefix("profile ")))
+    data["staleness"] = codec.document(curves)
+    console.result(data, lambda: [*report.render(made), *curve_report.render(curves)])
+    console.say(f"asa: wrote {path} and {kept}")
 
 
 VERBS = (
@@ -58,6 +72,54 @@ VERBS = (
                 parse=o.budget,
                 default=75.0,
                 metavar="T",
+            ),
+            Option(
+                name="staleness",
+                help="then also train the model with gradients that come late and workers that seldom meet, on one "
+                "device: what that costs in steps to a target",
+                switch=True,
+                default=False,
+            ),
+            o.option(
+                o.DATA,
+                help="what --staleness trains on (default: digits)",
+                default="digits",
+                needs="staleness",
+            ),
+            o.option(o.DATA_ROOT, needs="staleness"),
+            o.option(o.OPTIMIZER, help="that --staleness trains with", needs="staleness"),
+            o.option(o.LEARNING_RATE, needs="staleness"),
+            Option(
+                name="workers",
+                help="among which a global batch is shared for --staleness",
+                parse=o.several,
+                default=4,
+                metavar="N",
+                needs="staleness",
+            ),
+            Option(
+                name="seeds",
+                help="runs of every setting of --staleness",
+                parse=o.count,
+                default=5,
+                metavar="N",
+                needs="staleness",
+            ),
+            Option(
+                name="steps",
+                help="global batches of a run of --staleness",
+                parse=o.count,
+                default=200,
+                metavar="N",
+                needs="staleness",
+            ),
+            Option(
+                name="staleness-limit",
+                help="begin no further run of --staleness after T (default: 5m)",
+                parse=o.budget,
+                default=300.0,
+                metavar="T",
+                needs="staleness",
             ),
             o.option(
                 o.OUTPUT,

@@ -29,5 +29,6 @@ def profile_path(profile: Profile, folder: Path = Path("profiles")) -> Path:
 
 def profiles_of(model_spec: str, folder: Path = Path("profiles"), precision: Precision | None = None) -> list[Path]:
     """Profiles of a model in ``folder``, on any device, newest first."""
-    found = folder.glob(f"{slug(model_spec)}.*.{precision or '*'}.json")
+    every = folder.glob(f"{slug(model_spec)}.*.{precision or '*'}.json")
+    found = (p for p in every if not p.name.endswith(".staleness.json"))
     return sorted(found, key=lambda p: (-p.stat().st_mtime, p.name))

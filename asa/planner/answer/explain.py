@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import chain
 from typing import Literal
 
 from asa.cost.machine.estimate import on_device
 from asa.cost.planned import Price, ways_of
+from asa.cost.step import StepCost
 from asa.errors import UsageError
 from asa.interfaces.strategy import Strategies
 from asa.ir.cluster import Cluster
 from asa.ir.codec import noun
+from asa.ir.consistency import is_discipline, parse
 from asa.ir.plan import DataDegree, Plan, TensorDegree
 from asa.ir.profile import Profile
 from asa.ir.units import GIB
 from asa.planner.answer.prediction import noise
 from asa.planner.search import search
-from asa.planner.space import baselines, parameter_server
+from asa.planner.space import baselines, consistency
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.nearest import start
 from asa.planner.space.request import Pin, Request, parse_pin
@@ -213,7 +216,7 @@ def why_not(
     """
     candidate, prices = _prices(plan, profile, cluster, strategies, memory_bytes, other)
     price = prices.of(candidate)
-    if other in parameter_server.WHY_NOT:
+    if is_discipline(other):
         return _served(plan, candidate, prices, other)
     rival, reason = _forced(prices, other, plan, candidate) if "=" in other else _whole(prices, other)
     if rival is None:
@@ -248,23 +251,33 @@ def _remark(mine: Price, theirs: Price) -> str:
 
 
 def _served(plan: Plan, candidate: Candidate, prices: Prices, other: str) -> Difference:
-    """``plan`` beside a parameter server on the workers of data parallelism, which is priced and not run."""
+    """``plan`` beside a discipline of consistency on the workers of data parallelism."""
     price, workers = prices.of(candidate), row("ddp", prices)
     if workers.candidate is None:
         return Difference(
             other=other, plan_s=price.cost.total_s, other_s=None, fits=False, why_not=workers.why_not, terms=(),
             changed=(),
         )  # fmt: skip
-    theirs = parameter_server.priced(prices, workers.candidate)[other]
+    discipline = parse(other)
+    theirs = consistency.disciplined(prices, workers.candidate, discipline).price
     return Difference(
         other=other,
         plan_s=price.cost.total_s,
         other_s=theirs.cost.total_s,
         fits=False,
-        why_not=parameter_server.WHY_NOT[other],
-        terms=_terms(price, theirs),
+        why_not=consistency.why_not(discipline.name),
+        terms=_beside(_terms(price, price), theirs.cost),
         changed=_changed(plan, candidate, workers.candidate),
     )
+
+
+def _beside(terms: tuple[Term, ...], theirs: StepCost) -> tuple[Term, ...]:
+    """The terms of a plan beside those of a discipline, whose step is a mean over workers."""
+    known = {
+        "compute": theirs.compute_s - theirs.update_s, "optimizer": theirs.update_s,
+        "gradient synchronisation": theirs.exposed_s, "waiting for other stages": theirs.bubble_s,
+    }  # fmt: skip
+    return tuple(replace(t, other_s=known.get(t.name, 0.0)) for t in terms)
 
 
 def _changed(plan: Plan, mine: Candidate, theirs: Candidate) -> tuple[str, ...]:

@@ -10,11 +10,12 @@ from asa.cost.menu import Menu
 from asa.cost.pipeline import makespan
 from asa.cost.planned import Price
 from asa.ir.codec import noun
+from asa.ir.consistency import parse
 from asa.ir.units import GIB
 from asa.planner import clock
 from asa.planner.pipeline.practice import practice
 from asa.planner.pipeline.uniform import Uniform
-from asa.planner.space import baselines, parameter_server
+from asa.planner.space import baselines, consistency
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.space import TOLERANCE_GIB
 
@@ -60,8 +61,12 @@ def _served(prices: Prices, ddp: StrategyRow | None) -> list[StrategyRow]:
     """Parameter servers on the workers of data parallelism: for comparison, so without a candidate."""
     if ddp is None or ddp.candidate is None:
         return []
-    found, why = parameter_server.priced(prices, ddp.candidate), parameter_server.WHY_NOT
-    return [StrategyRow(name=n, candidate=None, price=p, fits=False, why_not=why[n]) for n, p in found.items()]
+    workers = ddp.candidate
+    found = {n: consistency.disciplined(prices, workers, parse(n)).price for n in consistency.TABLED}
+    return [
+        StrategyRow(name=n, candidate=None, price=p, fits=False, why_not=consistency.why_not(n))
+        for n, p in found.items()
+    ]
 
 
 def row(name: str, prices: Prices) -> StrategyRow:

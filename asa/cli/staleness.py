@@ -1,0 +1,126 @@
+"""What ``asa profile --staleness`` measures: curves of training beside the profile."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from asa.cli import places
+from asa.cli.console import Console
+from asa.cli.verb import Arguments
+from asa.errors import UsageError
+from asa.ir import codec
+
+if TYPE_CHECKING:
+    from asa.ir.profile import Profile
+    from asa.ir.staleness import Staleness
+    from asa.profiler.staleness import Task
+
+_LOOKS = 40
+"""Looks at a run; a run of fewer steps is looked at after each."""
+
+
+def check(args: Arguments) -> None:
+    """Whether the data can be opened, before minutes go into the profile.
+
+    Raises:
+        UsageError: data or a batch that do not go together.
+        InvalidInputError: no such files.
+    """
+    from asa.cli.options import input_shape
+    from asa.zoo.data.split import open_split
+    from asa.zoo.models import default_input
+
+    shape, classes = default_input(args.model, input_shape(args), args.classes)
+    root = Path(args.data_root) if args.data_root else None
+    train = open_split(args.data, split="train", root=root, input_shape=shape)
+    if train.num_classes > classes:
+        raise UsageError(
+            f"{args.data} has {train.num_classes} classes, the model {classes}; add --classes {train.num_classes}"
+        )
+    batch = args.global_batch or 64
+    if batch > len(train):
+        raise UsageError(f"a global batch of {batch} of {len(train)} samples; ask for --global-batch {len(train)}")
+    if batch < 2 * args.workers:
+        raise UsageError(
+            f"a global batch of {batch} gives {args.workers} workers fewer than 2 rows each; ask for --global-batch "
+            f"{2 * args.workers} or fewer --workers"
+        )
+
+
+def measure(args: Arguments, console: Console, profile: Profile, profile_path: Path) -> tuple[Staleness, Path]:
+    """Curves of the model of ``profile`` on this machine, and the file that they are kept in."""
+    import torch
+
+    from asa import __version__
+    from asa.ir.staleness import Staleness, usual_settings
+    from asa.profiler.clock import one_thread
+    from asa.profiler.machine import choose_device
+    from asa.profiler.staleness import measured
+
+    task = task_of(args, profile)
+    every = max(1, args.steps // _LOOKS)
+    with console.progress(f"staleness of {args.model}") as report, one_thread(choose_device(args.device)):
+        curves, skipped = measured(
+            task, usual_settings(args.workers), seeds=args.seeds, steps=args.steps, every=every,
+            time_limit_s=args.staleness_limit, progress=report,
+        )  # fmt: skip
+    made = Staleness(
+        model_spec=profile.model_spec,
+        model_fingerprint=profile.model_fingerprint,
+        input_shape=profile.graph.input_shape,
+        num_classes=profile.graph.num_classes,
+        data=args.data,
+        optimizer=args.optimizer,
+        learning_rate=task.lr,
+        momentum=task.momentum,
+        weight_decay=task.weight_decay,
+        global_batch=task.global_batch,
+        workers=args.workers,
+        steps=args.steps,
+        every=every,
+        curves=curves,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        asa_version=__version__,
+        torch_version=torch.__version__,
+        device=profile.device.name,
+        skipped=skipped,
+    )
+    path = places.staleness_path(profile_path, args.optimizer)
+    codec.save(made, path)
+    return made, path
+
+
+def task_of(args: Arguments, profile: Profile) -> Task:
+    """What is trained: the model of ``profile`` on the data asked for, at the usual rate where none is."""
+    import torch
+
+    from asa.executor.model.loss import hits_of, loss_of
+    from asa.executor.training.settings import LEARNING_RATE, WEIGHT_DECAY
+    from asa.profiler.machine import choose_device
+    from asa.profiler.staleness import Task
+    from asa.zoo.data import fetch
+    from asa.zoo.data.split import open_split
+    from asa.zoo.models import build
+
+    device = choose_device(args.device)
+    shape, classes = profile.graph.input_shape, profile.graph.num_classes
+    root = Path(args.data_root) if args.data_root else None
+
+    def rows(split: str) -> tuple[torch.Tensor, torch.Tensor]:
+        images = open_split(args.data, split=split, root=root, input_shape=shape)  # type: ignore[arg-type]
+        return fetch(images, torch.arange(len(images)), train=False, seed=0, epoch=0, device=device)
+
+    return Task(
+        build=lambda seed: build(args.model, num_classes=classes, input_shape=shape, seed=seed).to(device),
+        train=rows("train"),
+        test=rows("test"),
+        loss=loss_of,
+        hits=hits_of,
+        optimizer=args.optimizer,
+        lr=args.lr or LEARNING_RATE[args.optimizer],
+        momentum=0.9 if args.optimizer == "sgd" else 0.0,
+        weight_decay=WEIGHT_DECAY[args.optimizer],
+        global_batch=args.global_batch or 64,
+    )

@@ -1,0 +1,200 @@
+"""Workers that pull weights from servers and push gradients to them, event by event.
+
+A cycle of a worker: wait until it may begin (a window), pull, compute ``period`` steps, push; its pushes begin
+``hidden_s`` before backward ends. A server's link takes one worker's gradients, and sends one worker's weights, at a
+time, in the order in which they come; its processor applies one push at a time. A worker pulls again once its own push
+is applied. Under a discipline that is exact the servers add up the pushes of all workers and update once.
+
+A server beside a worker takes its updates out of that worker's computing. Without servers (``hogwild``) every worker
+writes to memory that all share: nothing is queued for, and the update is its own.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+
+from asa.cost.consistency.played import Draws, Machine, Played, counted, settled
+from asa.ir.consistency import Discipline
+
+
+@dataclass
+class _Worker:
+    clock: int = 0
+    pulled: float = 0.0
+    """Rows of others that had been applied when it asked for the weights."""
+    own: float = 0.0
+    late_s: float = 0.0
+    """What a server on its device took of the step it computes."""
+    computing: bool = False
+    rejected: bool = False
+    blocked_since: float | None = None
+    waited_s: float = 0.0
+    finished: list[tuple[float, float]] = field(default_factory=list)
+
+
+class Served:
+    """The events of one run."""
+
+    def __init__(self, discipline: Discipline, machine: Machine, seed: int) -> None:
+        self.discipline, self.machine = discipline, machine
+        self._draws = Draws(machine, seed)
+        self._workers = [_Worker() for _ in machine.workers]
+        self._events: list[tuple[float, int, str, int]] = []
+        self._count = 0
+        servers = machine.servers
+        self._sending, self._receiving, self._applying = ([0.0] * len(servers) for _ in range(3))
+        self._busy = [[0.0, 0.0, 0.0] for _ in servers]
+        self._arrived: list[tuple[int, float]] = []
+        self.applied = 0.0
+        """Rows whose update is finished; what is pulled has these."""
+        self._accepted = 0.0
+        """These, and the rows whose update has been begun."""
+        self.now = 0.0
+        self._ages: list[int] = []
+        self._exact_ages: list[float] = []
+        self._leads: list[int] = []
+        self._at_clock: dict[int, int] = {0: len(machine.workers)}
+        self._slowest = 0
+        self._blocked: set[int] = set()
+        self._rejected = 0
+
+    def run(self, steps: int) -> Played:
+        """Until ``steps`` global batches were applied, and every worker has finished a cycle or two."""
+        batch, count = self.machine.rows, len(self._workers)
+        for w in range(count):
+            self._begin(w, 0.0)
+        most = 4 * (steps * count + 10 * count)
+        cycles = 0
+        while self._events and (self.applied < steps * batch * (1 - 1e-12)):
+            self.now, _, kind, w = heapq.heappop(self._events)
+            if kind == "computed":
+                self._push(w)
+            elif kind == "arrived":
+                self._apply(w)
+            else:
+                cycles += 1
+                self._finished(w)
+                if cycles > most:  # all is rejected
+                    break
+        rate = settled([w.finished for w in self._workers])
+        return Played(
+            seconds=self.now,
+            steps=self.applied / batch,
+            step_time_s=batch / rate if rate > 0 else float("inf"),
+            ages=counted(self._ages),
+            leads=counted(self._leads),
+            mean_age=sum(self._exact_ages) / len(self._exact_ages) if self._exact_ages else 0.0,
+            rejected=self._rejected / max(1, self._rejected + len(self._ages)),
+            waited=tuple(w.waited_s / self.now if self.now else 0.0 for w in self._workers),
+            served=max((max(b) / self.now for b in self._busy), default=0.0) if self.now else 0.0,
+        )
+
+    def _at(self, time: float, kind: str, w: int) -> None:
+        self._count += 1
+        heapq.heappush(self._events, (time, self._count, kind, w))
+
+    def _ticked(self, clock: int) -> None:
+        """A worker has finished step number ``clock``."""
+        self._at_clock[clock] -= 1
+        self._at_clock[clock + 1] = self._at_clock.get(clock + 1, 0) + 1
+        while not self._at_clock.get(self._slowest):
+            self._slowest += 1
+
+    def _begin(self, w: int, now: float) -> None:
+        """Pull and compute, or wait for the window."""
+        me, machine = self._workers[w], self.machine
+        lead, window = me.clock - self._slowest, self.discipline.window
+        if window is not None and lead > window:
+            me.blocked_since = now if me.blocked_since is None else me.blocked_since
+            self._blocked.add(w)
+            return
+        if me.blocked_since is not None:
+            me.waited_s += now - me.blocked_since
+            me.blocked_since = None
+            self._blocked.discard(w)
+        self._leads.append(lead)
+        me.pulled = self.applied - me.own
+        got = now + machine.workers[w].pull_s
+        for j, server in enumerate(machine.servers):
+            start = max(now, self._sending[j])
+            self._sending[j] = start + server.send_s
+            self._busy[j][0] += server.send_s
+            got = max(got, self._sending[j])
+        compute = self._draws.steps(w, self.discipline.period)
+        if self.discipline.period > 1:
+            compute += self.discipline.period * machine.workers[w].update_s
+        me.computing = True
+        self._at(got + max(0.0, compute - machine.workers[w].hidden_s), "computed", w)
+
+    def _push(self, w: int) -> None:
+        me, worker = self._workers[w], self.machine.workers[w]
+        if me.late_s > 0:
+            late, me.late_s = me.late_s, 0.0
+            self._at(self.now + late, "computed", w)
+            return
+        me.computing = False
+        sent = self.now + max(worker.push_s, worker.hidden_s)
+        for j, server in enumerate(self.machine.servers):
+            start = max(self.now, self._receiving[j])
+            self._receiving[j] = start + server.receive_s
+            self._busy[j][1] += server.receive_s
+            sent = max(sent, self._receiving[j])
+        self._at(sent, "arrived", w)
+
+    def _apply(self, w: int) -> None:
+        """The gradients of ``w`` have arrived."""
+        if self.discipline.exact:
+            self._arrived.append((w, self.now))
+            if len(self._arrived) == len(self._workers):
+                done = self._updated(self.now)
+                for other, since in self._arrived:
+                    self._workers[other].waited_s += self.now - since
+                    self._at(done, "applied", other)
+                self._arrived = []
+            return
+        me, worker, limit = self._workers[w], self.machine.workers[w], self.discipline.max_age
+        age = (self._accepted - me.own - me.pulled) / self.machine.rows
+        if limit is not None and int(age + 1e-9) > limit:
+            me.rejected = True
+            self._rejected += 1
+            self._at(self.now, "applied", w)
+            return
+        self._aged(age)
+        self._accepted += worker.rows * self.discipline.period
+        self._at(self._updated(self.now) if self.machine.servers else self.now + worker.update_s, "applied", w)
+
+    def _aged(self, age: float) -> None:
+        self._exact_ages.append(age)
+        self._ages.append(int(age + 1e-9))
+
+    def _updated(self, now: float) -> float:
+        """When all servers have made one update that they learn of ``now``."""
+        done = now
+        for j, server in enumerate(self.machine.servers):
+            start = max(now, self._applying[j])
+            self._applying[j] = start + server.apply_s
+            self._busy[j][2] += server.apply_s
+            done = max(done, self._applying[j])
+            if server.beside is not None and self._workers[server.beside].computing:
+                self._workers[server.beside].late_s += server.apply_s
+        return done
+
+    def _finished(self, w: int) -> None:
+        """A push of ``w`` was applied or rejected; whoever waited for it goes on."""
+        me, rows = self._workers[w], self.machine.workers[w].rows * self.discipline.period
+        if me.rejected:
+            me.rejected = False
+            me.finished.append((self.now, 0.0))
+        else:
+            if self.discipline.exact:
+                self._aged(0.0)
+            self.applied += rows
+            me.own += rows
+            me.finished.append((self.now, rows))
+        self._ticked(me.clock)
+        me.clock += 1
+        if self.discipline.exact and self._slowest < me.clock:
+            return  # the others' update is the same one
+        for other in range(len(self._workers)) if self.discipline.exact else (w, *sorted(self._blocked - {w})):
+            self._begin(other, self.now)

@@ -1,0 +1,278 @@
+"""What stale gradients and local steps cost in convergence: curves of training on one device, kept beside a profile.
+
+Every run sees the same global batches. A *setting* says how they are applied: all of a batch at once (one worker, no
+delay: plain training); cut into the shares of ``workers``, each applied ``delay`` updates after it was computed; or by
+workers that train apart for ``period`` global batches and then average. Runs of one setting differ in their seed. What
+no run reached is unknown, and is never extrapolated.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+from asa.errors import InvalidInputError, UsageError
+from asa.ir.codec import noun
+from asa.ir.plan import OptimizerName
+from asa.ir.units import MOST_CLASSES, MOST_SAMPLES
+
+MOST_RUNS, MOST_POINTS, MOST_SETTINGS = 1000, 10_000, 200
+_WORKERS = 1 << 16
+
+
+@noun
+class Setting:
+    """How global batches are applied.
+
+    Attributes:
+        workers: shares of a global batch, each an update by itself at the rate over ``workers``; or models that train
+            apart, where ``period`` is above 0.
+        delay: updates between the one before which a gradient was computed and the one that it becomes.
+        weighted: whether an update of age a (whole global batches of others' gradients) is weighted by 1 / (1 + a).
+        period: global batches between two meetings; 0 where gradients are applied to one model.
+        outer_rate, outer_momentum: of the outer optimizer (SGD, Nesterov) that steps along what the mean has moved.
+    """
+
+    workers: int = 1
+    delay: int = 0
+    weighted: bool = False
+    period: int = 0
+    outer_rate: float = 1.0
+    outer_momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (1 <= self.workers <= _WORKERS and 0 <= self.delay <= _WORKERS and 0 <= self.period <= MOST_POINTS):
+            raise ValueError(
+                f"a setting needs workers of 1 to {_WORKERS}, a delay of 0 to {_WORKERS} and a period of 0 to "
+                f"{MOST_POINTS}, got {self.workers}, {self.delay}, {self.period}"
+            )
+        if self.period and self.delay:
+            raise ValueError("a setting has a delay or a period, not both")
+        if not (0 < self.outer_rate <= 100 and 0 <= self.outer_momentum < 1):
+            raise ValueError("an outer rate is above 0 and at most 100, an outer momentum at least 0 and below 1")
+
+    @property
+    def age(self) -> float:
+        """Global batches of other gradients that are applied between a gradient's weights and its update."""
+        return self.delay / self.workers
+
+    @property
+    def words(self) -> str:
+        """A setting as people read it."""
+        if self.period:
+            outer = f", outer rate {self.outer_rate:g}" if self.outer_rate != 1 else ""
+            return f"{self.workers} workers meet every {self.period} batches{outer}"
+        if self.workers == 1 and not self.delay:
+            return "whole batches, no delay"
+        return f"batches in {self.workers}, {self.delay} updates late{', weighted' * self.weighted}"
+
+
+PLAIN = Setting()
+
+
+@noun
+class TrainingRun:
+    """One run, looked at every so many global batches: validation loss and accuracy (0 to 1) from the first look on.
+    A run that diverged ends with the look before."""
+
+    seed: int
+    losses: tuple[float, ...]
+    accuracies: tuple[float, ...]
+    diverged: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.losses) != len(self.accuracies) or len(self.losses) > MOST_POINTS:
+            raise ValueError(f"a run has as many losses as accuracies, at most {MOST_POINTS}")
+        if any(not 0 <= a <= 1 for a in self.accuracies) or any(x < 0 for x in self.losses):
+            raise ValueError("accuracies are 0 to 1, losses at least 0")
+
+
+@noun
+class Target:
+    """What is to be reached: a validation accuracy of at least ``value``, or a loss of at most that."""
+
+    what: str
+    value: float
+
+    def __str__(self) -> str:
+        return f"{self.what}={self.value:g}"
+
+
+def parse_target(text: str) -> Target:
+    """``accuracy=0.9`` or ``loss=0.5`` as a :class:`Target`.
+
+    >>> str(parse_target("accuracy=0.9"))
+    'accuracy=0.9'
+
+    Raises:
+        ValueError: another form, or a figure that no run has.
+    """
+    found = re.fullmatch(r"\s*(accuracy|loss)\s*=\s*([0-9.eE+-]+)\s*", text)
+    try:
+        value = float(found[2]) if found else math.nan
+    except ValueError:
+        value = math.nan
+    if found is None or not math.isfinite(value):
+        raise ValueError(f"{text!r} is no target; write accuracy=0.9 or loss=0.5")
+    if value <= 0 or (found[1] == "accuracy" and value > 1):
+        raise ValueError(f"{text!r}: an accuracy is above 0 and at most 1, a loss is above 0")
+    return Target(what=found[1], value=value)
+
+
+@noun
+class Steps:
+    """Global batches to a target: the mean of the seeds that reached it, the lowest and the highest; None where that is
+    unknown. With ``reached`` below ``seeds`` the highest is, and below half of them the mean, too."""
+
+    mean: float | None
+    low: float | None
+    high: float | None
+    reached: int
+    seeds: int
+
+
+@noun
+class Curve:
+    """Runs of one setting."""
+
+    setting: Setting
+    runs: tuple[TrainingRun, ...]
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.runs) <= MOST_RUNS or len({r.seed for r in self.runs}) != len(self.runs):
+            raise ValueError(f"a curve has 1 to {MOST_RUNS} runs, each of a seed of its own")
+
+
+@noun
+class Staleness:
+    """The statistical price of one model, data set, optimizer and global batch.
+
+    ``workers`` are those of its delayed and averaged settings; ``every``: global batches between two looks; ``steps``:
+    the most that a run took. ``skipped`` says in words what there was no time for.
+    """
+
+    model_spec: str
+    model_fingerprint: str
+    input_shape: tuple[int, ...]
+    num_classes: int
+    data: str
+    optimizer: OptimizerName
+    learning_rate: float
+    momentum: float
+    weight_decay: float
+    global_batch: int
+    workers: int
+    steps: int
+    every: int
+    curves: tuple[Curve, ...]
+    created: str
+    asa_version: str
+    torch_version: str
+    device: str
+    skipped: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        counts = (self.global_batch, self.workers, self.steps, self.every, self.num_classes)
+        if not all(n >= 1 for n in counts) or self.global_batch > MOST_SAMPLES or self.num_classes > MOST_CLASSES:
+            raise InvalidInputError("global_batch, workers, steps, every and num_classes are at least 1", where="$")
+        if not (self.learning_rate > 0 and 0 <= self.momentum < 1 and self.weight_decay >= 0):
+            raise InvalidInputError("a learning rate is above 0, momentum 0 to 1, weight decay at least 0", where="$")
+        if self.steps > self.every * MOST_POINTS or len(self.curves) > MOST_SETTINGS:
+            raise InvalidInputError(f"at most {MOST_POINTS} looks a run and {MOST_SETTINGS} curves", where="$.curves")
+        if len({c.setting for c in self.curves}) != len(self.curves):
+            raise InvalidInputError("a setting appears twice", where="$.curves")
+        most = self.steps // self.every
+        for i, c in enumerate(self.curves):
+            if any(len(r.losses) > most for r in c.runs):
+                raise InvalidInputError(
+                    f"a run of {self.steps} steps has at most {most} looks", where=f"$.curves[{i}].runs"
+                )
+
+    def curve(self, setting: Setting) -> Curve | None:
+        """The runs of a setting, if it was measured."""
+        return next((c for c in self.curves if c.setting == setting), None)
+
+    def steps_to(self, target: Target, setting: Setting) -> Steps | None:
+        """Global batches to ``target`` under a setting that was measured; None where it was not."""
+        curve = self.curve(setting)
+        if curve is None:
+            return None
+        reached = [s for r in curve.runs if (s := self._first(r, target)) is not None]
+        return _of(reached, len(curve.runs))
+
+    def _first(self, run: TrainingRun, target: Target) -> int | None:
+        values = run.accuracies if target.what == "accuracy" else run.losses
+        sign = 1 if target.what == "accuracy" else -1
+        return next((self.every * (i + 1) for i, v in enumerate(values) if sign * v >= sign * target.value), None)
+
+    def at_age(self, target: Target, age: float, *, weighted: bool = False) -> Steps | None:
+        """Global batches to ``target`` where gradients are ``age`` global batches old on average: between the two
+        measured ages next to it; None beyond those that were measured, and where there are none.
+
+        A weight is 1 while the age is below 1, so that settings without one stand for those with one there.
+        """
+        known = {
+            c.setting.age: c.setting
+            for c in sorted(self.curves, key=lambda c: c.setting.weighted)
+            if not c.setting.period and c.setting.workers == self.workers
+            and (c.setting.weighted == weighted or (weighted and c.setting.age < 1))
+        }  # fmt: skip
+        return self._between(target, known, age)
+
+    def at_period(
+        self, target: Target, period: float, *, outer_rate: float = 1.0, outer_momentum: float = 0.0
+    ) -> Steps | None:
+        """Global batches to ``target`` where workers meet every ``period`` of them, as :meth:`at_age`."""
+        known = {
+            float(c.setting.period): c.setting
+            for c in self.curves
+            if c.setting.period and c.setting.workers == self.workers
+            and (c.setting.outer_rate, c.setting.outer_momentum) == (outer_rate, outer_momentum)
+        }  # fmt: skip
+        return self._between(target, known, period)
+
+    def _between(self, target: Target, known: dict[float, Setting], at: float) -> Steps | None:
+        below, above = [x for x in known if x <= at + 1e-9], [x for x in known if x >= at - 1e-9]
+        if not below or not above:
+            return None
+        low, high = max(below), min(above)
+        a, b = self.steps_to(target, known[low]), self.steps_to(target, known[high])
+        assert a is not None, "it was found among the curves"
+        assert b is not None, "it was found among the curves"
+        share = (at - low) / (high - low) if high > low else 0.0
+
+        def mixed(x: float | None, y: float | None) -> float | None:
+            return None if x is None or y is None else x + share * (y - x)
+
+        worse = a if a.reached * b.seeds <= b.reached * a.seeds else b
+        return Steps(
+            mean=mixed(a.mean, b.mean), low=mixed(a.low, b.low), high=mixed(a.high, b.high), reached=worse.reached,
+            seeds=worse.seeds,
+        )  # fmt: skip
+
+
+def _of(reached: Sequence[int], seeds: int) -> Steps:
+    known = len(reached) > 0 and 2 * len(reached) >= seeds
+    return Steps(
+        mean=sum(reached) / len(reached) if known else None,
+        low=float(min(reached)) if reached else None,
+        high=float(max(reached)) if reached and len(reached) == seeds else None,
+        reached=len(reached),
+        seeds=seeds,
+    )
+
+
+def usual_settings(workers: int) -> tuple[Setting, ...]:
+    """Settings that a curve has unless asked otherwise: plain, ages up to 4 global batches, and meetings.
+
+    Raises:
+        UsageError: fewer than 2 workers, which have nobody to be late for.
+    """
+    if workers < 2:
+        raise UsageError(f"staleness among {workers} workers: at least 2 are needed")
+    ages = (0, workers - 1, workers, 2 * workers, 4 * workers)
+    found = [PLAIN, *(Setting(workers=workers, delay=d) for d in dict.fromkeys(ages))]
+    found += [Setting(workers=workers, delay=d, weighted=True) for d in ages if d >= workers]
+    found += [Setting(workers=workers, period=p) for p in (1, 4, 16)]
+    return (*found, Setting(workers=workers, period=50, outer_rate=0.7, outer_momentum=0.9))

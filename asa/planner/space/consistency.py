@@ -1,0 +1,133 @@
+"""Disciplines of consistency, priced for the table beside what the planner chooses from.
+
+Data parallelism whose workers wait for one another otherwise (:mod:`asa.ir.consistency`) costs what its clock says
+(:mod:`asa.cost.consistency`) on a machine of the same prices as every plan: computing and updates of a replicated
+component, a message between two ranks for a push and for a pull, an all_reduce for a meeting. A push leaves when
+backward has ended and the weights come back before the next forward: neither hides behind anything.
+
+Prices are of time and memory alone: what stale weights cost in steps to a target is a curve of its own
+(:mod:`asa.ir.staleness`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from asa.cost.consistency import Machine, Played, Server, Worker, play
+from asa.cost.memory.peak import Peak
+from asa.cost.planned import Price
+from asa.cost.step import StepCost
+from asa.cost.traffic.collectives import Links
+from asa.cost.work.spread import expected_maximum, relative_deviation
+from asa.interfaces.strategy import OPTIMIZER_WORDS
+from asa.ir.cluster import Cluster
+from asa.ir.codec import noun
+from asa.ir.consistency import Discipline, parse
+from asa.ir.layout import largest_shard
+from asa.planner.space.candidate import Candidate, Prices
+
+TABLED = ("ps_sync", "ps_async", "ps_bounded")
+"""Disciplines that stand beside every plan."""
+
+_CYCLES, _MOST, _LEAST = 2000, 48, 4
+"""Steps of all workers that a run by the clock has at most, and global batches that it has at most and at least."""
+
+
+@noun
+class Disciplined:
+    """A discipline on the workers of data parallelism: its price, the run by the clock, and who its workers are."""
+
+    price: Price
+    played: Played
+    machine: Machine
+
+
+def why_not(name: str) -> str:
+    """Why a discipline is not chosen."""
+    exact = parse(name).exact
+    changed = "" if exact else ", and --consistency any says what changed convergence costs"
+    return f"not chosen: it runs where it is asked for by name{changed}"
+
+
+def machine(prices: Prices, replicated: Candidate, discipline: Discipline | None) -> Machine:
+    """Workers and servers as the clock sees them: those of ``replicated``, plain data parallelism over at least 2 ranks
+    in one stage; the last ranks are servers where the discipline gives them ranks of their own.
+
+    Raises:
+        UsageError: there are too few ranks for the discipline.
+    """
+    space, ranks = prices.space, replicated.ranks
+    count = ranks if discipline is None else discipline.workers(ranks)
+    num_servers = 0 if discipline is None else discipline.servers
+    beside = discipline is not None and discipline.placement == "beside"
+    plain = prices.of(replicated)
+    spread = relative_deviation(space.profile)
+    pace = 1 / (1 + spread * expected_maximum(ranks))
+    inside = sum(b.blocking_s for b in plain.boundaries) + sum(c.blocking_s for c in plain.components)
+    slowest_s = sum(c.compute_s for c in plain.components) * pace + inside
+    update_s = sum(c.update_s for c in plain.components) * pace
+    speeds = space.cluster.speeds(range(ranks)) or (1.0,) * ranks
+    batch = space.request.global_batch
+    share, largest = batch / count, largest_shard(batch, ranks)
+    size = float(sum(c.parameter_bytes for c in space.profile.graph.components))
+    links = Links(space.cluster, ranks)
+    message = links.handover(size / num_servers, _apart(space.cluster, ranks), 1) if num_servers else 0.0
+    away = (count - 1) / count if beside else 1.0  # the worker beside a server has nothing to send to it
+    remote = [message * (num_servers - (beside and w < num_servers)) for w in range(count)]
+    return Machine(
+        workers=tuple(
+            Worker(
+                step_s=slowest_s * min(speeds) / speed * share / largest, rows=share, push_s=sent, pull_s=sent,
+                update_s=update_s if discipline is None or not num_servers or discipline.period > 1 else 0.0,
+            )
+            for speed, sent in zip(speeds[:count], remote, strict=True)
+        ),
+        servers=tuple(
+            Server(
+                receive_s=message * away, send_s=message * away, apply_s=update_s / num_servers,
+                beside=j if beside else None,
+            )
+            for j in range(num_servers)
+        ),
+        spread=spread,
+        meeting_s=plain.cost.exposed_s - inside if discipline is None else links.taken("all_reduce", size, ranks, 1),
+    )  # fmt: skip
+
+
+def _apart(cluster: Cluster, ranks: int) -> int:
+    """How far apart two of ``ranks`` ranks are that the widest links between them join."""
+    return max((level.devices for level in cluster.levels[:-1] if level.devices < ranks), default=1)
+
+
+def disciplined(prices: Prices, replicated: Candidate, discipline: Discipline) -> Disciplined:
+    """``discipline`` on the ranks and microbatches of ``replicated``, plain data parallelism in one stage."""
+    made = machine(prices, replicated, discipline)
+    count = len(made.workers)
+    played = play(discipline, made, steps=max(_LEAST, min(_MOST, _CYCLES // count)) * discipline.period)
+    plain = prices.of(replicated)
+    total, ideal = played.step_time_s, made.rows / made.fastest
+    update = sum(w.update_s * w.rows for w in made.workers) / made.rows
+    computed = min(total, ideal + update)
+    moved = min(total - computed, sum(w.push_s + w.pull_s for w in made.workers) / count / discipline.period)
+    cost = StepCost(
+        total_s=total, compute_s=computed, exposed_s=moved, hidden_s=0.0, update_s=min(update, computed), overlap_s=0.0,
+        bubble_s=total - computed - moved,
+    )  # fmt: skip
+    held = _held(prices, plain.peak, discipline)
+    stage = replace(plain.stages[0], cost=cost, peak=held, peaks=())
+    return Disciplined(price=replace(plain, cost=cost, peak=held, stages=(stage,)), played=played, machine=made)
+
+
+def _held(prices: Prices, plain: Peak, discipline: Discipline) -> Peak:
+    """What the rank that holds most holds. A server keeps its part of the weights, their sum of gradients and the
+    optimizer's state, which no worker has; a meeting of all weights needs as much again for the message, and an outer
+    optimizer keeps where they started and its momentum."""
+    size = float(sum(c.parameter_bytes for c in prices.space.profile.graph.components))
+    words = OPTIMIZER_WORDS[prices.space.request.optimizer]
+    if discipline.servers:
+        more = -words * size + ((words + 2) * size / discipline.servers if discipline.placement == "beside" else 0.0)
+    elif discipline.waiting == "local":
+        more = size * (1 + (discipline.name == "diloco") * 2)
+    else:
+        more = 0.0
+    return replace(plain, state=plain.state + more, total=plain.total + more)

@@ -1,0 +1,186 @@
+"""Training on one device with gradients that wait in a queue, or with workers that meet now and then.
+
+A gradient is computed at the weights there are, goes to the end of a queue, and the oldest one in it becomes the next
+update: with an empty queue that is plain training to the last bit, and with one of ``delay`` entries every gradient is
+``delay`` updates old when it is applied. Workers of their own are models of their own, stepped in turn. No cluster is
+needed for either, and nothing is assumed of what staleness does.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from asa.ir.plan import OptimizerName
+from asa.ir.staleness import Curve, Setting, TrainingRun
+
+Progress = Callable[[float, str], None]
+Loss = Callable[[object, Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is trained. ``build(seed)`` makes the model; ``train`` and ``test`` are inputs [N, ...] and labels [N] on
+    the device; ``loss`` is the mean over a batch, ``hits`` is 1 for every row that is predicted right."""
+
+    build: Callable[[int], nn.Module]
+    train: tuple[Tensor, Tensor]
+    test: tuple[Tensor, Tensor]
+    loss: Loss
+    hits: Loss
+    optimizer: OptimizerName
+    lr: float
+    momentum: float
+    weight_decay: float
+    global_batch: int
+
+    def made(self, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+        """An optimizer over ``parameters`` at the whole rate."""
+        if self.optimizer == "sgd":
+            return torch.optim.SGD(parameters, lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
+        return torch.optim.AdamW(parameters, lr=self.lr, weight_decay=self.weight_decay)
+
+    def batches(self, seed: int) -> Iterator[Tensor]:
+        """Indices of one global batch after the other, every epoch in an order of its own."""
+        count, size = len(self.train[1]), min(self.global_batch, len(self.train[1]))
+        draws = torch.Generator().manual_seed(seed)
+        while True:
+            order = torch.randperm(count, generator=draws)
+            for start in range(0, count - size + 1, size):
+                yield order[start : start + size]
+
+    def gradients(self, model: nn.Module, rows: Tensor) -> list[Tensor | None]:
+        """Gradients of the mean loss of ``rows``, in the order of the trained parameters."""
+        for p in model.parameters():
+            p.grad = None
+        self.loss(model(self.train[0][rows]), self.train[1][rows]).backward()
+        return [p.grad for p in model.parameters() if p.requires_grad]
+
+    def judged(self, model: nn.Module) -> tuple[float, float]:
+        """Loss and accuracy on what it was not trained on."""
+        model.eval()
+        with torch.no_grad():
+            output = model(self.test[0])
+            found = float(self.loss(output, self.test[1])), float(self.hits(output, self.test[1]).mean())
+        model.train()
+        return found
+
+
+def trained(task: Task, setting: Setting, *, seed: int, steps: int, every: int) -> tuple[TrainingRun, nn.Module]:
+    """One run of ``steps`` global batches, judged after every ``every`` of them, and the model it ends with."""
+    device = task.train[0].device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        model = task.build(seed)
+        apart = setting.period > 0
+        going = (_averaged if apart else _delayed)(task, setting, model, task.batches(seed))
+        losses: list[float] = []
+        accuracies: list[float] = []
+        for step in range(1, steps + 1):
+            next(going)
+            if step % every:
+                continue
+            loss, accuracy = task.judged(model)
+            if not math.isfinite(loss):
+                return _run(seed, losses, accuracies, diverged=True), model
+            losses.append(float(f"{loss:.6g}"))
+            accuracies.append(float(f"{accuracy:.6g}"))
+    return _run(seed, losses, accuracies, diverged=False), model
+
+
+def _run(seed: int, losses: list[float], accuracies: list[float], *, diverged: bool) -> TrainingRun:
+    return TrainingRun(seed=seed, losses=tuple(losses), accuracies=tuple(accuracies), diverged=diverged)
+
+
+def _delayed(task: Task, setting: Setting, model: nn.Module, batches: Iterator[Tensor]) -> Iterator[None]:
+    """Updates of one model; yields once per global batch that was *applied*."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = task.made(parameters)
+    weight = 1 / (1 + int(setting.age)) if setting.weighted else 1.0
+    queue: deque[tuple[list[Tensor | None], float]] = deque()
+    applied = 0
+    for batch in batches:
+        for rows in batch.tensor_split(setting.workers):
+            if not len(rows):
+                continue
+            share = weight * len(rows) / len(batch)
+            queue.append((task.gradients(model, rows), share))
+            if len(queue) <= setting.delay:
+                continue
+            gradients, share = queue.popleft()
+            for p, g in zip(parameters, gradients, strict=True):
+                p.grad = g
+            for group in optimizer.param_groups:
+                group["lr"] = task.lr * share if share != 1 else task.lr
+            optimizer.step()
+            applied += 1
+            if applied % setting.workers == 0:
+                yield
+
+
+def _averaged(task: Task, setting: Setting, model: nn.Module, batches: Iterator[Tensor]) -> Iterator[None]:
+    """Workers with models and optimizers of their own; ``model`` is their mean, with an outer optimizer's step.
+
+    Running statistics are averaged as weights are. Between two meetings ``model`` stays what the last one made it.
+    """
+    workers = [deepcopy(model) for _ in range(setting.workers)]
+    optimizers = [task.made([p for p in w.parameters() if p.requires_grad]) for w in workers]
+    whole = list(model.parameters())
+    outer = torch.optim.SGD(
+        whole, lr=setting.outer_rate, momentum=setting.outer_momentum, nesterov=setting.outer_momentum > 0
+    )
+    for step, batch in enumerate(batches, 1):
+        for worker, optimizer, rows in zip(workers, optimizers, batch.tensor_split(setting.workers), strict=True):
+            if len(rows):
+                task.gradients(worker, rows)
+                optimizer.step()
+        if step % setting.period == 0:
+            _meet(model, workers, outer)
+        yield
+
+
+def _meet(model: nn.Module, workers: Sequence[nn.Module], outer: torch.optim.Optimizer) -> None:
+    with torch.no_grad():
+        for p, *theirs in zip(model.parameters(), *(w.parameters() for w in workers), strict=True):
+            p.grad = p - torch.stack(theirs).mean(0)
+        outer.step()
+        for b, *others in zip(model.buffers(), *(w.buffers() for w in workers), strict=True):
+            b.copy_(torch.stack(others).mean(0) if b.is_floating_point() else others[0])
+        for w in workers:
+            for mine, its in zip(model.parameters(), w.parameters(), strict=True):
+                its.copy_(mine)
+            for mine, its in zip(model.buffers(), w.buffers(), strict=True):
+                its.copy_(mine)
+
+
+def measured(
+    task: Task, settings: Sequence[Setting], *, seeds: int, steps: int, every: int, time_limit_s: float,
+    progress: Progress | None = None,
+) -> tuple[tuple[Curve, ...], tuple[str, ...]]:  # fmt: skip
+    """Curves of ``settings`` over seeds 0 to ``seeds - 1``, and in words what there was no time for.
+
+    All settings take a seed before any takes the next one. The plain one's first run is made whatever it takes.
+    """
+    began, found, skipped = time.perf_counter(), {s: [] for s in settings}, []  # type: float, dict[Setting, list[TrainingRun]], list[str]
+    longest = 0.0
+    for seed in range(seeds):
+        for i, setting in enumerate(settings):
+            now = time.perf_counter()
+            if (seed or i) and now - began + longest > time_limit_s:
+                left = sum(seeds - len(runs) for runs in found.values())
+                skipped.append(f"{left} of {seeds * len(settings)} runs: no time left")
+                break
+            if progress is not None:
+                progress((seed * len(settings) + i) / (seeds * len(settings)), f"seed {seed}, {setting.words}")
+            found[setting].append(trained(task, setting, seed=seed, steps=steps, every=every)[0])
+            longest = max(longest, time.perf_counter() - now)
+        if skipped:
+            break
+    return tuple(Curve(setting=s, runs=tuple(runs)) for s, runs in found.items() if runs), tuple(skipped)

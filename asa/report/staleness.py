@@ -1,0 +1,50 @@
+"""Curves of stale and local training, for reading."""
+
+from __future__ import annotations
+
+from rich.console import RenderableType
+
+from asa.ir.staleness import PLAIN, Curve, Staleness, Steps, Target
+from asa.report.tables import line, table
+from asa.report.units import NOTHING
+
+_SHARE = 0.95
+"""Of the plain run's best accuracy: the target of the table."""
+
+
+def render(curves: Staleness) -> list[RenderableType]:
+    """Per setting the accuracy at the end, and global batches to an accuracy that the plain runs come close to."""
+    plain = curves.curve(PLAIN)
+    best = [max(r.accuracies, default=0.0) for r in plain.runs] if plain is not None else []
+    goal = int(100 * _SHARE * sum(best) / len(best)) / 100 if best else 0.0
+    target = Target(what="accuracy", value=goal) if goal > 0 else None
+    made = table(
+        f"Staleness of {curves.model_spec} on {curves.data}, {curves.optimizer} at {curves.learning_rate:g}, batch "
+        f"{curves.global_batch}",
+        ("gradients", "seeds", "accuracy at the end", f"batches to {target}" if target else "batches"),
+    )
+    for curve in curves.curves:
+        made.add_row(
+            curve.setting.words, str(len(curve.runs)), _ends(curve),
+            batches(curves.steps_to(target, curve.setting), curves.steps) if target else NOTHING,
+        )  # fmt: skip
+    return [made, *(line(f"note: {s}") for s in curves.skipped)]
+
+
+def _ends(curve: Curve) -> str:
+    """Lowest and highest accuracy at the end of a run, and how many diverged."""
+    ends = sorted(r.accuracies[-1] for r in curve.runs if r.accuracies and not r.diverged)
+    gone = sum(r.diverged for r in curve.runs)
+    said = f"{ends[0]:.3f} to {ends[-1]:.3f}" if ends else NOTHING
+    return f"{said}, {gone} diverged" if gone else said
+
+
+def batches(steps: Steps | None, most: int) -> str:
+    """A mean with its range; what no run reached as such."""
+    if steps is None:
+        return NOTHING
+    if steps.reached == 0:
+        return f"not in {most}"
+    mean = f"{steps.mean:.0f}" if steps.mean is not None else f"over {most}"
+    high = f"{steps.high:.0f}" if steps.high is not None else f"over {most}"
+    return f"{mean} ({steps.low:.0f} to {high})"

@@ -1,0 +1,226 @@
+"""The statistical price: a queue of gradients, workers that seldom meet, and what is read from their curves."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from asa.errors import InvalidInputError, UsageError
+from asa.ir import codec
+from asa.ir.staleness import (
+    PLAIN,
+    Curve,
+    Setting,
+    Staleness,
+    Target,
+    TrainingRun,
+    parse_target,
+    usual_settings,
+)
+from asa.profiler.staleness import Task, measured, trained
+from asa.report import staleness as report
+from asa.report.tables import plain as text
+
+
+def built(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def task(optimizer="sgd", *, momentum: float = 0.9, lr: float = 0.05) -> Task:
+    draws = torch.Generator().manual_seed(7)
+    x = torch.randn(160, 6, generator=draws)
+    y = (x @ torch.randn(6, 3, generator=draws)).argmax(1)
+    return Task(
+        build=built, train=(x[:120], y[:120]), test=(x[120:], y[120:]), loss=nn.functional.cross_entropy,
+        hits=lambda output, labels: (output.argmax(1) == labels).float(), optimizer=optimizer, lr=lr,
+        momentum=momentum if optimizer == "sgd" else 0.0, weight_decay=1e-3, global_batch=24,
+    )  # fmt: skip
+
+
+def by_hand(t: Task, seed: int, steps: int) -> nn.Module:
+    """Plain training, as anybody would write it."""
+    model = t.build(seed)
+    optimizer = t.made(list(model.parameters()))
+    for _, rows in zip(range(steps), t.batches(seed), strict=False):
+        optimizer.zero_grad()
+        t.loss(model(t.train[0][rows]), t.train[1][rows]).backward()
+        optimizer.step()
+    return model
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_without_delay_the_queue_is_plain_training_to_the_last_bit(optimizer):
+    t = task(optimizer)
+    _, model = trained(t, PLAIN, seed=3, steps=12, every=4)
+    assert same(model, by_hand(t, 3, 12))
+    _, late = trained(t, Setting(delay=1), seed=3, steps=12, every=4)
+    assert not same(late, model)
+
+
+def test_a_delayed_gradient_is_the_one_of_so_many_updates_ago():
+    """One weight w and the loss w^2 / 2, whose gradient is the weight itself: w' = w - lr * (w two updates ago)."""
+
+    class One(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.tensor([1.0], dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.w.expand(len(x), 1)
+
+    rows = torch.zeros(8, 1, dtype=torch.float64)
+    t = Task(
+        build=lambda _seed: One(), train=(rows, rows[:, 0]), test=(rows, rows[:, 0]),
+        loss=lambda output, _labels: (output**2).mean() / 2, hits=lambda output, labels: labels,
+        optimizer="sgd", lr=0.25, momentum=0.0, weight_decay=0.0, global_batch=4,
+    )  # fmt: skip
+    _, model = trained(t, Setting(delay=2), seed=0, steps=5, every=1)
+    history = [1.0, 1.0, 1.0]  # at the weights there were when the queue was filled
+    for _ in range(5):
+        history.append(history[-1] - 0.25 * history[-3])
+    assert model.w.item() == history[-1]
+    _, weighted = trained(t, Setting(delay=2, weighted=True), seed=0, steps=1, every=1)
+    assert weighted.w.item() == 1 - 0.25 / 3
+
+
+def test_workers_that_meet_after_every_batch_take_the_mean_gradient_where_nothing_is_remembered():
+    t = replace(task(momentum=0.0), build=_without_norm)
+    _, plain = trained(t, PLAIN, seed=1, steps=6, every=3)
+    _, met = trained(t, Setting(workers=4, period=1), seed=1, steps=6, every=3)
+    for a, b in zip(plain.parameters(), met.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    _, outer = trained(t, Setting(workers=4, period=3, outer_rate=0.7, outer_momentum=0.9), seed=1, steps=6, every=3)
+    assert not same(outer, met)
+
+
+def _without_norm(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def test_running_statistics_are_averaged():
+    _, model = trained(task(), Setting(workers=2, period=2), seed=0, steps=4, every=2)
+    assert torch.isfinite(model[1].running_mean).all()
+    assert float(model[1].num_batches_tracked) == 4
+
+
+def test_curves_take_every_seed_in_turn_and_say_what_there_was_no_time_for():
+    t = task()
+    curves, skipped = measured(t, (PLAIN, Setting(delay=1)), seeds=2, steps=4, every=2, time_limit_s=60)
+    assert [[r.seed for r in c.runs] for c in curves] == [[0, 1], [0, 1]]
+    assert not skipped
+    curves, skipped = measured(t, (PLAIN, Setting(delay=1)), seeds=2, steps=4, every=2, time_limit_s=0)
+    assert [c.setting for c in curves] == [PLAIN]
+    assert skipped == ("3 of 4 runs: no time left",)
+
+
+def test_a_run_that_diverges_ends_with_the_look_before():
+    run, _ = trained(task(lr=1e30), PLAIN, seed=0, steps=4, every=1)
+    assert run.diverged
+    assert len(run.losses) < 4
+
+
+def run(seed: int, *accuracies: float) -> TrainingRun:
+    return TrainingRun(seed=seed, losses=tuple(1 - a for a in accuracies), accuracies=accuracies)
+
+
+def curve(setting: Setting, *runs: tuple[float, ...]) -> Curve:
+    return Curve(setting=setting, runs=tuple(run(i, *r) for i, r in enumerate(runs)))
+
+
+def staleness(*curves: Curve, **changes) -> Staleness:
+    made = Staleness(
+        model_spec="cnn", model_fingerprint="0123456789abcdef", input_shape=(1, 8, 8), num_classes=10, data="digits",
+        optimizer="sgd", learning_rate=0.1, momentum=0.9, weight_decay=5e-4, global_batch=64, workers=4, steps=30,
+        every=10, curves=curves, created="2025-01-02T03:04:05+00:00", asa_version="0", torch_version="2",
+        device="Test CPU",
+    )  # fmt: skip
+    return replace(made, **changes)
+
+
+NINE = Target(what="accuracy", value=0.9)
+TOLD = staleness(
+    curve(PLAIN, (0.9, 0.95, 0.95), (0.5, 0.9, 0.95)),
+    curve(Setting(workers=4, delay=0), (0.9, 0.95, 0.95), (0.9, 0.9, 0.95)),
+    curve(Setting(workers=4, delay=4), (0.5, 0.95, 0.95), (0.5, 0.6, 0.95)),
+    curve(Setting(workers=4, delay=8), (0.5, 0.6, 0.7), (0.5, 0.6, 0.9)),
+    curve(Setting(workers=4, delay=4, weighted=True), (0.5, 0.6, 0.95), (0.5, 0.6, 0.95)),
+    curve(Setting(workers=4, period=2), (0.1, 0.2, 0.3), (0.1, 0.2, 0.3)),
+)
+
+
+def test_steps_to_a_target_have_a_mean_and_a_range():
+    found = TOLD.steps_to(NINE, PLAIN)
+    assert (found.mean, found.low, found.high, found.reached, found.seeds) == (15, 10, 20, 2, 2)
+    assert TOLD.steps_to(Target(what="loss", value=0.1), PLAIN) == found
+    assert TOLD.steps_to(NINE, Setting(workers=2)) is None
+
+
+def test_between_two_ages_steps_are_between_and_beyond_them_unknown():
+    means = [TOLD.at_age(NINE, a).mean for a in (0, 0.25, 1)]
+    assert means == [10, 10 + 0.25 * 15, 25]
+    assert TOLD.at_age(NINE, 3) is None
+    assert TOLD.at_age(NINE, 1, weighted=True).mean == 30
+    assert TOLD.at_age(NINE, 0, weighted=True).mean == 10
+    assert TOLD.at_period(NINE, 3) is None
+    assert TOLD.at_period(NINE, 2, outer_rate=0.7, outer_momentum=0.9) is None
+
+
+def test_what_some_seeds_never_reached_has_no_highest_and_what_none_reached_no_mean():
+    some = TOLD.at_age(NINE, 2)
+    assert (some.mean, some.low, some.high, some.reached) == (30, 30, None, 1)
+    none = TOLD.at_period(NINE, 2)
+    assert (none.mean, none.low, none.high, none.reached) == (None, None, None, 0)
+
+
+def test_curves_are_a_document_that_refuses_what_makes_no_sense(tmp_path):
+    path = tmp_path / "cnn.cpu.fp32.sgd.staleness.json"
+    codec.save(TOLD, path)
+    assert codec.load(Staleness, path) == TOLD
+    data = json.loads(path.read_text())
+    for where, value in (
+        (("curves", 0, "runs", 0, "accuracies", 0), 1.5),
+        (("curves", 0, "runs", 0, "losses", 0), float("nan")),
+        (("curves", 0, "setting", "delay"), -1),
+        (("workers",), 0),
+        (("steps",), 10**9),
+        (("learning_rate",), "0.1"),
+        (("curves", 0, "runs", 0, "seed"), None),
+    ):
+        broken = json.loads(json.dumps(data))
+        broken.pop("fingerprint")
+        at = broken
+        for key in where[:-1]:
+            at = at[key]
+        at[where[-1]] = value
+        path.write_text(json.dumps(broken))
+        with pytest.raises(InvalidInputError):
+            codec.load(Staleness, path)
+    twice = {**data, "curves": [data["curves"][0], data["curves"][0]]}
+    path.write_text(json.dumps(twice))
+    with pytest.raises(InvalidInputError, match="twice"):
+        codec.load(Staleness, path)
+
+
+def test_usual_settings_and_targets():
+    assert len(set(usual_settings(4))) == len(usual_settings(4))
+    with pytest.raises(UsageError, match="at least 2"):
+        usual_settings(1)
+    for wrong in ("accuracy", "accuracy=2", "loss=-1", "speed=3", "loss=nan", "accuracy=1e999"):
+        with pytest.raises(ValueError, match=r"target|accuracy is"):
+            parse_target(wrong)
+
+
+def test_the_table_says_what_no_run_reached():
+    said = text(report.render(TOLD))
+    assert "over 30" in said
+    assert "not in 30" in said
