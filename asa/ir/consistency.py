@@ -182,11 +182,16 @@ class Discipline:
         """Whether servers hold the weights and the optimizer's state."""
         return self.servers > 0
 
+    @property
+    def synchronous(self) -> bool:
+        """Whether servers apply one update of all workers' gradients at a time."""
+        return self.name == "ps_sync" or (self.name == "ps_bounded" and self.window == 0 and self.max_age == 0)
+
     def exact(self, optimizer: str) -> bool:
         """Whether training with ``optimizer`` is what plain data parallelism does, up to rounding: where every step has
         the gradients of all workers, or where plain averages of what they did come to the same."""
-        if self.name in ("ps_sync", "ps_bounded"):
-            return self.name == "ps_sync" or (self.window == 0 and self.max_age == 0)
+        if self.synchronous:
+            return True
         if self.name not in ("local_sgd", "diloco") or optimizer != "sgd":
             return False
         plain = self.outer_rate == 1 and self.outer_momentum == 0 and self.message == "fp32" and self.quorum is None

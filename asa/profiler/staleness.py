@@ -149,15 +149,15 @@ def _averaged(task: Task, setting: Setting, model: nn.Module, batches: Iterator[
 def _meet(model: nn.Module, workers: Sequence[nn.Module], outer: torch.optim.Optimizer) -> None:
     with torch.no_grad():
         for p, *theirs in zip(model.parameters(), *(w.parameters() for w in workers), strict=True):
-            p.grad = p - torch.stack(theirs).mean(0)
+            p.grad = torch.sub(p, torch.stack(theirs).mean(0))
         outer.step()
         for b, *others in zip(model.buffers(), *(w.buffers() for w in workers), strict=True):
             b.copy_(torch.stack(others).mean(0) if b.is_floating_point() else others[0])
         for w in workers:
             for mine, its in zip(model.parameters(), w.parameters(), strict=True):
                 its.copy_(mine)
-            for mine, its in zip(model.buffers(), w.buffers(), strict=True):
-                its.copy_(mine)
+            for held, other in zip(model.buffers(), w.buffers(), strict=True):
+                other.copy_(held)
 
 
 def measured(

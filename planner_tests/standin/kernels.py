@@ -164,18 +164,18 @@ def _kernel(op: Any, compute: Callable[..., Any] | None) -> Callable[..., Any]:
     return kernel
 
 
-def _cudnn_batch_norm(x, weight, bias, mean, var, training, momentum, eps):  # noqa: ANN001, ANN202
+def _cudnn_batch_norm(x, weight, bias, mean, var, training, momentum, eps):
     out, saved, inverse = torch.ops.aten.native_batch_norm(x, weight, bias, mean, var, training, momentum, eps)
     return out, saved, inverse, torch.empty(0, dtype=torch.uint8)
 
 
-def _cudnn_batch_norm_backward(x, grad, weight, mean, var, saved, inverse, eps, reserve):  # noqa: ANN001, ANN202
+def _cudnn_batch_norm_backward(x, grad, weight, mean, var, saved, inverse, eps, reserve):
     return torch.ops.aten.native_batch_norm_backward(
         grad, x, weight, mean, var, saved, inverse, True, eps, [True, True, True]
     )
 
 
-def _batch_norm_with_update(x, weight, bias, mean, var, momentum, eps):  # noqa: ANN001, ANN202
+def _batch_norm_with_update(x, weight, bias, mean, var, momentum, eps):
     return _cudnn_batch_norm(x, weight, bias, mean, var, True, momentum, eps)
 
 

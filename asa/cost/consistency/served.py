@@ -144,7 +144,7 @@ class Served:
 
     def _apply(self, w: int) -> None:
         """The gradients of ``w`` have arrived."""
-        if self.discipline.exact:
+        if self.discipline.synchronous:
             self._arrived.append((w, self.now))
             if len(self._arrived) == len(self._workers):
                 done = self._updated(self.now)
@@ -187,14 +187,14 @@ class Served:
             me.rejected = False
             me.finished.append((self.now, 0.0))
         else:
-            if self.discipline.exact:
+            if self.discipline.synchronous:
                 self._aged(0.0)
             self.applied += rows
             me.own += rows
             me.finished.append((self.now, rows))
         self._ticked(me.clock)
         me.clock += 1
-        if self.discipline.exact and self._slowest < me.clock:
+        if self.discipline.synchronous and self._slowest < me.clock:
             return  # the others' update is the same one
-        for other in range(len(self._workers)) if self.discipline.exact else (w, *sorted(self._blocked - {w})):
+        for other in range(len(self._workers)) if self.discipline.synchronous else (w, *sorted(self._blocked - {w})):
             self._begin(other, self.now)

@@ -84,7 +84,9 @@ class Served(Conduct):
 
     def _push(self, gradient: Tensor, samples: int, rates: list[float]) -> None:
         assert self._flat is not None
-        asked = [(head(_PUSH, samples, *rates), gradient[a:b]) for a, b in self._slices]
+        asked: list[tuple[Tensor, Tensor | None]] = [
+            (head(_PUSH, samples, *rates), gradient[a:b]) for a, b in self._slices
+        ]
         for (start, _), (_, weights) in zip(self._slices, self._ask(asked), strict=True):
             assert weights is not None
             self._flat.put(weights, start)

@@ -44,7 +44,7 @@ class Disciplined:
 
 def why_not(name: str) -> str:
     """Why a discipline is not chosen."""
-    exact = parse(name).exact
+    exact = parse(name).synchronous
     changed = "" if exact else ", and --consistency any says what changed convergence costs"
     return f"not chosen: it runs where it is asked for by name{changed}"
 

@@ -45,7 +45,7 @@ def planned(discipline: Discipline, request: Request, solve: Callable[[Request],
 def disciplined(plain: Plan, discipline: Discipline, gpus: int) -> Plan:
     """``plain`` data parallelism under ``discipline``, with ranks of their own for servers that are to have some."""
     name = discipline.name
-    notes = (f"{name}: {WAITS_FOR[name]}", f"what changes: {CHANGES[name]}")
+    notes: tuple[str, ...] = (f"{name}: {WAITS_FOR[name]}", f"what changes: {CHANGES[name]}")
     priced = next((b.step_time_s for b in plain.baselines if b.name == name and b.step_time_s), None)
     prediction = plain.prediction
     if priced is not None:
