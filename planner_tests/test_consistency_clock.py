@@ -123,7 +123,7 @@ def test_no_discipline_beats_physics_and_none_is_staler_than_its_bound(text, spe
         assert len(drawn.leads) - 1 <= d.window
     if d.max_age is not None:
         assert drawn.max_age <= d.max_age
-    if d.exact or d.waiting == "local":
+    if d.synchronous or d.waiting == "local":
         assert drawn.max_age == 0
     assert all(0 <= w <= 1 for w in drawn.waited)
     assert 0 <= drawn.served <= 1 + 1e-9

@@ -245,7 +245,7 @@ def _asked(ranks: int, wishes: Wishes, limit_s: float) -> tuple[Strategies, Requ
 
 
 def _runnable(plans: list[Plan], wishes: Wishes) -> list[Plan]:
-    """Those of ``plans`` that compute a batch at once, where that is asked for."""
+    """Plans among ``plans`` that compute a batch at once, where that is asked for."""
     any_parts = wishes.pipelines and not wishes.at_once
     return [plan for plan in plans if any_parts or plan.num_microbatches == 1]
 

@@ -33,7 +33,7 @@ _BUCKETS = 4
 _GPU_SCALE = 32
 """A GPU is given that much more of everything, or its kernels would be over before they meet."""
 _SCALE_BYTES = 256 * MIB
-"""Of free memory, for each time as much; buckets, kernels and their gradients take about half of it."""
+"""Free memory for each time as much; buckets, kernels and their gradients take about half of it."""
 _SAMPLE_S = 0.02
 _MOST_ROUNDS = 15
 _TRIES, _TRIES_S = 5, 0.5

@@ -9,7 +9,7 @@ from asa.report.tables import line, table
 from asa.report.units import NOTHING
 
 _SHARE = 0.95
-"""Of the plain run's best accuracy: the target of the table."""
+"""Share of the plain run's best accuracy that is the target of the table."""
 
 
 def render(curves: Staleness) -> list[RenderableType]:
