@@ -192,16 +192,21 @@ class _Crew:
             WorkersFailedError, AsaError: as :func:`run_ranks`.
         """
         first_failure: float | None = None
+        done: float | None = None
         while len(self.outcomes) < self.num_ranks:
             now = time.monotonic()
             if first_failure is not None and now > first_failure + _GRACE_S:
                 break
+            if done is None and self.spare is not None and self._needed_are_done():
+                done = now + _GRACE_S
+            if done is not None and now > done:
+                return [self.outcomes[r].result if r in self.outcomes else None for r in range(self.num_ranks)]
             if deadline is not None and now > deadline:
                 late = min(set(range(self.num_ranks)) - set(self.outcomes))
                 raise WorkersFailedError(f"rank {late} of {self.num_ranks} was not done within the limit", rank=late)
             look = None if self.watch is None else now + self.watch.interval_s
             grace = None if first_failure is None else first_failure + _GRACE_S
-            ends = [t for t in (deadline, grace, look) if t is not None]
+            ends = [t for t in (deadline, grace, look, done) if t is not None]
             self._hear(on_message, max(0.0, min(ends) - now) + 0.001 if ends else None)
             if first_failure is None:
                 self._look()
@@ -213,6 +218,11 @@ class _Crew:
                 first_failure = time.monotonic()
         self._raise_failure()
         return [self.outcomes[rank].result for rank in range(self.num_ranks)]
+
+    def _needed_are_done(self) -> bool:
+        """Whether all ranks that the others cannot do without have a result; who hangs then need not be waited for."""
+        needed = [r for r in range(self.num_ranks) if self.spare is None or not self.spare(r)]
+        return all(r in self.outcomes and self.outcomes[r].failure is None for r in needed)
 
     def _spared(self, rank: int) -> bool:
         """Whether ``rank`` is lost, and the others go on without it."""

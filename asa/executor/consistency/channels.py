@@ -6,7 +6,9 @@ head [16] of float64 (what is asked, numbers that go with it) and, where the hea
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -20,6 +22,9 @@ _FOREVER = timedelta(days=7)
 
 Handle = Callable[[int, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
 """A worker's request (head, body) to a reply."""
+
+_LEAVE_S = 1.0
+"""How long clients may take to say that they leave: one that hangs never does."""
 
 HEAD = 16
 """Numbers of a head; the last two say what the body is."""
@@ -106,9 +111,11 @@ class Exchange:
     def close(self) -> None:
         """Take leave of every host, and wait for the threads that serve clients here."""
         for channel in self._to.values():
-            channel.send(head(LEAVING), None)
+            with contextlib.suppress(RuntimeError):  # it has left before
+                channel.send(head(LEAVING), None)
+        until = time.monotonic() + _LEAVE_S
         for thread in self._threads:
-            thread.join(timeout=10.0)
+            thread.join(timeout=max(0.0, until - time.monotonic()))
         self._to, self._from, self._threads = {}, {}, []
 
 

@@ -115,7 +115,8 @@ class Served(Conduct):
             self._push(self._kept, self._samples, [float(g["lr"]) for g in self.optimizer.param_groups])
         self._votes.gather([0.0])
         if self._server is not None:
-            self._server.rounds()
+            left = self._votes.live if isinstance(self._votes, StarVotes) else self.model.processes
+            self._server.rounds(left)
         self._votes.gather([0.0])
         if self._flat is not None:
             self.pull()

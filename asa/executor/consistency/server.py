@@ -21,7 +21,7 @@ import copy
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -154,10 +154,11 @@ class Server:
                 "most_steps_ahead": c.most_ahead, "waited_s": c.waited_s,
             }  # fmt: skip
 
-    def rounds(self) -> None:
-        """Clocks begin anew, for all workers: they have settled."""
+    def rounds(self, live: Collection[int]) -> None:
+        """Clocks begin anew, for all workers that are left: they have settled."""
         with self._changed:
             self._apply()
+            self.members = {w: m for w, m in self.members.items() if w in live}
             for member in self.members.values():
                 member.clock, member.silent, member.heard = 0, False, time.monotonic()
 
