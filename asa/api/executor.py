@@ -6,6 +6,7 @@ import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -24,6 +25,7 @@ from asa.api.rank_context import RankContext
 from asa.api.schedules import FILE, Schedules
 from asa.api.validation import mean_loss
 from asa.errors import AsaError, PreemptedError, UsageError
+from asa.executor.consistency import conduct_of
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.step import forward_backward, microbatch_rows, microbatches_of
 from asa.executor.running.planned import PlannedExecutor
@@ -96,10 +98,20 @@ class UserExecutor(PlannedExecutor):
 
     def _worker_of(self, model: ParallelModel, scale: LossScale) -> Worker:
         understood_by_torch(model, job=True)
+        optimizer = self._rebinding.apply(model)
+        discipline = model.plan.consistency
+        if discipline is not None and discipline.served and self._max_norm is not None:
+            raise UsageError(
+                f"max_norm is over all gradients of a step, and servers under {discipline} have them in slices; leave "
+                "it out, or train under ddp"
+            )
+        conduct = conduct_of(model, optimizer, self._votes)
+        if conduct is not None:
+            conduct.begin()
         return Worker(
-            model=model, optimizer=self._rebinding.apply(model), scale=scale, votes=self._votes,
+            model=model, optimizer=optimizer, scale=scale, votes=self._votes,
             clock=StepClock(model.device), precision=model.plan.precision, seed=self._settings.seed,
-            label_smoothing=0.0,
+            label_smoothing=0.0, conduct=conduct,
         )  # fmt: skip
 
     @property
@@ -204,15 +216,16 @@ class UserExecutor(PlannedExecutor):
         counted, counts = self._loss, bool(model.counts_rows())
         counted.begin()
         model.zero_grad()
-        loss = forward_backward(
-            model,
-            torch.arange(share.total),
-            self._step,
-            read,
-            labels_of,
-            loss_fn=lambda output, wanted: scale.scaled(counted(output, wanted, counts)),
-            precision=lambda: autocast(worker.precision, model.device),
-        )
+        with nullcontext() if worker.conduct is None else model.no_sync():
+            loss = forward_backward(
+                model,
+                torch.arange(share.total),
+                self._step,
+                read,
+                labels_of,
+                loss_fn=lambda output, wanted: scale.scaled(counted(output, wanted, counts)),
+                precision=lambda: autocast(worker.precision, model.device),
+            )
         factor = counted.factor(share.total)
         if factor != 1:
             loss = loss * factor
@@ -230,7 +243,10 @@ class UserExecutor(PlannedExecutor):
             if self._max_norm is not None:
                 clip(model, self._max_norm)
             faults.reached("optimizer")
-            worker.optimizer.step()
+            if worker.conduct is None:
+                worker.optimizer.step()
+            else:
+                worker.conduct.step(share.total)
             self._schedules.stepped()
         worker.clock.mark()
         self._step += 1
@@ -280,7 +296,7 @@ class UserExecutor(PlannedExecutor):
             message = f"{left_out} samples of epoch {epoch} were left out: too few for a batch on all ranks"
             self.announce({"event": "note", "message": message})
         self._epoch, self._done, self._warm = epoch + 1, 0, pace.warm
-        self.model.average_buffers()
+        self._worker.settle()
         if stopping:  # whoever asks may not wait for a validation
             self._schedules.epoch_ended(pace.train_loss)
             self.save(epoch)
@@ -317,6 +333,10 @@ class UserExecutor(PlannedExecutor):
             self.model, self._data.validation, self._data.split, self._data.loss_fn, self._votes,
             self._worker.precision,
         )  # fmt: skip
+
+    def settle(self) -> None:
+        """Leave one state on all ranks (collective)."""
+        self._worker.settle()
 
     def _preempt(self) -> None:
         where = f", saved to {self.commit()}" if self._folder is not None else "; without a folder nothing is saved"

@@ -184,7 +184,14 @@ class Job:
         if batch_norm == "exact":
             check_exact(chosen, norms)
         self._names = StateNames(model)
-        spare = Blank(model) if replan and place.ranks > 1 else None
+        discipline = chosen.consistency
+        if discipline is not None and not discipline.lockstep and place.rank == 0:
+            warnings.warn(
+                f"a job's ranks meet about once a second, for a line of the log, also under {discipline}: a rank that "
+                "hangs stops the others there; `asa train` does without",
+                stacklevel=2,
+            )
+        spare = Blank(model) if replan and discipline is None and place.ranks > 1 else None
         plain = [model]
 
         def build(wanted: Plan, processes: tuple[int, ...]) -> ParallelModel:
@@ -195,7 +202,7 @@ class Job:
             made = materialize(
                 wanted, subject(fresh), example.to(device_of(fresh)), rank=place.rank, strategies=offered(),
                 device=place.device, seed=seed, batch_norm=batch_norm, timeout_s=timeout_s, processes=processes,
-                keyed_draws=True,
+                keyed_draws=True, apart=True,
             )  # fmt: skip
             made.meet = votes.meet
             for line in differing(wanted, norms, made.changed, batch_norm) if place.rank == 0 else ():
@@ -274,7 +281,7 @@ class Job:
         executor = self._executor
         with others_may_leave(), executor.stop.listening():
             executor.advance()
-            able = self._replan and self._place.votes.tell(self._origins is not None)
+            able = self._replan and self.plan.consistency is None and self._place.votes.tell(self._origins is not None)
             model = self._model() if able else None
             rounds = range(executor.next_epoch, epochs)
             yield from adapt(executor, rounds, executor.announce, model=model, following=able)
@@ -304,12 +311,12 @@ class Job:
     def state_dict(self) -> dict[str, Tensor]:
         """Full weights and buffers under the model's own names, on the CPU of every rank (collective)."""
         self.model.meet("job.state_dict()", within_s=MEETING_S)
-        self.model.average_buffers()
+        self._executor.settle()
         return self._names.full(self.model, self._place.votes)
 
     def close(self) -> None:
         """Leave the plan's groups and the folder (collective)."""
-        self._executor.model.close()
+        self._executor.close()
         self._stack.close()
 
 

@@ -140,7 +140,7 @@ def measure(
 ) -> None:
     """Run the distinct plans against each other, for so many ``epochs`` or as long as the budget goes, and fill in
     ``cells`` and ``comparisons``."""
-    from asa.executor.measuring.benchmark import BenchOptions, compare
+    from asa.executor.measuring.benchmark import BenchOptions, compare, turn_steps
     from asa.executor.measuring.benchmark import measure as run
     from asa.instruments.others import watching
     from asa.profiler.machine import choose_device, free_memory
@@ -160,7 +160,10 @@ def measure(
     factory = partial(
         build, contest.model, num_classes=graph.num_classes, input_shape=graph.input_shape, seed=args.seed
     )
-    options = BenchOptions(device=device, budget_s=budget_s, epochs=epochs, seed=args.seed, lr=args.lr, threads=1)
+    options = BenchOptions(
+        device=device, budget_s=budget_s, epochs=epochs, seed=args.seed, lr=args.lr, threads=1,
+        steps_per_turn=turn_steps(plans),
+    )  # fmt: skip
     with watching() as others, console.progress(f"measuring {contest.model}") as report:
 
         def hear(_rank: int, message: dict[str, Any]) -> None:
@@ -219,7 +222,7 @@ def notes(contest: ModelBench) -> list[str]:
 
 def settings(args: Arguments, contests: Sequence[ModelBench], gpus: int, train: ImageSet) -> nouns.BenchSettings:
     """What was asked for, defaults filled in."""
-    from asa.executor.measuring.benchmark import BenchOptions
+    from asa.executor.measuring.benchmark import turn_steps
     from asa.executor.training.settings import LEARNING_RATE
 
     first = contests[0].profile
@@ -236,7 +239,7 @@ def settings(args: Arguments, contests: Sequence[ModelBench], gpus: int, train: 
         data=args.data,
         data_source=train.source,
         samples_per_epoch=len(train),
-        steps_per_turn=BenchOptions().steps_per_turn,
+        steps_per_turn=max(turn_steps(c.distinct()) for c in contests),
         seed=args.seed,
         budget_s=args.budget,
     )

@@ -7,6 +7,7 @@ far from 1 a ratio gets by noise alone. Every step a plan takes is real training
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from asa.executor.consistency import conduct_of
 from asa.executor.model.groups import Groups, groups_of
 from asa.executor.model.materialize import materialize
 from asa.executor.model.votes import Votes
@@ -43,6 +45,18 @@ the budget they may take."""
 _MAX_ROUNDS = 200
 _STRETCH_S, _STRETCH_SHARE, _MOST_STRETCH = 1.0, 0.1, 16
 """How long a plan runs alone while its devices are watched: seconds, share of the budget and steps, at most."""
+_APART_STEPS, _MOST_APART_STEPS = 8, 64
+"""Steps of a turn where workers of some plan go their own ways in between, as a rule and at most."""
+
+
+def turn_steps(plans: Sequence[Plan]) -> int:
+    """Steps of a turn: one, but where workers do not meet in every step as many as that takes to show, a whole number
+    of periods where that is few enough."""
+    apart = [p.consistency for p in plans if p.consistency is not None]
+    if not apart:
+        return 1
+    period = math.lcm(*(d.period for d in apart))
+    return min(_MOST_APART_STEPS, period * max(1, _APART_STEPS // period))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,18 +113,22 @@ class Entrant:
                  options: BenchOptions, device: torch.device) -> None:  # fmt: skip
         self.plan, self.cell, self.step = plan, Cell(plan.strategy), 0
         self.worker: Worker | None = None
-        if rank >= plan.num_ranks:
+        if rank >= plan.num_ranks and plan.consistency is None:
             if plan.num_ranks > 1:
                 Groups(rank, groups_of(plan))
             return
         model = materialize(
-            plan, build(), example(plan.input_shape), rank=rank, strategies=strategies, device=device, seed=options.seed
-        )
+            plan, build(), example(plan.input_shape), rank=rank, strategies=strategies, device=device,
+            seed=options.seed, apart=True,
+        )  # fmt: skip
         model.train()
         optimizer = build_optimizer(plan.optimizer, model.updated, lr=options.lr, offloaded=model.offloaded)
+        conduct = conduct_of(model, optimizer, votes)
+        if conduct is not None:
+            conduct.begin()
         self.worker = Worker(
             model=model, optimizer=optimizer, scale=LossScale(plan.precision), votes=votes, clock=StepClock(device),
-            precision=plan.precision, seed=options.seed, label_smoothing=0.0,
+            precision=plan.precision, seed=options.seed, label_smoothing=0.0, conduct=conduct,
         )  # fmt: skip
         self.tally = LossCounter(device)
 
@@ -124,7 +142,11 @@ class Entrant:
             self.step += 1
         if self.worker is None:
             return [(0.0, 0.0)] * steps
-        return [(t.data, t.work) for t in self.worker.clock.collect()]
+        times = [(t.data, t.work) for t in self.worker.clock.collect()]
+        if self.plan.consistency is None:
+            return times
+        # Nobody waits in every step: what counts is how long all of a worker's steps took.
+        return [(statistics.mean(t[0] for t in times), statistics.mean(t[1] for t in times))] * len(times)
 
 
 def slowest(votes: Votes, times: list[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -203,6 +225,8 @@ def _communication(entrant: Entrant, images: ImageSet, order: GlobalOrder, votes
 
     Ends the training: silenced steps leave ranks with different weights.
     """
+    if entrant.plan.consistency is not None:  # messages of a discipline are no collectives that could be left out
+        return []
     if entrant.plan.num_ranks == 1:
         entrant.step += 2 * steps
         return [0.0] * steps
@@ -300,6 +324,9 @@ def _rank(rank: int, plans: Sequence[Plan], build: Callable[[], nn.Module], stra
         entrant.cell.reserved_memory_bytes = None if found[0][2] < 0 else tuple(int(f[2]) for f in found)
     for entrant in entrants:
         entrant.cell.communication = _communication(entrant, train, order, votes, silent)
+    for entrant in entrants:
+        if entrant.worker is not None and entrant.worker.conduct is not None:
+            entrant.worker.conduct.close()
     return [e.cell for e in entrants]
 
 
@@ -328,7 +355,7 @@ def measure(
     Raises:
         WorkersFailedError: a rank died.
     """
-    ranks = max(p.num_ranks for p in plans)
+    ranks = max(p.num_processes for p in plans)
     backend = "nccl" if options.device == "cuda" else "gloo"
     results = run_ranks(
         ranks, _rank, list(plans), build, strategies, data, options,

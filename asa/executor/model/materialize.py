@@ -245,8 +245,8 @@ def materialize(
     """
     if plan.consistency is not None and not apart:
         raise UsageError(
-            f"the plan has its workers train under {plan.consistency}, which only `asa train`, `asa verify` and "
-            "`asa bench` run; plan with other --strategies"
+            f"the plan has its workers train under {plan.consistency}, which `asa train`, `asa verify`, "
+            "`asa bench` and asa.Job run; use one of those, or plan with other strategies"
         )
     modes = Modes()
     if isinstance(model, TracedModel):
