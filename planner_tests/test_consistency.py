@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import random
+import threading
+import time
 from dataclasses import replace
 
+import pytest
 import torch
 import training
 
+from asa.errors import UsageError
+from asa.executor.consistency.flat import dequantised, quantised, slices
+from asa.executor.consistency.server import Server
 from asa.executor.measuring import equivalence
-from asa.ir.consistency import parse
+from asa.executor.measuring.equivalence import alone
+from asa.ir import codec
+from asa.ir.consistency import NAMES, PARAMETERS, parse
 from asa.ir.plan import Plan
 from asa.launch import run_ranks
 from asa.strategies import offered
@@ -51,3 +60,145 @@ def test_disciplines_that_promise_data_parallelism_keep_it_and_the_others_do_not
         assert not parse(name).exact("sgd")
         assert any((w - ddp[k]).abs().max() > 1e-6 for k, w in by[name].items()), name
     assert all(torch.equal(w, by["ps_sync"][k]) for k, w in by["ps_bounded:window=0:max_age=0"].items())
+
+
+def _served(text: str, workers: int = 3, *, momentum: float = 0.0, batch: int = 12) -> Server:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(4))], lr=0.1, momentum=momentum)
+    return Server(parse(text), torch.zeros(4), 0, [(0, 4)], optimizer, range(workers), batch)
+
+
+@pytest.mark.parametrize("window", [0, 1, 3])
+def test_no_worker_is_further_ahead_than_the_window_and_no_age_above_twice_that(window):
+    server, steps, workers = _served(f"ps_bounded:window={window}:max_age=none"), 40, 3
+
+    def work(worker: int) -> None:
+        pauses = random.Random(worker)
+        for _ in range(steps):
+            time.sleep(pauses.random() * (0.004 if worker == 0 else 0.001))
+            server.pushed(worker, torch.ones(4), 4, [0.1])
+
+    threads = [threading.Thread(target=work, args=(w,)) for w in range(workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    counts = server.counts
+    assert counts.applied == 4 * steps * workers
+    assert counts.most_ahead <= window
+    assert max(counts.ages) <= 2 * window
+    assert sum(counts.ages.values()) == steps * workers
+
+
+def test_a_push_moves_weights_by_its_share_and_less_the_older_it_is():
+    server = _served("ps_bounded:window=9:max_age=3")
+    server.pull(0)
+    for _ in range(2):  # two workers push a global batch and a third of it
+        server.pushed(1, torch.ones(4), 4, [0.3])
+        server.pushed(2, torch.ones(4), 4, [0.3])
+    before = server.pull(1)
+    torch.testing.assert_close(before, torch.full((4,), -0.4))  # four times a third of 0.3
+    after = server.pushed(0, torch.ones(4), 4, [0.3])
+    assert server.counts.ages == {0: 4, 1: 1}
+    torch.testing.assert_close(after - before, torch.full((4,), -0.05))
+
+
+def test_a_gradient_older_than_the_limit_is_rejected_and_counted():
+    server = _served("ps_bounded:window=9:max_age=0")
+    server.pull(0)
+    for _ in range(2):
+        server.pushed(1, torch.ones(4), 4, [0.3])
+        server.pushed(2, torch.ones(4), 4, [0.3])
+    before = server.pull(1)
+    assert torch.equal(server.pushed(0, torch.ones(4), 4, [0.3]), before)
+    assert (server.counts.rejected, server.counts.applied) == (4, 16)
+
+
+def test_a_lost_worker_is_not_waited_for():
+    server = _served("ps_sync", workers=2)
+    found: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(server.pushed(0, torch.ones(4), 6, [0.1])))
+    thread.start()
+    thread.join(0.2)
+    assert not found
+    server.lost(1)
+    thread.join(5)
+    assert found
+
+
+def test_servers_hold_slices_of_one_size_with_their_part_of_every_group():
+    assert [b - a for a, b in slices(10, 3)] == [3, 3, 4]
+    heads, tails = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(4))
+    optimizer = torch.optim.SGD([{"params": [heads]}, {"params": [tails], "weight_decay": 0.5}], lr=1.0, momentum=0.9)
+    flat = torch.arange(4.0)
+    server = Server(parse("ps_sync"), flat, 2, [(0, 3), (3, 7)], optimizer, [0], 1)
+    assert server.parts == [(0, 1), (1, 4)]
+    found = server.pushed(0, torch.ones(4), 1, [1.0, 0.1])
+    torch.testing.assert_close(found, torch.tensor([-1.0, 1 - 0.15, 2 - 0.2, 3 - 0.25]))
+
+
+def test_int8_messages_are_within_half_a_scale():
+    moved = torch.randn(50, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 2, 50)
+    numbers, scales = quantised(moved, [10, 0, 40])
+    assert numbers.dtype == torch.int8
+    again = dequantised(numbers, scales, [10, 0, 40])
+    assert (again - moved)[:10].abs().max() <= scales[0] / 2 * 1.001
+    assert (again - moved)[10:].abs().max() <= scales[2] / 2 * 1.001
+
+
+def test_asynchrony_brings_momentum_and_a_window_of_zero_does_not():
+    assert _served("ps_async", momentum=0.9).optimizer.param_groups[0]["momentum"] == pytest.approx(0.9 - 2 / 3)
+    assert _served("ps_sync", momentum=0.9).optimizer.param_groups[0]["momentum"] == 0.9
+    assert _served("ps_bounded:window=0:max_age=0", momentum=0.9).optimizer.param_groups[0]["momentum"] == 0.9
+    assert _served("ps_async:momentum=0.5", momentum=0.9).optimizer.param_groups[0]["momentum"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("ps_bounded:window=-1", "window is -1; it must be at least 0"),
+        ("ps_sync:servers=0", "servers is 0; it must be at least 1"),
+        ("local_sgd:period=0", "period is 0; it must be at least 1"),
+        ("local_sgd:growth=nan", "growth is nan"),
+        ("local_sgd:servers=1", "it has period, growth"),
+        ("diloco:outer_momentum=1", "it must be below 1"),
+        ("diloco:message=fp8", "message is one of fp32, int8"),
+        ("diloco:period=10:fragments=3", "a multiple of the fragments"),
+        ("ps_async:window=3", "no parameter of ps_async"),
+        ("ps_async:servers", "'servers' is no parameter of ps_async with a value"),
+        ("fedavg:fraction=2", "at most 1"),
+        ("diloco:period=ten", "period is a whole number, not 'ten'"),
+        ("diloco:period=4:period=8", "twice"),
+    ],
+)
+def test_figures_that_make_no_sense_are_refused_in_one_line(text, said):
+    with pytest.raises(UsageError) as caught:
+        parse(text)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_more_servers_than_ranks_are_refused_with_the_most_there_can_be():
+    with pytest.raises(UsageError, match="ask for servers=4 or more ranks"):
+        parse("ps_sync:servers=5").workers(4)
+    with pytest.raises(UsageError, match="ask for servers=3 or more ranks"):
+        parse("ps_sync:servers=4:placement=own").workers(4)
+    assert parse("ps_sync:servers=1:placement=own").server_ranks(4) == (3,)
+    assert parse("ps_sync:servers=2").server_ranks(4) == (0, 1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_discipline_is_written_as_it_is_read(name):
+    assert str(parse(name)) == name
+    for key, value in PARAMETERS[name].items():
+        if isinstance(value, int | float) and key != "fragments" and key != "spread" and key != "fraction":
+            text = f"{name}:{key}={value + 1 if isinstance(value, int) else value / 2}"
+            if parse(text) != parse(name):
+                assert str(parse(text)) == text
+    plan = under(name)
+    assert codec.loads(Plan, codec.dumps(plan), source="a test") == plan
+    assert alone(plan).consistency is None
+
+
+def test_the_quadratic_rule_lengthens_periods_as_the_rate_falls():
+    periods = [parse("local_sgd:period=2:growth=0.1").period_at(rate) for rate in (1.0, 0.05, 0.025, 0.01)]
+    assert periods == [2, 4, 16, 100]

@@ -243,9 +243,10 @@ class Discipline:
         return tuple(range(first, first + self.servers))
 
     def __str__(self) -> str:
-        usual = _filled(self.name, {})
+        usual = _filled(self.name, {} if self.window is None else {"window": self.window})
         told = ((k, getattr(self, k)) for k in PARAMETERS[self.name])
-        return ":".join([self.name, *(f"{k}={v}" for k, v in told if v != getattr(usual, k))])
+        known = {k: getattr(usual, k) for k in PARAMETERS[self.name]} | {"window": PARAMETERS[self.name].get("window")}
+        return ":".join([self.name, *(f"{k}={v}".lower() for k, v in told if v != known[k])])
 
 
 MOST_STEPS = 1_000_000_000

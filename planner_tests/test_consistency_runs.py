@@ -1,0 +1,70 @@
+"""Workers that do not wait for one another: a lost one is not missed, and any plan goes on from where they end."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import training
+
+from asa.executor.running.run import train
+from asa.executor.training import checkpoint
+from asa.ir.consistency import parse
+from asa.ir.plan import Plan
+from asa.launch import faults
+from asa.scheduler import adapt
+from asa.strategies import offered
+
+
+def under(text: str, ranks: int) -> Plan:
+    discipline = parse(text)
+    workers = discipline.workers(ranks)
+    return replace(
+        training.plan("logistic", ranks=workers, batch=60), gpus=ranks, strategy=text, consistency=discipline
+    )
+
+
+def run(plan: Plan, out: Path, **changes: Any) -> list[dict[str, Any]]:
+    events: list[dict[str, Any]] = []
+    settings = training.settings(out, **({"steps_per_epoch": 5, "observe": False} | changes))
+    result = train(plan, settings, strategies=offered(), adapt=adapt, on_event=events.append)
+    assert result["exit_code"] == 0
+    return events
+
+
+def of(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [e for e in events if e["event"] == kind]
+
+
+def test_a_killed_worker_is_not_missed_and_data_parallelism_goes_on_from_there(tmp_path, monkeypatch):
+    monkeypatch.setenv(faults.VARIABLE, "kill@rank=2,step=1,point=data")
+    events = run(under("ps_bounded:window=2", 3), tmp_path)
+    assert [e["rank"] for e in of(events, "lost")] == [2]
+    counted = of(events, "consistency")
+    assert [c["live"] for c in counted] == [[0, 1], [0, 1]]
+    last = counted[-1]
+    assert last["samples_lost"] == 20  # the one ticket it had
+    applied = last["servers"][0]["samples_applied"] + last["servers"][0]["samples_rejected"]
+    assert applied + last["samples_lost"] == 2 * 5 * 60 == sum(c["samples_handed_out"] for c in counted)
+    assert last["servers"][0]["most_steps_ahead"] <= 2
+    assert max(map(int, last["servers"][0]["ages"])) <= 3
+    monkeypatch.delenv(faults.VARIABLE)
+    found = checkpoint.find(tmp_path / "checkpoints")
+    assert found.manifest.step == 10
+    assert any(key.endswith("momentum_buffer") for key in checkpoint.read(found.path, checkpoint.OPTIMIZER))
+    onward = run(training.plan("logistic", ranks=2, batch=60), tmp_path, epochs=3, resume=True)
+    assert [e["epoch"] for e in of(onward, "epoch")] == [2]
+
+
+@pytest.mark.parametrize("text", ["diloco:period=2", "ps_sync:placement=own"])
+def test_a_run_under_a_discipline_goes_on_as_if_it_had_not_ended(tmp_path, text):
+    plan = under(text, 3 if "own" in text else 2)
+    whole = of(run(plan, tmp_path), "epoch")
+    shutil.rmtree(tmp_path / "checkpoints" / "step_00000010")
+    again = of(run(plan, tmp_path, resume=True), "epoch")
+    assert [e["epoch"] for e in again] == [1]
+    for figure in ("train_loss", "validation_loss"):
+        assert again[0][figure] == pytest.approx(whole[1][figure], rel=1e-6)
