@@ -175,7 +175,7 @@ class Discipline:
     @property
     def lockstep(self) -> bool:
         """Whether all workers count the same steps on shares of the same global batches."""
-        return self.waiting in ("bulk", "local", "pipelined")
+        return self.waiting in ("bulk", "local", "pipelined") or self.window == 0
 
     @property
     def served(self) -> bool:

@@ -25,7 +25,7 @@ from asa.executor.model.votes import Votes
 from asa.ir.consistency import Discipline
 
 _PUSH, _PULL, _PUT, _KEYS, _STATE, _SET, _COUNTS = map(float, range(7))
-_MOST_GROUPS = HEAD - 4
+_MOST_GROUPS = HEAD - 5
 
 
 class Served(Conduct):
@@ -58,6 +58,7 @@ class Served(Conduct):
             self._exchange.serve(self._answer, self._server.lost)
         self._kept: Tensor | None = None
         self._samples = self._steps = 0
+        self._batch = model.plan.global_batch
 
     def begin(self) -> None:
         """The first worker's weights and optimizer state become the servers'."""
@@ -75,6 +76,7 @@ class Served(Conduct):
             return
         samples, rates = self.rows(batch), [float(g["lr"]) for g in self.optimizer.param_groups]
         gradient = self._flat.gradients(1 / self.own_share(batch))
+        self._batch = batch if self.discipline.lockstep else self.model.plan.global_batch
         if self.discipline.period > 1:
             gradient = self._kept_back(gradient, samples, rates)
             samples = self._samples
@@ -85,7 +87,7 @@ class Served(Conduct):
     def _push(self, gradient: Tensor, samples: int, rates: list[float]) -> None:
         assert self._flat is not None
         asked: list[tuple[Tensor, Tensor | None]] = [
-            (head(_PUSH, samples, *rates), gradient[a:b]) for a, b in self._slices
+            (head(_PUSH, samples, self._batch, *rates), gradient[a:b]) for a, b in self._slices
         ]
         for (start, _), (_, weights) in zip(self._slices, self._ask(asked), strict=True):
             assert weights is not None
@@ -168,8 +170,8 @@ class Served(Conduct):
         what = float(asked[0])
         if what == _PUSH:
             assert body is not None
-            rates = asked[2 : 2 + len(server.parts)].tolist()
-            return head(), server.pushed(worker, body, int(asked[1]), rates)
+            rates = asked[3 : 3 + len(server.parts)].tolist()
+            return head(), server.pushed(worker, body, int(asked[1]), rates, batch=int(asked[2]))
         if what == _PULL:
             return head(), server.pull(worker)
         if what == _PUT:

@@ -54,6 +54,7 @@ class _Push:
     samples: int
     rates: tuple[float, ...]
     clock: int
+    batch: int
 
 
 @dataclass
@@ -90,12 +91,20 @@ class Server:
         self._window = 0 if discipline.waiting == "bulk" else discipline.window
         self._by_age = discipline.waiting == "stale"
 
-    def pushed(self, worker: int, gradient: Tensor, samples: int, rates: Sequence[float]) -> Tensor:
-        """Take in a push, wait until ``worker`` may go on, and hand out the weights as they are then: a copy [n]."""
+    def pushed(
+        self, worker: int, gradient: Tensor, samples: int, rates: Sequence[float], *, batch: int | None = None
+    ) -> Tensor:
+        """Take in a push, wait until ``worker`` may go on, and hand out the weights as they are then: a copy [n].
+
+        ``batch``: samples for which an update moves weights as far as the learning rate says; the global batch where
+        None, fewer in the last, short step of workers that take all steps together.
+        """
         with self._changed:
             self._heard(worker)
             self.members[worker].clock += 1
-            self._queue.append(_Push(worker, gradient, samples, tuple(rates), self.members[worker].clock))
+            self._queue.append(
+                _Push(worker, gradient, samples, tuple(rates), self.members[worker].clock, batch or self.batch)
+            )
             self._changed.notify_all()
             self._wait_for(worker)
             return self._pulled(worker)
@@ -239,7 +248,7 @@ class Server:
             self.counts.applied += push.samples
             if push.worker in self.members:
                 self.members[push.worker].applied += push.samples
-        self._update(gradient, whole / self.batch, taken[-1][0].rates)
+        self._update(gradient, whole / taken[-1][0].batch, taken[-1][0].rates)
 
     def _update(self, gradient: Tensor, worth: float, rates: tuple[float, ...]) -> None:
         self.counts.updates += 1
