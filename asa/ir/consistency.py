@@ -161,6 +161,10 @@ class Discipline:
             raise UsageError(f"{name}: outer_rate is {self.outer_rate}; it must be above 0")
         if not 0 < self.fraction <= 1:
             raise UsageError(f"{name}: fraction is {self.fraction}; it must be above 0 and at most 1")
+        if self.quorum is not None and self.fragments > 1:
+            raise UsageError(
+                f"{name}: a quorum meets for all weights at once, asked for {self.fragments} fragments too"
+            )
         if self.period % self.fragments:
             raise UsageError(
                 f"{name}: {self.fragments} fragments in a period of {self.period} steps; the period must be a multiple "
@@ -175,7 +179,7 @@ class Discipline:
     @property
     def lockstep(self) -> bool:
         """Whether all workers count the same steps on shares of the same global batches."""
-        return self.waiting in ("bulk", "local", "pipelined") or self.window == 0
+        return (self.waiting in ("bulk", "local", "pipelined") and self.quorum is None) or self.window == 0
 
     @property
     def served(self) -> bool:

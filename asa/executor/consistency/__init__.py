@@ -8,7 +8,9 @@ from asa.errors import UsageError
 from asa.executor.consistency.conduct import Conduct, check_plan
 from asa.executor.consistency.local import LocalSteps
 from asa.executor.consistency.outer import OuterSteps
+from asa.executor.consistency.quorum import QuorumSteps
 from asa.executor.consistency.served import Served
+from asa.executor.consistency.star import StarVotes
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.votes import Votes
 from asa.ir.consistency import DisciplineName
@@ -32,7 +34,9 @@ def conduct_of(model: ParallelModel, optimizer: Optimizer, votes: Votes) -> Cond
     if discipline.name == "local_sgd":
         return LocalSteps(discipline, model, optimizer)
     if discipline.quorum is not None:
-        raise UsageError(f"{discipline}: a quorum is not run yet, all workers meet; leave it out")
+        if not isinstance(votes, StarVotes):
+            raise UsageError(f"{discipline}: a quorum is for workers that may be lost; only `asa train` runs it")
+        return QuorumSteps(discipline, model, optimizer, votes)
     if discipline.name == "diloco":
         return OuterSteps(discipline, model, optimizer)
     raise UsageError(f"{discipline.name} is not run yet; {', '.join(CONDUCTED)} are")

@@ -24,7 +24,7 @@ from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.votes import Votes
 from asa.ir.consistency import Discipline
 
-_PUSH, _PULL, _PUT, _KEYS, _STATE, _SET, _COUNTS = map(float, range(7))
+_PUSH, _PULL, _PUT, _KEYS, _STATE, _SET, _COUNTS, _THROUGH = map(float, range(8))
 _MOST_GROUPS = HEAD - 5
 
 
@@ -115,6 +115,8 @@ class Served(Conduct):
         """Push what was kept back; the servers' weights on every worker, their optimizer state on the first."""
         if self._kept is not None:
             self._push(self._kept, self._samples, [float(g["lr"]) for g in self.optimizer.param_groups])
+        if self._flat is not None:
+            self._ask([(head(_THROUGH), None)] * len(self._slices))
         self._votes.gather([0.0])
         if self._server is not None:
             left = self._votes.live if isinstance(self._votes, StarVotes) else self.model.processes
@@ -131,14 +133,7 @@ class Served(Conduct):
         if not isinstance(self._votes, StarVotes):
             self.model.average_buffers()
             return
-        floats = [b for c in self.model.components for b in c.buffers() if b.is_floating_point()]
-        if any(self._votes.exchange(len(floats))):
-            flat = torch.cat([b.reshape(-1).cpu().double() for b in floats]) if floats else torch.empty(0).double()
-            at = 0
-            mean = self._votes.mean(flat)
-            for b in floats:
-                b.copy_(mean[at : at + b.numel()].view_as(b))
-                at += b.numel()
+        average_over_star(self.model, self._votes)
 
     def pull(self) -> None:
         """Take the servers' weights as they are."""
@@ -177,6 +172,9 @@ class Served(Conduct):
         if what == _PUT:
             assert body is not None
             server.restart(body)
+            return head(), None
+        if what == _THROUGH:
+            server.through(worker)
             return head(), None
         if what == _COUNTS:
             return head(), _bytes(server.counted())
@@ -223,6 +221,19 @@ class Served(Conduct):
                     self._ask([(head(_SET), _packed(group, key, row[a:b], 0.0)) for a, b in cuts])
                 else:
                     self._ask([(head(_SET), _packed(group, key, None, float(values[0])))] * len(self._slices))
+
+
+@torch.no_grad()
+def average_over_star(model: ParallelModel, votes: StarVotes) -> None:
+    """Make running statistics one on all workers that are left (collective)."""
+    floats = [b for c in model.components for b in c.buffers() if b.is_floating_point()]
+    if not any(votes.exchange(len(floats))):
+        return
+    mean = votes.mean(torch.cat([b.reshape(-1).cpu().double() for b in floats]) if floats else torch.empty(0).double())
+    at = 0
+    for b in floats:
+        b.copy_(mean[at : at + b.numel()].view_as(b))
+        at += b.numel()
 
 
 def _bytes(value: Any) -> Tensor:

@@ -68,6 +68,7 @@ class _Member:
     usual_s: float = 0.0
     silent: bool = False
     waiting: bool = False
+    through: bool = False
 
 
 class Server:
@@ -114,6 +115,13 @@ class Server:
         with self._changed:
             self._heard(worker)
             return self._pulled(worker)
+
+    def through(self, worker: int) -> None:
+        """``worker`` pushes no more until clocks begin anew."""
+        with self._changed:
+            if worker in self.members:
+                self.members[worker].through = True
+            self._changed.notify_all()
 
     def lost(self, worker: int) -> None:
         """Nobody waits for ``worker`` any more."""
@@ -169,7 +177,7 @@ class Server:
             self._apply()
             self.members = {w: m for w, m in self.members.items() if w in live}
             for member in self.members.values():
-                member.clock, member.silent, member.heard = 0, False, time.monotonic()
+                member.clock, member.silent, member.through, member.heard = 0, False, False, time.monotonic()
 
     def _heard(self, worker: int) -> None:
         """``worker`` speaks; if it was given up in between, it goes on from where the slowest of the others is."""
@@ -184,7 +192,7 @@ class Server:
         member.heard = now
 
     def _waited_for(self, worker: int) -> list[_Member]:
-        return [m for w, m in self.members.items() if w != worker and not m.silent]
+        return [m for w, m in self.members.items() if w != worker and not m.silent and not m.through]
 
     def _wait_for(self, worker: int) -> None:
         """Until no other worker is more than the window behind ``worker``."""
@@ -198,7 +206,7 @@ class Server:
             if ahead <= self._window:
                 self.counts.most_ahead = max(self.counts.most_ahead, ahead)
                 break
-            if not self._changed.wait(timeout=0.25) and self.discipline.waiting != "bulk":
+            if not self._changed.wait(timeout=0.25) and not self.discipline.lockstep:
                 self._give_up_silent()
         member.waiting = False
         member.heard = time.monotonic()

@@ -67,7 +67,7 @@ class Coordinator:
             return [found.get(r) for r in sorted(self._round)]
 
     def _leave_out_late(self, number: int) -> None:
-        missing = self.live - self._said[number].keys()
+        missing = self.live - self._said[number].keys() - {0}  # which asks nobody: without it there is no run
         now = time.monotonic()
         for rank in missing:
             since = self._asked.get(rank)

@@ -53,6 +53,7 @@ class LooseExecutor(TrainingExecutor):
         self.model.train()
         tally = LossCounter(self.model.device)
         steps = self._take(epoch, start, end, tally)
+        self._worker.settle()
         seconds = time.perf_counter() - began
         loss, hits, rows = tally.take()
         stopping = self._stop.asked
@@ -63,7 +64,6 @@ class LooseExecutor(TrainingExecutor):
             raise WorkersFailedError(
                 f"the loss is no longer finite in epoch {epoch}; lower the learning rate, or let workers wait more"
             )
-        self._worker.settle()
         self._say_what_was_counted(epoch, [int(rank[4]) for rank in found], position - start)
         self._position = position
         self._step += -(-(position - start) // self.plan.global_batch)

@@ -1,0 +1,211 @@
+"""Meetings that a slow or lost worker does not hold up (``diloco`` with a quorum).
+
+The outer weights and their optimizer are with the first worker. A meeting is over when all workers that are left have
+come, or when the quorum has and the grace window after that is over; who comes later is in the next one. After
+"Decoupled DiLoCo" (2026): what moved counts equally, whoever moved it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from asa.executor.consistency.channels import Exchange, head
+from asa.executor.consistency.conduct import Conduct
+from asa.executor.consistency.flat import FlatParameters, dequantised, quantised
+from asa.executor.consistency.served import average_over_star
+from asa.executor.consistency.star import StarVotes
+from asa.executor.model.parallel import ParallelModel
+from asa.ir.consistency import Discipline
+
+_PULL, _MEET, _LAST = 0.0, 1.0, 2.0
+
+
+class Meetings:
+    """The outer weights [n], and who has come to the meeting that is open; workers come from a thread each."""
+
+    def __init__(self, discipline: Discipline, weights: Tensor, workers: Sequence[int]) -> None:
+        self.discipline, self.workers = discipline, set(workers)
+        self.weights = nn.Parameter(weights)
+        d = discipline
+        self.optimizer = torch.optim.SGD(
+            [self.weights], lr=d.outer_rate, momentum=d.outer_momentum, nesterov=d.outer_momentum > 0
+        )
+        self.held = self.absences = 0
+        self._came: dict[int, Tensor] = {}
+        self._through: set[int] = set()
+        self._number = 0
+        self._enough_at: float | None = None
+        self._changed = threading.Condition()
+
+    def met(self, worker: int, moved: Tensor) -> Tensor:
+        """The outer weights after the meeting to which ``worker`` brings what it ``moved`` [n]; waits for that."""
+        with self._changed:
+            number = self._number
+            self._come(worker, moved)
+            while self._number == number:
+                if not self._over():
+                    self._changed.wait(timeout=self._patience())
+                if self._number == number and self._over():
+                    self._conclude()
+            return self.weights.detach().clone()
+
+    def last(self, worker: int, moved: Tensor) -> None:
+        """``worker`` brings what it moved, waits for nobody, and does not come again before :meth:`anew`."""
+        with self._changed:
+            self._come(worker, moved)
+            self._through.add(worker)
+            self._changed.notify_all()
+
+    def lost(self, worker: int) -> None:
+        """``worker`` does not come any more."""
+        with self._changed:
+            self.workers.discard(worker)
+            self._changed.notify_all()
+
+    def anew(self, live: Collection[int]) -> None:
+        """Conclude what is open; all workers that are left come again from here on."""
+        with self._changed:
+            if self._came:
+                self._conclude()
+            self.workers &= set(live)
+            self._through = set()
+
+    def _come(self, worker: int, moved: Tensor) -> None:
+        if worker in self._came:  # it was late for the meeting before, and is early for none
+            moved = moved + self._came[worker]
+        self._came[worker] = moved
+        self._changed.notify_all()
+
+    def _needed(self) -> int:
+        active = len(self.workers - self._through)
+        return max(1, min(self.discipline.quorum or active, active))
+
+    def _over(self) -> bool:
+        if self.workers - self._through <= self._came.keys():
+            return True
+        if len(self._came) < self._needed():
+            return False
+        if self._enough_at is None:
+            self._enough_at = time.monotonic()
+        return time.monotonic() - self._enough_at >= self.discipline.grace_s
+
+    def _patience(self) -> float:
+        if self._enough_at is None:
+            return 0.25
+        return max(0.001, self._enough_at + self.discipline.grace_s - time.monotonic())
+
+    def _conclude(self) -> None:
+        came = [self._came[w] for w in sorted(self._came)]
+        self.held += 1
+        self.absences += len((self.workers - self._through) - self._came.keys())
+        self.weights.grad = torch.stack(came).mean(dim=0)
+        self.optimizer.step()
+        self.weights.grad = None
+        self._came, self._enough_at = {}, None
+        self._number += 1
+        self._changed.notify_all()
+
+
+class QuorumSteps(Conduct):
+    """The conduct of ``diloco`` with a quorum."""
+
+    def __init__(self, discipline: Discipline, model: ParallelModel, optimizer: Optimizer, votes: StarVotes) -> None:
+        super().__init__(discipline, model, optimizer)
+        self._votes = votes
+        self._flat = FlatParameters(optimizer)
+        self._meetings: Meetings | None = None
+        self._exchange = Exchange(votes.rank, model.processes, [0])
+        if votes.rank == 0:
+            self._meetings = Meetings(discipline, self._flat.weights(), model.processes)
+            self._exchange.serve(self._answer, self._meetings.lost)
+        self._outer = self._flat.weights()
+        self._steps = 0
+
+    def begin(self) -> None:
+        """The weights of all workers are the outer ones."""
+        self._outer, self._steps = self._flat.weights(), 0
+        if self._meetings is not None:
+            with torch.no_grad():
+                self._meetings.weights.copy_(self._outer)
+            self._meetings.optimizer.state.clear()
+
+    def step(self, batch: int) -> None:
+        """An inner update, and a meeting where the period is over."""
+        self.unscale(batch)
+        self.optimizer.step()
+        self._steps += 1
+        if self._steps % self.discipline.period == 0:
+            weights = self._ask(_MEET, self._moved())
+            assert weights is not None
+            self._go_on_from(weights)
+
+    def settle(self) -> None:
+        """A last meeting of all that has moved; the outer weights on all workers."""
+        self._ask(_LAST, self._moved())
+        self._votes.gather([0.0])
+        if self._meetings is not None:
+            self._meetings.anew(self._votes.live)
+        self._votes.gather([0.0])
+        weights = self._ask(_PULL, None)
+        assert weights is not None
+        self._go_on_from(weights)
+        self._steps = 0
+        average_over_star(self.model, self._votes)
+
+    def _moved(self) -> Tensor:
+        return self._outer - self._flat.weights()
+
+    def _go_on_from(self, weights: Tensor) -> None:
+        self._outer = weights
+        self._flat.put(weights)
+
+    def _ask(self, what: float, moved: Tensor | None) -> Tensor | None:
+        body = moved
+        if moved is not None and self.discipline.message == "int8":
+            numbers, scales = quantised(moved, self._flat.sizes)
+            body = torch.cat([scales.float().view(torch.uint8), numbers.view(torch.uint8)])
+        ((_, weights),) = self._exchange.ask([(head(what), body)])
+        return weights
+
+    def _answer(self, worker: int, asked: Tensor, body: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        meetings = self._meetings
+        assert meetings is not None
+        if asked[0] == _PULL or body is None:
+            return head(), meetings.weights.detach().clone()
+        if self.discipline.message == "int8":
+            scales, numbers = body.split([4 * len(self._flat.sizes), self._flat.total])
+            body = dequantised(numbers.view(torch.int8), scales.clone().view(torch.float32), self._flat.sizes)
+        moved = body.to(self._flat.dtype)
+        if asked[0] == _LAST:
+            meetings.last(worker, moved)
+            return head(), None
+        return head(), meetings.met(worker, moved)
+
+    def state(self) -> dict[str, Tensor]:
+        """The outer optimizer's momentum, on the first worker."""
+        if self._meetings is None:
+            return {}
+        found = self._meetings.optimizer.state.get(self._meetings.weights, {}).get("momentum_buffer")
+        return {} if found is None else {"outer.momentum": found.clone()}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Go on with the momentum of a run like this one."""
+        momentum = state.get("outer.momentum")
+        if self._meetings is not None and momentum is not None and momentum.numel() == self._flat.total:
+            self._meetings.optimizer.state[self._meetings.weights]["momentum_buffer"] = momentum.clone()
+
+    def figures(self) -> dict[str, object]:
+        """Meetings held, and how many workers they did without, on the first worker."""
+        if self._meetings is None:
+            return {}
+        return {"meetings": self._meetings.held, "absences": self._meetings.absences}
+
+    def close(self) -> None:
+        """Take leave of the first worker."""
+        self._exchange.close()
