@@ -49,8 +49,7 @@ def test_a_killed_worker_is_not_missed_and_data_parallelism_goes_on_from_there(t
     assert last["samples_lost"] == 20  # the one ticket it had
     applied = last["servers"][0]["samples_applied"] + last["servers"][0]["samples_rejected"]
     assert applied + last["samples_lost"] == 2 * 5 * 60 == sum(c["samples_handed_out"] for c in counted)
-    assert last["servers"][0]["most_steps_ahead"] <= 2
-    assert max(map(int, last["servers"][0]["ages"])) <= 3
+    assert max(map(int, last["servers"][0]["ages"])) <= 2
     monkeypatch.delenv(faults.VARIABLE)
     found = checkpoint.find(tmp_path / "checkpoints")
     assert found.manifest.step == 10

@@ -16,6 +16,7 @@ from asa.errors import UnavailableError, UsageError
 from asa.ir import bench as nouns
 from asa.ir import codec
 from asa.ir.cluster import Cluster
+from asa.ir.consistency import is_discipline, parse
 from asa.zoo import specs
 
 if TYPE_CHECKING:
@@ -66,6 +67,12 @@ def check(args: Arguments, folder: Path, gpus: int) -> None:
     places.check_writable(folder / "bench.json", "--out")
     specs.check_there(args.data)
     baselines.check(args.strategies or STRATEGIES, offered(), gpus)
+    for discipline in map(parse, filter(is_discipline, args.strategies or ())):
+        if discipline.name == "hogwild" or discipline.quorum is not None:
+            raise UsageError(
+                f"{discipline}: its ranks never take a step together, and a comparison takes turns; time it with "
+                "asa train, or leave it out"
+            )
     known = names()
     for model in args.models:
         shape, classes = default_input(model, input_shape(args), args.classes)

@@ -4,7 +4,7 @@ Data-parallel workers need not take every step together. A *discipline* says wha
 computes with when it does not wait. Everything here is a declaration: :mod:`asa.executor.consistency` conducts it.
 
 - *Bulk-synchronous*: every step waits for every worker (``ps_sync``; ``ddp`` itself).
-- *Stale-synchronous* (Ho et al. 2013): a worker may be ``window`` steps ahead of the slowest (``ps_bounded``).
+- *Stale-synchronous* (after Ho et al. 2013): no gradient gets older than a ``window`` (``ps_bounded``).
 - *Asynchronous* (Recht et al. 2011, Dean et al. 2012): nobody waits (``ps_async``, ``downpour``, ``hogwild``).
 - *Local*: workers train apart for ``period`` steps, and then meet (``local_sgd``, ``diloco``, ``fedavg``).
 - *Pipelined*: stages go on with the next batch before the last one's update arrived (``pipedream``).
@@ -32,6 +32,10 @@ Placement = Literal["beside", "own"]
 Message = Literal["fp32", "int8"]
 
 NAMES: tuple[DisciplineName, ...] = get_args(DisciplineName)
+RUN: tuple[DisciplineName, ...] = (
+    "ps_sync", "ps_async", "ps_bounded", "downpour", "hogwild", "local_sgd", "diloco",
+)  # fmt: skip
+"""The disciplines that are executed."""
 
 WAITING: Mapping[DisciplineName, Waiting] = {
     "ps_sync": "bulk",
@@ -48,7 +52,7 @@ WAITING: Mapping[DisciplineName, Waiting] = {
 WAITS_FOR: Mapping[DisciplineName, str] = {
     "ps_sync": "every worker waits in every step until the servers have the gradients of all",
     "ps_async": "nobody waits: a server applies every gradient as it comes",
-    "ps_bounded": "a worker waits when it is more than window steps ahead of the slowest",
+    "ps_bounded": "a worker waits while a gradient that is under way is window global batches old",
     "downpour": "nobody waits: a worker pushes and pulls every period steps",
     "hogwild": "nobody waits: workers of one host write to the same memory without locks",
     "local_sgd": "workers meet every period steps and average their weights",
@@ -61,7 +65,7 @@ WAITS_FOR: Mapping[DisciplineName, str] = {
 CHANGES: Mapping[DisciplineName, str] = {
     "ps_sync": "nothing: the same gradients in the same steps, applied at the servers",
     "ps_async": "gradients are applied in steps of one worker's batch, to weights newer than those they were taken at",
-    "ps_bounded": "gradients are applied in steps of one worker's batch, to weights at most 2 window steps newer",
+    "ps_bounded": "gradients are applied one worker at a time, to weights at most window global batches newer",
     "downpour": "gradients of period steps are applied at once, to weights newer than those they were taken at",
     "hogwild": "workers read weights while others write them, and updates may overwrite one another",
     "local_sgd": "workers' weights differ between meetings; gradients are never averaged, weights are",
@@ -76,7 +80,7 @@ PARAMETERS: Mapping[DisciplineName, Mapping[str, Any]] = {
     "ps_async": {"servers": 1, "placement": "beside", "momentum": None},
     "ps_bounded": {"servers": 1, "placement": "beside", "window": 3, "max_age": None, "momentum": None},
     "downpour": {"servers": 1, "placement": "beside", "period": 4, "momentum": None},
-    "hogwild": {},
+    "hogwild": {"momentum": None},
     "local_sgd": {"period": 4, "growth": 0.0},
     "diloco": {
         "period": 50, "outer_rate": 0.7, "outer_momentum": 0.9, "fragments": 1, "message": "fp32", "quorum": None,
@@ -96,7 +100,8 @@ class Discipline:
         period: optimizer steps of a worker between two meetings, or between two pushes; at least 1.
         growth: of the quadratic synchronisation rule (Gu et al. 2024): at learning rate r the period is
             ``max(period, floor((growth / r)**2))`` steps; 0 for a fixed period.
-        window: steps that a worker may be ahead of the slowest; None where nobody waits.
+        window: how old, in global batches, a gradient that is under way may get before other workers wait for it; at 0
+            every step waits for all workers. None where nobody waits.
         max_age: gradients older than this are rejected. The age of a gradient is how many whole global batches of
             *other* workers' gradients were applied since its worker pulled. None: none is rejected.
         servers: parameter servers, each of which holds about as many bytes of the weights.

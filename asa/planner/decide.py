@@ -67,6 +67,7 @@ def plan(
         return [_on_devices(p, cluster, order) for p in found]
     discipline = disciplines.asked(request)
     if discipline is not None:
+        check_request(cluster, strategies, request)
         return disciplines.planned(
             discipline, request, lambda plain: plan(profile, cluster, strategies, plain, known=known)
         )

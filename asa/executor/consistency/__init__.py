@@ -10,13 +10,11 @@ from asa.executor.consistency.local import LocalSteps
 from asa.executor.consistency.outer import OuterSteps
 from asa.executor.consistency.quorum import QuorumSteps
 from asa.executor.consistency.served import Served
+from asa.executor.consistency.shared import SharedWeights
 from asa.executor.consistency.star import StarVotes
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.votes import Votes
-from asa.ir.consistency import DisciplineName
-
-CONDUCTED: tuple[DisciplineName, ...] = ("ps_sync", "ps_async", "ps_bounded", "downpour", "local_sgd", "diloco")
-"""The disciplines that run."""
+from asa.ir.consistency import RUN
 
 
 def conduct_of(model: ParallelModel, optimizer: Optimizer, votes: Votes) -> Conduct | None:
@@ -31,6 +29,10 @@ def conduct_of(model: ParallelModel, optimizer: Optimizer, votes: Votes) -> Cond
     check_plan(model)
     if discipline.served:
         return Served(discipline, model, optimizer, votes)
+    if discipline.name == "hogwild":
+        if not isinstance(votes, StarVotes):
+            raise UsageError("hogwild's ranks never take a step together; only `asa train` runs it")
+        return SharedWeights(discipline, model, optimizer, votes)
     if discipline.name == "local_sgd":
         return LocalSteps(discipline, model, optimizer)
     if discipline.quorum is not None:
@@ -39,4 +41,4 @@ def conduct_of(model: ParallelModel, optimizer: Optimizer, votes: Votes) -> Cond
         return QuorumSteps(discipline, model, optimizer, votes)
     if discipline.name == "diloco":
         return OuterSteps(discipline, model, optimizer)
-    raise UsageError(f"{discipline.name} is not run yet; {', '.join(CONDUCTED)} are")
+    raise UsageError(f"{discipline.name} is not run yet; {', '.join(RUN)} are")

@@ -11,8 +11,9 @@ travel; workers' pushes come from as many threads.
 - Where workers do not wait for all others, SGD's momentum is lower (:meth:`Discipline.momentum_at`): a gradient that is
   late acts like momentum, and both together are more than most rates bear.
 - The *age* of a push is how many whole global batches of other workers' gradients were applied since its worker pulled.
-  With a window of s steps it is at most 2 s: others are at most s behind when a worker pulls, and s ahead when it
-  pushes.
+  With a window of s a worker is not let go on while a gradient under way is s global batches old. Those that went on
+  before may each push once more, together less than a global batch: so no age is above s. (Ho et al. 2013 count steps
+  of workers instead, which holds all to the pace of one that is slow for good, and lets ages be up to 2 s.)
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ class _Member:
     silent: bool = False
     waiting: bool = False
     through: bool = False
+    computing: bool = True
 
 
 class Server:
@@ -103,9 +105,12 @@ class Server:
         with self._changed:
             self._heard(worker)
             self.members[worker].clock += 1
+            self.members[worker].computing = False
             self._queue.append(
                 _Push(worker, gradient, samples, tuple(rates), self.members[worker].clock, batch or self.batch)
             )
+            if self._window != 0:
+                self._apply()
             self._changed.notify_all()
             self._wait_for(worker)
             return self._pulled(worker)
@@ -178,6 +183,7 @@ class Server:
             self.members = {w: m for w, m in self.members.items() if w in live}
             for member in self.members.values():
                 member.clock, member.silent, member.through, member.heard = 0, False, False, time.monotonic()
+                member.computing, member.seen = True, self._total - member.applied
 
     def _heard(self, worker: int) -> None:
         """``worker`` speaks; if it was given up in between, it goes on from where the slowest of the others is."""
@@ -195,7 +201,7 @@ class Server:
         return [m for w, m in self.members.items() if w != worker and not m.silent and not m.through]
 
     def _wait_for(self, worker: int) -> None:
-        """Until no other worker is more than the window behind ``worker``."""
+        """Until ``worker`` may go on."""
         if self._window is None:
             return
         began = time.monotonic()
@@ -203,7 +209,7 @@ class Server:
         member.waiting = True
         while worker in self.members:
             ahead = member.clock - min((m.clock for m in self._waited_for(worker)), default=member.clock)
-            if ahead <= self._window:
+            if self._may_go_on(worker, ahead):
                 self.counts.most_ahead = max(self.counts.most_ahead, ahead)
                 break
             if not self._changed.wait(timeout=0.25) and not self.discipline.lockstep:
@@ -211,6 +217,14 @@ class Server:
         member.waiting = False
         member.heard = time.monotonic()
         self.counts.waited_s += member.heard - began
+
+    def _may_go_on(self, worker: int, ahead: int) -> bool:
+        """Whether nothing under way gets too old: at a window of 0, whether nobody is a step behind."""
+        if self._window == 0:
+            return ahead <= 0
+        assert self._window is not None
+        under_way = [m for m in self._waited_for(worker) if m.computing]
+        return all(self._total - m.applied - m.seen < self._window * self.batch for m in under_way)
 
     def _give_up_silent(self) -> None:
         """Stop waiting for workers that were not heard of for far longer than they usually take."""
@@ -225,6 +239,7 @@ class Server:
         member = self.members.get(worker)
         if member is not None:
             member.seen = self._total - member.applied
+            member.computing = True
             member.heard = time.monotonic()
         return self.flat.clone()
 

@@ -29,9 +29,7 @@ def asked(request: Request) -> Discipline | None:
             f"{named[0]} changes what training converges to and is not chosen among {len(wanted)} strategies; ask for "
             f"--strategies {named[0]} alone, or compare them with asa bench"
         )
-    found = parse(named[0])
-    found.workers(request.gpus)
-    return found
+    return parse(named[0])
 
 
 def planned(discipline: Discipline, request: Request, solve: Callable[[Request], list[Plan]]) -> list[Plan]:

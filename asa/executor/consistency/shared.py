@@ -1,0 +1,91 @@
+"""Weights in memory that workers of one host share and write to without locks (``hogwild``).
+
+Recht et al. 2011, "HOGWILD!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent". A worker reads
+whatever the others have written by then, and two that write at once may undo a part of what either did. Momentum is a
+worker's own, and lower than the run's as at servers nobody waits for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+from torch.optim import Optimizer
+
+from asa.errors import UnavailableError, UsageError
+from asa.executor.consistency.conduct import Conduct
+from asa.executor.consistency.flat import FlatParameters
+from asa.executor.consistency.served import average_over_star
+from asa.executor.consistency.star import StarVotes
+from asa.executor.model.parallel import ParallelModel
+from asa.ir.consistency import Discipline
+
+_MEMORY = Path("/dev/shm")
+
+
+class SharedWeights(Conduct):
+    """The conduct of ``hogwild``."""
+
+    def __init__(self, discipline: Discipline, model: ParallelModel, optimizer: Optimizer, votes: StarVotes) -> None:
+        super().__init__(discipline, model, optimizer)
+        if model.device.type != "cpu" or os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
+            raise UsageError(
+                f"{discipline.name} shares the memory of one host between CPU ranks; ps_async has no such need"
+            )
+        self._votes, self._flat = votes, FlatParameters(optimizer)
+        flat = self._mapped()
+        at = 0
+        with torch.no_grad():
+            for p, size in zip(self._flat.parameters, self._flat.sizes, strict=True):
+                place = flat[at : at + size].view_as(p)
+                if votes.rank == 0:
+                    place.copy_(p)
+                p.data = place
+                at += size
+        votes.gather([0.0])
+        for group in optimizer.param_groups:
+            if "momentum" in group:
+                group["momentum"] = discipline.momentum_at(group["momentum"], len(model.processes))
+
+    def _mapped(self) -> torch.Tensor:
+        """Memory for all weights, the same on every worker; its file is gone again once all have it (collective)."""
+        name, error = "", ""
+        if self._votes.rank == 0:
+            try:
+                handle, name = tempfile.mkstemp(prefix="asa-hogwild-", dir=_MEMORY if _MEMORY.is_dir() else None)
+                os.truncate(handle, self._flat.total * self._flat.parameters[0].element_size())
+                os.close(handle)
+            except OSError as caught:
+                error = f"no shared memory for {self._flat.total} weights: {caught.strerror}"
+        name, error = self._votes.tell([name, error])
+        if error:
+            raise UnavailableError(error)
+        flat = torch.from_file(name, shared=True, size=self._flat.total, dtype=self._flat.dtype)
+        self._votes.gather([0.0])
+        if self._votes.rank == 0:
+            with contextlib.suppress(OSError):
+                Path(name).unlink()
+        return flat
+
+    def begin(self) -> None:
+        """Weights are where all workers see them: what was put in place on any is in place on all."""
+        self._votes.gather([0.0])
+
+    def step(self, batch: int) -> None:
+        """An update of the weights that all share, as far as this worker's samples are worth."""
+        worth = self.rows(batch) / self.model.plan.global_batch
+        self.unscale(batch)
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * worth
+        self.optimizer.step()
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+    def settle(self) -> None:
+        """Wait until nobody writes; running statistics are averaged."""
+        self._votes.gather([0.0])
+        average_over_star(self.model, self._votes)
