@@ -9,7 +9,8 @@ travel; workers' pushes come from as many threads.
 - An update moves weights as far as its samples are worth: the learning rate is scaled by their number over the global
   batch (times ``1 / (1 + age)`` where staleness is bounded), so that a rate means the same however many workers push.
 - Where workers do not wait for all others, SGD's momentum is lower (:meth:`Discipline.momentum_at`): a gradient that is
-  late acts like momentum, and both together are more than most rates bear.
+  late acts like momentum, and both together are more than most rates bear. The rate is higher in turn, so that a
+  gradient moves weights as far in the end, ``rate / (1 - momentum)``.
 - The *age* of a push is how many whole global batches of other workers' gradients were applied since its worker pulled.
   With a window of s a worker is not let go on while a gradient under way is s global batches old. Those that went on
   before may each push once more, together less than a global batch: so no age is above s. (Ho et al. 2013 count steps
@@ -24,6 +25,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -83,9 +85,7 @@ class Server:
     ) -> None:  # fmt: skip
         self.discipline, self.flat, self.start, self.batch = discipline, flat, start, batch
         self.optimizer, self.parts = _like(optimizer, flat, start, groups)
-        for group in self.optimizer.param_groups:
-            if "momentum" in group:
-                group["momentum"] = discipline.momentum_at(group["momentum"], len(workers))
+        self._reach = [lowered(group, discipline, len(workers)) for group in self.optimizer.param_groups]
         self.members = {w: _Member() for w in workers}
         self.counts = Counts()
         self._queue: list[_Push] = []
@@ -275,14 +275,24 @@ class Server:
 
     def _update(self, gradient: Tensor, worth: float, rates: tuple[float, ...]) -> None:
         self.counts.updates += 1
-        for group, rate, (begin, end) in zip(self.optimizer.param_groups, rates, self.parts, strict=True):
-            group["lr"] = rate * worth
+        groups = zip(self.optimizer.param_groups, rates, self._reach, self.parts, strict=True)
+        for group, rate, reach, (begin, end) in groups:
+            group["lr"] = rate * worth * reach
             if begin < end:
                 group["params"][0].grad = gradient[begin:end]
         self.optimizer.step()
         for group in self.optimizer.param_groups:
             for p in group["params"]:
                 p.grad = None
+
+
+def lowered(group: dict[str, Any], discipline: Discipline, workers: int) -> float:
+    """Lower the momentum of a group of SGD as ``discipline`` asks for; by what its rate is to be multiplied then."""
+    own = group.get("momentum", 0.0)
+    if not own:
+        return 1.0
+    group["momentum"] = discipline.momentum_at(own, workers)
+    return (1 - group["momentum"]) / (1 - own)
 
 
 def _like(

@@ -19,6 +19,7 @@ from asa.errors import UnavailableError, UsageError
 from asa.executor.consistency.conduct import Conduct
 from asa.executor.consistency.flat import FlatParameters
 from asa.executor.consistency.served import average_over_star
+from asa.executor.consistency.server import lowered
 from asa.executor.consistency.star import StarVotes
 from asa.executor.model.parallel import ParallelModel
 from asa.ir.consistency import Discipline
@@ -46,9 +47,7 @@ class SharedWeights(Conduct):
                 p.data = place
                 at += size
         votes.gather([0.0])
-        for group in optimizer.param_groups:
-            if "momentum" in group:
-                group["momentum"] = discipline.momentum_at(group["momentum"], len(model.processes))
+        self._reach = [lowered(group, discipline, len(model.processes)) for group in optimizer.param_groups]
 
     def _mapped(self) -> torch.Tensor:
         """Memory for all weights, the same on every worker; its file is gone again once all have it (collective)."""
@@ -79,8 +78,8 @@ class SharedWeights(Conduct):
         worth = self.rows(batch) / self.model.plan.global_batch
         self.unscale(batch)
         rates = [group["lr"] for group in self.optimizer.param_groups]
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate * worth
+        for group, rate, reach in zip(self.optimizer.param_groups, rates, self._reach, strict=True):
+            group["lr"] = rate * worth * reach
         self.optimizer.step()
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
