@@ -189,6 +189,7 @@ def foreseen(site: Site, strategy: str) -> BenchResult:
     """The prediction of one strategy, as a result without a measurement."""
     plan = plan_of(site, strategy.partition("+replan")[0])
     p = plan.prediction
+    computing = p.compute_s / p.step_time_s if p.step_time_s else None
     rate = c.flops_per_sample(site.profile) * p.samples_per_s
     peak = c.peak_flops(site.cluster, plan.precision)
     return BenchResult(
@@ -197,6 +198,7 @@ def foreseen(site: Site, strategy: str) -> BenchResult:
         predicted_high_s=p.step_time_high_s, predicted_communication_s=p.exposed_communication_s,
         predicted_memory_bytes=max(p.memory_bytes_per_rank), predicted_bubble_s=p.bubble_s, flops_per_s=rate,
         mfu=rate / (plan.num_ranks * peak) if peak else None, plan_fingerprint=codec.fingerprint(plan),
+        utilisation=computing,
         components=plan.components, schedule=plan.schedule if len(plan.stages) > 1 else None,
         num_microbatches=plan.num_microbatches if len(plan.stages) > 1 else None,
     )  # fmt: skip

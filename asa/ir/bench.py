@@ -34,11 +34,11 @@ class BenchResult:
 
     ``samples_per_s`` is of steps with their ``data_wait_s``, the median wait for input. ``utilisation``, 0 to 1: the
     share of time in which the devices computed while this alone ran, by NVML, on CPUs the ranks' processor time over
-    the wall's. ``flops_per_s`` of all ranks, from the model's structure (backward: twice forward); ``mfu`` is that over
-    the devices' peak. ``predicted_bubble_s``: the part of the predicted step in which stages wait for each other.
-    ``state_memory_bytes``: weights, gradients and optimizer state of the fullest rank; ``reserved_memory_bytes``: what
-    its allocator took from the device (CUDA). ``energy_j`` of all devices a step; ``clock_mhz`` the slowest device's,
-    ``throttled`` why clocks were held down.
+    the wall's; of a prediction, the share of the step that computes. ``flops_per_s`` of all ranks, from the model's
+    structure (backward: twice forward); ``mfu`` is that over the devices' peak. ``predicted_bubble_s``: the part of
+    the predicted step in which stages wait for each other. ``state_memory_bytes``: weights, gradients and optimizer
+    state of the fullest rank; ``reserved_memory_bytes``: what its allocator took from the device (CUDA). ``energy_j``
+    of all devices a step; ``clock_mhz`` the slowest device's, ``throttled`` why clocks were held down.
     """
 
     model: str
