@@ -40,7 +40,7 @@ addEventListener("load", () => {
              figures: page.querySelectorAll("svg").length,
              told: page.querySelectorAll('svg[role="img"][aria-labelledby]').length,
              loose: wide.length, captions: page.querySelectorAll("table:not(:has(caption))").length,
-             dead: [...page.querySelectorAll('nav a')].filter(a => !page.querySelector(a.getAttribute("href"))).length };
+             dead: [...page.querySelectorAll('nav a')].filter(a => !page.querySelector(a.hash)).length };
   });
   document.body.innerHTML = "<pre id=found>" + JSON.stringify(found) + "</pre>";
 });
