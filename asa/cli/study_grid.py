@@ -95,17 +95,6 @@ def known() -> tuple[str, ...]:
     return (*_definitions(), GRID)
 
 
-def name(text: str) -> str:
-    """The name of a study.
-
-    Raises:
-        ValueError: there is none of that name.
-    """
-    if text not in known():
-        raise ValueError(f"{text!r} is none of {', '.join(known())}")
-    return text
-
-
 def define(args: Arguments, *, most: int, cluster_gpus: int | None) -> Definition:
     """The study that ``args`` ask for; options of the grid replace what the definition has.
 
