@@ -385,3 +385,17 @@ def test_only_commands_that_have_the_option_are_told_to_name_a_profile(elsewhere
         assert "name it with --profile, or plan again" in capsys.readouterr().err
     with pytest.raises(errors.InvalidInputError, match="put it there, or plan again"):
         choose.origins(nouns.plan(), Console())
+
+
+def test_long_work_off_a_terminal_says_a_line_every_ten_seconds(monkeypatch, capsys):
+    now = 100.0
+    monkeypatch.setattr("asa.cli.console.time.monotonic", lambda: now)
+    with Console(as_json=True).progress("profiling cnn") as report:
+        for second in range(31):
+            now = 100.0 + second
+            report(second / 40, f"component {second}")
+    said = capsys.readouterr()
+    assert said.out == ""
+    lines = said.err.splitlines()
+    assert lines[0] == "asa: profiling cnn: component 10, 25 % after 10 s, about 30 s left"
+    assert len(lines) == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -116,3 +117,50 @@ def held(rules: dict, document: object, defs: dict | None = None) -> None:
         assert isinstance(document, list)
         for value in document:
             held(rules["items"], value, defs)
+
+
+LINES = [
+    ("asa bench --stu", ["--study"]),
+    ("asa bench --study hy", ["hybrid"]),
+    ("asa cluster me", ["measure"]),
+    ("asa plan --solver d", ["dp"]),
+    ("asa comp", ["completion"]),
+]
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="there is no fish here")
+def test_fish_completes(tmp_path):
+    asked = "\n".join(f"complete -C '{line}'; echo @@" for line, _ in LINES)
+    (tmp_path / "asked.fish").write_text(f"{completion.fish(EVERY)}\n{asked}\n")
+    home = {"HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path), "PATH": os.environ["PATH"]}
+    done = subprocess.run(
+        ["fish", "--no-config", str(tmp_path / "asked.fish")], capture_output=True, text=True, check=True, env=home
+    )
+    answers = [[row.split("\t")[0] for row in text.split("\n") if row] for text in done.stdout.split("@@\n")[:-1]]
+    assert answers == [offered for _, offered in LINES]
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="there is no zsh here")
+def test_zsh_completes(tmp_path):
+    """In a terminal of its own, as zsh completes nowhere else: what was asked for has to appear on its line."""
+    (tmp_path / "script.zsh").write_text(completion.zsh(EVERY))
+    setup = f"PS1=; autoload -Uz compinit; compinit -u -d {tmp_path}/dump; source {tmp_path}/script.zsh; print READ''Y"
+    asked = [
+        f"zpty -n -w z {line!r}$'\\t'; zpty -r -m z seen '*{' '.join([*line.split()[:-1], offered[0]])}*'; "
+        "print done; zpty -n -w z $'\\C-u'"
+        for line, offered in LINES
+    ]
+    (tmp_path / "type.zsh").write_text(
+        "\n".join(
+            [
+                "zmodload zsh/zpty; zpty -b z zsh -f -i",
+                f'zpty -w z "{setup}"',
+                "zpty -r -m z seen '*READY*'",
+                *asked,
+                "zpty -d z",
+            ]
+        )
+    )
+    typing = ["zsh", "-f", str(tmp_path / "type.zsh")]
+    done = subprocess.run(typing, capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout.split() == ["done"] * len(LINES)

@@ -64,3 +64,10 @@ def test_a_walk_runs_as_it_is_written(name: str, tmp_path: Path) -> None:
     assert len(walk) >= 5
     for words in walk:
         asa(*words, cwd=tmp_path)
+
+
+def test_the_studies_of_the_page_are_those_there_are() -> None:
+    from asa.cli import study_grid
+
+    page = (ROOT / "docs" / "studies.md").read_text()
+    assert re.findall(r"^\| `([a-z-]+)` \|", page, re.M) == list(study_grid.known())

@@ -138,15 +138,16 @@ def test_tables_hold_every_cell_and_escape_what_is_special(tmp_path, monkeypatch
     assert len({x.replace(r"\|", "").count("|") for x in lines}) == 1, "as many columns in every row"
     tex = (tmp_path / "study.tex").read_text()
     assert r"a\_b|c" in tex
-    assert r"100 \% \& more\_or|less" in tex
+    assert "% refused (1): fsdp of a_b|c on 2: 100 % & more_or|less" in tex
     body = [x for x in tex.splitlines() if x.endswith(r" \\")]
     assert len({x.replace(r"\&", "").count("&") for x in body}) == 1
     html = (tmp_path / "report.html").read_text()
     assert "Samples per second over ranks" in html
     assert "100 % &amp; more_or|less" in html
+    assert "refused (1)" in html
     assert "http" not in html
     screen = tables.plain(report.render(made), width=80)
-    assert "not run: fsdp of a_b|c on 2: 100 % & more_or|less" in " ".join(screen.split())
+    assert "refused (1): fsdp of a_b|c on 2: 100 % & more_or|less" in " ".join(screen.split())
 
 
 def test_a_study_comes_back_from_its_file_and_does_only_what_is_left(tmp_path, monkeypatch):

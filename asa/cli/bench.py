@@ -128,7 +128,7 @@ VERBS = (
                 name="study",
                 help="instead: a grid, resumed and merged into one table: hybrid, memory, pipeline, layers or "
                 "parameter-servers, as in the literature, or grid of what the other options list",
-                parse=study_grid.name,
+                choices=study_grid.known(),
                 metavar="NAME",
                 heeds=STUDY,
             ),

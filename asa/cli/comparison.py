@@ -342,7 +342,7 @@ def flops_per_sample(profile: Profile) -> float:
 
 
 def peak_flops(cluster: Cluster, precision: str) -> float:
-    """What a device could do a second at that precision; 0 where its data sheet is not known, as of CPUs."""
+    """What a device could do a second at that precision; 0 where that is not known."""
     return cluster.device.peak_fp32_flops if precision == "fp32" else cluster.device.peak_bf16_flops
 
 

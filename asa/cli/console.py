@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from typing import TYPE_CHECKING, Any, TextIO
@@ -104,11 +105,29 @@ class Console:
         else:
             self.show(*parts())
 
+    def _now_and_then(self, title: str) -> Report:
+        """Says where work is, on stderr, ten seconds after it began or after the last line."""
+        began = last = time.monotonic()
+
+        def report(fraction: float, what: str) -> None:
+            nonlocal last
+            now = time.monotonic()
+            if now - last < LINE_EVERY_S:
+                return
+            last = now
+            left = f", about {(now - began) * (1 - fraction) / fraction:.0f} s left" if 0 < fraction < 1 else ""
+            self.say(f"asa: {title}: {what}, {100 * fraction:.0f} % after {now - began:.0f} s{left}")
+
+        return report
+
     @contextmanager
     def progress(self, title: str) -> Iterator[Report]:
-        """A bar with an ETA on stderr while the block runs; where stderr is no terminal, nothing at all."""
-        if self.as_json or not self.first_rank or not sys.stderr.isatty():
+        """A bar with an ETA on stderr while the block runs; where stderr is no terminal, a line every ten seconds."""
+        if not self.first_rank:
             yield _quiet
+            return
+        if self.as_json or not sys.stderr.isatty():
+            yield self._now_and_then(title)
             return
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -134,6 +153,10 @@ class Console:
                 yield report
             finally:
                 self._bars = None
+
+
+LINE_EVERY_S = 10.0
+"""How often long work says a line where there is no terminal."""
 
 
 @contextmanager

@@ -15,6 +15,7 @@ FILES = {
     "profile": ("asa.ir.profile", "Profile"),
     "cluster": ("asa.ir.cluster", "Cluster"),
     "bench": ("asa.ir.bench", "Bench"),
+    "study": ("asa.ir.study", "Study"),
     "staleness": ("asa.ir.staleness", "Staleness"),
     "rehearsal": ("asa.ir.rehearsal", "Rehearsal"),
     "epochrecord": ("asa.ir.measurements", "EpochRecord"),

@@ -40,7 +40,8 @@ def run(args: Arguments, console: Console) -> None:
     if isinstance(args.device, EmulatedName):
         raise UsageError("a study measures real devices; leave out --device emulated:... (`asa bench` takes it)")
     device, most, name = _here(args)
-    study = study_grid.define(args, most=most, cluster_gpus=_cluster_size(args))
+    elsewhere = _elsewhere(args, device, name)
+    study = study_grid.define(args, most=0 if elsewhere else most, cluster_gpus=_cluster_size(args))
     folder = Path(args.out) if args.out else places.COMPARISONS / f"study-{study.name}"
     places.check_writable(folder / FILE, "--out")
     for model in {b.model for b in study.blocks}:
@@ -84,6 +85,16 @@ def _here(args: Arguments) -> tuple[bench_setup.DeviceType, int, str]:
     device, found = bench_setup.device_of(wanted)
     most = cuda_devices() if device == "cuda" else max(_OVERSUBSCRIBED, usable_cores(), found)
     return device, most, device_record(torch.device(device)).name
+
+
+def _elsewhere(args: Arguments, device: bench_setup.DeviceType, name: str) -> bool:
+    """Whether the cluster that was named has other devices than this machine: all is then predicted for it."""
+    if not args.cluster:
+        return False
+    from asa.cli.choose import named_cluster
+
+    named = named_cluster(args.cluster).device
+    return named.type != device or (device == "cuda" and named.name != name)
 
 
 def _cluster_size(args: Arguments) -> int | None:

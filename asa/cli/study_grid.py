@@ -95,17 +95,6 @@ def known() -> tuple[str, ...]:
     return (*_definitions(), GRID)
 
 
-def name(text: str) -> str:
-    """The name of a study.
-
-    Raises:
-        ValueError: there is none of that name.
-    """
-    if text not in known():
-        raise ValueError(f"{text!r} is none of {', '.join(known())}")
-    return text
-
-
 def define(args: Arguments, *, most: int, cluster_gpus: int | None) -> Definition:
     """The study that ``args`` ask for; options of the grid replace what the definition has.
 
@@ -144,7 +133,8 @@ def define(args: Arguments, *, most: int, cluster_gpus: int | None) -> Definitio
     measured = [b for b in blocks if b.mode == "measured"]
     predicted = [b for b in blocks if b.mode == "predicted"]
     narrowed = {k: set(grid[k]) for k in ("models", "gpus", "strategies") if args.given(k)}
-    foreseen = [b for p in found.get("predict", ()) for b in _foreseen(p, narrowed)]
+    there = [p for p in found.get("predict", ()) if args.cluster in (None, p["cluster"])]
+    foreseen = [b for p in there for b in _foreseen(p, narrowed)]
     asked = args.given("gpus") or args.given("cluster")
     predicted = [b for b in predicted if asked or (b.model, b.gpus) not in {(f.model, f.gpus) for f in foreseen}]
     return Definition(

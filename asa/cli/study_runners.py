@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from asa.cli import bench_setup, choose, estimates, places
 from asa.cli import comparison as c
@@ -17,6 +17,7 @@ from asa.errors import AsaError, InfeasibleError, UsageError
 from asa.ir import codec
 from asa.ir.bench import AccuracyPoint, BenchResult
 from asa.ir.cluster import Cluster
+from asa.ir.consistency import DisciplineName
 from asa.ir.plan import Plan
 from asa.ir.profile import Profile
 
@@ -90,22 +91,42 @@ def verdicts(site: Site, contest: c.ModelBench) -> list[str]:
     return [f"{site.block.title}: {text}" for text in (*said, *([busy] if busy else []))]
 
 
-def replanned(site: Site, strategies: Sequence[str]) -> dict[str, BenchResult]:
-    """A training run under the plan of ``asa`` that is watched and planned again while it goes on."""
+def trained(site: Site, strategies: Sequence[str]) -> dict[str, BenchResult]:
+    """A training run for each strategy: of ``asa`` planned again while it goes on, and of disciplines in which workers
+    do not wait for one another, and so cannot take turns with others."""
+    return {strategy: _trained(site, strategy) for strategy in strategies}
+
+
+def _trained(site: Site, strategy: str) -> BenchResult:
+    try:
+        plan = plan_of(site, strategy.removesuffix("+replan"))
+        steps = max(site.block.epochs) * -(-len(site.images()[0]) // site.block.global_batch)
+        about = steps * plan.prediction.step_time_s
+        if about > site.budget_s:
+            return refusal(
+                site.block, strategy, f"about {about:.0f} s of training are more than what is left of --budget"
+            )
+        return _run(site, strategy, plan)
+    except AsaError as error:
+        return refusal(site.block, strategy, str(error))
+
+
+def _run(site: Site, strategy: str, plan: Plan) -> BenchResult:
+    """Train under ``plan`` for all the epochs of the block, in a folder of its own."""
     from asa.cli.replanning import adapting, regroup
     from asa.executor.running.run import train
     from asa.executor.training.settings import TrainSettings
     from asa.ir.measurements import EpochRecord
     from asa.strategies import offered
 
-    plan = replace(plan_of(site, "asa"), strategy="asa")
+    replan = strategy == REPLANNED
     places.keep_origins(site.profile, site.cluster)
-    out = site.folder / "run"
+    out = site.folder / places.slug(strategy)
     settings = TrainSettings(
         out=str(out), data=site.block.data, data_root=site.args.data_root, epochs=max(site.block.epochs),  # type: ignore[arg-type]
-        lr=site.args.lr, seed=site.block.seed, device=site.device,
+        lr=site.args.lr, seed=site.block.seed, device=site.device, replan=replan,
     )  # fmt: skip
-    adapt, relieve = adapting(plan, site.console, replan=True, out=out)
+    adapt, relieve = adapting(plan, site.console, replan=replan, out=out)
     records: list[EpochRecord] = []
     changes = 0
 
@@ -117,9 +138,11 @@ def replanned(site: Site, strategies: Sequence[str]) -> dict[str, BenchResult]:
         changes += event["event"] == "replan" and event["kind"] not in ("keep", "wait", "outcome")
 
     with site.console.progress(f"training {site.block.model}") as report:
-        report(0.0, "re-planned as it runs")
+        report(0.0, strategy)
         train(plan, settings, strategies=offered(), adapt=adapt, relieve=relieve,
-              regroup=partial(regroup, site.console), on_event=hear)  # fmt: skip
+              regroup=partial(regroup, site.console) if replan else None, on_event=hear)  # fmt: skip
+    if replan:
+        site.notes.append(f"{site.block.title}: {strategy} changed its plan {changes} times")
     last = records[-1].measurements
     spent, points = 0.0, []
     for r in records:
@@ -131,8 +154,8 @@ def replanned(site: Site, strategies: Sequence[str]) -> dict[str, BenchResult]:
             )
         )  # fmt: skip
     whole = last.step_time.median + last.data_wait_s
-    result = BenchResult(
-        model=site.block.model, strategy=REPLANNED, ranks=last.num_ranks, global_batch=last.global_batch,
+    return BenchResult(
+        model=site.block.model, strategy=strategy, ranks=last.num_ranks, global_batch=last.global_batch,
         step_time_s=last.step_time, predicted_step_time_s=last.predicted_step_time_s,
         samples_per_s=last.global_batch / whole, data_wait_s=last.data_wait_s, communication_s=last.communication_s,
         peak_memory_bytes=max(last.peak_memory_bytes) if last.peak_memory_bytes else None,
@@ -140,10 +163,12 @@ def replanned(site: Site, strategies: Sequence[str]) -> dict[str, BenchResult]:
         components=plan.components, accuracy=tuple(points),
         flops_per_s=c.flops_per_sample(site.profile) * last.global_batch / whole,
     )  # fmt: skip
-    return dict.fromkeys(strategies, result)
 
 
-RUNNERS: dict[str, Runner] = {REPLANNED: replanned}
+DISCIPLINES: tuple[str, ...] = get_args(DisciplineName)
+"""Strategies of which data-parallel workers do not take every step together."""
+
+RUNNERS: dict[str, Runner] = {REPLANNED: trained, **dict.fromkeys(DISCIPLINES, trained)}
 """Who runs a strategy, by its name; every other takes turns with the rest of its block."""
 
 
@@ -189,6 +214,7 @@ def foreseen(site: Site, strategy: str) -> BenchResult:
     """The prediction of one strategy, as a result without a measurement."""
     plan = plan_of(site, strategy.partition("+replan")[0])
     p = plan.prediction
+    computing = p.compute_s / p.step_time_s if p.step_time_s else None
     rate = c.flops_per_sample(site.profile) * p.samples_per_s
     peak = c.peak_flops(site.cluster, plan.precision)
     return BenchResult(
@@ -197,6 +223,7 @@ def foreseen(site: Site, strategy: str) -> BenchResult:
         predicted_high_s=p.step_time_high_s, predicted_communication_s=p.exposed_communication_s,
         predicted_memory_bytes=max(p.memory_bytes_per_rank), predicted_bubble_s=p.bubble_s, flops_per_s=rate,
         mfu=rate / (plan.num_ranks * peak) if peak else None, plan_fingerprint=codec.fingerprint(plan),
+        utilisation=computing,
         components=plan.components, schedule=plan.schedule if len(plan.stages) > 1 else None,
         num_microbatches=plan.num_microbatches if len(plan.stages) > 1 else None,
     )  # fmt: skip
@@ -214,7 +241,8 @@ def plan_of(site: Site, strategy: str) -> Plan:
 
     if site.block.gpus == 1 and strategy in ALONE:
         strategy = "single"  # nothing to replicate, and nobody to share a state with
-    baselines.check((strategy,), offered(), site.block.gpus)
+    if strategy not in DISCIPLINES:
+        baselines.check((strategy,), offered(), site.block.gpus)
     pipeline = strategy in ("gpipe", "1f1b", "interleaved", "zero_bubble")
     request = Request(
         gpus=site.block.gpus,

@@ -6,6 +6,7 @@ from typing import Literal
 
 from asa.errors import InvalidInputError
 from asa.ir.codec import later, noun
+from asa.ir.notebook import shown
 from asa.ir.plan import Assignment, OptimizerName
 from asa.ir.profile import Precision, Stat
 
@@ -33,11 +34,11 @@ class BenchResult:
 
     ``samples_per_s`` is of steps with their ``data_wait_s``, the median wait for input. ``utilisation``, 0 to 1: the
     share of time in which the devices computed while this alone ran, by NVML, on CPUs the ranks' processor time over
-    the wall's. ``flops_per_s`` of all ranks, from the model's structure (backward: twice forward); ``mfu`` is that over
-    the devices' peak. ``predicted_bubble_s``: the part of the predicted step in which stages wait for each other.
-    ``state_memory_bytes``: weights, gradients and optimizer state of the fullest rank; ``reserved_memory_bytes``: what
-    its allocator took from the device (CUDA). ``energy_j`` of all devices a step; ``clock_mhz`` the slowest device's,
-    ``throttled`` why clocks were held down.
+    the wall's; of a prediction, the share of the step that computes. ``flops_per_s`` of all ranks, from the model's
+    structure (backward: twice forward); ``mfu`` is that over the devices' peak. ``predicted_bubble_s``: the part of
+    the predicted step in which stages wait for each other. ``state_memory_bytes``: weights, gradients and optimizer
+    state of the fullest rank; ``reserved_memory_bytes``: what its allocator took from the device (CUDA). ``energy_j``
+    of all devices a step; ``clock_mhz`` the slowest device's, ``throttled`` why clocks were held down.
     """
 
     model: str
@@ -177,6 +178,40 @@ class Bench:
     scaling: tuple[ScalingPoint, ...] = ()
     comparisons: tuple[Comparison, ...] = ()
     notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.summary()
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the summary, and every cell."""
+        rows = [
+            (
+                r.model,
+                r.strategy,
+                r.ranks,
+                f"{1e3 * r.step_time_s.median:.4g}" if r.step_time_s else "-",
+                f"{1e3 * r.predicted_step_time_s:.4g}" if r.predicted_step_time_s else "-",
+                f"{r.samples_per_s:.4g}" if r.samples_per_s else "-",
+                f"{r.peak_memory_bytes / 2**20:.4g}" if r.peak_memory_bytes else "-",
+                r.why_not,
+            )
+            for r in self.results
+        ]
+        columns = ("model", "strategy", "ranks", "step, ms", "predicted, ms", "samples/s", "peak, MiB", "why not")
+        return shown(self.summary(), columns, rows)
+
+    def summary(self) -> str:
+        """The fastest strategy of every model in one line."""
+        said = []
+        for model in self.settings.models:
+            timed = [(r.step_time_s.median, r.strategy) for r in self.of(model) if r.step_time_s is not None]
+            best = min(timed, default=None)
+            fastest = "nothing measured" if best is None else f"{best[1]} fastest, {1e3 * best[0]:.3g} ms a step"
+            said.append(f"{model}: {fastest} of {len(timed)}")
+        ranks = f"{self.settings.gpus} rank{'s' * (self.settings.gpus > 1)}"
+        return (
+            f"bench on {ranks} of {self.environment.device_name}, batch {self.settings.global_batch}; {'; '.join(said)}"
+        )
 
     def of(self, model: str) -> tuple[BenchResult, ...]:
         """The cells of one model, in the order they were asked for."""

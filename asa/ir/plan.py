@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from html import escape
 from pathlib import Path
 from typing import Literal
 
@@ -12,6 +11,7 @@ from asa.ir.codec import save as write
 from asa.ir.consistency import Discipline
 from asa.ir.graph import check_form
 from asa.ir.layout import Layout, check_weights
+from asa.ir.notebook import shown
 from asa.ir.profile import Origin, Precision, Stat
 from asa.ir.units import MOST_AMOUNT, MOST_SAMPLES, MOST_SCALE, MOST_SECONDS
 
@@ -336,13 +336,11 @@ class Plan:
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the summary, and what every component does."""
-        rows = "".join(
-            f"<tr><td>{escape(c.name)}</td><td>{c.stage}</td><td>{c.data.strategy} x {c.data.degree}</td>"
-            f"<td>{c.tensor.strategy} x {c.tensor.degree}</td></tr>"
+        rows = [
+            (c.name, c.stage, f"{c.data.strategy} x {c.data.degree}", f"{c.tensor.strategy} x {c.tensor.degree}")
             for c in self.components
-        )
-        head = "<tr><th>component</th><th>stage</th><th>data</th><th>tensor</th></tr>"
-        return f"<p>{escape(self.summary())}</p><table>{head}{rows}</table>"
+        ]
+        return shown(self.summary(), ("component", "stage", "data", "tensor"), rows)
 
     def summary(self) -> str:
         """The plan in one line: what runs on how many ranks, the step time it promises, and how that compares with

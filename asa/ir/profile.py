@@ -9,6 +9,7 @@ from asa.errors import InvalidInputError
 from asa.ir.codec import later, noun
 from asa.ir.drift import Drift
 from asa.ir.graph import LayerGraph, check_count
+from asa.ir.notebook import shown
 from asa.ir.units import MOST_SAMPLES, MOST_SECONDS
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -127,6 +128,45 @@ class Profile:
     provenance: Provenance
     by_tokens: tuple[Timing, ...] | None = later()
     drift: Drift | None = later()
+
+    def __str__(self) -> str:
+        return self.summary()
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the summary, and every component at the largest microbatch."""
+        times = {t.component: t for t in self._whole_timings()}
+        rows = [
+            (
+                c.name,
+                f"{1e3 * t.forward.median:.4g}",
+                f"{1e3 * t.backward.median:.4g}",
+                f"{c.parameter_bytes / 2**20:.4g}",
+                f"{t.saved_bytes / 2**20:.4g}",
+            )
+            for c in self.graph.components
+            if (t := times.get(c.name)) is not None
+        ]
+        return shown(self.summary(), ("component", "forward, ms", "backward, ms", "weights, MiB", "kept, MiB"), rows)
+
+    def summary(self) -> str:
+        """The model, what it was profiled on, and what its components take together at the largest microbatch."""
+        whole = self._whole_timings()
+        seconds = sum(t.forward.median + t.backward.median for t in whole)
+        shape = "x".join(map(str, self.graph.input_shape))
+        return (
+            f"profile of {self.model_spec} at {shape} on {self.device.name}, {self.precision}: "
+            f"{len(self.graph.components)} components, {1e3 * seconds:.3g} ms forward and backward "
+            f"of {max(t.microbatch for t in whole)} samples"
+        )
+
+    def _whole_timings(self) -> list[Timing]:
+        """Timings of whole components at the largest microbatch that all of them have."""
+        whole = [t for t in self.timings if t.tensor_degree == 1]
+        of_each: dict[str, set[int]] = {}
+        for t in whole:
+            of_each.setdefault(t.component, set()).add(t.microbatch)
+        largest = max(set.intersection(*of_each.values()) or {max(t.microbatch for t in whole)})
+        return [t for t in whole if t.microbatch == largest]
 
     @staticmethod
     def foresee(data: dict[str, Any]) -> None:

@@ -15,7 +15,11 @@ Row = tuple[str | float | int | None, ...]
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442", "#999999", "#332288", "#117733", "#882255")
 ASA = "#D55E00"
 INK = "#333333"
-KNOWN = ("ddp", "hybrid", "tensor", "fsdp", "zero1", "gpipe", "single", "zero2", "1f1b", "hsdp")
+MORE = ("#8C6D00", "#44AA99", "#AA4499", "#661100", "#6699CC", "#88CCEE", "#999933", "#CC6677")
+KNOWN = (
+    "ddp", "hybrid", "tensor", "fsdp", "zero1", "gpipe", "single", "zero2", "1f1b", "hsdp",
+    "layers", "sequence", "interleaved", "asa+replan", "zero_bubble", "ps_sync", "ps_async", "ps_bounded",
+)  # fmt: skip
 MARKERS = "osD^vPX*<>"
 _ACROSS = 3
 """Panels beside each other at most."""
@@ -25,8 +29,10 @@ def colour(strategy: str) -> str:
     """The colour of a strategy, the same in every figure."""
     if strategy == "asa":
         return ASA
-    family = strategy.split(":")[0]
-    return PALETTE[KNOWN.index(family) if family in KNOWN else len(family) % len(PALETTE)]
+    shades = PALETTE + MORE
+    name = strategy.split(":")[0]
+    family = name if name in KNOWN else name.partition("+")[0]
+    return shades[KNOWN.index(family) if family in KNOWN else len(family) % len(shades)]
 
 
 def training_time(rows: Sequence[Row]) -> Figure:

@@ -31,7 +31,7 @@ th, td { padding: .3rem .6rem; border-bottom: 1px solid var(--line); text-align:
 th:first-child, td:first-child { text-align: left; } tr.asa > * { font-weight: 600; color: var(--accent); }
 tr.missing > * { color: var(--soft); }
 figure { margin: 1.4rem 0; } .paper { background: #fff; border-radius: 6px; padding: .6rem; overflow-x: auto; }
-figure svg { width: 100%; min-width: 24rem; max-width: 56rem; height: auto; display: block; }
+figure svg { width: 100%; height: auto; display: block; }
 ul { padding-left: 1.2rem; } code { font-size: .85em; overflow-wrap: anywhere; }
 @media print { body { max-width: none; margin: 0; } nav { display: none; } figure, table { break-inside: avoid; } }
 """
@@ -82,6 +82,9 @@ def figure(chart: Chart, svg: str, beside: str = "bench.json") -> str:
     """A figure with its title, what it shows for those who cannot see it, and that its data are ``beside`` a file."""
     name = escape(chart.name)
     told = f'role="img" aria-labelledby="{name}-title" aria-describedby="{name}-caption"'
+    drawn = re.search(r'<svg[^>]* width="([\d.]+)pt"', svg)
+    if drawn:  # narrower its letters cannot be read, and it scrolls; much wider they shout
+        told += f' style="min-width: {0.75 * float(drawn[1]):.0f}pt; max-width: {1.8 * float(drawn[1]):.0f}pt"'
     return (
         f'<h2 id="{name}-title">{escape(chart.title)}</h2><figure id="{name}">'
         f'<div class="paper" tabindex="0">{svg.replace("<svg ", f"<svg {told} ", 1)}</div>'

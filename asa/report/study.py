@@ -100,11 +100,7 @@ def render(study: Study) -> list[RenderableType]:
 
 def folded(study: Study) -> list[str]:
     """Reasons, each once with the cells it is of; notes; what is still to do."""
-    said: dict[str, list[str]] = {}
-    for row in study.rows:
-        if row.state == "refused":
-            said.setdefault(row.why, []).append(f"{row.cell.strategy} of {row.cell.model} on {row.cell.gpus}")
-    found = [f"not run: {_few(cells)}: {why}" for why, cells in said.items()]
+    found = [f"refused ({n}): {_few(cells)}: {why}" for n, (why, cells) in enumerate(_reasons(study).items(), 1)]
     short = [row for row in study.rows if row.result is not None and row.result.accuracy
              and row.result.accuracy[-1].epoch < row.cell.epochs - 0.01]  # fmt: skip
     if short:
@@ -117,6 +113,15 @@ def folded(study: Study) -> list[str]:
     notes = dict.fromkeys(n for row in study.rows for n in row.notes)
     sources = dict.fromkeys(row.data_source for row in study.rows if row.data_source)
     return found + [f"note: {n}" for n in notes] + [f"data: {s}" for s in sources]
+
+
+def _reasons(study: Study) -> dict[str, list[str]]:
+    """Why cells were refused, and which; a reason goes by its place in this order."""
+    said: dict[str, list[str]] = {}
+    for row in study.rows:
+        if row.state == "refused":
+            said.setdefault(row.why, []).append(f"{row.cell.strategy} of {row.cell.model} on {row.cell.gpus}")
+    return said
 
 
 def _few(cells: Sequence[str], most: int = 4) -> str:
@@ -143,12 +148,13 @@ READ = (
 """Columns of the tables in a paper."""
 
 
-def cells(f: Figures, *, price: bool) -> tuple[str, ...]:
-    """A row of :data:`READ`, as text. Refusals say why in place of figures."""
+def cells(f: Figures, reasons: Sequence[str], *, price: bool) -> tuple[str, ...]:
+    """A row of :data:`READ`, as text. Refusals have the number of their reason in place of figures."""
     c, r = f.row.cell, f.row.result
     place = (c.model, c.data, str(c.gpus), str(c.global_batch), c.strategy, str(c.epochs))
     if r is None:
-        return (*place, f.row.state + (f": {f.row.why}" if f.row.why else ""), *([NOTHING] * (len(READ) - 7)))
+        number = f" ({reasons.index(f.row.why) + 1})" if f.row.why in reasons else ""
+        return (*place, f.row.state + number, *([NOTHING] * (len(READ) - 7)))
     return (
         *place, f.row.state + (f" for {c.devices}" if f.row.state == "predicted" else ""),
         seconds(f.step_s), rate(f.samples_per_s), seconds(f.epoch_s), percent(r.utilisation), percent(r.mfu),
@@ -160,7 +166,7 @@ def cells(f: Figures, *, price: bool) -> tuple[str, ...]:
 
 def markdown(study: Study, rows: Sequence[Figures]) -> str:
     """The table, and everything a reader should know of it."""
-    kept, made = _columns(study, rows)
+    kept, made = columns(study, rows)
     out = [f"# {study.title}", "", f"Study `{study.name}`, {study.created}.", ""]
     out += [f"| {' | '.join(READ[i] for i in kept)} |", f"|{'---|' * len(kept)}"]
     out += [f"| {' | '.join(row[i].replace('|', chr(92) + '|') for i in kept)} |" for row in made]
@@ -187,10 +193,11 @@ _SPECIAL = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textas
 
 def latex(study: Study, rows: Sequence[Figures]) -> str:
     """The table for a paper that uses ``booktabs``."""
-    kept, made = _columns(study, rows)
+    kept, made = columns(study, rows)
     left = {"model", "data", "strategy", "state"}
     out = [
         f"% {study.title}; {study.created}",
+        *(f"% {text}" for text in folded(study)),
         r"\begin{tabular}{" + "".join("l" if READ[i] in left else "r" for i in kept) + "}",
         r"\toprule",
         " & ".join(_escaped(READ[i]) for i in kept) + r" \\",
@@ -206,8 +213,9 @@ def _escaped(text: str) -> str:
     return "".join(_SPECIAL.get(c, c) for c in text)
 
 
-def _columns(study: Study, rows: Sequence[Figures]) -> tuple[list[int], list[tuple[str, ...]]]:
+def columns(study: Study, rows: Sequence[Figures]) -> tuple[list[int], list[tuple[str, ...]]]:
     """Columns in which any row has a figure, and all rows."""
-    made = [cells(f, price=study.price is not None) for f in rows]
+    reasons = list(_reasons(study))
+    made = [cells(f, reasons, price=study.price is not None) for f in rows]
     kept = [i for i in range(len(READ)) if i < 8 or any(row[i] != NOTHING for row in made)]
     return kept, made

@@ -127,7 +127,15 @@ def _beside(f: Figures, every: dict[StudyCell, Figures], published: Iterable[Pub
     c = f.row.cell
     if f.row.result is None:
         return f
-    mine = [p for p in published if p.strategy == c.strategy and p.model in ("", c.model) and p.gpus == c.gpus]
+    mine = [
+        p
+        for p in published
+        if p.strategy == c.strategy
+        and p.model in ("", c.model)
+        and p.gpus == c.gpus
+        # What is foreseen could be of the very data; what is measured here is of another machine anyway.
+        and (c.mode == "measured" or p.data == c.data)
+    ]
     return replace(f, published=tuple((p, _own(p.metric, f, every)) for p in mine)) if mine else f
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 
@@ -24,7 +25,18 @@ def write(study: Study, folder: Path) -> list[Path]:
 
 def charts(rows: list[Figures]) -> tuple[Chart, ...]:
     """Throughput over ranks, accuracy and loss over epochs and over time, memory, predicted against measured."""
-    return (_throughput(rows), _epochs(rows), _time(rows), _loss(rows), _memory(rows), _scatter(rows))
+    last = _longest(rows)
+    return (_throughput(last), _epochs(last), _time(last), _loss(last), _memory(last), _scatter(last))
+
+
+def _longest(rows: list[Figures]) -> list[Figures]:
+    """Rows without those of fewer epochs of the same run, whose figures are the same."""
+    found: dict[object, Figures] = {}
+    for f in rows:
+        key = replace(f.row.cell, epochs=0)
+        if key not in found or f.row.cell.epochs > found[key].row.cell.epochs:
+            found[key] = f
+    return list(found.values())
 
 
 def first_sentence(study: Study, rows: list[Figures]) -> str:
@@ -36,7 +48,8 @@ def first_sentence(study: Study, rows: list[Figures]) -> str:
         timed = [f for f in rows if f.row.cell.model == model and f.row.state == "measured" and f.samples_per_s]
         if timed:
             best = max(timed, key=lambda f: f.samples_per_s or 0.0)
-            fastest.append(f"{best.row.cell.strategy} on {best.row.cell.gpus} ranks for {model}")
+            ranks = "1 rank" if best.row.cell.gpus == 1 else f"{best.row.cell.gpus} ranks"
+            fastest.append(f"{best.row.cell.strategy} on {ranks} for {model}")
     most = f" Most samples a second: {', '.join(fastest)}." if fastest else ""
     return f"{len(states)} cells: {counted}.{most}"
 
@@ -45,7 +58,7 @@ def html(study: Study, rows: list[Figures], drawn: list[tuple[Chart, str]]) -> s
     """The page; ``drawn`` are the figures with their inline SVG."""
     from asa.report import study as words
 
-    kept, made = words._columns(study, rows)
+    kept, made = words.columns(study, rows)
     table = [
         ("asa" if f.row.cell.strategy == "asa" else "missing" if f.row.result is None else "",
          tuple(row[i] for i in kept)) for f, row in zip(rows, made, strict=True)
@@ -53,10 +66,11 @@ def html(study: Study, rows: list[Figures], drawn: list[tuple[Chart, str]]) -> s
     links = [(f"{c.name}-title", c.title) for c, _ in drawn] + [("cells", "All cells"), ("notes", "Notes")]
     beside: list[tuple[str, tuple[str, ...]]] = [
         ("", (f.row.cell.model, f.row.cell.strategy, str(f.row.cell.gpus), p.metric.replace("_", " "),
-              "-" if own is None else f"{own:.4g}", f.row.state, f"{p.value:g}", p.hardware, p.source))
+              "-" if own is None else f"{own:.4g}", f.row.state, f"{p.value:g}", p.hardware))
         for f in rows for p, own in f.published
     ]  # fmt: skip
-    columns = ("model", "strategy", "ranks", "figure", "here", "by", "published", "hardware", "source")
+    columns = ("model", "strategy", "ranks", "figure", "here", "by", "published", "hardware")
+    sources = "; ".join(dict.fromkeys(p.source for f in rows for p, _ in f.published))
     notes = (*words.folded(study), *study.differs)
     parts = [
         page.head(f"asa study: {study.name}"),
@@ -68,7 +82,7 @@ def html(study: Study, rows: list[Figures], drawn: list[tuple[Chart, str]]) -> s
         '<h2 id="cells">All cells</h2>',
         page.html_table("Every cell of the study", tuple(words.READ[i] for i in kept), table),
         *(
-            ["<h2>Beside what was published</h2>", page.html_table("Published figures", columns, beside)]
+            ["<h2>Beside what was published</h2>", page.html_table(f"Figures of others: {sources}", columns, beside)]
             if beside
             else []
         ),
@@ -81,7 +95,7 @@ def html(study: Study, rows: list[Figures], drawn: list[tuple[Chart, str]]) -> s
 
 def _panel(f: Figures) -> str:
     c = f.row.cell
-    return f"{c.model}, {c.data}, batch {c.global_batch}"
+    return f"{c.model}, {c.data}, batch {c.global_batch}" + (f", seed {c.seed}" if c.seed else "")
 
 
 def _throughput(rows: list[Figures]) -> Chart:
@@ -98,15 +112,10 @@ def _throughput(rows: list[Figures]) -> Chart:
 
 
 def _points(rows: list[Figures]) -> tuple[Row, ...]:
-    longest: dict[tuple[str, str], Figures] = {}
-    for f in rows:  # the longest run of a strategy has the points of the shorter ones
-        if f.row.result is not None and f.row.result.accuracy:
-            key = (f"{_panel(f)}, {f.row.cell.gpus} ranks", f"{f.row.cell.strategy}")
-            if key not in longest or f.row.cell.epochs > longest[key].row.cell.epochs:
-                longest[key] = f
     return tuple(
-        (panel, strategy, a.epoch, a.seconds, a.train_loss, a.validation_loss, a.validation_accuracy)
-        for (panel, strategy), f in longest.items() if f.row.result is not None for a in f.row.result.accuracy
+        (f"{_panel(f)}, {f.row.cell.gpus} ranks", f.row.cell.strategy, a.epoch, a.seconds, a.train_loss,
+         a.validation_loss, a.validation_accuracy)
+        for f in rows if f.row.result is not None for a in f.row.result.accuracy
     )  # fmt: skip
 
 

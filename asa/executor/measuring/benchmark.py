@@ -25,8 +25,9 @@ from asa.executor.model.votes import Votes
 from asa.executor.observing.footprint import active_peak, state_bytes
 from asa.executor.observing.warmup import warm_up
 from asa.executor.training.clock import StepClock
-from asa.executor.training.optimizer import build_optimizer
+from asa.executor.training.optimizer import build_optimizer, learning_rate, set_learning_rate
 from asa.executor.training.precision import LossScale
+from asa.executor.training.settings import TrainSettings
 from asa.executor.training.worker import LossCounter, Worker
 from asa.instruments.devices import Usage, watched
 from asa.interfaces.strategy import Strategies
@@ -62,8 +63,9 @@ def turn_steps(plans: Sequence[Plan]) -> int:
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
     """How to measure. ``budget_s`` bounds one model's measuring, warm-up and validation included, unless that is too
-    short for ``least_rounds``. With ``epochs`` every plan trains for so many, validated after each, as far as the
-    budget goes; without, for as long as that goes, validated ``evaluations`` times."""
+    short for ``least_rounds``. With ``epochs`` every plan trains for so many with the learning rates of ``asa train``,
+    validated after each, as far as the budget goes; without, for as long as that goes, validated ``evaluations``
+    times."""
 
     device: str = "cpu"
     budget_s: float = 60.0
@@ -112,6 +114,7 @@ class Entrant:
     def __init__(self, plan: Plan, build: Callable[[], nn.Module], strategies: Strategies, rank: int, votes: Votes,
                  options: BenchOptions, device: torch.device) -> None:  # fmt: skip
         self.plan, self.cell, self.step = plan, Cell(plan.strategy), 0
+        self.rate: Callable[[int], float] | None = None
         self.worker: Worker | None = None
         if rank >= plan.num_ranks and plan.consistency is None:
             if plan.num_ranks > 1:
@@ -138,6 +141,8 @@ class Entrant:
             per_epoch = order.steps(0)
             epoch, at = divmod(self.step, per_epoch)
             if self.worker is not None:
+                if self.rate is not None:
+                    set_learning_rate(self.worker.optimizer, self.rate(self.step))
                 self.worker.train(images, order.batch(epoch, at), epoch=epoch, step=self.step, tally=self.tally)
             self.step += 1
         if self.worker is None:
@@ -147,6 +152,13 @@ class Entrant:
             return times
         # Nobody waits in every step: what counts is how long all of a worker's steps took.
         return [(statistics.mean(t[0] for t in times), statistics.mean(t[1] for t in times))] * len(times)
+
+
+def _rates(plan: Plan, options: BenchOptions, steps: int) -> Callable[[int], float]:
+    """The learning rate of a step of a run of so many, as ``asa train`` has it; 0 beyond."""
+    settings = TrainSettings(out="", lr=options.lr)
+    peak, warmup = settings.peak_learning_rate(plan.optimizer), settings.warm_up(steps)
+    return lambda done: learning_rate(min(1.0, done / steps), peak, warmup=warmup, step=1 / steps)
 
 
 def slowest(votes: Votes, times: list[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -266,6 +278,9 @@ def _rank(rank: int, plans: Sequence[Plan], build: Callable[[], nn.Module], stra
     test = _some(test, options.evaluation_samples)
     order = GlobalOrder(len(train), plans[0].global_batch, options.seed, drop_last=True)
     entrants = [Entrant(p, build, strategies, rank, votes, options, device) for p in plans]
+    if options.epochs is not None:
+        for entrant in entrants:
+            entrant.rate = _rates(plans[0], options, options.epochs * order.steps(0))
     warm = [0.0] * len(entrants)
 
     def every() -> float:

@@ -1,0 +1,94 @@
+"""How busy devices are: a stand-in for NVML that changes nothing, and the processor time of this process."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from asa.instruments import devices
+from asa.instruments.devices import REASONS, reasons, watched
+
+
+class FakeNvml:
+    """One GPU: it draws 200 W, is 80 % busy, and is held down by heat. Calls that set something do not exist."""
+
+    NVML_CLOCK_SM = 1
+
+    def __init__(self, *, lacking: tuple[str, ...] = ()) -> None:
+        self.began, self.open, self.lacking = time.monotonic(), 0, lacking
+
+    def __getattr__(self, name: str):
+        if not name.startswith(("nvmlInit", "nvmlShutdown", "nvmlDeviceGet")):
+            raise AttributeError(name)
+        answers = {
+            "nvmlInit": lambda: self._count(1),
+            "nvmlShutdown": lambda: self._count(-1),
+            "nvmlDeviceGetHandleByUUID": lambda uuid: uuid,
+            "nvmlDeviceGetTotalEnergyConsumption": lambda h: 200e3 * (time.monotonic() - self.began),
+            "nvmlDeviceGetUtilizationRates": lambda h: SimpleNamespace(gpu=80),
+            "nvmlDeviceGetClockInfo": lambda h, kind: 1200,
+            "nvmlDeviceGetMaxClockInfo": lambda h, kind: 1980,
+            "nvmlDeviceGetCurrentClocksThrottleReasons": lambda h: 0x20 | 0x1,
+        }
+        return self._refuse if name in self.lacking else answers[name]
+
+    def _refuse(self, *about: object) -> None:
+        raise RuntimeError("not supported")
+
+    def _count(self, by: int) -> None:
+        self.open += by
+
+
+@pytest.fixture
+def nvml(monkeypatch):
+    made = FakeNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", made)
+    return made
+
+
+def test_a_gpu_tells_what_it_did(nvml):
+    with watched("GPU-1") as usage:
+        time.sleep(0.12)
+    assert usage.busy == pytest.approx(0.8)
+    assert usage.energy_j == pytest.approx(200 * usage.seconds, rel=0.5)
+    assert (usage.clock_mhz, usage.most_clock_mhz) == (1200, 1980)
+    assert reasons(usage.throttled) == ("software thermal slowdown",), "idle is no throttling"
+    assert nvml.open == 0
+
+
+def test_what_a_gpu_does_not_tell_is_unknown(nvml):
+    nvml.lacking = ("nvmlDeviceGetTotalEnergyConsumption", "nvmlDeviceGetUtilizationRates")
+    with watched("GPU-1") as usage:
+        pass
+    assert usage.busy is None
+    assert usage.energy_j is None
+    assert usage.clock_mhz == 1200
+
+
+def test_without_nvml_nothing_is_known_and_nothing_fails(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with watched("GPU-1") as usage:
+        pass
+    assert (usage.busy, usage.energy_j, usage.throttled) == (None, None, 0)
+
+
+def test_a_process_that_works_is_busy_and_one_that_sleeps_is_not(monkeypatch):
+    clock = iter([0.0, 1.0, 0.0, 1.0])
+    spent = iter([0.0, 0.9, 0.0, 0.0])
+    monkeypatch.setattr(devices.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(devices.time, "process_time", lambda: next(spent))
+    with watched() as works:
+        pass
+    with watched() as sleeps:
+        pass
+    assert (works.busy, sleeps.busy) == (0.9, 0.0)
+
+
+def test_every_reason_has_a_bit_of_its_own():
+    bits = [bit for bit, _ in REASONS]
+    assert sum(bits) == sum(set(bits))
+    assert all(bit & (bit - 1) == 0 for bit in bits)
+    assert reasons(0) == ()

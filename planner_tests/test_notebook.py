@@ -1,0 +1,54 @@
+"""Nouns in notebooks and under print: a line that says what they are, a table of their parts, nothing unescaped."""
+
+from __future__ import annotations
+
+import doctest
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import nouns
+import pytest
+
+from asa.ir import notebook
+
+
+class _Cells(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[int] = []
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.open.append(tag)
+        if tag == "tr":
+            self.rows.append(0)
+        elif tag in ("td", "th"):
+            self.rows[-1] += 1
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+@pytest.mark.parametrize("noun", [nouns.plan(), nouns.profile(), nouns.bench()], ids=["plan", "profile", "bench"])
+def test_a_noun_shows_a_line_and_a_whole_table(noun):
+    found = _Cells()
+    found.feed(noun._repr_html_())
+    assert found.open == []
+    assert len(set(found.rows)) == 1, "as many cells in every row"
+    assert len(found.rows) > 3
+    assert str(noun) == noun.summary()
+    assert "\n" not in str(noun)
+
+
+def test_what_looks_like_markup_is_text():
+    made = nouns.bench()
+    named = replace(made, results=(replace(made.results[-1], model="<b>", why_not="1 < 2 & 3"),))
+    text = named._repr_html_()
+    assert "&lt;b&gt;" in text
+    assert "1 &lt; 2 &amp; 3" in text
+    assert doctest.testmod(notebook).failed == 0
+
+
+def test_lines_say_the_figures():
+    assert "3 components, 147 ms forward and backward of 8 samples" in str(nouns.profile())
+    assert "tiny: asa fastest, 500 ms a step of 5" in str(nouns.bench())
