@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from itertools import combinations, product
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class Skeleton(NamedTuple):
+    """What ``fits`` is asked of, beside the choices."""
+
+    starts: tuple[int, ...]
+    widths: tuple[int, ...]
+    num_microbatches: int
+    schedule: str
 
 
 def clock(
@@ -91,7 +100,7 @@ def best(pipelines: Any) -> float:
     """Ms of the fastest plan of two or more stages."""
     n, lowest = len(pipelines.names), float("inf")
     for m in pipelines.microbatches():
-        for schedule in pipelines.schedules.values():
+        for name, schedule in pipelines.schedules.items():
             for p in range(2, min(n, pipelines.gpus) + 1):
                 orders = [schedule.order(s, p, m) for s in range(p)]
                 ways: dict[Any, Any] = {}
@@ -114,5 +123,8 @@ def best(pipelines: Any) -> float:
                                 pipelines.transfer(at[s], m, picked[s - 1][2], picked[s][1], offsets[s])
                                 for s in range(1, p)
                             ]
-                            lowest = min(lowest, clock([x[0] for x in picked], moves, orders, m))
+                            value = clock([x[0] for x in picked], moves, orders, m)
+                            skeleton = Skeleton(tuple(at[:-1]), tuple(widths), m, name)
+                            if value < lowest and pipelines.fits(skeleton, tuple(x[3] for x in picked)):
+                                lowest = value
     return lowest

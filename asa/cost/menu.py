@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -159,6 +160,15 @@ class Menu:
             self._joint & ~self.offload, self._optimizer - np.array(least, dtype=float)[like], 0.0
         )
         self._part = np.divide(self._optimizer, full, out=np.zeros(len(full)), where=full > 0)
+
+    @cached_property
+    def wrapping(self) -> Any:
+        """Per way a number that is equal for ways that are wrapped, split and kept alike; -1 where a way depends on no
+        neighbour."""
+        known: dict[object, int] = {}
+        keys = [(w.layout, w.data, w.tensor, w.offload) for w in self.ways]
+        found = np.array([known.setdefault(key, len(known)) for key in keys], dtype=np.int64)
+        return np.where(self._joint, found, -1)
 
     def _others(self, index: int, way: Way) -> float:
         """The component with the largest parameter, for :meth:`asa.interfaces.strategy.DataStrategy.least`."""

@@ -11,7 +11,7 @@ Solvers add up what each component has at least, whatever is beside it (``least_
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from asa.cost.memory.peak import Footprint, Peak, peak
@@ -31,30 +31,53 @@ def wrapped(ways: Sequence[Way]) -> Iterator[range]:
             start = i
 
 
+@dataclass(frozen=True)
+class Wrapped:
+    """Components ``placed`` that are wrapped as one: what each holds, ``repeated``: bytes of state that they count more
+    often than it is there, and ``left``: bytes that stay until all in front are through."""
+
+    placed: range
+    parts: tuple[Footprint, ...]
+    repeated: float
+    left: float
+
+
+def made(pricer: Pricer, alike: range, ways: Sequence[Way], *, whole: bool) -> Wrapped:
+    """What components ``alike`` hold, run in these ways and wrapped as one; ``whole``: there are no others in the
+    stage."""
+    joint, first = pricer.joint(ways[0]), ways[0]
+    repeated = left = 0.0
+    if joint and len({(w.tensor, w.offload) for w in ways}) == 1 and not first.offload:
+        repeated = pricer.states.repeated(alike, first)
+    near = joint and not whole and not pricer.states.prefetching  # then they gather for each other
+    last = max((i for i in alike if pricer.graph.components[i].parameter_bytes), default=alike.start)
+    parts = []
+    for i, way in zip(alike, ways, strict=True):
+        own = pricer.footprint(i, way, alike) if near else pricer.component(i, way).footprint
+        parts.append(pricer.as_made(i, way, own, ending=i == last))
+    if joint:
+        left = next(filter(None, map(pricer.left, alike, ways)), 0.0)
+    return Wrapped(alike, tuple(parts), repeated, left)
+
+
 def held(
     pricer: Pricer, start: int, ways: Sequence[Way], components: Sequence[ComponentCost],
     boundaries: Sequence[BoundaryCost], in_flight: int,
 ) -> Peak:  # fmt: skip
     """The peak of the rank of a stage that holds most, from component ``start`` on; ``index`` counts from there."""
     ahead = 1 < pricer.num_microbatches <= in_flight
-    counted = [c.footprint for c in components]
     inlets, outlet = [b.footprint for b in boundaries[:-1]], boundaries[-1].footprint
     if not (ahead or pricer.times.unmade or any(pricer.joint(w) for w in ways)):
-        return peak(ended(counted, outlet), inlets, in_flight)
+        return peak(ended([c.footprint for c in components], outlet), inlets, in_flight)
     parts, repeated = list[Footprint](), 0.0
     alike = list(wrapped(ways))
     for run in alike:
-        joint = pricer.joint(ways[run.start])
         placed = range(start + run.start, start + run.stop)
-        if joint and len({(ways[i].tensor, ways[i].offload) for i in run}) == 1 and not ways[run.start].offload:
-            repeated += pricer.states.repeated(placed, ways[run.start])
-        near = joint and len(alike) > 1 and not pricer.states.prefetching  # then they gather for each other
-        own = [pricer.footprint(start + i, ways[i], placed) if near else counted[i] for i in run]
-        last = max((i for i in run if pricer.graph.components[start + i].parameter_bytes), default=run.start)
-        parts += [pricer.as_made(start + i, ways[i], p, ending=i == last) for i, p in zip(run, own, strict=True)]
-        left = next(filter(None, (pricer.left(start + i, ways[i]) for i in run)), 0.0) if joint else 0.0
-        if left:  # in the backward of all in front
-            parts[: run.start] = [replace(p, transient=p.transient + left) for p in parts[: run.start]]
+        found = made(pricer, placed, ways[run.start : run.stop], whole=len(alike) == 1)
+        repeated += found.repeated
+        if found.left:  # in the backward of all in front
+            parts = [replace(p, transient=p.transient + found.left) for p in parts]
+        parts += found.parts
     if not ahead:
         return _less(peak(ended(parts, outlet), inlets, in_flight), repeated)
     # All microbatches are ahead when the first comes back, whose gradients are made meanwhile, as those of a single

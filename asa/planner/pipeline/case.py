@@ -163,11 +163,13 @@ class Case:
             for r in places:
                 self.tables[w, r] = limited[self.in_flight[r]] if self._tight else self.shop.relaxed(w, self.m)
 
-    def tell(self, starts: tuple[int, ...], widths: tuple[int, ...], choices: tuple[Choice, ...]) -> float:
-        """Hand a plan on; its time, infinite where it was not taken."""
+    def tell(
+        self, starts: tuple[int, ...], widths: tuple[int, ...], choices: tuple[Choice, ...]
+    ) -> tuple[float, bool]:  # fmt: skip
+        """Hand a plan on; its time, and whether it was taken."""
         skeleton = Skeleton(starts=starts, widths=widths, num_microbatches=self.m, schedule=self.name)
         value = value_of(self.shop.pipelines, skeleton, choices)
-        return value if self.found(value, skeleton, choices) else INF
+        return value, self.found(value, skeleton, choices)
 
     def _by_plans(self, best: float, ends: float) -> None:
         if self._open is None:

@@ -91,7 +91,10 @@ class OpenList:
         """Look at these a little closer: a bound on them, and the time of a plan where a better one came up."""
         leaf, rows, exact = self._leaves[cuts]
         if exact:
-            return INF, self._filled(leaf, int(rows[0]), self._options)
+            value, taken = self._filled(leaf, int(rows[0]), self._options)
+            if not taken and value < best:  # it does not fit, but others of these cuts may
+                self._floor = min(self._floor, low)
+            return INF, value if taken else INF
         if cuts not in self._fixed:
             self._fixed[cuts] = ColumnGeneration(self._case, cuts, low, self._seen(leaf, rows[:_SEEN]))
         fixed = self._fixed[cuts]
@@ -104,7 +107,8 @@ class OpenList:
         fixed.step(best, ends)
         if fixed.value < min(best, before):
             starts, widths = tuple(a for _, a, _ in cuts), tuple(w for w, _, _ in cuts)
-            value = self._case.tell(starts, widths, fixed.choices)
+            found, taken = self._case.tell(starts, widths, fixed.choices)
+            value = found if taken else INF
         return max(low, fixed.bound), value
 
     def _in_full(self, fixed: ColumnGeneration, best: float, ends: float) -> tuple[float, float]:
@@ -125,7 +129,8 @@ class OpenList:
             k = int(leaf.values.argmin())
             bound = min(bound, float(leaf.values[k]))
             if leaf.values[k] < best:
-                value = self._filled(leaf, k, options)
+                found, taken = self._filled(leaf, k, options)
+                value = found if taken else value
         if not new and bound <= fixed.bound:
             self._floor = min(self._floor, fixed.bound)
             return INF, value
@@ -236,8 +241,8 @@ class OpenList:
             found.append(np.array(column + moves))
         return found
 
-    def _filled(self, leaf: Leaves, i: int, options: dict[tuple[int, int], Options]) -> float:
-        """The time of the plan behind a leaf."""
+    def _filled(self, leaf: Leaves, i: int, options: dict[tuple[int, int], Options]) -> tuple[float, bool]:
+        """The time of the plan behind a leaf, and whether it was taken."""
         stages = ways(leaf, i, options)
         choices = tuple(self._known.points(key).choice(int(x.point[k])) for key, x, k in stages)
         return self._case.tell(tuple(key[2] for key, _, _ in stages), tuple(key[0] for key, _, _ in stages), choices)

@@ -76,6 +76,7 @@ def formulate(
     every: bool = False,
     crowded: bool = False,
     counted: bool = False,
+    wrapped: bool = False,
 ) -> Formulation | None:
     """The numbers, or None where some component cannot run at all in a stage of that width.
 
@@ -86,7 +87,8 @@ def formulate(
     rank, where devices are unequal. Where memory cannot bind, whatever is chosen, ways that only save memory are left
     out (a checkpoint takes as long again in backward as forward, of which less can hide synchronisation), but with
     ``every``. ``crowded``: it is likely to bind. ``counted``: with the memory of every component as if all around it
-    were run alike, which is about what a plan has, or more; otherwise what it has at least, for bounds.
+    were run alike, which is about what a plan has, or more; otherwise what it has at least, for bounds. ``wrapped``:
+    what a way holds with neighbours that are run alike may decide, so that only another of these stands in for it.
     """
     space, overlap = prices.space, prices.space.cluster.overlap
     pricer = prices.pricer(width, num_microbatches, busy, first)
@@ -121,7 +123,7 @@ def formulate(
         options = some
     elif not crowded and (plain != offered).any():
         options = _Options(menu, pricer, np.flatnonzero(offered), forced, counted=counted)
-    rows = options.rows(options.undominated(hidden, piped=busy is not None, roomy=roomy), numbers)
+    rows = options.rows(options.undominated(hidden, piped=busy is not None, roomy=roomy, wrapped=wrapped), numbers)
     for i in kept_out:
         rows[i].values[:, COLUMNS.index("state")] += _NEVER_GIB
     chain = Chain(
@@ -189,12 +191,13 @@ class _Options:
     def _largest(self, values: Any) -> Any:
         return np.maximum.reduceat(values, np.flatnonzero(np.r_[True, np.diff(self.component) != 0]))
 
-    def undominated(self, hidden: float, *, piped: bool, roomy: bool) -> Any:
+    def undominated(self, hidden: float, *, piped: bool, roomy: bool, wrapped: bool = False) -> Any:
         """Which are left without those that another one of the same component and layout replaces in every plan at no
         loss; of time alone where memory is ``roomy``.
 
         ``hidden`` is what a ms of synchronisation saves at most: a configuration with more of it may gain that much.
         ``piped``: a microbatch's time may hide behind other stages where work once per step does not, so both count.
+        ``wrapped`` as for :func:`formulate`.
         """
         cell = self.component * len(self._menu.layouts) + self.layout
         order = np.argsort(cell, kind="stable")
@@ -213,6 +216,9 @@ class _Options:
         def column(name: str) -> Any:
             return self.values[:, COLUMNS.index(name)]
 
+        if wrapped:
+            a, b = pair(self._menu.wrapping[self.which])
+            better &= a == b
         less = ["forward", "backward"] + ([] if roomy else ["state", "activations", "gradients", "transient"])
         for name in less:
             a, b = pair(column(name))

@@ -14,7 +14,8 @@ Variables, for component i, configuration c, layouts a and b:
     sum_b y[i,a,b] = sum_{c in layout a} x[i,c]                         for every i, a            (_flow)
     sum_a y[i,a,b] = sum_{c in layout b} x[i+1,c]                       for every i, b            (_flow)
     tau <= sp B[k] + sc G[k]                                            for every k               (_overlap)
-    S + A[k] + D[k] + transient[k] <= capacity                          for every k               (_memory)
+    S + A[k] + D[k] + transient[k] + sum_r more[r,k] z[r] <= capacity   for every k               (_memory)
+    z[r] >= 1 where run r is chosen from its first component to its last, and no further          (_runs)
 
 The flow *equalities* are the tight linearisation: without overlap and memory the relaxation is a shortest path and
 integral. B, G, S, A, D are running sums, which keeps the rows short.
@@ -31,7 +32,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -39,11 +40,14 @@ from typing import Any, Literal
 from asa.errors import UnavailableError
 from asa.planner import clock
 from asa.planner.stage.problem import Choice, Problem, Solution
+from asa.planner.stage.runs import RunCharge
 
 Ending = Literal["optimal", "feasible", "infeasible", "nothing"]
 """How a solve ended: a choice that is proved or not, a proof that there is none, or neither."""
 
 _GAP = 0.0
+_HAS_SOLUTION = 2
+"""What HiGHS calls a solution that is feasible."""
 
 
 @dataclass
@@ -74,12 +78,14 @@ def solve(
     time_limit_s: float = 60.0,
     backend: str | None = None,
     forbidden: tuple[Choice, ...] = (),
+    charges: Sequence[RunCharge] = (),
     cutoff: float = float("inf"),
 ) -> Solution:
     """The best choice. ``backend``: ``highs`` or ``cbc``; the first that is installed where None.
 
-    ``forbidden`` choices are cut off, to enumerate the best plans one after the other. Choices that are not faster
-    than ``cutoff`` ms are of no interest: where there is none, ``choice`` is None and ``cutoff`` a proved bound.
+    ``forbidden`` choices are cut off, to enumerate the best plans one after the other. ``charges``: what some runs of
+    components hold beyond the sum. Choices that are not faster than
+    ``cutoff`` ms are of no interest: where there is none, ``choice`` is None and ``cutoff`` a proved bound.
 
     Raises:
         UnavailableError: no solver is installed, or it failed.
@@ -90,7 +96,7 @@ def solve(
     _flow(model, pulp)
     tau = _overlap(model, pulp)
     if problem.capacity < float("inf"):
-        _memory(model, pulp)
+        _memory(model, pulp, _runs(model, pulp, charges))
     for choice in forbidden:
         model.lp += pulp.lpSum(model.x[i][c] for i, c in enumerate(choice)) <= len(choice) - 1
     goal = _objective(model, pulp, tau)
@@ -101,7 +107,8 @@ def solve(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         outcome = model.lp.solve(solver)
-    clock.charge(time.monotonic() - began - (clock.now() - worked))  # it has a clock of its own
+    if "CBC" in name:  # it works in a process of its own
+        clock.charge(time.monotonic() - began - (clock.now() - worked))
     return _read(model, pulp, _ending(model.lp, outcome, pulp), name, cutoff)
 
 
@@ -156,7 +163,20 @@ def _overlap(model: _Model, pulp: Any) -> Any:
     return tau
 
 
-def _memory(model: _Model, pulp: Any) -> None:
+def _runs(model: _Model, pulp: Any, charges: Sequence[RunCharge]) -> list[tuple[Any, RunCharge]]:
+    """Each run with what is 1 where it is chosen: all of its members, and nothing like them beside it."""
+    found, n = [], len(model.problem)
+    for r, charge in enumerate(charges):
+        z, stop = model.lp.add_variable(f"z_{r}", lowBound=0, upBound=1), charge.start + len(charge.members)
+        inside = [(model.x[charge.start + i][c], 1.0) for i, row in enumerate(charge.members) for c in sorted(row)]
+        beside = [(model.x[charge.start - 1][c], -1.0) for c in sorted(charge.front)] if charge.start else []
+        beside += [(model.x[stop][c], -1.0) for c in sorted(charge.behind)] if stop < n else []
+        model.lp += z >= _sum(pulp, [*inside, *beside]) - (len(charge.members) - 1)
+        found.append((z, charge))
+    return found
+
+
+def _memory(model: _Model, pulp: Any, runs: Sequence[tuple[Any, RunCharge]]) -> None:
     problem, n = model.problem, len(model.problem)
     state = model.lp.add_variable("S", lowBound=0)
     standing = [t for i in range(n) for t in (*model.picked(i, "state"), *model.passed(i, "state"))]
@@ -169,7 +189,8 @@ def _memory(model: _Model, pulp: Any) -> None:
         grads = [*([(made[k + 1], 1.0)] if k + 1 < n else []), *model.picked(k, "gradients")]
         model.lp += made[k] == _sum(pulp, grads)
         moving = _sum(pulp, [*model.picked(k, "transient"), *model.passed(k, "transient")])
-        model.lp += state + kept[k] + made[k] + moving <= problem.capacity
+        more = _sum(pulp, [(z, charge.more[k]) for z, charge in runs if charge.more[k]])
+        model.lp += state + kept[k] + made[k] + moving + more <= problem.capacity
 
 
 def _objective(model: _Model, pulp: Any, tau: Any) -> Any:
@@ -209,6 +230,8 @@ def _ending(lp: Any, outcome: Any, pulp: Any) -> Ending:
         # What HiGHS calls "unbounded or infeasible" is the latter: every variable is bounded below.
         told = str(asked())
         infeasible, optimal = told.endswith("Infeasible"), told.endswith("kOptimal")
+        if told.endswith("kInterrupt"):  # which PuLP takes for a solution
+            found = lp.solverModel.getInfo().primal_solution_status == _HAS_SOLUTION
     return "infeasible" if infeasible else "nothing" if not found else "optimal" if optimal else "feasible"
 
 
@@ -234,16 +257,32 @@ def _cbc(pulp: Any) -> list[Any]:
     return [getattr(pulp, name) for name in ("COIN_CMD", "PULP_CBC_CMD") if hasattr(pulp, name)]
 
 
-def _silent(pulp: Any) -> Any:
-    """PuLP's HiGHS, whose greeting goes nowhere: highspy 1.16 prints it when a solver is made, before any option can
-    forbid it, into what a command prints."""
+def _silent(pulp: Any, seconds: float) -> Any:
+    """PuLP's HiGHS, stopped after so many seconds of work (its own limit counts those on the wall), whose greeting goes
+    nowhere: highspy 1.16 prints it when a solver is made, before any option can forbid it, into what a command prints.
+    """
 
     class Silent(pulp.HiGHS):  # type: ignore[misc]
         def createAndConfigureSolver(self, lp: Any) -> None:
             with _muted(1):
                 super().createAndConfigureSolver(lp)
+            _limited(lp.solverModel, seconds)
 
     return Silent
+
+
+def _limited(highs: Any, seconds: float) -> None:
+    """Have ``highs`` stop once the clock of the search has gone on by ``seconds``, where it can be asked to."""
+    import highspy
+
+    ends = clock.now() + seconds
+
+    def stop(_kind: Any, _message: str, _out: Any, answer: Any, _data: Any) -> None:
+        if answer is not None and clock.now() > ends:
+            answer.user_interrupt = True
+
+    highs.setCallback(stop, None)
+    highs.startCallback(highspy.cb.HighsCallbackType.kCallbackMipInterrupt)
 
 
 @contextmanager
@@ -268,7 +307,10 @@ def _solver(pulp: Any, backend: str | None, time_limit_s: float) -> tuple[Any, s
         warnings.simplefilter("ignore")
         if backend in (None, "highs"):
             # Always one thread: a second solve with another number returns "Not Solved".
-            highs = _silent(pulp)(msg=False, gapRel=_GAP, timeLimit=time_limit_s, threads=1, mip_abs_gap=_GAP)
+            wall_s = clock.PATIENCE * time_limit_s
+            highs = _silent(pulp, time_limit_s)(
+                msg=False, gapRel=_GAP, timeLimit=wall_s, threads=1, mip_abs_gap=_GAP
+            )  # fmt: skip
             if highs.available():
                 return highs, "ilp (HiGHS)"
         if backend in (None, "cbc"):

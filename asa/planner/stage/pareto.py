@@ -16,6 +16,10 @@ _SPARSE, _MOST_PAIRS = 8, 300_000
 """Where so few of all pairs of rows are of one group, these are compared, and no others."""
 
 
+_BLOCK, _FIRST = 256, 64
+"""Rows looked at together where there are many, and against how many of those in front first."""
+
+
 class OutOfTimeError(Exception):
     """Nothing can be said in time."""
 
@@ -82,23 +86,23 @@ def _beaten(values: Any, sizes: Any) -> Any:
 def _swept(x: Any, group: Any, ends: float) -> Any:
     """Undominated rows of many, in order of their sums: only a kept row in front can beat one."""
     kept = np.zeros(len(x), dtype=bool)
-    found = np.zeros((0, x.shape[1]))
-    owners = np.zeros(0, dtype=group.dtype)
-    for begin in range(0, len(x), 256):
+    columns, owners, count = np.empty((x.shape[1] + 1, len(x))), group.astype(float), 0
+    for begin in range(0, len(x), _BLOCK):
         if clock.now() > ends:
             raise OutOfTimeError
-        block, mine = x[begin : begin + 256], group[begin : begin + 256]
-        good = np.ones(len(block), dtype=bool)
-        if len(found):
-            beaten = owners[:, None] == mine[None, :]
-            for d in range(x.shape[1]):
-                beaten &= found[:, d][:, None] <= block[:, d][None, :]
-            good = ~beaten.any(axis=0)
-        beaten = _IN_FRONT[: len(block), : len(block)] & (mine[:, None] == mine[None, :])
-        for d in range(x.shape[1]):
-            beaten &= block[:, d][:, None] <= block[:, d][None, :]
-        good &= ~beaten.any(axis=0)
-        kept[begin : begin + 256] = good
-        found = np.concatenate([found, block[good]])
-        owners = np.concatenate([owners, mine[good]])
+        left = np.arange(begin, min(begin + _BLOCK, len(x)))
+        at, size = 0, _FIRST
+        while at < count and len(left):  # most rows are beaten by some of the first
+            some = columns[:, at : min(at + size, count), None]
+            beaten = some[-1] == owners[left]
+            for front, column in zip(some, x[left].T, strict=False):
+                beaten &= front <= column
+            left, at, size = left[~beaten.any(axis=0)], at + size, 4 * size
+        beaten = _IN_FRONT[: len(left), : len(left)] & (owners[left, None] == owners[None, left])
+        for column in x[left].T:
+            beaten &= column[:, None] <= column[None, :]
+        left = left[~beaten.any(axis=0)]
+        kept[left] = True
+        columns[:-1, count : count + len(left)], columns[-1, count : count + len(left)] = x[left].T, owners[left]
+        count += len(left)
     return kept

@@ -21,6 +21,7 @@ from asa.planner.stage import exhaustive, ilp, labels, memory
 from asa.planner.stage.floor import Floor, floor
 from asa.planner.stage.formulate import Formulation, formulate
 from asa.planner.stage.problem import MS, Choice, Problem, Solution
+from asa.planner.stage.runs import RunCharge, Runs
 
 _FIRST_S = 0.15
 """For the label program under a memory limit, at first; four times as long each time it comes back."""
@@ -31,8 +32,10 @@ _ILP_S = 0.55
 _LONG, _FORMULATED = 10_000, 1.0
 """Ways of all components together from which formulating takes long: as long as pricing them one by one, times so much.
 """
-_REFUSED = 24
-"""Choices that do not fit, for all that their components have at least, which are looked beyond."""
+_REFUSED = 60
+"""Times that the ILP looks beyond choices that do not fit, although what their components have at least does."""
+_BEYOND_S = 2.0
+"""For the ILP to look beyond them, each time: it takes as long for a dozen or two of components, usually."""
 _CLOSE = 1e-9
 _NOTHING = Solution(choice=None, value=float("inf"), bound=float("inf"), solver="dp")
 _OPEN = Solution(choice=None, value=float("inf"), bound=0.0, solver="dp")
@@ -121,6 +124,7 @@ class StageLookup:
         self._among = widths(prices.space.request.gpus) if among is None else among
         self._known: dict[tuple[int, int], FormulatedStage | None] = {}
         self._counted: dict[tuple[int, int], FormulatedStage] = {}
+        self._wrapped: dict[tuple[int, int], FormulatedStage] = {}
         self._floors: dict[tuple[int, int], Floor] = {}
         self.took: dict[tuple[int, int], float] = {}
         """CPU seconds that it took to price all components of one, one by one."""
@@ -175,6 +179,19 @@ class StageLookup:
             )
         return self._counted[key]
 
+    def wrapped(self, width: int, num_microbatches: int) -> FormulatedStage:
+        """A copy with all ways that may hold less where neighbours are run alike."""
+        key = (width, num_microbatches)
+        if key not in self._wrapped:
+            self._wrapped[key] = self._placed(
+                formulate(self._prices, *key, self._allowed, crowded=self.floor(*key).crowded, wrapped=True)
+            )
+        return self._wrapped[key]
+
+    def runs(self, place: FormulatedStage) -> Runs:
+        """What runs of its choices hold beyond the sum over components."""
+        return Runs(self._prices, place.formulation)
+
     def _placed(self, formulation: Formulation | None) -> FormulatedStage:
         if formulation is None:
             return FormulatedStage(None)
@@ -227,6 +244,9 @@ class Single:
         self._turns, self._labelled, self.by_ilp = 0, False, False
         self.origin: FormulatedStage | None = None
         self.refused: list[Choice] = []
+        self._forbidden, self._charges = list[Choice](), dict[RunCharge, None]()
+        self._tried = self._looked_beyond = 0
+        self._runs: Runs | None = None
 
     @property
     def value(self) -> float:
@@ -348,8 +368,8 @@ class Single:
         assert self.place.solver is not None
         cutoff, solver = min(best, self.value), self.place.solver
         self._turns += 1
-        if self.refused and (self._turns % 2 or self.bound >= exhaustive.value(self.place.asked, self.refused[0])):
-            self._otherwise(cutoff, slice_s)
+        if self.refused and (self._turns % 2 or self._solver == "ilp" or self.bound >= self._relaxed):
+            self._otherwise(cutoff, slice_s, ends)
             return
         ilp_too = self._solver == "ilp"
         first = 2 if self.place.handy else 3
@@ -361,26 +381,66 @@ class Single:
         self._take(solver.answer(cutoff))
         self.stuck = solver.done and not ilp_too and self.bound < min(best, self.value) * (1 - 1e-9)
 
-    def _otherwise(self, cutoff: float, slice_s: float) -> None:
-        """Where what looked best does not fit: a plan by what components count for; and for the bound what is left
-        without those that were refused."""
+    @property
+    def _relaxed(self) -> float:
+        """Ms of the first choice that was refused."""
+        assert self.place is not None
+        return exhaustive.value(self.place.asked, self.refused[0])
+
+    def _otherwise(self, cutoff: float, slice_s: float, ends: float) -> None:
+        """Where what looked best does not fit: a plan by what components count for; then by the ILP, which is told
+        what the runs of refused choices hold."""
+        self._tried += 1
         safe = self._places.counted(self.width, self.num_microbatches)
-        if safe.solver is not None and not safe.solver.done:
+        beyond = self._solver == "ilp" and self._looked_beyond < _REFUSED and ends - clock.now() > _ILP_S
+        if safe.solver is not None and not safe.solver.done and (self._tried % 2 == 0 or not beyond):
             safe.look(cutoff)
             safe.solver.run(cutoff, clock.now() + slice_s)
             self._take(replace(safe.solver.answer(cutoff), bound=0.0), safe)
-        elif self._solver == "ilp" and len(self.refused) <= _REFUSED:
-            before = len(self.refused)
-            self._by_ilp(slice_s)
-            self.stuck = len(self.refused) == before and self.bound < min(cutoff, self.value) * (1 - _CLOSE)
+        elif beyond:
+            self._looked_beyond += 1
+            self._beyond(cutoff, min(ends, clock.now() + max(slice_s, self._looked_beyond * _BEYOND_S)))
         else:
             self.stuck = True
+
+    def _beyond(self, cutoff: float, until: float) -> None:
+        """The fastest choice without those that were refused, and without what holds as much for the same reason."""
+        place = self._places.wrapped(self.width, self.num_microbatches)
+        self._runs = self._runs or self._places.runs(place)
+        if not self._forbidden:
+            assert self.place is not None
+            rows = [{w: c for c, w in enumerate(row)} for row in place.formulation.ways]
+            for before in self.refused:
+                ways = self.place.formulation.picked(0, before)
+                self._exclude(tuple(row[w] for row, w in zip(rows, ways, strict=True)))
+        found = ilp.solve(
+            place.problem, time_limit_s=max(0.05, until - clock.now()), forbidden=tuple(self._forbidden),
+            charges=tuple(self._charges),
+        )  # fmt: skip
+        choice = found.choice
+        if choice is not None and place.fitting(choice):
+            value = exhaustive.value(place.problem, choice)
+            if value < self.value:
+                self.solution, self.origin = replace(found, value=value, bound=min(found.bound, value)), place
+        elif choice is not None:
+            self._exclude(choice)
+        low = self.bound
+        self._raise(min(found.bound, self.value))
+        if self.bound >= self.value * (1 - _CLOSE):
+            self.bound, self.by_ilp = self.value, True
+            self.solution = replace(self.solution, bound=self.value, solver=f"{found.solver} and dp")
+        self.stuck = choice is None and self.bound <= low and self.bound < min(cutoff, self.value) * (1 - _CLOSE)
+
+    def _exclude(self, choice: Choice) -> None:
+        assert self._runs is not None
+        self._forbidden.append(choice)
+        self._charges.update(dict.fromkeys(self._runs.of(choice)))
 
     def _by_ilp(self, slice_s: float) -> None:
         """The ILP's turn, where labels get too many. What it says of its choice is not believed; its bound is."""
         assert self.place is not None
         problem = self.place.asked
-        found = ilp.solve(problem, time_limit_s=slice_s, forbidden=tuple(self.refused))
+        found = ilp.solve(problem, time_limit_s=slice_s)
         if found.choice is not None and exhaustive.peak(problem, found.choice) <= problem.capacity:
             self._take(replace(found, value=exhaustive.value(problem, found.choice), bound=0.0))
         self._raise(min(found.bound, self.value))
