@@ -53,7 +53,8 @@ def memory(args: argparse.Namespace, out: Path) -> Iterator[Command]:
     """Plans for one GPU: what its allocator saw beside what was promised."""
     for model in args.models.split(","):
         for precision, strategy, optimizer in (
-            ("fp32", "single", "sgd"), ("bf16", "single", "sgd"), ("fp32", "single+ckpt", "sgd"), ("fp32", "single", "adamw")
+            ("fp32", "single", "sgd"), ("bf16", "single", "sgd"), ("fp32", "single+ckpt", "sgd"),
+            ("fp32", "single", "adamw"),
         ):  # fmt: skip
             for batch in sorted({max(2, args.batch // n) for n in (1, 2, 4, 8)}):
                 what = f"{model} {precision} {strategy} {optimizer} {batch}"
@@ -82,7 +83,7 @@ def rehearsal(args: argparse.Namespace, out: Path) -> Iterator[Command]:
             yield f"rehearse {model} {strategy}", _asa("train", str(plan), "--rehearse", "0")
 
 
-def machine(args: argparse.Namespace, out: Path) -> Iterator[Command]:
+def machine(_: argparse.Namespace, out: Path) -> Iterator[Command]:
     """What several GPUs are to each other, and what was foretold of machines like this one."""
     yield "doctor", _asa("doctor")
     if _gpus() > 1:
@@ -148,8 +149,8 @@ def report(out: Path) -> str:
         own = [f for f in found.values() if f["piece"] == piece]
         lines += [f"## {piece}", "", *([line for f in own for line in _told(f)] or ["not run"]), ""]
     lines += [
-        "## To send back", "", f"Attach `{out / 'record.jsonl'}` and `{out / 'gpu-report.md'}`. On a machine of several "
-        "GPUs `asa bench --check-sealed` scores them against the sealed predictions.", "",
+        "## To send back", "", f"Attach `{out / 'record.jsonl'}` and `{out / 'gpu-report.md'}`. On a machine of "
+        "several GPUs `asa bench --check-sealed` scores them against the sealed predictions.", "",
     ]  # fmt: skip
     return "\n".join(lines)
 
@@ -164,14 +165,12 @@ def _told(found: dict[str, Any]) -> list[str]:
         worst = max(off, key=abs, default=0.0)
         doubt = answer["provenance"].get("disturbed", "")
         good = "ok" if abs(worst) <= _WITHIN else "TOO FAR OFF"
-        return [
-            f"- {name}: components add up to {100 * worst:+.1f} % of the whole at worst, {good}{'; ' if doubt else ''}{doubt}"
-        ]
+        doubt = f"; {doubt}" if doubt else ""
+        return [f"- {name}: components are {100 * worst:+.1f} % off the whole at worst, {good}{doubt}"]
     if name.startswith(("memory ", "rehearse ")):
         promised, seen = answer["predicted_memory_bytes"], answer["peak_memory_bytes"]
-        return [
-            f"- {name}: memory {promised / 2**20:.0f} MiB predicted, {seen / 2**20:.0f} measured ({promised / seen - 1:+.1%})"
-        ]
+        mib, off = 2**20, promised / seen - 1
+        return [f"- {name}: memory {promised / mib:.0f} MiB predicted, {seen / mib:.0f} measured ({off:+.1%})"]
     return [] if name.startswith("plan ") else [f"- {name}: ok in {found['seconds']:.0f} s"]
 
 
