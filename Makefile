@@ -5,7 +5,8 @@
 # make test-install  build the wheel, install it into fresh environments of every Python here, plan in an empty folder
 # make golden  plan the committed profiles anew; the diff is the review of a cost-model change
 # make samples the sample documents of docs/samples, from real runs
-# make gpu     the tests that need a CUDA device, and the main job on it
+# make gpu     what this machine's GPUs can tell, in pieces that can be taken up again -> runs/gpu/gpu-report.md
+# make standin everything that asks for CUDA, on stood-in GPUs (minutes, no GPU needed)
 # make clean   everything that can be made again, but not .venv
 
 SHELL := /bin/bash
@@ -21,7 +22,7 @@ DEMO_MODEL ?= vgg16
 DEMO_GPUS ?= 2
 DEMO_BATCH ?= 64
 
-.PHONY: setup demo test test-install check lint types floors pytest golden samples gpu clean
+.PHONY: setup demo test test-install check lint types floors pytest golden samples gpu standin clean
 
 setup: $(STAMP)
 
@@ -57,7 +58,7 @@ floors:
 	$(BIN)/lint-imports
 
 pytest:
-	$(BIN)/python -m pytest -m 'not gpu' --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m 'not gpu and not standin' --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 golden: setup
 	$(BIN)/python benchmarks/golden.py
@@ -68,8 +69,10 @@ samples: setup
 gpu: setup
 	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
 	  { echo "no CUDA device is usable here: \`make gpu\` needs one (\`asa doctor\` says more)" >&2; exit 5; }
-	$(BIN)/python -m pytest -m gpu
-	@BIN=$(BIN) MODEL=$(DEMO_MODEL) GPUS=1 BATCH=256 DEVICE=cuda bash benchmarks/demo.sh
+	$(BIN)/python benchmarks/gpu.py
+
+standin: setup
+	$(BIN)/python -m pytest -m standin -s planner_tests/test_standin.py
 
 clean:
 	rm -rf runs report.html build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -89,10 +89,12 @@ def _cores(_: Console) -> Check:
 def _cuda(_: Console) -> Check:
     import torch
 
+    from asa.instruments import nvml
     from asa.report.checks import Check
 
     count = torch.cuda.device_count()
-    named = ", ".join(torch.cuda.get_device_name(i) for i in range(count))
+    # Asked of the management library: a process in which CUDA has started can fork no ranks that use it.
+    named = ", ".join(nvml.names(count)) or (f"{count} devices" if count else "")
     fix = "training runs on CPU; for GPUs install a driver that torch " + str(torch.version.cuda) + " can use"
     return Check(name="cuda", ok=count > 0, detail=named or "no device", needed=False, fix=fix)
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from asa.cli.console import Console
+from asa.instruments import nvml
 from asa.report.checks import Check
 from asa.report.units import size
 
@@ -18,9 +16,6 @@ _SHARED_BYTES = 2**30
 """Containers get 64 MiB unless told otherwise; NCCL and a loader's workers want more."""
 _FILES = 1024
 _DISK_BYTES = 2 * 2**30
-
-_PATHS = {0: "one board", 10: "one PCIe switch", 20: "PCIe switches", 30: "the host bridge", 40: "one NUMA node"}
-"""NVML's names of where two GPUs meet (nvmlGpuTopologyLevel_t); anything else is the link between processors."""
 
 
 def cores() -> int:
@@ -79,67 +74,41 @@ def disk(_: Console) -> Check:
 
 
 def gpu_modes(_: Console) -> Check:
-    """MIG and ECC of every GPU, and memory errors since the machine started; nothing is changed."""
-    with _nvml() as n:
+    """MIG and ECC of every GPU, memory errors since the machine started, and who else is there; nothing is changed."""
+    with nvml.opened() as n:
         if n is None:
-            return Check(name="gpus", ok=True, detail="no NVIDIA driver, so no MIG and no ECC", needed=False)
-        handles = _handles(n)
-        split = [i for i, h in enumerate(handles) if _told(n, (0, 0), "nvmlDeviceGetMigMode", h)[0]]
-        checked = [i for i, h in enumerate(handles) if _told(n, (0, 0), "nvmlDeviceGetEccMode", h)[0]]
+            return _without_nvml()
+        every = nvml.handles(n)
+        split = [i for i, h in enumerate(every) if nvml.told(n, (0, 0), "nvmlDeviceGetMigMode", h)[0]]
+        checked = [i for i, h in enumerate(every) if nvml.told(n, (0, 0), "nvmlDeviceGetEccMode", h)[0]]
         kind = (n.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, n.NVML_VOLATILE_ECC)
-        counts = [_told(n, 0, "nvmlDeviceGetTotalEccErrors", h, *kind) for h in handles]
+        counts = [nvml.told(n, 0, "nvmlDeviceGetTotalEccErrors", h, *kind) for h in every]
         errors = {i: count for i, count in enumerate(counts) if count}
-    found = [f"MIG {_which(split, handles)}", f"ECC {_which(checked, handles)}"]
+        now = [nvml.Card(n, h).read() for h in every]
+    found = [f"MIG {_which(split, every)}", f"ECC {_which(checked, every)}"]
     found += [f"GPU {i}: {e} uncorrected memory errors" for i, e in errors.items()]
+    found += [f"GPU {i}: {r.others} processes" for i, r in enumerate(now) if r.others]
+    found += [f"GPU {i}: held back by {' and '.join(r.reasons)}" for i, r in enumerate(now) if r.reasons]
     fix = "take such a GPU out of service" if errors else "a process sees one MIG instance: give ranks whole GPUs"
     ok = not split and not errors
-    return Check(name="gpus", ok=ok, detail=f"{len(handles)}: {', '.join(found)}", needed=False, fix=fix)
+    return Check(name="gpus", ok=ok, detail=f"{len(every)}: {', '.join(found)}", needed=False, fix=fix)
+
+
+def _without_nvml() -> Check:
+    """One line: there is no GPU to ask about, or the library to ask with is missing."""
+    if not Path("/dev/nvidiactl").exists():
+        return Check(name="gpus", ok=True, detail="no NVIDIA driver, so no MIG and no ECC", needed=False)
+    detail = "there is a driver, but NVML does not answer: clocks, energy and other processes are not seen"
+    return Check(name="gpus", ok=False, detail=detail, needed=False, fix="pip install nvidia-ml-py")
 
 
 def topology(_: Console) -> Check:
     """What joins the GPUs, pair by pair: NVLink, or how far up PCIe they meet."""
-    with _nvml() as n:
-        handles = [] if n is None else _handles(n)
-        joined: dict[str, int] = {}
-        for a, b in combinations(handles, 2):
-            nvlink = _told(n, None, "nvmlDeviceGetP2PStatus", a, b, n.NVML_P2P_CAPS_INDEX_NVLINK) == 0
-            level = _told(n, None, "nvmlDeviceGetTopologyCommonAncestor", a, b)
-            where = "NVLink" if nvlink else "unknown" if level is None else _PATHS.get(level, "several NUMA nodes")
-            joined[where] = joined.get(where, 0) + 1
-    if not joined:
-        return Check(name="topology", ok=True, detail="fewer than two GPUs: nothing to join", needed=False)
-    told = ", ".join(f"{count} over {where}" for where, count in sorted(joined.items()))
+    told = nvml.topology()
     fix = "GPUs of several NUMA nodes exchange data slowly: measure with `asa cluster measure`"
-    ok = "several NUMA nodes" not in joined
-    return Check(name="topology", ok=ok, detail=f"pairs of GPUs: {told}", needed=False, fix=fix)
-
-
-@contextmanager
-def _nvml() -> Iterator[Any]:
-    """NVML, started; None where there is no driver."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except Exception:  # whatever keeps it from starting: there is nothing to be asked
-        yield None
-        return
-    try:
-        yield pynvml
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _handles(n: Any) -> list[Any]:
-    return [n.nvmlDeviceGetHandleByIndex(i) for i in range(n.nvmlDeviceGetCount())]
-
-
-def _told(n: Any, default: Any, ask: str, *about: Any) -> Any:
-    """What NVML's function ``ask`` answers; ``default`` where a GPU does not know the question."""
-    try:
-        return getattr(n, ask)(*about)
-    except (n.NVMLError, AttributeError):
-        return default
+    ok = "several NUMA nodes" not in told
+    detail = told or "fewer than two GPUs: nothing to join"
+    return Check(name="topology", ok=ok, detail=detail, needed=False, fix=fix)
 
 
 def _which(found: list[int], handles: list[Any]) -> str:

@@ -50,6 +50,7 @@ class Measurements:
     not tracked. ``communication_s`` is the exposed part; ``data_wait_s`` the wait for input, both per step.
     ``per_rank``: by process of the run, idle ones included with an ``own_s`` of 0; empty where ranks were not observed;
     ``links``: likewise. ``mean_step_s``: the mean beside the median of ``step_time``; None where it was not taken.
+    ``energy_j``: joules that the plan's GPUs spent in the epoch; None where they do not count them.
     """
 
     plan_fingerprint: str
@@ -65,6 +66,7 @@ class Measurements:
     per_rank: tuple[RankTiming, ...] = ()
     links: tuple[Transfer, ...] = ()
     mean_step_s: float | None = later()
+    energy_j: float | None = later()
 
     @property
     def slowest(self) -> tuple[int, float] | None:

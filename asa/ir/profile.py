@@ -94,13 +94,20 @@ class DeviceRecord:
 
 @noun
 class Provenance:
-    """How a profile came about."""
+    """How a profile came about. ``disturbed``: why figures that were measured are not what the device can do (it was
+    held back, or shared), in words; empty where nothing speaks against them."""
 
     origin: Origin
     created: str
     asa_version: str
     torch_version: str
     note: str = ""
+    disturbed: str = later("")
+
+    @property
+    def trusted(self) -> bool:
+        """Whether the figures were measured, and undisturbed."""
+        return self.origin == "measured" and not self.disturbed
 
 
 @noun

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from asa import __version__
 from asa.errors import UnavailableError, UsageError
+from asa.instruments.nvml import card_of, topology, watching
 from asa.ir.cluster import Cluster, CollectiveTable, Contention, Device, Level, Overlap, RankDevice, Sharding, Waiting
 from asa.ir.drift import Drift
 from asa.launch import run_ranks, tell, usable_cores
@@ -53,6 +54,7 @@ class _Found:
     devices: tuple[RankDevice, ...] | None
     drift: Drift | None
     shared_memory: bool
+    disturbed: str = ""
 
 
 def measure_cluster(
@@ -138,16 +140,36 @@ def _cluster(found: _Found, task: _Task, num_ranks: int, name: str | None) -> Cl
         overlap=found.overlap,
         waiting=found.waiting,
         sharding=found.sharding,
-        status="measured",
-        source=task.source,
+        status="estimated" if found.disturbed else "measured",
+        source=task.source + _circumstances(task, found),
         devices=found.devices,
         drift=found.drift,
         shared_memory=found.shared_memory,
     )
 
 
+def _circumstances(task: _Task, found: _Found) -> str:
+    """What joins the GPUs, and what disturbed them, in words; nothing of CPUs."""
+    said = [
+        topology() if task.backend == "nccl" else "",
+        f"not to be trusted: {found.disturbed}" * bool(found.disturbed),
+    ]
+    return "".join(f"; {text}" for text in said if text)
+
+
 def _on_rank(rank: int, task: _Task) -> _Found:
     """What each rank does; all of them return the same, but for rank 0's device and tables."""
+    if task.backend != "nccl":
+        return _measured(rank, task)
+    with watching(card_of(torch.device("cuda", torch.cuda.current_device()))) as card:
+        found = _measured(rank, task)
+    every = [""] * dist.get_world_size()
+    dist.all_gather_object(every, card.disturbed)
+    why = "; ".join(f"rank {r}: {text}" for r, text in enumerate(every) if text)
+    return replace(found, disturbed=why)
+
+
+def _measured(rank: int, task: _Task) -> _Found:
     device = torch.device("cuda", torch.cuda.current_device()) if task.backend == "nccl" else torch.device("cpu")
     clock, ranks = clock_of(device), dist.get_world_size()
     torch.manual_seed(rank)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from asa import __version__
 from asa.errors import UsageError
+from asa.instruments.nvml import card_of, watching
 from asa.ir.graph import LayerGraph
 from asa.ir.profile import Precision, Profile, Provenance
 from asa.launch import give_back_freed_memory, keep_freed_memory
@@ -134,7 +135,8 @@ def profile_module(
             progress=lambda fraction, what: say(0.05 + 0.8 * fraction, what),
         )
         before = time.perf_counter(), time.process_time()
-        surveyor.survey()
+        with watching(card_of(device)) as card:
+            surveyor.survey()
         lost = 1 - (time.process_time() - before[1]) / (time.perf_counter() - before[0])
         say(0.87, "optimizer steps")
         left = time_limit_s - (time.perf_counter() - started)
@@ -156,6 +158,7 @@ def profile_module(
     if device.type == "cpu" and lost > _DISTURBED:
         note += f"; other processes took {lost:.0%} of the core, not counted in the times"
     if device.type == "cuda":
+        note += f"; {card.clocks}" if card.clocks else ""
         note += f"; the host took {sweep.host_share:.0%} of the device's time to launch a step at the largest batch"
     return Profile(
         model_spec=spec,
@@ -180,6 +183,7 @@ def profile_module(
             asa_version=__version__,
             torch_version=torch.__version__,
             note=note,
+            disturbed=card.disturbed,
         ),
         drift=reference.drift,
     )

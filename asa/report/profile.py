@@ -95,6 +95,8 @@ def _remarks(profile: Profile) -> list[RenderableType]:
     said += [line(f"skipped, {why}: {'; '.join(what)}") for why, what in _by_reason(profile.skipped).items()]
     if profile.provenance.origin == "estimated":
         said.append(line("Estimated from FLOPs and data-sheet peaks, not measured: uncalibrated.", "yellow"))
+    if why := profile.provenance.disturbed:
+        said.append(line(f"{why} meanwhile: plans take these times for estimates; profile again", "yellow"))
     if profile.provenance.note:
         said.append(line(profile.provenance.note))
     return said + [line(f"note: {n}") for n in profile.graph.notes]

@@ -21,8 +21,10 @@ def epoch_line(record: EpochRecord, *, trained: bool = True) -> str:
     )
     slowest = record.measurements.slowest
     late = "" if slowest is None else f"rank {slowest[0]} the slowest, waited for {percent(slowest[1])} of a step; "
+    joules = record.measurements.energy_j
+    spent = "" if joules is None else f", {joules / 1e3:.3g} kJ"
     return (
-        f"epoch {record.epoch + 1}: {learnt}, {seconds(record.seconds)}, "
+        f"epoch {record.epoch + 1}: {learnt}, {seconds(record.seconds)}{spent}, "
         f"{rate(record.measurements.samples_per_s)}; {late}{record.verdict.reason}"
     )
 

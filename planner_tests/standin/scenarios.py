@@ -19,6 +19,7 @@ from typing import Any
 
 SCENARIOS: dict[str, Callable[[Path], None]] = {}
 _MIB = 2**20
+_MODEL = "cnn --input 1x8x8 --classes 10 --global-batch 16"
 
 
 def scenario(function: Callable[[Path], None]) -> Callable[[Path], None]:
@@ -107,6 +108,12 @@ def _same_losses(folder: Path, plan: Any, close: float = 1e-4, **changes: Any) -
 @scenario
 def trains_data_parallel_with_a_timeline(folder: Path) -> None:
     _same_losses(folder, _plan(ranks=2), trace_steps=1, steps_per_epoch=5)
+    events = [json.loads(text) for text in (folder / "gpu" / "log.jsonl").read_text().splitlines()]
+    told = next(e for e in events if e["event"] == "steps")["gpu"]
+    assert told["clock_mhz"] == 1410
+    assert told["utilisation"] == 0.75
+    (epoch,) = json.loads((folder / "gpu" / "result.json").read_text())["epochs"]
+    assert 0 < epoch["measurements"]["energy_j"] < 2 * 110 * epoch["seconds"]
 
 
 @scenario
@@ -202,6 +209,24 @@ def profiles_and_plans(folder: Path) -> None:
 
 
 @scenario
+def says_what_disturbed_a_measurement(folder: Path) -> None:
+    """Clocks held back by heat, and another process on the card."""
+    from planner_tests.forked import asa
+
+    argv = f"profile {_MODEL} --device cuda --time-limit 1s --max-tensor-degree 1 -o p.json".split()
+    said = asa(*argv, cwd=folder).stdout
+    assert "GPU clock 1410 of 1410 MHz" in said, said
+    assert "meanwhile" not in said, said
+    os.environ |= {"STANDIN_REASONS": "0x20", "STANDIN_OTHERS": "1:1000", "STANDIN_CLOCK": "600"}
+    said = asa(*argv, cwd=folder).stdout
+    assert "held back by heat, and 1 other process was on the GPU meanwhile: plans take these times for" in said, said
+    assert "GPU clock 600 of 1410 MHz" in said, said
+    plan = asa("plan", "p.json", "--gpus", "1", "--cluster", "a100-nvlink-8", cwd=folder).stdout
+    assert "held back by heat" in plan, plan
+    assert "1 processes" in asa("doctor", cwd=folder).stdout
+
+
+@scenario
 def refuses_what_the_devices_cannot(folder: Path) -> None:
     from planner_tests.forked import asa
 
@@ -218,26 +243,104 @@ def refuses_what_the_devices_cannot(folder: Path) -> None:
 
 
 @scenario
-def benches(folder: Path) -> None:
+def benches_and_checks_what_was_sealed(folder: Path) -> None:
     from planner_tests.forked import asa
 
-    argv = (
-        "--models",
-        "cnn",
-        "--input",
-        "1x8x8",
-        "--classes",
-        "10",
-        "--gpus",
-        "2",
-        "--global-batch",
-        "16",
-        "--strategies",
-        "ddp,fsdp",
-    )
-    done = asa("bench", *argv, "--device", "cuda", "--budget", "20s", "--json", cwd=folder)
-    found = json.loads(done.stdout)["results"]
+    argv = f"{_MODEL} --gpus 2 --data digits --strategies ddp,fsdp --device cuda --budget 15s --json".split()
+    found = json.loads(asa("bench", "--models", *argv, cwd=folder).stdout)["results"]
     assert {r["strategy"] for r in found} >= {"ddp", "fsdp"}, found
+    assert all(r["energy_j"] > 0 for r in found if r["step_time_s"]), found
+
+
+@scenario
+def verifies_on_the_command_line(folder: Path) -> None:
+    from asa.ir import codec
+    from planner_tests.forked import asa
+
+    codec.save(_on_gpu(_plan(ranks=2)), folder / "plan.json")
+    assert json.loads(asa("verify", "plan.json", "--device", "cuda", "--json", cwd=folder).stdout)["equivalent"]
+    for how in ("slurm", "k8s", "ray"):
+        asa("launch", how, "plan.json", cwd=folder)
+
+
+@scenario
+def names_what_draws_by_itself(folder: Path) -> None:
+    """Noise of a model's own comes from the device's generator, and is seen there."""
+    import torch
+
+    from asa.profiler.measure import profile_module
+
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), _Noise(), torch.nn.Linear(8, 4))
+    found = profile_module(
+        model,
+        torch.randn(2, 8),
+        spec="noisy",
+        num_classes=4,
+        global_batch=8,
+        device=torch.device("cuda", 0),
+        time_limit_s=1.0,
+    )
+    assert any("random numbers" in note for note in found.graph.notes), found.graph.notes
+
+
+@scenario
+def shows_what_processes_can_do(folder: Path) -> None:
+    from asa.launch import run_ranks
+
+    run_ranks(2, _probed, backend="nccl", threads=1, timeout_s=60)
+
+
+class _Noise:
+    """Made when torch is there."""
+
+    def __new__(cls) -> Any:
+        import torch
+
+        class Noise(torch.nn.Module):
+            def forward(self, x: Any) -> Any:
+                return x + torch.randn_like(x)
+
+        return Noise()
+
+
+def _probed(rank: int) -> None:
+    import torch
+
+    from asa.executor.model.votes import Votes
+    from asa.executor.training.probe import probe
+
+    found = probe(Votes(60.0), torch.device("cuda", rank))
+    assert len(found.compute_s) == 2
+    assert found.links
+
+
+@scenario
+def profiles_what_the_device_cannot_hold(folder: Path) -> None:
+    """A microbatch does not fit after all: it is named, the others are measured."""
+    import torch
+
+    from asa.profiler import components, measure
+
+    usual = components.measure_memory
+
+    def more_than_there_is(chain: Any, x: Any) -> Any:
+        if len(x) == 8:
+            torch.empty(1 << 40, dtype=torch.uint8, device=x.device)
+        return usual(chain, x)
+
+    components.measure_memory = more_than_there_is
+    found = measure.profile_model(
+        "cnn",
+        input_shape=(1, 8, 8),
+        num_classes=10,
+        global_batch=16,
+        device="cuda",
+        time_limit_s=1.0,
+        max_tensor_degree=1,
+    )
+    assert "microbatch 8: the device has not enough memory for it" in found.skipped, found.skipped
+    assert {t.microbatch for t in found.timings} >= {4, 16}
+    assert 8 not in {t.microbatch for t in found.timings}
 
 
 @scenario
@@ -280,15 +383,52 @@ def loses_a_device(folder: Path) -> None:
 
 @scenario
 def trains_a_loop_of_ones_own(folder: Path) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    failed = _apart(lambda _: _own_loop(device="cuda"), folder)
+    assert "no CUDA device is usable here; choose device='cpu'" in str(failed), failed
+    del os.environ["CUDA_VISIBLE_DEVICES"]
+    (folder / "error").unlink()
+    _own_loop(device="cuda")
+
+
+@scenario
+def trains_a_loop_of_ones_own_under_a_launcher(folder: Path) -> None:
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    children = []
+    for rank in range(2):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                os.environ |= {
+                    "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "standin",
+                }  # fmt: skip
+                _own_loop()
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        children.append(pid)
+    assert [os.waitpid(pid, 0)[1] for pid in children] == [0, 0]
+
+
+def _own_loop(**options: Any) -> None:
     import torch
 
     import asa
 
+    torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(16, 4))
     data = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randint(4, (64,)))
     loader = torch.utils.data.DataLoader(data, batch_size=16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    model, optimizer, loader = asa.parallelize(model, optimizer, loader)
+    model, optimizer, loader = asa.parallelize(model, optimizer, loader, **options)
     for x, y in loader:
         assert x.device.type == "cuda"
         optimizer.zero_grad()
@@ -296,16 +436,23 @@ def trains_a_loop_of_ones_own(folder: Path) -> None:
         optimizer.step()
 
 
-def main(log: Path, names: list[str]) -> None:
-    """Run them with the package marked; a scenario that takes too long has failed."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ.setdefault("STANDIN_GPUS", "2")
+def begin() -> None:
+    """Have this process see the stand-in's GPUs, with the package marked and what is measured small."""
     from planner_tests.standin import sites, sizes, start
 
-    sys.path.insert(0, str(Path(__file__).parents[1]))
     start.load()
-    sites.watch(log)
+    sites.watch(Path(os.environ["STANDIN_LOG"]))
     sizes.shrink()
+
+
+def main(log: Path, names: list[str]) -> None:
+    """Run them; a scenario that takes too long has failed."""
+    here = Path(__file__).parent
+    os.environ |= {"OMP_NUM_THREADS": "1", "STANDIN_LOG": str(log), "STANDIN_ROOT": str(here.parents[1])}
+    os.environ["PYTHONPATH"] = str(here / "site")
+    os.environ.setdefault("STANDIN_GPUS", "2")
+    sys.path.insert(0, str(here.parent))
+    begin()
     found: dict[str, str | None] = {}
     with tempfile.TemporaryDirectory(prefix="standin-") as root:
         os.environ["STANDIN_NCCL"] = root

@@ -1,8 +1,8 @@
 """Every place in the package that asks for CUDA, and which of them were reached with yes for an answer.
 
 A finder in front of the import system compiles the package's modules with a mark around each such expression: a
-comparison of a device's type or a backend with ``cuda``, ``cpu`` or ``nccl``, an ``is_cuda``, a flag named for it, or
-a call into ``torch.cuda`` or NVML. A comparison or flag counts when it came out as on a GPU, a call when it returned.
+comparison of a device's type or a backend with ``cuda``, ``cpu`` or ``nccl``, an ``is_cuda``, a flag named for it, a
+call into ``torch.cuda`` or NVML. A comparison or flag counts when it came out as on a GPU, a call when it returned.
 What was reached is appended to one file by this process and all its forks.
 """
 
@@ -50,8 +50,8 @@ class _Finder(ast.NodeTransformer):
         words = ("device", "type", "backend", "found", "chosen", "place")
         if isinstance(op, (ast.Eq, ast.NotEq)) and isinstance(right, ast.Constant) and right.value in ("cuda", "nccl"):
             return self._marked(node, "test", isinstance(op, ast.Eq), text)
-        cpu = isinstance(op, (ast.Eq, ast.NotEq)) and isinstance(right, ast.Constant) and right.value == "cpu"
-        if cpu and any(w in subject for w in words):
+        host = isinstance(op, (ast.Eq, ast.NotEq)) and isinstance(right, ast.Constant) and right.value == "cpu"
+        if host and any(w in subject for w in words):
             return self._marked(node, "test", isinstance(op, ast.NotEq), text)
         return node
 
@@ -77,6 +77,12 @@ class _Finder(ast.NodeTransformer):
         if node.value is not None:
             node.value = self.visit(node.value)
         return node
+
+
+def named(site: str) -> str:
+    """A place without its line: ``file: expression``."""
+    file, _, rest = site.partition(":")
+    return f"{file}:{rest.partition(':')[2]}"
 
 
 def sites() -> list[str]:

@@ -70,7 +70,7 @@ def drift(measured: Profile | Cluster) -> float:
     never less than the floor of its kind of device; an assumed one where no reference was read, and none on top of an
     estimate's own error.
     """
-    if isinstance(measured, Profile) and measured.provenance.origin != "measured":
+    if isinstance(measured, Profile) and not measured.provenance.trusted:
         return 0.0
     if measured.drift is None:
         # How far links measured hours apart differ is the error of their tables.

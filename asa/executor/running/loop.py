@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -30,6 +31,7 @@ from asa.executor.training.precision import LossScale
 from asa.executor.training.settings import TrainSettings
 from asa.executor.training.stopping import Patience, StopRequest
 from asa.executor.training.worker import LossCounter, Worker
+from asa.instruments.nvml import Meter, card_of
 from asa.interfaces.executor import EpochOutcome, Look
 from asa.ir.plan import Plan
 from asa.launch import give_back_freed_memory
@@ -77,6 +79,7 @@ class TrainingExecutor(PlannedExecutor):
             folder=folder, run=run, settings=settings, num_samples=len(train), votes=votes, announce=self._announce
         )
         self._warm = 0
+        self._meter: Meter | None = None
         waits.on = settings.observe
         self._observer = Observer(votes, Path(settings.out), settings.trace_steps)
         self._worker = self._worker_of(build(plan, tuple(range(plan.num_ranks))), LossScale(plan.precision))
@@ -148,6 +151,8 @@ class TrainingExecutor(PlannedExecutor):
         if epoch != self.next_epoch:
             raise UsageError(f"epoch {epoch} cannot run: training stands in epoch {self.next_epoch}")
         began, device = time.perf_counter(), self.model.device
+        self._meter = Meter(card_of(device))
+        energy = Meter(card_of(device))
         if self._votes.anyone(self._stop.asked):
             self._preempt()
         if device.type == "cuda":
@@ -186,7 +191,7 @@ class TrainingExecutor(PlannedExecutor):
             validation_loss=loss,
             validation_accuracy=accuracy,
             learning_rate=rate,
-            measurements=pace.measurements(self._peak_memory()),
+            measurements=replace(pace.measurements(self._peak_memory()), energy_j=self._energy(energy)),
         )
 
     def _more(self, epoch: int, after: int = 0) -> bool:
@@ -239,6 +244,7 @@ class TrainingExecutor(PlannedExecutor):
                 "samples_per_s": self.plan.global_batch / step_s,
                 "data_wait_share": interval.data_wait_s / interval.seconds,
                 **who_is_late(interval.measured),
+                **({} if self._meter is None else self._meter.line(interval.seconds)),
                 "fraction": min(1.0, self._step / total),
                 "eta_s": max(0, total - self._step) * step_s,
             }
@@ -270,6 +276,15 @@ class TrainingExecutor(PlannedExecutor):
             return None
         found = self._votes.gather([float(peak)])
         return tuple(int(found[process][0]) for process in self.processes)
+
+    def _energy(self, meter: Meter) -> float | None:
+        """Joules of the plan's devices since ``meter`` was made; None where one does not count them."""
+        if self.model.device.type != "cuda":
+            return None
+        joules = meter.joules()
+        found = self._votes.gather([math.nan if joules is None else joules])
+        total = math.fsum(found[process][0] for process in self.processes)
+        return None if math.isnan(total) else total
 
     def _preempt(self) -> NoReturn:
         path = self._save()

@@ -35,6 +35,8 @@ def circumstances(prices: Prices, candidate: Candidate) -> tuple[str, ...]:
         notes.append(f"the optimizer state of {away} components is on the host, and so is their update")
     if space.profile.provenance.origin == "estimated":
         notes.append("times are estimated from FLOPs and bytes, not measured: good to tens of per cent")
+    if why := space.profile.provenance.disturbed:
+        notes.append(f"{why} while the model was profiled: times are taken for estimates")
     if space.cluster.status != "measured":
         notes.append(f"the links of {space.cluster.name} are {space.cluster.status}, not measured here")
     return (*notes, *space.profile.graph.notes)

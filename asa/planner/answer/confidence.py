@@ -102,7 +102,7 @@ def _times(
     candidate: Candidate, price: Price, profile: Profile, strategies: Strategies, overlap: Overlap, errors: Errors
 ) -> np.ndarray:
     """Seconds of a step in every draw."""
-    model = constant("compute_error" if profile.provenance.origin == "measured" else "estimate_error")
+    model = constant("compute_error" if profile.provenance.trusted else "estimate_error")
     stages = [_stage(candidate, s, overlap, model, errors) for s in price.stages]
     if len(stages) == 1:
         forward, backward, longer, after = stages[0]

@@ -23,7 +23,7 @@ def deviation(price: Price, profile: Profile, cluster: Cluster) -> float:
     the two measurements saw. That is the same for the whole step, and for every other plan: it says nothing of which is
     the fastest.
     """
-    model = constant("step_error" if profile.provenance.origin == "measured" else "estimate_error")
+    model = constant("step_error" if profile.provenance.trusted else "estimate_error")
     moved = price.cost.exposed_s + price.cost.hidden_s
     exposed = price.cost.exposed_s / moved if moved > 0 else 0.0
     worked = max(0.0, price.cost.total_s - price.cost.exposed_s)

@@ -91,8 +91,8 @@ class Space:
 
     @property
     def measured(self) -> bool:
-        """Whether the model was profiled and the links were timed: nothing is an estimate."""
-        return self.profile.provenance.origin != "estimated" and self.cluster.status == "measured"
+        """Whether the model was profiled, undisturbed, and the links were timed: nothing is an estimate."""
+        return self.profile.provenance.trusted and self.cluster.status == "measured"
 
     def microbatches(self) -> tuple[int, ...]:
         """Numbers of them: the one asked for, or powers of two up to the batch."""

@@ -1,0 +1,287 @@
+"""What NVIDIA's management library (NVML) says of GPUs. It is only ever asked: no setting of a card is changed.
+
+Where there is no driver, or no library, nothing is known and nothing is said (``asa doctor`` says which of them it is).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import combinations
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+_REASONS = {0x04: "the power limit", 0x08: "hardware slowdown", 0x20: "heat", 0x40: "heat", 0x80: "the power brake"}
+"""Bits of nvmlClocksEventReasons that hold clocks back under load."""
+_USUAL = {"the power limit"}
+"""What holds back a card in good order, in training as in a profile."""
+_OFTEN = 0.1
+"""Share of the readings from which on a reason counts."""
+_EVERY_S = 0.25
+_SM_CLOCK = 1
+"""NVML_CLOCK_SM."""
+_MOST_LINKS = 18
+_PATHS = {0: "one board", 10: "one PCIe switch", 20: "PCIe switches", 30: "the host bridge", 40: "one NUMA node"}
+"""NVML's names of where two GPUs meet (nvmlGpuTopologyLevel_t); anything else is the link between processors."""
+
+
+@contextmanager
+def opened() -> Iterator[Any]:
+    """``pynvml``, started; None where there is no driver, or no library."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # whatever keeps it from starting: there is nothing to be asked
+        yield None
+        return
+    try:
+        yield pynvml
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def told(n: Any, default: Any, ask: str, *about: Any) -> Any:
+    """What NVML's function ``ask`` answers; ``default`` where a GPU, or this version of it, does not know it."""
+    try:
+        return getattr(n, ask)(*about)
+    except (n.NVMLError, AttributeError):
+        return default
+
+
+def handles(n: Any) -> list[Any]:
+    """The GPUs of this machine, whether this process may use them or not."""
+    return [n.nvmlDeviceGetHandleByIndex(i) for i in range(n.nvmlDeviceGetCount())]
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def names(count: int) -> list[str]:
+    """Names of the first ``count`` GPUs that this process sees, CUDA not started; empty where NVML is not there."""
+    with opened() as n:
+        if n is None:
+            return []
+        every = handles(n)
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if seen is not None:
+            chosen = [_named(n, every, name.strip()) for name in seen.split(",")]
+            every = [h for h in chosen if h is not None]
+        return [_text(told(n, "a GPU", "nvmlDeviceGetName", h)) for h in every[:count]]
+
+
+def _named(n: Any, every: Sequence[Any], name: str) -> Any:
+    """The GPU, or the part of one, that a name in ``CUDA_VISIBLE_DEVICES`` means."""
+    if name.isdecimal():
+        return every[int(name)] if int(name) < len(every) else None
+    return told(n, None, "nvmlDeviceGetHandleByUUID", name.encode())
+
+
+def joined(n: Any, every: Sequence[Any]) -> dict[str, int]:
+    """Pairs of GPUs by what joins them: NVLink, or how far up PCIe they meet."""
+    found: Counter[str] = Counter()
+    for a, b in combinations(every, 2):
+        nvlink = told(n, None, "nvmlDeviceGetP2PStatus", a, b, n.NVML_P2P_CAPS_INDEX_NVLINK) == 0
+        level = told(n, None, "nvmlDeviceGetTopologyCommonAncestor", a, b)
+        found["NVLink" if nvlink else "unknown" if level is None else _PATHS.get(level, "several NUMA nodes")] += 1
+    return dict(found)
+
+
+def links(n: Any, gpu: Any) -> int:
+    """How many NVLink links of a GPU are up."""
+    return sum(told(n, 0, "nvmlDeviceGetNvLinkState", gpu, link) == 1 for link in range(_MOST_LINKS))
+
+
+def topology() -> str:
+    """What joins this machine's GPUs, in words; empty where there are fewer than two, or NVML is not there."""
+    with opened() as n:
+        every = [] if n is None else handles(n)
+        pairs = joined(n, every)
+        counts = sorted({links(n, h) for h in every} - {0})
+    if not pairs:
+        return ""
+    found = ", ".join(f"{count} over {where}" for where, count in sorted(pairs.items()))
+    each = f" ({' or '.join(map(str, counts))} links each)" if counts else ""
+    return f"pairs of GPUs: {found}{each}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """A card at one moment. ``others``: processes on it but this one; ``energy_j`` since its driver was loaded."""
+
+    clock_mhz: int | None
+    most_mhz: int | None
+    utilisation: float | None
+    energy_j: float | None
+    reasons: tuple[str, ...]
+    others: int
+
+
+class Card:
+    """One GPU, by its identifier: ``GPU-...`` or ``MIG-...``."""
+
+    def __init__(self, n: Any, handle: Any) -> None:
+        self._n, self._handle = n, handle
+
+    def read(self) -> Reading:
+        """What it does now."""
+        n, gpu = self._n, self._handle
+        rates = told(n, None, "nvmlDeviceGetUtilizationRates", gpu)
+        energy = told(n, None, "nvmlDeviceGetTotalEnergyConsumption", gpu)
+        bits = told(n, None, "nvmlDeviceGetCurrentClocksEventReasons", gpu)
+        if bits is None:  # as drivers before 535 call it
+            bits = told(n, 0, "nvmlDeviceGetCurrentClocksThrottleReasons", gpu)
+        pids = {p.pid for p in told(n, (), "nvmlDeviceGetComputeRunningProcesses", gpu)}
+        # In a container this process goes by a number of the host's: one of those it cannot recognise is its own.
+        others = len(pids - {os.getpid()}) if os.getpid() in pids or not _in_container() else max(0, len(pids) - 1)
+        return Reading(
+            clock_mhz=told(n, None, "nvmlDeviceGetClockInfo", gpu, _SM_CLOCK),
+            most_mhz=told(n, None, "nvmlDeviceGetMaxClockInfo", gpu, _SM_CLOCK),
+            utilisation=None if rates is None else rates.gpu / 100,
+            energy_j=None if energy is None else energy / 1e3,
+            reasons=tuple(dict.fromkeys(name for bit, name in _REASONS.items() if bits & bit)),
+            others=others,
+        )
+
+
+def _in_container() -> bool:
+    """Whether this process has another number outside: the first of all processes is no ``init`` seen from within."""
+    try:
+        with open("/proc/self/status") as status:
+            numbers = next((line.split()[1:] for line in status if line.startswith("NSpid:")), [])
+            return len(numbers) > 1 or os.path.exists("/.dockerenv")
+    except OSError:
+        return False
+
+
+def card_of(device: torch.device) -> Card | None:
+    """The card behind a CUDA ``device``; None for any other, and where NVML is not there.
+
+    Starts CUDA, and keeps NVML for as long as the process runs.
+    """
+    if device.type != "cuda":
+        return None
+    import torch
+
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        uuid = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+        return Card(pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid.encode()))
+    except Exception:  # no library, no driver, a device that it does not know: nothing to be asked
+        return None
+
+
+class Meter:
+    """What a card spends and does between two looks; knows nothing where there is none."""
+
+    def __init__(self, card: Card | None) -> None:
+        self._card = card
+        self._last = None if card is None else card.read()
+
+    def joules(self) -> float | None:
+        """Since the last call of any kind; None where the card does not count them."""
+        if self._card is None or self._last is None:
+            return None
+        before, self._last = self._last.energy_j, self._card.read()
+        return None if before is None or self._last.energy_j is None else self._last.energy_j - before
+
+    def line(self, seconds: float) -> dict[str, Any]:
+        """For the log, of the ``seconds`` since the last call: ``gpu`` with what is known of utilisation (0 to 1, of
+        the last moments), clock, power, and what holds the clock back; nothing where nothing is known."""
+        joules = self.joules()
+        if self._last is None:
+            return {}
+        found = {
+            "utilisation": self._last.utilisation,
+            "clock_mhz": self._last.clock_mhz,
+            "watts": None if joules is None or seconds <= 0 else joules / seconds,
+            "held_back": list(self._last.reasons) or None,
+            "others": self._last.others or None,
+        }
+        return {"gpu": {name: value for name, value in found.items() if value is not None}}
+
+
+@dataclass
+class Watched:
+    """A card over a stretch of time."""
+
+    readings: list[Reading] = field(default_factory=list)
+
+    @property
+    def held_back(self) -> tuple[str, ...]:
+        """Why clocks were held back in a good part of the readings."""
+        counts = Counter(reason for r in self.readings for reason in r.reasons)
+        return tuple(reason for reason, count in counts.items() if count >= _OFTEN * len(self.readings))
+
+    @property
+    def others(self) -> int:
+        """Other processes on the card, where they were there in a good part of the readings."""
+        often = sum(r.others > 0 for r in self.readings) >= max(1.0, _OFTEN * len(self.readings))
+        return max((r.others for r in self.readings), default=0) if often else 0
+
+    @property
+    def disturbed(self) -> str:
+        """Why what was measured meanwhile is not what the card can do, in words; empty where nothing speaks against."""
+        found = []
+        if slowed := [r for r in self.held_back if r not in _USUAL]:
+            found.append(f"the GPU's clocks were held back by {' and '.join(slowed)}")
+        if self.others:
+            found.append(f"{self.others} other process{'es were' if self.others > 1 else ' was'} on the GPU")
+        return ", and ".join(found)
+
+    @property
+    def clocks(self) -> str:
+        """Median clock of the largest, in words; empty where it is not told."""
+        told_ = [r.clock_mhz for r in self.readings if r.clock_mhz is not None]
+        most = next((r.most_mhz for r in self.readings if r.most_mhz is not None), None)
+        if not told_ or most is None:
+            return ""
+        usual = [r for r in self.held_back if r in _USUAL]
+        return f"GPU clock {median(told_):.0f} of {most} MHz" + (f" (held by {usual[0]})" if usual else "")
+
+    @property
+    def energy_j(self) -> float | None:
+        """Joules between the first reading and the last; None where the card does not count them."""
+        counted = [r.energy_j for r in self.readings if r.energy_j is not None]
+        return counted[-1] - counted[0] if len(counted) > 1 else None
+
+    @property
+    def utilisation(self) -> float | None:
+        """Mean share of time in which a kernel ran, 0 to 1; None where the card does not tell."""
+        rates = [r.utilisation for r in self.readings if r.utilisation is not None]
+        return sum(rates) / len(rates) if rates else None
+
+
+@contextmanager
+def watching(card: Card | None) -> Iterator[Watched]:
+    """What ``card`` does until the end of the block, read by a thread a few times a second; nothing where None."""
+    found = Watched()
+    if card is None:
+        yield found
+        return
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(_EVERY_S):
+            found.readings.append(card.read())
+
+    found.readings.append(card.read())
+    thread = threading.Thread(target=look, name="asa-nvml", daemon=True)
+    thread.start()
+    try:
+        yield found
+    finally:
+        over.set()
+        thread.join()
+        found.readings.append(card.read())
