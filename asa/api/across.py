@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from asa.api.comparison import gathered
 from asa.api.losses import current
-from asa.api.tape import Watched, gathered
+from asa.api.tape import Watched
 from asa.errors import UsageError
 from asa.executor.model.votes import Votes
 
@@ -26,8 +27,9 @@ def _plain(x: Tensor) -> Tensor:
     return x.as_subclass(Tensor) if isinstance(x, Watched) else x
 
 
-def _spread() -> PlacedModel | None:
-    """The model whose batch is being worked on, None where there is one rank.
+def _spread(*, differentiated: bool) -> PlacedModel | None:
+    """The model whose batch is being worked on, None where there is one rank. ``differentiated``: whether what is asked
+    for enters a loss, so that the program knows what its loss is.
 
     Raises:
         UsageError: there are several ranks, and no model was called yet.
@@ -39,8 +41,8 @@ def _spread() -> PlacedModel | None:
         return None
     if placed.parallel is None or placed.place.ranks == 1:
         return None
-    if placed.trial is not None:
-        placed.trial.over = True  # whoever asks for this knows what the loss is
+    if placed.trial is not None and differentiated:
+        placed.trial.trusted = True
     return placed
 
 
@@ -95,7 +97,7 @@ def gather(x: Tensor) -> Tensor:
     Raises:
         UsageError: no model was called yet.
     """
-    placed = _spread()
+    placed = _spread(differentiated=True)
     if placed is None:
         return x
     return _Rows.apply(_plain(x), placed.place.votes, placed.weight_now())  # type: ignore[no-any-return]
@@ -113,7 +115,7 @@ def reduce(x: Tensor | float, op: Literal["mean", "sum"] = "mean") -> Tensor:
     """
     if op not in ("mean", "sum"):
         raise UsageError(f"no reduction {op!r}; one of mean, sum")
-    placed = _spread()
+    placed = _spread(differentiated=isinstance(x, Tensor) and x.requires_grad)
     value = x if isinstance(x, Tensor) else torch.tensor(float(x), dtype=torch.float64)
     if placed is None:
         return value
@@ -135,7 +137,7 @@ def mean_over(total: Tensor, count: Tensor | float) -> Tensor:
     Raises:
         UsageError: no model was called yet.
     """
-    placed = _spread()
+    placed = _spread(differentiated=True)
     number = float(count)
     if placed is None:
         return total / number

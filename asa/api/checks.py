@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asa.api.losses import Trial, found_below, told, tolerance
+from asa.api.comparison import Comparison
+from asa.api.losses import found_below
 from asa.api.placed import every_placed
-from asa.api.tape import Comparison, Difference, Watched
+from asa.api.tape import Watched
+from asa.api.trial import Trial, told
 from asa.errors import UsageError
 
 
@@ -58,7 +60,7 @@ def check(step: Callable[..., Tensor], *batch: Any) -> Check:
     placed, nodes = found_below([loss])
     if placed is None or placed.terms is None:
         raise UsageError("step returned a loss that does not come of a model of asa.parallelize in training mode")
-    if trials[id(placed)].over:
+    if trials[id(placed)].trusted:
         return Check(True, "the loss says its denominator, or has the whole batch: taken at its word")
     tape = loss.tape if isinstance(loss, Watched) and hasattr(loss, "tape") else None
     if not placed.place.votes.everyone(tape is not None) or tape is None:
@@ -67,9 +69,10 @@ def check(step: Callable[..., Tensor], *batch: Any) -> Check:
         after = placed.terms.before(nodes, placed.weight, placed.rows)
         received = torch.autograd.grad(loss, tape.outputs, allow_unused=True, retain_graph=True)
         after()
-    found: Difference = Comparison(placed.place.votes, tape, loss, placed.weight).difference(list(received))
+    found = Comparison(placed.place.votes, tape, loss, placed.weight).difference(list(received))
     if found.unknown:
         return Check(False, f"not known: {found.unknown}")
-    if found.gradients <= tolerance(loss.dtype):
+    lines = told(found, loss.dtype)
+    if not lines:
         return Check(True, f"the loss is that of one device: gradients differ by {found.gradients:.1e}")
-    return Check(False, told(found))
+    return Check(False, "; ".join(lines))

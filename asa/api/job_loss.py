@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from asa.api.losses import tolerance
 from asa.api.tape import MOST_BYTES
+from asa.api.trial import tolerance
 from asa.errors import UsageError
 from asa.executor.model.votes import Votes
 

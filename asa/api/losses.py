@@ -14,16 +14,14 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from asa.api.tape import Comparison, Difference, Tape
 from asa.executor.model.votes import Votes
 
 if TYPE_CHECKING:
     from asa.api.placed import PlacedModel
 
 _MARK = "asa"
-_MOST_NODES, _MOST_TERMS = 192, 8
+_MOST_NODES, _MOST_TERMS = 2048, 8
 """Nodes below a loss that are looked at, and terms that are looked for."""
-_TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
 _MEAN = 1
 
 
@@ -125,68 +123,6 @@ def _odd(node: Any, rows: int) -> bool:
     return node._saved_weight is not None or targets.numel() != rows or _weight(node) != targets.numel()
 
 
-class Trial:
-    """The first loss of a loop, compared with what one device would have."""
-
-    def __init__(self, placed: PlacedModel) -> None:
-        self._placed = ref(placed)
-        self.over = False
-        self._tape: Tape | None = None
-
-    def follow(self, output: Tensor, rows: int) -> Tensor:
-        """``output`` as it is, written down until its loss is differentiated."""
-        if self.over or not output.requires_grad or not output.is_floating_point():
-            return output
-        if self._tape is None:
-            self._tape = Tape(rows, self._finished)
-        if self._tape.rows != rows:
-            return output
-        return self._tape.follow(output)
-
-    def _finished(self, tape: Tape, loss: Tensor, backward: Callable[[], None]) -> None:
-        placed = self._placed()
-        if self.over or placed is None:
-            backward()
-            return
-        self.over = True
-        votes = placed.place.votes
-        comparison = Comparison(votes, tape, loss, placed.weight)
-        tape.received.clear()
-        backward()
-        found = comparison.difference([tape.received.get(i) for i in range(len(tape.outputs))])
-        tell(found, loss.dtype, placed)
-        tape.kept.clear()
-        tape.operations.clear()
-        self._tape = None
-
-
-def tolerance(dtype: torch.dtype) -> float:
-    """The relative distance up to which two gradients of that type are the same."""
-    return _TOLERANCES.get(dtype, 5e-2)
-
-
-def told(found: Difference) -> str:
-    """A difference in one line."""
-    sizes = (abs(found.loss_whole), abs(found.loss_parts), 1e-30)
-    loss = abs(found.loss_whole - found.loss_parts) / max(sizes)
-    return (
-        f"the loss is no mean over samples: over the whole batch it is {found.loss_whole:.6g}, the mean over ranks is "
-        f"{found.loss_parts:.6g} ({loss:.1%} apart), and gradients of the outputs differ by {found.gradients:.1%} from "
-        "those of one device; use asa.mean_over(loss_sum, count) for sums and ratios, asa.gather(outputs) for a loss "
-        "that compares samples"
-    )
-
-
-def tell(found: Difference, dtype: torch.dtype, placed: PlacedModel) -> None:
-    """Warn of a difference; say it where there was none to be found."""
-    from asa.api.said import say
-
-    if found.unknown:
-        say(placed.place, f"whether the loss is a mean over samples was not checked: {found.unknown}")
-    elif found.gradients > tolerance(dtype):
-        warnings.warn(told(found), stacklevel=6)
-
-
 _heard: list[Any] = []
 """The model that was called last."""
 
@@ -207,13 +143,17 @@ def listen(placed: PlacedModel) -> None:
 
     def backward(tensors: Any, *args: Any, **options: Any) -> None:
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        found, nodes = found_below(roots)
+        with torch._C.DisableTorchFunctionSubclass():
+            found, nodes = found_below(roots)
         if found is None or found.terms is None or not found.training:
             theirs(tensors, *args, **options)
             return
         after = found.terms.before(nodes, found.weight, found.rows)
         try:
-            theirs(tensors, *args, **options)
+            if found.trial is None or len(roots) > 1:
+                theirs(tensors, *args, **options)
+            else:
+                found.trial.around(roots[0], lambda: theirs(tensors, *args, **options))
         finally:
             after()
 

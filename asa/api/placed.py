@@ -16,12 +16,13 @@ from asa.api import attributes
 from asa.api.batches import GlobalBatches, Share, moved
 from asa.api.calls import Call, lengths, plain
 from asa.api.clipping import clip, understood_by_torch
-from asa.api.losses import Terms, Trial, listen, mark
+from asa.api.losses import Terms, listen, mark
 from asa.api.names import StateNames
 from asa.api.numbers import numbers_of_wholes
 from asa.api.outputs import Demands, entering, leaving
 from asa.api.rank_context import RankContext
 from asa.api.seen import Seen
+from asa.api.trial import Trial
 from asa.errors import UsageError
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.parameter_hooks import refuse_hooks, replaced
@@ -111,6 +112,9 @@ class PlacedModel(nn.Module):
         """The model's own output for this rank's samples, whatever the model takes. A model that is cut into components
         takes one tensor; called with anything else it runs whole from then on."""
         parallel, device = self.parallel, self.place.device
+        if self.trial is not None:
+            args, options = self.trial.handed((args, options))
+            self.trial.trusted = False
         args, options = moved(args, device), moved(options, device)
         if parallel is None:
             listen(self)
@@ -380,12 +384,15 @@ class PlacedLoader:
         self._batches, self._model = batches, model
 
     def __iter__(self) -> Iterator[Any]:
-        device = self._model.place.device
+        device, trial = self._model.place.device, self._model.trial
+        if trial is not None:
+            trial.epoch_began()
         try:
             for share in self._batches.epoch():
                 self._model.alike_in_shape(self._batches, share.batch)
                 self._model.__dict__["share"] = share
-                yield moved(share.batch, device)
+                batch = moved(share.batch, device)
+                yield trial.begin(batch, len(share.rows)) if trial is not None and self._model.training else batch
             self._model.epoch_ended()
         finally:
             self._model.__dict__["share"] = None

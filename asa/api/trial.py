@@ -1,0 +1,166 @@
+"""A loop's losses, compared with what one device would have: each form of them the first times it comes."""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from asa.api.comparison import Comparison, Difference
+from asa.api.said import say
+from asa.api.tape import Tape, Watched, functions_followed
+
+if TYPE_CHECKING:
+    from asa.api.placed import PlacedModel
+
+_TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
+_WINDOW, _TIMES, _MOST_COMPARED, _MOST_UNFINISHED = 12, 3, 18, 64
+"""Backwards that are looked at behind the last new form of a loss; batches on which each form is compared (on one it
+may be the same by chance); comparisons in all; outputs that are followed without a backward."""
+_TRUSTED = "trusted"
+
+
+class Trial:
+    """The losses of a model that ranks share. All ranks look at the same backwards, and agree on what to do."""
+
+    def __init__(self, placed: PlacedModel) -> None:
+        self._placed = ref(placed)
+        self._left = _WINDOW
+        self._seen: Counter[tuple[float, ...]] = Counter()
+        self._compared = self._unfinished = 0
+        self._said = self._hooks = False
+        self._tape: Tape | None = None
+        self.trusted = False
+        """Whether the program says itself how its loss counts, in the backward to come."""
+
+    @property
+    def watching(self) -> bool:
+        """Whether the backward to come is looked at."""
+        return self._left > 0 and self._unfinished < _MOST_UNFINISHED
+
+    def epoch_began(self) -> None:
+        """Look again: a program may have another loss in another epoch."""
+        self._left = max(self._left, 2) if self._compared < _MOST_COMPARED else self._left
+        self._unfinished = 0
+
+    def begin(self, batch: Any, rows: int) -> Any:
+        """A batch of the loader as it is, written down until the next."""
+        self._tape = None
+        if not self.watching or not rows:
+            return batch
+        functions_followed(True)
+        self._tape = Tape(rows)
+        return self._tape.begin(batch)
+
+    def handed(self, inputs: Any) -> Any:
+        """What the model is called with, in plain tensors."""
+        return (self._tape or Tape(0)).handed(inputs)
+
+    def follow(self, output: Tensor, rows: int) -> Tensor:
+        """``output`` as it is, written down until its loss is differentiated."""
+        if not self.watching or not output.requires_grad or not output.is_floating_point():
+            return output
+        self._unfinished += 1
+        if self._tape is None:
+            functions_followed(True)
+            self._tape = Tape(rows)
+        if self._tape.rows != rows:
+            self._tape.strange = self._tape.strange or "a batch goes through the model in pieces"
+        return output if self._tape.strange else self._tape.follow(output)
+
+    def around(self, loss: Tensor, backward: Callable[[], None]) -> None:
+        """Run ``backward`` of ``loss``; compare it where it is of a new form (collective)."""
+        placed = self._placed()
+        if placed is None or not self.watching:
+            backward()
+            return
+        self._left -= 1
+        self._unfinished = 0
+        self._hooks = self._hooks or _look_for_hooks(placed)
+        tape = loss.tape if isinstance(loss, Watched) and hasattr(loss, "tape") else None
+        form = _TRUSTED if self.trusted else "" if tape is None else tape.form(loss)
+        self.trusted = False
+        number = float(zlib.crc32(form.encode())) if form else 0.0
+        forms = tuple(f[0] for f in placed.place.votes.gather([number]))
+        new = self._seen[forms] < _TIMES and self._compared < _MOST_COMPARED
+        if not self._seen[forms]:
+            self._left = max(self._left, _WINDOW)
+        self._seen[forms] += 1
+        if not new or form == _TRUSTED or tape is None or len(set(forms)) > 1 or not form:
+            backward()
+            if new and set(forms) != {float(zlib.crc32(_TRUSTED.encode()))}:
+                why = "" if self._tape is None else self._tape.strange
+                unlike = "ranks compute it in different ways" if all(forms) and len(set(forms)) > 1 else ""
+                self._tell(Difference(unknown=why or unlike or "it cannot be followed"), loss.dtype, placed)
+        else:
+            self._compared += 1
+            comparison = Comparison(placed.place.votes, tape, loss, placed.weight)
+            tape.received.clear()
+            backward()
+            found = comparison.difference([tape.received.get(i) for i in range(len(tape.outputs))])
+            if self._tell(found, loss.dtype, placed):
+                self._seen[forms] = _TIMES
+        if not self.watching:
+            self._tape = None
+            functions_followed(False)
+
+    def _tell(self, found: Difference, dtype: torch.dtype, placed: PlacedModel) -> bool:
+        """Warn of a difference; say it once where there was none to be found. Whether anything was to be said."""
+        if found.unknown:
+            if not self._said:
+                say(placed.place, f"whether the loss is a mean over samples was not checked: {found.unknown}")
+            self._said = True
+            return True
+        lines = told(found, dtype)
+        for line in lines:
+            warnings.warn(line, stacklevel=6)
+        return bool(lines)
+
+
+def _look_for_hooks(placed: PlacedModel) -> bool:
+    """Warn of a hook on the gradient of a parameter; whether there is one."""
+    name = next((n for n, p in placed.named_parameters() if p._backward_hooks), None)
+    if name is not None and placed.place.rank == 0:
+        warnings.warn(
+            f"{name} has a hook on its gradient, which sees this rank's gradient before ranks have added theirs: one "
+            "that is not linear (clamping, signs) gives other numbers than one device; change p.grad behind backward",
+            stacklevel=6,
+        )
+    return name is not None
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """The relative distance up to which two gradients of that type are the same."""
+    return _TOLERANCES.get(dtype, 5e-2)
+
+
+def told(found: Difference, dtype: torch.dtype) -> list[str]:
+    """What differs, in a line each; nothing where it is the same."""
+    said = []
+    if found.own is not None:
+        said.append(
+            f"a number that differs between ranks ({found.own:.6g} on rank 0) goes into the loss or the inputs: one "
+            "that was taken out of torch (.item()) is of a rank's own samples, and one that is drawn is a rank's own; "
+            "asa.reduce makes it that of the batch"
+        )
+    if found.inputs > tolerance(dtype):
+        said.append(
+            f"what the model is given differs by {found.inputs:.1%} from what one device would give it: it is made of "
+            "other samples of the batch, or drawn, and each rank has its own; make it in the loader's collate_fn"
+        )
+    elif found.gradients > tolerance(dtype):
+        sizes = (abs(found.loss_whole), abs(found.loss_parts), 1e-30)
+        loss = abs(found.loss_whole - found.loss_parts) / max(sizes)
+        said.append(
+            f"the loss is no mean over samples: over the whole batch it is {found.loss_whole:.6g}, the mean over ranks "
+            f"is {found.loss_parts:.6g} ({loss:.1%} apart), and gradients of the outputs differ by "
+            f"{found.gradients:.1%} from those of one device; use asa.mean_over(loss_sum, count) for sums and ratios, "
+            "asa.gather(outputs) for a loss that compares samples"
+        )
+    return said

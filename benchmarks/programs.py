@@ -1,0 +1,294 @@
+"""A table of training programs under every kind of plan, against one process: right, warned, refused, or wrong.
+
+    python -m benchmarks.programs [--only NAME] [--kind KIND] [--plans ddp,fsdp,tensor,mixed,job] [-o FILE]
+
+The programs are those of ``benchmarks/program_table``, in float64. Each trains in this process and, under a plan, on
+two forked ranks; the weights are compared. The record is resumed: what it has is not run again. Ranks run many programs,
+and are started anew where one of them broke or hung.
+
+``right``: the numbers of one process. ``warned``: others, and a warning or a line of ``asa`` said so. ``refused``: an
+error of ``asa``'s on every rank before the first update. ``silent``: others without a word. ``broken``: any other
+error, or an error behind the first update. ``hung``: no answer in time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import random
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from datetime import timedelta
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import asa
+from asa.errors import AsaError, UsageError
+from asa.ir.plan import Plan
+from asa.launch import run_ranks, tell
+from benchmarks.program_table import PLANS, Program, table
+from planner_tests.hand_plans import alternating, hand_plan, uniform
+
+RECORD = Path(__file__).parent / "records" / "programs.json"
+CLUSTER = str(Path(__file__).parent.parent / "profiles" / "cluster.local-gloo-2.json")
+Task = tuple[str, str]
+"""Names of a program and of a plan."""
+_WORDS = ("not checked", "draws")
+"""What a line on standard error says of numbers that may be others."""
+
+
+def seeded() -> None:
+    """Everything that is drawn is drawn again."""
+    torch.manual_seed(0)
+    random.seed(0)
+    numpy.random.seed(0)
+
+
+def alone(program: Program) -> dict[str, Tensor]:
+    """The weights that one process trains without ``asa``."""
+    seeded()
+    net, opt, batches = program.make()
+    more = program.loop(net, opt, batches)
+    return {**net.state_dict(), **(more or {})}
+
+
+class Watched:
+    """A loader that notes when its second batch is asked for: then the first step is over."""
+
+    def __init__(self, batches: Any) -> None:
+        self._batches = batches
+        self.first_step: float | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        for i, batch in enumerate(self._batches):
+            if i == 1 and self.first_step is None:
+                self.first_step = time.perf_counter()
+            yield batch
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+
+BY_HAND = ("loss", "loop", "model", "data")
+"""Kinds of programs for which plans are written by hand where they can be: what is tried is not the planner."""
+_LAYOUTS = {
+    "ddp": (uniform(2, 1), "replicate"),
+    "fsdp": (uniform(2, 1), "zero3"),
+    "tensor": (uniform(1, 2), "replicate"),
+    "mixed": (alternating(2), "replicate"),
+}
+
+
+def by_hand(program: Program, how: str) -> Plan | None:
+    """A plan that nothing is measured for; None where the model takes no single tensor."""
+    net, _, batches = program.make()
+    batch = next(iter(batches))
+    x = batch[0] if isinstance(batch, tuple | list) else None
+    if not isinstance(x, Tensor) or sum(p.default is p.empty for p in signature(net.forward).parameters.values()) != 1:
+        return None
+    choose, data = _LAYOUTS[how]
+    return hand_plan(
+        net, 2, choose, input_shape=tuple(x.shape[1:]), num_classes=1, example=x[:1].repeat(2, *[1] * (x.dim() - 1)),
+        data_strategy=lambda _i: data, global_batch=len(x),
+    )  # fmt: skip
+
+
+def spread(program: Program, how: str, seconds: dict[str, float]) -> dict[str, Tensor]:
+    """The weights that a rank has in the end."""
+    usual = {"cluster": CLUSTER, "cache": None, "time_limit_s": 0.5, "timeout_s": 60, **program.options}
+    seeded()
+    plan = by_hand(program, how) if how == "mixed" or (program.kind in BY_HAND and how != "job") else None
+    seeded()
+    if plan is not None:
+        usual["plan"] = plan
+    elif how == "mixed":
+        raise UsageError("no plan by hand: the model takes no single tensor")
+    elif how in PLANS:
+        usual["strategies"] = (how,)
+    began = time.perf_counter()
+    if how == "job":
+        return trained_by_job(program, usual, seconds)
+    net, opt, loader = asa.parallelize(*program.make(), **usual)
+    seconds["start"] = time.perf_counter() - began
+    batches = Watched(loader)
+    try:
+        more = program.loop(net, opt, batches)
+        if batches.first_step is not None:
+            seconds["first step"] = batches.first_step - began
+        return {**net.state_dict(), **(more or {})}
+    finally:
+        seconds["updates"] = float(batches.first_step is not None)
+        net.close()
+
+
+def trained_by_job(program: Program, usual: dict[str, Any], seconds: dict[str, float]) -> dict[str, Tensor]:
+    """The same by ``asa.Job`` under a pipeline, on the batches that the loop sees."""
+    began = time.perf_counter()
+    net, opt, batches = program.make()
+    steps = list(batches) * (1 if program.kind in ("timm", "torchvision") else 2)
+    job = asa.Job(net, opt, batches, program.job_loss, strategies=("gpipe", "1f1b"), replan=False, **usual)  # type: ignore[arg-type]
+    seconds["start"] = time.perf_counter() - began
+    try:
+        for i, batch in enumerate(steps):
+            job.train_step(batch)
+            if i == 0:
+                seconds["first step"], seconds["updates"] = time.perf_counter() - began, 1.0
+        return job.state_dict()
+    finally:
+        job.close()
+
+
+def judged(program: Program, how: str, wanted: dict[str, Tensor]) -> dict[str, Any]:
+    """What this rank says of a program under a plan."""
+    seconds: dict[str, float] = {}
+    text = io.StringIO()
+    found: dict[str, Any]
+    with warnings.catch_warnings(record=True) as heard, contextlib.redirect_stderr(text):
+        warnings.simplefilter("always")
+        try:
+            state = spread(program, how, seconds)
+            missing = wanted.keys() ^ state.keys()
+            apart = max(
+                (float((state[n].to(w.dtype) - w).abs().max() / w.abs().max().clamp(min=1e-6)), n)
+                for n, w in wanted.items()
+                if n not in missing and w.numel() and (w.is_floating_point() or w.is_complex())
+            )
+            found = {"distance": apart[0], "tensor": apart[1], "missing": sorted(missing)[:3]}
+        except AsaError as error:
+            kind = "broken" if seconds.get("updates") else "refused"
+            found = {"verdict": kind, "why": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+        except Exception as error:
+            found = {"verdict": "broken", "why": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+    said = [str(w.message) for w in heard if w.category is UserWarning and "asa" in _source(w)]
+    said += [
+        line for line in text.getvalue().splitlines() if line.startswith("asa:") and any(w in line for w in _WORDS)
+    ]
+    return {
+        **found,
+        "said": [s[:300] for s in said],
+        "seconds": {k: round(v, 2) for k, v in seconds.items() if k != "updates"},
+    }
+
+
+def _source(warning: warnings.WarningMessage) -> str:
+    # Warnings of asa's point at the program that is to heed them; torch's own point into torch.
+    return "" if "site-packages" in warning.filename else "asa"
+
+
+def rank_runs(rank: int, tasks: list[Task], wanted: dict[str, dict[str, Tensor]]) -> None:
+    """Run ``tasks`` one after another and tell the parent of each, until ranks disagree about how one ended."""
+    store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+    for i, (name, how) in enumerate(tasks):
+        tell({"begun": [name, how]})
+        found = judged(table()[name], how, wanted[name])
+        tell({"task": [name, how], **found})
+        kind = found.get("verdict", "done")
+        store.set(f"{i}/{rank}", kind)
+        kinds = set()
+        for other in range(2):
+            store.wait([f"{i}/{other}"], timedelta(seconds=90))
+            kinds.add(store.get(f"{i}/{other}").decode())
+        if len(kinds) > 1 or kinds == {"broken"}:
+            raise RuntimeError("ranks are no longer in step")
+
+
+def verdict(program: Program, answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the ranks' answers come to."""
+    kinds = [a["verdict"] for a in answers if "verdict" in a]
+    said = list(dict.fromkeys(s for a in answers for s in a["said"]))[:2]
+    seconds = max((a["seconds"] for a in answers), key=lambda s: s.get("first step", 0.0), default={})
+    if kinds:
+        kind = "refused" if kinds.count("refused") == len(answers) == 2 else "broken"
+        return {"verdict": kind, "why": next(a["why"] for a in answers if "why" in a), "seconds": seconds}
+    worst = max(answers, key=lambda a: a["distance"] if a["distance"] == a["distance"] else float("inf"))
+    right = worst["distance"] <= program.within and not worst["missing"]
+    kind = "right" if right else "warned" if said else "silent"
+    return {"verdict": kind, "distance": worst["distance"], "tensor": worst["tensor"], "said": said, "seconds": seconds,
+            **({"missing": worst["missing"]} if worst["missing"] else {})}  # fmt: skip
+
+
+def run(tasks: list[Task], keep: Any) -> None:
+    """Run all ``tasks``; ``keep(name, how, verdict)`` as they end."""
+    programs = table()
+    while tasks:
+        some, wanted = tasks[:24], {}
+        for name in dict.fromkeys(n for n, _ in some):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                wanted[name] = alone(programs[name])
+        answers: dict[Task, list[dict[str, Any]]] = {}
+        begun: list[Task] = []
+
+        def hear(_rank: int, message: Any, answers: Any = answers, begun: Any = begun) -> None:
+            if "begun" in message:
+                begun.append(tuple(message["begun"]))
+                return
+            task = tuple(message["task"])
+            answers.setdefault(task, []).append(message)
+            if len(answers[task]) == 2:
+                keep(*task, verdict(programs[task[0]], answers[task]))
+
+        try:
+            run_ranks(2, rank_runs, some, wanted, threads=1, timeout_s=60, limit_s=60 * len(some), on_message=hear)
+            tasks = tasks[len(some) :]
+        except AsaError as error:
+            ended = [t for t in some if len(answers.get(t, ())) == 2]
+            if begun and begun[-1] not in ended:
+                last = begun[-1]
+                one = answers.get(last)
+                why = f"{' '.join(str(error).split())[:200]}"
+                keep(
+                    *last,
+                    verdict(programs[last[0]], one) if one and "verdict" in one[0] else {"verdict": "hung", "why": why},
+                )
+                ended.append(last)
+            if not ended:
+                raise
+            tasks = [t for t in tasks if t not in ended]
+
+
+def main() -> None:
+    """Run what the record lacks, and print what is not right."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--only")
+    parser.add_argument("--kind")
+    parser.add_argument("--plans", default=",".join((*PLANS, "job")))
+    parser.add_argument("--again", action="store_true", help="run what the record has, too")
+    parser.add_argument("-o", type=Path, default=RECORD)
+    args = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+    record: dict[str, dict[str, Any]] = json.loads(args.o.read_text()) if args.o.exists() else {}
+    tasks = []
+    for name, program in table().items():
+        if (args.only and args.only not in name) or (args.kind and program.kind != args.kind):
+            continue
+        for how in args.plans.split(","):
+            if (how == "job" and program.job_loss is None) or (how in record.get(name, {}) and not args.again):
+                continue
+            tasks.append((name, how))
+
+    def keep(name: str, how: str, found: dict[str, Any]) -> None:
+        record.setdefault(name, {})[how] = found
+        args.o.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+        if found["verdict"] != "right":
+            word = found.get("why") or f"{found['distance']:.1e} {found['tensor']} {found['said']}"
+            print(f"{found['verdict']:8} {name} under {how}: {word[:330]}", flush=True)
+
+    run(tasks, keep)
+    print(dict(Counter(found["verdict"] for each in record.values() for found in each.values())))
+
+
+if __name__ == "__main__":
+    main()

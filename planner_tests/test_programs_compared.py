@@ -1,0 +1,111 @@
+"""Programs whose losses, inputs or hooks see other samples of the batch: a warning names what differs, whenever it
+begins; and programs that do nothing of that hear nothing."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import asa
+from asa.launch import run_ranks
+from planner_tests.programs import Program, State, classes, numbers
+
+Loop = Callable[[Any, Any, Any], None]
+
+
+def _loop(loss: Callable[[Any, int, Tensor, Tensor], Tensor], count: int = 2) -> Loop:
+    def loop(net: Any, opt: Any, batches: Any) -> None:
+        for epoch in range(count):
+            for x, y in batches:
+                opt.zero_grad()
+                loss(net, epoch, x, y).backward()
+                opt.step()
+
+    return loop
+
+
+def _spread_out(z: Tensor) -> Tensor:
+    return -z.var(0).sum()
+
+
+def _hooked(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    out = net(x)
+    out.register_hook(lambda g: g.sign())
+    return F.cross_entropy(out, y)
+
+
+class _Own:
+    """Divides by a running mean of the losses so far, a number of Python's."""
+
+    def __init__(self) -> None:
+        self.mean = 1.0
+
+    def __call__(self, net: Any, _epoch: int, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(net(x), y)
+        self.mean = 0.5 * self.mean + 0.5 * loss.item()
+        return loss / self.mean
+
+
+SAID: dict[str, tuple[Loop, str]] = {
+    "another loss from the second epoch on": (
+        _loop(lambda n, e, x, y: F.cross_entropy(n(x), y) + (_spread_out(n(x)) if e else 0)), "no mean over samples"
+    ),
+    "neighbours mixed": (
+        _loop(lambda n, _, x, y: F.cross_entropy(n(0.7 * x + 0.3 * x.flip(0)), y), 1), "what the model is given"
+    ),
+    "labels of neighbours": (_loop(lambda n, _, x, y: F.cross_entropy(n(x), y.roll(1)), 1), "no mean over samples"),
+    "noise": (
+        _loop(lambda n, _, x, y: F.cross_entropy(n(x + torch.randn_like(x)), y), 1), "what the model is given"
+    ),
+    "a number of a rank's own": (_loop(_Own(), 1), "a number that differs between ranks"),
+    "a hook on an output": (_loop(lambda n, _, x, y: _hooked(n, x, y), 1), "a hook changes gradients"),
+}  # fmt: skip
+QUIET: dict[str, Loop] = {
+    "inputs by themselves": _loop(lambda n, _, x, y: F.cross_entropy(n(x.clamp(-1, 1) * 2 + 1), y.clone())),
+    "two backwards of one forward": _loop(
+        lambda n, _, x, y: (lambda z: (F.cross_entropy(z, y).backward(retain_graph=True), z.square().mean())[1])(n(x))
+    ),
+    "logged": _loop(lambda n, _, x, y: (lambda z: (z.item(), z)[1])(F.cross_entropy(n(x), y))),
+}
+
+
+def _program(loop: Loop) -> Program:
+    def trained(net: Any, opt: Any, batches: Any) -> State:
+        loop(net, opt, batches)
+        return dict(net.state_dict())
+
+    return Program(
+        model=lambda: nn.Sequential(nn.Linear(5, 8), nn.GELU(), nn.Linear(8, 3)), x=numbers(18, 5), y=classes(18, 3),
+        loop=trained,
+    )  # fmt: skip
+
+
+def _heard(_rank: int, loops: list[Loop], plan: Any) -> list[list[str]]:
+    found = []
+    for loop in loops:
+        program = _program(loop)
+        net, opt, batches = asa.parallelize(*program.made(), plan=plan)
+        with warnings.catch_warnings(record=True) as heard, pytest.MonkeyPatch.context() as patch:
+            warnings.simplefilter("always")
+            lines: list[str] = []
+            patch.setattr("asa.api.trial.say", lambda _place, text, lines=lines: lines.append(text))
+            program.loop(net, opt, batches)
+        found.append(lines + [str(w.message) for w in heard])
+        net.close()
+    return found
+
+
+def test_what_sees_other_samples_is_named_and_nothing_else_is() -> None:
+    loops = [*(loop for loop, _ in SAID.values()), *QUIET.values()]
+    plan = _program(loops[0]).plan("ddp")
+    for rank in run_ranks(2, _heard, loops, plan, threads=1, timeout_s=60):
+        for (name, (_, words)), lines in zip(SAID.items(), rank, strict=False):
+            assert any(words in line for line in lines), (name, lines)
+        for name, lines in zip(QUIET, rank[len(SAID) :], strict=True):
+            assert not lines, (name, lines)
