@@ -245,7 +245,7 @@ class Discipline:
     def __str__(self) -> str:
         usual = _filled(self.name, {})
         told = ((k, getattr(self, k)) for k in PARAMETERS[self.name])
-        return ":".join([self.name, *(f"{k}={v}" for k, v in told if v != getattr(usual, k))])
+        return ":".join([self.name, *(f"{k}={'none' if v is None else v}" for k, v in told if v != getattr(usual, k))])
 
 
 MOST_STEPS = 1_000_000_000
