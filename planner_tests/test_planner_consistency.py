@@ -18,6 +18,8 @@ from asa.report import consistency as report
 from asa.report.tables import plain as text
 
 FULL = fake_strategies.FULL
+SERVED = parse("ps_async").momentum_at(0.9, 4)
+"""Momentum at the servers of 4 workers."""
 NINE = Target(what="accuracy", value=0.9)
 
 
@@ -43,10 +45,10 @@ def curves(steps: dict[Setting, tuple[int, ...]], **changes) -> Staleness:
 KNOWN = curves(
     {
         PLAIN: (20, 24),
-        Setting(workers=4, delay=0): (20, 20),
-        Setting(workers=4, delay=4): (40, 48),
-        Setting(workers=4, delay=16): (0, 0),
-        Setting(workers=4, delay=4, weighted=True): (30, 30),
+        Setting(workers=4, delay=0, momentum=SERVED): (20, 20),
+        Setting(workers=4, delay=4, momentum=SERVED): (40, 48),
+        Setting(workers=4, delay=16, momentum=SERVED): (0, 0),
+        Setting(workers=4, delay=4, weighted=True, momentum=SERVED): (30, 30),
         Setting(workers=4, period=4): (22, 22),
         Setting(workers=4, period=16): (0, 30),
     }
@@ -116,6 +118,9 @@ def test_time_to_a_target_is_steps_times_seconds():
     assert by["ps_sync"].steps == by[EVEN].steps
     late = by["ps_async"]
     assert late.steps.mean == pytest.approx(20 + late.mean_age * 24)
+    other = rows(table(box(), target=NINE, known=(KNOWN,), asked=("ps_async:momentum=0.5",)))["ps_async:momentum=0.5"]
+    assert other.time_to_target is None
+    assert "momentum 0.5" in other.unknown
     assert by["local_sgd"].steps.mean == 22
     assert found.first
     means = {r.name: r.time_to_target.mean_s for r in found.rows if r.time_to_target and r.time_to_target.mean_s}

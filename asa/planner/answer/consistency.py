@@ -222,12 +222,12 @@ class _Judge:
             found: Disciplined = disciplined(self._prices, self._workers, d)
         except UsageError as error:
             return ConsistencyRow(
-                name=str(d), waits_for=told[0], changes=told[1], exact=d.exact, step_time_s=None, fits=False,
+                name=str(d), waits_for=told[0], changes=told[1], exact=self._exact(d), step_time_s=None, fits=False,
                 why_not=str(error),
             )  # fmt: skip
         played, capacity = found.played, self._prices.capacity(self._workers)
         made = replace(
-            self._row(str(d), found.price, *told, exact=d.exact),
+            self._row(str(d), found.price, *told, exact=self._exact(d)),
             fits=found.price.peak.total <= capacity,
             mean_age=played.mean_age,
             max_age=played.max_age,
@@ -235,6 +235,9 @@ class _Judge:
             rejected=played.rejected,
         )
         return self._timed(made, *self._steps(d, made))
+
+    def _exact(self, d: Discipline) -> bool:
+        return d.exact(self._prices.space.request.optimizer)
 
     def _pipelined(self) -> tuple[Price, float]:
         """A pipeline that is never drained: a step is the work of its busiest stage. The age is that of its first."""
@@ -271,13 +274,14 @@ class _Judge:
     def _steps(self, d: Discipline, made: ConsistencyRow) -> tuple[Steps | None, str]:
         """Global batches to the target under ``d``, or why they are unknown."""
         curves, target, count = self._curves, self._target, d.workers(self._workers.ranks)
-        if target is None or d.exact or isinstance(curves, str):
+        if target is None or self._exact(d) or isinstance(curves, str):
             return self._plainly()
         if curves.workers != count:
             return None, f"curves are of {curves.workers} workers: `asa profile --staleness --workers {count}`"
         if d.name in ("ps_async", "ps_bounded", "hogwild"):
-            weighted = d.name == "ps_bounded"
-            return curves.at_age(target, made.mean_age, weighted=weighted), f"no curve at age {made.mean_age:.2g}"
+            momentum = d.momentum_at(curves.momentum, count)
+            found = curves.at_age(target, made.mean_age, weighted=d.name == "ps_bounded", momentum=momentum)
+            return found, f"no curve at age {made.mean_age:.2g} and momentum {momentum:.3g}"
         if d.waiting == "local" and not d.growth and not d.spread and d.fraction == 1 and d.message == "fp32":
             found = curves.at_period(target, d.period, outer_rate=d.outer_rate, outer_momentum=d.outer_momentum)
             return found, f"no curve of a period of {d.period}"
