@@ -176,6 +176,28 @@ def test_what_devices_cannot_do_is_refused_in_its_row():
         table(nouns.cluster(1), gpus=1)
 
 
+def test_what_is_only_priced_is_what_no_executor_conducts():
+    from asa.executor.consistency import CONDUCTED
+
+    found = table(box())
+    assert {r.name for r in found.rows if not r.runs} == set(NAMES) - set(CONDUCTED)
+    assert found.fastest not in {r.name for r in found.rows if not r.runs}
+
+
+def test_a_plan_under_a_discipline_has_the_time_of_its_clock():
+    """Figures of a discipline count: two servers are not one."""
+    by = rows(table(box(), asked=("ps_async:servers=2", "local_sgd:period=16")))
+    for name in ("ps_async", "ps_async:servers=2", "local_sgd:period=16"):
+        request = Request(gpus=4, global_batch=16, strategies=(name,))
+        made = plan(nouns.profile(), box(), FULL, request)[0]
+        p = made.prediction
+        assert str(made.consistency) == name
+        assert p.step_time_s == pytest.approx(by[name].step_time_s, rel=1e-6)
+        assert p.step_time_low_s < p.step_time_s < p.step_time_high_s
+        assert p.compute_s + p.exposed_communication_s + p.bubble_s == pytest.approx(p.step_time_s)
+    assert by["ps_async:servers=2"].step_time_s < by["ps_async"].step_time_s
+
+
 def test_the_table_reads_as_a_table():
     said = text(report.render(table(box(), target=NINE, known=(KNOWN,))), width=160)
     assert "steps to accuracy=0.9" in said

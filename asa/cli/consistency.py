@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from asa.cli import places
 from asa.cli.console import Console
 from asa.cli.verb import Arguments
@@ -25,7 +27,8 @@ def compared(
     """
     from asa.strategies import offered
 
-    curves = [found for _, found in places.staleness(console)] if args.target is not None else []
+    named = Path(args.model) if args.model is not None and places.looks_like_file(args.model) else None
+    curves = [found for _, found in places.staleness(console, named)] if args.target is not None else []
     return compare(
         profile, cluster, offered(), request, answer, loosely=args.consistency == "any", target=args.target,
         curves=curves,

@@ -29,6 +29,8 @@ from asa.planner.space.request import Request
 from asa.planner.space.space import Space
 from asa.planner.space.whole import row
 
+NOT_RUN = frozenset(("hogwild", "fedavg", "pipedream"))
+"""Disciplines that have a price and no executor."""
 EVEN, UNEVEN = "ddp", "ddp, uneven batches"
 
 
@@ -53,6 +55,7 @@ class ConsistencyRow:
         waited: the part of the time that the worker who waits most is waiting.
         steps: global batches to the target; None where unknown, and ``unknown`` says why.
         fits: whether the devices have memory enough.
+        runs: whether ``asa train`` runs it; what is only priced is neither ``fastest`` nor ``first``.
     """
 
     name: str
@@ -73,6 +76,7 @@ class ConsistencyRow:
     steps: Steps | None = None
     time_to_target: TimeToTarget | None = None
     unknown: str = ""
+    runs: bool = True
 
 
 @noun
@@ -117,8 +121,9 @@ def compare(
     )
     if loosely:
         texts = dict.fromkeys((*NAMES, *map(str, asked)))
-        found += [judged.discipline(parse(text)) for text in texts]
-    ready = [r for r in found if r.fits and r.step_time_s is not None]
+        wanted = [parse(text) for text in texts]
+        found += [replace(judged.discipline(d), runs=d.name not in NOT_RUN) for d in wanted]
+    ready = [r for r in found if r.runs and r.fits and r.step_time_s is not None]
     known = [r for r in ready if r.time_to_target is not None and r.time_to_target.mean_s is not None]
     first = min(known, key=_mean, default=None)
     return Consistency(
