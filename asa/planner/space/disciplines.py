@@ -55,7 +55,7 @@ def planned(
 def _under(plain: Plan, discipline: Discipline, gpus: int, priced: Price | None) -> Plan:
     """``plain`` data parallelism under ``discipline``, with ranks of their own for servers that are to have some."""
     name = discipline.name
-    notes = (f"{name}: {WAITS_FOR[name]}", f"what changes: {CHANGES[name]}")
+    notes: tuple[str, ...] = (f"{name}: {WAITS_FOR[name]}", f"what changes: {CHANGES[name]}")
     prediction = plain.prediction
     if priced is None:
         notes = (*notes, "the step time is that of one worker: there is nobody to wait for")
