@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from asa.cost.consistency import Machine, Server, Worker, play
@@ -111,6 +111,7 @@ told = st.sampled_from(
 
 
 @settings(max_examples=60, deadline=None)
+@example("ps_async", (2.0, 2.0, 2.0), 0.5, 0.0, 0.0, 0)
 @given(told, speeds, st.floats(0, 0.5), st.floats(0, 0.2), st.floats(0, 0.4), st.integers(0, 3))
 def test_no_discipline_beats_physics_and_none_is_staler_than_its_bound(text, speeds, link, apply, spread, seed):
     d = parse(text)

@@ -88,7 +88,21 @@ class Served:
             mean_age=sum(self._exact_ages) / len(self._exact_ages) if self._exact_ages else 0.0,
             rejected=self._rejected / max(1, self._rejected + len(self._ages)),
             waited=tuple(w.waited_s / self.now if self.now else 0.0 for w in self._workers),
-            served=max((max(b) / self.now for b in self._busy), default=0.0) if self.now else 0.0,
+            served=self._served(),
+        )
+
+    def _served(self) -> float:
+        """The part of the time so far that the busiest link or processor of a server was busy."""
+        if self.now <= 0:
+            return 0.0
+        until = (self._sending, self._receiving, self._applying)
+        return max(
+            (
+                (busy - max(0.0, until[kind][j] - self.now)) / self.now
+                for j, parts in enumerate(self._busy)
+                for kind, busy in enumerate(parts)
+            ),
+            default=0.0,
         )
 
     def _at(self, time: float, kind: str, w: int) -> None:
