@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from asa.cost.consistency import Machine, Server, Worker, play
@@ -70,8 +70,8 @@ def test_synchronous_time_in_closed_form():
 
 
 def test_one_worker_of_four_at_half_speed():
-    """The others' work is worth 3.5 workers instead of 4 that go as slowly as the slowest: 1.75 times. A window binds
-    in the end where a worker is slow for ever: no steady gain, but for as long as it is not used up."""
+    """The others' work is worth 3.5 workers instead of 4 that go as slowly as the slowest: 1.75 times, for any window
+    that the slow worker's gradients do not outgrow."""
     naive = play(None, machine(HALF), steps=200).step_time_s
     assert naive == pytest.approx(2.0)
     assert naive / step_time("ps_async", 200, speeds=HALF) == pytest.approx(1.75, rel=1e-3)
@@ -84,7 +84,10 @@ def test_one_worker_of_four_at_half_speed():
     assert gains == sorted(gains)
     assert gains[0] == pytest.approx(1.0, rel=0.02)
     assert gains[-1] == pytest.approx(1.75, rel=0.02)
-    assert naive / step_time("ps_bounded:window=3:max_age=none", 200, speeds=HALF) == pytest.approx(1.0, rel=0.02)
+    assert naive / step_time("ps_bounded:window=3:max_age=none", 200, speeds=HALF) == pytest.approx(1.75, rel=0.02)
+    crawling = (1.0, 1.0, 1.0, 0.05)
+    bound, free = (step_time(n, 200, speeds=crawling) for n in ("ps_bounded:window=2", "ps_async"))
+    assert bound > 2 * free, "a window holds everybody up where a worker is slower than it allows"
 
 
 def test_uneven_batches_leave_no_straggler_and_no_staleness():
@@ -108,6 +111,7 @@ told = st.sampled_from(
 
 
 @settings(max_examples=60, deadline=None)
+@example("ps_async", (2.0, 2.0, 2.0), 0.5, 0.0, 0.0, 0)
 @given(told, speeds, st.floats(0, 0.5), st.floats(0, 0.2), st.floats(0, 0.4), st.integers(0, 3))
 def test_no_discipline_beats_physics_and_none_is_staler_than_its_bound(text, speeds, link, apply, spread, seed):
     d = parse(text)
@@ -119,8 +123,7 @@ def test_no_discipline_beats_physics_and_none_is_staler_than_its_bound(text, spe
     assert found.step_time_s == play(d, made, steps=30, seed=seed).step_time_s
     drawn = play(d, replace(made, spread=spread), steps=30, seed=seed)
     if d.window is not None:
-        assert drawn.max_age <= 2 * d.window
-        assert len(drawn.leads) - 1 <= d.window
+        assert drawn.max_age <= d.window
     if d.max_age is not None:
         assert drawn.max_age <= d.max_age
     if d.synchronous or d.waiting == "local":

@@ -17,8 +17,8 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "files.md"
 def place(tmp_path, monkeypatch) -> Path:
     """A directory with the files of the page."""
     monkeypatch.chdir(tmp_path)
-    found = re.findall(r"<!-- (\w+\.json) -->\n```json\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert [name for name, _ in found] == ["cluster.json", "profile.json"]
+    found = re.findall(r"<!-- ([\w.]+\.json) -->\n```json\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert [name for name, _ in found] == ["cluster.json", "profile.json", "mine.sgd.staleness.json"]
     for name, text in found:
         (tmp_path / name).write_text(text)
     return tmp_path
@@ -33,6 +33,22 @@ def test_the_examples_are_planned_from(place, capsys):
     found = ["--profile", "profile.json", "--cluster", "cluster.json"]
     assert entry.run(["explain", *found]) == 0
     assert entry.run(["simulate", *found]) == 0
+
+
+def test_curves_by_hand_say_the_time_to_a_target(place, capsys):
+    asked = ["plan", "profile.json", "--cluster", "cluster.json", "--global-batch", "64", "--time-limit", "1s"]
+    assert entry.run([*asked, "--consistency", "any", "--target", "accuracy=0.9", "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)["consistency"]
+    by = {r["name"]: r for r in made["rows"]}
+    assert by["ddp"]["steps"]["mean"] == 20
+    assert by["ddp"]["time_to_target"]["mean_s"] == pytest.approx(20 * by["ddp"]["step_time_s"])
+    assert by["local_sgd"]["time_to_target"] is None
+    assert by["local_sgd"]["unknown"]
+    assert entry.run([*asked, "--json"]) == 0
+    assert "consistency" not in json.loads(capsys.readouterr().out)
+    for wrong in (["--target", "accuracy=90"], ["--target", "speed=1"], ["--consistency", "some"]):
+        assert entry.run([*asked, *wrong]) == 2
+        capsys.readouterr()
 
 
 def test_a_preset_that_was_shown_can_be_changed(place, capsys):

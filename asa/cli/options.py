@@ -9,6 +9,7 @@ from typing import Any
 
 from asa.cli.verb import Arguments, Option
 from asa.errors import UsageError
+from asa.ir.staleness import Target, parse_target
 from asa.ir.units import GIB, time_span
 from asa.zoo import specs
 
@@ -97,6 +98,11 @@ def budget(text: str) -> float:
     (90.0, 600.0, 5400.0)
     """
     return time_span(text)
+
+
+def target(text: str) -> Target:
+    """What is to be reached: ``accuracy=0.9`` or ``loss=0.5``."""
+    return parse_target(text)
 
 
 def shape(text: str) -> tuple[int, int, int]:

@@ -78,9 +78,11 @@ def staleness_path(profile: Path, optimizer: str) -> Path:
     return profile.with_name(f"{profile.stem}.{optimizer}{STALENESS_SUFFIX}")
 
 
-def staleness(console: Console) -> list[tuple[Path, Staleness]]:
-    """Every file of staleness curves that can be read, newest first by its own date."""
-    found = list(_readable(_files(lambda p: p.name.endswith(STALENESS_SUFFIX)), Staleness, console))
+def staleness(console: Console, profile: Path | None = None) -> list[tuple[Path, Staleness]]:
+    """Every file of staleness curves that can be read, those beside ``profile`` too, newest first by its own date."""
+    here = [] if profile is None else sorted(profile.parent.glob(f"*{STALENESS_SUFFIX}"))
+    files = [*here, *(p for p in _files(lambda p: p.name.endswith(STALENESS_SUFFIX)) if p not in here)]
+    found = list(_readable(files, Staleness, console))
     return sorted(found, key=lambda item: item[1].created, reverse=True)
 
 

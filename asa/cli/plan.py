@@ -91,6 +91,12 @@ def run(args: Arguments, console: Console) -> None:
         found = _frontier(args, profile, cluster, request, plans[0])
         data["frontier"] = codec.to_data(found)
         more += curves.render(found)
+    if args.consistency == "any" or args.target is not None:
+        from asa.cli import consistency
+
+        compared = consistency.compared(args, console, profile, cluster, request, plans[0])
+        data["consistency"] = codec.to_data(compared)
+        more += consistency.report.render(compared)
     shares = step_shares(plans[0], profile, cluster, offered())
     console.result(data, lambda: [*report.render(plans[0], verbose=args.verbose, shares=shares), *more])
     console.say(f"asa: wrote {path}")
@@ -175,6 +181,18 @@ VERBS = (
                 parse=o.count,
                 metavar="N",
                 needs="price",
+            ),
+            Option(
+                name="consistency",
+                help="any: also what it takes and gains when workers need not take every step together",
+                choices=("synchronous", "any"),
+                default="synchronous",
+            ),
+            Option(
+                name="target",
+                help="accuracy=0.9 or loss=0.5: also the time to it, where `asa profile MODEL --staleness` was run",
+                parse=o.target,
+                metavar="WHAT=VALUE",
             ),
             Option(
                 name="time-limit",

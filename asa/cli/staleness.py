@@ -63,7 +63,7 @@ def measure(args: Arguments, console: Console, profile: Profile, profile_path: P
     every = max(1, args.steps // _LOOKS)
     with console.progress(f"staleness of {args.model}") as report, one_thread(choose_device(args.device)):
         curves, skipped = measured(
-            task, usual_settings(args.workers), seeds=args.seeds, steps=args.steps, every=every,
+            task, usual_settings(args.workers, task.momentum), seeds=args.seeds, steps=args.steps, every=every,
             time_limit_s=args.staleness_limit, progress=report,
         )  # fmt: skip
     made = Staleness(

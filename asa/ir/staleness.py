@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from asa.errors import InvalidInputError, UsageError
 from asa.ir.codec import noun
+from asa.ir.consistency import parse
 from asa.ir.plan import OptimizerName
 from asa.ir.units import MOST_CLASSES, MOST_SAMPLES
 
@@ -31,6 +32,7 @@ class Setting:
         delay: updates between the one before which a gradient was computed and the one that it becomes.
         weighted: whether an update of age a (whole global batches of others' gradients) is weighted by 1 / (1 + a).
         period: global batches between two meetings; 0 where gradients are applied to one model.
+        momentum: of SGD in the place of the run's own; None: that.
         outer_rate, outer_momentum: of the outer optimizer (SGD, Nesterov) that steps along what the mean has moved.
     """
 
@@ -38,6 +40,7 @@ class Setting:
     delay: int = 0
     weighted: bool = False
     period: int = 0
+    momentum: float | None = None
     outer_rate: float = 1.0
     outer_momentum: float = 0.0
 
@@ -49,6 +52,8 @@ class Setting:
             )
         if self.period and self.delay:
             raise ValueError("a setting has a delay or a period, not both")
+        if self.momentum is not None and not 0 <= self.momentum < 1:
+            raise ValueError("a momentum is at least 0 and below 1")
         if not (0 < self.outer_rate <= 100 and 0 <= self.outer_momentum < 1):
             raise ValueError("an outer rate is above 0 and at most 100, an outer momentum at least 0 and below 1")
 
@@ -65,7 +70,8 @@ class Setting:
             return f"{self.workers} workers meet every {self.period} batches{outer}"
         if self.workers == 1 and not self.delay:
             return "whole batches, no delay"
-        return f"batches in {self.workers}, {self.delay} updates late{', weighted' * self.weighted}"
+        momentum = f", momentum {self.momentum:.3g}" if self.momentum is not None else ""
+        return f"batches in {self.workers}, {self.delay} updates late{', weighted' * self.weighted}{momentum}"
 
 
 PLAIN = Setting()
@@ -206,9 +212,12 @@ class Staleness:
         sign = 1 if target.what == "accuracy" else -1
         return next((self.every * (i + 1) for i, v in enumerate(values) if sign * v >= sign * target.value), None)
 
-    def at_age(self, target: Target, age: float, *, weighted: bool = False) -> Steps | None:
-        """Global batches to ``target`` where gradients are ``age`` global batches old on average: between the two
-        measured ages next to it; None beyond those that were measured, and where there are none.
+    def at_age(
+        self, target: Target, age: float, *, weighted: bool = False, momentum: float | None = None
+    ) -> Steps | None:
+        """Global batches to ``target`` where gradients are ``age`` global batches old on average and are applied with
+        ``momentum`` (None: the run's own): between the two measured ages next to it; None beyond those that were
+        measured, and where there are none.
 
         A weight is 1 while the age is below 1, so that settings without one stand for those with one there.
         """
@@ -216,9 +225,13 @@ class Staleness:
             c.setting.age: c.setting
             for c in sorted(self.curves, key=lambda c: c.setting.weighted)
             if not c.setting.period and c.setting.workers == self.workers
+            and abs(self._momentum(c.setting) - (self.momentum if momentum is None else momentum)) < 1e-9
             and (c.setting.weighted == weighted or (weighted and c.setting.age < 1))
         }  # fmt: skip
         return self._between(target, known, age)
+
+    def _momentum(self, setting: Setting) -> float:
+        return self.momentum if setting.momentum is None else setting.momentum
 
     def at_period(
         self, target: Target, period: float, *, outer_rate: float = 1.0, outer_momentum: float = 0.0
@@ -263,16 +276,18 @@ def _of(reached: Sequence[int], seeds: int) -> Steps:
     )
 
 
-def usual_settings(workers: int) -> tuple[Setting, ...]:
-    """Settings that a curve has unless asked otherwise: plain, ages up to 4 global batches, and meetings.
+def usual_settings(workers: int, momentum: float = 0.0) -> tuple[Setting, ...]:
+    """Settings that a curve has unless asked otherwise: plain, ages up to 4 global batches with as much less than
+    ``momentum`` as servers take (:meth:`asa.ir.consistency.Discipline.momentum_at`), and meetings.
 
     Raises:
         UsageError: fewer than 2 workers, which have nobody to be late for.
     """
     if workers < 2:
         raise UsageError(f"staleness among {workers} workers: at least 2 are needed")
+    less = parse("ps_async").momentum_at(momentum, workers) if momentum else None
     ages = (0, workers - 1, workers, 2 * workers, 4 * workers)
-    found = [PLAIN, *(Setting(workers=workers, delay=d) for d in dict.fromkeys(ages))]
-    found += [Setting(workers=workers, delay=d, weighted=True) for d in ages if d >= workers]
+    found = [PLAIN, *(Setting(workers=workers, delay=d, momentum=less) for d in dict.fromkeys(ages))]
+    found += [Setting(workers=workers, delay=d, weighted=True, momentum=less) for d in ages if d >= workers]
     found += [Setting(workers=workers, period=p) for p in (1, 4, 16)]
     return (*found, Setting(workers=workers, period=50, outer_rate=0.7, outer_momentum=0.9))

@@ -68,8 +68,15 @@ def plan(
     discipline = disciplines.asked(request)
     if discipline is not None:
         check_request(cluster, strategies, request)
+        anything = Request(
+            gpus=request.gpus, global_batch=request.global_batch, memory_bytes=request.memory_bytes,
+            optimizer=request.optimizer,
+        )  # fmt: skip
         return disciplines.planned(
-            discipline, request, lambda plain: plan(profile, cluster, strategies, plain, known=known)
+            discipline,
+            request,
+            lambda plain: plan(profile, cluster, strategies, plain, known=known),
+            Prices(Space(on_device(profile, cluster), cluster, strategies, anything)),
         )
     started = clock.now()
     wanted = tuple(dict.fromkeys(request.strategies or ("asa",)))

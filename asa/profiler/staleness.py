@@ -41,10 +41,11 @@ class Task:
     weight_decay: float
     global_batch: int
 
-    def made(self, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-        """An optimizer over ``parameters`` at the whole rate."""
+    def made(self, parameters: Sequence[nn.Parameter], momentum: float | None = None) -> torch.optim.Optimizer:
+        """An optimizer over ``parameters`` at the whole rate, with another ``momentum`` where one is given."""
         if self.optimizer == "sgd":
-            return torch.optim.SGD(parameters, lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
+            own = self.momentum if momentum is None else momentum
+            return torch.optim.SGD(parameters, lr=self.lr, momentum=own, weight_decay=self.weight_decay)
         return torch.optim.AdamW(parameters, lr=self.lr, weight_decay=self.weight_decay)
 
     def batches(self, seed: int) -> Iterator[Tensor]:
@@ -102,7 +103,7 @@ def _run(seed: int, losses: list[float], accuracies: list[float], *, diverged: b
 def _delayed(task: Task, setting: Setting, model: nn.Module, batches: Iterator[Tensor]) -> Iterator[None]:
     """Updates of one model; yields once per global batch that was *applied*."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = task.made(parameters)
+    optimizer = task.made(parameters, setting.momentum)
     weight = 1 / (1 + int(setting.age)) if setting.weighted else 1.0
     queue: deque[tuple[list[Tensor | None], float]] = deque()
     applied = 0

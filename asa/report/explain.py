@@ -54,7 +54,7 @@ def versus(found: Difference) -> list[RenderableType]:
     made.add_row("step", seconds(found.plan_s), seconds(found.other_s), error(found.other_s, found.plan_s))
     said: list[RenderableType] = [made, line("")]
     if not found.fits:
-        how = "is" if found.why_not.startswith("priced only") else "does not fit:"
+        how = "is" if found.why_not.startswith("not chosen") else "does not fit:"
         said.append(line(f"{found.other} {how} {found.why_not}"))
     if found.remark:
         said.append(line(f"{found.other} is {found.remark}"))

@@ -110,7 +110,7 @@ def baselines(plan: Plan, *, verbose: bool = False) -> list[RenderableType]:
         name="this plan", step_time_s=best, memory_bytes_max=max(plan.prediction.memory_bytes_per_rank), fits=True
     )
     order = sorted((here, *plan.baselines), key=_rank)
-    rows = [[b] for b in order] if verbose else _joined([b for b in order if b.fits and not _priced_only(b)])
+    rows = [[b] for b in order] if verbose else _joined([b for b in order if b.fits and not _only_asked(b)])
     shown = rows if verbose else _shown(rows, here)
     made = table("", ("strategy", "step", "against", "memory", *["fits"] * verbose), left=1)
     made.title = None
@@ -150,20 +150,20 @@ def _shown(rows: list[list[Baseline]], here: Baseline) -> list[list[Baseline]]:
 
 def _folded(plan: Plan, more: int) -> list[RenderableType]:
     """What the short table leaves out, on one line."""
-    run = [b for b in plan.baselines if not _priced_only(b)]
+    run = [b for b in plan.baselines if not _only_asked(b)]
     said = [f"{more} more"] if more else []
     for what, names in (
         ("too large", [b.name for b in run if not b.fits and b.step_time_s is not None]),
         ("not to be had here", [b.name for b in run if not b.fits and b.step_time_s is None]),
-        ("priced only", [b.name for b in plan.baselines if _priced_only(b)]),
+        ("only where asked for", [b.name for b in plan.baselines if _only_asked(b)]),
     ):
         rest = f" and {len(names) - _NAMES} others" if len(names) > _NAMES else ""
         said += [f"{what}: {', '.join(names[:_NAMES])}{rest}"] if names else []
     return [line(f"-v shows: {'; '.join(said)}", "dim")] if said else []
 
 
-def _priced_only(b: Baseline) -> bool:
-    """Whether a strategy has a price and no executor."""
+def _only_asked(b: Baseline) -> bool:
+    """Whether a strategy is priced beside every plan and chosen only by name."""
     return b.name.startswith("ps_")
 
 

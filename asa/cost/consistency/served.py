@@ -1,9 +1,10 @@
 """Workers that pull weights from servers and push gradients to them, event by event.
 
-A cycle of a worker: wait until it may begin (a window), pull, compute ``period`` steps, push; its pushes begin
-``hidden_s`` before backward ends. A server's link takes one worker's gradients, and sends one worker's weights, at a
-time, in the order in which they come; its processor applies one push at a time. A worker pulls again once its own push
-is applied. Under a discipline that is exact the servers add up the pushes of all workers and update once.
+A cycle of a worker: wait while a gradient under way is as old as the window allows, pull, compute ``period`` steps,
+push; its pushes begin ``hidden_s`` before backward ends. A server's link takes one worker's gradients, and sends one
+worker's weights, at a time, in the order in which they come; its processor applies one push at a time. A worker pulls
+again once its own push is applied. Under a discipline that is exact the servers add up the pushes of all workers and
+update once.
 
 A server beside a worker takes its updates out of that worker's computing. Without servers (``hogwild``) every worker
 writes to memory that all share: nothing is queued for, and the update is its own.
@@ -87,7 +88,21 @@ class Served:
             mean_age=sum(self._exact_ages) / len(self._exact_ages) if self._exact_ages else 0.0,
             rejected=self._rejected / max(1, self._rejected + len(self._ages)),
             waited=tuple(w.waited_s / self.now if self.now else 0.0 for w in self._workers),
-            served=max((max(b) / self.now for b in self._busy), default=0.0) if self.now else 0.0,
+            served=self._served(),
+        )
+
+    def _served(self) -> float:
+        """The part of the time so far that the busiest link or processor of a server was busy."""
+        if self.now <= 0:
+            return 0.0
+        until = (self._sending, self._receiving, self._applying)
+        return max(
+            (
+                (busy - max(0.0, until[kind][j] - self.now)) / self.now
+                for j, parts in enumerate(self._busy)
+                for kind, busy in enumerate(parts)
+            ),
+            default=0.0,
         )
 
     def _at(self, time: float, kind: str, w: int) -> None:
@@ -104,8 +119,8 @@ class Served:
     def _begin(self, w: int, now: float) -> None:
         """Pull and compute, or wait for the window."""
         me, machine = self._workers[w], self.machine
-        lead, window = me.clock - self._slowest, self.discipline.window
-        if window is not None and lead > window:
+        lead = me.clock - self._slowest
+        if self._held_up(w, lead):
             me.blocked_since = now if me.blocked_since is None else me.blocked_since
             self._blocked.add(w)
             return
@@ -126,6 +141,18 @@ class Served:
             compute += self.discipline.period * machine.workers[w].update_s
         me.computing = True
         self._at(got + max(0.0, compute - machine.workers[w].hidden_s), "computed", w)
+
+    def _held_up(self, w: int, lead: int) -> bool:
+        """Whether a gradient under way is as old as the window allows; at a window of 0, whether anybody is behind."""
+        window = self.discipline.window
+        if not window:
+            return window == 0 and lead > 0
+        limit = window * self.machine.rows * (1 - 1e-12)
+        return any(
+            other.computing and self._accepted - other.own - other.pulled >= limit
+            for v, other in enumerate(self._workers)
+            if v != w
+        )
 
     def _push(self, w: int) -> None:
         me, worker = self._workers[w], self.machine.workers[w]

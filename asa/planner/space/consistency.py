@@ -19,6 +19,7 @@ from asa.cost.planned import Price
 from asa.cost.step import StepCost
 from asa.cost.traffic.collectives import Links
 from asa.cost.work.spread import expected_maximum, relative_deviation
+from asa.errors import UsageError
 from asa.interfaces.strategy import OPTIMIZER_WORDS
 from asa.ir.cluster import Cluster
 from asa.ir.codec import noun
@@ -100,7 +101,14 @@ def _apart(cluster: Cluster, ranks: int) -> int:
 
 
 def disciplined(prices: Prices, replicated: Candidate, discipline: Discipline) -> Disciplined:
-    """``discipline`` on the ranks and microbatches of ``replicated``, plain data parallelism in one stage."""
+    """``discipline`` on the ranks and microbatches of ``replicated``, plain data parallelism in one stage.
+
+    Raises:
+        UsageError: there are too few ranks for it, it is one of stages, or ranks have no memory to share.
+    """
+    cluster = prices.space.cluster
+    if discipline.name == "hogwild" and (cluster.device.type != "cpu" or replicated.ranks > cluster.host):
+        raise UsageError("hogwild needs memory that all ranks write to: CPU ranks of one host")
     made = machine(prices, replicated, discipline)
     count = len(made.workers)
     played = play(discipline, made, steps=max(_LEAST, min(_MOST, _CYCLES // count)) * discipline.period)

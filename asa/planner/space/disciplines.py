@@ -8,10 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from asa.cost.planned import Price
 from asa.errors import UsageError
 from asa.ir.consistency import CHANGES, WAITS_FOR, Discipline, is_discipline, parse
 from asa.ir.plan import Plan
+from asa.planner.space import consistency
+from asa.planner.space.candidate import Prices
 from asa.planner.space.request import Request
+from asa.planner.space.whole import row
 
 
 def asked(request: Request) -> Discipline | None:
@@ -32,32 +36,42 @@ def asked(request: Request) -> Discipline | None:
     return parse(named[0])
 
 
-def planned(discipline: Discipline, request: Request, solve: Callable[[Request], list[Plan]]) -> list[Plan]:
+def planned(
+    discipline: Discipline, request: Request, solve: Callable[[Request], list[Plan]], prices: Prices
+) -> list[Plan]:
     """Plans of ``request`` under ``discipline``: those of its workers that ``solve`` finds for plain data
-    parallelism, and the discipline."""
+    parallelism, and the discipline, with the step time that its clock says under ``prices``."""
     workers = discipline.workers(request.gpus)
     plain = solve(replace(request, strategies=("ddp" if workers > 1 else "single",), gpus=workers))
-    return [disciplined(p, discipline, request.gpus) for p in plain]
+    ranks = row("ddp", prices).candidate if request.gpus > 1 else None
+    priced = None
+    if ranks is not None and discipline.waiting != "pipelined":
+        priced = consistency.disciplined(prices, ranks, discipline).price
+    return [_under(p, discipline, request.gpus, priced) for p in plain]
 
 
-def disciplined(plain: Plan, discipline: Discipline, gpus: int) -> Plan:
+def _under(plain: Plan, discipline: Discipline, gpus: int, priced: Price | None) -> Plan:
     """``plain`` data parallelism under ``discipline``, with ranks of their own for servers that are to have some."""
     name = discipline.name
     notes: tuple[str, ...] = (f"{name}: {WAITS_FOR[name]}", f"what changes: {CHANGES[name]}")
-    priced = next((b.step_time_s for b in plain.baselines if b.name == name and b.step_time_s), None)
     prediction = plain.prediction
-    if priced is not None:
-        spread = priced / prediction.step_time_s if prediction.step_time_s else 1.0
+    if priced is None:
+        notes = (*notes, "the step time is that of one worker: there is nobody to wait for")
+    else:
+        cost, before = priced.cost, prediction.step_time_s
+        longer = cost.total_s / before if before else 1.0
         prediction = replace(
             prediction,
-            step_time_s=priced,
-            step_time_low_s=prediction.step_time_low_s * spread,
-            step_time_high_s=prediction.step_time_high_s * spread,
-            exposed_communication_s=max(0.0, priced - prediction.compute_s - prediction.bubble_s),
-            samples_per_s=plain.global_batch / priced,
+            step_time_s=cost.total_s,
+            step_time_low_s=prediction.step_time_low_s * longer,
+            step_time_high_s=prediction.step_time_high_s * longer,
+            compute_s=cost.compute_s,
+            exposed_communication_s=cost.exposed_s,
+            hidden_communication_s=0.0,
+            update_s=cost.update_s,
+            bubble_s=cost.bubble_s,
+            samples_per_s=plain.global_batch / cost.total_s if cost.total_s else 0.0,
         )
-    else:
-        notes = (*notes, "the step time is that of ddp: what waiting less often saves is not in it")
     certificate = replace(plain.certificate, space=f"{discipline} alone: it was asked for by name")
     return replace(
         plain,

@@ -1,0 +1,35 @@
+"""What ``asa plan --consistency any`` and ``--target`` add to a plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from asa.cli import places
+from asa.cli.console import Console
+from asa.cli.verb import Arguments
+from asa.ir.cluster import Cluster
+from asa.ir.plan import Plan
+from asa.ir.profile import Profile
+from asa.planner import Request
+from asa.planner.answer.consistency import Consistency, compare
+from asa.report import consistency as report
+
+__all__ = ["compared", "report"]
+
+
+def compared(
+    args: Arguments, console: Console, profile: Profile, cluster: Cluster, request: Request, answer: Plan
+) -> Consistency:
+    """The table, with the curves of staleness that are kept beside profiles.
+
+    Raises:
+        UsageError: there is nobody to wait for.
+    """
+    from asa.strategies import offered
+
+    named = Path(args.model) if args.model is not None and places.looks_like_file(args.model) else None
+    curves = [found for _, found in places.staleness(console, named)] if args.target is not None else []
+    return compare(
+        profile, cluster, offered(), request, answer, loosely=args.consistency == "any", target=args.target,
+        curves=curves,
+    )  # fmt: skip

@@ -1,0 +1,324 @@
+"""Disciplines of consistency side by side: seconds a step, and, where curves of staleness are known, time to a target.
+
+Synchronous training with uneven batches stands in every table: with known speeds it has no straggler and no staleness,
+and a discipline that does not beat it is not worth what it costs in convergence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from asa.cost.consistency import play
+from asa.cost.machine.estimate import on_device
+from asa.cost.planned import Price
+from asa.errors import UsageError
+from asa.interfaces.strategy import Strategies
+from asa.ir.cluster import Cluster
+from asa.ir.codec import noun
+from asa.ir.consistency import CHANGES, NAMES, WAITS_FOR, Discipline, parse
+from asa.ir.layout import Layout, lowest_terms
+from asa.ir.plan import Plan
+from asa.ir.profile import Profile
+from asa.ir.staleness import PLAIN, Staleness, Steps, Target
+from asa.planner.answer.prediction import predict
+from asa.planner.space.candidate import Candidate, Prices
+from asa.planner.space.consistency import Disciplined, disciplined, machine
+from asa.planner.space.request import Request
+from asa.planner.space.space import Space
+from asa.planner.space.whole import row
+
+NOT_RUN = frozenset(("hogwild", "fedavg", "pipedream"))
+"""Disciplines that have a price and no executor."""
+EVEN, UNEVEN = "ddp", "ddp, uneven batches"
+
+
+@noun
+class TimeToTarget:
+    """Seconds: the mean of seeds times the predicted step; the lowest and the highest of both. None where unknown."""
+
+    mean_s: float | None
+    low_s: float | None
+    high_s: float | None
+
+
+@noun
+class ConsistencyRow:
+    """One way to wait for one another.
+
+    Attributes:
+        name: a discipline as ``--strategies`` takes it, or a kind of synchronous training.
+        exact: whether it trains as plain data parallelism does.
+        step_time_s: seconds per global batch, with its 90 % interval.
+        mean_age, max_age: of gradients, in global batches of others' gradients.
+        waited: the part of the time that the worker who waits most is waiting.
+        steps: global batches to the target; None where unknown, and ``unknown`` says why.
+        fits: whether the devices have memory enough.
+        runs: whether ``asa train`` runs it; what is only priced is neither ``fastest`` nor ``first``.
+    """
+
+    name: str
+    waits_for: str
+    changes: str
+    exact: bool
+    step_time_s: float | None
+    step_time_low_s: float | None = None
+    step_time_high_s: float | None = None
+    samples_per_s: float | None = None
+    memory_bytes_max: int | None = None
+    fits: bool = True
+    why_not: str = ""
+    mean_age: float = 0.0
+    max_age: int = 0
+    waited: float = 0.0
+    rejected: float = 0.0
+    steps: Steps | None = None
+    time_to_target: TimeToTarget | None = None
+    unknown: str = ""
+    runs: bool = True
+
+
+@noun
+class Consistency:
+    """The table. ``fastest`` has the shortest step of those that fit, ``first`` reaches the target first on average. It
+    is ``surely`` before synchronous training where its slowest seed is before that one's fastest: how fast the machine
+    turns out to be is the same for both."""
+
+    rows: tuple[ConsistencyRow, ...]
+    fastest: str
+    target: str = ""
+    curves: str = ""
+    first: str = ""
+    surely: bool = False
+
+
+def compare(
+    profile: Profile, cluster: Cluster, strategies: Strategies, request: Request, answer: Plan, *,
+    loosely: bool, target: Target | None = None, curves: Sequence[Staleness] = (),
+    asked: Sequence[Discipline] = (),
+) -> Consistency:  # fmt: skip
+    """Synchronous training, ``answer`` among it, and with ``loosely`` every discipline at its usual figures, and those
+    of ``asked``.
+
+    Raises:
+        UsageError: fewer than 2 devices, or a plan that replicates nothing.
+    """
+    order = cluster.fastest_first()
+    ordered = cluster if order is None else cluster.ordered(order)
+    used = on_device(profile, ordered)
+    prices = Prices(Space(used, ordered, strategies, replace(request, strategies=None)))
+    workers = row("ddp", prices)
+    if workers.candidate is None:
+        raise UsageError(f"nobody waits for anybody: data parallelism {workers.why_not}")
+    judged = _Judge(prices, workers.candidate, target, _fitting(curves, profile, request))
+    found = [judged.planned(answer), judged.synchronous(EVEN, workers.candidate)]
+    uneven = _uneven(prices, workers.candidate)
+    found.append(
+        judged.synchronous(UNEVEN, uneven)
+        if uneven is not None
+        else replace(found[-1], name=UNEVEN, waits_for="devices are equally fast: shares are even already")
+    )
+    if loosely:
+        texts = dict.fromkeys((*NAMES, *map(str, asked)))
+        wanted = [parse(text) for text in texts]
+        found += [replace(judged.discipline(d), runs=d.name not in NOT_RUN) for d in wanted]
+    ready = [r for r in found if r.runs and r.fits and r.step_time_s is not None]
+    known = [r for r in ready if r.time_to_target is not None and r.time_to_target.mean_s is not None]
+    first = min(known, key=_mean, default=None)
+    return Consistency(
+        rows=tuple(found),
+        fastest=min(ready, key=lambda r: r.step_time_s or math.inf).name if ready else "",
+        target=str(target) if target is not None else "",
+        curves=judged.told,
+        first=first.name if first is not None else "",
+        surely=first is not None and _surely(first, known),
+    )
+
+
+def _mean(r: ConsistencyRow) -> float:
+    assert r.time_to_target is not None
+    return r.time_to_target.mean_s or math.inf
+
+
+def _surely(first: ConsistencyRow, known: Sequence[ConsistencyRow]) -> bool:
+    """Whether ``first`` is exact, or its slowest seed is before the fastest of every exact row."""
+
+    def at(r: ConsistencyRow, count: float | None) -> float | None:
+        return None if count is None or r.step_time_s is None else count * r.step_time_s
+
+    worst = at(first, first.steps.high) if first.steps else None
+    others = [at(r, r.steps.low) for r in known if r.exact and r.steps]
+    return first.exact or (worst is not None and all(o is not None and worst < o for o in others))
+
+
+def _fitting(curves: Sequence[Staleness], profile: Profile, request: Request) -> Staleness | str:
+    """The newest curves of this model, optimizer and batch, or why there are none."""
+    mine = [c for c in curves if c.model_fingerprint == profile.model_fingerprint and c.optimizer == request.optimizer]
+    fitting = [c for c in mine if c.global_batch == request.global_batch]
+    if fitting:
+        return fitting[0]
+    if mine:
+        return f"curves are of a global batch of {mine[0].global_batch}, not {request.global_batch}"
+    return f"no curves of {profile.model_spec} with {request.optimizer}: `asa profile {profile.model_spec} --staleness`"
+
+
+def _uneven(prices: Prices, replicated: Candidate) -> Candidate | None:
+    """``replicated`` with shares of the batch in proportion to the speeds of its devices, where these differ."""
+    ranks, batch = replicated.ranks, prices.space.request.global_batch
+    speeds = prices.space.cluster.speeds(range(ranks))
+    if len(set(speeds)) < 2 or replicated.num_microbatches > 1:
+        return None
+    whole = [batch * s / sum(speeds) for s in speeds]
+    shares = [max(1, int(x)) for x in whole]
+    for i in sorted(range(ranks), key=lambda i: shares[i] - whole[i])[: max(0, batch - sum(shares))]:
+        shares[i] += 1
+    layout = Layout(width=ranks, data=ranks, tensor=1, weights=lowest_terms(tuple(shares)))
+    return replace(replicated, ways=tuple(replace(w, layout=layout) for w in replicated.ways))
+
+
+class _Judge:
+    """Rows of one table."""
+
+    def __init__(
+        self, prices: Prices, workers: Candidate, target: Target | None, curves: Staleness | str
+    ) -> None:  # fmt: skip
+        self._prices, self._workers, self._target = prices, workers, target
+        self._curves = curves
+        self.told = "" if target is None else curves if isinstance(curves, str) else _source(curves)
+        space = prices.space
+        usual = predict(
+            prices.of(workers), space.profile, space.cluster, widths=workers.widths,
+            global_batch=space.request.global_batch,
+        )  # fmt: skip
+        self._factor = usual.step_time_high_s / usual.step_time_s if usual.step_time_s > 0 else 1.0
+
+    def planned(self, plan: Plan) -> ConsistencyRow:
+        """The plan that is the answer."""
+        p = plan.prediction
+        made = ConsistencyRow(
+            name=f"this plan ({plan.strategy})", waits_for="every worker waits in every step", changes="nothing",
+            exact=True, step_time_s=p.step_time_s, step_time_low_s=p.step_time_low_s,
+            step_time_high_s=p.step_time_high_s, samples_per_s=p.samples_per_s,
+            memory_bytes_max=max(p.memory_bytes_per_rank),
+        )  # fmt: skip
+        return self._timed(made, *self._plainly())
+
+    def synchronous(self, name: str, candidate: Candidate) -> ConsistencyRow:
+        """Data parallelism, with even or uneven shares."""
+        price = self._prices.of(candidate)
+        made = replace(
+            self._row(name, price, "every worker waits in every step", "nothing", exact=True),
+            fits=self._prices.fits(candidate),
+            waited=max(play(None, machine(self._prices, candidate, None), steps=8).waited) if name == EVEN else 0.0,
+        )
+        return self._timed(made, *self._plainly())
+
+    def discipline(self, d: Discipline) -> ConsistencyRow:
+        """A discipline on the workers of data parallelism; one of stages on the best pipeline."""
+        told = WAITS_FOR[d.name], CHANGES[d.name]
+        try:
+            d.workers(self._workers.ranks)
+            if d.waiting == "pipelined":
+                price, age = self._pipelined()
+                made = replace(self._row(str(d), price, *told, exact=False), mean_age=age, max_age=math.ceil(age))
+                made = replace(made, fits=price.peak.total <= self._prices.capacity(self._workers))
+                return self._timed(made, None, "what it does to convergence was not measured")
+            found: Disciplined = disciplined(self._prices, self._workers, d)
+        except UsageError as error:
+            return ConsistencyRow(
+                name=str(d), waits_for=told[0], changes=told[1], exact=self._exact(d), step_time_s=None, fits=False,
+                why_not=str(error),
+            )  # fmt: skip
+        played, capacity = found.played, self._prices.capacity(self._workers)
+        made = replace(
+            self._row(str(d), found.price, *told, exact=self._exact(d)),
+            fits=found.price.peak.total <= capacity,
+            mean_age=played.mean_age,
+            max_age=played.max_age,
+            waited=max(played.waited, default=0.0),
+            rejected=played.rejected,
+        )
+        return self._timed(made, *self._steps(d, made))
+
+    def _exact(self, d: Discipline) -> bool:
+        return d.exact(self._prices.space.request.optimizer)
+
+    def _pipelined(self) -> tuple[Price, float]:
+        """A pipeline that is never drained: a step is the work of its busiest stage. The age is that of its first."""
+        best = row("1f1b", self._prices)
+        if best.candidate is None or best.price is None:
+            raise UsageError(f"pipedream: {best.why_not or 'no pipeline'}")
+        busiest = max(best.price.stages, key=lambda s: s.cost.total_s)
+        count, graph = len(best.candidate.widths), self._prices.space.profile.graph
+        stages = []
+        for i, stage in enumerate(best.price.stages):  # a stage keeps the weights of every batch in front of it
+            size = sum(c.parameter_bytes for c in graph.components[stage.start : stage.start + len(stage.components)])
+            more = (count - 1 - i) * size
+            peak = replace(stage.peak, state=stage.peak.state + more, total=stage.peak.total + more)
+            stages.append(replace(stage, peak=peak, peaks=()))
+        held = max((s.peak for s in stages), key=lambda p: p.total)
+        return replace(best.price, cost=busiest.cost, peak=held, stages=tuple(stages)), float(count - 1)
+
+    def _row(self, name: str, price: Price, waits: str, changes: str, *, exact: bool) -> ConsistencyRow:
+        step = price.cost.total_s
+        return ConsistencyRow(
+            name=name, waits_for=waits, changes=changes, exact=exact, step_time_s=step,
+            step_time_low_s=step / self._factor, step_time_high_s=step * self._factor,
+            samples_per_s=self._prices.space.request.global_batch / step if step > 0 else None,
+            memory_bytes_max=math.ceil(max(s.most for s in price.stages)),
+        )  # fmt: skip
+
+    def _plainly(self) -> tuple[Steps | None, str]:
+        if self._target is None:
+            return None, ""
+        if isinstance(self._curves, str):
+            return None, self._curves
+        return self._curves.steps_to(self._target, PLAIN), "plain training was not measured"
+
+    def _steps(self, d: Discipline, made: ConsistencyRow) -> tuple[Steps | None, str]:
+        """Global batches to the target under ``d``, or why they are unknown."""
+        curves, target, count = self._curves, self._target, d.workers(self._workers.ranks)
+        if target is None or self._exact(d) or isinstance(curves, str):
+            return self._plainly()
+        if curves.workers != count:
+            return None, f"curves are of {curves.workers} workers: `asa profile --staleness --workers {count}`"
+        if d.name in ("ps_async", "ps_bounded", "hogwild"):
+            momentum = d.momentum_at(curves.momentum, count)
+            found = curves.at_age(target, made.mean_age, weighted=d.name == "ps_bounded", momentum=momentum)
+            return found, f"no curve at age {made.mean_age:.2g} and momentum {momentum:.3g}"
+        if d.waiting == "local" and not d.growth and not d.spread and d.fraction == 1 and d.message == "fp32":
+            found = curves.at_period(target, d.period, outer_rate=d.outer_rate, outer_momentum=d.outer_momentum)
+            return found, f"no curve of a period of {d.period}"
+        return None, "what it does to convergence was not measured"
+
+    def _timed(self, made: ConsistencyRow, steps: Steps | None, unknown: str) -> ConsistencyRow:
+        if self._target is None:
+            return made
+        if steps is None:
+            return replace(made, unknown=unknown)
+        if steps.reached == 0:
+            unknown = "no run reached it"
+        elif steps.mean is None or steps.high is None:
+            unknown = f"{steps.reached} of {steps.seeds} seeds reached it"
+        else:
+            unknown = ""
+
+        def seconds(count: float | None, step: float | None) -> float | None:
+            return None if count is None or step is None else count * step
+
+        return replace(
+            made, steps=steps, unknown=unknown,
+            time_to_target=TimeToTarget(
+                mean_s=seconds(steps.mean, made.step_time_s), low_s=seconds(steps.low, made.step_time_low_s),
+                high_s=seconds(steps.high, made.step_time_high_s),
+            ),
+        )  # fmt: skip
+
+
+def _source(curves: Staleness) -> str:
+    seeds = max((len(c.runs) for c in curves.curves), default=0)
+    return (
+        f"{curves.data}, {curves.optimizer} at {curves.learning_rate:g}, batch {curves.global_batch}, "
+        f"{curves.workers} workers, up to {seeds} seeds, {curves.steps} global batches"
+    )

@@ -1,0 +1,64 @@
+"""Disciplines of consistency side by side, for reading."""
+
+from __future__ import annotations
+
+from rich.console import RenderableType
+
+from asa.planner.answer.consistency import Consistency, ConsistencyRow
+from asa.report.tables import line, table
+from asa.report.units import NOTHING, percent, seconds, size
+
+
+def render(found: Consistency) -> list[RenderableType]:
+    """The table, fastest first, and what it means."""
+    aimed = bool(found.target)
+    columns = ["who waits", "a global batch", "waiting", "age", "memory"]
+    made = table("Consistency", (*columns, *([f"steps to {found.target}", "time to it"] if aimed else [])))
+    for r in sorted(found.rows, key=lambda r: _key(r, aimed=aimed)):
+        if r.step_time_s is None:
+            continue
+        cells = [
+            r.name, seconds(r.step_time_s), percent(r.waited), f"{r.mean_age:.2g} (most {r.max_age})",
+            size(r.memory_bytes_max),
+        ]  # fmt: skip
+        if aimed:
+            cells += [_steps(r), _time(r)]
+        made.add_row(*cells, style="bold" if r.name == (found.first or found.fastest) else "" if r.fits else "dim")
+    out = [f"{r.name} cannot be had: {r.why_not}" for r in found.rows if r.step_time_s is None]
+    out += [f"{r.name} does not fit the devices' memory" for r in found.rows if r.step_time_s and not r.fits]
+    priced = [r.name for r in found.rows if not r.runs and r.step_time_s is not None]
+    out += [f"priced, and not run yet: {', '.join(priced)}"] if priced else []
+    unknown: dict[str, list[str]] = {}
+    for r in found.rows:
+        if r.unknown:
+            unknown.setdefault(r.unknown, []).append(r.name)
+    out += [f"unknown ({', '.join(names)}): {why}" for why, names in unknown.items()]
+    if aimed and found.curves and found.first:
+        out.append(f"steps are from {found.curves}; times are lowest and highest of seeds and of the step's interval")
+    if found.first:
+        sure = "surely" if found.surely else "on average, not surely,"
+        out.append(f"first to {found.target}, {sure}: {found.first}")
+    out.append("age: global batches of others' gradients applied since the weights were pulled")
+    return [line(""), made, *(line(f"note: {text}", "dim") for text in out)]
+
+
+def _key(r: ConsistencyRow, *, aimed: bool) -> tuple[bool, float]:
+    mean = r.time_to_target.mean_s if r.time_to_target is not None else None
+    return (mean is None, r.step_time_s or 0.0) if not aimed or mean is None else (False, mean)
+
+
+def _steps(r: ConsistencyRow) -> str:
+    s = r.steps
+    if s is None:
+        return NOTHING
+    if s.reached == 0:
+        return "not reached"
+    low, high = f"{s.low:.0f}" if s.low is not None else NOTHING, f"{s.high:.0f}" if s.high is not None else "?"
+    return f"{s.mean:.0f} ({low} to {high})" if s.mean is not None else f"{low} or more"
+
+
+def _time(r: ConsistencyRow) -> str:
+    t = r.time_to_target
+    if t is None or t.mean_s is None:
+        return NOTHING
+    return f"{seconds(t.mean_s)} ({seconds(t.low_s)} to {seconds(t.high_s)})"

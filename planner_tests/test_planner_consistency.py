@@ -1,0 +1,203 @@
+"""``asa plan --consistency any --target``: disciplines side by side, in seconds and to a target."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import fake_strategies
+import nouns
+import pytest
+
+from asa.errors import UsageError
+from asa.ir.cluster import Cluster, RankDevice
+from asa.ir.consistency import NAMES, parse
+from asa.ir.staleness import PLAIN, Curve, Setting, Staleness, Target, TrainingRun
+from asa.planner import Request, plan
+from asa.planner.answer.consistency import EVEN, UNEVEN, Consistency, compare
+from asa.report import consistency as report
+from asa.report.tables import plain as text
+
+FULL = fake_strategies.FULL
+SERVED = parse("ps_async").momentum_at(0.9, 4)
+"""Momentum at the servers of 4 workers."""
+NINE = Target(what="accuracy", value=0.9)
+
+
+def curves(steps: dict[Setting, tuple[int, ...]], **changes) -> Staleness:
+    """Runs that reach an accuracy of 0.9 at those steps, of 100; 0 for one that never does."""
+
+    def run(seed: int, at: int) -> TrainingRun:
+        reached = tuple(0.95 if at and s >= at else 0.1 for s in range(1, 101))
+        return TrainingRun(seed=seed, losses=tuple(1 - a for a in reached), accuracies=reached)
+
+    made = Staleness(
+        model_spec="tiny", model_fingerprint=nouns.profile().model_fingerprint, input_shape=(3, 32, 32),
+        num_classes=10, data="digits", optimizer="sgd", learning_rate=0.1, momentum=0.9, weight_decay=0.0,
+        global_batch=16, workers=4, steps=100, every=1,
+        curves=tuple(
+            Curve(setting=s, runs=tuple(run(i, at) for i, at in enumerate(reached))) for s, reached in steps.items()
+        ),
+        created="2025-01-02T03:04:05+00:00", asa_version="0", torch_version="2", device="Test CPU",
+    )  # fmt: skip
+    return replace(made, **changes)
+
+
+KNOWN = curves(
+    {
+        PLAIN: (20, 24),
+        Setting(workers=4, delay=0, momentum=SERVED): (20, 20),
+        Setting(workers=4, delay=4, momentum=SERVED): (40, 48),
+        Setting(workers=4, delay=16, momentum=SERVED): (0, 0),
+        Setting(workers=4, delay=4, weighted=True, momentum=SERVED): (30, 30),
+        Setting(workers=4, period=4): (22, 22),
+        Setting(workers=4, period=16): (0, 30),
+    }
+)
+
+
+def box(speeds: tuple[float, ...] | None = None, links: float = 1.0) -> Cluster:
+    made = nouns.cluster(4)
+    level = made.levels[0]
+    tables = tuple(replace(t, points=tuple((n, links * s) for n, s in t.points)) for t in level.tables)
+    made = replace(made, levels=(replace(level, tables=tables),))
+    if speeds is None:
+        return made
+    return replace(made, devices=tuple(RankDevice(name=f"d{i}", speed=s) for i, s in enumerate(speeds)))
+
+
+def table(
+    cluster: Cluster, *, loosely: bool = True, target: Target | None = None, known=(), asked=(), gpus: int = 4
+) -> Consistency:  # fmt: skip
+    request = Request(gpus=gpus, global_batch=16)
+    answer = plan(nouns.profile(), cluster, FULL, request)[0]
+    return compare(
+        nouns.profile(), cluster, FULL, request, answer, loosely=loosely, target=target, curves=known,
+        asked=[parse(a) for a in asked],
+    )  # fmt: skip
+
+
+def rows(found: Consistency):
+    return {r.name: r for r in found.rows}
+
+
+def test_the_floor_stands_in_every_table_and_disciplines_only_where_asked():
+    for loosely in (False, True):
+        names = list(rows(table(box(), loosely=loosely)))
+        assert names[0].startswith("this plan")
+        assert names[1:3] == [EVEN, UNEVEN]
+        assert names[3:] == (list(NAMES) if loosely else [])
+
+
+def test_one_of_four_devices_at_half_speed():
+    """Uneven batches win what asynchronous training wins, without its staleness."""
+    found = rows(table(box((1.0, 1.0, 1.0, 0.5), links=1e-6), asked=("ps_bounded:window=100:max_age=none",)))
+    even, uneven = found[EVEN].step_time_s, found[UNEVEN].step_time_s
+    assert 1.4 < even / uneven < 1.85
+    assert found[UNEVEN].max_age == 0
+    for name in ("ps_async", "hogwild"):
+        assert 1.4 < even / found[name].step_time_s < 1.85
+    assert found["ps_bounded"].step_time_s >= 0.99 * found["ps_async"].step_time_s
+    assert even == pytest.approx(found["ps_sync"].step_time_s, rel=0.15)
+
+
+def test_without_a_target_nothing_is_said_of_steps():
+    for r in rows(table(box())).values():
+        assert r.steps is None
+        assert r.time_to_target is None
+        assert r.unknown == ""
+
+
+def test_time_to_a_target_is_steps_times_seconds():
+    found = table(box(links=1e-6), target=NINE, known=(KNOWN,))
+    by = rows(found)
+    assert (by[EVEN].steps.mean, by[EVEN].steps.low, by[EVEN].steps.high) == (22, 20, 24)
+    time = by[EVEN].time_to_target
+    assert time.mean_s == pytest.approx(22 * by[EVEN].step_time_s)
+    assert time.low_s == pytest.approx(20 * by[EVEN].step_time_low_s)
+    assert time.high_s == pytest.approx(24 * by[EVEN].step_time_high_s)
+    assert by["ps_sync"].steps == by[EVEN].steps
+    late = by["ps_async"]
+    assert late.steps.mean == pytest.approx(20 + late.mean_age * 24)
+    other = rows(table(box(), target=NINE, known=(KNOWN,), asked=("ps_async:momentum=0.5",)))["ps_async:momentum=0.5"]
+    assert other.time_to_target is None
+    assert "momentum 0.5" in other.unknown
+    assert by["local_sgd"].steps.mean == 22
+    assert found.first
+    means = {r.name: r.time_to_target.mean_s for r in found.rows if r.time_to_target and r.time_to_target.mean_s}
+    assert found.first == min(means, key=means.get)
+
+
+def test_what_was_not_measured_stays_unknown_and_says_why():
+    by = rows(table(box(), target=NINE, known=(KNOWN,), asked=("local_sgd:period=50", "local_sgd:growth=0.1")))
+    assert by["diloco"].time_to_target is None
+    assert "no curve of a period of 50" in by["diloco"].unknown
+    assert "no curve of a period of 50" in by["local_sgd:period=50"].unknown
+    for name in ("downpour", "local_sgd:growth=0.1"):
+        assert by[name].time_to_target is None
+        assert "not measured" in by[name].unknown
+    other = rows(table(box(), target=NINE, known=(replace(KNOWN, global_batch=64),)))
+    assert all(r.time_to_target is None for r in other.values())
+    assert "global batch of 64, not 16" in other[EVEN].unknown
+    assert "--staleness" in rows(table(box(), target=NINE))[EVEN].unknown
+    few = rows(table(box(), target=NINE, known=(replace(KNOWN, workers=2),)))
+    assert "--workers 4" in few["ps_async"].unknown
+    assert few[EVEN].time_to_target is not None
+
+
+def test_a_target_that_no_run_reached_is_not_promised():
+    found = table(box(), target=Target(what="accuracy", value=0.99), known=(KNOWN,))
+    assert found.first == ""
+    assert {r.unknown for r in found.rows if r.steps is not None} == {"no run reached it"}
+
+
+def test_surely_first_only_where_seeds_do_not_overlap():
+    quick = curves({**_same(KNOWN), PLAIN: (90, 95), Setting(workers=4, period=4): (5, 6)})
+    found = table(box(), target=NINE, known=(quick,))
+    assert (found.first, found.surely) == ("local_sgd", True)
+    doubtful = curves({**_same(KNOWN), PLAIN: (2, 95), Setting(workers=4, period=4): (5, 6)})
+    found = table(box(), target=NINE, known=(doubtful,))
+    assert (found.first, found.surely) == ("local_sgd", False)
+
+
+def _same(known: Staleness) -> dict[Setting, tuple[int, ...]]:
+    return {
+        c.setting: tuple(next((i for i, a in enumerate(r.accuracies, 1) if a > 0.9), 0) for r in c.runs)
+        for c in known.curves
+    }
+
+
+def test_what_devices_cannot_do_is_refused_in_its_row():
+    gpu = replace(box().device, type="cuda", name="G", peak_fp32_flops=1e13, memory_bandwidth=1e12)
+    found = rows(table(replace(box(), device=gpu)))
+    assert found["hogwild"].step_time_s is None
+    assert "CPU ranks" in found["hogwild"].why_not
+    assert "5 servers" in rows(table(box(), asked=("ps_async:servers=5",)))["ps_async:servers=5"].why_not
+    with pytest.raises(UsageError, match="nobody waits for anybody"):
+        table(nouns.cluster(1), gpus=1)
+
+
+def test_what_is_only_priced_is_never_the_fastest():
+    found = table(box())
+    assert {r.name for r in found.rows if not r.runs} == {"hogwild", "fedavg", "pipedream"}
+    assert found.fastest not in {r.name for r in found.rows if not r.runs}
+
+
+def test_a_plan_under_a_discipline_has_the_time_of_its_clock():
+    """Figures of a discipline count: two servers are not one."""
+    by = rows(table(box(), asked=("ps_async:servers=2", "local_sgd:period=16")))
+    for name in ("ps_async", "ps_async:servers=2", "local_sgd:period=16"):
+        request = Request(gpus=4, global_batch=16, strategies=(name,))
+        made = plan(nouns.profile(), box(), FULL, request)[0]
+        p = made.prediction
+        assert str(made.consistency) == name
+        assert p.step_time_s == pytest.approx(by[name].step_time_s, rel=1e-6)
+        assert p.step_time_low_s < p.step_time_s < p.step_time_high_s
+        assert p.compute_s + p.exposed_communication_s + p.bubble_s == pytest.approx(p.step_time_s)
+    assert by["ps_async:servers=2"].step_time_s < by["ps_async"].step_time_s
+
+
+def test_the_table_reads_as_a_table():
+    said = text(report.render(table(box(), target=NINE, known=(KNOWN,))), width=160)
+    assert "steps to accuracy=0.9" in said
+    assert "unknown (" in said
+    assert "ddp, uneven batches" in said
