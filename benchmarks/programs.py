@@ -3,8 +3,8 @@
     python -m benchmarks.programs [--only NAME] [--kind KIND] [--plans ddp,fsdp,tensor,mixed,job] [-o FILE]
 
 The programs are those of ``benchmarks/program_table``, in float64. Each trains in this process and, under a plan, on
-two forked ranks; the weights are compared. The record is resumed: what it has is not run again. Ranks run many programs,
-and are started anew where one of them broke or hung.
+two forked ranks; the weights are compared. The record is resumed: what it has is not run again. Ranks run many
+programs, and are started anew where one of them broke or hung.
 
 ``right``: the numbers of one process. ``warned``: others, and a warning or a line of ``asa`` said so. ``refused``: an
 error of ``asa``'s on every rank before the first update. ``silent``: others without a word. ``broken``: any other

@@ -161,7 +161,8 @@ class Tape:
             if isinstance(leaf, Place):
                 return found[leaf.index]
             if isinstance(leaf, slice):
-                return slice(*(number(n) if type(n) is int else n for n in (leaf.start, leaf.stop)), leaf.step)
+                first, last = (number(n) if type(n) is int else n for n in (leaf.start, leaf.stop))
+                return slice(first, last, leaf.step)
             return number(leaf) if type(leaf) is int else leaf
 
         for function, args, options, places in self.operations:

@@ -106,6 +106,10 @@ class Trial:
             found = comparison.difference([tape.received.get(i) for i in range(len(tape.outputs))])
             if self._tell(found, loss.dtype, placed):
                 self._seen[forms] = _TIMES
+        self._rest()
+
+    def _rest(self) -> None:
+        """Let go of what was followed, where no backward to come is looked at."""
         if not self.watching:
             self._tape = None
             functions_followed(False)

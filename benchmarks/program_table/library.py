@@ -69,7 +69,8 @@ def _transformers() -> None:
        "attn_pdrop": 0.2})), lambda: _ignored(_tokens())))  # fmt: skip
     hf("Llama", text(lambda: t.LlamaForCausalLM(t.LlamaConfig(**llama)), lambda: _ignored(_tokens())))
     hf("Mixtral with its balancing loss", text(lambda: t.MixtralForCausalLM(t.MixtralConfig(**llama,
-       num_local_experts=4, num_experts_per_tok=2, output_router_logits=True)), lambda: _ignored(_tokens())))  # fmt: skip
+       num_local_experts=4, num_experts_per_tok=2, output_router_logits=True)),
+        lambda: _ignored(_tokens())))  # fmt: skip
     hf("T5", lambda: _named(t.T5ForConditionalGeneration(t.T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=32,
        num_layers=2, num_heads=2, dropout_rate=0.0, decoder_start_token_id=0)), input_ids=_tokens(),
        labels=_ignored(_tokens())))  # fmt: skip
@@ -79,8 +80,8 @@ def _transformers() -> None:
         text_config={**_SMALL, "vocab_size": 50, "max_position_embeddings": 16, "projection_dim": 8},
         vision_config={**_SMALL, "image_size": 16, "patch_size": 8, "projection_dim": 8}, projection_dim=8,
     )  # fmt: skip
-    program("transformers", "CLIP, its own loss", lambda: _named(t.CLIPModel(clip), input_ids=_tokens(), attention_mask=_mask(),
-            pixel_values=normal(20, 3, 16, 16)), epochs(lambda net, b: net(**b, return_loss=True).loss))  # fmt: skip
+    program("transformers", "CLIP, its own loss", lambda: _named(t.CLIPModel(clip), input_ids=_tokens(),
+            attention_mask=_mask(), pixel_values=normal(20, 3, 16, 16)), epochs(lambda net, b: net(**b, return_loss=True).loss))  # fmt: skip
     hf("wav2vec2, audio", lambda: _named(t.Wav2Vec2ForSequenceClassification(t.Wav2Vec2Config(**_SMALL,
        conv_dim=(8, 8), conv_stride=(4, 2), conv_kernel=(8, 3), num_feat_extract_layers=2, hidden_dropout=0.0,
        attention_dropout=0.0, activation_dropout=0.0, feat_proj_dropout=0.0, final_dropout=0.0, layerdrop=0.0,

@@ -422,8 +422,8 @@ _optimizers: dict[str, Callable[[nn.Module], Any]] = {
     "LBFGS": lambda n: torch.optim.LBFGS(n.parameters(), lr=0.1, max_iter=2),
 }  # fmt: skip
 for _name, _optimizer in _optimizers.items():
-    program("optimizer", _name, _with(_optimizer), _closure if _name == "LBFGS" else usual, None if _name == "LBFGS" else CE,
-            within=1e-6 if _name == "Muon" else 1e-8)  # fmt: skip
+    program("optimizer", _name, _with(_optimizer), _closure if _name == "LBFGS" else usual,
+            None if _name == "LBFGS" else CE, within=1e-6 if _name == "Muon" else 1e-8)  # fmt: skip
 program("loop", "accumulation", _classes, _accumulate)
 program("loop", "sharpness-aware minimization", _classes, _sam)
 program("loop", "GradScaler", _classes, _scaled)

@@ -17,7 +17,7 @@ from asa.errors import UsageError
 from asa.interfaces.strategy import Strategies
 from asa.ir.cluster import Cluster
 from asa.ir.codec import noun
-from asa.ir.consistency import CHANGES, NAMES, WAITS_FOR, Discipline, parse
+from asa.ir.consistency import CHANGES, NAMES, RUN, WAITS_FOR, Discipline, parse
 from asa.ir.layout import Layout, lowest_terms
 from asa.ir.plan import Plan
 from asa.ir.profile import Profile
@@ -29,7 +29,7 @@ from asa.planner.space.request import Request
 from asa.planner.space.space import Space
 from asa.planner.space.whole import row
 
-NOT_RUN = frozenset(("hogwild", "fedavg", "pipedream"))
+NOT_RUN = frozenset(NAMES) - frozenset(RUN)
 """Disciplines that have a price and no executor."""
 EVEN, UNEVEN = "ddp", "ddp, uneven batches"
 
