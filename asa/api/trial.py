@@ -129,7 +129,8 @@ class Trial:
 
 def _look_for_hooks(placed: PlacedModel) -> bool:
     """Warn of a hook on the gradient of a parameter; whether there is one."""
-    name = next((n for n, p in placed.named_parameters() if p._backward_hooks), None)
+    with torch._C.DisableTorchFunctionSubclass():  # a part of a parameter refuses what it does not know
+        name = next((n for n, p in placed.named_parameters() if p._backward_hooks), None)
     if name is not None and placed.place.rank == 0:
         warnings.warn(
             f"{name} has a hook on its gradient, which sees this rank's gradient before ranks have added theirs: one "

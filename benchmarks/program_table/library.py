@@ -81,7 +81,8 @@ def _transformers() -> None:
         vision_config={**_SMALL, "image_size": 16, "patch_size": 8, "projection_dim": 8}, projection_dim=8,
     )  # fmt: skip
     program("transformers", "CLIP, its own loss", lambda: _named(t.CLIPModel(clip), input_ids=_tokens(),
-            attention_mask=_mask(), pixel_values=normal(20, 3, 16, 16)), epochs(lambda net, b: net(**b, return_loss=True).loss))  # fmt: skip
+            attention_mask=_mask(), pixel_values=normal(20, 3, 16, 16)),
+            epochs(lambda net, b: net(**b, return_loss=True).loss))  # fmt: skip
     hf("wav2vec2, audio", lambda: _named(t.Wav2Vec2ForSequenceClassification(t.Wav2Vec2Config(**_SMALL,
        conv_dim=(8, 8), conv_stride=(4, 2), conv_kernel=(8, 3), num_feat_extract_layers=2, hidden_dropout=0.0,
        attention_dropout=0.0, activation_dropout=0.0, feat_proj_dropout=0.0, final_dropout=0.0, layerdrop=0.0,

@@ -131,7 +131,7 @@ def _as_owner(job: Job, ready: Prepare, relieve: Relieve | None, regroup: Regrou
 
 
 def _rank(rank: int, job: Job, material: Material) -> Ending:
-    _bind(job, rank, job.plan.num_ranks)
+    _bind(job, rank, job.plan.num_processes)
     return work(job, material, _votes(job.plan, job.settings.timeout_s), rank, tell)
 
 
