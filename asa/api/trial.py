@@ -87,8 +87,10 @@ class Trial:
         form = _TRUSTED if self.trusted else "" if tape is None else tape.form(loss)
         self.trusted = False
         number = float(zlib.crc32(form.encode())) if form else 0.0
-        forms = tuple(f[0] for f in placed.place.votes.gather([number]))
-        new = self._seen[forms] < _TIMES and self._compared < _MOST_COMPARED
+        every = placed.place.votes.gather([number, placed.weight])
+        forms = tuple(f[0] for f in every)
+        # Where there are fewer samples than ranks, some repeat one of another's, which counts for nothing.
+        new = all(f[1] for f in every) and self._seen[forms] < _TIMES and self._compared < _MOST_COMPARED
         if not self._seen[forms]:
             self._left = max(self._left, _WINDOW)
         self._seen[forms] += 1
