@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, default_collate
 
+from asa.api.generators import as_on_rank_0, generators_now
 from asa.errors import UsageError
 from asa.executor.model.votes import Votes
 
@@ -143,7 +144,7 @@ class GlobalBatches:
         self.indexed = self.indexed and loader.batch_sampler is not None
         self._ahead: list[Any] = []
         self._epochs = 0
-        self.own_collate = self._together = False
+        self.own_collate = self._together = self._draws = False
         if self.indexed:
             sampler = getattr(loader, "sampler", None)
             if isinstance(sampler, DistributedSampler):
@@ -152,14 +153,23 @@ class GlobalBatches:
                     "gives each rank its share"
                 )
             self._picked = _Picked()
+            self._seeding = torch.get_rng_state()
             self._own = _with_sampler(loader, self._picked, votes.rank)
             self.own_collate = loader.collate_fn is not default_collate
-            self._together = votes.num_ranks > 1 and self.own_collate and votes.everyone(self._cuts_into_rows())
+            if votes.num_ranks > 1:
+                cuts = self._cuts_into_rows()
+                self._together = votes.everyone(cuts) and self.own_collate
+                self._draws = votes.anyone(self._draws)
 
     @property
     def apart(self) -> bool:
         """Whether each rank makes batches of its own samples by a ``collate_fn`` that may give them any shape."""
         return self.own_collate and not self._together
+
+    @property
+    def draws_apart(self) -> bool:
+        """Whether samples or batches are made with random numbers, of which each rank draws its own."""
+        return self._draws and not self._together
 
     def example(self, samples: int = 2) -> Any:
         """A batch of a few samples, taken without moving on any sampler or generator where that can be."""
@@ -175,17 +185,20 @@ class GlobalBatches:
 
     def _cuts_into_rows(self) -> bool:
         """Whether what the loader's own ``collate_fn`` makes of samples has one row for each in every tensor, or the
-        same form for any number of them: then a batch can be made as on one device, and cut."""
+        same form for any number of them: then a batch can be made as on one device, and cut. Notes whether random
+        numbers are drawn."""
         found = []
         try:
             with unmoved(self.loader):
-                for samples in (2, 3):
+                before = generators_now()
+                for samples in (2, 3) if self.own_collate else (2,):
                     batch = self.loader.collate_fn([self.loader.dataset[k] for k in range(samples)])
+                    self._draws = self._draws or generators_now() != before
                     leaves = pytree.tree_leaves(batch)
                     found.append([(tuple(t.shape) if isinstance(t, Tensor) else None, samples) for t in leaves])
         except Exception:  # whatever a data set or a collate_fn raises; each rank makes batches of its own samples then
             return False
-        small, large = found
+        small, large = found[0], found[-1]
         rows = [a == b or (a and b and (a[0], b[0]) == (n, m)) for (a, n), (b, m) in zip(small, large, strict=False)]
         return len(small) == len(large) and all(rows) and any(a and a[0] == n for a, n in small)
 
@@ -244,6 +257,11 @@ class GlobalBatches:
             self._alike(None)
             return
         batches = self._agreed(order_seed)
+        if self._together and self._draws and self.loader.num_workers and order_seed is None:
+            # Workers that are seeded alike draw alike, and as on one device.
+            state = self._seeding if self._votes.rank == 0 else torch.empty_like(torch.get_rng_state())
+            self._votes.broadcast(state)
+            self._own.generator.set_state(state)
         starts = [0]
         for one in batches:
             starts.append(starts[-1] + len(one))
@@ -253,6 +271,8 @@ class GlobalBatches:
         loaded = iter(self._own)
         for one, rows, first in wanted:
             # A rank that neither reads nor has labels loads nothing: no dataset can make a batch of no samples.
+            if together and self._draws and not self.loader.num_workers:
+                as_on_rank_0(self._votes)
             batch = next(loaded) if rows else None
             if together and rows:
                 batch = rows_of(batch, rows, len(one))
@@ -306,6 +326,8 @@ class GlobalBatches:
         if seed is None:
             # A DataLoader draws a seed for its workers first, once where they stay: so it does on one device.
             self._epochs += 1
+            drawing = self.loader.generator or torch.default_generator
+            self._seeding = drawing.get_state()
             if self._epochs == 1 or not (self.loader.num_workers and self.loader.persistent_workers):
                 torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator)
             return [list(one) for one in sampler]

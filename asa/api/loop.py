@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 
 from asa.api.batches import GlobalBatches
 from asa.api.calls import Call, guesses, plain, why_not
+from asa.api.coupling import coupled, warning_of
 from asa.api.names import StateNames
-from asa.api.notes import differing, trained_norms
+from asa.api.notes import differing, drawing, trained_norms
 from asa.api.optimizers import Rebinding, check_shared, others_over, planned_as, whole_because
 from asa.api.optimizers import elementwise as known_elementwise
 from asa.api.placed import PlacedLoader, PlacedModel, rows_here
@@ -153,9 +154,20 @@ def parallelize(
         return made
 
     spare = spare_of(model) if not why else None
+    apart = coupled(model, call) if place.rank == 0 else 0.0
     parallel = build(chosen, subject)
-    for line in differing(chosen, normalised, parallel.changed, batch_norm) if place.rank == 0 else ():
+    for line in (
+        (*differing(chosen, normalised, parallel.changed, batch_norm), *warning_of(apart, chosen))
+        if place.rank == 0
+        else ()
+    ):
         warnings.warn(line, stacklevel=2)
+    if names_drawing := drawing(parallel):
+        say(place, f"{names_drawing} draws random numbers by sample and step: the same under every plan, and others "
+            "than without asa")  # fmt: skip
+    if place.ranks > 1 and batches.draws_apart:
+        say(place, "the loader's data set or collate_fn draws random numbers: each rank draws its own, and one process "
+            "others")  # fmt: skip
 
     def again(placed: PlacedModel, reason: str) -> ParallelModel:
         """Under data parallelism of the whole model, with the weights and the optimizer's state of now."""

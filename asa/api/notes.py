@@ -9,7 +9,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from asa.errors import UsageError
+from asa.executor.model.parallel import ParallelModel
 from asa.ir.plan import Plan
+from asa.sharding.samples import BySample
 
 
 def trained_norms(model: nn.Module) -> list[str]:
@@ -52,6 +54,18 @@ def differing(
             "loader is through"
         )
     return said
+
+
+def drawing(model: ParallelModel) -> str:
+    """Names of the modules that draw random numbers in training; empty where there is none."""
+    modules = [
+        path
+        for component in model.components
+        for path, m in component.named_modules()
+        if isinstance(m, BySample) and getattr(m, "p", 1) > 0
+    ]
+    names = list(dict.fromkeys((*modules, *model.drawing)))
+    return _several(names) if names else ""
 
 
 def _several(names: Sequence[str]) -> str:

@@ -16,11 +16,13 @@ from asa.api import attributes
 from asa.api.batches import GlobalBatches, Share, moved
 from asa.api.calls import Call, lengths, plain
 from asa.api.clipping import clip, understood_by_torch
+from asa.api.generators import generators_now
 from asa.api.losses import Terms, listen, mark
 from asa.api.names import StateNames
 from asa.api.numbers import numbers_of_wholes
 from asa.api.outputs import Demands, entering, leaving
 from asa.api.rank_context import RankContext
+from asa.api.said import say
 from asa.api.seen import Seen
 from asa.api.trial import Trial
 from asa.errors import UsageError
@@ -161,7 +163,11 @@ class PlacedModel(nn.Module):
         )
         if method is not None:
             options = {**options, "method": method}
+        known = parallel.draws
         output = parallel.call(samples, self.calls, total, *args, **options)
+        if parallel.draws and not known:
+            say(self.place, "the model draws random numbers in forward, others for other samples: the same under every "
+                "plan, and others than without asa")  # fmt: skip
         self._called(weight, rows)
         return pytree.tree_map(
             lambda leaf: self._weighed(leaf, left, rows) if isinstance(leaf, Tensor) else leaf, output
@@ -381,10 +387,11 @@ class PlacedLoader:
     """This rank's samples of every global batch, on its device. Attributes not found here are the loader's own."""
 
     def __init__(self, batches: GlobalBatches, model: PlacedModel) -> None:
-        self._batches, self._model = batches, model
+        self._batches, self._model, self._told = batches, model, False
 
     def __iter__(self) -> Iterator[Any]:
         device, trial = self._model.place.device, self._model.trial
+        looks = 2  # batches behind which the generators are looked at
         if trial is not None:
             trial.epoch_began()
         try:
@@ -392,7 +399,17 @@ class PlacedLoader:
                 self._model.alike_in_shape(self._batches, share.batch)
                 self._model.__dict__["share"] = share
                 batch = moved(share.batch, device)
-                yield trial.begin(batch, len(share.rows)) if trial is not None and self._model.training else batch
+                if trial is None or not self._model.training:
+                    yield batch
+                    continue
+                before = generators_now() if looks and not self._told else None
+                yield trial.begin(batch, len(share.rows))
+                looks = max(0, looks - 1)
+                if before is not None and generators_now() != before and not self._told:
+                    self._told = True
+                    say(self._model.place, "the loop draws random numbers between two batches: each rank draws its own "
+                        "for its samples, and one process others; what the loader's collate_fn draws is drawn for the "
+                        "whole batch")  # fmt: skip
             self._model.epoch_ended()
         finally:
             self._model.__dict__["share"] = None

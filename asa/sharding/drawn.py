@@ -102,14 +102,16 @@ def keyed(component: TracedComponent, context: SampleContext, *, foreign: bool) 
     def forward(x: Tensor) -> tuple[Tensor, ...]:
         key = draws.key(context.seed, context.step, context.start, site, context.call(f"{component.name} draws"))
         generator = torch.Generator(x.device).manual_seed(key & (2**63 - 1))
-        with _seeded(key, foreign), _Drawing(context, generator):
+        with seeded(key, foreign), _Drawing(context, generator):
             return theirs(x)
 
     component.__dict__["forward"] = forward
 
 
 @contextmanager
-def _seeded(key: int, foreign: bool) -> Iterator[None]:
+def seeded(key: int, foreign: bool) -> Iterator[None]:
+    """Inside, torch's generators, and Python's and numpy's where ``foreign``, are those of ``key``; outside they are
+    where they were."""
     with torch.random.fork_rng(), foreign_random():
         torch.default_generator.manual_seed(key & (2**63 - 1))
         if foreign:

@@ -303,6 +303,7 @@ def materialize(
         position=position, links=links, order=order, elsewhere=elsewhere,
     )  # fmt: skip
     made.modes, made.changed = modes, changed
+    made.drawing = tuple(found)
     modes.restore(made.components)
     modes.check(made.components)
     return made

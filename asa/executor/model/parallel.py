@@ -21,12 +21,17 @@ from asa.ir.layout import Layout
 from asa.ir.plan import Plan
 from asa.sharding.axis import SOLO, Axis
 from asa.sharding.boundary import Crossing
+from asa.sharding.drawn import seeded
 from asa.sharding.neighbours import Neighbours, acquaint
-from asa.sharding.samples import SampleContext
+from asa.sharding.samples import SampleContext, named
 from asa.sharding.transfer import Link
 from asa.sharding.updates import shared_update
 from asa.tracing import CalledModel, TracedModel
 from asa.tracing.component import TracedComponent
+from asa.zoo.data import draws
+
+_LOOKS, _MODEL_DRAWS = 2, named("model draws")
+"""Steps in which a model that is called as a whole is watched for random numbers; and what those are keyed by."""
 
 
 def _nobody(_what: str, *, within_s: float) -> None:
@@ -137,7 +142,11 @@ class ParallelModel:
         self.modes = Modes()
         self.changed: tuple[str, ...] = ()
         """Names of buffers, other than BatchNorm's, that a forward in training changes."""
+        self.drawing: tuple[str, ...] = ()
+        """Names of components that draw random numbers by code of their own."""
         self.meet: Callable[..., None] = _nobody
+        self.draws = False
+        """Whether a model that is called as a whole was seen to draw random numbers in training."""
         self._rows: dict[int, list[slice]] = {}
         if device.type == "cuda":  # elsewhere FSDP waits for what it gathers
             self.gather_across()
@@ -290,9 +299,17 @@ class ParallelModel:
         ``samples``: global indices (int64) of the rows, of ``total`` on all ranks.
         """
         self.context.step, self.context.total, self.context.samples = step, total, samples
-        if self.training:
-            self.reduction.begin()
-        return self._placed[0].module(*args, **options)
+        if not self.training:
+            return self._placed[0].module(*args, **options)
+        self.reduction.begin()
+        # What is drawn in there by nobody that knows of samples is other on every rank, and the same under every plan.
+        first = int(samples[0]) if len(samples) and samples.device.type == "cpu" else 0
+        with seeded(draws.key(self.context.seed, step, first, _MODEL_DRAWS), foreign=True):
+            before = torch.get_rng_state() if step < _LOOKS else None
+            output = self._placed[0].module(*args, **options)
+            if before is not None and not torch.equal(before, torch.get_rng_state()):
+                self.draws = True
+        return output
 
     def _left(self, crossing: Crossing | None, output: Tensor, total: int, name: str) -> Tensor:
         """An output of the model in the layout it leaves in."""

@@ -1,0 +1,35 @@
+"""The generators that a program draws from by default, torch's, Python's and numpy's: where they are, on every rank."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import torch
+
+from asa.executor.model.votes import Votes
+from asa.tracing.preserve import foreign_state
+
+
+def generators_now() -> tuple[Any, ...]:
+    """Where the generators of this process are; equal where nothing was drawn."""
+    return (torch.get_rng_state().numpy().tobytes(), *foreign_state())
+
+
+def as_on_rank_0(votes: Votes) -> None:
+    """Have the generators of every rank go on from where those of rank 0 are (collective)."""
+    if votes.num_ranks == 1:
+        return
+    state = torch.get_rng_state()
+    votes.broadcast(state)
+    torch.set_rng_state(state)
+    numpy = sys.modules.get("numpy")
+    mine: list[Any] = [random.getstate()]
+    if numpy is not None:
+        kind, words, *more = numpy.random.get_state()
+        mine.append([kind, words.tolist(), *more])
+    version, words, gauss = (found := votes.tell(mine))[0]
+    random.setstate((version, tuple(words), gauss))
+    if numpy is not None and len(found) > 1:
+        numpy.random.set_state(tuple(found[1]))
