@@ -90,3 +90,16 @@ def test_the_best_plans_are_not_slower_than_single_changes_of_the_first_where_ti
     first = candidate_of(found[0], PROFILE, offered())
     near = [PRICES.of(x).cost.total_s for x in beside(PRICES, first, PRICES.space.pinned, 3, float("inf"))]
     assert all(p.prediction.step_time_s <= s * (1 + 1e-9) for p, s in zip(found[1:], near, strict=True))
+
+
+@pytest.mark.parametrize("cut", [(2, 2, 2, 1), (5, 5, 5, 1)])
+def test_what_is_changed_cuts_its_batch_as_the_rest_of_the_stage_does(cut):
+    """A space that cuts batches evenly may hold a plan of unequal shares, found in a space with those weights."""
+    even = WHOLE["ddp"]
+    uneven = replace(even, ways=tuple(replace(w, layout=replace(w.layout, weights=cut)) for w in even.ways))
+    found = beside(PRICES, uneven, PRICES.space.pinned, 5, float("inf"))
+    assert len(found) == 5
+    assert {w.layout.weights for x in found for w in x.ways} == {cut}
+    pinned_so = nearest(PRICES.space, uneven, pinned(PROFILE, (parse_pin("classifier=tensor@4"),)))
+    assert pinned_so is not None
+    assert {w.layout.weights for w in pinned_so.ways} == {cut}

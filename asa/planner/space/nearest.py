@@ -19,7 +19,7 @@ _FEW = 3
 
 def nearest(space: Space, candidate: Candidate, allowed: Allowed) -> Candidate | None:
     """The candidate with another way for each component whose own is not allowed; None where there is none."""
-    found = candidate
+    found, space = candidate, _cut_alike(space, candidate)
     for i, way in enumerate(candidate.ways):
         if not allowed(i, way):
             offered = space.ways(i, candidate.width(i), candidate.num_microbatches, allowed)
@@ -46,10 +46,11 @@ def beside(prices: Prices, candidate: Candidate, allowed: Allowed, count: int, e
 
     Of those that fit and are ``allowed``, as many as are priced by the time ``ends``.
     """
+    space = _cut_alike(prices.space, candidate)
 
     def changed() -> Iterator[tuple[float, int, Candidate]]:
         for i, way in enumerate(candidate.ways):
-            for other in prices.space.ways(i, candidate.width(i), candidate.num_microbatches, allowed):
+            for other in space.ways(i, candidate.width(i), candidate.num_microbatches, allowed):
                 if clock.now() > ends:
                     return
                 if other != way:
@@ -59,6 +60,11 @@ def beside(prices: Prices, candidate: Candidate, allowed: Allowed, count: int, e
                         yield price.cost.total_s, i, found
 
     return [found for _, _, found in heapq.nsmallest(count, changed(), key=lambda x: x[:2])]
+
+
+def _cut_alike(space: Space, candidate: Candidate) -> Space:
+    """``space`` with the weights by which the batch of ``candidate`` is cut: a stage has one cut for all components."""
+    return space if space.weights == candidate.weights else space.weighted(candidate.weights)
 
 
 def _apart(one: Way, other: Way) -> int:
