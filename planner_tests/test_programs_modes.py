@@ -119,6 +119,8 @@ def test_what_differs_from_one_device_is_said_once() -> None:
     program = Program(model=counted, x=X, y=Y, loop=usual)
     first, second = run_ranks(2, heard, program, program.plan("ddp"), threads=1, timeout_s=30)
     assert not second
+    *first, coupled = first
+    assert coupled.startswith("the model computes a sample's output from other samples of the batch, too")
     assert first == [
         "BatchNorm (2) normalises over the 3 samples that a rank computes at once, not over the 6 of a batch; "
         "batch_norm='exact' does that",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -46,10 +47,14 @@ def check(step: Callable[..., Tensor], *batch: Any) -> Check:
     models = [m for m in every_placed() if m.parallel is not None and m.place.ranks > 1]
     before = {id(m): m.trial for m in models}
     trials = {id(m): Trial(m) for m in models}
+    paused = [t for t in before.values() if t is not None]
     for m in models:
         m.__dict__["trial"] = trials[id(m)]
     try:
-        loss = step(*batch)
+        with contextlib.ExitStack() as pauses:
+            for trial in paused:
+                pauses.enter_context(trial.paused())
+            loss = step(*batch)
     finally:
         for m in models:
             m.__dict__["trial"] = before[id(m)]

@@ -92,4 +92,9 @@ def _run(model: nn.Module, call: Call, samples: int, rows: slice, device: torch.
             return value
         raise UsageError(f"a {type(value).__name__} cannot be halved")
 
-    return model(*map(taken, call.args), **{name: taken(value) for name, value in call.options.items()})
+    held = [(b, b.detach().clone()) for b in model.buffers()]
+    try:
+        return model(*map(taken, call.args), **{name: taken(value) for name, value in call.options.items()})
+    finally:  # what forward leaves in buffers is not to reach the next run
+        for buffer, value in held:
+            buffer.copy_(value)

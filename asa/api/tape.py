@@ -147,7 +147,7 @@ class Tape:
         if not isinstance(leaf, Tensor):
             return leaf
         if id(leaf) not in self.places:
-            if isinstance(leaf, Watched):
+            if isinstance(leaf, Watched) and not leaf.tape.strange:
                 self.strange = "part of it is computed where it cannot be followed"
             self._leaf(leaf)
         return Place(self.places[id(leaf)])
@@ -196,7 +196,7 @@ class Watched(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
-        tape = next((t.tape for t in watched_in((args, options))), None)
+        tape = min((t.tape for t in watched_in((args, options))), key=lambda t: bool(t.strange), default=None)
         result = _plainly(func, args, options)
         if tape is None or tape.strange:
             return _unwatched(result, args, options)

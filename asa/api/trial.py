@@ -5,7 +5,8 @@ from __future__ import annotations
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -57,6 +58,19 @@ class Trial:
         functions_followed(True)
         self._tape = Tape(rows)
         return self._tape.begin(batch)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing is written down of the batch for a while: its tensors are like any others."""
+        tape = self._tape
+        if tape is None:
+            yield
+            return
+        strange, tape.strange = tape.strange, "something else is looked at"
+        try:
+            yield
+        finally:
+            tape.strange = strange
 
     def handed(self, inputs: Any) -> Any:
         """What the model is called with, in plain tensors."""
