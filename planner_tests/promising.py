@@ -9,7 +9,6 @@ from typing import Any
 import nouns
 import training
 
-from asa.errors import AsaError
 from asa.interfaces.executor import Placement
 from asa.ir.measurements import Measurements
 from asa.ir.plan import Plan
@@ -23,11 +22,11 @@ class Promising(Model):
     ``asked``: what was known of the costs each time it was.
     """
 
-    answer: Plan | AsaError
+    answer: Plan | Exception
     asked: list[Slowness]
     seconds: float
 
-    def __init__(self, answer: Plan | AsaError, *, move_s: float = 0.0) -> None:
+    def __init__(self, answer: Plan | Exception, *, move_s: float = 0.0) -> None:
         parts = [SimpleNamespace(batch_norm=False) for _ in training.COMPONENTS["cnn"]]
         profile: Any = SimpleNamespace(graph=SimpleNamespace(components=parts))
         nothing: Any = None
@@ -46,7 +45,7 @@ class Promising(Model):
     def best(self, placement: Placement, measured: Measurements, slowness: Slowness) -> list[Placement]:
         """As wanted."""
         self.asked.append(slowness)
-        if isinstance(self.answer, AsaError):
+        if isinstance(self.answer, Exception):
             raise self.answer
         return [Placement(plan=self.answer, processes=tuple(range(self.answer.num_ranks)))]
 

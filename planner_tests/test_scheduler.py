@@ -177,9 +177,10 @@ def test_the_last_epoch_changes_nothing() -> None:
         (_plan(0.98, strategy="ddp"), 0.0, "stays the best"),
         (_plan(0.5, strategy="ddp"), 999.0, "20 s to gain for a change of 1000 s"),
         (InfeasibleError("nothing fits any more"), 0.0, "no other plan: nothing fits any more"),
+        (ValueError("a fault"), 0.0, "no other plan: the search broke with ValueError: a fault"),
     ],
 )
-def test_a_change_must_pay(answer: Plan | InfeasibleError, move_s: float, words: str) -> None:
+def test_a_change_must_pay(answer: Plan | Exception, move_s: float, words: str) -> None:
     executor = Pretender(_plan(1.0), {"asa": 2.0, "ddp": 1.0})
     records, events = _run(executor, 2, Promising(answer, move_s=move_s))
     assert words in records[0].verdict.reason

@@ -196,6 +196,8 @@ class Decider:
             solved = self.model.best(current, measured, slowness)
         except AsaError as error:
             failed = f"no other plan: {error}"
+        except Exception as error:  # a search that breaks does not end a run that trains
+            failed = f"no other plan: the search broke with {type(error).__name__}: {error}"
         else:
             self.bound = max(0.0, 1 - solved[0].plan.certificate.lower_bound_s / priced)
             options = [*options, *solved]
