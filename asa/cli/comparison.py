@@ -348,7 +348,7 @@ def peak_flops(cluster: Cluster, precision: str) -> float:
 
 def _usage(cell: Cell) -> dict[str, Any]:
     """What devices did: the mean share of time they computed, energy of all a step, the slowest clock and why."""
-    from asa.instruments.devices import reasons
+    from asa.instruments.nvml import reasons
 
     busy = [u.busy for u in cell.usage if u.busy is not None]
     energy = [u.energy_j for u in cell.usage if u.energy_j is not None]

@@ -115,14 +115,25 @@ def topology() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """A card at one moment. ``others``: processes on it but this one; ``energy_j`` since its driver was loaded."""
+    """A card at one moment. ``held_by``: bits of what holds its clock back; ``others``: processes on it but this one;
+    ``energy_j`` since its driver was loaded."""
 
     clock_mhz: int | None
     most_mhz: int | None
     utilisation: float | None
     energy_j: float | None
-    reasons: tuple[str, ...]
+    held_by: int
     others: int
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """What holds the clock back."""
+        return reasons(self.held_by)
+
+
+def reasons(held_by: int) -> tuple[str, ...]:
+    """What holds a clock back, in words: of NVML's bits those that mean so under load."""
+    return tuple(dict.fromkeys(name for bit, name in _REASONS.items() if held_by & bit))
 
 
 class Card:
@@ -147,7 +158,7 @@ class Card:
             most_mhz=told(n, None, "nvmlDeviceGetMaxClockInfo", gpu, _SM_CLOCK),
             utilisation=None if rates is None else rates.gpu / 100,
             energy_j=None if energy is None else energy / 1e3,
-            reasons=tuple(dict.fromkeys(name for bit, name in _REASONS.items() if bits & bit)),
+            held_by=bits & sum(_REASONS),
             others=others,
         )
 
@@ -171,12 +182,16 @@ def card_of(device: torch.device) -> Card | None:
         return None
     import torch
 
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    return card(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
+
+
+def card(uuid: str) -> Card | None:
+    """The card of that identifier; None where NVML is not there, or does not know it. NVML stays open."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
-        uuid = str(torch.cuda.get_device_properties(device).uuid)
-        uuid = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
         return Card(pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid.encode()))
     except Exception:  # no library, no driver, a device that it does not know: nothing to be asked
         return None

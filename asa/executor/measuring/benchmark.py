@@ -30,6 +30,7 @@ from asa.executor.training.precision import LossScale
 from asa.executor.training.settings import TrainSettings
 from asa.executor.training.worker import LossCounter, Worker
 from asa.instruments.devices import Usage, watched
+from asa.instruments.nvml import card_of
 from asa.interfaces.strategy import Strategies
 from asa.ir.bench import AccuracyPoint, Comparison
 from asa.ir.intervals import median_interval
@@ -210,13 +211,11 @@ def _usage(entrant: Entrant, images: ImageSet, order: GlobalOrder, votes: Votes,
     step_s = statistics.median(entrant.cell.steps)
     steps = int(votes.tell(max(2, min(_MOST_STRETCH, round(stretch_s / max(step_s, 1e-9))))))
     worker = entrant.worker
-    uuid = None
-    if worker is not None and worker.model.device.type == "cuda":
-        uuid = f"GPU-{torch.cuda.get_device_properties(worker.model.device).uuid}"
+    card = None if worker is None else card_of(worker.model.device)
     barrier(votes)
-    with watched(uuid) as usage:
+    with watched(card) as usage:
         entrant.turn(images, order, steps)
-    unknown = (usage.busy, usage.energy_j, usage.clock_mhz, usage.most_clock_mhz)
+    unknown = (usage.busy, usage.energy_j, usage.clock_mhz)
     figures = votes.gather([usage.seconds, *(-1.0 if v is None else v for v in unknown), float(usage.throttled)])
     entrant.cell.usage_steps = steps
     entrant.cell.usage = tuple(
@@ -225,8 +224,7 @@ def _usage(entrant: Entrant, images: ImageSet, order: GlobalOrder, votes: Votes,
             busy=None if f[1] < 0 else f[1],
             energy_j=None if f[2] < 0 else f[2],
             clock_mhz=None if f[3] < 0 else f[3],
-            most_clock_mhz=None if f[4] < 0 else f[4],
-            throttled=int(f[5]),
+            throttled=int(f[4]),
         )
         for f in figures[: entrant.plan.num_ranks]
     )
