@@ -38,6 +38,7 @@ from asa.cost.machine.estimate import estimate
 from asa.errors import AsaError
 from asa.executor.measuring.equivalence import (
     STEPS,
+    OneDevice,
     Trace,
     _Outcome,
     _run,
@@ -185,7 +186,7 @@ def _on_rank(rank: int, made: Plan, factory: Any, samples: int, path: Path) -> E
     spread32 = _run(made, factory, offered(), rank, cpu, samples=samples, dtype=torch.float32, steps=1)
     if rank:
         return None
-    return judge(_Outcome(spread64, spread32, **_reference(path, made, factory, samples)), made, samples)
+    return judge(_Outcome(spread64, spread32, OneDevice(**_reference(path, made, factory, samples))), made, samples)
 
 
 def in_words(made: Plan) -> str:

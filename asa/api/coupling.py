@@ -56,7 +56,7 @@ def warning_of(apart: float, plan: Plan) -> list[str]:
 
 
 def _apart(model: nn.Module, call: Call, samples: int) -> float | None:
-    """As :func:`coupled`; None where the model draws random numbers."""
+    """How far outputs move, as in :func:`coupled`; None where the model draws random numbers."""
     half = samples // 2
     if not half:
         return 0.0
