@@ -64,7 +64,7 @@ class SynchronisedBatchNorm(nn.Module):
     running_var: Tensor | None
     num_batches_tracked: Tensor | None
 
-    def __init__(self, source: nn.BatchNorm1d | nn.BatchNorm2d, axis: Axis) -> None:
+    def __init__(self, source: nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d, axis: Axis) -> None:
         super().__init__()
         self.axis, self.eps, self.momentum = axis, source.eps, source.momentum
         for name in ("weight", "bias"):
@@ -106,5 +106,5 @@ def synchronise(module: nn.Module, axis: Axis) -> None:
         return
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, nn.BatchNorm1d | nn.BatchNorm2d) and stock(child):
+            if isinstance(child, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) and stock(child):
                 setattr(parent, name, SynchronisedBatchNorm(child, axis))
