@@ -132,11 +132,13 @@ def test_the_slurm_script_ends_as_the_run_did(tmp_path: Path, code: int | None, 
 
 
 def test_part_of_a_second_is_a_time_for_a_pod_too() -> None:
-    assert "activeDeadlineSeconds: 1\n" in jobs.kubernetes(job(image="asa:1", limit_s=0.5), "{}")
+    assert "activeDeadlineSeconds: 1\n" in jobs.kubernetes(job(image="asa:1", limit_s=0.5))
 
 
 def test_kubernetes_gets_a_config_map_a_service_and_an_indexed_job() -> None:
-    text = jobs.kubernetes(job(plan_file="/plan/plan.json", image="asa:1", limit_s=60.0), codec.dumps(plan_for(16)))
+    text = jobs.kubernetes(
+        job(plan_file="/plan/plan.json", image="asa:1", limit_s=60.0, plan_text=codec.dumps(plan_for(16)))
+    )
     config, service, found = yaml.safe_load_all(text)
     assert codec.loads(Plan, config["data"]["plan.json"], source="manifest") == plan_for(16)
     assert service["spec"]["clusterIP"] == "None" or service["spec"]["clusterIP"] is None
@@ -158,7 +160,7 @@ def test_kubernetes_gets_a_config_map_a_service_and_an_indexed_job() -> None:
     assert f"{service['metadata']['name']}-0.{service['metadata']['name']}:29400" in script
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     with pytest.raises(UsageError, match="--image"):
-        jobs.kubernetes(job(), "{}")
+        jobs.kubernetes(job())
 
 
 def test_a_pod_forwards_the_request_to_stop_and_ends_with_75(tmp_path: Path) -> None:
@@ -166,19 +168,27 @@ def test_a_pod_forwards_the_request_to_stop_and_ends_with_75(tmp_path: Path) -> 
     tools.mkdir()
     body = "trap 'echo {\\\"exit_code\\\": 75} >runs/train/one/result.json; exit 1' TERM\n"
     _program(tools, "torchrun", body + "kill -TERM $PPID\nfor i in $(seq 100); do sleep 0.05; done")
-    _, _, found = yaml.safe_load_all(jobs.kubernetes(job(image="asa:1"), "{}"))
+    _, _, found = yaml.safe_load_all(jobs.kubernetes(job(image="asa:1")))
     script = found["spec"]["template"]["spec"]["containers"][0]["args"][0]
     environment = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}", "JOB_COMPLETION_INDEX": "0"}
     done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, check=False, timeout=30)
     assert done.returncode == 75
 
 
+def assigned(text: str) -> dict[str, ast.expr]:
+    """Values of a driver's module, by their names."""
+    return {ast.unparse(n.targets[0]): n.value for n in ast.parse(text).body if isinstance(n, ast.Assign)}
+
+
+def carried_by(text: str) -> dict[str, str]:
+    """Files that a driver writes on every machine."""
+    return ast.literal_eval(assigned(text)["FILES"])
+
+
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_ray_gets_a_driver_that_python_reads(device: str) -> None:
     text = jobs.ray(replace(job(arguments=("--data", "cifar100")), plan=plan_for(16, device)))
-    tree = ast.parse(text)
-    values = {ast.unparse(n.targets[0]): n.value for n in tree.body if isinstance(n, ast.Assign)}
-    words = ast.literal_eval(values["WORDS"])
+    words = ast.literal_eval(assigned(text)["WORDS"])
     assert words[2:] == ["train", "runs/plans/a plan.json", "--out", "runs/train/one", "--data", "cifar100"]
     assert "NODES, PER_NODE, RESTARTS, LIMIT_S = 2, 8, 3, None" in text
     assert ('"GPU": 8' in text) is (device == "cuda")
@@ -232,6 +242,14 @@ def test_what_a_plan_was_made_from_travels_with_it(tmp_path, monkeypatch, capsys
     script = found["spec"]["template"]["spec"]["containers"][0]["args"][0].replace("/plan/", f"{there}/plan/")
     environment = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}", "JOB_COMPLETION_INDEX": "0"}
     subprocess.run(["bash", "-c", script], cwd=there, env=environment, check=False, timeout=30)
+    monkeypatch.chdir(tmp_path)
+    (folder / "profiles").mkdir()  # as launch finds them, by what was kept
+    assert entry.run(["launch", "ray", "plan.json", "-o", "job.py"]) == 0
+    files = carried_by(Path("job.py").read_text())
+    assert files.keys() == {f"runs/plans/{codec.fingerprint(plan)}.json"} | {
+        f"runs/plans/origins/{f}.json" for f in (plan.profile_fingerprint, plan.cluster_fingerprint)
+    }
+    assert codec.loads(Plan, files[f"runs/plans/{codec.fingerprint(plan)}.json"], source="driver") == plan
     monkeypatch.chdir(there)
     assert choose.origins(plan, Console())[0].model_spec == plan.model_spec
     shutil.rmtree(tmp_path / "runs")
@@ -256,7 +274,8 @@ class Ray(ModuleType):
             self.asked.append(options)
             actor = cls()
             calls = {
-                n: SimpleNamespace(remote=partial(self.pool.submit, getattr(actor, n))) for n in ("address", "run")
+                n: SimpleNamespace(remote=partial(self.pool.submit, getattr(actor, n)))
+                for n in ("address", "prepare", "run")
             }
             return SimpleNamespace(remote=lambda: SimpleNamespace(**calls))
 
@@ -269,7 +288,7 @@ class Ray(ModuleType):
         return [w.result() for w in what] if isinstance(what, list) else what if what is None else what.result()
 
 
-def test_one_machine_of_ray_hosts_the_rendezvous_and_is_told_so(tmp_path, monkeypatch):
+def test_one_machine_of_ray_hosts_the_rendezvous_and_is_told_so(tmp_path, monkeypatch, capsys):
     tools = tmp_path / "bin"
     tools.mkdir()
     result = "mkdir -p runs/train/one; echo '{\"exit_code\": 0}' >runs/train/one/result.json"
@@ -284,8 +303,7 @@ def test_one_machine_of_ray_hosts_the_rendezvous_and_is_told_so(tmp_path, monkey
     for module in (ray, groups, strategies):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     with pytest.raises(SystemExit) as ended:
-        exec(compile(jobs.ray(job(cpus=24)), "driver.py", "exec"), {"__name__": "__main__"})
-    ray.pool.shutdown()
+        exec(compile(jobs.ray(job(cpus=24, plan_text="{}")), "driver.py", "exec"), {"__name__": "__main__"})
     assert ended.value.code == 0
     calls = sorted(p.read_text() for p in tmp_path.glob("calls.*"))
     assert [re.findall(r"--rdzv-conf is_host=(\w+)", c) for c in calls] in (
@@ -294,12 +312,20 @@ def test_one_machine_of_ray_hosts_the_rendezvous_and_is_told_so(tmp_path, monkey
     )
     assert len({re.findall(r"--rdzv-endpoint (\S+)", c)[0] for c in calls}) == 1
     assert [o["num_cpus"] for o in ray.asked] == [24, 24]
+    assert Path("runs/plans/a plan.json").read_text() == "{}"
+    # A machine that has a folder of its own by that name trains nothing that anybody would find.
+    driver = jobs.ray(job()).replace("(OUT / mark).exists()", "(Path('elsewhere') / OUT / mark).exists()")
+    with pytest.raises(SystemExit) as ended:
+        exec(compile(driver, "driver.py", "exec"), {"__name__": "__main__"})
+    ray.pool.shutdown()
+    assert ended.value.code == 5
+    assert "runs/train/one is not shared" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("version", ["1.27", "1.31", "1.34"])
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_the_manifest_is_of_kubernetes_own_schema(version, device):
     validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate has the schemas")
-    text = jobs.kubernetes(job(image="asa:1", plan=plan_for(16, device), limit_s=60.0), "{}")
+    text = jobs.kubernetes(job(image="asa:1", plan=plan_for(16, device), limit_s=60.0))
     for document in yaml.safe_load_all(text):
         validate.validate(document, version, strict=True)

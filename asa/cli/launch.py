@@ -32,11 +32,12 @@ def run(args: Arguments, console: Console) -> None:
 
     path, plan = places.newest_plan(args.plan)
     out = args.out or str(places.TRAINING / f"{places.slug(plan.model_spec)}-{codec.fingerprint(plan)[:6]}")
+    apart = args.system == "ray"  # what is submitted is a copy of the working directory: no place for a run
     job = jobs.Job(
         plan=plan,
-        plan_file="/plan/plan.json" if args.system == "k8s" else str(path),
+        plan_file="/plan/plan.json" if args.system == "k8s" else f"{places.PLANS}/{codec.fingerprint(plan)}.json" if apart else str(path),
         per_node=jobs.per_node(plan, _cluster(plan, args, console), args.gpus_per_node),
-        out=out,
+        out=str(Path(out).absolute()) if apart else out,
         arguments=args.train,
         limit_s=args.time,
         partition=args.partition,
@@ -46,12 +47,13 @@ def run(args: Arguments, console: Console) -> None:
         cpus=args.cpus,
         account=args.account,
         qos=args.qos,
-        origins=_origins(plan, console) if args.system == "k8s" else {},
+        plan_text=codec.dumps(plan),
+        origins=_origins(plan, args.system, console),
     )
     if args.system == "k8s":
         if not args.image:
             console.say(f"asa: pods run the image {_IMAGE}, which must have asa in it; name yours with --image")
-        text = jobs.kubernetes(job, codec.dumps(plan))
+        text = jobs.kubernetes(job)
     else:
         text = jobs.slurm(job) if args.system == "slurm" else jobs.ray(job)
     data = {
@@ -62,13 +64,13 @@ def run(args: Arguments, console: Console) -> None:
         "plan_fingerprint": codec.fingerprint(plan),
         "nodes": job.nodes,
         "ranks_per_node": job.per_node,
-        "out": out,
+        "out": job.out,
         "text": text,
     }
     _deliver(text, args.output, data, console, _SUBMIT[args.system])
 
 
-def _origins(plan: Plan, console: Console) -> dict[str, str]:
+def _origins(plan: Plan, system: str, console: Console) -> dict[str, str]:
     """What the plan was made from, to go where it goes; nothing, which is said, where it is gone or too large."""
     from asa.cli.choose import origins
 
@@ -77,7 +79,7 @@ def _origins(plan: Plan, console: Console) -> dict[str, str]:
     except AsaError as error:
         console.say(f"asa: the job will not plan again: {error}")
         return {}
-    if sum(map(len, found.values())) > _MOST_CARRIED:
+    if system == "k8s" and sum(map(len, found.values())) > _MOST_CARRIED:
         console.say("asa: the job will not plan again: its profile is too large for a ConfigMap of 1 MiB")
         return {}
     return found

@@ -57,8 +57,8 @@ class Job:
     ``limit_s``: the longest it may take. ``arguments``: further words of ``asa train``. ``restarts``: how often
     torchrun starts all ranks again after one failed. ``image`` and ``volume``: the container, and what is mounted in it
     at the working directory. ``cpus``: cores on each machine for all its ranks. ``account`` and ``qos``: whom Slurm
-    charges, and in which class of service. ``origins``: the profile and the cluster the plan was made from, as JSON by
-    their fingerprints, where they have to travel with it.
+    charges, and in which class of service. ``plan_text``, ``origins``: the plan, and the profile and the cluster it was
+    made from by their fingerprints, as JSON, where they have to travel with the job.
     """
 
     plan: Plan
@@ -74,6 +74,7 @@ class Job:
     cpus: int | None = None
     account: str | None = None
     qos: str | None = None
+    plan_text: str = ""
     origins: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -22,7 +22,7 @@ def _indented(text: str, spaces: int) -> str:
     return "\n".join(pad + line if line else "" for line in text.rstrip("\n").split("\n"))
 
 
-def kubernetes(job: Job, plan_text: str) -> str:
+def kubernetes(job: Job) -> str:
     """A manifest for ``kubectl apply``: the plan as a ConfigMap, a headless service, and an indexed Job (Kubernetes
     1.31 or newer). A pod that was evicted is replaced and does not count as a failure.
 
@@ -64,7 +64,7 @@ metadata:
   name: {name}-plan
 data:
   plan.json: |
-{_indented(plan_text, 4)}
+{_indented(job.plan_text, 4)}
 {carried}---
 apiVersion: v1
 kind: Service

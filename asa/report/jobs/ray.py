@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from asa.report.jobs.job import PREEMPTED, Job, title
+from asa.report.jobs.job import ORIGINS, PREEMPTED, Job, title
 
 
 def ray(job: Job) -> str:
     """A driver for ``ray job submit -- python FILE``: one actor a machine runs torchrun there. It starts a run that was
-    pre-empted again, and ends with the run's own exit code."""
+    pre-empted again, and ends with the run's own exit code.
+
+    Plan, profile and cluster are in the driver; each machine writes them into its own working directory, which Ray makes
+    of the one that was submitted. ``job.out`` is the one folder that all of them have to share, which is tried first.
+    """
     cores = job.cpus or job.per_node  # more than a machine has, Ray would wait for in silence
     resources = f'{{"CPU": {cores}, "GPU": {job.per_node}}}' if job.gpu else f'{{"CPU": {cores}}}'
     words = ["-m", "asa", "train", job.plan_file, "--out", job.out, *job.arguments]
+    carried = {job.plan_file: job.plan_text} | {f"{ORIGINS}/{name}.json": text for name, text in job.origins.items()}
     limit = "None" if job.limit_s is None else repr(float(job.limit_s))
     return f'''\
 """{title(job)}.
 
-ray job submit --working-dir . -- python FILE        # plan and run are on a folder that all machines share
+ray job submit --working-dir . -- python FILE        # {job.out} is on a folder that all machines share
 """
 
 import json
@@ -24,6 +29,7 @@ import signal
 import socket
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import ray
@@ -34,6 +40,7 @@ NODES, PER_NODE, RESTARTS, LIMIT_S = {job.nodes}, {job.per_node}, {job.restarts}
 OUT = Path({job.out!r})
 WORDS = {words!r}
 PREEMPTED = {PREEMPTED}
+FILES = {carried!r}
 
 
 @ray.remote
@@ -42,6 +49,12 @@ class Machine:
         with socket.socket() as probe:
             probe.bind(("", 0))
             return ray.util.get_node_ip_address(), probe.getsockname()[1]
+
+    def prepare(self, mark):
+        for name, text in FILES.items():
+            Path(name).parent.mkdir(parents=True, exist_ok=True)
+            Path(name).write_text(text)
+        return None if (OUT / mark).exists() else socket.gethostname()
 
     def run(self, endpoint, attempt, resume, is_host):
         command = ["torchrun", "--nnodes", str(NODES), "--nproc-per-node", str(PER_NODE)]
@@ -78,6 +91,14 @@ def attempt(number):
             ).remote()
             for i in range(NODES)
         ]
+        mark = OUT / f".shared-{{uuid.uuid4().hex}}"
+        mark.touch()
+        blind = [name for name in ray.get([m.prepare.remote(mark.name) for m in machines]) if name]
+        mark.unlink()
+        if blind:
+            print(f"{{OUT}} is not shared: {{', '.join(blind)}} does not see it; write the job again with --out on a "
+                  "folder that all machines share", file=sys.stderr)
+            return 5
         host, port = ray.get(machines[0].address.remote())
         ray.get([m.run.remote(f"{{host}}:{{port}}", number, resume, m is machines[0]) for m in machines])
     except ray.exceptions.RayError as error:
