@@ -3,6 +3,7 @@
 # make test    setup, then make check; what CI runs
 # make check   ruff, mypy, import-linter, pytest
 # make test-install  build the wheel, install it into fresh environments of every Python here, plan in an empty folder
+# make engines the jobs of `asa launch` on torchrun, Slurm, Ray and by Kubernetes' schemas, on this machine
 # make golden  plan the committed profiles anew; the diff is the review of a cost-model change
 # make samples the sample documents of docs/samples, from real runs
 # make gpu     what this machine's GPUs can tell, in pieces that can be taken up again -> runs/gpu/gpu-report.md
@@ -22,7 +23,7 @@ DEMO_MODEL ?= vgg16
 DEMO_GPUS ?= 2
 DEMO_BATCH ?= 64
 
-.PHONY: setup demo test test-install check lint types floors pytest golden samples gpu standin clean
+.PHONY: setup demo test test-install engines check lint types floors pytest golden samples gpu standin clean
 
 setup: $(STAMP)
 
@@ -44,6 +45,9 @@ test: setup
 
 test-install: setup
 	@BIN=$(BIN) bash benchmarks/install.sh
+
+engines: setup
+	$(BIN)/python benchmarks/engines.py
 
 check: lint types floors pytest
 

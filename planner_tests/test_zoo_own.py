@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -107,6 +109,112 @@ def test_parquet_of_numbers_and_of_images(tmp_path):
     Path("bad.parquet").write_text("no table")
     with pytest.raises(InvalidInputError, match=r"parquet:bad\.parquet"):
         opened("parquet:bad.parquet")
+
+
+def test_a_table_of_text(tmp_path):
+    Path("t.csv").write_text("text,label\n" + "".join(f"{w} day {i},{w}\n" for i in range(10) for w in ("bad", "good")))
+    train = opened("csv:t.csv", shape=(2, 4, 8))
+    assert (train.num_classes, train.images.shape, train.images.dtype) == (2, (16, 2, 4, 8), torch.float32)
+    day = {tuple(x[:, 2].flatten().tolist()) for x in train.images}
+    assert len(day) == 1, "one word is one row, wherever it comes"
+    assert train.images[:, :, 0].abs().sum() == 0, "three words end in the last row of four"
+    tokens = opened("csv:t.csv", shape=(6,))
+    words = {bytes(x.tolist()).rstrip(b"\0").decode() for x in tokens.images}
+    assert words == {"bad da", "good d"}
+    x, y = fetch(tokens, torch.tensor([0]), train=True, seed=0, epoch=0, device="cpu")
+    assert torch.equal(x, tokens.images[:1])
+    assert y.shape == (1,)
+    table(Path("n.csv"))
+    with pytest.raises(UsageError, match="gives images or numbers, the model reads 6 tokens"):
+        opened("csv:n.csv", shape=(6,))
+
+
+def test_arrow_files_and_streams(tmp_path):
+    pa = pytest.importorskip("pyarrow", reason="pyarrow reads Arrow")
+    made = pa.table({"a": [float(i) for i in range(20)], "label": [i % 3 for i in range(20)]})
+    for name, new in (("f.arrow", pa.ipc.new_file), ("s.arrow", pa.ipc.new_stream)):
+        with new(name, made.schema) as writer:
+            writer.write_table(made)
+        assert len(opened(f"arrow:{name}", shape=(1, 1, 1))) == 16
+    Path("bad.arrow").write_text("no table")
+    with pytest.raises(InvalidInputError, match=r"arrow:bad\.arrow"):
+        opened("arrow:bad.arrow")
+
+
+def coco(folder: Path, segmentations, split: str = "train", side: int = 8, **changes) -> None:
+    """One image for each of ``segmentations``, of category 7, the second of two."""
+    (folder / "annotations").mkdir(parents=True, exist_ok=True)
+    (folder / f"{split}2017").mkdir()
+    ids = range(1, len(segmentations) + 1)
+    for i in ids:
+        Image.new("RGB", (side, side), (i, 0, 0)).save(folder / f"{split}2017" / f"{i}.png")
+    document = {
+        "images": [{"id": i, "file_name": f"{i}.png", "width": side, "height": side} for i in ids],
+        "categories": [{"id": 7, "name": "cat"}, {"id": 3, "name": "dog"}],
+        "annotations": [{"image_id": i, "category_id": 7, "segmentation": s} for i, s in zip(ids, segmentations)],  # noqa: B905
+    }
+    (folder / "annotations" / f"instances_{split}2017.json").write_text(json.dumps(document | changes))
+
+
+RLE = {"size": [8, 8], "counts": [16, 8, 40]}
+"""The third column."""
+
+
+def test_masks_in_the_format_of_coco():
+    square = [[0, 0, 3, 0, 3, 3, 0, 3]]
+    coco(Path("here"), [square, RLE, {"size": [8, 8], "counts": "`08X1"}])
+    coco(Path("here"), [square], "val")
+    train, test = opened("coco:here"), opened("coco:here", "test")
+    assert (train.num_classes, len(train), len(test)) == (3, 3, 1)
+    assert train.labels.unique().tolist() == [0, 2], "the categories go by their ids"
+    assert torch.equal(train.labels[0].nonzero(), torch.cartesian_prod(torch.arange(4), torch.arange(4)))
+    for coded in train.labels[1:]:
+        assert torch.equal(coded[0].nonzero().flatten(), torch.tensor([2]))
+        assert (coded == coded[0]).all()
+    larger = opened("coco:here", shape=(3, 16, 16))
+    assert torch.equal(larger.labels[0].nonzero().max(0).values, torch.tensor([7, 7]))
+
+
+@pytest.mark.parametrize(
+    ("segmentation", "changes", "words"),
+    [
+        ([[0, 0, 1]], {}, "neither polygons nor a run-length code"),
+        ({"size": [8, 8], "counts": [5]}, {}, "a mask of 5 pixels in an image of 8x8"),
+        (RLE, {"categories": []}, "an annotation of category 7, which it does not list"),
+        (RLE, {"images": []}, "names no images"),
+        (RLE, {"annotations": 5}, "not in COCO's format"),
+    ],
+)
+def test_annotations_that_cannot_be_used(segmentation, changes, words):
+    coco(Path("here"), [segmentation] * 6, **changes)
+    with pytest.raises(InvalidInputError, match=words):
+        opened("coco:here")
+    Path("here/annotations/instances_train2017.json").unlink()
+    own._both.cache_clear()
+    with pytest.raises(InvalidInputError, match="one file of annotations to train on is needed, found: none"):
+        opened("coco:here")
+
+
+def test_the_class_of_a_pixel_goes_where_the_pixel_goes():
+    train = opened("shapes", shape=(1, 8, 8))
+    told = replace(train, images=train.labels[:, None].to(torch.uint8), mean=(0.0,), std=(1 / 255,))
+    for epoch in range(3):
+        x, y = fetch(told, torch.arange(40), train=True, seed=0, epoch=epoch, device="cpu")
+        assert torch.equal(x[:, 0].round().long(), y)
+        assert not torch.equal(y, train.labels[:40]), "they are moved at all"
+
+
+@pytest.mark.parametrize(("name", "shape"), [("shapes", (3, 16, 12)), ("sentiment", (1, 8, 64)), ("sentiment", (40,))])
+def test_tasks_of_the_package_are_the_same_everywhere_and_their_parts_differ(name, shape):
+    train, again, test = opened(name, shape=shape), opened(name, shape=shape), opened(name, "test", shape=shape)
+    assert torch.equal(train.images, again.images)
+    assert train.images.shape[1:] == test.images.shape[1:] == shape
+    assert int(train.labels.max()) == train.num_classes - 1
+    seen = {x.numpy().tobytes() for x in train.images}
+    new = sum(x.numpy().tobytes() not in seen for x in test.images)
+    assert new > len(test) / 2
+    shares = train.labels.flatten().bincount() / train.labels.numel()
+    assert shares.min() > 0.02
 
 
 def test_a_data_set_of_the_hub(monkeypatch):

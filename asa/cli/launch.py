@@ -35,7 +35,11 @@ def run(args: Arguments, console: Console) -> None:
     apart = args.system == "ray"  # what is submitted is a copy of the working directory: no place for a run
     job = jobs.Job(
         plan=plan,
-        plan_file="/plan/plan.json" if args.system == "k8s" else f"{places.PLANS}/{codec.fingerprint(plan)}.json" if apart else str(path),
+        plan_file="/plan/plan.json"
+        if args.system == "k8s"
+        else f"{places.PLANS}/{codec.fingerprint(plan)}.json"
+        if apart
+        else str(path),
         per_node=jobs.per_node(plan, _cluster(plan, args, console), args.gpus_per_node),
         out=str(Path(out).absolute()) if apart else out,
         arguments=args.train,

@@ -244,8 +244,9 @@ COMPRESS = Option(
 SEED = Option(name="seed", help="of weights, sample order and masks", parse=seed, default=0, metavar="S")
 DATA = Option(
     name="data",
-    help="what to train on: cifar100, cifar10, mnist, digits, synthetic; folder:DIR (images by class), csv:FILE, "
-    "parquet:FILE, hf:NAME, or package.module:factory of any dataset (default: cifar100)",
+    help="what to train on: cifar100, cifar10, mnist, digits, synthetic, shapes (to segment), sentiment (text); "
+    "folder:DIR (images by class), coco:DIR (masks), csv:FILE, parquet:FILE, arrow:FILE, hf:NAME, or "
+    "package.module:factory of any dataset (default: cifar100)",
     parse=data,
     default="cifar100",
     metavar="DATA",

@@ -1,8 +1,10 @@
 """How a data set is named on the command line. Asked before torch is imported, which takes seconds.
 
 cifar100 | cifar10 | mnist | digits | synthetic     official files, or what comes with the package
+shapes | sentiment                                  segmentation and text, made up
 folder:DIR                                          images by class: DIR/CLASS/*.png, or DIR/train/CLASS/*.png
-csv:FILE, parquet:FILE                              a table: numbers, and a column of classes
+coco:DIR                                            images and masks in COCO's format
+csv:FILE, parquet:FILE, arrow:FILE                  a table: numbers, text or images, and a column of classes
 hf:NAME                                             a data set of the Hugging Face hub, where ``datasets`` is there
 package.module:factory                              a function that returns a dataset, or two
 """
@@ -15,10 +17,11 @@ from pathlib import Path
 
 from asa.errors import InvalidInputError, UnavailableError, lacking
 
-NAMED = ("cifar100", "cifar10", "mnist", "digits", "synthetic")
-PATHS = ("folder", "csv", "parquet")
-FORMS = "folder:DIR, csv:FILE, parquet:FILE, hf:NAME and package.module:factory"
-_NEEDED = {"parquet": "pyarrow", "hf": "datasets"}
+NAMED = ("cifar100", "cifar10", "mnist", "digits", "synthetic", "shapes", "sentiment")
+FOLDERS = ("folder", "coco")
+PATHS = (*FOLDERS, "csv", "parquet", "arrow")
+FORMS = "folder:DIR, coco:DIR, csv:FILE, parquet:FILE, arrow:FILE, hf:NAME and package.module:factory"
+_NEEDED = {"parquet": "pyarrow", "arrow": "pyarrow", "hf": "datasets"}
 
 
 def is_own(spec: str) -> bool:
@@ -52,8 +55,8 @@ def check_there(spec: str) -> None:
     if not colon:
         return
     path = Path(rest)
-    if origin in PATHS and not (path.is_dir() if origin == "folder" else path.is_file()):
-        kind = "folder" if origin == "folder" else "file"
+    if origin in PATHS and not (path.is_dir() if origin in FOLDERS else path.is_file()):
+        kind = "folder" if origin in FOLDERS else "file"
         raise InvalidInputError(f"--data {spec}: there is no {kind} {rest}")
     if origin in _NEEDED and importlib.util.find_spec(_NEEDED[origin]) is None:
         raise UnavailableError(lacking(_NEEDED[origin], f"--data {spec}"))

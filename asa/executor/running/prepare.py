@@ -24,6 +24,8 @@ from asa.ir.codec import fingerprint
 from asa.ir.plan import Plan
 from asa.launch import cuda_devices, launched, usable_cores
 from asa.zoo.data import ImageSet, open_split
+from asa.zoo.inputs import of_tokens
+from asa.zoo.sizes import SHAPES
 
 
 def torchrun_line(num_ranks: int, command: Sequence[str]) -> str:
@@ -118,6 +120,11 @@ def open_images(plan: Plan, settings: TrainSettings) -> tuple[ImageSet, ImageSet
         test = open_split(settings.data, split="test", root=root, input_shape=shape, download=settings.download)
     finally:
         torch.set_num_threads(threads)
+    if of_tokens(shape) and train.labels.dim() == 1 and plan.model_spec in SHAPES:
+        raise UsageError(
+            f"{plan.model_spec} predicts the next token, {settings.data} has one class for a whole text; "
+            "train a model that gives one answer for a sequence, as package.module:factory or hf:NAME"
+        )
     if train.num_classes > plan.num_classes:
         raise UsageError(
             f"{settings.data} has {train.num_classes} classes, the planned model tells {plan.num_classes} apart; "

@@ -27,7 +27,7 @@ class TrainSettings:
     """
 
     out: str
-    data: Literal["cifar100", "cifar10", "mnist", "digits", "synthetic", "loader"] = "cifar100"
+    data: Literal["cifar100", "cifar10", "mnist", "digits", "synthetic", "shapes", "sentiment", "loader"] = "cifar100"
     data_root: str | None = None
     download: bool = False
     epochs: int = 1

@@ -9,8 +9,8 @@ def ray(job: Job) -> str:
     """A driver for ``ray job submit -- python FILE``: one actor a machine runs torchrun there. It starts a run that was
     pre-empted again, and ends with the run's own exit code.
 
-    Plan, profile and cluster are in the driver; each machine writes them into its own working directory, which Ray makes
-    of the one that was submitted. ``job.out`` is the one folder that all of them have to share, which is tried first.
+    Plan, profile and cluster are in the driver; each machine writes them into its own working directory, which Ray
+    makes of the one that was submitted. ``job.out`` is the folder that all of them have to share, which is tried first.
     """
     cores = job.cpus or job.per_node  # more than a machine has, Ray would wait for in silence
     resources = f'{{"CPU": {cores}, "GPU": {job.per_node}}}' if job.gpu else f'{{"CPU": {cores}}}'

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -65,7 +67,10 @@ def fetch(
     if pixels.is_floating_point():  # numbers of a table, or what a dataset of the user's own has prepared
         return pixels.to(exact).to(dtype), labels
     if train:
-        pixels = augment(pixels, indices.to(pixels.device), seed=seed, epoch=epoch, flips=images.flips)
+        moved = partial(augment, indices=indices.to(pixels.device), seed=seed, epoch=epoch, flips=images.flips)
+        if labels.dim() == 3 and labels.shape[1:] == pixels.shape[2:]:  # a class for each pixel goes where that goes
+            labels = moved(labels[:, None])[:, 0]
+        pixels = moved(pixels)
     # Half precision holds neither 1/255 nor the mean well: normalise first, round once.
     x = convert(pixels.to(exact).div_(255), images.shape)
     mean, std = (torch.tensor(v, dtype=exact, device=x.device)[:, None, None] for v in (images.mean, images.std))

@@ -18,8 +18,9 @@ from torch import Tensor
 from asa.errors import InvalidInputError, UnavailableError, UsageError
 from asa.zoo.data.draws import key, permutation
 from asa.zoo.data.images import ImageSet, convert
+from asa.zoo.data.language import TokenSet
 from asa.zoo.data.official import Split
-from asa.zoo.inputs import Shape
+from asa.zoo.inputs import Shape, of_tokens
 
 Samples = tuple[Tensor, Tensor]
 """Inputs [N, ...] and classes int64 [N, ...]."""
@@ -39,30 +40,35 @@ def open_own(spec: str, split: Split, shape: Shape | None) -> ImageSet:
     """
     train, test, classes, told = _both(spec, shape)
     inputs, labels = train if split == "train" else test
+    source = f"{told}, {split}: {len(labels)} samples of {classes} classes."
+    if inputs.dim() == 2:
+        return TokenSet(
+            images=inputs, labels=labels, num_classes=classes, name=spec, source=source, shape=(inputs.shape[1],)
+        )
     image = inputs.dtype == torch.uint8
     mean, std = _statistics(train[0]) if image else ((0.0,) * inputs.shape[1], (1.0,) * inputs.shape[1])
     return ImageSet(
         images=inputs, labels=labels, num_classes=classes, mean=mean, std=std, name=spec,
-        source=f"{told}, {split}: {len(labels)} samples of {classes} classes.",
-        shape=(inputs.shape[1], inputs.shape[2], inputs.shape[3]), flips=image,
+        source=source, shape=(inputs.shape[1], inputs.shape[2], inputs.shape[3]), flips=image,
     )  # fmt: skip
 
 
 @lru_cache(maxsize=2)
 def _both(spec: str, shape: Shape | None) -> tuple[Samples, Samples, int, str]:
     """Samples to train and to test on in the model's shape, the number of classes, and what was read."""
-    from asa.zoo.data import readers
+    from asa.zoo.data import coco, readers
 
     origin, _, rest = spec.partition(":")
     named: dict[str, Callable[[str, Shape | None], readers.Parts]] = {
-        "folder": readers.folder, "csv": readers.csv_table, "parquet": readers.parquet, "hf": readers.hub,
+        "folder": readers.folder, "csv": readers.csv_table, "parquet": readers.parquet, "arrow": readers.arrow,
+        "coco": coco.folder, "hf": readers.hub,
     }  # fmt: skip
     made = named[origin](rest, shape) if origin in named else from_factory(spec, shape)
     train, test = (made.train, made.test) if made.test is not None else _divided(made.train)
     if made.scaled:
         mean, std = train[0].mean(dim=0), train[0].std(dim=0, unbiased=False).clamp_min(1e-6)
         train, test = (((x - mean) / std, y) for x, y in (train, test))
-    train, test = ((_shaped(x, shape, spec), y) for x, y in (train, test))
+    train, test = ((_shaped(x, shape, spec), _sized(y, shape)) for x, y in (train, test))
     if not len(train[1]) or not len(test[1]):
         raise InvalidInputError(f"--data {spec}: {len(train[1])} samples to train on and {len(test[1])} to test on")
     lowest = min(int(train[1].min()), int(test[1].min()))
@@ -80,10 +86,15 @@ def _divided(samples: Samples) -> tuple[Samples, Samples]:
 
 
 def _shaped(x: Tensor, shape: Shape | None, spec: str) -> Tensor:
-    """Samples [N, ...] as [N, C, H, W]: images converted, numbers laid out."""
-    if x.dtype == torch.uint8 and x.dim() == 4:
-        return x if shape is None or tuple(x.shape[1:]) == tuple(shape) else _converted(x, shape, spec)
-    wanted = shape or (1, 1, prod(x.shape[1:]))
+    """Samples [N, ...] as [N, C, H, W]: images converted, numbers laid out; tokens [N, T] as they are."""
+    if shape is not None and of_tokens(shape):
+        if x.dtype != torch.int64 or tuple(x.shape[1:]) != tuple(shape):
+            have = f"{x.shape[1]} tokens" if x.dtype == torch.int64 and x.dim() == 2 else "images or numbers"
+            raise UsageError(f"--data {spec} gives {have}, the model reads {shape[0]} tokens; plan it for such data")
+        return x
+    if x.dtype == torch.uint8 and x.dim() == 4 and (shape is None or tuple(x.shape[1:]) != tuple(shape)):
+        return x if shape is None else _converted(x, shape, spec)
+    wanted = shape or (1, 1, prod(x.shape[1:]))  # images of that very shape pass, too
     if prod(x.shape[1:]) != prod(wanted) or (x.dim() == 4 and tuple(x.shape[1:]) != tuple(wanted)):
         have = "x".join(map(str, x.shape[1:])) if x.dim() == 4 else f"1x1x{prod(x.shape[1:])}"
         raise UsageError(
@@ -91,6 +102,14 @@ def _shaped(x: Tensor, shape: Shape | None, spec: str) -> Tensor:
             f"--input {have}"
         )
     return x.reshape(len(x), *wanted)
+
+
+def _sized(y: Tensor, shape: Shape | None) -> Tensor:
+    """Maps of classes [N, H, W] in the size of the model's images, each pixel from the nearest."""
+    if shape is None or y.dim() != 3 or len(shape) != 3 or tuple(y.shape[1:]) == tuple(shape[1:]):
+        return y
+    down, right = (torch.arange(n) * have // n for n, have in zip(shape[1:], y.shape[1:], strict=True))
+    return y[:, down[:, None], right[None, :]]
 
 
 def _converted(x: Tensor, shape: Shape, spec: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Readers of the usual formats: folders of images, tables of CSV and Parquet, the Hugging Face hub."""
+"""Readers of the usual formats: folders of images, tables of CSV, Parquet and Arrow, the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from asa.zoo.inputs import Shape
 _IMAGES = frozenset((".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"))
 _LABELS = ("label", "labels", "class", "target", "fine_label", "y")
 """Columns taken for the class, the first of them that is there; else the last column."""
+_TEXT_SHAPE = (1, 32, 64)
+"""Of texts where no model asks: 32 words of 64 features."""
 _PICTURES = ("image", "img", "picture")
+_TEXTS = ("text", "sentence", "review", "comment", "content")
 _TESTS = ("test", "val", "valid", "validation")
 
 
@@ -100,7 +103,8 @@ def pictures(sources: Sequence[Any], shape: Shape | None, names: Sequence[str]) 
 
 
 def csv_table(place: str, shape: Shape | None) -> Parts:
-    """A table with a header: numbers, and a column ``label`` (``class``, ``target``), else the last one, of classes.
+    """A table with a header: numbers, or a column ``text`` (``sentence``, ``review``), and a column ``label``
+    (``class``, ``target``), else the last one, of classes.
 
     Raises:
         InvalidInputError: no such file, rows of different length, or text among the numbers.
@@ -127,16 +131,34 @@ def parquet(place: str, shape: Shape | None) -> Parts:
     Raises:
         UnavailableError: there is no pyarrow. InvalidInputError: no such table, or one that cannot be used.
     """
+    return _columnar("parquet", place, shape)
+
+
+def arrow(place: str, shape: Shape | None) -> Parts:
+    """An Arrow file, or a stream in a file as ``datasets`` keeps it: as :func:`parquet`."""
+    return _columnar("arrow", place, shape)
+
+
+def _columnar(kind: str, place: str, shape: Shape | None) -> Parts:
+    spec = f"{kind}:{place}"
     try:
         import pyarrow
-        import pyarrow.parquet as reader
+        import pyarrow.ipc
+        import pyarrow.parquet
     except ModuleNotFoundError as error:
-        raise UnavailableError(lacking(str(error.name), f"--data parquet:{place}")) from None
+        raise UnavailableError(lacking(str(error.name), f"--data {spec}")) from None
     try:
-        columns = reader.read_table(place).to_pydict()
+        if kind == "parquet":
+            table = pyarrow.parquet.read_table(place)
+        else:
+            with pyarrow.memory_map(place) as file:
+                whole = file.read(6) == b"ARROW1"
+                file.seek(0)
+                table = (pyarrow.ipc.open_file if whole else pyarrow.ipc.open_stream)(file).read_all()
+        columns = table.to_pydict()
     except (OSError, pyarrow.ArrowException) as error:
-        raise InvalidInputError(f"--data parquet:{place}: {str(error).splitlines()[0]}") from None
-    return _table(columns, shape, f"parquet:{place}")
+        raise InvalidInputError(f"--data {spec}: {(str(error).splitlines() or ['no table'])[0]}") from None
+    return _table(columns, shape, spec)
 
 
 def hub(name: str, shape: Shape | None) -> Parts:
@@ -164,7 +186,7 @@ def hub(name: str, shape: Shape | None) -> Parts:
 
 
 def _table(columns: dict[str, Sequence[Any]], shape: Shape | None, spec: str) -> Parts:
-    """Inputs and classes out of columns: an image column where there is one, else all that are numbers."""
+    """Inputs and classes out of columns: one of images or of text where there is one, else all that are numbers."""
     names = list(columns)
     if len(names) < 2:
         raise InvalidInputError(f"--data {spec} has {len(names)} columns; inputs and a column of classes are needed")
@@ -175,10 +197,16 @@ def _table(columns: dict[str, Sequence[Any]], shape: Shape | None, spec: str) ->
         sources = [_opened(v) for v in columns[picture]]
         shown = [f"{spec}, row {i + 1}" for i in range(len(sources))]
         return Parts(train=(pictures(sources, shape, shown), labels), test=None, told=f"Images of {spec}")
-    inputs = [_numbers(columns[n], spec, n) for n in names if n != label]
+    written = next((n for n in _TEXTS if n in names and n != label), None)
+    if written is not None:
+        from asa.zoo.data.text import encoded
+
+        inputs = encoded([str(v) for v in columns[written]], shape or _TEXT_SHAPE)
+        return Parts(train=(inputs, labels), test=None, told=f"Text of {spec}, classes in {label!r}")
+    numbers = [_numbers(columns[n], spec, n) for n in names if n != label]
     return Parts(
-        train=(torch.stack(inputs, dim=1), labels), test=None, scaled=True,
-        told=f"{len(inputs)} columns of {spec}, classes in {label!r}",
+        train=(torch.stack(numbers, dim=1), labels), test=None, scaled=True,
+        told=f"{len(numbers)} columns of {spec}, classes in {label!r}",
     )  # fmt: skip
 
 

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from asa.errors import InvalidInputError, UsageError
 from asa.zoo import specs
-from asa.zoo.data import cache, cifar, digits, idx
+from asa.zoo.data import cache, cifar, digits, idx, shapes, text
 from asa.zoo.data.download import Opener, download
 from asa.zoo.data.images import ImageSet, reshaped
-from asa.zoo.data.language import language
+from asa.zoo.data.language import TokenSet, language
 from asa.zoo.data.official import CIFAR100, OFFICIAL, Official, Split
 from asa.zoo.inputs import Shape, of_tokens
 
-NAMES = ("cifar100", "cifar10", "mnist", "digits", "synthetic")
+NAMES = specs.NAMED
 
 _STAND_INS = ("cifar100", "synthetic")
 """Names under which a model of tokens gets a made-up language: the usual one, and the one that says so."""
@@ -98,6 +98,32 @@ def _digits(split: Split) -> ImageSet:
     )
 
 
+def _shapes(split: Split, shape: Shape) -> ImageSet:
+    images, labels = shapes.scenes(split, shape)
+    mean, std = _statistics(images if split == "train" else shapes.scenes("train", shape)[0])
+    return ImageSet(
+        images=images, labels=labels, num_classes=shapes.CLASSES, mean=mean, std=std, name="shapes", shape=shape,
+        source=f"Made-up scenes to segment, {split}: {len(images)} of squares, discs and crosses.",
+    )  # fmt: skip
+
+
+def _sentiment(split: Split, shape: Shape | None) -> ImageSet:
+    texts, labels = text.reviews(split)
+    inputs = text.encoded(texts, shape or (1, 16, 64))
+    source = (
+        f"Made-up reviews, {split}: {len(texts)}, favourable or not; they can be learned, but say nothing of any text."
+    )
+    if inputs.dim() == 2:
+        return TokenSet(
+            images=inputs, labels=labels, num_classes=2, name="sentiment", source=source, shape=(inputs.shape[1],)
+        )
+    channels = inputs.shape[1]
+    return ImageSet(
+        images=inputs, labels=labels, num_classes=2, mean=(0.0,) * channels, std=(1.0,) * channels, name="sentiment",
+        source=source, shape=tuple(inputs.shape[1:]), flips=False,
+    )  # fmt: skip
+
+
 def _official(what: Official, split: Split, root: Path | None, fetch_it: bool, opener: Opener | None) -> ImageSet:
     # Downloads without a --data-root land here, and are found again without asking.
     home = cache.folder() / "official" / what.name if root is None else root
@@ -133,8 +159,9 @@ def open_split(
 
     ``cifar100``, ``cifar10``, ``mnist``: from the official files in ``root`` (the folder of the binary version, its
     files, or the .tar.gz; idx files, gzipped or not). Without a ``root`` the embedded default of the same format
-    takes their place. ``synthetic``: that default by its own name. ``digits``: real handwritten ones of 8x8; neither
-    needs a root. Data of the user's own by the forms of :mod:`asa.zoo.specs`.
+    takes their place. ``synthetic``: that default by its own name. ``digits``: real handwritten ones of 8x8;
+    ``shapes``: scenes with a class for every pixel; ``sentiment``: text; these need no root. Data of the user's own by
+    the forms of :mod:`asa.zoo.specs`.
 
     Args:
         input_shape: (C, H, W) the model takes; other images are converted, and ``source`` says so. For one that takes
@@ -154,11 +181,15 @@ def open_split(
     if specs.is_own(name):
         from asa.zoo.data import own
 
-        if input_shape is not None and of_tokens(input_shape):
-            raise UsageError(f"--data {name} gives images or numbers, the model reads tokens; leave --data out")
         return own.open_own(name, split, input_shape)
+    if name == "sentiment":
+        return _sentiment(split, input_shape)
+    if name == "shapes" and not (input_shape is not None and of_tokens(input_shape)):
+        return _shapes(split, input_shape or (3, 32, 32))
     if input_shape is not None and of_tokens(input_shape) and name in _STAND_INS:
         return language(split, input_shape[0])
+    if name == "shapes":
+        raise UsageError("shapes has images, the model reads tokens; train it on --data synthetic or sentiment")
     if name == "digits":
         images = _digits(split)
     elif name == "synthetic":

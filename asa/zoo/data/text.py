@@ -1,0 +1,87 @@
+"""Text as what a model reads: bytes for those of tokens, a row of hashed features a word for those of images.
+
+Neither needs a vocabulary that would have to travel with the model. Bytes: 0 fills up, 1 to 255 are those of UTF-8.
+Feature hashing: Weinberger et al. 2009.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+from asa.zoo.data.draws import integers, key, words
+from asa.zoo.data.official import Split
+from asa.zoo.inputs import Shape, of_tokens
+
+_WORD = re.compile(r"\w+|[!?]")
+_NONZERO = 4
+"""Features of a word that are not 0."""
+
+_NOUNS = ("plot", "acting", "music", "story", "camera", "ending", "dialogue", "pace", "cast", "script")
+_GOOD = ("good", "great", "moving", "clever", "lovely", "bright", "strong", "funny", "fresh", "superb")
+_BAD = ("bad", "poor", "dull", "clumsy", "awful", "flat", "weak", "boring", "stale", "tedious")
+_BEFORE = ("", "", "very", "rather", "quite", "really")
+_SEED, _VERSION = 2503_23186, 1
+_SAMPLES = {"train": 2000, "test": 400}
+
+
+def encoded(texts: Sequence[str], shape: Shape) -> Tensor:
+    """Texts cut or filled up to ``shape``: (T,) gives int64 bytes [N, T], (C, H, W) float features [N, C, H, W] of the
+    last H words, the last word in the last row."""
+    if of_tokens(shape):
+        found = torch.zeros(len(texts), shape[0], dtype=torch.int64)
+        for i, text in enumerate(texts):
+            data = text.encode("utf-8", "replace")[: shape[0]]
+            found[i, : len(data)] = torch.tensor(list(data), dtype=torch.int64)
+        return found
+    channels, height, width = shape
+    rows: dict[str, Tensor] = {"": torch.zeros(channels * width)}
+    features = torch.zeros(len(texts), height, channels * width)
+    for i, text in enumerate(texts):
+        for place, word in enumerate(reversed(_WORD.findall(text.lower())[-height:]), 1):
+            if word not in rows:
+                rows[word] = _features(word, channels * width)
+            features[i, height - place] = rows[word]
+    return features.view(len(texts), height, channels, width).movedim(2, 1).contiguous()
+
+
+def _features(word: str, count: int) -> Tensor:
+    """A word's row: some features, found by its hash, are 1 or -1."""
+    made = torch.zeros(count)
+    for i in range(_NONZERO):
+        number = int.from_bytes(blake2b(f"{i}{word}".encode(), digest_size=8).digest(), "big")
+        made[number % count] += 1.0 if number >> 63 else -1.0
+    return made
+
+
+def reviews(split: Split) -> tuple[list[str], Tensor]:
+    """Made-up reviews, and whether each is favourable: int64 [N] of 0 and 1.
+
+    Two things are praised or not, one of them perhaps with a "not" in front; what is said last decides.
+    """
+    first = 0 if split == "train" else _SAMPLES["train"]
+    rows = torch.arange(first, first + _SAMPLES[split])
+    draws = [words(key(_SEED, _VERSION, 7 + i), rows) for i in range(4)]
+
+    def drawn(which: int, below: int, field: int) -> list[int]:
+        return integers(draws[which], 0, below, field=field).tolist()
+
+    def opinion(which: int) -> list[tuple[str, bool]]:
+        good, negated = drawn(which, 2, 0), drawn(which, 4, 1)
+        noun, adjective, before = drawn(which, 10, 2), drawn(which, 10, 3), drawn(which + 1, 6, which)
+        return [
+            (
+                " ".join(
+                    w for w in ("the", _NOUNS[n], "is", "" if no else "not", _BEFORE[b], (_GOOD if g else _BAD)[a]) if w
+                ),
+                bool(g) == bool(no),
+            )
+            for g, no, n, a, b in zip(good, negated, noun, adjective, before, strict=True)
+        ]
+
+    found = [(f"{one}, but {other}.", last) for (one, _), (other, last) in zip(opinion(0), opinion(2), strict=True)]
+    return [text for text, _ in found], torch.tensor([int(favourable) for _, favourable in found])
