@@ -55,6 +55,12 @@ def test_a_file_that_cannot_be_written_is_found_out_first(tmp_path, monkeypatch,
     assert "runs" in refused(capsys, 5, "plan", "vgg11")
 
 
+def test_a_run_s_folder_is_tried_before_a_model_is_measured(tmp_path, monkeypatch, capsys):
+    user_folder(tmp_path, monkeypatch)
+    (tmp_path / "file").write_text("in the way")
+    assert "choose another --out" in refused(capsys, 5, "train", "cnn", "--gpus", "2", "--out", "file/run")
+
+
 def test_plans_from_python_are_refused_first_too(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model, example = torch.nn.Linear(4, 2), torch.zeros(2, 4)

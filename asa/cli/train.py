@@ -166,6 +166,8 @@ def plan_and_folder(args: Arguments, console: Console) -> tuple[Path, Plan, Path
     if args.data_root and not args.download and not Path(args.data_root).exists():
         raise InvalidInputError(f"--data-root {args.data_root} does not exist")
     if not args.resume:
+        if args.out:
+            places.check_writable(Path(args.out) / "plan.json", "--out")  # before minutes of profiling
         fresh = planned_here.wanted(args)
         path, plan = planned_here.planned(args, console) if fresh else places.newest_plan(args.plan)
         out = Path(args.out) if args.out else places.new_folder(places.TRAINING, places.slug(plan.model_spec))

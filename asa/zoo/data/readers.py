@@ -20,7 +20,7 @@ _IMAGES = frozenset((".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".
 _LABELS = ("label", "labels", "class", "target", "fine_label", "y")
 """Columns taken for the class, the first of them that is there; else the last column."""
 _TEXT_SHAPE = (1, 32, 64)
-"""Of texts where no model asks: 32 words of 64 features."""
+"""Shape of a text where no model asks for one: 32 words of 64 features."""
 _PICTURES = ("image", "img", "picture")
 _TEXTS = ("text", "sentence", "review", "comment", "content")
 _TESTS = ("test", "val", "valid", "validation")
