@@ -6,7 +6,7 @@ twice as long. What a step takes beside the rest (computing, messages, the loop)
 one of ``ddp`` whose ranks all rest alike, and handed to the clock with the rests; nothing is fitted to the runs that
 are foretold.
 
-    python -m benchmarks.consistency [--ranks 2,4] [--rest 0.2] [--epochs 3] [--seeds 1] [-o FILE]
+    python -m benchmarks.consistency [--ranks 2,4] [--rest 0.2] [--epochs 3] [--seeds 1] [--only A,B] [-o FILE]
 """
 
 from __future__ import annotations
@@ -80,14 +80,14 @@ def foretold(discipline: Discipline | None, rests: tuple[float, ...], beside_s: 
     return played.seconds / played.steps  # an epoch from its start, as in the run: workers begin it together
 
 
-def study(ranks: int, rest: float, epochs: int, seeds: int) -> dict[str, Any]:
+def study(ranks: int, rest: float, epochs: int, seeds: int, only: tuple[str, ...]) -> dict[str, Any]:
     """All disciplines on so many ranks, the last of which rests twice as long."""
     alike, slow = (rest,) * ranks, (*(rest,) * (ranks - 1), 2 * rest)
     plain, served = run("ddp", alike, epochs, 0), run("ps_sync", alike, epochs, 0)
     beside_s = max(0.0, per_batch(plain) - rest)
     sent_s = max(0.0, per_batch(served) - per_batch(plain))
     rows = []
-    for name in ("ddp", *FORETOLD):
+    for name in ("ddp", *only):
         discipline = None if name == "ddp" else parse(name)
         runs = [run(name, slow, epochs, seed) for seed in range(seeds)]
         measured = statistics.median(per_batch(r) for r in runs)
@@ -122,6 +122,7 @@ def main() -> None:
     parser.add_argument("--rest", type=float, default=0.2)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--only", default=",".join(FORETOLD), help="disciplines beside ddp, by name")
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
     made = {
@@ -130,7 +131,10 @@ def main() -> None:
         "slow": "the last rank rests twice as long in every backward (ASA_FAULT hang): added work, no competing load",
         "model": "logistic regression on digits 1x8x8, global batch 64",
         "load_before": os.getloadavg()[0],
-        "studies": [study(int(n), args.rest, args.epochs, args.seeds) for n in args.ranks.split(",")],
+        "studies": [
+            study(int(n), args.rest, args.epochs, args.seeds, tuple(args.only.split(",")))
+            for n in args.ranks.split(",")
+        ],
     }
     text = json.dumps(made, indent=1) + "\n"
     print(text)

@@ -176,12 +176,6 @@ def test_what_devices_cannot_do_is_refused_in_its_row():
         table(nouns.cluster(1), gpus=1)
 
 
-def test_what_is_only_priced_is_never_the_fastest():
-    found = table(box())
-    assert {r.name for r in found.rows if not r.runs} == {"fedavg", "pipedream"}
-    assert found.fastest not in {r.name for r in found.rows if not r.runs}
-
-
 def test_a_plan_under_a_discipline_has_the_time_of_its_clock():
     """Figures of a discipline count: two servers are not one."""
     by = rows(table(box(), asked=("ps_async:servers=2", "local_sgd:period=16")))

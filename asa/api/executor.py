@@ -105,6 +105,9 @@ class UserExecutor(PlannedExecutor):
                 f"max_norm is over all gradients of a step, and servers under {discipline} have them in slices; leave "
                 "it out, or train under ddp"
             )
+        if discipline is not None and (discipline.waiting == "pipelined" or discipline.spread > 0):
+            what = discipline.name if discipline.spread == 0 else "fedavg with a spread, which deals out a data set,"
+            raise UsageError(f"{what} runs under `asa train` only; a job takes its batches from a loader in turn")
         conduct = conduct_of(model, optimizer, self._votes)
         if conduct is not None:
             conduct.begin()

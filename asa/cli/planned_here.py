@@ -42,7 +42,7 @@ def wanted(args: Arguments) -> bool:
         return True
     given = [f for f in _OF_A_MODEL if args.origin.get(f) == "flag"]
     if given:
-        which = args.plan or f"the newest plan in {places.PLANS}"
+        which = args.plan or ("that of the run" if args.resume else f"the newest plan in {places.PLANS}")
         raise UsageError(
             f"--{given[0].replace('_', '-')} decides what is planned, and {which} is planned already; name a MODEL in "
             "its place, or plan again"

@@ -165,10 +165,10 @@ def plan_and_folder(args: Arguments, console: Console) -> tuple[Path, Plan, Path
     specs.check_there(args.data)
     if args.data_root and not args.download and not Path(args.data_root).exists():
         raise InvalidInputError(f"--data-root {args.data_root} does not exist")
+    fresh = planned_here.wanted(args)
     if not args.resume:
         if args.out:
             places.check_writable(Path(args.out) / "plan.json", "--out")  # before minutes of profiling
-        fresh = planned_here.wanted(args)
         path, plan = planned_here.planned(args, console) if fresh else places.newest_plan(args.plan)
         out = Path(args.out) if args.out else places.new_folder(places.TRAINING, places.slug(plan.model_spec))
         places.check_writable(out / "plan.json", "--out")
@@ -182,6 +182,8 @@ def plan_and_folder(args: Arguments, console: Console) -> tuple[Path, Plan, Path
     left = out / "plan.json"
     if not args.plan and not left.is_file():
         raise NoCheckpointError(f"no run in {out} to resume: it has no plan.json; leave out --resume to start anew")
+    if fresh:  # the run goes on under a plan that is made now, or under another discipline
+        return *planned_here.planned(args, console), out
     path, plan = places.newest_plan(args.plan or str(left))
     return path, plan, out
 

@@ -32,10 +32,6 @@ Placement = Literal["beside", "own"]
 Message = Literal["fp32", "int8"]
 
 NAMES: tuple[DisciplineName, ...] = get_args(DisciplineName)
-RUN: tuple[DisciplineName, ...] = (
-    "ps_sync", "ps_async", "ps_bounded", "downpour", "hogwild", "local_sgd", "diloco",
-)  # fmt: skip
-"""The disciplines that are executed."""
 
 WAITING: Mapping[DisciplineName, Waiting] = {
     "ps_sync": "bulk",
@@ -71,7 +67,7 @@ CHANGES: Mapping[DisciplineName, str] = {
     "local_sgd": "workers' weights differ between meetings; gradients are never averaged, weights are",
     "diloco": "workers' weights differ between meetings; an outer optimizer decides where they start again",
     "fedavg": "clients see only data of their own, and some rounds leave some of them out",
-    "pipedream": "every gradient is taken at weights one or more updates old",
+    "pipedream": "every gradient is taken at weights one update old",
 }
 """In what training under a discipline differs from plain data parallelism."""
 
@@ -201,7 +197,9 @@ class Discipline:
         the gradients of all workers, or where plain averages of what they did come to the same."""
         if self.synchronous:
             return True
-        if self.name not in ("local_sgd", "diloco") or optimizer != "sgd":
+        if self.name not in ("local_sgd", "diloco", "fedavg") or optimizer != "sgd":
+            return False
+        if self.fraction < 1 or self.spread > 0:
             return False
         plain = self.outer_rate == 1 and self.outer_momentum == 0 and self.message == "fp32" and self.quorum is None
         return self.period == 1 and self.growth == 0 and plain

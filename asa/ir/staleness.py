@@ -75,6 +75,8 @@ class Setting:
 
 
 PLAIN = Setting()
+ONE_LATE = Setting(delay=1)
+"""Every update is one late, as in a pipeline that is not drained."""
 
 
 @noun
@@ -287,7 +289,7 @@ def usual_settings(workers: int, momentum: float = 0.0) -> tuple[Setting, ...]:
         raise UsageError(f"staleness among {workers} workers: at least 2 are needed")
     less = parse("ps_async").momentum_at(momentum, workers) if momentum else None
     ages = (0, workers - 1, workers, 2 * workers, 4 * workers)
-    found = [PLAIN, *(Setting(workers=workers, delay=d, momentum=less) for d in dict.fromkeys(ages))]
+    found = [PLAIN, ONE_LATE, *(Setting(workers=workers, delay=d, momentum=less) for d in dict.fromkeys(ages))]
     found += [Setting(workers=workers, delay=d, weighted=True, momentum=less) for d in ages if d >= workers]
     found += [Setting(workers=workers, period=p) for p in (1, 4, 16)]
     return (*found, Setting(workers=workers, period=50, outer_rate=0.7, outer_momentum=0.9))

@@ -26,8 +26,6 @@ def render(found: Consistency) -> list[RenderableType]:
         made.add_row(*cells, style="bold" if r.name == (found.first or found.fastest) else "" if r.fits else "dim")
     out = [f"{r.name} cannot be had: {r.why_not}" for r in found.rows if r.step_time_s is None]
     out += [f"{r.name} does not fit the devices' memory" for r in found.rows if r.step_time_s and not r.fits]
-    priced = [r.name for r in found.rows if not r.runs and r.step_time_s is not None]
-    out += [f"priced, and not run yet: {', '.join(priced)}"] if priced else []
     unknown: dict[str, list[str]] = {}
     for r in found.rows:
         if r.unknown:

@@ -6,15 +6,16 @@ from torch.optim import Optimizer
 
 from asa.errors import UsageError
 from asa.executor.consistency.conduct import Conduct, check_plan
+from asa.executor.consistency.federated import FederatedAverage
 from asa.executor.consistency.local import LocalSteps
 from asa.executor.consistency.outer import OuterSteps
+from asa.executor.consistency.pipedream import UndrainedPipeline
 from asa.executor.consistency.quorum import QuorumSteps
 from asa.executor.consistency.served import Served
 from asa.executor.consistency.shared import SharedWeights
 from asa.executor.consistency.star import StarVotes
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.votes import Votes
-from asa.ir.consistency import RUN
 
 
 def conduct_of(model: ParallelModel, optimizer: Optimizer, votes: Votes) -> Conduct | None:
@@ -39,6 +40,5 @@ def conduct_of(model: ParallelModel, optimizer: Optimizer, votes: Votes) -> Cond
         if not isinstance(votes, StarVotes):
             raise UsageError(f"{discipline}: a quorum is for workers that may be lost; only `asa train` runs it")
         return QuorumSteps(discipline, model, optimizer, votes)
-    if discipline.name == "diloco":
-        return OuterSteps(discipline, model, optimizer)
-    raise UsageError(f"{discipline.name} is not run yet; {', '.join(RUN)} are")
+    made = {"diloco": OuterSteps, "fedavg": FederatedAverage, "pipedream": UndrainedPipeline}
+    return made[discipline.name](discipline, model, optimizer)

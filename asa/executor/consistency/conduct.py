@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,9 +12,11 @@ from torch.optim import Optimizer
 
 from asa.errors import UsageError
 from asa.executor.model.parallel import ParallelModel
-from asa.executor.model.step import microbatch_rows
+from asa.executor.model.state import full_gradients
+from asa.executor.model.step import Step, microbatch_rows, played
 from asa.ir.consistency import Discipline
 from asa.sharding.axis import Axis
+from asa.zoo.data import ImageSet
 
 
 class Conduct(ABC):
@@ -27,6 +30,28 @@ class Conduct(ABC):
     def begin(self) -> None:
         """Take the model's weights and the optimizer's state, the same on all workers, for where training goes on
         from (collective)."""
+
+    takes_part = True
+    """Whether this worker computes the step that comes; :meth:`step` is called all the same."""
+    draws_own = False
+    """Whether it takes other samples than its rows of the global batch."""
+
+    def drawn(self, images: ImageSet, indices: Tensor, step: int) -> Tensor:
+        """``indices`` (int64 [rows], of the global batch) with what this worker trains on in its own places."""
+        del images, step
+        return indices
+
+    def played(self, *args: Any, **options: Any) -> Step:
+        """:func:`asa.executor.model.step.played`, which leaves every worker's gradients its own."""
+        with self.model.no_sync():
+            return played(*args, **options)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Gradients of the last batch that was played, by name: their mean over workers (collective)."""
+        found = full_gradients(self.model)
+        if not self.model.idle:
+            average(list(found.values()), self.axis)
+        return found
 
     @abstractmethod
     def step(self, batch: int) -> None:
@@ -104,7 +129,7 @@ def check_plan(model: ParallelModel) -> None:
     """
     plan, discipline = model.plan, model.plan.consistency
     assert discipline is not None
-    for c in plan.components:
+    for c in plan.components if discipline.waiting != "pipelined" else ():
         if c.data.strategy != "replicate" or c.data.degree != plan.num_ranks or c.tensor.degree > 1 or c.offload:
             raise UsageError(
                 f"{discipline.name} runs on whole replicas; the plan has {c.name} as {c.data.text}, "

@@ -22,6 +22,9 @@ from asa.executor.consistency.local import LocalSteps
 class OuterSteps(LocalSteps):
     """The conduct of ``diloco``."""
 
+    _weight = 1.0
+    """What this worker's counts for in the mean, in workers."""
+
     def begin(self) -> None:
         """The weights of all workers are the outer ones."""
         self._flat = FlatParameters(self.optimizer)
@@ -41,13 +44,16 @@ class OuterSteps(LocalSteps):
 
     def step(self, batch: int) -> None:
         """An inner update, and the meeting of the fragment whose turn it is."""
-        self.unscale(batch)
-        self.optimizer.step()
+        self._inner_step(batch)
         self._steps += 1
         self._moved = [True] * len(self._outer)
         turn, left = divmod(self._steps, self.discipline.period // len(self._outer))
         if not left:
             self._meet((turn - 1) % len(self._outer))
+
+    def _inner_step(self, batch: int) -> None:
+        self.unscale(batch)
+        self.optimizer.step()
 
     @torch.no_grad()
     def _meet(self, fragment: int) -> None:
@@ -68,6 +74,8 @@ class OuterSteps(LocalSteps):
         axis = self.axis
         if axis.group is None:
             return moved
+        if self._weight != 1:
+            moved = moved * self._weight
         if self.discipline.message == "fp32":
             average([moved], axis)
             return moved

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -23,14 +22,13 @@ from torch import Tensor, nn
 
 from asa.errors import UsageError
 from asa.executor.consistency import conduct_of
-from asa.executor.consistency.conduct import average
 from asa.executor.measuring import plainly
 from asa.executor.measuring.tolerance import DRIFT, compressed, distance
 from asa.executor.model.materialize import materialize
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.reasons import reasons
 from asa.executor.model.state import full_gradients, full_state
-from asa.executor.model.step import forward_backward, microbatches_of
+from asa.executor.model.step import Step, microbatches_of, played
 from asa.executor.model.votes import Votes
 from asa.executor.training.optimizer import build_optimizer
 from asa.interfaces.strategy import Strategies
@@ -130,13 +128,10 @@ def _run(
     for step in range(first, first + steps):
         x, y = _batch(plan, samples, step, dtype)
         model.zero_grad()
-        with nullcontext() if conduct is None else model.no_sync():
-            trace.losses.append(_step(model, x, y, step, permute))
+        trace.losses.append(_step(model, x, y, step, permute, played if conduct is None else conduct.played))
         # In float64 only one device's are wanted: they show how far fp32 is from the truth by itself.
         if step == first and (dtype == torch.float32 or (plan.num_ranks == 1 and not permute)):
-            trace.gradients = full_gradients(model)
-            if conduct is not None and not model.idle:
-                average(list(trace.gradients.values()), conduct.axis)
+            trace.gradients = full_gradients(model) if conduct is None else conduct.gradients()
         if conduct is not None:
             conduct.step(samples)
         else:
@@ -154,14 +149,16 @@ def _run(
     return trace if rank == 0 else Trace()
 
 
-def _step(model: ParallelModel, x: Tensor, y: Tensor, step: int, permute: bool) -> float:
+def _step(
+    model: ParallelModel, x: Tensor, y: Tensor, step: int, permute: bool, play: Callable[..., Step] = played
+) -> float:
     """Forward and backward of every microbatch; the mean loss over the whole batch."""
     samples = torch.arange(len(x))
     if permute:
         parts = [bounds(len(x), model.plan.num_microbatches, j) for j in range(model.plan.num_microbatches)]
         samples = torch.cat([samples[a:b].flip(0) for a, b in parts])
     x, y = x[samples].to(model.device), y[samples].to(model.device)
-    loss = forward_backward(model, samples, step, lambda rows: x[rows], lambda rows: y[rows])
+    loss = play(model, samples, step, lambda rows: x[rows], lambda rows: y[rows]).loss
     share = loss.double().cpu().view(1) * float(model.counts_rows())
     if model.plan.num_processes > 1:
         dist.all_reduce(share)

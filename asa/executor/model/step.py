@@ -142,13 +142,15 @@ class Step:
     step: int
     inputs: Callable[[slice], Any]
     labels: Callable[[slice], Tensor]
-    loss_fn: Callable[..., Tensor]
-    precision: Callable[[], AbstractContextManager[object]]
     rows: list[MicrobatchRows]
+    loss_fn: Callable[..., Tensor] = loss_of
+    precision: Callable[[], AbstractContextManager[object]] = nullcontext
     losses: list[tuple[Tensor, float]] = field(default_factory=list)
     flights: dict[int, _Flight] = field(default_factory=dict)
     coming: dict[int, Arrival] = field(default_factory=dict)
     gradients: dict[int, Arrival] = field(default_factory=dict)
+    beside: list[Step] = field(default_factory=list)
+    """Steps that are under way at once, this one among them, where a pipeline is not drained between them."""
 
     def play(self, turns: tuple[_Turn, ...]) -> None:
         """Every action of the order. What the next one waits for is on its way while this one computes."""
@@ -158,14 +160,14 @@ class Step:
         for turn in turns:
             action = turn.action
             if linked:
-                self._expect(action)
+                self.expect(action)
                 if turn.following is not None:
-                    self._expect(turn.following)
+                    self.expect(turn.following)
             faults.reached(action.direction)
             if action.direction == "forward":
-                self._forward(action.microbatch)
+                self.forward(action.microbatch)
             else:
-                self._backward(action.microbatch, last=turn.final)
+                self.backward(action.microbatch, last=turn.final)
         self.model.links.settle()
 
     @property
@@ -176,7 +178,11 @@ class Step:
             total += loss.to(total.dtype) * weight / self.model.layouts[-1].data
         return total
 
-    def _expect(self, action: Action) -> None:
+    @property
+    def _in_flight(self) -> int:
+        return sum(len(s.flights) for s in self.beside or (self,))
+
+    def expect(self, action: Action) -> None:
         """Begin to receive what ``action`` starts from, if that comes from another stage and its form is known."""
         model, links, j = self.model, self.model.links, action.microbatch
         if action.direction == "forward":
@@ -188,7 +194,8 @@ class Step:
             left, size = self.flights[j], self.rows[j].size
             self.gradients[j] = links.gradient_in.receive(size, left.shape, left.dtype, model.device)
 
-    def _forward(self, j: int) -> None:
+    def forward(self, j: int) -> None:
+        """Compute microbatch ``j`` and hand it on, or take its loss."""
         model, links, part = self.model, self.model.links, self.rows[j]
         if links.arriving is not None:
             value = self.coming.pop(j).wait().requires_grad_(links.gradient_out is not None)
@@ -207,7 +214,8 @@ class Step:
         self.losses.append((loss.detach(), part.weight))
         self.flights[j] = _Flight(entry, loss if part.weight == 1 else loss * part.weight)
 
-    def _backward(self, j: int, *, last: bool) -> None:
+    def backward(self, j: int, *, last: bool) -> None:
+        """Go back through microbatch ``j``, which went forward; ``last``: it is the step's last to do so."""
         model, links = self.model, self.model.links
         flight, size = self.flights.pop(j), self.rows[j].size
         if links.gradient_in is not None:
@@ -218,9 +226,9 @@ class Step:
             del gradient
         if links.leaving is not None:
             # It has arrived by now, or is about to: what was sent need not be kept.
-            links.leaving.settle(keep=len(self.flights))
+            links.leaving.settle(keep=self._in_flight)
         sent = self._send_when_known(flight.entry, size)
-        with model.reduction.backward(last=last, in_flight=len(self.flights)):
+        with model.reduction.backward(last=last, in_flight=self._in_flight):
             if flight.exit.requires_grad:
                 flight.exit.backward()
         if links.gradient_out is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -102,6 +101,13 @@ class Worker:
             torch.cuda.manual_seed(self.seed * 1_000_003 + step)
         self.clock.mark()
         faults.at_step(step)
+        if self.conduct is not None:
+            if not self.conduct.takes_part:
+                self.clock.mark()
+                self.conduct.step(len(indices))
+                self.clock.mark()
+                return True
+            indices = self.conduct.drawn(images, indices, step)
         faults.reached("data")
         inputs, labels = self._fetch(images, indices, epoch)
         self.clock.mark()
@@ -118,16 +124,15 @@ class Worker:
             self._held = model.parameters()
         for p in self._held:
             p.grad = None
-        with nullcontext() if self.conduct is None else model.no_sync():
-            played(
-                model,
-                indices,
-                step,
-                lambda rows: inputs[rows.start],
-                lambda rows: labels[rows.start],
-                loss_fn=scaled_loss,
-                precision=lambda: autocast(self.precision, model.device),
-            )
+        (played if self.conduct is None else self.conduct.played)(
+            model,
+            indices,
+            step,
+            lambda rows: inputs[rows.start],
+            lambda rows: labels[rows.start],
+            loss_fn=scaled_loss,
+            precision=lambda: autocast(self.precision, model.device),
+        )
         faults.reached("all_reduce")
         updated = self.scale.unscale(self._held, self.votes)
         if updated and self.conduct is not None:
@@ -172,7 +177,8 @@ class Worker:
 
     def expect(self, following: Callable[[], Tensor]) -> None:
         """``following`` gives the next step's samples: what this rank reads may be gathered meanwhile."""
-        if self.ahead is not None and self.model.reads:
+        own = self.conduct is not None and self.conduct.draws_own
+        if self.ahead is not None and self.model.reads and not own:
             indices = following()
             self.ahead.expect(_rows_read(indices, microbatch_rows(self.model, len(indices))))
 

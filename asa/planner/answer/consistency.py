@@ -17,20 +17,19 @@ from asa.errors import UsageError
 from asa.interfaces.strategy import Strategies
 from asa.ir.cluster import Cluster
 from asa.ir.codec import noun
-from asa.ir.consistency import CHANGES, NAMES, RUN, WAITS_FOR, Discipline, parse
+from asa.ir.consistency import CHANGES, NAMES, WAITS_FOR, Discipline, parse
 from asa.ir.layout import Layout, lowest_terms
 from asa.ir.plan import Plan
 from asa.ir.profile import Profile
-from asa.ir.staleness import PLAIN, Staleness, Steps, Target
+from asa.ir.staleness import ONE_LATE, PLAIN, Staleness, Steps, Target
 from asa.planner.answer.prediction import predict
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.consistency import Disciplined, disciplined, machine
+from asa.planner.space.disciplines import undrained
 from asa.planner.space.request import Request
 from asa.planner.space.space import Space
 from asa.planner.space.whole import row
 
-NOT_RUN = frozenset(NAMES) - frozenset(RUN)
-"""Disciplines that have a price and no executor."""
 EVEN, UNEVEN = "ddp", "ddp, uneven batches"
 
 
@@ -55,7 +54,6 @@ class ConsistencyRow:
         waited: the part of the time that the worker who waits most is waiting.
         steps: global batches to the target; None where unknown, and ``unknown`` says why.
         fits: whether the devices have memory enough.
-        runs: whether ``asa train`` runs it; what is only priced is neither ``fastest`` nor ``first``.
     """
 
     name: str
@@ -76,7 +74,6 @@ class ConsistencyRow:
     steps: Steps | None = None
     time_to_target: TimeToTarget | None = None
     unknown: str = ""
-    runs: bool = True
 
 
 @noun
@@ -122,8 +119,8 @@ def compare(
     if loosely:
         texts = dict.fromkeys((*NAMES, *map(str, asked)))
         wanted = [parse(text) for text in texts]
-        found += [replace(judged.discipline(d), runs=d.name not in NOT_RUN) for d in wanted]
-    ready = [r for r in found if r.runs and r.fits and r.step_time_s is not None]
+        found += [judged.discipline(d) for d in wanted]
+    ready = [r for r in found if r.fits and r.step_time_s is not None]
     known = [r for r in ready if r.time_to_target is not None and r.time_to_target.mean_s is not None]
     first = min(known, key=_mean, default=None)
     return Consistency(
@@ -220,10 +217,10 @@ class _Judge:
         try:
             d.workers(self._workers.ranks)
             if d.waiting == "pipelined":
-                price, age = self._pipelined()
-                made = replace(self._row(str(d), price, *told, exact=False), mean_age=age, max_age=math.ceil(age))
+                price = undrained(self._prices)
+                made = replace(self._row(str(d), price, *told, exact=False), mean_age=1.0, max_age=1)
                 made = replace(made, fits=price.peak.total <= self._prices.capacity(self._workers))
-                return self._timed(made, None, "what it does to convergence was not measured")
+                return self._timed(made, *self._late_by_one())
             found: Disciplined = disciplined(self._prices, self._workers, d)
         except UsageError as error:
             return ConsistencyRow(
@@ -244,22 +241,6 @@ class _Judge:
     def _exact(self, d: Discipline) -> bool:
         return d.exact(self._prices.space.request.optimizer)
 
-    def _pipelined(self) -> tuple[Price, float]:
-        """A pipeline that is never drained: a step is the work of its busiest stage. The age is that of its first."""
-        best = row("1f1b", self._prices)
-        if best.candidate is None or best.price is None:
-            raise UsageError(f"pipedream: {best.why_not or 'no pipeline'}")
-        busiest = max(best.price.stages, key=lambda s: s.cost.total_s)
-        count, graph = len(best.candidate.widths), self._prices.space.profile.graph
-        stages = []
-        for i, stage in enumerate(best.price.stages):  # a stage keeps the weights of every batch in front of it
-            size = sum(c.parameter_bytes for c in graph.components[stage.start : stage.start + len(stage.components)])
-            more = (count - 1 - i) * size
-            peak = replace(stage.peak, state=stage.peak.state + more, total=stage.peak.total + more)
-            stages.append(replace(stage, peak=peak, peaks=()))
-        held = max((s.peak for s in stages), key=lambda p: p.total)
-        return replace(best.price, cost=busiest.cost, peak=held, stages=tuple(stages)), float(count - 1)
-
     def _row(self, name: str, price: Price, waits: str, changes: str, *, exact: bool) -> ConsistencyRow:
         step = price.cost.total_s
         return ConsistencyRow(
@@ -275,6 +256,12 @@ class _Judge:
         if isinstance(self._curves, str):
             return None, self._curves
         return self._curves.steps_to(self._target, PLAIN), "plain training was not measured"
+
+    def _late_by_one(self) -> tuple[Steps | None, str]:
+        """Global batches to the target where every update is one late."""
+        if self._target is None or isinstance(self._curves, str):
+            return self._plainly()
+        return self._curves.steps_to(self._target, ONE_LATE), f"no curve of {ONE_LATE.words}"
 
     def _steps(self, d: Discipline, made: ConsistencyRow) -> tuple[Steps | None, str]:
         """Global batches to the target under ``d``, or why they are unknown."""

@@ -1,4 +1,4 @@
-"""Disciplines of consistency asked for by name: plain data parallelism, and who waits for whom.
+"""Disciplines of consistency asked for by name: plain data parallelism or a pipeline, and who waits for whom.
 
 They change what training converges to, so none is ever chosen among other strategies: it is the only one asked for.
 """
@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from asa.cost.planned import Price
+from asa.cost.step import StepCost
 from asa.errors import UsageError
 from asa.ir.consistency import CHANGES, WAITS_FOR, Discipline, is_discipline, parse
 from asa.ir.plan import Plan
@@ -41,24 +42,46 @@ def planned(
 ) -> list[Plan]:
     """Plans of ``request`` under ``discipline``: those of its workers that ``solve`` finds for plain data
     parallelism, and the discipline, with the step time that its clock says under ``prices``."""
-    workers = discipline.workers(request.gpus)
-    plain = solve(replace(request, strategies=("ddp" if workers > 1 else "single",), gpus=workers))
-    ranks = row("ddp", prices).candidate if request.gpus > 1 else None
+    workers, staged = discipline.workers(request.gpus), discipline.waiting == "pipelined"
+    under = "single" if workers < 2 else "1f1b" if staged else "ddp"
+    plain = solve(replace(request, strategies=(under,), gpus=workers))
+    ranks = row("ddp", prices).candidate if request.gpus > 1 and not staged else None
     priced = None
-    if ranks is not None and discipline.waiting != "pipelined":
-        priced = consistency.disciplined(prices, ranks, discipline).price
+    if staged and workers > 1:
+        priced = undrained(prices).cost
+    elif ranks is not None:
+        priced = consistency.disciplined(prices, ranks, discipline).price.cost
     return [_under(p, discipline, request.gpus, priced) for p in plain]
 
 
-def _under(plain: Plan, discipline: Discipline, gpus: int, priced: Price | None) -> Plan:
+def undrained(prices: Prices) -> Price:
+    """A pipeline (``1f1b``) that is never drained: a step is the work of its busiest stage. A stage keeps three times
+    its weights: the newest, and those that the two batches under way compute with.
+
+    Raises:
+        UsageError: there is no pipeline of as many stages as ranks.
+    """
+    best = row("1f1b", prices)
+    if best.candidate is None or best.price is None:
+        raise UsageError(f"pipedream: {best.why_not or 'no pipeline'}")
+    graph, stages = prices.space.profile.graph, []
+    for stage in best.price.stages:
+        size = sum(c.parameter_bytes for c in graph.components[stage.start : stage.start + len(stage.components)])
+        peak = replace(stage.peak, state=stage.peak.state + 2 * size, total=stage.peak.total + 2 * size)
+        stages.append(replace(stage, peak=peak, peaks=()))
+    busiest, held = max(stages, key=lambda s: s.cost.total_s), max((s.peak for s in stages), key=lambda p: p.total)
+    return replace(best.price, cost=busiest.cost, peak=held, stages=tuple(stages))
+
+
+def _under(plain: Plan, discipline: Discipline, gpus: int, cost: StepCost | None) -> Plan:
     """``plain`` data parallelism under ``discipline``, with ranks of their own for servers that are to have some."""
     name = discipline.name
     notes: tuple[str, ...] = (f"{name}: {WAITS_FOR[name]}", f"what changes: {CHANGES[name]}")
     prediction = plain.prediction
-    if priced is None:
+    if cost is None:
         notes = (*notes, "the step time is that of one worker: there is nobody to wait for")
     else:
-        cost, before = priced.cost, prediction.step_time_s
+        before = prediction.step_time_s
         longer = cost.total_s / before if before else 1.0
         prediction = replace(
             prediction,

@@ -1,0 +1,154 @@
+"""Clients that train on data of their own and meet for weighted means (``fedavg``).
+
+McMahan et al. 2017, "Communication-Efficient Learning of Deep Networks from Decentralized Data". Every worker is a
+client. In a round of ``period`` steps a drawn ``fraction`` of them trains from the same weights; what each moved is
+averaged by how many samples it has. With a ``spread`` above 0 a client keeps a part of the training set, in which
+classes are as uneven as a Dirichlet distribution of concentration ``1 / spread`` makes them (Hsu et al. 2019), and so
+is its size; without, clients have their shares of the run's order, and count by the samples of the round.
+
+A client that does not take part keeps its momentum until it does again.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from asa.errors import UsageError
+from asa.executor.consistency.conduct import average
+from asa.executor.consistency.outer import OuterSteps
+from asa.executor.model.step import microbatch_rows
+from asa.zoo.data import ImageSet
+
+
+class FederatedAverage(OuterSteps):
+    """The conduct of ``fedavg``: its outer optimizer takes the mean of what clients moved as it is."""
+
+    _round = _samples = 0
+    _set: ImageSet | None = None
+    _own = torch.empty(0, dtype=torch.int64)
+
+    def begin(self) -> None:
+        """The weights of all clients are where a round begins."""
+        super().begin()
+        self.draws_own = self.discipline.spread > 0
+        self._samples = 0
+        self._draw()
+
+    def _draw(self) -> None:
+        """Who takes part in the round that begins."""
+        count = self.axis.size
+        chosen = max(1, math.ceil(self.discipline.fraction * count - 1e-9))
+        drawn = random.Random(f"clients {self.model.context.seed} {self._round}").sample(range(count), chosen)
+        self.takes_part = self.axis.index in drawn
+
+    def drawn(self, images: ImageSet, indices: Tensor, step: int) -> Tensor:
+        """``indices`` with this client's own samples in its places: every one of them once, in a new order, before any
+        comes again."""
+        if not self.draws_own:
+            return indices
+        if self._set is not images:
+            seed = self.model.context.seed
+            parts = clients(images.labels.tolist(), self.axis.size, self.discipline.spread, seed)
+            self._set, self._own = images, torch.tensor(parts[self.axis.index], dtype=torch.int64)
+        found, size = indices.clone(), len(self._own)
+        rows = microbatch_rows(self.model, len(indices))
+        places = torch.cat([torch.arange(part.kept.start, part.kept.stop) for part in rows])
+        at = step * self.rows(self.model.plan.global_batch) + torch.arange(len(places))
+        for number in (at // size).unique().tolist():
+            now = at // size == number
+            found[places[now]] = self._own[self._shuffled(size, number)[at[now] % size]]
+        return found
+
+    def _shuffled(self, size: int, number: int) -> Tensor:
+        order = list(range(size))
+        random.Random(f"pass {self.model.context.seed} {self.axis.index} {number}").shuffle(order)
+        return torch.tensor(order)
+
+    def step(self, batch: int) -> None:
+        """An update of one's own where this client takes part, and a meeting where the round is over."""
+        if self.takes_part:
+            self._samples += self.rows(batch)
+        super().step(batch)
+
+    def _inner_step(self, batch: int) -> None:
+        if self.takes_part:
+            super()._inner_step(batch)
+
+    def _meet(self, fragment: int) -> None:
+        """The mean of what clients moved becomes the weights of all, and the next round begins (collective)."""
+        counts = (len(self._own) or self._samples) if self._samples else 0
+        total = torch.tensor([float(counts)], dtype=torch.float64, device=self.model.device)
+        if self.axis.group is not None:
+            dist.all_reduce(total, group=self.axis.group)
+        self._weight = counts * self.axis.size / float(total)
+        buffers = [b for c in self.model.components for b in c.buffers() if b.is_floating_point()]
+        average(buffers, self.axis, self._weight)
+        super()._meet(fragment)
+        self._samples, self._round = 0, self._round + 1
+        self._draw()
+
+    def settle(self) -> None:
+        """A meeting of all that has moved; inner momenta are averaged, those of a client that never trained as 0."""
+        if not self.optimizer.state and any(self._moved):
+            self._at_rest()
+        super().settle()
+
+    @torch.no_grad()
+    def _at_rest(self) -> None:
+        """Have the optimizer make its state, and leave weights as they are."""
+        before = self._flat.weights()
+        for p in self._flat.parameters:
+            p.grad = torch.zeros_like(p)
+        self.optimizer.step()
+        for p in self._flat.parameters:
+            p.grad = None
+        self._flat.put(before)
+        for moment in self._moments():
+            moment.zero_()
+
+    def state(self) -> dict[str, Tensor]:
+        """The number of the round that comes next: it decides who takes part."""
+        return {"fedavg.round": torch.tensor([self._round])}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Go on with the round of a run like this one."""
+        if "fedavg.round" in state:
+            self._round = int(state["fedavg.round"])
+            self._draw()
+
+
+def clients(labels: Sequence[int], count: int, spread: float, seed: int) -> list[list[int]]:
+    """The samples of each of ``count`` clients: of every class, shares drawn from a Dirichlet distribution of
+    concentration ``1 / spread``. A client without any gets one of the largest client's.
+
+    Raises:
+        UsageError: fewer samples than clients.
+
+    >>> parts = clients([0, 1] * 50, 4, spread=2.0, seed=0)
+    >>> sorted(sum(parts, [])) == list(range(100))
+    True
+    """
+    if len(labels) < count:
+        raise UsageError(f"{len(labels)} samples are too few for {count} clients")
+    draws = random.Random(f"spread {seed}")
+    found: list[list[int]] = [[] for _ in range(count)]
+    for kind in sorted(set(labels)):
+        mine = [i for i, label in enumerate(labels) if label == kind]
+        draws.shuffle(mine)
+        shares = [draws.gammavariate(1 / spread, 1.0) for _ in range(count)]
+        if not sum(shares):  # all too small for a float
+            shares[draws.randrange(count)] = 1.0
+        cuts = [round(len(mine) * x / sum(shares)) for x in accumulate(shares, initial=0.0)]
+        for part, (a, b) in zip(found, pairwise(cuts), strict=True):
+            part += mine[a:b]
+    for part in found:
+        if not part:
+            part.append(max(found, key=len).pop())
+    return found
