@@ -12,6 +12,7 @@ import pytest
 import random_problems
 
 from asa.planner import clock
+from asa.planner.budget import USUAL
 from asa.planner.stage import dual, exhaustive, labels
 from asa.planner.stage.descent import Descent
 from asa.planner.stage.pareto import OutOfTimeError, efficient
@@ -124,9 +125,8 @@ def test_labels_that_run_out_of_time_keep_what_they_know():
                                                ("dp", ["labels"] * 5)])  # fmt: skip
 def test_labels_and_the_ilp_take_turns(monkeypatch, solver, asked):
     problem = random_problems.draw(random.Random(5), components=5, configs=4, tight=True)
-    single = Single(SimpleNamespace(), 0.0, problem.width, 1, solver)
-    single.place, single._settled = FormulatedStage(SimpleNamespace(problem=problem)), True
-    monkeypatch.setattr(FormulatedStage, "handy", property(lambda _self: False))
+    single = Single(SimpleNamespace(budget=USUAL), 0.0, problem.width, 1, solver)
+    single.place, single._settled = FormulatedStage(SimpleNamespace(problem=problem), handy=0), True
     said: list[str] = []
     monkeypatch.setattr(labels.Solver, "run", lambda *_args: said.append("labels"))
     monkeypatch.setattr(Single, "_by_ilp", lambda *_args: said.append("ilp"))

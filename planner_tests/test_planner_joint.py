@@ -11,9 +11,10 @@ import joint_oracle
 import pytest
 from random_pipelines import RandomPipelines
 
+from asa.planner.budget import Effort
 from asa.planner.pipeline.explored import Explored
 from asa.planner.pipeline.floors import floors
-from asa.planner.pipeline.joint import joined, search
+from asa.planner.pipeline.joint import search
 from asa.planner.pipeline.pipelines import Skeleton, stage_times, value_of
 from asa.planner.pipeline.thinning import Thinning
 from asa.planner.stage.problem import Chain
@@ -59,13 +60,12 @@ def test_few_labels_at_first_cost_neither_plan_nor_proof(monkeypatch):
     refined = []
     refine = Explored.refine
     monkeypatch.setattr(Explored, "refine", lambda self, key: refined.append(key) or refine(self, key))
-    monkeypatch.setattr("asa.planner.pipeline.explored.MOST", 2)
     counts = []
     for turns in (8, 1):
-        monkeypatch.setattr("asa.planner.pipeline.column_generation._TURNS", turns)
+        effort = Effort(labels=2, turns=turns)
         for case in range(40, 100):
             pipelines = small(case, memory=(1, 1.5, 2.5, 3)[case % 4])
-            found, truth = search(pipelines, crowded=True), joint_oracle.best(pipelines)
+            found, truth = search(pipelines, crowded=True, effort=effort), joint_oracle.best(pipelines)
             assert found.value == pytest.approx(truth, rel=1e-9), case
             assert found.bound == pytest.approx(truth, rel=1e-8), case
         counts.append(len(refined))
@@ -74,18 +74,13 @@ def test_few_labels_at_first_cost_neither_plan_nor_proof(monkeypatch):
 
 @pytest.mark.parametrize("explored", [False, True])
 @pytest.mark.parametrize("stride", [0.3, 0.02])
-def test_a_search_with_one_way_to_look_at_cuts_finds_the_same(explored, stride, monkeypatch):
+def test_a_search_with_one_way_to_look_at_cuts_finds_the_same(explored, stride):
     """All stages in full, or cuts and widths one by one at weights; at once, or in many small steps."""
-    monkeypatch.setattr("asa.planner.pipeline.open_list._SOME", 0 if explored else 10**9)
-    monkeypatch.setattr("asa.planner.pipeline.open_list._SHARED", 10**9)
-    monkeypatch.setattr("asa.planner.pipeline.open_list._DIVES", 0 if explored else 3)
-    monkeypatch.setattr("asa.planner.pipeline.open_list._STRIDE", stride)
-    if stride < 0.1:
-        for name, value in (("_LEAP", 0.0), ("_HOP", 0.0), ("_WIDER", 1.5)):
-            monkeypatch.setattr(f"asa.planner.pipeline.open_list.{name}", value)
+    small_steps = {"leap": 0.0, "leap_tight": 0.0, "wider": 1.5} if stride < 0.1 else {}
+    effort = Effort(listed=0 if explored else 10**9, shared=10**9, stride=stride, **small_steps)
     for case in range(60):
         pipelines = small(case)
-        found, truth = search(pipelines), joint_oracle.best(pipelines)
+        found, truth = search(pipelines, effort=effort), joint_oracle.best(pipelines)
         assert (found.value, found.bound) == pytest.approx((truth, truth), rel=1e-8), case
 
 
@@ -98,23 +93,21 @@ def test_stages_that_time_was_too_short_for_are_explored_later(monkeypatch):
         return explore(self, frame, limit, ends, only and sorted(only)[:1])
 
     monkeypatch.setattr(Explored, "explore", one)
-    monkeypatch.setattr("asa.planner.pipeline.column_generation._TURNS", 1)
     for case in range(40):
         pipelines = small(case)
-        found, truth = search(pipelines), joint_oracle.best(pipelines)
+        found, truth = search(pipelines, effort=Effort(turns=1)), joint_oracle.best(pipelines)
         assert (found.value, found.bound) == pytest.approx((truth, truth), rel=1e-8), case
     assert sum(pieces) > 10
 
 
 def test_a_stage_that_others_wait_for_is_no_first_stage(monkeypatch):
     """A first stage is explored without what lengthens its last backward: elsewhere that would be noticed."""
-    monkeypatch.setattr("asa.planner.pipeline.open_list._SOME", 0)
-    monkeypatch.setattr("asa.planner.pipeline.open_list._DIVES", 0)
+    in_full = Effort(listed=0)
     pipelines = small(24, sp=1.25, memory=50, components=3, gpus=3, strategies=2, most=2)
     truth = joint_oracle.best(pipelines)
-    assert search(pipelines).value == pytest.approx(truth, rel=1e-9)
+    assert search(pipelines, effort=in_full).value == pytest.approx(truth, rel=1e-9)
     monkeypatch.setattr(Thinning, "leading", property(lambda _: True, lambda *_: None), raising=False)
-    assert search(pipelines).value > truth * (1 + 1e-6)
+    assert search(pipelines, effort=in_full).value > truth * (1 + 1e-6)
 
 
 class Picky(RandomPipelines):
@@ -126,16 +119,14 @@ class Picky(RandomPipelines):
 
 
 @pytest.mark.parametrize("explored", [False, True])
-def test_no_bound_is_above_a_plan_that_fits_where_others_are_refused(explored, monkeypatch):
-    if explored:  # all stages in full, rather than cuts and widths one by one
-        monkeypatch.setattr("asa.planner.pipeline.open_list._SOME", 0)
-        monkeypatch.setattr("asa.planner.pipeline.open_list._DIVES", 0)
+def test_no_bound_is_above_a_plan_that_fits_where_others_are_refused(explored):
+    effort = Effort(listed=0) if explored else Effort()  # all stages in full, or cuts and widths one by one
     refused = proved = 0
     for case in range(24):
         changes = {k: getattr(small(case), k) for k in ("gpus", "most", "speed", "memory", "checkpoint", "node", "sp")}
         parts = len(small(case).names)
         pipelines = Picky(case, components=parts, strategies=1 if parts > 2 else 2, **changes)
-        found, truth = search(pipelines), joint_oracle.best(pipelines)
+        found, truth = search(pipelines, effort=effort), joint_oracle.best(pipelines)
         assert found.bound <= truth * (1 + 1e-9), case
         assert found.value >= truth * (1 - 1e-9), case
         refused += found.bound < truth * (1 - 1e-9)
@@ -267,41 +258,6 @@ def test_nothing_faster_than_the_incumbent_is_a_proof():
     assert beaten.bound == pytest.approx(0.9 * best)
     again = search(pipelines, incumbent_ms=1.1 * best)
     assert again.value == pytest.approx(best)
-
-
-def test_what_is_searched_elsewhere_is_not_searched_here_and_nothing_is_said_of_it():
-    pipelines = small(2, components=3, gpus=3, memory=50)
-    whole = search(pipelines)
-    assert whole.skeleton is not None
-    taken = whole.skeleton.num_microbatches
-
-    class Other:
-        """Somebody who searches those microbatches, or is asked to, and does it or not."""
-
-        def __init__(self, searched, left):
-            self.searched, self.left, self.begun = searched, left, []
-
-        def elsewhere(self, m):
-            return self.searched(m)
-
-        def take(self, m):
-            self.begun.append(m)
-            return not self.left(m)
-
-        def all(self):
-            return Other(self.searched, lambda _m: False)
-
-    here = search(pipelines, shared=Other(lambda m: m == taken, lambda _m: False))
-    there = search(pipelines, shared=Other(lambda m: m != taken, lambda _m: False))
-    left = Other(lambda _m: False, lambda m: m == taken)
-    assert search(pipelines, shared=left).value == pytest.approx(whole.value)
-    assert taken in left.begun
-    assert len(set(left.begun)) > 1
-    assert there.value == pytest.approx(whole.value)
-    assert there.bound == pytest.approx(whole.value)
-    assert here.value > whole.value * (1 + 1e-9)
-    assert here.bound > whole.bound * (1 + 1e-9)
-    assert joined(here, there).bound == pytest.approx(whole.bound)
 
 
 def test_a_search_without_time_states_a_true_bound():

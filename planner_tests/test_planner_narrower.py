@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import random
 
@@ -14,12 +13,10 @@ from test_unequal import few, unequal
 from asa.cost.machine import presets
 from asa.cost.machine.estimate import on_device
 from asa.planner import Request, plan
+from asa.planner.budget import Budget
 from asa.planner.space.candidate import Prices
 from asa.planner.space.narrower import by_width
 from asa.planner.space.space import Space, anything
-from asa.planner.stage.first import narrow_plan
-from asa.planner.stage.problem import MS
-from asa.planner.stage.singles import StageLookup, singles
 from asa.strategies import offered
 
 INF = float("inf")
@@ -27,10 +24,7 @@ PROFILE = known_models.profile(known_models.transformer(4, 256), 2000.0, 64)
 SLOW_LINKS = presets.load("v100-2x8-25g-tcp")
 
 
-@pytest.fixture(autouse=True)
-def unhurried(monkeypatch):
-    """Whatever else the machine does."""
-    monkeypatch.setattr(importlib.import_module("asa.planner.search"), "_UNIFORM_S", 60.0)
+UNHURRIED = Budget(narrower_s=60.0)
 
 
 def slow_links(**changes: int) -> Prices:
@@ -45,7 +39,7 @@ def test_one_more_device_never_makes_the_answer_slower(seed):
     seconds = []
     for gpus in range(1, 5):
         request = Request(gpus=gpus, global_batch=12, prefer_simple=False, time_limit_s=60)
-        seconds.append(plan(nouns.profile(), cluster, strategies, request)[0].prediction.step_time_s)
+        seconds.append(plan(nouns.profile(), cluster, strategies, request, budget=UNHURRIED)[0].prediction.step_time_s)
     for fewer, more in itertools.pairwise(seconds):
         assert more <= fewer * 1.005  # a gap not worth searching on for
 
@@ -54,7 +48,7 @@ def test_without_time_to_search_the_answer_is_no_slower_than_data_parallelism_on
     known = {}
     for gpus in (2, 4, 8, 16):
         request = Request(gpus=gpus, global_batch=64, prefer_simple=False, time_limit_s=1e-6)
-        found = plan(PROFILE, SLOW_LINKS, offered(), request)[0]
+        found = plan(PROFILE, SLOW_LINKS, offered(), request, budget=UNHURRIED)[0]
         ddp = next(b.step_time_s for b in found.baselines if b.name == "ddp")
         known[gpus] = found.prediction.step_time_s, ddp
     assert known[8][1] < 0.9 * known[16][1]
@@ -71,15 +65,3 @@ def test_uniform_plans_of_few_widths_fit_and_come_fastest_first():
     assert all(prices.of(x).peak.total <= prices.capacity(x) for x in found)
     assert by_width(prices, lambda _i, way: way.data.degree == 4, INF)[0].ranks in (4, 8, 16)
     assert by_width(prices, anything, -INF) == []
-
-
-def test_first_plans_of_narrow_stages_are_no_slower_than_uniform_ones():
-    prices = slow_links()
-    alone, found = singles(StageLookup(prices, anything), "ilp"), by_width(prices, anything, INF)
-    uniform = prices.of(found[0]).cost.total_s * MS
-    value = narrow_plan(alone, [found[0].ranks], INF, INF)
-    (own,) = [x for x in alone if x.value < INF]
-    assert (own.width, own.num_microbatches) == (found[0].ranks, 1)
-    assert value == own.value <= uniform * (1 + 1e-9)
-    assert narrow_plan(alone, [found[0].ranks], value * 0.5, INF) == INF
-    assert narrow_plan(alone, [x.ranks for x in found], INF, -INF) == INF

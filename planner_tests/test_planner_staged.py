@@ -20,7 +20,7 @@ from asa.ir.layout import Layout
 from asa.ir.plan import Plan
 from asa.ir.units import GIB
 from asa.planner import Request, plan, verify
-from asa.planner.parallel import Forked, SharedBest, WorkQueue
+from asa.planner.parallel import Forked, SharedBest
 from asa.planner.pipeline.floors import floors
 from asa.planner.pipeline.pipelines import Skeleton
 from asa.planner.pipeline.staged import StagedSpace
@@ -197,16 +197,3 @@ def test_two_processes_hear_of_each_others_number():
     other = Forked(lambda: told.exchange(1, 2.0), apart=hasattr(os, "fork"))
     assert other.result() == 3.0
     assert told.exchange(0, 3.0) == 2.0
-
-
-def test_two_processes_share_pieces_of_work():
-    board = WorkQueue(3)
-    assert board.mine(0, 1)
-    assert board.mine(0, 1)
-    assert board.read() is None
-    other = Forked(lambda: [board.mine(1, k) for k in range(2)], apart=hasattr(os, "fork"))
-    assert other.result() == [True, False]
-    assert [board.elsewhere(0, k) for k in range(3)] == [True, False, False]
-    assert [board.elsewhere(1, k) for k in range(3)] == [False, True, False]
-    board.write([1.0, 2.0, float("inf")])
-    assert board.read() == [1.0, 2.0, float("inf")]

@@ -20,6 +20,7 @@ from asa.planner.answer import infeasible, leanest
 from asa.planner.answer.circumstances import circumstances
 from asa.planner.answer.confidence import confidence, faster
 from asa.planner.answer.prediction import noise, predict
+from asa.planner.budget import USUAL, Budget
 from asa.planner.garbage import uncollected
 from asa.planner.search import Outcome, next_best, search
 from asa.planner.space import baselines, disciplines
@@ -47,8 +48,9 @@ _TIE = 1 + 1e-9
 
 @uncollected()
 def plan(
-    profile: Profile, cluster: Cluster, strategies: Strategies, request: Request, *, known: Prices | None = None
-) -> list[Plan]:
+    profile: Profile, cluster: Cluster, strategies: Strategies, request: Request, *, known: Prices | None = None,
+    budget: Budget = USUAL,
+) -> list[Plan]:  # fmt: skip
     """The best ``request.top_k`` plans, best first. ``known`` as for :class:`asa.planner.space.candidate.Prices`.
 
     The answer is not predicted to be slower than any whole strategy that fits, but for plain data parallelism: where
@@ -63,7 +65,7 @@ def plan(
     """
     order = cluster.fastest_first()
     if order is not None:
-        found = plan(profile, cluster.ordered(order), strategies, request, known=known)
+        found = plan(profile, cluster.ordered(order), strategies, request, known=known, budget=budget)
         return [_on_devices(p, cluster, order) for p in found]
     discipline = disciplines.asked(request)
     if discipline is not None:
@@ -75,7 +77,7 @@ def plan(
         return disciplines.planned(
             discipline,
             request,
-            lambda plain: plan(profile, cluster, strategies, plain, known=known),
+            lambda plain: plan(profile, cluster, strategies, plain, known=known, budget=budget),
             Prices(Space(on_device(profile, cluster), cluster, strategies, anything)),
         )
     started = clock.now()
@@ -103,6 +105,7 @@ def plan(
         incumbent_s=simplest.seconds if simplest else float("inf"),
         baselines=[c for c in (*whole, begin) if c is not None],
         start=begin,
+        budget=budget,
     )
     chosen, notes = _choose(prices, outcome, simplest)
     replicas = next((r for r in eligible if r.name == "ddp"), None)

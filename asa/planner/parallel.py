@@ -11,13 +11,12 @@ import contextlib
 import mmap
 import os
 import pickle
-import select
 import signal
 import struct
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Generic, NoReturn, TypeVar
 
 T = TypeVar("T")
@@ -48,11 +47,6 @@ class Forked(Generic[T]):
                     os.close(self._source)
                     _answer(work, sink)
             os.close(sink)
-
-    @property
-    def ready(self) -> bool:
-        """Whether the result is there, or begins to be."""
-        return bool(self._found) or (self._pid > 0 and bool(select.select([self._source], [], [], 0)[0]))
 
     def result(self) -> T:
         """What ``work`` returned; waits for it."""
@@ -93,42 +87,6 @@ class SharedBest:
         _NUMBER.pack_into(self._memory, side * _NUMBER.size, number)
         found: float = _NUMBER.unpack_from(self._memory, (1 - side) * _NUMBER.size)[0]
         return found
-
-
-class WorkQueue:
-    """What two processes, this one and a copy of it made later, write for each other: who has taken which of ``count``
-    pieces of work, and a number for each of them.
-
-    Both may take the same piece at the same instant: it is then done twice.
-    """
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._owners = mmap.mmap(-1, 1 + count)
-        self._numbers = mmap.mmap(-1, count * _NUMBER.size)
-
-    def mine(self, side: int, piece: int) -> bool:
-        """Whether ``side`` (0 or 1) has taken a piece, or takes it now."""
-        at = 1 + piece
-        if not self._owners[at]:
-            self._owners[at] = side + 1
-        return self._owners[at] == side + 1
-
-    def elsewhere(self, side: int, piece: int) -> bool:
-        """Whether the other side has taken it."""
-        return self._owners[1 + piece] == 2 - side
-
-    def write(self, numbers: Sequence[float]) -> None:
-        """A number for each piece."""
-        for k, number in enumerate(numbers):
-            _NUMBER.pack_into(self._numbers, k * _NUMBER.size, number)
-        self._owners[0] = 1
-
-    def read(self) -> list[float] | None:
-        """Numbers that the other process wrote, None before it did."""
-        if not self._owners[0]:
-            return None
-        return [_NUMBER.unpack_from(self._numbers, k * _NUMBER.size)[0] for k in range(self._count)]
 
 
 def _answer(work: Callable[[], T], sink: int) -> NoReturn:

@@ -20,7 +20,8 @@ from functools import partial
 from asa.errors import AsaError
 from asa.planner import clock
 from asa.planner.answer.canonical import canonical, improved
-from asa.planner.parallel import Forked, SharedBest, WorkQueue, possible
+from asa.planner.budget import USUAL, Budget
+from asa.planner.parallel import Forked, SharedBest, possible
 from asa.planner.pipeline import joint
 from asa.planner.pipeline.climb import first_plans
 from asa.planner.pipeline.floors import floors
@@ -32,45 +33,17 @@ from asa.planner.space.narrower import by_width
 from asa.planner.space.request import SolverName
 from asa.planner.space.space import MOST_IN_A_PIPELINE, Allowed, anything
 from asa.planner.stage import exhaustive, ilp
-from asa.planner.stage.first import first_plan, narrow_plan
+from asa.planner.stage.first import first_plan
 from asa.planner.stage.formulate import Formulation
 from asa.planner.stage.problem import MS, Choice, Problem, Solution
 from asa.planner.stage.shares import free_bound
 from asa.planner.stage.singles import Single, StageLookup, crowded, singles
 
 _LOG = logging.getLogger("asa")
-_FIRST, _SHARE = 0.15, 0.35
-"""Most of the time that single stages are searched for alone where there are pipelines too: before the first of
-these (if there is no other core for them), and before what is left is searched for all together."""
-_SOON, _NARROW = 0.1, 0.3
-"""Most of the time for single stages before first plans of a few widths, and for these."""
-_UNIFORM_S = 0.05
-"""For the whole strategies on fewer devices."""
 _SLACK = 1e-7
 """By how much a uniform plan of fewer devices may be beaten, so that the search finds the same plan itself."""
-_SKETCH, _SKETCH_S = 0.4, 0.15
-"""Most of the time for first plans of pipelines; half of it where one stage of all ranks leads.
-So many seconds whatever time there is."""
-_BRIEF_S = 0.6
-"""Time limits beyond it leave no more time for first plans, and for single stages alone: what those miss, the search
-comes to, and what proves is the search."""
-_FLOORS_S = 1.0
-"""For the quick bounds on pipelines, whatever time is left: without them nothing is proved at all."""
-_PATIENCE_S = 0.5
-_ENOUGH = 0.005
-"""A gap that is not worth searching on for, once patience is over: a tenth of the usual error of a step time."""
-_NEARLY = 0.03
-"""A gap from which on single stages can wait: before anything is proved of pipelines, no more of theirs counts."""
-_REST_S = 0.25
-"""For all that is left after first plans, whatever time is left."""
-_AGAIN_S = 0.5
-"""At most, for the ILP to solve once more what the label program has proved."""
-
 _PROVED = 1e-6
 """A gap that is none."""
-_POLISH, _POLISH_S = 1 / 8, 0.25
-"""So much of the time, and so many seconds at most, are added for what is faster beside an answer that is not proved,
-and again for what comes before that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +74,7 @@ def search(
     incumbent_s: float = float("inf"),
     baselines: Sequence[Candidate] = (),
     start: Candidate | None = None,
+    budget: Budget = USUAL,
 ) -> Outcome:
     """The fastest plan in the space, among those that ``allowed`` lets through; of plans that take equally long the
     first in an order that does not depend on the clock (:mod:`asa.planner.answer.canonical`).
@@ -114,11 +88,12 @@ def search(
         UnavailableError: the solver is not installed.
     """
     started, began = clock.now(), time.monotonic()
-    found = _search(prices, solver, started + time_limit_s, allowed, incumbent_s, baselines, start)
+    found = _search(prices, solver, started + time_limit_s, allowed, incumbent_s, baselines, start, budget)
+    polish_s = min(budget.polish_s, budget.polish * time_limit_s)
     # Weights of unequal devices are searched a few at a time; this holds for all of them.
     found = replace(found, lower_bound_s=min(found.lower_bound_s, free_bound(prices, allowed) / MS))
     if found.best is None:
-        found = _beside_baseline(prices, found, allowed, incumbent_s, baselines, min(_POLISH_S, _POLISH * time_limit_s))
+        found = _beside_baseline(prices, found, allowed, incumbent_s, baselines, polish_s)
     if found.best is None:
         return replace(found, wall_s=time.monotonic() - began)
     before_ms = prices.of(found.best).cost.total_s * MS
@@ -126,7 +101,6 @@ def search(
     if proved:
         first = canonical(prices, found.best, allowed)
     else:  # which plan that is depends on the clock anyway
-        polish_s = min(_POLISH_S, _POLISH * time_limit_s)
         better = improved(prices, found.best, allowed, clock.now() + polish_s)
         first = canonical(prices, better, allowed, clock.now() + polish_s)
     value_ms = prices.of(first).cost.total_s * MS
@@ -150,7 +124,7 @@ def _beside_baseline(
 
 def _search(
     prices: Prices, solver: SolverName, ends: float, allowed: Allowed, incumbent_s: float,
-    baselines: Sequence[Candidate], start: Candidate | None,
+    baselines: Sequence[Candidate], start: Candidate | None, budget: Budget,
 ) -> Outcome:  # fmt: skip
     started = clock.now()
     space = prices.space
@@ -158,24 +132,22 @@ def _search(
     room = max(space.room(rank, 1, gpus) for rank in range(gpus))
     piping = bool(space.schedules) and gpus > 1 and len(space.profile.graph) > 1 and room > 0
     piping = piping and space.microbatches()[0] <= MOST_IN_A_PIPELINE
-    alone = [s for view, among in views(prices) for s in singles(StageLookup(view, allowed, among), solver)]
+    alone = [s for view, among in views(prices) for s in singles(StageLookup(view, allowed, among, budget), solver)]
     start_s = float("inf") if start is None else prices.of(start).cost.total_s
     found = start if start_s < incumbent_s else None
     incumbent_s = min(incumbent_s, start_s)
-    narrow = by_width(prices, allowed, clock.now() + _UNIFORM_S)
+    narrow = by_width(prices, allowed, clock.now() + budget.narrower_s)
     narrow_s = min((prices.of(x).cost.total_s * (1 + _SLACK) for x in narrow), default=float("inf"))
     if narrow_s < incumbent_s:
         found, incumbent_s = narrow[0], narrow_s
-    order = [x.ranks for x in narrow]
     best = joint.Incumbent(None, incumbent_s * MS, started)
     if not piping:
-        best.other(first_plan(alone, best.limit, started + _FIRST * (ends - started)))
-        _best_first(alone, best, ends, order, patience=started + _PATIENCE_S, gap=_ENOUGH)
+        best.other(first_plan(alone, best.limit, started + budget.singles_first * (ends - started)))
+        joint.best_first(alone, best, ends, patience=started + budget.patience_s, gap=budget.enough)
         bound_ms, limit_ms, curve = best.bound, best.limit, best.curve
     else:
         staged = pipelines(prices, allowed)
-        ways = _Ways(prices, staged, allowed, baselines, best, alone, ends, order)
-        sketched, piped = ways.both() if possible() and joint.searched(staged) else ways.in_turn()
+        sketched, piped = _Ways(prices, staged, allowed, baselines, best, alone, ends, budget).search()
         found = sketched or found
         curve = list(piped.curve)
         bound_ms, limit_ms = piped.bound, min(best.limit, piped.value, *(x.value for x in alone))
@@ -189,8 +161,8 @@ def _search(
             seconds=clock.now() - started, curve=tuple(curve),
         )  # fmt: skip
     assert single.origin is not None
-    near = bound_ms >= single.value * (1 - _ENOUGH)
-    solution, said = _again(single, solver, ends, near=near)
+    near = bound_ms >= single.value * (1 - budget.enough)
+    solution, said = _again(single, solver, ends, near=near, again_s=budget.again_s)
     assert solution.choice is not None
     return Outcome(
         best=single.origin.formulation.candidate(solution.choice),
@@ -203,50 +175,10 @@ def _search(
     )
 
 
-def _best_first(
-    alone: Sequence[Single], best: joint.Incumbent, ends: float, order: Sequence[int], *, patience: float, gap: float,
-    news: Callable[[float], float] | None = None,
-) -> None:  # fmt: skip
-    """Single stages until the time ``ends``; where that is not soon done, the widths in ``order`` get first plans."""
-    began = clock.now()
-    joint.best_first(alone, best, began + _SOON * (ends - began), patience=patience, gap=gap, news=news)
-    if best.bound < best.limit * (1 - gap):
-        best.other(narrow_plan(alone, order, best.limit, clock.now() + _NARROW * (ends - began)))
-    joint.best_first(alone, best, ends, patience=patience, gap=gap, news=news)
-
-
-@dataclass(frozen=True)
-class _Half:
-    """What one of two processes takes of numbers of microbatches: every other one of ``places``, or ``whatever`` there
-    is. ``places``: pieces of the board, in the order in which they are taken."""
-
-    board: WorkQueue
-    side: int
-    places: dict[int, int]
-    whatever: bool = False
-
-    @staticmethod
-    def of(board: WorkQueue, side: int, floor: dict[int, float]) -> _Half:
-        """``floor`` as for :func:`asa.planner.pipeline.joint.search`."""
-        return _Half(board, side, {m: k for k, m in enumerate(sorted(floor, key=lambda m: (floor[m], m)))})
-
-    def elsewhere(self, m: int) -> bool:
-        """Whether the other process has begun with them (:class:`asa.planner.pipeline.joint.Shared`)."""
-        return self.board.elsewhere(self.side, m.bit_length())
-
-    def take(self, m: int) -> bool:
-        """Begin with them, unless they belong to the other process."""
-        return (self.whatever or self.places[m] % 2 == self.side) and self.board.mine(self.side, m.bit_length())
-
-    def all(self) -> _Half:
-        """A view that takes all that nobody has begun."""
-        return replace(self, whatever=True)
-
-
 @dataclass
 class _Ways:
     """Single stages and pipelines of one space, searched on one core or two. ``best``: so far; ``alone``: single
-    stages, ``order`` the widths that look best; ``baselines`` as for :func:`search`."""
+    stages; ``baselines`` as for :func:`search`."""
 
     prices: Prices
     staged: StagedSpace
@@ -255,71 +187,52 @@ class _Ways:
     best: joint.Incumbent
     alone: Sequence[Single]
     ends: float
-    order: Sequence[int]
+    budget: Budget
 
     def __post_init__(self) -> None:
         gpus, first = self.prices.space.request.gpus, next(iter(self.baselines), None)
         self.likely = first is not None and (len(first.widths) > 1 or first.ranks < gpus)
         self.near = 1 if first is None else first.num_microbatches
-        self.limit_s = min(_BRIEF_S, self.ends - self.best.started)
+        self.limit_s = min(self.budget.brief_s, self.ends - self.best.started)
 
-    def in_turn(self) -> tuple[Candidate | None, Pipelined]:
-        """Single stages, first plans of pipelines (beside them, where that is possible), then all that is left."""
-        apart, best, began = possible(), self.best, clock.now()
-        if not apart:
-            self._first()
-            joint.best_first(self.alone, best, began + _FIRST * self.limit_s, patience=self.ends)
+    def search(self) -> tuple[Candidate | None, Pipelined]:
+        """A first plan of several stages, if one is kept, and what is left of the pipelines.
 
-        def news(_best: float) -> float:
-            return sketch.result()[1] if sketch.ready else float("inf")
+        On two cores a copy of this process makes the first plan, and then searches every other number of microbatches;
+        each tells the other its best time.
+        """
+        apart, best, counts = possible(), self.best, self.staged.microbatches()
+        two = apart and joint.searched(self.staged)
+        mine, theirs = (counts[::2], counts[1::2]) if two else (counts, ())
+        told = SharedBest()
 
-        sketch = Forked(self._sketched, apart=apart)
+        def there() -> tuple[Candidate | None, float, Pipelined | None]:
+            found, value = self._sketched()
+            best.other(told.exchange(1, value))
+            best.other(value)
+            return found, value, self._rest((), theirs, partial(told.exchange, 1)) if theirs else None
+
+        other = Forked(there, apart=apart)
         try:
             if not apart:
-                best.other(sketch.result()[1])
-            self._singles(news)
-            best.other(sketch.result()[1])
-            self.staged.crowded = crowded(self.alone)
-            return sketch.result()[0], self._rest(self.alone, self._floors())
-        finally:
-            sketch.stop()
-
-    def both(self) -> tuple[Candidate | None, Pipelined]:
-        """Searches in two processes: single stages here, first plans of pipelines there; then each takes every other
-        number of microbatches, in order of their bounds, and when it is done with these, what the other has not begun.
-        """
-        counts = self.staged.microbatches()
-        told, board = SharedBest(), WorkQueue(max(counts).bit_length() + 1)
-
-        def there() -> tuple[Candidate | None, float, Pipelined]:
-            found, value = self._sketched()
-            self.best.other(told.exchange(1, value))
-            self.best.other(value)
-            numbers = board.read()
-            floor = self._floors() if numbers is None else {m: numbers[m.bit_length()] for m in counts}
-            self.staged.crowded = crowded(self.alone) if numbers is None else bool(numbers[0])
-            return found, value, self._rest((), floor, partial(told.exchange, 1), _Half.of(board, 1, floor))
-
-        other = Forked(there, apart=True)
-        try:
+                until = clock.now() + self.budget.singles_first * self.limit_s
+                self._first()
+                joint.best_first(self.alone, best, until, patience=self.ends)
+                best.other(other.result()[1])
             self._singles(partial(told.exchange, 0))
-            floor = self._floors()
-            self.staged.crowded = crowded(self.alone)
-            known = floor | {0: float(self.staged.crowded)}
-            board.write([known.get(1 << k >> 1, 0.0) for k in range(max(counts).bit_length() + 1)])
-            if min(floor.values()) >= self.best.limit < told.exchange(0, self.best.limit):  # no pipeline is better
-                return None, self._rest(self.alone, floor)
-            here = self._rest(self.alone, floor, partial(told.exchange, 0), _Half.of(board, 0, floor))
+            if not theirs:
+                best.other(other.result()[1])
+            here = self._rest(self.alone, mine, partial(told.exchange, 0))
             found, value, rest = other.result()
-            self.best.other(value)
-            return found, joint.joined(here, rest)
+            best.other(value)
+            return found, here if rest is None else joint.joined(here, rest)
         finally:
             other.stop()
 
     def _sketched(self) -> tuple[Candidate | None, float]:
         """A first plan of several stages, and its ms."""
-        share = _SKETCH if self.likely else _SKETCH / 2
-        until = clock.now() + max(_SKETCH_S, share * self.limit_s)
+        share = self.budget.outlines * (1 if self.likely else 0.5)
+        until = clock.now() + max(self.budget.outlines_s, share * self.limit_s)
         near = self.near if self.near > 1 else None
         found = first_plans(self.prices, self.allowed, self.best.limit / MS, until, near)
         if found is not None:
@@ -328,37 +241,37 @@ class _Ways:
 
     def _first(self) -> None:
         """A first plan of one stage, where memory binds."""
-        self.best.other(first_plan(self.alone, self.best.limit, clock.now() + _FIRST * self.limit_s))
+        self.best.other(first_plan(self.alone, self.best.limit, clock.now() + self.budget.singles_first * self.limit_s))
 
     def _singles(self, news: Callable[[float], float]) -> None:
         """Single stages for a part of the time."""
         self._first()
         now = clock.now()
-        until = now + _SHARE * min(_BRIEF_S, self.ends - now)
-        _best_first(self.alone, self.best, until, self.order, patience=now, gap=_NEARLY, news=news)
+        until = now + self.budget.singles * min(self.budget.brief_s, self.ends - now)
+        joint.best_first(self.alone, self.best, until, patience=now, gap=self.budget.nearly, news=news)
 
-    def _floors(self) -> dict[int, float]:
-        """Whether compute alone says that no pipeline is better; closer bounds only where there are no others."""
-        ends = max(self.ends, clock.now() + _FLOORS_S)
-        return floors(self.staged, self.best.limit, ends, **({"halvings": 1} if joint.searched(self.staged) else {}))
-
-    def _rest(
-        self, others: Sequence[Single], floor: dict[int, float], news: Callable[[float], float] | None = None,
-        shared: joint.Shared | None = None,
-    ) -> Pipelined:  # fmt: skip
-        """All that is left; the curve begins with what was known before."""
-        best, left = self.best, self.ends - clock.now()
+    def _rest(self, others: Sequence[Single], counts: Sequence[int], news: Callable[[float], float]) -> Pipelined:
+        """All that is left of pipelines with these numbers of microbatches, and of ``others``; the curve begins with
+        what was known before."""
+        best, staged, own = self.best, self.staged, self.budget
+        staged.crowded = crowded(self.alone)
+        # Whether compute alone says that no pipeline is better; closer bounds only where there are no others.
+        halvings = {"halvings": 1} if joint.searched(staged) else {}
+        until = max(self.ends, clock.now() + own.floors_s)
+        floor = floors(staged, best.limit, until, counts=counts, **halvings)
         found = joint.search(
-            self.staged, incumbent_ms=best.limit, time_limit_s=max(_REST_S, left), gap=_ENOUGH,
-            patience_s=max(0.0, best.started + _PATIENCE_S - clock.now()), others=others, started=best.started,
-            floor=floor, news=news, shared=shared, crowded=self.staged.crowded,
+            staged, incumbent_ms=best.limit, time_limit_s=max(own.rest_s, self.ends - clock.now()), gap=own.enough,
+            patience_s=max(0.0, best.started + own.patience_s - clock.now()), others=others, started=best.started,
+            floor=floor, news=news, crowded=staged.crowded, effort=own.effort,
         )  # fmt: skip
         least = min((b for _, _, b in found.curve), default=0.0)
         before = [(t, v, min(b, least)) for t, v, b in best.curve]
         return replace(found, curve=(*before, *found.curve))
 
 
-def _again(single: Single, solver: SolverName, ends: float, *, near: bool) -> tuple[Solution, str]:
+def _again(
+    single: Single, solver: SolverName, ends: float, *, near: bool, again_s: float = USUAL.again_s
+) -> tuple[Solution, str]:
     """The answer of a single stage, solved once more by whom was asked for, and who found and proved it; not by the ILP
     where that would not be done in time, or where the answer is not proved, but ``near`` its bound, which is not worth
     searching on for."""
@@ -371,7 +284,7 @@ def _again(single: Single, solver: SolverName, ends: float, *, near: bool) -> tu
         return known, known.solver
     if solver != "ilp":
         return known, known.solver + (", checked by dp" if solver == "exhaustive" else "")
-    left = min(_AGAIN_S, ends - clock.now()) if known.proved else ends - clock.now()
+    left = min(again_s, ends - clock.now()) if known.proved else ends - clock.now()
     if not known.proved and (near or left <= 0):
         return known, "dp"
     found = ilp.solve(problem, time_limit_s=max(0.1, left))

@@ -31,8 +31,8 @@ Cuts = tuple[tuple[int, int, int], ...]
 """Width, first component and component behind the last one, for each stage."""
 
 _LABELS, _UTMOST = 300, 4800
-_TURNS, _PATHS = 8, 40
-"""Labels kept behind a component, at first and at most; turns at most, and paths added in one."""
+_PATHS = 40
+"""Labels kept behind a component, at first and at most; paths added in one turn at most."""
 _CLOSE = 1e-3
 """Share of a bound: a smaller gain is not worth another turn."""
 _FIRST, _NEAR = 0.2, 0.3
@@ -85,7 +85,7 @@ class ColumnGeneration:
             return
         reach = INF if choices is None else self._met(choices)
         near = self.bound * (1 + _CLOSE / 3)
-        self.done = reach <= near or self.value <= near or self._turns >= _TURNS
+        self.done = reach <= near or self.value <= near or self._turns >= self.case.shop.effort.turns
         if dropped and reach > near:
             self.done = self.done or self._most >= _UTMOST
             self._most *= 4

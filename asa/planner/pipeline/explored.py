@@ -14,7 +14,7 @@ from asa.planner.pipeline.lattice import INF, Table
 from asa.planner.pipeline.points import Points, Room
 from asa.planner.pipeline.skeletons import Options, sums_of
 from asa.planner.pipeline.stage_cache import StageCache
-from asa.planner.pipeline.stages import MOST, UTMOST
+from asa.planner.pipeline.stages import UTMOST
 
 Key = tuple[int, int, int, int]
 """A stage: width, place (1 is the last), start, stop."""
@@ -72,7 +72,7 @@ class Explored:
 
     def refine(self, key: Key) -> bool:
         """Explore it again with more labels; False where it was with as many as can be."""
-        most = self._detail.get(key, MOST)
+        most = self._detail.get(key, self._shop.effort.labels)
         if most >= UTMOST:
             return False
         self._stages[key].limit = 0.0
@@ -94,7 +94,7 @@ class Explored:
                 start, stop = self._shop.twin(w, self._m, a, b)
                 room = Room(*rooms[:, a, b].tolist())
                 wanted.setdefault(place, {}).setdefault(start, []).append(
-                    _Wanted(r, (a, b), stop, room, self._detail.get(key, MOST))
+                    _Wanted(r, (a, b), stop, room, self._detail.get(key, self._shop.effort.labels))
                 )
         for place, starts in wanted.items():
             for start, some in starts.items():

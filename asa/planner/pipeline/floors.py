@@ -9,6 +9,7 @@ microbatches take in a stage and one takes in all stages in front.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -31,9 +32,11 @@ _MOST_ENTRIES = 4e8
 
 
 def floors(
-    pipelines: Pipelines, best: float = INF, ends: float = INF, *, halvings: int = _PACED
+    pipelines: Pipelines, best: float = INF, ends: float = INF, *, halvings: int = _PACED,
+    counts: Sequence[int] | None = None,
 ) -> dict[int, float]:  # fmt: skip
-    """Ms per number of microbatches, a bound on every plan of several stages; ``best`` where it is no less.
+    """Ms per number of microbatches (``counts``, all where None), a bound on every plan of several stages; ``best``
+    where it is no less.
 
     ``halvings``: of what is left between a bound and ``best``, where that is not reached at once; 1 for none, where
     closer bounds follow.
@@ -42,7 +45,7 @@ def floors(
     whatever time is left: without them nothing is proved.
     """
     ends = max(ends, clock.now() + _LEAST_S)
-    found = dict.fromkeys(pipelines.microbatches(), 0.0)
+    found = dict.fromkeys(pipelines.microbatches() if counts is None else counts, 0.0)
     gpus = pipelines.gpus
     for m in found:
         rows = {w: row for w in pipelines.widths() if w < gpus and (row := pipelines.compute(w, m)) is not None}

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from asa.interfaces.schedule import Schedule
 from asa.planner import clock
+from asa.planner.budget import USUAL, Effort
 from asa.planner.pipeline.case import Case
 from asa.planner.pipeline.floors import floors
 from asa.planner.pipeline.lattice import INF
@@ -43,19 +44,6 @@ class Item(Protocol):
 
     def step(self, best: float, ends: float) -> None:
         """Raise the bound; plans from ``best`` ms on are of no interest, and time is up at ``ends``."""
-
-
-class Shared(Protocol):
-    """Cases that somebody else searches, too, by their numbers of microbatches."""
-
-    def elsewhere(self, m: int) -> bool:
-        """Whether somebody else has begun with them."""
-
-    def take(self, m: int) -> bool:
-        """Begin with them, unless they are rather left to somebody else."""
-
-    def all(self) -> Shared:
-        """A view for a process that has nothing else to do: it takes all that nobody has begun."""
 
 
 class Incumbent:
@@ -124,15 +112,15 @@ def search(
     started: float | None = None,
     floor: dict[int, float] | None = None,
     news: Callable[[float], float] | None = None,
-    shared: Shared | None = None,
     crowded: bool = False,
+    effort: Effort = USUAL.effort,
 ) -> Pipelined:
     """The fastest plan of two or more stages, if it beats ``incumbent_ms``, and a proof of how good it is.
 
     ``others`` are searched along with it; what they find they keep, and the proof holds for them, too. The search ends
     when the bound has reached the best, or after ``patience_s`` ``(1 - gap)`` of it, or time is up. ``started``: when
     the clock of the curve did. ``floor``: the numbers of microbatches to search, with a bound on each
-    (:mod:`asa.planner.pipeline.floors`); all where None. ``news`` and ``shared``: as for :func:`best_first`.
+    (:mod:`asa.planner.pipeline.floors`); all where None. ``news``: as for :func:`best_first`.
     ``crowded``: memory is likely to bind.
     """
     best = Incumbent(pipelines, incumbent_ms, started)
@@ -142,13 +130,12 @@ def search(
     if not searched(pipelines):
         queue.append(Closed(min(floor.values(), default=incumbent_ms)))
     else:
-        shop = StageCache(pipelines, crowded=crowded)
+        shop = StageCache(pipelines, crowded=crowded, effort=effort)
         for m in floor:
             for name, schedule in _distinct(pipelines.schedules, min(shop.n, shop.gpus), m).items():
                 for stages in _alike(schedule, min(shop.n, shop.gpus), m):
                     queue.append(Case(shop, m, name, schedule, stages, best.found, bound=floor[m]))
-    counts = best_first(queue, best, ends, gap=gap, patience=clock.now() + patience_s, news=news,
-                        shared=shared)  # fmt: skip
+    counts = best_first(queue, best, ends, gap=gap, patience=clock.now() + patience_s, news=news)
     return Pipelined(
         skeleton=best.skeleton,
         choices=best.choices,
@@ -187,49 +174,25 @@ def joined(a: Pipelined, b: Pipelined) -> Pipelined:
 
 def best_first(
     items: Sequence[Item], best: Incumbent, ends: float, *, gap: float = 0.0, patience: float,
-    news: Callable[[float], float] | None = None, shared: Shared | None = None,
+    news: Callable[[float], float] | None = None,
 ) -> dict[str, int]:  # fmt: skip
     """Always take the item with the lowest bound a step further, until that bound has reached the best plan.
 
     From the time ``patience`` on, ``(1 - gap)`` of it is enough. ``best.bound`` is what is proved of all. ``news``:
-    told the ms of the best plan, it says those of one that somebody else may have found by now. ``shared``: who
-    searches cases of which number of microbatches; of those searched elsewhere nothing is proved here.
+    told the ms of the best plan, it says those of one that somebody else may have found by now.
     """
-
-    def elsewhere(item: Item) -> bool:
-        return shared is not None and isinstance(item, Case) and shared.elsewhere(item.m)
-
-    def left() -> float:
-        return min((b for b, _, item in later if not elsewhere(item)), default=INF)
-
     queue = [(item.bound, k, item) for k, item in enumerate(items)]
     heapq.heapify(queue)
-    steps = len(queue)
-    lowest = float("inf")
-    later: list[tuple[float, int, Item]] = []
-    while queue or later:
-        if not queue:
-            queue, later, shared = [x for x in later if not elsewhere(x[2])], [], shared and shared.all()
-            heapq.heapify(queue)
-            continue
-        bound, number, item = heapq.heappop(queue)
-        if elsewhere(item):
-            continue
-        if shared is not None and isinstance(item, Case) and not shared.take(item.m):
-            later.append((bound, number, item))
-            continue
+    steps, lowest = len(queue), INF
+    while queue:
+        bound, number, item = queue[0]
         if news is not None:
             best.other(news(best.limit))
-        best.note(min(bound, lowest, left()))
+        best.note(min(bound, lowest))
         allowed = gap if clock.now() >= patience else 0.0
-        enough = best.limit * (1 - max(allowed, _CLOSE))
-        if bound >= enough or clock.now() > ends:
-            heapq.heappush(queue, (bound, number, item))
-            if left() >= enough or clock.now() > ends:
-                break
-            queue, later, shared = queue + later, [], shared and shared.all()
-            heapq.heapify(queue)
-            continue
+        if bound >= best.limit * (1 - max(allowed, _CLOSE)) or clock.now() > ends:
+            break
+        heapq.heappop(queue)
         item.step(best.limit * (1 - _CLOSE), ends)
         steps += 1
         if isinstance(item, Case) and item.level == 2 and item.bound < best.limit == INF:
@@ -239,7 +202,7 @@ def best_first(
             lowest = min(lowest, item.bound)  # as far as it goes; the others may still hold better plans
         else:
             heapq.heappush(queue, (item.bound, number, item))
-    proved = min([best.limit, lowest, left(), *(b for b, _, item in queue if not elsewhere(item))])
+    proved = min([best.limit, lowest, *(b for b, _, _ in queue)])
     if proved >= best.limit * (1 - 2 * _CLOSE):
         proved = best.limit
     best.note(proved)

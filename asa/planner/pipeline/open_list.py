@@ -28,19 +28,12 @@ if TYPE_CHECKING:
 
 _FOREVER = 1e15
 """Ms that no plan takes: a limit where none is known."""
-_SHARE, _WIDER = 0.003, 4.0
-"""Share of the bound by which plans are listed beyond it at first, and how many times as far the next time."""
+_SHARE = 0.003
+"""Share of the bound by which plans are listed beyond it at first."""
 _ALL = 10.0
 """Share from which on all plans are listed."""
-_STRIDE, _LEAP, _HOP = 0.3, 0.28, 0.06
-"""Least share of the way from the bound to the best plan at a time; and up to which share of the bound that is all of
-it (less where memory may bind): what is explored up to one limit is explored anew up to the next."""
-_SOME, _SHARED = 200, 3
-"""Cuts and widths looked at one by one, rather than stages in full; and in how many of them a stage is, on average."""
 _AT_ONCE = 8
 """Looked at in one step."""
-_DIVES, _DEEP, _FAR = 3, 4, 0.01
-"""How many are followed at once, in how many steps, where the best plan is further than the last from the bound."""
 _SEEN = 12
 """Plans of the same cuts and widths that weights are first chosen against."""
 
@@ -51,6 +44,7 @@ class OpenList:
 
     def __init__(self, case: Case, base: Tables, *, tight: bool) -> None:
         self._case, self._base, self._tight = case, base, tight
+        self._effort = case.shop.effort
         self._known = Explored(case.shop, case.m, case.in_flight)
         self._share, self._short = _SHARE, False
         self._queue: list[tuple[float, Cuts]] = []
@@ -155,14 +149,10 @@ class OpenList:
             options = self._options = self._known.options(frame, limit)
             leaves, told = plans(frame, options, self._case.stages, self._case.schedule, limit, FEW)
             self._open(leaves, min(told, limit))
-            found = self._dive(best, ends)
             vague, slots = self._vague(), sum(len(cuts) for _, cuts in self._queue)
-            few = len(vague) * _SHARED >= slots and len(self._queue) <= _SOME
+            few = len(vague) * self._effort.shared >= slots and len(self._queue) <= self._effort.listed
             if few and (told >= limit or told > self.bound * (1 + _SHARE)):
                 break
-            if found < limit:
-                best = found
-                continue
             if self._tight and self.bound * (1 + _SHARE) < told < limit:
                 cap = told
                 continue
@@ -176,30 +166,18 @@ class OpenList:
                 break
             if clock.now() > ends:
                 return
-        self._share = share * _WIDER
+        self._share = share * self._effort.wider
         if not self._queue:
             self.stuck = self._floor < best if self._listed >= min(best, _FOREVER) else self._listed <= self.bound
         self._note(best)
-
-    def _dive(self, best: float, ends: float) -> float:
-        """A plan of the first few each, where the best one is far away: what is the best then."""
-        for bound, cuts in heapq.nsmallest(_DIVES, self._queue):
-            for _ in range(_DEEP):
-                if bound * (1 + _FAR) > best or bound >= self._listed or clock.now() > ends:
-                    break
-                bound, found = self._closer(bound, cuts, best, ends)
-                if found < INF:
-                    best = min(best, found)
-                    break
-        return best
 
     def _next(self, best: float) -> float:
         """The share of the bound up to which plans are listed: far from the best plan, in longer strides."""
         if self.bound <= 0 or best >= _FOREVER or self._short:
             return self._share
         left = best / self.bound - 1
-        leap = _HOP if self._tight else _LEAP
-        return max(self._share, left if left <= leap else left * _STRIDE)
+        leap = self._effort.leap_tight if self._tight else self._effort.leap
+        return max(self._share, left if left <= leap else left * self._effort.stride)
 
     def _open(self, leaves: Sequence[Leaves], limit: float) -> None:
         """Take what is below ``limit`` among leaves."""

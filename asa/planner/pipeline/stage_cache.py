@@ -9,6 +9,7 @@ import numpy as np
 
 from asa.ir.layout import Layout
 from asa.planner import clock
+from asa.planner.budget import USUAL, Effort
 from asa.planner.pipeline.bounds import Keys, StageLinks
 from asa.planner.pipeline.lattice import INF, Numbers, Table
 from asa.planner.pipeline.pipelines import Pipelines
@@ -26,8 +27,8 @@ class StageCache:
     """What cases share: chains as arrays, tables and transfers, each made once. ``crowded``: memory is likely to bind,
     so that bounds by compute alone are not worth their time."""
 
-    def __init__(self, pipelines: Pipelines, *, crowded: bool = False) -> None:
-        self.pipelines, self.crowded = pipelines, crowded
+    def __init__(self, pipelines: Pipelines, *, crowded: bool = False, effort: Effort = USUAL.effort) -> None:
+        self.pipelines, self.crowded, self.effort = pipelines, crowded, effort
         self.n = len(pipelines.names)
         self.gpus = pipelines.gpus
         self.offsets = {

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from asa.planner import clock
+from asa.planner.budget import USUAL
 from asa.planner.pipeline import lattice as at
 from asa.planner.pipeline.lattice import INF, Numbers, PricedChain
 from asa.planner.pipeline.points import Points, Room
@@ -23,8 +24,8 @@ from asa.planner.pipeline.thinning import BKT, BWD, FWD, HELD, LAST, PEAK, SUM, 
 from asa.planner.stage.pareto import OutOfTimeError, efficient
 
 _CLOSE = 1 + 1e-12
-MOST, UTMOST = 100, 12_000
-"""Labels kept per component, beyond which they are rounded, and similar ones merged."""
+UTMOST = 12_000
+"""Most labels kept per component; beyond as many as asked for they are rounded, and similar ones merged."""
 
 
 class Completions:
@@ -99,7 +100,7 @@ class Explorer:
         ]
 
     def explore(
-        self, start: int, caps: Mapping[int, Room], most: int = MOST, *, ends: float = INF
+        self, start: int, caps: Mapping[int, Room], most: int = USUAL.effort.labels, *, ends: float = INF
     ) -> dict[int, Points]:
         """Points of the stages from ``start`` to each stop in ``caps``, up to the ms named there.
 

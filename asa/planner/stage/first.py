@@ -3,8 +3,6 @@
 Where memory binds, before anything is bounded: whole strategies that fit may be far off. Of all ranks, in as few
 microbatches as leave room for something faster than the best plan known. The prices of memory and overlap, which the
 search would look for anyway, come upon choices that fit; the first one found is enough.
-
-And of fewer ranks: a search that begins with the lowest bounds comes to them late.
 """
 
 from __future__ import annotations
@@ -42,21 +40,3 @@ def first_plan(alone: Sequence[Single], best: float, ends: float) -> float:
         elif least < float("inf"):  # more microbatches are in the space only if it is proved that this many do not fit
             break
     return float("inf")
-
-
-def narrow_plan(alone: Sequence[Single], order: Sequence[int], best: float, ends: float) -> float:
-    """Ms of the best first plan among ``alone`` of the widths in ``order`` in one microbatch, which keep theirs;
-    infinite where none below ``best`` ms was found by the time ``ends``.
-
-    Of a width with devices of several speeds, with an even cut of the batch and with the one that computes fastest.
-    """
-    found = best
-    for width in order:
-        own = [x for x in alone if x.width == width and x.num_microbatches == 1]
-        for single in dict.fromkeys((*own[:1], *sorted(own, key=lambda x: x.bound)[:1])):
-            if clock.now() > ends:
-                break
-            if single.bound < found and not single.long and single.least < found:
-                single.begin(found)
-                found = min(found, single.value)
-    return found if found < best else float("inf")

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from asa.ir.units import GIB
 from asa.planner import clock
+from asa.planner.budget import USUAL, Budget
 from asa.planner.space.candidate import Prices
 from asa.planner.space.request import SolverName
 from asa.planner.space.space import TOLERANCE_GIB, Allowed, widths
@@ -25,10 +26,6 @@ from asa.planner.stage.runs import RunCharge, Runs
 
 _FIRST_S = 0.15
 """For the label program under a memory limit, at first; four times as long each time it comes back."""
-HANDY = 1_000
-"""Ways of all components together up to which the ILP proves a stage whose memory binds within a second, usually."""
-_ILP_S = 0.55
-"""Less time than that is better spent on labels: the ILP would not get to the end."""
 _LONG, _FORMULATED = 10_000, 1.0
 """Ways of all components together from which formulating takes long: as long as pricing them one by one, times so much.
 """
@@ -45,8 +42,11 @@ class FormulatedStage:
     """One (width, microbatches): its formulation, and what is known of it with the memory limit and without. Without a
     formulation, nothing fits. ``fitting``: whether a choice fits, all of it known; by the formulation where None."""
 
-    def __init__(self, formulation: Formulation | None, fitting: Callable[[Choice], bool] | None = None) -> None:
-        self._formulation, self._fitting = formulation, fitting
+    def __init__(
+        self, formulation: Formulation | None, fitting: Callable[[Choice], bool] | None = None,
+        handy: int = USUAL.effort.handy,
+    ) -> None:  # fmt: skip
+        self._formulation, self._fitting, self._handy = formulation, fitting, handy
         self.free, self.fits, self.settled, self._looked = _OPEN, False, True, False
         self._solver: labels.Solver | None = None
         self._roomy: labels.Solver | None = None
@@ -84,7 +84,7 @@ class FormulatedStage:
     @property
     def handy(self) -> bool:
         """Whether the ILP is likely to prove it soon."""
-        return self.fits or sum(map(len, self.problem.configs)) <= HANDY
+        return self.fits or sum(map(len, self.problem.configs)) <= self._handy
 
     @property
     def asked(self) -> Problem:
@@ -119,8 +119,10 @@ class FormulatedStage:
 class StageLookup:
     """All (width, microbatches) of a space, formulated when first asked for."""
 
-    def __init__(self, prices: Prices, allowed: Allowed, among: tuple[int, ...] | None = None) -> None:
-        self._prices, self._allowed = prices, allowed
+    def __init__(
+        self, prices: Prices, allowed: Allowed, among: tuple[int, ...] | None = None, budget: Budget = USUAL
+    ) -> None:
+        self._prices, self._allowed, self.budget = prices, allowed, budget
         self._among = widths(prices.space.request.gpus) if among is None else among
         self._known: dict[tuple[int, int], FormulatedStage | None] = {}
         self._counted: dict[tuple[int, int], FormulatedStage] = {}
@@ -195,7 +197,9 @@ class StageLookup:
     def _placed(self, formulation: Formulation | None) -> FormulatedStage:
         if formulation is None:
             return FormulatedStage(None)
-        return FormulatedStage(formulation, lambda choice: self._prices.fits(formulation.candidate(choice)))
+        return FormulatedStage(
+            formulation, lambda choice: self._prices.fits(formulation.candidate(choice)), self.budget.effort.handy
+        )
 
     def enough(self, width: int, num_microbatches: int, cutoff: float, ends: float) -> bool | None:
         """Whether fewer microbatches are enough, so that so many are not in the space: what is fastest with fewer, or
@@ -373,7 +377,8 @@ class Single:
             return
         ilp_too = self._solver == "ilp"
         first = 2 if self.place.handy else 3
-        self._labelled = not (ilp_too and self._turns >= first and slice_s >= _ILP_S and self._labelled)
+        turn = ilp_too and self._turns >= first and slice_s >= self._places.budget.ilp_s
+        self._labelled = not (turn and self._labelled)
         if not self._labelled:
             self._by_ilp(slice_s)
             return
@@ -392,7 +397,8 @@ class Single:
         what the runs of refused choices hold."""
         self._tried += 1
         safe = self._places.counted(self.width, self.num_microbatches)
-        beyond = self._solver == "ilp" and self._looked_beyond < _REFUSED and ends - clock.now() > _ILP_S
+        beyond = self._solver == "ilp" and self._looked_beyond < _REFUSED
+        beyond = beyond and ends - clock.now() > self._places.budget.ilp_s
         if safe.solver is not None and not safe.solver.done and (self._tried % 2 == 0 or not beyond):
             safe.look(cutoff)
             safe.solver.run(cutoff, clock.now() + slice_s)

@@ -1,0 +1,73 @@
+"""What a search may spend: shares of its time limit, seconds of work, and how closely it looks.
+
+A figure that a decision's measurements set names it; ``benchmarks/ablation.py`` says what a mechanism is worth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How closely cuts, widths and stages are looked at: numbers, and shares of a bound."""
+
+    listed: int = 200
+    """Cuts and widths up to which they are looked at one by one, rather than their stages in full (decision 0050)."""
+    shared: int = 3
+    """Listed plans, on average, that a stage is in, from which on it is explored in full."""
+    wider: float = 4.0
+    """Factor by which the limit of listed plans moves on from the bound each time (0049)."""
+    stride: float = 0.3
+    """Share of the way from the bound to the best plan that one such move takes at least (0049)."""
+    leap: float = 0.28
+    """Share of the bound up to which one move goes all that way (0049)."""
+    leap_tight: float = 0.06
+    """The same share where memory binds: exploring anew costs more there (0018)."""
+    turns: int = 8
+    """Weights of the clock that are tried for plans with the same cuts and widths (0050)."""
+    labels: int = 100
+    """Labels of a stage kept behind a component at first, before similar ones are merged (0023)."""
+    handy: int = 1_000
+    """Ways of all components together up to which the ILP is likely to prove a stage within a second."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """Seconds are of work (:mod:`asa.planner.clock`), shares are of the time limit, gaps of the best plan."""
+
+    narrower_s: float = 0.05
+    """For whole strategies on fewer devices (decision 0033)."""
+    singles_first: float = 0.15
+    """Share for single stages before first plans of pipelines, where both have one core (0041)."""
+    singles: float = 0.35
+    """Share for single stages before all is searched together (0041)."""
+    brief_s: float = 0.6
+    """Time limits beyond it leave no more time for these, nor for first plans (0041)."""
+    outlines: float = 0.4
+    """Share for first plans of pipelines; half of it where one stage of all ranks leads (0041)."""
+    outlines_s: float = 0.15
+    """For first plans of pipelines, whatever the time limit is (0041)."""
+    floors_s: float = 1.0
+    """For bounds on pipelines by compute alone: without them nothing is proved."""
+    patience_s: float = 0.5
+    """From then on the gap ``enough`` ends a search."""
+    enough: float = 0.005
+    """Gap not worth searching on for: a tenth of the usual error of a step time."""
+    nearly: float = 0.03
+    """Gap from which on single stages wait for pipelines."""
+    rest_s: float = 0.25
+    """For all that is left after first plans, whatever the time limit is."""
+    again_s: float = 0.5
+    """For the ILP to solve once more what labels have proved."""
+    ilp_s: float = 0.55
+    """A shorter turn is not given to the ILP, which would not get to its end (0036)."""
+    polish: float = 1 / 8
+    """Share added for a local search beside an answer that is not proved, and again for ties (0033)."""
+    polish_s: float = 0.25
+    """Most seconds of that (0033)."""
+    effort: Effort = field(default_factory=Effort)
+
+
+USUAL = Budget()
+"""The budget of every search that is not given another one."""
