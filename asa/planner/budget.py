@@ -23,7 +23,7 @@ class Effort:
     leap: float = 0.28
     """Share of the bound up to which one move goes all that way (0049)."""
     leap_tight: float = 0.06
-    """The same share where memory binds: exploring anew costs more there (0018)."""
+    """Such a share where memory binds: exploring anew costs more there (0018)."""
     turns: int = 8
     """Weights of the clock that are tried for plans with the same cuts and widths (0050)."""
     labels: int = 100
