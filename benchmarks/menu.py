@@ -11,12 +11,12 @@ from asa.ir.cluster import Cluster
 from asa.ir.plan import Assignment, Plan, Stage
 from asa.ir.profile import Profile
 from asa.planner import Request, plan
-from asa.planner.answer.finalists import candidate_of
 from asa.planner.answer.prediction import predict
+from asa.planner.pipeline.whole import table
+from asa.planner.questions.finalists import candidate_of
 from asa.planner.space import baselines
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.space import Space
-from asa.planner.space.whole import table
 
 _TRIES = 200
 

@@ -169,3 +169,14 @@ def test_class_names_are_unique_where_plans_are_priced_and_searched():
                     found.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     twice = {name: paths for name, paths in found.items() if len(paths) > 1}
     assert not twice
+
+
+ROOMS = {"planner": (12_900, 73), "cost": (5_000, 44)}
+"""Most lines and files of a room: what makes it larger takes something out, too."""
+
+
+@pytest.mark.parametrize("room", list(ROOMS))
+def test_rooms_keep_to_their_lines(room):
+    files = sorted((ROOT / "asa" / room).rglob("*.py"))
+    lines = sum(len(f.read_text().splitlines()) for f in files)
+    assert (lines <= ROOMS[room][0], len(files) <= ROOMS[room][1]) == (True, True), (room, lines, len(files))

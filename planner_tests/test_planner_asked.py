@@ -10,8 +10,8 @@ import pytest
 from asa.cost.machine import presets
 from asa.errors import InfeasibleError, UsageError
 from asa.planner import Pin, Request, plan
-from asa.planner.answer.explain import why_not
-from asa.planner.answer.frontier import changes
+from asa.planner.questions.explain import why_not
+from asa.planner.questions.frontier import changes
 from asa.strategies import offered
 
 PROFILE = known_models.profile(known_models.vgg16(), 500.0, 64)

@@ -12,9 +12,9 @@ import pytest
 from asa.cost.machine import presets
 from asa.planner import Request, plan
 from asa.planner.answer.confidence import confidence
+from asa.planner.pipeline.whole import table
 from asa.planner.space.candidate import Prices
 from asa.planner.space.space import Space
-from asa.planner.space.whole import table
 from asa.schedules import schedules
 
 STAGED = replace(fake_strategies.FULL, schedules=schedules())

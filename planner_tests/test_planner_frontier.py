@@ -16,11 +16,11 @@ from asa.ir import codec
 from asa.ir.cluster import Device
 from asa.ir.units import GIB
 from asa.planner import Request, plan
-from asa.planner.answer import frontier
+from asa.planner.pipeline.whole import table
+from asa.planner.questions import frontier
 from asa.planner.space import consistency
 from asa.planner.space.candidate import Prices
 from asa.planner.space.space import Space
-from asa.planner.space.whole import table
 from asa.report import frontier as report
 from asa.report import tables
 

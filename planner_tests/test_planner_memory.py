@@ -15,9 +15,9 @@ from asa.ir.units import GIB
 from asa.planner import Request, plan, verify
 from asa.planner.pipeline.pipelines import Skeleton
 from asa.planner.pipeline.staged import StagedSpace
+from asa.planner.pipeline.whole import table
 from asa.planner.space.candidate import Prices
 from asa.planner.space.space import Space, anything
-from asa.planner.space.whole import table
 from asa.planner.stage import exhaustive
 from asa.strategies import offered
 

@@ -10,12 +10,12 @@ import pytest
 from asa.cost.machine import presets
 from asa.cost.machine.estimate import on_device
 from asa.planner import Request, parse_pin, plan, why_not
-from asa.planner.answer.finalists import candidate_of
+from asa.planner.pipeline.whole import table
+from asa.planner.questions.finalists import candidate_of
 from asa.planner.search import search
 from asa.planner.space.candidate import Prices
 from asa.planner.space.nearest import beside, nearest, start
 from asa.planner.space.space import Space, pinned
-from asa.planner.space.whole import table
 from asa.strategies import offered
 
 CLUSTER = presets.load("t4-8x1-25g-tcp")

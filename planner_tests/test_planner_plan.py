@@ -22,10 +22,10 @@ from asa.ir.profile import Profile
 from asa.ir.units import GIB, MIB
 from asa.planner import Request, decide, parse_pin, plan, verify
 from asa.planner.answer.leanest import lean
+from asa.planner.pipeline.whole import table
 from asa.planner.search import Outcome
 from asa.planner.space.candidate import Prices
 from asa.planner.space.space import MOST_IN_A_PIPELINE, Space, layouts, widths
-from asa.planner.space.whole import table
 from asa.strategies import offered
 
 FULL, PLAIN = fake_strategies.FULL, fake_strategies.PLAIN

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from asa.planner.answer.finalists import shortlist
 from asa.planner.answer.posterior import Policy, Posterior, choose
+from asa.planner.questions.finalists import shortlist
 
 
 def draws(medians, own=0.05, common=0.1, count=256, seed=0):

@@ -11,11 +11,11 @@ from asa.cost.machine import presets
 from asa.errors import UsageError
 from asa.planner import Request, plan
 from asa.planner.pipeline.practice import practice
+from asa.planner.pipeline.whole import table
 from asa.planner.space import baselines
 from asa.planner.space.baselines import Unavailable, uniform
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.space import Space, anything
-from asa.planner.space.whole import table
 from asa.strategies import offered
 
 PROFILE = known_models.profile(known_models.transformer(6, 512), 300.0, 64)

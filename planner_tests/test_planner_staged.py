@@ -24,9 +24,9 @@ from asa.planner.parallel import Forked, SharedBest
 from asa.planner.pipeline.floors import floors
 from asa.planner.pipeline.pipelines import Skeleton
 from asa.planner.pipeline.staged import StagedSpace
+from asa.planner.pipeline.whole import table
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.space import Space, anything
-from asa.planner.space.whole import table
 from asa.planner.stage import exhaustive
 from asa.planner.stage.problem import MS
 from asa.schedules import schedules

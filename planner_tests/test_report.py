@@ -19,7 +19,7 @@ from asa.ir import codec
 from asa.ir.bench import Bench, BenchResult
 from asa.ir.equivalence import Equivalence, TensorError
 from asa.ir.intervals import median_interval
-from asa.planner.answer.explain import Difference, Term
+from asa.planner.questions.explain import Difference, Term
 from asa.report import bench, charts, checks, cluster, explain, page, plan, profile, tables, training, units, verify
 
 FIGURES = (

@@ -20,7 +20,7 @@ from asa.ir.graph import InnerCollective, SequenceSplit
 from asa.ir.plan import Plan, TensorDegree
 from asa.ir.profile import Profile, Stat
 from asa.planner import Request, parse_pin, plan
-from asa.planner.answer.explain import explain, why_not
+from asa.planner.questions.explain import explain, why_not
 from asa.profiler import profile_module
 from asa.sharding.axis import Axis
 from asa.sharding.describe import tensor_split

@@ -16,8 +16,8 @@ from asa.executor.measuring.benchmark import Cell
 from asa.ir import codec
 from asa.ir.plan import Plan
 from asa.planner import Request, parse_pin
-from asa.planner.answer.finalists import finalists, joint
 from asa.planner.answer.posterior import Belief
+from asa.planner.questions.finalists import finalists, joint
 from asa.report import plan as report
 from asa.report.tables import plain
 from asa.schedules import schedules

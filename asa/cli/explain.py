@@ -24,7 +24,7 @@ _MOST_LOG = 2**30
 def run(args: Arguments, console: Console) -> None:
     """Price the plan again, component by component; with --why-not, beside another one."""
     from asa.cli.choose import origins
-    from asa.planner.answer.explain import explain, why_not
+    from asa.planner.questions.explain import explain, why_not
     from asa.report import explain as report
     from asa.report.plan import headline, measured
     from asa.strategies import offered

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from asa.ir.plan import Plan
     from asa.ir.profile import Profile
     from asa.planner import Request
-    from asa.planner.answer.frontier import Frontier
+    from asa.planner.questions.frontier import Frontier
 
 
 def run(args: Arguments, console: Console) -> None:
@@ -105,7 +105,7 @@ def run(args: Arguments, console: Console) -> None:
 
 def _frontier(args: Arguments, profile: Profile, cluster: Cluster, request: Request, answer: Plan) -> Frontier:
     """The curves asked for."""
-    from asa.planner.answer import frontier as f
+    from asa.planner.questions import frontier as f
     from asa.strategies import offered
 
     memory = f.against_memory(profile, cluster, offered(), request, answer=answer) if args.frontier else ()

@@ -57,8 +57,8 @@ def verify(
         As :func:`asa.planner.plan`; WorkersFailedError: a rank died.
     """
     from asa.cost.work.spread import drift
-    from asa.planner.answer.finalists import finalists
     from asa.planner.answer.posterior import NOISE, Policy, choose
+    from asa.planner.questions.finalists import finalists
     from asa.strategies import offered
 
     plans, draws, stock = finalists(profile, cluster, offered(), request, count)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from asa.planner.answer.explain import (
+from asa.planner.answer.verify import step_shares, verify
+from asa.planner.decide import plan
+from asa.planner.questions.explain import (
     Alternative,
     ComponentExplanation,
     Difference,
@@ -11,8 +13,6 @@ from asa.planner.answer.explain import (
     explain,
     why_not,
 )
-from asa.planner.answer.verify import step_shares, verify
-from asa.planner.decide import plan
 from asa.planner.space.admission import check_request
 from asa.planner.space.request import Pin, Request, SolverName, parse_pin, usual_limit
 

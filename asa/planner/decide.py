@@ -16,20 +16,20 @@ from asa.ir.cluster import Cluster
 from asa.ir.plan import Assignment, Baseline, Certificate, CurvePoint, Plan, Stage
 from asa.ir.profile import Profile
 from asa.planner import clock
-from asa.planner.answer import infeasible, leanest
+from asa.planner.answer import disciplines, infeasible, leanest
 from asa.planner.answer.circumstances import circumstances
 from asa.planner.answer.confidence import confidence, faster
 from asa.planner.answer.prediction import noise, predict
 from asa.planner.budget import USUAL, Budget
 from asa.planner.garbage import uncollected
+from asa.planner.pipeline.whole import StrategyRow, table
 from asa.planner.search import Outcome, next_best, search
-from asa.planner.space import baselines, disciplines
+from asa.planner.space import baselines
 from asa.planner.space.admission import check_request
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.nearest import beside, start
 from asa.planner.space.request import Request
 from asa.planner.space.space import Space
-from asa.planner.space.whole import StrategyRow, table
 from asa.planner.stage.problem import MS
 
 _WORTH = 0.02

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import RenderableType
 
 from asa.ir.plan import DataDegree, TensorDegree
-from asa.planner.answer.explain import Alternative, Difference, Explanation
+from asa.planner.questions.explain import Alternative, Difference, Explanation
 from asa.report.tables import line, table
 from asa.report.units import NOTHING, difference, error, seconds, size
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.console import RenderableType
 
-from asa.planner.answer.frontier import CostPoint, Frontier, MemoryPoint
+from asa.planner.questions.frontier import CostPoint, Frontier, MemoryPoint
 from asa.report.tables import line, table
 from asa.report.units import NOTHING, error, percent, seconds, size
 

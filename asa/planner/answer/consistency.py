@@ -22,13 +22,13 @@ from asa.ir.layout import Layout, lowest_terms
 from asa.ir.plan import Plan
 from asa.ir.profile import Profile
 from asa.ir.staleness import ONE_LATE, PLAIN, Staleness, Steps, Target
+from asa.planner.answer.disciplines import undrained
 from asa.planner.answer.prediction import predict
+from asa.planner.pipeline.whole import row
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.consistency import Disciplined, disciplined, machine
-from asa.planner.space.disciplines import undrained
 from asa.planner.space.request import Request
 from asa.planner.space.space import Space
-from asa.planner.space.whole import row
 
 EVEN, UNEVEN = "ddp", "ddp, uneven batches"
 

@@ -19,13 +19,13 @@ from asa.ir.plan import DataDegree, Plan, TensorDegree
 from asa.ir.profile import Profile
 from asa.ir.units import GIB
 from asa.planner.answer.prediction import noise
+from asa.planner.pipeline.whole import row
 from asa.planner.search import search
 from asa.planner.space import baselines, consistency
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.nearest import start
 from asa.planner.space.request import Pin, Request, parse_pin
 from asa.planner.space.space import TOLERANCE_GIB, Space, pinned
-from asa.planner.space.whole import row
 from asa.planner.stage.formulate import formulate
 
 _FORCED_S = 1.5

@@ -13,10 +13,10 @@ from asa.cost.step import StepCost
 from asa.errors import UsageError
 from asa.ir.consistency import CHANGES, WAITS_FOR, Discipline, is_discipline, parse
 from asa.ir.plan import Plan
+from asa.planner.pipeline.whole import row
 from asa.planner.space import consistency
 from asa.planner.space.candidate import Prices
 from asa.planner.space.request import Request
-from asa.planner.space.whole import row
 
 
 def asked(request: Request) -> Discipline | None:
