@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
+from asa.errors import UsageError
 from asa.executor.measuring.equivalence import verify
 from asa.executor.model.loss import hits_of, loss_of
 from asa.strategies import offered
@@ -136,3 +137,9 @@ def test_asking_leaves_a_module_under_two_names_as_it_was(tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     built = build("named_twice:make", num_classes=5, input_shape=SHAPE)
     assert {t.device.type for t in built.state_dict().values()} == {"cpu"}
+
+
+@pytest.mark.parametrize(("shape", "have"), [((2, 3), "one prediction"), ((2, 3, 2, 2), "2x2 predictions")])
+def test_labels_for_other_positions_than_are_predicted_are_refused(shape: tuple[int, ...], have: str) -> None:
+    with pytest.raises(UsageError, match=f"4x4 labels, the model gives {have} for it; .* need a segmentation model"):
+        loss_of(torch.randn(shape), torch.zeros(2, 4, 4, dtype=torch.int64))

@@ -22,6 +22,7 @@ from asa.executor.model.materialize import _check, materialize
 from asa.executor.model.state import full_optimizer_state, full_state
 from asa.executor.model.votes import Votes
 from asa.executor.running import outdir, prepare
+from asa.executor.running.given import keep, recalled
 from asa.executor.running.loop import TrainingExecutor
 from asa.executor.running.run import train
 from asa.executor.training import checkpoint
@@ -68,6 +69,15 @@ def test_short_runs_warm_up_over_more_of_themselves() -> None:
 def test_impossible_settings_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(wrong))):
         TrainSettings(out="x", **wrong)
+
+
+@pytest.mark.parametrize("data", ["shapes", "folder:a b", "coco:x", "arrow:t.arrow", "my.module:data", "loader"])
+def test_a_run_recalls_the_data_it_was_given(data: str, tmp_path: Path) -> None:
+    keep(TrainSettings(out=str(tmp_path), data=data, epochs=7), tmp_path)
+    known, notes = recalled(tmp_path)
+    assert (known["data"], known["epochs"], notes) == (data, 7, ())
+    with pytest.raises(UsageError, match="no data set is called 'shape'; did you mean shapes"):
+        TrainSettings(out="", data="shape")
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])

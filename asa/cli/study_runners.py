@@ -123,7 +123,7 @@ def _run(site: Site, strategy: str, plan: Plan) -> BenchResult:
     places.keep_origins(site.profile, site.cluster)
     out = site.folder / places.slug(strategy)
     settings = TrainSettings(
-        out=str(out), data=site.block.data, data_root=site.args.data_root, epochs=max(site.block.epochs),  # type: ignore[arg-type]
+        out=str(out), data=site.block.data, data_root=site.args.data_root, epochs=max(site.block.epochs),
         lr=site.args.lr, seed=site.block.seed, device=site.device, replan=replan,
     )  # fmt: skip
     adapt, relieve = adapting(plan, site.console, replan=replan, out=out)

@@ -7,6 +7,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from asa.errors import UsageError
+
 AUXILIARY_WEIGHT = {"GoogLeNetOutputs": 0.3, "InceptionOutputs": 0.4}
 """Weights of auxiliary heads: Szegedy et al. 2014 (GoogLeNet), torchvision's reference for Inception v3."""
 
@@ -32,9 +34,19 @@ def by_tokens(logits: Tensor, labels: Tensor) -> bool:
 
 def labels_for(logits: Tensor, labels: Tensor) -> Tensor:
     """``labels`` as ``logits`` [N, classes, ...] need them: one for each position of a sample, or one for all of
-    them. Of labels [N, T] for logits [N, classes] the last: what comes after the whole sequence."""
+    them. Of labels [N, T] for logits [N, classes] the last: what comes after the whole sequence.
+
+    Raises:
+        UsageError: labels for other positions than are predicted.
+    """
     if logits.dim() == 2 and labels.dim() == 2:
         return labels[:, -1]
+    if labels.dim() > 1 and (logits.dim() == 2 or labels.shape[1:] != logits.shape[2:]):
+        wanted, have = ("x".join(map(str, t)) or "one" for t in (labels.shape[1:], logits.shape[2:]))
+        raise UsageError(
+            f"a sample has {wanted} labels, the model gives {have} prediction{'s' * (have != 'one')} for it; labels "
+            "for every pixel need a segmentation model, as unet or fcn_resnet50"
+        )
     if labels.dim() == logits.dim() - 1:
         return labels
     return labels.view(-1, *(1,) * (logits.dim() - 2)).expand(-1, *logits.shape[2:])

@@ -7,6 +7,7 @@ from typing import Literal
 from asa.errors import UsageError
 from asa.ir.codec import noun
 from asa.ir.plan import OptimizerName
+from asa.zoo import specs
 
 LEARNING_RATE: dict[OptimizerName, float] = {"sgd": 0.1, "adamw": 1e-3}
 WEIGHT_DECAY: dict[OptimizerName, float] = {"sgd": 5e-4, "adamw": 0.05}
@@ -16,8 +17,9 @@ WEIGHT_DECAY: dict[OptimizerName, float] = {"sgd": 5e-4, "adamw": 0.05}
 class TrainSettings:
     """Settings of one run. ``None`` means the optimizer's usual figure, or what the plan says.
 
-    ``out`` is the run's directory; ``data`` is ``loader`` where batches are the user's own. ``warmup`` is the fraction
-    of the run over which the learning rate rises (None: see :meth:`warm_up`).
+    ``out`` is the run's directory; ``data`` names a data set (:mod:`asa.zoo.specs`), or is ``loader`` where
+    batches are the user's own. ``warmup`` is the fraction of the run over which the learning rate rises (None: see
+    :meth:`warm_up`).
     ``steps_per_epoch`` ends epochs early. ``log_every`` bounds the steps between two lines of the log; ranks also
     agree there whether to stop. ``timeout_s``: how long a rank waits for the others in any collective.
     ``replan`` says whether another plan may be taken between epochs. ``keep``: checkpoints kept.
@@ -27,7 +29,7 @@ class TrainSettings:
     """
 
     out: str
-    data: Literal["cifar100", "cifar10", "mnist", "digits", "synthetic", "shapes", "sentiment", "loader"] = "cifar100"
+    data: str = "cifar100"
     data_root: str | None = None
     download: bool = False
     epochs: int = 1
@@ -53,6 +55,11 @@ class TrainSettings:
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
+        if self.data != "loader":
+            try:
+                specs.check_form(self.data)
+            except ValueError as error:
+                raise UsageError(str(error)) from None
         counts = {"epochs": self.epochs, "steps_per_epoch": self.steps_per_epoch, "log_every": self.log_every}
         for name, value in {**counts, "keep": self.keep, "threads": self.threads}.items():
             if value is not None and value < 1:
