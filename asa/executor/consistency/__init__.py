@@ -38,7 +38,7 @@ def conduct_of(model: ParallelModel, optimizer: Optimizer, votes: Votes) -> Cond
         return LocalSteps(discipline, model, optimizer)
     if discipline.quorum is not None:
         if not isinstance(votes, StarVotes):
-            raise UsageError(f"{discipline}: a quorum is for workers that may be lost; only `asa train` runs it")
+            raise UsageError(f"{discipline}: a quorum needs workers that may be lost: only `asa train` runs it")
         return QuorumSteps(discipline, model, optimizer, votes)
     made = {"diloco": OuterSteps, "fedavg": FederatedAverage, "pipedream": UndrainedPipeline}
     return made[discipline.name](discipline, model, optimizer)
