@@ -12,6 +12,7 @@ import torch
 import training
 
 from asa.errors import UsageError
+from asa.executor.consistency import star
 from asa.executor.consistency.flat import dequantised, quantised, slices
 from asa.executor.consistency.quorum import Meetings
 from asa.executor.consistency.server import Server
@@ -148,6 +149,22 @@ def test_a_quorum_meets_without_the_others_and_takes_in_who_is_late():
     assert torch.equal(meetings.weights.detach(), torch.full((2,), -5.0))
     meetings.lost(1)
     assert torch.equal(meetings.met(0, torch.ones(2)), torch.full((2,), -6.0))
+
+
+def test_a_rank_that_hangs_between_two_meetings_is_left_out_and_said(monkeypatch):
+    monkeypatch.setattr(star, "_LATE_TO_MEET_S", 0.05)
+    ranks = star.Coordinator(2)
+    found: list[object] = []
+    threads = [threading.Thread(target=lambda r=r: found.append(ranks.swap(r, b"a"))) for r in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(5)
+    assert found == [[b"a", b"a"]] * 2
+    assert ranks.swap(0, b"b") == [b"b", None]
+    assert [rank for rank, _ in ranks.lost_since()] == [1]
+    assert ranks.lost_since() == []
+    assert ranks.swap(1, b"b") is None
 
 
 def test_servers_hold_slices_of_one_size_with_their_part_of_every_group():

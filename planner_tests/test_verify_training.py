@@ -103,13 +103,13 @@ def _swapped(patch: Patch) -> None:
 
 
 def _weight(patch: Patch) -> None:
-    honest = step.Step._backward
+    honest = step.Step.backward
 
     def sabotaged(self: Any, *args: Any, **options: Any) -> Any:
         self.rows = [replace(r, weight=r.weight * 1.001) for r in self.rows]
         return honest(self, *args, **options)
 
-    patch.setattr(step.Step, "_backward", sabotaged)
+    patch.setattr(step.Step, "backward", sabotaged)
 
 
 def _on_rank(rank: int) -> bool:

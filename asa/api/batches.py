@@ -139,7 +139,7 @@ class GlobalBatches:
     """
 
     def __init__(self, loader: Any, votes: Votes, rows: Rows) -> None:
-        self.loader, self._votes, self._rows = loader, votes, rows
+        self.loader, self.votes, self._rows = loader, votes, rows
         self.indexed = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
         self.indexed = self.indexed and loader.batch_sampler is not None
         self._ahead: list[Any] = []
@@ -259,8 +259,8 @@ class GlobalBatches:
         batches = self._agreed(order_seed)
         if self._together and self._draws and self.loader.num_workers and order_seed is None:
             # Workers that are seeded alike draw alike, and as on one device.
-            state = self._seeding if self._votes.rank == 0 else torch.empty_like(torch.get_rng_state())
-            self._votes.broadcast(state)
+            state = self._seeding if self.votes.rank == 0 else torch.empty_like(torch.get_rng_state())
+            self.votes.broadcast(state)
             self._own.generator.set_state(state)
         starts = [0]
         for one in batches:
@@ -272,7 +272,7 @@ class GlobalBatches:
         for one, rows, first in wanted:
             # A rank that neither reads nor has labels loads nothing: no dataset can make a batch of no samples.
             if together and self._draws and not self.loader.num_workers:
-                as_on_rank_0(self._votes)
+                as_on_rank_0(self.votes)
             batch = next(loaded) if rows else None
             if together and rows:
                 batch = rows_of(batch, rows, len(one))
@@ -285,10 +285,10 @@ class GlobalBatches:
         Raises:
             UsageError: they do not.
         """
-        if self._votes.num_ranks == 1:
+        if self.votes.num_ranks == 1:
             return
         mine = (-1.0, 0.0, 0.0) if total is None else (float(total), *fingerprints(batch))
-        found = self._votes.gather(mine)
+        found = self.votes.gather(mine)
         counts = [int(each[0]) for each in found]
         if len(set(counts)) > 1:
             said = ", ".join(f"{n} samples" if n >= 0 else "none" for n in counts)
@@ -307,18 +307,18 @@ class GlobalBatches:
 
     def _agreed(self, seed: int | None) -> list[list[Any]]:
         """Rank 0's batches of indices, on every rank."""
-        drawn = self._votes.once(lambda: self._draw(seed))
-        if self._votes.num_ranks == 1:
+        drawn = self.votes.once(lambda: self._draw(seed))
+        if self.votes.num_ranks == 1:
             assert drawn is not None
             return drawn
-        if not self._votes.tell(drawn is not None and all(type(k) is int for one in drawn for k in one)):
-            found: list[list[Any]] = self._votes.tell(drawn)  # keys of another kind, as far as JSON can carry them
+        if not self.votes.tell(drawn is not None and all(type(k) is int for one in drawn for k in one)):
+            found: list[list[Any]] = self.votes.tell(drawn)  # keys of another kind, as far as JSON can carry them
             return found
-        sizes = self._votes.tell(None if drawn is None else [len(one) for one in drawn])
+        sizes = self.votes.tell(None if drawn is None else [len(one) for one in drawn])
         flat = torch.tensor([k for one in drawn or [] for k in one], dtype=torch.int64)
         if drawn is None:
             flat = torch.empty(sum(sizes), dtype=torch.int64)
-        self._votes.broadcast(flat)
+        self.votes.broadcast(flat)
         return [part.tolist() for part in flat.split(sizes)] if sizes else []
 
     def _draw(self, seed: int | None) -> list[list[Any]]:

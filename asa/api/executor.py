@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -26,6 +27,7 @@ from asa.api.schedules import FILE, Schedules
 from asa.api.validation import mean_loss
 from asa.errors import AsaError, PreemptedError, UsageError
 from asa.executor.consistency import conduct_of
+from asa.executor.consistency.star import StarVotes
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.step import forward_backward, microbatch_rows, microbatches_of
 from asa.executor.running.planned import PlannedExecutor
@@ -319,6 +321,11 @@ class UserExecutor(PlannedExecutor):
     def _exchange(self, pace: EpochTimer, tally: LossCounter) -> Interval:
         """What all ranks did since the last time, told to whoever listens."""
         interval = pace.exchange(tally, step=self._step, stop=self.stop.asked)
+        if isinstance(self._votes, StarVotes) and self._votes.coordinator is not None:
+            for rank, how in self._votes.coordinator.lost_since():
+                message = f"rank {rank} {how}; the others go on without it, and without its share of every batch"
+                self.announce({"event": "lost", "rank": rank, "message": message})
+                warnings.warn(message, stacklevel=2)
         self.announce({"event": "steps", "epoch": self._epoch, "step": self._step, "loss": interval.loss,
                        "step_time_s": (interval.seconds - interval.data_wait_s) / interval.steps,
                        **who_is_late(interval.measured)})  # fmt: skip

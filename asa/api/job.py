@@ -6,6 +6,7 @@ import secrets
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +32,7 @@ from asa.api.said import say
 from asa.api.schedules import Schedules
 from asa.api.wholes import whole_plan
 from asa.errors import UsageError
+from asa.executor.consistency.star import StarVotes
 from asa.executor.model.materialize import materialize
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.running.outdir import CHECKPOINTS, owned
@@ -185,12 +187,9 @@ class Job:
             check_exact(chosen, norms)
         self._names = StateNames(model)
         discipline = chosen.consistency
-        if discipline is not None and not discipline.lockstep and place.rank == 0:
-            warnings.warn(
-                f"a job's ranks meet about once a second, for a line of the log, also under {discipline}: a rank that "
-                "hangs stops the others there; `asa train` does without",
-                stacklevel=2,
-            )
+        if discipline is not None and not discipline.lockstep:
+            votes = batches.votes = StarVotes(timeout_s)  # a lost rank is left out, and the others go on
+            self._place = place = replace(place, votes=votes)
         spare = Blank(model) if replan and discipline is None and place.ranks > 1 else None
         plain = [model]
 

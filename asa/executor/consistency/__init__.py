@@ -32,13 +32,13 @@ def conduct_of(model: ParallelModel, optimizer: Optimizer, votes: Votes) -> Cond
         return Served(discipline, model, optimizer, votes)
     if discipline.name == "hogwild":
         if not isinstance(votes, StarVotes):
-            raise UsageError("hogwild's ranks never take a step together; only `asa train` runs it")
+            raise UsageError("hogwild's ranks never take a step together; `asa train` and `asa.Job` run it")
         return SharedWeights(discipline, model, optimizer, votes)
     if discipline.name == "local_sgd":
         return LocalSteps(discipline, model, optimizer)
     if discipline.quorum is not None:
         if not isinstance(votes, StarVotes):
-            raise UsageError(f"{discipline}: a quorum is for workers that may be lost; only `asa train` runs it")
+            raise UsageError(f"{discipline}: a quorum needs workers that may be lost: `asa train` and `asa.Job` run it")
         return QuorumSteps(discipline, model, optimizer, votes)
     made = {"diloco": OuterSteps, "fedavg": FederatedAverage, "pipedream": UndrainedPipeline}
     return made[discipline.name](discipline, model, optimizer)

@@ -16,14 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asa.errors import UsageError, WorkersFailedError
+from asa.errors import WorkersFailedError
 from asa.executor.consistency.channels import Exchange, head
 from asa.executor.model.votes import Votes
 
 _SWAP, _TICKET = 1.0, 2.0
 _OUT, _DONE = -1.0, 0.0
-_LATE_STEPS, _LATE_S = 10.0, 3.0
-"""How many of its own longest steps, and seconds more, a rank may come later than all others before it is left out."""
+_LATE_STEPS, _LATE_S, _LATE_TO_MEET_S = 10.0, 3.0, 10.0
+"""How many of its own longest steps, and seconds more, a rank may come later than all others before it is left out; and
+seconds more where it had no samples to train on, and what the others took since they last met stands for a step."""
 
 
 class Coordinator:
@@ -39,6 +40,8 @@ class Coordinator:
         self._out: dict[int, int] = {}
         self._asked: dict[int, float] = {}
         self._longest: dict[int, float] = {}
+        self._met: dict[int, float] = {}
+        self._took: dict[int, float] = {}
         self._next = self._end = 0
         self._epoch = -1
         self._stopping = False
@@ -53,11 +56,14 @@ class Coordinator:
             self._round[rank] += 1
             self._out.pop(rank, None)
             self._asked.pop(rank, None)
+            now = time.monotonic()
+            self._took[rank] = now - self._met.get(rank, now)
             self._said.setdefault(number, {})[rank] = said
             self._changed.notify_all()
             while not self.live <= self._said[number].keys():
                 if not self._changed.wait(timeout=0.25):
                     self._leave_out_late(number)
+            self._met[rank] = time.monotonic()
             found = self._said[number]
             heard = self._heard_out.setdefault(number, set())
             heard.add(rank)
@@ -69,9 +75,12 @@ class Coordinator:
     def _leave_out_late(self, number: int) -> None:
         missing = self.live - self._said[number].keys() - {0}  # which asks nobody: without it there is no run
         now = time.monotonic()
+        others = max((self._took[r] for r in self._said[number]), default=0.0)
         for rank in missing:
             since = self._asked.get(rank)
             patience = _LATE_STEPS * self._longest.get(rank, 0.0) + _LATE_S
+            if since is None:
+                since, patience = self._met.get(rank), _LATE_STEPS * others + _LATE_TO_MEET_S
             if since is not None and now - since > patience:
                 self._lose(rank, f"was not heard of for {now - since:.0f} s")
 
@@ -98,6 +107,12 @@ class Coordinator:
             self._out[rank] = count
             return start, count
 
+    def lost_since(self) -> list[tuple[int, str]]:
+        """Ranks that were lost since the last call, and how."""
+        with self._changed:
+            found, self.lost = self.lost, []
+            return found
+
     @property
     def position(self) -> int:
         """Samples handed out since the start of the run."""
@@ -122,7 +137,6 @@ class StarVotes(Votes):
     def __init__(self, timeout_s: float = 300.0) -> None:
         super().__init__(timeout_s)
         self.coordinator = Coordinator(self.num_ranks) if self.rank == 0 else None
-        self.live = list(range(self.num_ranks))
         self._exchange: Exchange | None = None
         if self.num_ranks > 1:
             self._exchange = Exchange(self.rank, range(self.num_ranks), [0])
@@ -213,9 +227,19 @@ class StarVotes(Votes):
         return torch.stack(rows).mean(dim=0) if rows else flat
 
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> None:
-        """Refuse.
+        """Make ``tensor`` (on the host) that of ``source`` on all ranks.
 
         Raises:
-            UsageError: always: plans do not change where ranks may be lost.
+            WorkersFailedError: ``source`` is lost.
         """
-        raise UsageError("workers that do not wait for one another do not change their plan; resume under another")
+        said = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if self.rank == source else b""
+        found = self.swap(said)[source]
+        if found is None:
+            raise WorkersFailedError(f"rank {source} is gone, and was to speak", rank=source, lost=True)
+        if found:
+            tensor.copy_(torch.frombuffer(bytearray(found), dtype=tensor.dtype).view_as(tensor))
+
+    def meet(self, what: str, *, within_s: float) -> None:
+        """Wait until all ranks that are left have come (collective)."""
+        del what, within_s
+        self.swap(b"")

@@ -20,7 +20,7 @@ from asa.errors import UsageError, WorkersFailedError
 from asa.executor.consistency.star import StarVotes
 from asa.executor.running.loop import TrainingExecutor
 from asa.executor.training.stopping import VOTE_EVERY_S
-from asa.executor.training.worker import LossCounter, Worker
+from asa.executor.training.worker import LossCounter
 from asa.interfaces.executor import EpochOutcome, Look
 from asa.ir.codec import fingerprint
 from asa.ir.layout import bounds
@@ -146,11 +146,10 @@ class LooseExecutor(TrainingExecutor):
         if votes.coordinator is None:
             return
         c = votes.coordinator
-        for rank, how in c.lost:
+        for rank, how in c.lost_since():
             self._announce(
                 {"event": "lost", "rank": rank, "message": f"rank {rank} {how}; the others go on without it"}
             )
-        c.lost = []
         self._announce(
             {
                 "event": "consistency",
@@ -203,14 +202,6 @@ class LooseExecutor(TrainingExecutor):
             peak_memory_bytes=None,
             predicted_memory_bytes=self.plan.prediction.memory_bytes_per_rank,
         )
-
-    def close(self) -> None:
-        """Leave the servers; groups that lost a member are left as they are."""
-        self._votes.gather([0.0])
-        worker: Worker = self._worker
-        if worker.conduct is not None:
-            worker.conduct.close()
-        self._votes.close()
 
 
 def _part(images: ImageSet, start: int, stop: int) -> ImageSet:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from asa.errors import UsageError
+from asa.executor.consistency.star import StarVotes
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.votes import Votes
 from asa.executor.training.probe import probe
@@ -45,10 +46,15 @@ class PlannedExecutor(Executor):
         return self._worker.model
 
     def close(self) -> None:
-        """Leave the servers and the plan's groups (collective)."""
+        """Leave the servers and the plan's groups (collective); groups that may have lost a member stay as they are."""
+        if isinstance(self._votes, StarVotes):
+            self._votes.gather([0.0])
         if self._worker.conduct is not None:
             self._worker.conduct.close()
-        self.model.close()
+        if isinstance(self._votes, StarVotes):
+            self._votes.close()
+        else:
+            self.model.close()
 
     def agree(self, target: Placement | None) -> Placement | None:
         """Rank 0's target (or None) on every rank."""

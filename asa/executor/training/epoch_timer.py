@@ -139,7 +139,8 @@ class EpochTimer:
         )
 
     def _check(self, found: list[list[float]], step: int) -> None:
-        for rank, figures in enumerate(found):
+        for rank in self.votes.live:
+            figures = found[rank]
             if figures[4:6] != found[0][4:6]:
                 raise WorkersFailedError(
                     f"rank {rank} is at step {figures[4]:.0f} where rank 0 is at {found[0][4]:.0f}, or under another "
