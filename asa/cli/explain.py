@@ -44,7 +44,7 @@ def run(args: Arguments, console: Console) -> None:
     else:
         found = explain(plan, profile, cluster, offered(), memory_bytes=args.memory)
         data |= {"kind": "explanation", **codec.to_data(found)}
-        console.result(data, lambda: [headline(plan), *report.render(found), *measured(plan)])
+        console.result(data, lambda: [headline(plan), *report.render(found, verbose=args.verbose), *measured(plan)])
 
 
 def _tell(args: Arguments, console: Console) -> None:
@@ -107,6 +107,7 @@ VERBS = (
             o.PROFILE,
             o.option(o.CLUSTER, help="the cluster it was made for (default: found by its fingerprint)"),
             o.MEMORY,
+            o.option(o.VERBOSE, help="every component, and what each second of it goes to"),
             o.JSON,
         ),
     ),

@@ -206,12 +206,8 @@ VERBS = (
             o.option(o.TOKENS, help="of a sequence, for a model that is profiled or estimated first"),
             o.option(o.CLASSES, help="of a model that is profiled first"),
             o.option(o.OUTPUT, help="file to write (default: runs/plans/MODEL.CLUSTER.GPUS.json)"),
-            Option(
-                name="verbose",
-                short="-v",
-                help="every strategy with its refusal, what the step is made of, and how the search went",
-                switch=True,
-                default=False,
+            o.option(
+                o.VERBOSE, help="every strategy with its refusal, what the step is made of, and how the search went"
             ),
             o.JSON,
         ),
