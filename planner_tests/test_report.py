@@ -25,7 +25,8 @@ from asa.planner.answer.explain import Difference, Term
 from asa.report import bench, charts, checks, cluster, explain, page, plan, profile, tables, training, units, verify
 
 FIGURES = (
-    "training_time", "predicted_measured", "speedup", "compute_communication", "accuracy", "loss", "memory",
+    "training_time", "predicted_measured", "speedup", "compute_communication", "accuracy", "accuracy_time", "loss",
+    "memory",
     "assignment",
 )  # fmt: skip
 
