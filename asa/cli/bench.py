@@ -38,7 +38,7 @@ def run(args: Arguments, console: Console) -> None:
     from asa.cli import comparison as c
     from asa.errors import InfeasibleError
     from asa.ir.bench import Bench
-    from asa.report import bench as report
+    from asa.report import bench_screen as report
     from asa.report import page
     from asa.zoo import names
 
