@@ -23,7 +23,8 @@ TRAINING = "asa-parallel[train]"
 """What to install for everything that runs a model."""
 
 _EXTRAS = {"torch": TRAINING, "torchvision": TRAINING, "networkx": TRAINING, "matplotlib": TRAINING,
-           "tensorboard": "asa-parallel[tensorboard]", "pyarrow": "asa-parallel[parquet]"}  # fmt: skip
+           "tensorboard": "asa-parallel[tensorboard]", "wandb": "asa-parallel[wandb]", "mlflow": "asa-parallel[mlflow]",
+           "pyarrow": "asa-parallel[parquet]"}  # fmt: skip
 """Packages that an installation may be without, and what brings them."""
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep

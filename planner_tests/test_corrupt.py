@@ -403,7 +403,7 @@ def test_any_value_anywhere_in_a_log_is_passed_over(run: Path) -> None:
             inside[leaf[-1]] = draw.choice(VALUES)
             torn.append(json.dumps(data))
     (run / "log.jsonl").write_text("\n".join(torn))
-    log = RunLog(run, tensorboard=False)
+    log = RunLog(run)
     log.recall(10)
     log.finish(exit_code=0)
     (run / "settings.json").unlink()

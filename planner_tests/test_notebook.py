@@ -51,4 +51,4 @@ def test_what_looks_like_markup_is_text():
 
 def test_lines_say_the_figures():
     assert "3 components, 147 ms forward and backward of 8 samples" in str(nouns.profile())
-    assert "tiny: asa fastest, 500 ms a step of 5" in str(nouns.bench())
+    assert "tiny: asa has the lowest median, 500 ms a step, of 5" in str(nouns.bench())

@@ -9,12 +9,18 @@ import subprocess
 from dataclasses import replace
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import nouns
 import pytest
+from asa.planner.answer.explain import Difference, Term
+from asa.planner.answer.frontier import Frontier, MemoryPoint
 
+from asa.ir import codec
+from asa.ir.plan import CurvePoint, Plan
 from asa.ir.study import Published, Study, StudyCell, StudyRow
-from asa.report import charts, page, study_figures, study_page
+from asa.report import charts, page, plan_page, run_page, study_figures, study_page
+from asa.report.story import story
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 WIDTHS = (390, 1280)
@@ -77,12 +83,75 @@ def study() -> str:
     return study_page.html(made, rows, [(c, SVG) for c in study_page.charts(rows)])
 
 
+def a_plan() -> Plan:
+    made = nouns.plan()
+    points = ((0.1, None, 0.4), (1.0, 0.5, 0.5))
+    curve = tuple(CurvePoint(seconds=t, best_s=best, lower_bound_s=bound) for t, best, bound in points)
+    return replace(made, certificate=replace(made.certificate, curve=curve))
+
+
+def plan() -> str:
+    made = a_plan()
+    return plan_page.html(made, [(c, SVG) for c in plan_page.charts(made, None, OTHER, CURVES)])
+
+
+OTHER = Difference(other="ddp", plan_s=0.5, other_s=0.6, fits=True, why_not="", changed=("head",),
+                   terms=(Term(name="compute", plan_s=0.4, other_s=0.5),))  # fmt: skip
+CURVES = Frontier(
+    memory=(MemoryPoint(limit_bytes=2**30, fits=True, memory_bytes_max=2**29, step_time_s=0.5, gap=0.0, num_ranks=2,
+                        num_microbatches=1, changed="nothing"),),
+    cost=(),
+)  # fmt: skip
+CHANGE = {"event": "replan", "kind": "switch", "new": "beef", "predicted_gain": 0.4, "seconds": 0.5, "epoch": 0,
+          "why": "rank 1 is slow", "processes": [0]}  # fmt: skip
+EVENTS: list[dict[str, Any]] = [
+    {"event": "start", "plan_fingerprint": "f00d", "model": "cnn", "ranks": 2, "data": ["digits"]},
+    {"event": "steps", "step": 10, "step_time_s": 0.1, "epoch": 0},
+    {"event": "finding", "line": "rank 1 computes twice as long", "epoch": 0},
+    {"event": "steps", "step": 20, "step_time_s": 0.2, "epoch": 0},
+    CHANGE,
+    {"event": "steps", "step": 30, "step_time_s": 0.12, "epoch": 0},
+    {"event": "steps", "step": "torn"},
+    {"event": "epoch", "line": "", **codec.to_data(nouns.epoch()), "step": 30},
+    {"event": "end", "status": "done", "exit_code": 0},
+]
+
+
+def run() -> str:
+    return run_page.html(story(EVENTS), [(c, SVG) for c in run_page.charts(EVENTS, a_plan())], "a run")
+
+
+def test_the_timeline_of_a_run_marks_changes_of_plan_and_what_was_slow():
+    promised = nouns.epoch().measurements.predicted_step_time_s
+    assert run_page.timeline(EVENTS).rows == (
+        ("measured", 10, 0.1, None), ("finding", 10, None, "rank 1 computes twice as long"),
+        ("measured", 20, 0.2, None), ("change", 20, None, "rank 1 is slow"),
+        ("measured", 30, 0.12, None), ("expected", 0, promised, None),
+        ("expected", 30, promised, None),
+    )  # fmt: skip
+    said = run_page.first_sentence(story(EVENTS))
+    assert said == "30 steps; the plan was changed once and won 0.3 s; something was found slow once."
+
+
+def test_a_plan_and_a_run_become_all_their_files(tmp_path: Path):
+    assert plan_page.write(a_plan(), tmp_path / "plan", None, OTHER, CURVES).stat().st_size < 2**20
+    names = {p.stem for p in (tmp_path / "plan" / "figures").iterdir()}
+    assert names == {"network", "beside", "search", "trade"}
+    assert {p.suffix for p in (tmp_path / "plan" / "figures").iterdir()} == {".svg", ".pdf", ".png", ".csv"}
+    page = run_page.write(story(EVENTS), EVENTS, tmp_path / "run", a_plan())
+    names = {p.stem for p in (tmp_path / "run" / "figures").iterdir()}
+    assert names == {"timeline", "learning", "rank_memory", "network"}
+    assert "http" not in re.sub(r"xmlns(:\w+)?=\"[^\"]+\"", "", page.read_text())
+    only = run_page.charts(EVENTS[:2])
+    assert [c.name for c in only] == ["timeline"], "a run of which little is known is drawn as far as it is"
+
+
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed here")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_pages_fit_a_phone_and_a_desk_and_can_be_read(tmp_path: Path, scheme: str):
     frames = "".join(
         f'<iframe style="width:{w}px;height:900px;border:0" srcdoc="{escape(text, quote=True)}"></iframe>'
-        for text in (bench_page(), study())
+        for text in (bench_page(), study(), plan(), run())
         for w in WIDTHS
     )
     (tmp_path / "all.html").write_text(f"<!doctype html><meta charset=utf-8><body>{frames}{PROBE}", encoding="utf-8")
@@ -96,7 +165,7 @@ def test_pages_fit_a_phone_and_a_desk_and_can_be_read(tmp_path: Path, scheme: st
     text = re.search(r'<pre id="found">(.*?)</pre>', done.stdout)
     assert text is not None, done.stderr[-2000:]
     found = json.loads(text[1])
-    assert [f["width"] for f in found] == [*WIDTHS, *WIDTHS]
+    assert [f["width"] for f in found] == 4 * [*WIDTHS]
     for f in found:
         assert f["needs"] <= f["width"], "the page itself scrolls sideways"
         assert f["contrast"] >= 4.5

@@ -14,16 +14,34 @@ from pathlib import Path
 
 import nouns
 import pytest
+from rich.table import Table
 
 from asa.ir import codec
 from asa.ir.bench import Bench, BenchResult
 from asa.ir.equivalence import Equivalence, TensorError
 from asa.ir.intervals import median_interval
+from asa.ir.profile import Profile
 from asa.planner.questions.explain import Difference, Term
-from asa.report import bench, charts, checks, cluster, explain, page, plan, profile, tables, training, units, verify
+from asa.report import (
+    bench,
+    bench_screen,
+    charts,
+    checks,
+    cluster,
+    explain,
+    page,
+    plan,
+    profile,
+    tables,
+    training,
+    units,
+    verdicts,
+    verify,
+)  # fmt: skip
 
 FIGURES = (
-    "training_time", "predicted_measured", "speedup", "compute_communication", "accuracy", "loss", "memory",
+    "training_time", "predicted_measured", "speedup", "compute_communication", "accuracy", "accuracy_time", "loss",
+    "memory",
     "assignment",
 )  # fmt: skip
 
@@ -95,7 +113,7 @@ def test_best_plans_show_their_times_however_long_their_assignments():
 
 
 def test_a_profile_shows_its_check_and_what_was_skipped():
-    text = tables.plain(profile.render(nouns.profile()), width=160)
+    text = tables.plain(profile.render(nouns.profile(), verbose=True), width=160)
     assert "components add up to 147 ms, the whole model took 150 ms (-2.0 %)" in text
     assert "skipped, unmeasured: microbatch 1 of head" in text
     assert re.search(r"^stem .*whole$", text, re.MULTILINE), "a component that does not split"
@@ -120,6 +138,7 @@ def test_a_cross_comes_with_its_repair():
             ]
         )
     )
+    assert text.startswith("missing: b\n")
     assert "✓ a  fine" in text
     assert "✗ b  gone; do this" in text
 
@@ -156,12 +175,56 @@ def test_a_verdict_names_the_worst_tensor_and_the_floor():
 
 
 def test_every_cell_of_a_comparison_is_shown():
-    text = tables.plain(bench.render(nouns.bench()), width=200)
+    text = tables.plain(bench_screen.render(nouns.bench(), verbose=True), width=200)
     for strategy in ("single", "ddp", "tensor", "hybrid", "asa", "fsdp"):
         assert re.search(rf"^{strategy} ", text, re.MULTILINE)
     assert "fsdp was not measured: 1.2 GiB of 1.0 GiB <too much>" in text
     assert "A/A, ddp against itself: 1.001" in text
     assert "time of asa over ddp: 0.810 (95 %: 0.790 to 0.830, 30 pairs): asa is faster" in text
+
+
+SCREENS = {
+    "bench": lambda: bench_screen.render(nouns.bench()),
+    "profile": lambda: profile.render(nouns.profile()),
+    "plan": lambda: plan.render(nouns.plan()),
+    **{path.name: (lambda path=path: profile.render(codec.load(Profile, path))) for path in
+       sorted((Path(__file__).parent.parent / "profiles").glob("*.cpu.fp32.json"))},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("screen", SCREENS)
+def test_tables_of_a_screen_fit_eighty_columns(screen):
+    """Wider, a cell would be folded: a table takes the lines of its rows and one of headings, at any width."""
+    shown = SCREENS[screen]()
+    found = [part for part in shown if isinstance(part, Table)]
+    assert found
+    for made in found:
+        assert len(tables.plain([made], width=80).splitlines()) == made.row_count + 1
+
+
+def test_a_comparison_begins_with_the_fastest_and_what_it_was_held_against():
+    made = nouns.bench()
+    calm = replace(made, comparisons=tuple(replace(c, others_cores=0.0) for c in made.comparisons))
+    said = bench_screen.standing(calm, "tiny")
+    assert said[0].startswith("Fastest  asa by median, 500 ms a step (80 %: 450 ms to 550 ms), 128/s")
+    assert said[1] == "Against  19.0 % faster than ddp (95 %: 17.0 to 21.0 %, 30 pairs)"
+    assert said[2].startswith("Promise  5 of 5 steps within 10 % of their prediction (-5.0 % to +7.0 %)")
+    assert said[3].startswith("Noise    ddp against itself: 0.980 to 1.020 in 30 pairs")
+    loud = replace(made, comparisons=tuple(replace(c, others_cores=1e3) for c in made.comparisons))
+    said = bench_screen.standing(loud, "tiny")
+    assert said[1].endswith("no verdict")
+    assert said[-1].startswith("Doubt    other processes")
+
+
+def test_a_screen_of_few_or_slower_pairs_says_so():
+    noise = pairs("asa", "asa", 0.99, 1.01)
+    assert (
+        verdicts.against(pairs("asa", "ddp", 1.1, 1.2), noise)
+        == "15.0 % slower than ddp (95 %: 10.0 to 20.0 %, 9 pairs)"
+    )
+    few = verdicts.against(pairs("asa", "ddp", 0.5, 0.6, 5), noise)
+    assert few == "ddp: +45.0 % (all: 40.0 to 50.0 %, 5 pairs): too few pairs to tell"
+    assert verdicts.against(pairs("asa", "ddp", 0.98, 1.0), noise).endswith("not told apart from noise")
 
 
 def pairs(left: str, right: str, low: float, high: float, n: int = 9, **others: float) -> nouns.b.Comparison:
@@ -182,11 +245,11 @@ def pairs(left: str, right: str, low: float, high: float, n: int = 9, **others: 
     ],
 )
 def test_faster_is_said_only_outside_the_noise_of_the_same_run(low, high, noise, said):
-    assert bench.comparison(pairs("asa", "ddp", low, high), pairs("asa", "asa", *noise)).endswith(said)
+    assert verdicts.comparison(pairs("asa", "ddp", low, high), pairs("asa", "asa", *noise)).endswith(said)
 
 
 def test_a_few_pairs_are_shown_without_a_verdict():
-    said = bench.comparison(pairs("asa", "ddp", 0.5, 0.6, 5), pairs("asa", "asa", 0.99, 1.01, 5))
+    said = verdicts.comparison(pairs("asa", "ddp", 0.5, 0.6, 5), pairs("asa", "asa", 0.99, 1.01, 5))
     assert "all: 0.500 to 0.600, 5 pairs" in said
     assert said.endswith("too few pairs to tell")
 
@@ -202,6 +265,22 @@ def test_a_busy_machine_is_named_and_no_verdict_given():
     assert "no verdict" in said[-1]
 
 
+def test_no_verdict_without_a_strategy_against_itself():
+    assert "is faster" not in verdicts.comparison(pairs("asa", "ddp", 0.5, 0.6), None)
+
+
+def test_the_sentence_of_the_page_ranks_only_what_is_told_apart():
+    made = nouns.bench()
+    calm = replace(made, comparisons=tuple(replace(c, others_cores=0.0) for c in made.comparisons))
+    said = bench.story(calm, "tiny")
+    assert said.startswith(
+        "tiny: asa has the lowest median, 500 ms a step; 1.24 times as fast as plain data parallelism"
+    )
+    assert said.endswith("not told apart from one device."), "they were never paired"
+    loud = replace(made, comparisons=tuple(replace(c, others_cores=1e3) for c in made.comparisons))
+    assert "times as fast" not in bench.story(loud, "tiny")
+
+
 def test_communication_that_noise_hides_is_not_drawn():
     alone = replace(nouns.bench().results[0], ranks=1, step_time_s=nouns.Stat(median=1.0, p10=1.0, p90=1.0, n=9))
     cell = replace(alone, ranks=2, communication_s=0.1, communication_low_s=0.05, communication_high_s=0.15,
@@ -210,6 +289,8 @@ def test_communication_that_noise_hides_is_not_drawn():
     assert not bench.told_apart(replace(cell, communication_low_s=-0.1), alone), "the interval is too wide"
     assert not bench.told_apart(replace(cell, communication_s=0.3), alone), "no rank computes that fast"
     assert bench.exposed(cell) == "17 (8 to 25) %"
+    assert bench.costs(cell, 10, alone)[3] == "17 (8 to 25) %"
+    assert bench.costs(replace(cell, communication_s=0.3), 10, alone)[3] == "not told apart"
 
 
 def test_accuracy_near_chance_gives_way_to_the_loss():

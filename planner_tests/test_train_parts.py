@@ -170,7 +170,7 @@ def test_the_clock_tells_waiting_from_working(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_log_that_was_torn_is_still_read(tmp_path: Path) -> None:
-    log = RunLog(tmp_path, tensorboard=False)
+    log = RunLog(tmp_path)
     records = [codec.to_data(nouns.epoch(epoch)) for epoch in range(3)]
     for record in records:
         log({"event": "epoch", "line": "as foreseen", **record})
@@ -178,7 +178,7 @@ def test_a_log_that_was_torn_is_still_read(tmp_path: Path) -> None:
     log({"event": "epoch", "line": "by hand", **records[0], "step": "many"})
     with (tmp_path / "log.jsonl").open("a") as stream:
         stream.write('{"event": "epoch", "epo')
-    again = RunLog(tmp_path, tensorboard=False)
+    again = RunLog(tmp_path)
     again.recall(2)
     assert again.epochs == records[:2]
     with pytest.raises(ValueError, match="JSON"):

@@ -14,7 +14,7 @@ from asa.ir import codec
 STUDY = (
     "models", "strategies", "gpus", "global_batch", "budget", "device", "precision", "input", "tokens", "classes",
     "cluster", "memory", "optimizer", "lr", "data", "data_root", "seed", "epochs", "dry_run", "target_accuracy",
-    "price", "microbatches", "study", "out", "json",
+    "price", "microbatches", "study", "out", "json", "verbose",
 )  # fmt: skip
 """Options that a study heeds: all but those of sealed predictions."""
 
@@ -38,7 +38,7 @@ def run(args: Arguments, console: Console) -> None:
     from asa.cli import comparison as c
     from asa.errors import InfeasibleError
     from asa.ir.bench import Bench
-    from asa.report import bench as report
+    from asa.report import bench_screen as report
     from asa.report import page
     from asa.zoo import names
 
@@ -73,7 +73,7 @@ def run(args: Arguments, console: Console) -> None:
         notes=tuple(n for contest in contests for n in c.notes(contest)),
     )
     paths = page.write(made, folder)
-    console.result(codec.document(made), lambda: report.render(made))
+    console.result(codec.document(made), lambda: report.render(made, verbose=args.verbose))
     console.say(f"asa: wrote {paths[0]} and {len(paths) - 1} files beside it")
 
 
@@ -204,6 +204,7 @@ VERBS = (
                 help="folder to write to (default: runs/bench/bench-TIME, of a study runs/bench/study-NAME)",
                 metavar="DIR",
             ),
+            o.option(o.VERBOSE, help="spreads, communication, every paired ratio, and the versions"),
             o.JSON,
         ),
         details="Profiles and plans what it needs first; plans are written and hashed before anything is measured.",

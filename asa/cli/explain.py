@@ -41,10 +41,19 @@ def run(args: Arguments, console: Console) -> None:
         other = why_not(plan, profile, cluster, offered(), args.why_not, memory_bytes=args.memory)
         data |= {"kind": "difference", **codec.to_data(other)}
         console.result(data, lambda: [headline(plan), *report.versus(other)])
+        if args.report:
+            from asa.report import plan_page
+
+            found = explain(plan, profile, cluster, offered(), memory_bytes=args.memory)
+            console.say(f"asa: wrote {plan_page.write(plan, Path(args.report), found, other)}")
     else:
         found = explain(plan, profile, cluster, offered(), memory_bytes=args.memory)
         data |= {"kind": "explanation", **codec.to_data(found)}
-        console.result(data, lambda: [headline(plan), *report.render(found), *measured(plan)])
+        console.result(data, lambda: [headline(plan), *report.render(found, verbose=args.verbose), *measured(plan)])
+        if args.report:
+            from asa.report import plan_page
+
+            console.say(f"asa: wrote {plan_page.write(plan, Path(args.report), found)}")
 
 
 def _tell(args: Arguments, console: Console) -> None:
@@ -61,6 +70,13 @@ def _tell(args: Arguments, console: Console) -> None:
         raise InvalidInputError(f"{Path(args.plan) / LOG} tells of no run")
     data = {"schema_version": codec.SCHEMA_VERSION, "kind": "story", "run": str(args.plan), **codec.to_data(found)}
     console.result(data, lambda: render(found))
+    if args.report:
+        from asa.ir.plan import Plan
+        from asa.report import run_page
+
+        run = Path(args.plan)
+        begun = codec.load(Plan, run / "plan.json") if (run / "plan.json").is_file() else None
+        console.say(f"asa: wrote {run_page.write(found, events(run / LOG), Path(args.report), begun)}")
 
 
 def events(path: Path) -> Iterator[dict[str, Any]]:
@@ -107,6 +123,8 @@ VERBS = (
             o.PROFILE,
             o.option(o.CLUSTER, help="the cluster it was made for (default: found by its fingerprint)"),
             o.MEMORY,
+            o.REPORT,
+            o.option(o.VERBOSE, help="every component, and what each second of it goes to"),
             o.JSON,
         ),
     ),

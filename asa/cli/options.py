@@ -190,6 +190,8 @@ def option(base: Option, **changes: Any) -> Option:
     return dataclasses.replace(base, **changes)
 
 
+REPORT = Option(name="report", help="also draw it: report.html and figures in DIR", metavar="DIR")
+VERBOSE = Option(name="verbose", short="-v", help="show all of it", switch=True, default=False)
 JSON = Option(name="json", help="print one JSON document on stdout, everything else on stderr", switch=True)
 OUTPUT = Option(name="output", short="-o", help="file to write", metavar="FILE")
 DEVICE = Option(

@@ -87,6 +87,7 @@ def run(args: Arguments, console: Console) -> None:
     if len(plans) > 1:
         data["alternatives"] = [codec.document(p) for p in plans[1:]]
     more = [Text(), report.several(plans)] if len(plans) > 1 else []
+    found = None
     if args.frontier or args.price:
         found = _frontier(args, profile, cluster, request, plans[0])
         data["frontier"] = codec.to_data(found)
@@ -100,6 +101,13 @@ def run(args: Arguments, console: Console) -> None:
     shares = step_shares(plans[0], profile, cluster, offered())
     console.result(data, lambda: [*report.render(plans[0], verbose=args.verbose, shares=shares), *more])
     console.say(f"asa: wrote {path}")
+    if args.report:
+        from asa.planner.answer.explain import explain
+        from asa.report import plan_page
+
+        taken = explain(plans[0], profile, cluster, offered(), memory_bytes=args.memory)
+        page = plan_page.write(plans[0], Path(args.report), taken, curves=found)
+        console.say(f"asa: wrote {page}")
     console.say("asa: next: asa train | asa explain --why-not ddp | asa plan --verify 3")
 
 
@@ -206,12 +214,9 @@ VERBS = (
             o.option(o.TOKENS, help="of a sequence, for a model that is profiled or estimated first"),
             o.option(o.CLASSES, help="of a model that is profiled first"),
             o.option(o.OUTPUT, help="file to write (default: runs/plans/MODEL.CLUSTER.GPUS.json)"),
-            Option(
-                name="verbose",
-                short="-v",
-                help="every strategy with its refusal, what the step is made of, and how the search went",
-                switch=True,
-                default=False,
+            o.REPORT,
+            o.option(
+                o.VERBOSE, help="every strategy with its refusal, what the step is made of, and how the search went"
             ),
             o.JSON,
         ),

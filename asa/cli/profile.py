@@ -35,14 +35,14 @@ def run(args: Arguments, console: Console) -> None:
     data = codec.document(made)
     path = said.removesuffix(", measured now")
     if not args.staleness:
-        console.result(data, lambda: report.render(made))
+        console.result(data, lambda: report.render(made, verbose=args.verbose))
         console.say(f"asa: wrote {path}")
         return
     from asa.report import staleness as curve_report
 
     curves, kept = staleness.measure(args, console, made, Path(path.removeprefix("profile ")))
     data["staleness"] = codec.document(curves)
-    console.result(data, lambda: [*report.render(made), *curve_report.render(curves)])
+    console.result(data, lambda: [*report.render(made, verbose=args.verbose), *curve_report.render(curves)])
     console.say(f"asa: wrote {path} and {kept}")
 
 
@@ -126,6 +126,7 @@ VERBS = (
                 help="file to write (default: profiles/MODEL.DEVICE.PRECISION.json, or, where that is of another "
                 "input, MODEL.CxHxW-K... beside it)",
             ),
+            o.option(o.VERBOSE, help="every component, microbatch and tensor degree, and what was skipped"),
             o.JSON,
         ),
         details="The profile goes to profiles/, where `asa plan` finds it.",

@@ -82,7 +82,7 @@ def side_by_side(site: Site, strategies: Sequence[str]) -> dict[str, BenchResult
 def verdicts(site: Site, contest: c.ModelBench) -> list[str]:
     """What paired turns say of ``asa`` beside the others, and how far from 1 a ratio gets by noise alone."""
     from asa.launch import usable_cores
-    from asa.report.bench import comparison, crowded
+    from asa.report.verdicts import comparison, crowded
 
     noise = next((x for x in contest.comparisons if x.left == x.right), None)
     taken = noise.others_cores if noise is not None else None

@@ -6,7 +6,7 @@ import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asa.cli import emulated, places, planned_here
 from asa.cli import options as o
@@ -21,6 +21,9 @@ from asa.ir.measurements import EpochRecord
 from asa.ir.plan import Plan
 from asa.zoo import specs
 from asa.zoo.preload import ModelPreload
+
+if TYPE_CHECKING:
+    from asa.executor.training.logs import Work
 
 _NOTABLE = 0.05
 """Share of a step spent waiting for data from which a run says so as it goes."""
@@ -74,6 +77,7 @@ def _train(args: Arguments, console: Console, path: Path, plan: Plan, out: Path)
         # Another plan would be another discipline, which nobody asked for.
         replan=not (args.no_replan or pretended or plan.consistency),
         tensorboard=args.tensorboard,
+        track=args.track,
         trace_steps=args.trace or 0,
         observe=not args.no_observe,
         save_every_s=args.save_every,
@@ -92,6 +96,7 @@ def _train(args: Arguments, console: Console, path: Path, plan: Plan, out: Path)
             command=("train", *words),
             emulated=pretended,
             model=model,
+            work=None if pretended else work_of(plan, console),
         )
     if told and "kind" in result:  # which those of a launcher's other ranks have not
         result = emulated.mark(result, told, out)
@@ -104,6 +109,19 @@ def _train(args: Arguments, console: Console, path: Path, plan: Plan, out: Path)
     console.say(f"asa: wrote {out}/result.json")
     if args.trace and console.first_rank:
         console.say(f"asa: {beside(plan, out, console)}")
+
+
+def work_of(plan: Plan, console: Console) -> Work | None:
+    """FLOPs of a sample and of a device, for MFU; None where the profile or the cluster of the plan is gone."""
+    from asa.cli.choose import origins
+    from asa.cli.comparison import flops_per_sample, peak_flops
+    from asa.executor.training.logs import Work
+
+    try:
+        profile, cluster = origins(plan, console)
+    except AsaError:
+        return None
+    return Work(flops_per_sample=flops_per_sample(profile), peak_flops_per_s=peak_flops(cluster, plan.precision))
 
 
 def beside(plan: Plan, out: Path, console: Console) -> str:
@@ -220,6 +238,22 @@ def saving(text: str) -> float | None:
     return None if text.strip() == "never" else o.budget(text)
 
 
+TRACKERS = ("tensorboard", "wandb", "mlflow")
+
+
+def trackers(text: str) -> tuple[str, ...]:
+    """Names of trackers, each once.
+
+    Raises:
+        UsageError: an unknown one.
+    """
+    found = o.names(text)
+    for name in found:
+        if name not in TRACKERS:
+            raise UsageError(f"no tracker {name!r}; there are {', '.join(TRACKERS)}")
+    return tuple(dict.fromkeys(found))
+
+
 VERBS = (
     Verb(
         name="train",
@@ -298,6 +332,13 @@ VERBS = (
                 metavar="T",
             ),
             Option(name="tensorboard", help="write TensorBoard logs too", switch=True, default=False),
+            Option(
+                name="track",
+                help="write curves for these trackers, too, on this machine: tensorboard, wandb (offline), mlflow",
+                parse=trackers,
+                default=(),
+                metavar="A,B",
+            ),
             Option(name="out", help="folder of the run (default: runs/train/MODEL-TIME)", metavar="DIR"),
             o.JSON,
         ),

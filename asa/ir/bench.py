@@ -201,13 +201,13 @@ class Bench:
         return shown(self.summary(), columns, rows)
 
     def summary(self) -> str:
-        """The fastest strategy of every model in one line."""
+        """The strategy of the lowest median step of every model, in one line."""
         said = []
         for model in self.settings.models:
             timed = [(r.step_time_s.median, r.strategy) for r in self.of(model) if r.step_time_s is not None]
             best = min(timed, default=None)
-            fastest = "nothing measured" if best is None else f"{best[1]} fastest, {1e3 * best[0]:.3g} ms a step"
-            said.append(f"{model}: {fastest} of {len(timed)}")
+            lowest = best and f"{best[1]} has the lowest median, {1e3 * best[0]:.3g} ms a step, of {len(timed)}"
+            said.append(f"{model}: {lowest or 'nothing measured'}")
         ranks = f"{self.settings.gpus} rank{'s' * (self.settings.gpus > 1)}"
         return (
             f"bench on {ranks} of {self.environment.device_name}, batch {self.settings.global_batch}; {'; '.join(said)}"

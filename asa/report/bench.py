@@ -6,33 +6,16 @@ import csv
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import RenderableType
-
-from asa.ir.bench import AccuracyPoint, Bench, BenchResult, Comparison
-from asa.ir.intervals import FEWEST
+from asa.ir.bench import AccuracyPoint, Bench, BenchResult
 from asa.report.plan import summary
-from asa.report.tables import line, table
 from asa.report.units import NOTHING, error, percent, rate, seconds, size
+from asa.report.verdicts import between, busy, comparison, noise_of
 
 _WIDEST, _LEAST_SHARE = 0.25, 0.9
 _CHANCE = 2.0
 """Accuracies below so many times that of guessing say nothing about learning."""
-_BUSY = 0.1
-"""Cores that others may take of each rank's before no verdict is given."""
 TIMES = ("strategy", "ranks", "step", "p10 - p90", "n", "predicted", "error", "samples/s")
 COSTS = ("peak memory", "predicted memory", "memory error", "communication", "accuracy")
-
-
-def render(bench: Bench) -> list[RenderableType]:
-    """One table a model, the paired ratios under it, and what every figure rests on."""
-    said: list[RenderableType] = []
-    for model in bench.settings.models:
-        said += [*_tables(bench, model), line("")]
-        said += [line(text) for text in sentences(bench, model)]
-        said.append(line(""))
-    said += [line(f"data: {bench.settings.data_source}"), line(machine(bench))]
-    said += [line(f"note: {n}") for n in bench.notes]
-    return said
 
 
 def times(r: BenchResult) -> tuple[str, ...]:
@@ -50,15 +33,16 @@ def times(r: BenchResult) -> tuple[str, ...]:
     )
 
 
-def costs(r: BenchResult, num_classes: int) -> tuple[str, ...]:
-    """Memory, communication, and accuracy (the loss where that is near chance) with the epochs it took."""
+def costs(r: BenchResult, num_classes: int, single: BenchResult | None = None) -> tuple[str, ...]:
+    """Memory, communication where it is told apart from noise and from computing (which ``single``, the cell of one
+    device, bounds), and accuracy (the loss where that is near chance) with the epochs it took."""
     last = r.accuracy[-1] if r.accuracy else None
     return (
         size(r.peak_memory_bytes),
         size(r.predicted_memory_bytes),
         error(r.predicted_memory_bytes, r.peak_memory_bytes),
-        exposed(r),
-        _learnt(last, num_classes) if last else NOTHING,
+        exposed(r) if told_apart(r, single) else NOTHING if r.communication_s is None else "not told apart",
+        learnt_by(last, num_classes) if last else NOTHING,
     )
 
 
@@ -97,7 +81,8 @@ def told_apart(r: BenchResult, single: BenchResult | None) -> bool:
     return step - r.communication_s >= _LEAST_SHARE * alone / r.ranks
 
 
-def _learnt(last: AccuracyPoint, num_classes: int) -> str:
+def learnt_by(last: AccuracyPoint, num_classes: int) -> str:
+    """Accuracy, or the loss where that is near chance, with the epochs it took."""
     if last.validation_accuracy <= _CHANCE / num_classes:
         return f"loss {last.validation_loss:.3f} after {last.epoch:.2g} epochs"
     return f"{percent(last.validation_accuracy)} after {last.epoch:.2g} epochs"
@@ -111,17 +96,22 @@ def throughput(r: BenchResult) -> float | None:
 
 
 def story(bench: Bench, model: str) -> str:
-    """One sentence: how fast the fastest cell is, and what that is beside plain data parallelism and one device."""
+    """One sentence: how fast the fastest cell is, and what that is beside plain data parallelism and one device, where
+    pairs tell it from noise."""
     timed = {r.strategy: r.step_time_s.median for r in bench.of(model) if r.step_time_s is not None}
     if not timed:
         return f"{model}: nothing could be measured."
     best = min(timed, key=lambda s: (timed[s], s != "asa"))
-    beside = [(s, name) for s, name in (("ddp", "plain data parallelism"), ("single", "one device")) if s in timed]
-    ratios = [f"{timed[s] / timed[best]:.2f} times as fast as {name}" for s, name in beside if s != best]
-    said = f"{model}: {best} is the fastest measured, {seconds(timed[best])} a step"
-    if "asa" in timed and best != "asa":
-        ratios.append(f"asa took {timed['asa'] / timed[best]:.2f} times as long")
-    return said + (f"; {', '.join(ratios)}." if ratios else ".")
+    said = [f"{model}: {best} has the lowest median, {seconds(timed[best])} a step"]
+    known = (("ddp", "plain data parallelism"), ("single", "one device"), ("asa", "asa"))
+    for other, name in known:
+        if other == best or other not in timed:
+            continue
+        if between(bench, model, best, other) == best:
+            said.append(f"{timed[other] / timed[best]:.2f} times as fast as {name}")
+        else:
+            said.append(f"not told apart from {name}")
+    return "; ".join(said[:1] + [", ".join(said[1:])] * (len(said) > 1)) + "."
 
 
 def sentences(bench: Bench, model: str) -> list[str]:
@@ -130,47 +120,13 @@ def sentences(bench: Bench, model: str) -> list[str]:
     timed = [(r.step_time_s.median, r.strategy) for r in bench.of(model) if r.step_time_s is not None]
     if timed:
         time, strategy = min(timed)
-        said.append(f"fastest for {model}: {strategy}, {seconds(time)} a step")
+        said.append(f"lowest median for {model}: {strategy}, {seconds(time)} a step")
     said += [f"{r.strategy} was not measured: {r.why_not}" for r in bench.of(model) if r.step_time_s is None]
     said += [f"asa chose {summary(r.components)}" for r in bench.of(model) if r.strategy == "asa" and r.components]
     own = [c for c in bench.comparisons if c.model == model]
-    noise = next((c for c in own if c.left == c.right), None)
+    noise = noise_of(bench, model)
     disturbed = busy(bench, model)
     return said + [comparison(c, noise, disturbed=bool(disturbed)) for c in own] + ([disturbed] if disturbed else [])
-
-
-def busy(bench: Bench, model: str) -> str:
-    """What other processes took while the cells of ``model`` were measured, where that is too much; else empty."""
-    taken = next((c.others_cores for c in bench.comparisons if c.model == model and c.others_cores is not None), None)
-    ranks = max((r.ranks for r in bench.of(model)), default=1)
-    return crowded(taken, bench.environment.cpu_cores, ranks)
-
-
-def crowded(taken: float | None, cores: int, ranks: int) -> str:
-    """What is said of cores that others took while so many ranks were measured; empty where it is not too much."""
-    if taken is None or taken <= max(0, cores - ranks) + _BUSY * min(ranks, cores):
-        return ""
-    return (
-        f"other processes kept {taken:.1f} of {cores} cores busy while {ranks} ranks were measured: no verdict; "
-        "measure again on a quiet machine"
-    )
-
-
-def comparison(c: Comparison, noise: Comparison | None, *, disturbed: bool = False) -> str:
-    """A paired ratio with its interval, and what it shows beside ``noise``, the A/A comparison."""
-    few = c.pairs < FEWEST
-    interval = f"{c.ratio:.3f} ({'all' if few else '95 %'}: {c.low:.3f} to {c.high:.3f}, {c.pairs} pairs)"
-    if c.left == c.right:
-        return f"A/A, {c.left} against itself: {interval}: a ratio inside this says nothing"
-    said = f"time of {c.left} over {c.right}: {interval}"
-    if disturbed:
-        return said
-    if few or (noise is not None and noise.pairs < FEWEST):
-        return f"{said}: too few pairs to tell"
-    low, high = (min(1.0, noise.low), max(1.0, noise.high)) if noise is not None else (1.0, 1.0)
-    if c.high < low or c.low > high:
-        return f"{said}: {c.left if c.high < low else c.right} is faster"
-    return f"{said}: not told apart from noise"
 
 
 def machine(bench: Bench) -> str:
@@ -247,13 +203,3 @@ def write_csv(path: Path, columns: Sequence[str], rows: Sequence[Sequence[object
         writer = csv.writer(stream, lineterminator="\n")
         writer.writerow(columns)
         writer.writerows(rows)
-
-
-def _tables(bench: Bench, model: str) -> list[RenderableType]:
-    first = table(f"{model}: time of a step, measured and predicted", TIMES)
-    second = table(f"{model}: memory of the fullest rank, exposed communication, validation", ("strategy", *COSTS))
-    for r in bench.of(model):
-        style = "bold" if r.strategy == "asa" else "dim" if r.step_time_s is None else ""
-        first.add_row(*times(r), style=style)
-        second.add_row(r.strategy, *costs(r, bench.settings.num_classes), style=style)
-    return [first, line(""), second]

@@ -36,6 +36,7 @@ def charts(bench: Bench) -> tuple[Chart, ...]:
         speedup(bench),
         compute_communication(bench),
         accuracy(bench),
+        accuracy_time(bench),
         loss(bench),
         memory(bench),
         assignment(bench),
@@ -123,15 +124,18 @@ def compute_communication(bench: Bench) -> Chart:
     for r in bench.results:
         if r.step_time_s is not None and r.communication_s is not None and told_apart(r, alone.get(r.model)):
             total = r.step_time_s.median
-            rows.append((r.model, r.strategy, total - r.communication_s, r.communication_s, communication_share(r)))
+            low, high = (None, None) if r.ranks == 1 else (r.communication_low_s, r.communication_high_s)
+            rows.append(
+                (r.model, r.strategy, total - r.communication_s, r.communication_s, communication_share(r), low, high)
+            )
     return Chart(
         name="compute_communication",
         title="Computation against communication",
         caption=(
             "Measured median step: computation, and communication that was not hidden behind it. Cells in which noise "
-            "hides how much that was are left out."
+            "hides how much that was are left out. Whiskers: 95 % of the communication."
         ),
-        columns=("model", "strategy", "compute_s", "communication_s", "communication_share"),
+        columns=("model", "strategy", "compute_s", "communication_s", "communication_share", "low_s", "high_s"),
         rows=tuple(rows),
         draw=drawing.compute_communication,
     )
@@ -151,6 +155,17 @@ def accuracy(bench: Bench) -> Chart:
         columns=("model", "strategy", "epoch", "seconds", "train_loss", "validation_loss", "validation_accuracy"),
         rows=tuple(rows),
         draw=drawing.accuracy,
+    )
+
+
+def accuracy_time(bench: Bench) -> Chart:
+    """Validation accuracy over the seconds of training."""
+    return replace(
+        accuracy(bench),
+        name="accuracy_time",
+        title="Validation accuracy over training time",
+        caption="The same points over seconds of steps and waiting for data; the turns of others are not counted.",
+        draw=drawing.accuracy_over_time,
     )
 
 

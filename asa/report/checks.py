@@ -22,9 +22,12 @@ class Check:
 
 
 def render(checks: Sequence[Check]) -> list[RenderableType]:
-    """A line a check."""
+    """What is missing and what could be better in one line, then a line a check."""
     wide = max((len(c.name) for c in checks), default=0)
-    said: list[RenderableType] = []
+    missing = [c.name for c in checks if not c.ok and c.needed]
+    without = [c.name for c in checks if not c.ok and not c.needed]
+    first = f"missing: {', '.join(missing)}" if missing else "everything that is needed is here"
+    said: list[RenderableType] = [line(first + (f"; without: {', '.join(without)}" if without else ""), "bold")]
     for c in checks:
         mark = "✓" if c.ok else "✗" if c.needed else "–"
         repair = f"; {c.fix}" if not c.ok and c.fix else ""

@@ -92,7 +92,7 @@ def memory(rows: Sequence[Row]) -> Figure:
 
 
 def compute_communication(rows: Sequence[Row]) -> Figure:
-    """Rows: model, strategy, compute, communication, share."""
+    """Rows: model, strategy, compute, communication, share, least and most communication (None: not known)."""
     figure, panels = _panels(rows, height=_bar_height(rows))
     for axes, found in panels:
         for y, row in enumerate(found):
@@ -106,9 +106,13 @@ def compute_communication(rows: Sequence[Row]) -> Figure:
                 height=0.62,
                 label="exposed communication" if y == 0 else None,
             )
-            axes.annotate(
-                f"{100 * share:.0f} %", (compute + communication, y), (4, 0), textcoords="offset points", va="center"
-            )
+            low, high = _number(row[5]), _number(row[6])
+            end = compute + communication
+            if low is not None and high is not None:
+                spread = [[max(0.0, communication - low)], [max(0.0, high - communication)]]
+                axes.errorbar(end, y, xerr=spread, color=INK, capsize=3, linewidth=1)
+                end = compute + max(communication, high)
+            axes.annotate(f"{100 * share:.0f} %", (end, y), (4, 0), textcoords="offset points", va="center")
         _strategies(axes, found)
         axes.set_xlabel("seconds per step")
         axes.margins(x=0.14)
@@ -240,6 +244,17 @@ def _panels(rows: Sequence[Row], *, height: float) -> tuple[Figure, list[tuple[A
         axes.set_axisbelow(True)
         panels.append((axes, [row for row in rows if row[0] == model]))
     return figure, panels
+
+
+def single(height: float, *, width: float = 6.4) -> tuple[Figure, Any]:
+    """A figure of one panel, in inches, and its axes."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=8)
+    axes.grid(alpha=0.25, linewidth=0.6)
+    axes.set_axisbelow(True)
+    return figure, axes
 
 
 def _bar_height(rows: Sequence[Row]) -> float:

@@ -5,13 +5,64 @@ from __future__ import annotations
 from rich.console import RenderableType
 
 from asa.ir.plan import DataDegree, TensorDegree
-from asa.planner.questions.explain import Alternative, Difference, Explanation
-from asa.report.tables import line, table
+from asa.planner.questions.explain import Alternative, ComponentExplanation, Difference, Explanation
+from asa.report.tables import fitted, line, table
 from asa.report.units import NOTHING, difference, error, seconds, size
 
+_ROWS = 8
+"""Components shown without ``-v``."""
 
-def render(found: Explanation) -> list[RenderableType]:
-    """Every component with what it costs and what the best other choice for it would."""
+
+def render(found: Explanation, *, verbose: bool = False) -> list[RenderableType]:
+    """What holds the plan back, and components with what they cost and what the best other choice would.
+
+    Without ``verbose`` the costliest ones, in 80 columns.
+    """
+    return _every(found) if verbose else _costliest(found)
+
+
+def _costliest(found: Explanation) -> list[RenderableType]:
+    cost = {c.name: _computes(c) + _communicates(c) for c in found.components}
+    whole = sum(cost.values()) or 1.0
+    sent = sum(_communicates(c) for c in found.components)
+    made = table("", ("costliest", "runs as", "computes", "sends", "share", "next best"), left=2)
+    made.title = None
+    for c in sorted(found.components, key=lambda c: -cost[c.name])[:_ROWS]:
+        other = c.alternative
+        made.add_row(
+            fitted(c.name, 20), way(c.data, c.tensor, c.checkpoint, c.offload), seconds(_computes(c)),
+            seconds(_communicates(c)), f"{100 * cost[c.name] / whole:.0f} %",
+            NOTHING if other is None else _next_best(other),
+        )  # fmt: skip
+    more = len(found.components) - _ROWS
+    return [
+        line(f"Work     {seconds(whole - sent)} computing, {seconds(sent)} communicating, of which "
+             f"{seconds(found.hidden_s)} behind backward"),
+        line(f"Memory   {size(found.peak_bytes)} of {size(found.capacity_bytes)} at {found.peak_component}"),
+        line(f"Limit    {_LIMIT[found.binding]}"),
+        line(""),
+        made,
+        line(f"-v shows: {f'{more} more components, ' if more > 0 else ''}what each second goes to", "dim"),
+    ]  # fmt: skip
+
+
+_LIMIT = {
+    "memory": "memory: with more of it another plan would be faster",
+    "communication": "communication: faster links would make it faster",
+    "compute": "computing: only faster or more devices would make it faster",
+}
+"""What keeps a plan from being faster."""
+
+
+def _computes(c: ComponentExplanation) -> float:
+    return c.forward_s + c.backward_s + c.update_s
+
+
+def _communicates(c: ComponentExplanation) -> float:
+    return c.inside_s + c.boundary_s + c.sync_s
+
+
+def _every(found: Explanation) -> list[RenderableType]:
     made = table(
         "Seconds of a step on the busiest rank",
         ("component", "runs as", "forward", "backward", "inside", "boundary", "sync", "update", "state", "next best"),

@@ -118,10 +118,11 @@ def _contents(bench: Bench, drawn: list[tuple[Chart, str]]) -> str:
 def _results(bench: Bench, model: str) -> list[str]:
     times: list[tuple[str, tuple[str, ...]]] = []
     costs: list[tuple[str, tuple[str, ...]]] = []
+    single = next((r for r in bench.of(model) if r.strategy == "single"), None)
     for r in bench.of(model):
         kind = "asa" if r.strategy == "asa" else "missing" if r.step_time_s is None else ""
         times.append((kind, words.times(r)))
-        costs.append((kind, (r.strategy, *words.costs(r, bench.settings.num_classes))))
+        costs.append((kind, (r.strategy, *words.costs(r, bench.settings.num_classes, single))))
     return [
         html_table(f"{model}: time of a step, measured and predicted", words.TIMES, times),
         html_table(f"{model}: memory of the fullest rank, communication, learning", ("strategy", *words.COSTS), costs),

@@ -8,13 +8,98 @@ from rich.console import RenderableType
 
 from asa.ir.profile import Profile, Timing
 from asa.report.cluster import drifted
-from asa.report.tables import line, table
+from asa.report.tables import fitted, line, table
 from asa.report.units import flops, percent, seconds, size
 
+_ROWS, _BAR = 8, 12
+"""Components shown without ``-v``, and characters of a bar for all of a step."""
 
-def render(profile: Profile) -> list[RenderableType]:
-    """Components at the largest microbatch, the whole model over microbatches and degrees, and the sum check."""
-    return [_components(profile), line(""), _scan(profile), line(""), *_check(profile), *_remarks(profile)]
+
+def render(profile: Profile, *, verbose: bool = False) -> list[RenderableType]:
+    """The model, what a step takes, whether the parts add up, and the components that take longest.
+
+    ``verbose``: every component, the whole model over microbatches and degrees, and all remarks.
+    """
+    if verbose:
+        return [_components(profile), line(""), _scan(profile), line(""), *_check(profile), *_remarks(profile)]
+    said = [line(headline(profile), "bold"), *standing(profile), line(""), _longest(profile)]
+    hidden = len(profile.graph.components) - _ROWS
+    more = f"{hidden} more components, " if hidden > 0 else ""
+    return [*said, line(f"-v shows: {more}FLOPs, tensor degrees, what was skipped", "dim"), *_warnings(profile)]
+
+
+def headline(profile: Profile) -> str:
+    """What was measured, on what."""
+    shape = "x".join(map(str, profile.graph.input_shape))
+    device = profile.device
+    return (
+        f"{profile.model_spec} on {device.name} ({device.type}, {profile.precision}), input {shape}, "
+        f"{profile.provenance.origin}"
+    )
+
+
+def standing(profile: Profile) -> list[RenderableType]:
+    """Three lines and those that the sum check adds: the model, a step of it, the best microbatch."""
+    parts = profile.graph.components
+    sums = whole_sums(profile)
+    largest = max(sums, default=None)
+    said: list[RenderableType] = [
+        line(
+            f"Model    {len(parts)} components, {size(sum(c.parameter_bytes for c in parts))} of parameters, "
+            f"{flops(sum(c.flops_per_sample for c in parts))} forward a sample"
+        )
+    ]
+    if largest is not None:
+        best = min(sums, key=lambda m: sums[m] / m)
+        update = sum(u.step.median for u in profile.updates if u.tensor_degree == 1)
+        said.append(
+            line(
+                f"Step     {seconds(sums[largest])} forward and backward of {largest} samples, {seconds(update)} update"
+            )
+        )
+        said.append(line(f"Best     {seconds(sums[best] / best)} a sample, at {best} samples at once"))
+    checked = [w for w in profile.whole if w.whole.median]
+    if checked:
+        last = max(checked, key=lambda w: w.microbatch)
+        said.append(
+            line(
+                f"Check    components add up to {seconds(last.components_s)}, the whole model took "
+                f"{seconds(last.whole.median)} ({percent(last.components_s / last.whole.median - 1, signed=True)})"
+            )
+        )
+    return said
+
+
+def whole_sums(profile: Profile) -> dict[int, float]:
+    """Seconds of forward and backward of all components with whole weights, by microbatch, where all were timed."""
+    at = _by_key(profile)
+    names = [c.name for c in profile.graph.components]
+    found = {}
+    for m in sorted({t.microbatch for t in profile.timings if t.tensor_degree == 1}):
+        timed = [at[n, m, 1] for n in names if (n, m, 1) in at]
+        if len(timed) == len(names):
+            found[m] = sum(t.forward.median + t.backward.median for t in timed)
+    return found
+
+
+def _longest(profile: Profile) -> RenderableType:
+    """The components that take longest at the largest microbatch, in 80 columns."""
+    at = _by_key(profile)
+    largest = max(t.microbatch for t in profile.timings if t.tensor_degree == 1)
+    taken = {c.name: at[c.name, largest, 1] for c in profile.graph.components if (c.name, largest, 1) in at}
+    cost = {name: t.forward.median + t.backward.median for name, t in taken.items()}
+    whole = sum(cost.values()) or 1.0
+    made = table("", ("longest components", "forward", "backward", "saved", "splits to"))
+    made.add_column("share", justify="left", no_wrap=True)
+    made.title = None
+    split = {c.name: c.split.max_degree if c.split else None for c in profile.graph.components}
+    for name in sorted(cost, key=lambda n: -cost[n])[:_ROWS]:
+        t, part = taken[name], cost[name] / whole
+        made.add_row(
+            fitted(name), seconds(t.forward.median), seconds(t.backward.median), size(t.saved_bytes),
+            str(split[name] or "whole"), f"{100 * part:3.0f} % {'#' * round(_BAR * part)}",
+        )  # fmt: skip
+    return made
 
 
 def _by_key(profile: Profile) -> dict[tuple[str, int, int], Timing]:
@@ -93,13 +178,20 @@ def _remarks(profile: Profile) -> list[RenderableType]:
     if profile.drift is not None:
         said.append(line(drifted(profile.drift)))
     said += [line(f"skipped, {why}: {'; '.join(what)}") for why, what in _by_reason(profile.skipped).items()]
+    said += _warnings(profile)
+    if profile.provenance.note:
+        said.append(line(profile.provenance.note))
+    return said + [line(f"note: {n}") for n in profile.graph.notes]
+
+
+def _warnings(profile: Profile) -> list[RenderableType]:
+    """What makes the times worth less than measured ones are."""
+    said: list[RenderableType] = []
     if profile.provenance.origin == "estimated":
         said.append(line("Estimated from FLOPs and data-sheet peaks, not measured: uncalibrated.", "yellow"))
     if why := profile.provenance.disturbed:
         said.append(line(f"{why} meanwhile: plans take these times for estimates; profile again", "yellow"))
-    if profile.provenance.note:
-        said.append(line(profile.provenance.note))
-    return said + [line(f"note: {n}") for n in profile.graph.notes]
+    return said
 
 
 def _by_reason(skipped: Sequence[str]) -> dict[str, list[str]]:

@@ -43,6 +43,15 @@ def runs(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
 
 
+def fitted(name: str, width: int = 24) -> str:
+    """A name in at most ``width`` characters; of a longer one the end, which tells components apart.
+
+    >>> fitted("encoder.layers.encoder_layer_11", 20), fitted("stem")
+    ('....encoder_layer_11', 'stem')
+    """
+    return name if len(name) <= width else "..." + name[3 - width :]
+
+
 def groups(components: Sequence[Assignment]) -> list[tuple[Assignment, tuple[str, ...]]]:
     """Neighbours with equal assignment, in order: one of them, and the names of all."""
     found: list[tuple[Assignment, list[str]]] = []

@@ -245,6 +245,7 @@ class TrainingExecutor(PlannedExecutor):
                 "data_wait_share": interval.data_wait_s / interval.seconds,
                 **who_is_late(interval.measured),
                 **({} if self._meter is None else self._meter.line(interval.seconds)),
+                **self._memory_so_far(),
                 "fraction": min(1.0, self._step / total),
                 "eta_s": max(0, total - self._step) * step_s,
             }
@@ -265,6 +266,15 @@ class TrainingExecutor(PlannedExecutor):
                 f"the validation loss is not finite after step {self._step}; lower the learning rate, or train in fp32"
             )
         return loss / rows, hits / rows
+
+    def _memory_so_far(self) -> dict[str, int | None]:
+        """Active peak of this rank, and what CUDA's allocator reserved; None where they are not known (yet)."""
+        if self.model.device.type != "cuda":
+            return {"active_memory_bytes": self._observer.peak_bytes, "reserved_memory_bytes": None}
+        return {
+            "active_memory_bytes": torch.cuda.max_memory_allocated(self.model.device),
+            "reserved_memory_bytes": torch.cuda.max_memory_reserved(self.model.device),
+        }
 
     def _peak_memory(self) -> tuple[int, ...] | None:
         """Active peak per rank: the allocator's own on CUDA, of one step that was looked at on a CPU."""

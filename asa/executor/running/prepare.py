@@ -17,7 +17,7 @@ from asa.executor.running import given
 from asa.executor.running.outdir import CHECKPOINTS, owned
 from asa.executor.training import checkpoint
 from asa.executor.training.checkpoint import Manifest
-from asa.executor.training.logs import RESULT, Announce, RunLog
+from asa.executor.training.logs import RESULT, Announce, RunLog, Work
 from asa.executor.training.settings import TrainSettings
 from asa.ir import codec
 from asa.ir.codec import fingerprint
@@ -51,6 +51,7 @@ def prepare(
     device_type: str,
     on_event: Announce | None,
     command: Sequence[str],
+    work: Work | None = None,
 ) -> tuple[RunLog, Material]:
     """Take the run's directory until ``stack`` closes, read the data, choose the checkpoint, announce the start.
 
@@ -60,7 +61,7 @@ def prepare(
     notes = _check_devices(plan, device_type)
     resume = settings.resume or _restarted(Path(settings.out))
     out = stack.enter_context(owned(Path(settings.out), resume=resume))
-    log = RunLog(out, tensorboard=settings.tensorboard, listener=on_event)
+    log = RunLog(out, track=settings.trackers, work=work, listener=on_event)
     (out / RESULT).unlink(missing_ok=True)  # how an earlier run here ended says nothing of this one
     try:
         found = checkpoint.find(out / CHECKPOINTS) if resume else None

@@ -20,7 +20,7 @@ from asa.executor.running.prepare import Material, open_images, prepare
 from asa.executor.running.recovery import Pending, Relieve, outlast, pending, settle
 from asa.executor.training import checkpoint
 from asa.executor.training.checkpoint import Manifest
-from asa.executor.training.logs import Announce, Event, RunLog
+from asa.executor.training.logs import Announce, Event, RunLog, Work
 from asa.executor.training.settings import TrainSettings
 from asa.interfaces.strategy import Strategies
 from asa.ir import codec
@@ -44,6 +44,7 @@ def train(
     command: Sequence[str] = (),
     emulated: EmulatedDevice | None = None,
     model: ModelPreload | None = None,
+    work: Work | None = None,
 ) -> Event:
     """Train under ``plan``, on ranks started here, or as one of those a launcher started.
 
@@ -55,6 +56,7 @@ def train(
         regroup: makes a plan for fewer ranks where one is lost for good; without it the first loss ends the run.
         command: the arguments of ``python -m asa`` that would do the same, for the equivalent torchrun line.
         emulated: a device to be emulated on the cores of this machine: nothing is trained, and nothing saved.
+        work: what a sample asks for and a device could do, for MFU in the log.
         model: the plan's model, made with the settings' seed; given away. The ranks make their own where None.
 
     Returns:
@@ -78,7 +80,9 @@ def train(
     with ExitStack() as stack:
 
         def ready(plan: Plan) -> tuple[RunLog, Material]:
-            return prepare(stack, plan, settings, device_type=device_type, on_event=on_event, command=command)
+            return prepare(
+                stack, plan, settings, device_type=device_type, on_event=on_event, command=command, work=work
+            )
 
         return _as_member(job, ready, relieve) if launched() else _as_owner(job, ready, relieve, regroup)
 

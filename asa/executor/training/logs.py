@@ -1,4 +1,4 @@
-"""What a run tells: a line of JSON per event, TensorBoard if asked, and ``result.json`` at the end, however it ends.
+"""What a run tells: a line of JSON per event, curves for trackers if asked, and ``result.json`` however it ends.
 
 Events are dicts with a key ``event``:
 
@@ -7,7 +7,10 @@ Events are dicts with a key ``event``:
 ``note``       ``message``: something the user should know (a fallback, samples left out, more ranks than cores)
 ``steps``      since the last such event: epoch, step, loss, accuracy, learning_rate, step_time_s, samples_per_s,
                data_wait_share, slowest_rank and waiting_share (of a step, that others wait for it; null where ranks
-               are not observed), fraction of the run done, eta_s
+               are not observed), active_memory_bytes and reserved_memory_bytes (peaks of the rank that tells, reserved
+               by CUDA's allocator alone; null where they are not known), tflops_per_s of all ranks and mfu (their
+               share of the devices' peak; missing where the profile or the peak is not known), fraction of the run
+               done, eta_s
 ``epoch``      an :class:`asa.ir.measurements.EpochRecord`, and ``line``: predicted against measured, in words
 ``replan``     a change of plan: why, predicted gain, and later the measured one; of ``kind`` ``memory`` where a rank
                ran out of it, or was about to: the shortage, and what was made of it; of ``kind`` ``lost`` where a rank
@@ -24,10 +27,12 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from asa.errors import InvalidInputError, UnavailableError
+from asa.executor.training import trackers
 from asa.ir import codec
 from asa.ir.codec import SCHEMA_VERSION
 from asa.ir.measurements import EpochRecord
@@ -40,13 +45,35 @@ LOG = "log.jsonl"
 RESULT = "result.json"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """FLOPs that a sample's forward and backward ask for, and that a device could do in a second (0: not known)."""
+
+    flops_per_sample: float
+    peak_flops_per_s: float
+
+    def rate(self, samples_per_s: float, ranks: int) -> Event:
+        """What a ``steps`` event says of it."""
+        done = self.flops_per_sample * samples_per_s
+        peak = self.peak_flops_per_s * ranks
+        return {"tflops_per_s": done / 1e12, **({"mfu": done / peak} if peak else {})}
+
+
 class RunLog:
     """Writes a run's events under ``folder`` and passes them on."""
 
-    def __init__(self, folder: Path, *, tensorboard: bool, listener: Announce | None = None) -> None:
-        """
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        track: tuple[str, ...] = (),
+        work: Work | None = None,
+        listener: Announce | None = None,
+    ) -> None:
+        """``track``: names of trackers that take the run's curves, too.
+
         Raises:
-            UnavailableError: TensorBoard was asked for and is not installed.
+            UnavailableError: a tracker was asked for and is not installed.
         """
         self.epochs: list[Event] = []
         self.shortages: list[Event] = []
@@ -55,11 +82,11 @@ class RunLog:
         """The newest one: where this run, or one continued from it, could go on."""
         self.fingerprint: str | None = None
         self._folder, self._listener = folder, listener
-        self._boards: Any = None
-        self._tensorboard = tensorboard
+        self._track, self._trackers = track, list[trackers.Tracker]()
+        self._work, self._ranks = work, 0
+        self._facts: Event = {}
         self._began = time.time()
-        if tensorboard:
-            _summary_writer()
+        trackers.check(track)
 
     def __call__(self, event: Event) -> None:
         """Take in one event.
@@ -67,6 +94,8 @@ class RunLog:
         Raises:
             UnavailableError: the log cannot be written. InvalidInputError: something else is in its place.
         """
+        if event["event"] == "steps" and self._work is not None and self._ranks:
+            event = {**event, **self._work.rate(event["samples_per_s"], self._ranks)}
         line = json.dumps({"time": round(time.time(), 3), **event}, allow_nan=False)
         try:
             with open_regular(self._folder / LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT) as stream:
@@ -79,7 +108,8 @@ class RunLog:
             case "checkpoint":
                 self.checkpoint = event["path"]
             case "start":
-                self.fingerprint = event["plan_fingerprint"]
+                self.fingerprint, self._ranks = event["plan_fingerprint"], event["ranks"]
+                self._facts = {k: event[k] for k in ("model", "ranks", "device", "global_batch", "plan_fingerprint")}
             case "replan" if event["kind"] == "memory":
                 self.shortages.append(_without(event, "event", "kind", "predicted_gain"))
                 self.fingerprint, self.changed = event["new"], False
@@ -87,7 +117,9 @@ class RunLog:
                 self.fingerprint, self.changed = event["new"], False
             case "replan" if event["kind"] in ("switch", "rollback"):
                 self.changed = True
-        if self._tensorboard:
+        if event["event"] == "replan":
+            self._ranks = event.get("ranks") or len(event.get("processes") or ()) or self._ranks
+        if self._track:
             self._draw(event)
         if self._listener is not None:
             self._listener(event)
@@ -109,26 +141,14 @@ class RunLog:
         self.shortages = shortages
 
     def _draw(self, event: Event) -> None:
-        curves = {
-            "steps": {
-                "loss": "train/loss",
-                "accuracy": "train/accuracy",
-                "learning_rate": "train/learning_rate",
-                "step_time_s": "time/step_s",
-                "samples_per_s": "time/samples_per_s",
-                "data_wait_share": "time/data_wait_share",
-                "slowest_rank": "time/slowest_rank",
-                "waiting_share": "time/waiting_share",
-            },
-            "epoch": {"validation_loss": "validation/loss", "validation_accuracy": "validation/accuracy"},
-        }.get(event["event"])
-        if curves is None:
+        found = trackers.figures(event)
+        if not found:
             return
-        if self._boards is None:  # late: it starts a thread, and ranks are forked before the first event
-            self._boards = _summary_writer()(str(self._folder / "tensorboard"))
-        for key, tag in curves.items():
-            if event[key] is not None:
-                self._boards.add_scalar(tag, event[key], event["step"])
+        if not self._trackers:  # late: they start threads, and ranks are forked before the first event
+            name = self._folder.name
+            self._trackers = [trackers.opened(kind, self._folder, name, self._facts) for kind in self._track]
+        for tracker in self._trackers:
+            tracker.log(found, event["step"])
 
     def finish(self, *, exit_code: int, message: str = "", rank: int | None = None) -> Event:
         """Write ``result.json`` (or not, where that is what fails) and announce the end. Returns the document."""
@@ -154,8 +174,8 @@ class RunLog:
         except OSError:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
-        if self._boards is not None:
-            self._boards.close()
+        for tracker in self._trackers:
+            tracker.close(done=exit_code == 0)
         with contextlib.suppress(UnavailableError, InvalidInputError):
             self({"event": "end", "exit_code": exit_code, "status": status, "message": message})
         return document
@@ -201,11 +221,3 @@ def _summary(measured: Event) -> Event:
         "data_wait_share": wait / (wait + time["median"]) if wait + time["median"] > 0 else 0.0,
         "samples_per_s": measured["global_batch"] / (wait + time["median"]) if wait + time["median"] > 0 else None,
     }
-
-
-def _summary_writer() -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise UnavailableError("TensorBoard logs need the package tensorboard; install it, or do without") from None
-    return SummaryWriter

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from asa.errors import UsageError
-from asa.ir.codec import noun
+from asa.ir.codec import later, noun
 from asa.ir.plan import OptimizerName
 from asa.zoo import specs
 
@@ -25,7 +25,8 @@ class TrainSettings:
     ``replan`` says whether another plan may be taken between epochs. ``keep``: checkpoints kept.
     ``save_every_s``: seconds of training after which a checkpoint is written inside an epoch, too; None: never.
     ``trace_steps``: steps that are recorded for a timeline, once the run is warm. ``observe``: whether every rank notes
-    what it computes and whom it waits for (:mod:`asa.sharding.waits`).
+    what it computes and whom it waits for (:mod:`asa.sharding.waits`). ``tensorboard`` and ``track`` say which trackers
+    take the run's curves (:mod:`asa.executor.training.trackers`).
     """
 
     out: str
@@ -53,6 +54,7 @@ class TrainSettings:
     observe: bool = True
     save_every_s: float | None = None
     timeout_s: float = 300.0
+    track: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = later(())
 
     def __post_init__(self) -> None:
         if self.data != "loader":
@@ -71,6 +73,11 @@ class TrainSettings:
             raise UsageError(f"trace_steps is {self.trace_steps}; it must be at least 0")
         if not 0 <= (self.warmup or 0) < 1 or not 0 <= self.label_smoothing < 1 or not 0 <= self.momentum < 1:
             raise UsageError("warmup, label_smoothing and momentum must be at least 0 and below 1")
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """Trackers asked for, each once."""
+        return tuple(dict.fromkeys((*self.track, *(("tensorboard",) if self.tensorboard else ()))))
 
     def peak_learning_rate(self, optimizer: OptimizerName) -> float:
         """What the schedule rises to."""

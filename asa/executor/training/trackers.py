@@ -1,0 +1,159 @@
+"""Where the curves of a run go beside its log: TensorBoard, Weights & Biases, MLflow, all of them on this machine.
+
+A tracker takes figures at a step and is closed once, with how the run ended. None of them sends anything anywhere
+unless its own settings in the environment say so (``WANDB_MODE``, ``MLFLOW_TRACKING_URI``).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from asa.errors import UnavailableError
+
+CURVES: dict[str, dict[str, str]] = {
+    "steps": {
+        "loss": "train/loss",
+        "accuracy": "train/accuracy",
+        "learning_rate": "train/learning_rate",
+        "step_time_s": "time/step_s",
+        "samples_per_s": "time/samples_per_s",
+        "data_wait_share": "time/data_wait_share",
+        "slowest_rank": "time/slowest_rank",
+        "waiting_share": "time/waiting_share",
+        "tflops_per_s": "compute/tflops_per_s",
+        "mfu": "compute/mfu",
+        "active_memory_bytes": "memory/active_bytes",
+        "reserved_memory_bytes": "memory/reserved_bytes",
+    },
+    "epoch": {
+        "train_loss": "epoch/train_loss",
+        "validation_loss": "validation/loss",
+        "validation_accuracy": "validation/accuracy",
+        "seconds": "epoch/seconds",
+    },
+}
+"""Kind of event to key to the name of its curve."""
+
+
+class Tracker(Protocol):
+    """Takes the curves of one run."""
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Figures by the name of their curve, after ``step`` optimizer steps."""
+
+    def close(self, *, done: bool) -> None:
+        """The run has ended; ``done``: as it should."""
+
+
+def figures(event: Mapping[str, Any]) -> dict[str, float]:
+    """The figures in an event by the name of their curve; what is not known is left out."""
+    named = CURVES.get(event["event"], {})
+    return {tag: float(event[key]) for key, tag in named.items() if event.get(key) is not None}
+
+
+class TensorBoard:
+    """Event files under ``FOLDER/tensorboard``."""
+
+    def __init__(self, folder: Path, _name: str, _facts: Mapping[str, Any]) -> None:
+        self._writer = _summary_writer()(str(folder / "tensorboard"))
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        for tag, value in values.items():
+            self._writer.add_scalar(tag, value, step)
+
+    def close(self, *, done: bool) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run under ``FOLDER/wandb``, offline (``wandb sync`` sends it) unless ``WANDB_MODE`` says otherwise."""
+
+    def __init__(self, folder: Path, name: str, facts: Mapping[str, Any]) -> None:
+        wandb = _wandb()
+        mode = os.environ.get("WANDB_MODE", "offline")
+        project = os.environ.get("WANDB_PROJECT", "asa")
+        self._run = wandb.init(project=project, name=name, dir=str(folder), mode=mode, config=dict(facts))
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self, *, done: bool) -> None:
+        self._run.finish(exit_code=0 if done else 1)
+
+
+class MLflow:
+    """A run in the experiment ``asa`` of the database ``FOLDER/mlflow.db``, or where ``MLFLOW_TRACKING_URI`` says."""
+
+    def __init__(self, folder: Path, name: str, facts: Mapping[str, Any]) -> None:
+        tracking = _mlflow()
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(folder / 'mlflow.db').resolve()}"
+        self._client = tracking.MlflowClient(tracking_uri=uri)
+        experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", "asa")
+        known = self._client.get_experiment_by_name(experiment)
+        place = self._client.create_experiment(experiment) if known is None else known.experiment_id
+        self._run = self._client.create_run(place, run_name=name).info.run_id
+        for key, value in facts.items():
+            self._client.log_param(self._run, key, value)
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        for tag, value in values.items():
+            self._client.log_metric(self._run, tag, value, step=step)
+
+    def close(self, *, done: bool) -> None:
+        self._client.set_terminated(self._run, "FINISHED" if done else "FAILED")
+
+
+def check(names: tuple[str, ...]) -> None:
+    """Import what the trackers ``names`` need.
+
+    Raises:
+        UnavailableError: one is not installed.
+    """
+    for name in names:
+        _NEEDED[name]()
+
+
+def opened(name: str, folder: Path, run: str, facts: Mapping[str, Any]) -> Tracker:
+    """The tracker ``name`` for a ``run`` whose folder is ``folder``; ``facts`` are kept beside its curves."""
+    return _KINDS[name](folder, run, facts)
+
+
+def _summary_writer() -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise _missing("TensorBoard", "tensorboard") from None
+    return SummaryWriter
+
+
+def _wandb() -> Any:
+    try:
+        import wandb
+    except ImportError:
+        raise _missing("Weights & Biases", "wandb") from None
+    return wandb
+
+
+def _mlflow() -> Any:
+    try:
+        from mlflow import tracking
+    except ImportError:
+        raise _missing("MLflow", "mlflow") from None
+    return tracking
+
+
+def _missing(what: str, package: str) -> UnavailableError:
+    return UnavailableError(f"curves for {what} need a package: pip install 'asa-parallel[{package}]', or do without")
+
+
+_KINDS: dict[str, Callable[[Path, str, Mapping[str, Any]], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+    "mlflow": MLflow,
+}
+_NEEDED: dict[str, Callable[[], Any]] = {"tensorboard": _summary_writer, "wandb": _wandb, "mlflow": _mlflow}
+NAMES = tuple(_KINDS)
+"""Trackers there are."""

@@ -1,0 +1,99 @@
+"""A comparison on a screen: a few lines and a table of 80 columns, or all of it."""
+
+from __future__ import annotations
+
+from rich.console import RenderableType
+
+from asa.ir.bench import Bench
+from asa.report.bench import COSTS, TIMES, costs, learnt_by, machine, sentences, throughput, times
+from asa.report.tables import line, table
+from asa.report.units import NOTHING, percent, rate, seconds, size
+from asa.report.verdicts import against, busy, noise_of
+
+AIM = 0.1
+"""Relative error up to which a prediction counts as right."""
+
+
+def render(bench: Bench, *, verbose: bool = False) -> list[RenderableType]:
+    """What was fastest, beside what, how right predictions were and how loud noise was; then a row a strategy.
+
+    ``verbose``: spreads, communication, every paired ratio, and what figures rest on.
+    """
+    said: list[RenderableType] = []
+    for model in bench.settings.models:
+        said += [line(headline(bench, model), "bold"), *(line(text) for text in standing(bench, model)), line("")]
+        said += [*(_tables(bench, model) if verbose else [_brief(bench, model)]), line("")]
+        if verbose:
+            said += [line(text) for text in sentences(bench, model)]
+        else:
+            said += [line(f"{r.strategy} was not measured: {r.why_not}") for r in bench.of(model) if not r.step_time_s]
+    if verbose:
+        said += [line(f"data: {bench.settings.data_source}"), line(machine(bench))]
+    said += [line(f"note: {n}") for n in bench.notes]
+    return said if verbose else [*said, line("-v shows spreads, communication, every paired ratio, versions", "dim")]
+
+
+def headline(bench: Bench, model: str) -> str:
+    """What was compared, on what, for which batch."""
+    e, s = bench.environment, bench.settings
+    return (
+        f"{model} on {e.num_devices} x {e.device_name}, batch {s.global_batch}, {s.precision}, {s.optimizer}, measured"
+    )
+
+
+def standing(bench: Bench, model: str) -> list[str]:
+    """The fastest, what it was held against, how right predictions were, and what a ratio has to beat."""
+    timed = [r for r in bench.of(model) if r.step_time_s is not None]
+    if not timed:
+        return ["Fastest  nothing could be measured"]
+    best = min(timed, key=lambda r: r.step_time_s.median if r.step_time_s else 0.0)
+    assert best.step_time_s is not None
+    step = best.step_time_s
+    said = [
+        f"Fastest  {best.strategy} by median, {seconds(step.median)} a step (80 %: {seconds(step.p10)} to "
+        f"{seconds(step.p90)}), {rate(throughput(best))}"
+    ]
+    noise, disturbed = noise_of(bench, model), busy(bench, model)
+    pairs = [c for c in bench.comparisons if c.model == model and c.left != c.right]
+    held = [against(c, noise, disturbed=bool(disturbed)) for c in pairs]
+    said += [f"{'Against' if i == 0 else '':<8} {text}" for i, text in enumerate(held)]
+    errors = [r.predicted_step_time_s / r.step_time_s.median - 1 for r in timed
+              if r.predicted_step_time_s and r.step_time_s and r.step_time_s.median]  # fmt: skip
+    if errors:
+        within = sum(abs(e) <= AIM for e in errors)
+        said.append(
+            f"Promise  {within} of {len(errors)} steps within {100 * AIM:.0f} % of their prediction "
+            f"({percent(min(errors), signed=True)} to {percent(max(errors), signed=True)})"
+        )
+    if noise is not None:
+        said.append(
+            f"Noise    {noise.left} against itself: {noise.low:.3f} to {noise.high:.3f} in {noise.pairs} pairs; "
+            "inside, none is faster"
+        )
+    return said + ([f"Doubt    {disturbed}"] if disturbed else [])
+
+
+def _brief(bench: Bench, model: str) -> RenderableType:
+    """A row a strategy, in 80 columns."""
+    made = table("", ("strategy", "ranks", "step", "samples/s", "predicted", "error", "memory", "learnt"))
+    made.title = None
+    for r in sorted(bench.of(model), key=lambda r: r.step_time_s.median if r.step_time_s else float("inf")):
+        if r.step_time_s is None:
+            continue
+        name, ranks, step, _, _, predicted, off, speed = times(r)
+        last = r.accuracy[-1] if r.accuracy else None
+        learnt = NOTHING if last is None else learnt_by(last, bench.settings.num_classes).partition(" after")[0]
+        style = "bold" if r.strategy == "asa" else ""
+        made.add_row(name, ranks, step, speed, predicted, off, size(r.peak_memory_bytes), learnt, style=style)
+    return made
+
+
+def _tables(bench: Bench, model: str) -> list[RenderableType]:
+    first = table(f"{model}: time of a step, measured and predicted", TIMES)
+    second = table(f"{model}: memory of the fullest rank, exposed communication, validation", ("strategy", *COSTS))
+    single = next((r for r in bench.of(model) if r.strategy == "single"), None)
+    for r in bench.of(model):
+        style = "bold" if r.strategy == "asa" else "dim" if r.step_time_s is None else ""
+        first.add_row(*times(r), style=style)
+        second.add_row(r.strategy, *costs(r, bench.settings.num_classes, single), style=style)
+    return [first, line(""), second]

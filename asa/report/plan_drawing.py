@@ -1,0 +1,174 @@
+"""How the figures of one plan, and of one run, are drawn. Rows as :mod:`asa.report.plan_page` and ``run_page`` give."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch, Patch
+
+from asa.report.drawing import ASA, INK, MARKERS, PALETTE, Row, colour, single
+
+_ACROSS = 6
+"""Boxes of a network beside each other."""
+_COMPUTE, _SENT = "#8DA0B3", ASA
+
+
+def network(rows: Sequence[Row]) -> Figure:
+    """Rows: index, component, runs as, stage, share of the step. Boxes in the order of the data, line by line."""
+    down = -(-len(rows) // _ACROSS)
+    figure, axes = single(0.8 + 0.72 * down, width=8.4)
+    labels = list(dict.fromkeys(str(row[2]) for row in rows))
+    shade = {label: PALETTE[i % len(PALETTE)] for i, label in enumerate(labels)}
+    for i, row in enumerate(rows):
+        x, y = _place(i)
+        axes.add_patch(
+            FancyBboxPatch((x + 0.06, y + 0.2), 0.88, 0.6, boxstyle="round,pad=0,rounding_size=0.06",
+                           facecolor=shade[str(row[2])], alpha=0.55, linewidth=0)
+        )  # fmt: skip
+        name = str(row[1])
+        axes.text(x + 0.5, y + 0.42, name if len(name) < 18 else "..." + name[-14:], ha="center", va="center",
+                  fontsize=6.5, color="black")  # fmt: skip
+        if row[4] is not None:
+            axes.text(x + 0.5, y + 0.65, f"{100 * float(row[4]):.0f} %", ha="center", va="center", fontsize=6.5,
+                      color="black")  # fmt: skip
+        if i:
+            before = _place(i - 1)
+            start = (before[0] + 0.94, before[1] + 0.5) if before[1] == y else (before[0] + 0.5, before[1] + 0.82)
+            end = (x + 0.06, y + 0.5) if before[1] == y else (x + 0.5, y + 0.18)
+            cut = row[3] != rows[i - 1][3]
+            axes.annotate("", end, start, arrowprops={"arrowstyle": "->", "color": ASA if cut else INK,
+                                                      "linewidth": 1.8 if cut else 0.8})  # fmt: skip
+    axes.set_xlim(0, _ACROSS)
+    axes.set_ylim(down, 0)
+    axes.set_axis_off()
+    handles = [Patch(facecolor=shade[label], alpha=0.55, label=label) for label in labels]
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(3, max(1, len(labels))), frameon=False)
+    return figure
+
+
+def _place(index: int) -> tuple[int, int]:
+    return index % _ACROSS, index // _ACROSS
+
+
+def component_times(rows: Sequence[Row]) -> Figure:
+    """Rows: component, seconds computing, seconds communicating."""
+    figure, axes = single(0.9 + 0.22 * max(4, len(rows)))
+    ys = range(len(rows))
+    computes, sends = ([1e3 * float(row[i] or 0.0) for row in rows] for i in (1, 2))
+    axes.barh(ys, computes, color=_COMPUTE, height=0.68, label="computing")
+    axes.barh(ys, sends, left=computes, color=_SENT, height=0.68, label="communicating, hidden or not")
+    axes.set_yticks(ys, [str(row[0]) for row in rows], fontsize=7)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_xlabel("milliseconds of a step, foretold")
+    axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def search(rows: Sequence[Row]) -> Figure:
+    """Rows: seconds of search, best step found (None: nothing yet), what no plan is faster than."""
+    figure, axes = single(3.2)
+    at = [float(row[0] or 0.0) for row in rows]
+    best = [(t, float(row[1])) for t, row in zip(at, rows, strict=True) if row[1] is not None]
+    axes.step([t for t, _ in best], [1e3 * v for _, v in best], where="post", color=ASA, marker="o", markersize=4,
+              label="best plan so far")  # fmt: skip
+    bounds = [1e3 * float(row[2] or 0.0) for row in rows]
+    axes.step(at, bounds, where="post", color=INK, linestyle="--", label="nothing is faster than this")
+    axes.set_xlabel("seconds of search")
+    axes.set_ylabel("milliseconds a step, foretold")
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def trade(rows: Sequence[Row]) -> Figure:
+    """Rows: kind (``plan``, ``strategy``, ``frontier``), name, bytes, seconds. Memory across, time up."""
+    figure, axes = single(3.6)
+    curve = sorted((float(r[2] or 0) / 2**30, 1e3 * float(r[3] or 0)) for r in rows if r[0] == "frontier")
+    if curve:
+        axes.step(*zip(*curve, strict=True), where="post", color=INK, linewidth=1.2, label="fastest within that memory")
+    for i, row in enumerate(r for r in rows if r[0] != "frontier"):
+        own = row[0] == "plan"
+        axes.plot(
+            float(row[2] or 0) / 2**30, 1e3 * float(row[3] or 0), linestyle="none", label=str(row[1]),
+            marker="*" if own else MARKERS[i % 4], markersize=13 if own else 6,
+            color=ASA if own else colour(str(row[1])),
+        )  # fmt: skip
+    axes.set_xlabel("GiB on the fullest device, foretold")
+    axes.set_ylabel("milliseconds a step, foretold")
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure
+
+
+def cost(rows: Sequence[Row]) -> Figure:
+    """Rows: devices, seconds of an epoch, its cost, whether no other is as fast and as cheap."""
+    figure, axes = single(3.2)
+    for row in rows:
+        axes.plot(float(row[1] or 0), float(row[2] or 0), marker="o", markersize=7, linestyle="none",
+                  markerfacecolor=ASA if row[3] else "white", markeredgecolor=ASA)  # fmt: skip
+        axes.annotate(f"{row[0]}", (float(row[1] or 0), float(row[2] or 0)), (6, 4), textcoords="offset points",
+                      fontsize=8)  # fmt: skip
+    axes.set_xlabel("seconds of an epoch, foretold")
+    axes.set_ylabel("cost of an epoch")
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    return figure
+
+
+def beside(rows: Sequence[Row]) -> Figure:
+    """Rows: term, seconds in this plan, seconds in the other; the first row is (term, this name, other name)."""
+    figure, axes = single(0.9 + 0.5 * max(3, len(rows) - 1))
+    names, terms = rows[0][1:3], rows[1:]
+    for side, shade in ((0, ASA), (1, PALETTE[0])):
+        values = [1e3 * float(row[1 + side] or 0.0) for row in terms]
+        ys = [i + 0.38 * side for i in range(len(terms))]
+        axes.barh(ys, values, height=0.36, color=shade, label=str(names[side]))
+    axes.set_yticks([i + 0.19 for i in range(len(terms))], [str(row[0]) for row in terms], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("milliseconds of a step, foretold")
+    axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def step_times(rows: Sequence[Row]) -> Figure:
+    """Rows: kind (``measured``, ``expected``, ``change``, ``finding``), step, seconds, words."""
+    figure, axes = single(3.6, width=8.4)
+    for kind, style in (
+        ("measured", {"color": INK, "linewidth": 1.3, "label": "measured"}),
+        ("expected", {"color": PALETTE[0], "linewidth": 1.3, "linestyle": "--", "label": "promised by the plan"}),
+    ):
+        points = [(float(r[1] or 0), 1e3 * float(r[2] or 0)) for r in rows if r[0] == kind]
+        if points:
+            drawn: dict[str, Any] = {**style, "drawstyle": "steps-pre"}
+            axes.plot(*zip(*points, strict=True), **drawn)
+    seen = set()
+    for row in rows:
+        if row[0] in ("change", "finding"):
+            shade, label = (ASA, "another plan") if row[0] == "change" else (PALETTE[1], "something was slow")
+            axes.axvline(float(row[1] or 0), color=shade, linewidth=1.6 if row[0] == "change" else 1.0,
+                         linestyle="-" if row[0] == "change" else ":",
+                         label=None if label in seen else label)  # fmt: skip
+            seen.add(label)
+    axes.set_xlabel("step")
+    axes.set_ylabel("milliseconds a step")
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure
+
+
+def rank_memory(rows: Sequence[Row]) -> Figure:
+    """Rows: rank, bytes promised, bytes measured (None: not tracked)."""
+    figure, axes = single(0.9 + 0.34 * max(3, len(rows)))
+    for y, row in enumerate(rows):
+        if row[2] is not None:
+            axes.barh(y, float(row[2]) / 2**30, color=PALETTE[0], height=0.6)
+        axes.plot(float(row[1] or 0) / 2**30, y, marker="D", markersize=6, markerfacecolor="white",
+                  markeredgecolor=INK, linestyle="none")  # fmt: skip
+    axes.set_yticks(range(len(rows)), [f"rank {row[0]}" for row in rows])
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_xlim(left=0)
+    axes.set_xlabel("GiB")
+    return figure

@@ -1,0 +1,173 @@
+"""A plan as one page that needs no network: its network, where time goes, how it was found, what it is held against."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+from asa.ir import codec
+from asa.ir.plan import Plan
+from asa.planner.answer.explain import Difference, Explanation
+from asa.planner.answer.frontier import CostPoint, Frontier, MemoryPoint
+from asa.report import page, plan_drawing
+from asa.report import plan as words
+from asa.report.charts import Chart
+from asa.report.drawing import Row
+from asa.report.tables import plain, short
+from asa.report.units import seconds, size
+
+
+def write(
+    plan: Plan, folder: Path, found: Explanation | None = None, other: Difference | None = None,
+    curves: Frontier | None = None,
+) -> Path:  # fmt: skip
+    """``report.html`` with ``plan.json`` and ``figures/`` beside it; returns the page's path."""
+    codec.save(plan, folder / "plan.json")
+    drawn = [(c, page.draw(c, folder / "figures")[1]) for c in charts(plan, found, other, curves)]
+    path = folder / "report.html"
+    path.write_text(html(plan, drawn), encoding="utf-8")
+    return path
+
+
+def html(plan: Plan, drawn: list[tuple[Chart, str]]) -> str:
+    """The page; ``drawn`` are the figures with their inline SVG."""
+    told = plain([words.headline(plan), *words.standing(plan)], width=1000)
+    said = [re.sub(r" {2,}", ": ", text) for text in told.splitlines()]
+    first, *others = drawn
+    links = [(f"{c.name}-title", c.title) for c, _ in drawn] + [("strategies", "Whole strategies")]
+    rows = [
+        ("asa" if b is None else "" if b.fits else "missing",
+         (plan.strategy if b is None else b.name,
+          seconds(plan.prediction.step_time_s if b is None else b.step_time_s),
+          size(max(plan.prediction.memory_bytes_per_rank) if b is None else b.memory_bytes_max),
+          "yes" if b is None or b.fits else b.why_not or "no"))
+        for b in (None, *plan.baselines)
+    ]  # fmt: skip
+    return "\n".join(
+        [
+            page.head(f"asa plan: {plan.model_spec}"),
+            f"<h1>{escape(said[0])}</h1>",
+            "<ul>", *(f"<li>{escape(text)}</li>" for text in said[1:] if text), "</ul>",
+            page.figure(*first, "plan.json"),
+            page.contents(links),
+            *(page.figure(c, svg, "plan.json") for c, svg in others),
+            '<h2 id="strategies">Whole strategies</h2>',
+            page.html_table("This plan and whole strategies, foretold", ("strategy", "step", "memory", "fits"), rows),
+            "</main></body></html>\n",
+        ]
+    )  # fmt: skip
+
+
+def charts(
+    plan: Plan, found: Explanation | None = None, other: Difference | None = None, curves: Frontier | None = None
+) -> tuple[Chart, ...]:
+    """The network, then what is known: time per component, another plan beside, the search, time against memory and
+    cost."""
+    made = [network(plan, found)]
+    made += [component_times(found)] if found is not None else []
+    made += [beside(other)] if other is not None and other.other_s is not None else []
+    made += [search(plan)] if len(plan.certificate.curve or ()) > 1 else []
+    made.append(trade(plan, curves.memory if curves is not None else ()))
+    made += [cost(curves.cost)] if curves is not None and curves.cost else []
+    return tuple(made)
+
+
+def network(plan: Plan, found: Explanation | None = None) -> Chart:
+    """Every component in the order of the data, coloured by what it runs as."""
+    times = _times(found) if found is not None else {}
+    whole = sum(a + b for a, b in times.values())
+    rows: list[Row] = [
+        (i, c.name, short(c), c.stage, sum(times[c.name]) / whole if c.name in times and whole else None)
+        for i, c in enumerate(plan.components)
+    ]
+    return Chart(
+        name="network",
+        title="Strategy of every component",
+        caption="Components in the order of the data; colour: what each runs as; the share of the work of a step, "
+        "where it is known. A red arrow leads to the next stage.",
+        columns=("index", "component", "runs_as", "stage", "share"),
+        rows=tuple(rows),
+        draw=plan_drawing.network,
+    )
+
+
+def _times(found: Explanation) -> dict[str, tuple[float, float]]:
+    """Seconds computing and communicating, by component."""
+    return {
+        c.name: (c.forward_s + c.backward_s + c.update_s, c.inside_s + c.boundary_s + c.sync_s)
+        for c in found.components
+    }
+
+
+def component_times(found: Explanation) -> Chart:
+    """Seconds of a step per component on the busiest rank."""
+    return Chart(
+        name="component_times",
+        title="Time per component",
+        caption="Foretold for the busiest rank. What is sent may be hidden behind computing.",
+        columns=("component", "compute_s", "communicate_s"),
+        rows=tuple((name, *pair) for name, pair in _times(found).items()),
+        draw=plan_drawing.component_times,
+    )
+
+
+def search(plan: Plan) -> Chart:
+    """The best plan and the bound over the time of the search."""
+    return Chart(
+        name="search",
+        title="Course of the search",
+        caption="Where the lines meet the plan is proved optimal in its space.",
+        columns=("seconds", "best_s", "lower_bound_s"),
+        rows=tuple((p.seconds, p.best_s, p.lower_bound_s) for p in plan.certificate.curve or ()),
+        draw=plan_drawing.search,
+    )
+
+
+def trade(plan: Plan, points: Sequence[MemoryPoint] = ()) -> Chart:
+    """Step time against memory: the plan, whole strategies, and the frontier where it is known."""
+    p = plan.prediction
+    rows: list[Row] = [("plan", "this plan", max(p.memory_bytes_per_rank), p.step_time_s)]
+    rows += [
+        ("strategy", b.name, b.memory_bytes_max, b.step_time_s)
+        for b in plan.baselines
+        if b.fits and b.step_time_s is not None and b.memory_bytes_max
+    ]
+    rows += [("frontier", m.changed, m.memory_bytes_max, m.step_time_s) for m in points]
+    return Chart(
+        name="trade",
+        title="Time against memory",
+        caption="Left and low is better. The star is the plan."
+        + (" The line: the fastest in less memory." * bool(points)),
+        columns=("kind", "name", "memory_bytes", "step_s"),
+        rows=tuple(rows),
+        draw=plan_drawing.trade,
+    )
+
+
+def cost(points: Sequence[CostPoint]) -> Chart:
+    """Time and cost of an epoch on more and more devices."""
+    rows = [(p.gpus, p.epoch_s, p.epoch_cost, p.on_frontier) for p in points if p.epoch_s and p.epoch_cost is not None]
+    return Chart(
+        name="cost",
+        title="Time against cost of an epoch",
+        caption="Figures: devices. Filled: no other number is as fast and as cheap.",
+        columns=("devices", "epoch_s", "cost", "on_frontier"),
+        rows=tuple(rows),
+        draw=plan_drawing.cost,
+    )
+
+
+def beside(found: Difference) -> Chart:
+    """The step of the plan and of another one, term by term."""
+    rows: list[Row] = [("term", "this plan", found.other)]
+    rows += [(t.name, t.plan_s, t.other_s) for t in found.terms]
+    return Chart(
+        name="beside",
+        title=f"This plan beside {found.other}",
+        caption=f"Terms of the step, foretold: {seconds(found.plan_s)} here, {seconds(found.other_s)} there.",
+        columns=("term", "plan_s", "other_s"),
+        rows=tuple(rows),
+        draw=plan_drawing.beside,
+    )

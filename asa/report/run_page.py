@@ -1,0 +1,159 @@
+"""A run as one page that needs no network: step time with changes of plan and what was slow, promised and measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from asa.ir.plan import Plan
+from asa.report import drawing, page, plan_drawing, plan_page
+from asa.report.charts import Chart
+from asa.report.drawing import Row
+from asa.report.story import Story
+from asa.report.units import percent, seconds
+
+_CHANGES = ("switch", "rollback", "memory", "lost")
+
+
+def write(found: Story, events: Iterable[Mapping[str, Any]], folder: Path, plan: Plan | None = None) -> Path:
+    """``report.html`` with ``figures/`` beside it in ``folder``; returns the page's path."""
+    drawn = [(c, page.draw(c, folder / "figures")[1]) for c in charts(list(events), plan)]
+    path = folder / "report.html"
+    path.write_text(html(found, drawn, folder.name), encoding="utf-8")
+    return path
+
+
+def html(found: Story, drawn: list[tuple[Chart, str]], name: str) -> str:
+    """The page; ``drawn`` are the figures with their inline SVG."""
+    first, *others = drawn
+    told = [
+        ("asa" if h.kind in _CHANGES else "",
+         (str(h.step), "-" if h.epoch is None else str(h.epoch + 1), "slow" if h.kind == "finding" else h.kind, h.line))
+        for h in found.happenings
+    ]  # fmt: skip
+    stretches = [("", (f"{s.first_step} to {s.last_step}", s.plan, seconds(s.step_s))) for s in found.stretches]
+    links = [(f"{c.name}-title", c.title) for c, _ in drawn] + [("happened", "What happened")]
+    return "\n".join(
+        [
+            page.head(f"asa train: {name}"),
+            f"<h1>{escape(name)}</h1>",
+            f'<p class="first">{escape(first_sentence(found))}</p>',
+            page.figure(*first, "log.jsonl"),
+            page.contents(links),
+            *(page.figure(c, svg, "log.jsonl") for c, svg in others),
+            '<h2 id="happened">What happened</h2>',
+            page.html_table("In order of steps", ("after step", "epoch", "kind", "in words"), told),
+            page.html_table("Step time between findings and changes", ("steps", "plan", "step"), stretches),
+            "</main></body></html>\n",
+        ]
+    )
+
+
+def first_sentence(found: Story) -> str:
+    """How many steps, how often the plan changed, and what the changes were worth."""
+    steps = max((s.last_step for s in found.stretches), default=0)
+    slow = sum(h.kind == "finding" for h in found.happenings)
+    often = f"changed {_times(len(found.changes))}" if found.changes else "never changed"
+    said = f"{steps} steps; the plan was {often}"
+    won = [c.won_s for c in found.changes if c.won_s is not None]
+    gains = [c.measured_gain for c in found.changes if c.measured_gain is not None]
+    said += f", which measured {', '.join(percent(g, signed=True) for g in gains)} of a step" if gains else ""
+    said += f" and won {sum(won):.3g} s" if won else ""
+    return f"{said}; something was found slow {_times(slow)}." if slow else f"{said}."
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def charts(events: list[Mapping[str, Any]], plan: Plan | None = None) -> tuple[Chart, ...]:
+    """Step time first, then learning, memory of the last epoch, and the plan it began with."""
+    made = [timeline(events)]
+    learnt = learning(events)
+    made += [learnt] if learnt.rows else []
+    kept = memory(events)
+    made += [kept] if kept.rows else []
+    made += [plan_page.network(plan)] if plan is not None else []
+    return tuple(made)
+
+
+def timeline(events: Iterable[Mapping[str, Any]]) -> Chart:
+    """Measured and promised step time over the steps, changes of plan and findings marked."""
+    rows: list[Row] = []
+    step = 0
+    for event in events:
+        try:
+            match event["event"]:
+                case "steps":
+                    step = int(event["step"])
+                    rows.append(("measured", step, float(event["step_time_s"]), None))
+                case "epoch":
+                    step = int(event["step"])
+                    promised = float(event["measurements"]["predicted_step_time_s"])
+                    if not any(row[0] == "expected" for row in rows):
+                        rows.append(("expected", 0, promised, None))
+                    rows.append(("expected", step, promised, None))
+                case "replan" if event["kind"] in _CHANGES:
+                    rows.append(("change", step, None, str(event["why"])))
+                case "finding":
+                    rows.append(("finding", step, None, str(event["line"])))
+                case _:
+                    pass
+        except (KeyError, TypeError, ValueError):
+            continue
+    return Chart(
+        name="timeline",
+        title="Step time over the run",
+        caption="Solid: measured, the mean since the last line of the log. Dashed: what the plan "
+        "at the end of each epoch promised. "
+        "Upright lines: another plan was taken, or something was found slow; the table below has the words.",
+        columns=("kind", "step", "step_s", "words"),
+        rows=tuple(rows),
+        draw=plan_drawing.step_times,
+    )
+
+
+def learning(events: Iterable[Mapping[str, Any]]) -> Chart:
+    """Validation accuracy, or the loss where there is none, after every epoch."""
+    rows: list[Row] = []
+    took = 0.0
+    for event in events:
+        if event.get("event") != "epoch":
+            continue
+        try:
+            took += float(event["seconds"])
+            rows.append(("after every epoch", "validation", int(event["epoch"]) + 1, took, float(event["train_loss"]),
+                         float(event["validation_loss"]), float(event["validation_accuracy"])))  # fmt: skip
+        except (KeyError, TypeError, ValueError):
+            continue
+    told = any(float(r[6] or 0) > 0 for r in rows)
+    return Chart(
+        name="learning",
+        title=f"Validation {'accuracy' if told else 'loss'} over training time",
+        caption="A point an epoch; seconds of whole epochs.",
+        columns=("panel", "strategy", "epoch", "seconds", "train_loss", "validation_loss", "validation_accuracy"),
+        rows=tuple(rows),
+        draw=drawing.accuracy_over_time if told else drawing.loss,
+    )
+
+
+def memory(events: Iterable[Mapping[str, Any]]) -> Chart:
+    """Promised and measured memory of every rank in the last epoch."""
+    last = None
+    for event in events:
+        if event.get("event") == "epoch" and isinstance(event.get("measurements"), Mapping):
+            last = event["measurements"]
+    rows: list[Row] = []
+    if last is not None:
+        seen = last.get("peak_memory_bytes") or [None] * len(last["predicted_memory_bytes"])
+        rows = [(i, p, m) for i, (p, m) in enumerate(zip(last["predicted_memory_bytes"], seen, strict=False))]
+    return Chart(
+        name="rank_memory",
+        title="Memory of every rank",
+        caption="Bars: measured active peak. Diamonds: promised.",
+        columns=("rank", "predicted_bytes", "measured_bytes"),
+        rows=tuple(rows),
+        draw=plan_drawing.rank_memory,
+    )

@@ -1,0 +1,76 @@
+"""What paired ratios of a comparison show beside their noise, and when nothing may be said."""
+
+from __future__ import annotations
+
+from asa.ir.bench import Bench, Comparison
+from asa.ir.intervals import FEWEST
+from asa.report.units import percent
+
+_BUSY = 0.1
+"""Cores that others may take of each rank's before no verdict is given."""
+
+
+def noise_of(bench: Bench, model: str) -> Comparison | None:
+    """The A/A comparison: one strategy against itself."""
+    return next((c for c in bench.comparisons if c.model == model and c.left == c.right), None)
+
+
+def between(bench: Bench, model: str, one: str, other: str) -> str:
+    """The faster of two strategies, or why that cannot be told; empty where machine or pairs do not allow it."""
+    pairs = [c for c in bench.comparisons if c.model == model and {c.left, c.right} == {one, other}]
+    return verdict(pairs[0], noise_of(bench, model), disturbed=bool(busy(bench, model))) if pairs else ""
+
+
+def busy(bench: Bench, model: str) -> str:
+    """What other processes took while the cells of ``model`` were measured, where that is too much; else empty."""
+    taken = next((c.others_cores for c in bench.comparisons if c.model == model and c.others_cores is not None), None)
+    ranks = max((r.ranks for r in bench.of(model)), default=1)
+    return crowded(taken, bench.environment.cpu_cores, ranks)
+
+
+def crowded(taken: float | None, cores: int, ranks: int) -> str:
+    """What is said of cores that others took while so many ranks were measured; empty where it is not too much."""
+    if taken is None or taken <= max(0, cores - ranks) + _BUSY * min(ranks, cores):
+        return ""
+    return (
+        f"other processes kept {taken:.1f} of {cores} cores busy while {ranks} ranks were measured: no verdict; "
+        "measure again on a quiet machine"
+    )
+
+
+def against(c: Comparison, noise: Comparison | None, *, disturbed: bool = False) -> str:
+    """How much less or more time the left one takes than the right one, in words of one line."""
+    low, high = sorted((1 - c.low, 1 - c.high))
+    spread = f"{'all' if c.pairs < FEWEST else '95 %'}: {100 * low:.1f} to {100 * high:.1f} %, {c.pairs} pairs"
+    found = verdict(c, noise, disturbed=disturbed)
+    if found in (c.left, c.right):
+        word = "faster" if found == c.left else "slower"
+        if found == c.right:
+            spread = f"95 %: {-100 * high:.1f} to {-100 * low:.1f} %, {c.pairs} pairs"
+        return f"{percent(abs(1 - c.ratio))} {word} than {c.right} ({spread})"
+    return f"{c.right}: {percent(1 - c.ratio, signed=True)} ({spread}): {found or 'no verdict'}"
+
+
+def verdict(c: Comparison, noise: Comparison | None, *, disturbed: bool = False) -> str:
+    """The one that is faster, or why that cannot be told; empty on a busy machine."""
+    if disturbed:
+        return ""
+    if noise is None:
+        return "nothing was measured against itself to tell noise by"
+    if c.pairs < FEWEST or noise.pairs < FEWEST:
+        return "too few pairs to tell"
+    low, high = min(1.0, noise.low), max(1.0, noise.high)
+    if c.high < low or c.low > high:
+        return c.left if c.high < low else c.right
+    return "not told apart from noise"
+
+
+def comparison(c: Comparison, noise: Comparison | None, *, disturbed: bool = False) -> str:
+    """A paired ratio with its interval, and what it shows beside ``noise``, the A/A comparison."""
+    few = c.pairs < FEWEST
+    interval = f"{c.ratio:.3f} ({'all' if few else '95 %'}: {c.low:.3f} to {c.high:.3f}, {c.pairs} pairs)"
+    if c.left == c.right:
+        return f"A/A, {c.left} against itself: {interval}: a ratio inside this says nothing"
+    found = verdict(c, noise, disturbed=disturbed)
+    faster = " is faster" if found in (c.left, c.right) else ""
+    return f"time of {c.left} over {c.right}: {interval}" + (f": {found}{faster}" if found else "")

@@ -1,0 +1,131 @@
+"""Curves of a run in trackers: every figure under its name and step, by stand-ins and by the real packages."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import nouns
+import pytest
+
+from asa.cli.train import TRACKERS
+from asa.errors import UnavailableError
+from asa.executor.training import trackers
+from asa.executor.training.logs import RunLog, Work
+from asa.ir import codec
+
+START = {"event": "start", "plan_fingerprint": "f00d", "model": "cnn", "ranks": 2, "device": "cpu", "global_batch": 8}
+STEPS = {
+    "event": "steps", "epoch": 0, "step": 5, "loss": 2.5, "accuracy": None, "learning_rate": 0.1, "step_time_s": 0.5,
+    "samples_per_s": 16.0, "data_wait_share": 0.25, "slowest_rank": 1, "waiting_share": 0.125,
+    "active_memory_bytes": 1000, "reserved_memory_bytes": None, "fraction": 0.5, "eta_s": 1.0,
+}  # fmt: skip
+CURVES = {
+    "train/loss": 2.5, "train/learning_rate": 0.1, "time/step_s": 0.5, "time/samples_per_s": 16.0,
+    "time/data_wait_share": 0.25, "time/slowest_rank": 1.0, "time/waiting_share": 0.125, "memory/active_bytes": 1000.0,
+    "compute/tflops_per_s": 16e-3, "compute/mfu": 0.2,
+}  # fmt: skip
+WORK = Work(flops_per_sample=1e9, peak_flops_per_s=4e10)
+
+
+def run(folder: Path, *track: str) -> list[dict[str, Any]]:
+    """A run of one line of the log and one epoch, that ends well; what its listener heard."""
+    heard: list[dict[str, Any]] = []
+    log = RunLog(folder, track=track, work=WORK, listener=heard.append)
+    log(START)
+    log(STEPS)
+    log({"event": "epoch", "line": "", **codec.to_data(nouns.epoch())})
+    log.finish(exit_code=0)
+    return heard
+
+
+def test_the_log_tells_flops_and_their_share_of_the_peak_of_the_ranks_in_force(tmp_path: Path) -> None:
+    steps = run(tmp_path)[1]
+    assert (steps["tflops_per_s"], steps["mfu"]) == (16e-3, 0.2), "16 samples of 1 GFLOP on 2 ranks of 40 GFLOP/s"
+    heard: list[dict[str, Any]] = []
+    log = RunLog(tmp_path, work=Work(flops_per_sample=1e9, peak_flops_per_s=0.0), listener=heard.append)
+    log(START)
+    log(STEPS)
+    assert "mfu" not in heard[1], "nobody knows the peak"
+    log = RunLog(tmp_path, work=WORK, listener=heard.append)
+    log(START)
+    log({"event": "replan", "kind": "switch", "new": "beef", "processes": [1], "why": ""})
+    log(STEPS)
+    assert heard[-1]["mfu"] == 0.4, "one rank is left"
+
+
+class _Wandb(types.ModuleType):
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.given: dict[str, Any] = {}
+        self.logged: list[tuple[dict[str, float], int]] = []
+        self.ended: int | None = None
+
+    def init(self, **given: Any) -> _Wandb:
+        self.given = given
+        return self
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.logged.append((values, step))
+
+    def finish(self, exit_code: int) -> None:
+        self.ended = exit_code
+
+
+def test_weights_and_biases_gets_every_curve_and_stays_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = _Wandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    run(tmp_path, "wandb")
+    assert (fake.given["mode"], fake.given["dir"]) == ("offline", str(tmp_path))
+    assert fake.given["config"]["model"] == "cnn"
+    assert fake.logged[0] == (CURVES, 5)
+    assert fake.logged[1][0]["validation/loss"] == nouns.epoch().validation_loss
+    assert fake.ended == 0
+
+
+def test_a_run_that_failed_is_told_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = _Wandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    log = RunLog(tmp_path, track=("wandb",))
+    log(START)
+    log(STEPS)
+    log.finish(exit_code=4)
+    assert fake.ended == 1
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("wandb"), reason="wandb is not installed")
+def test_the_real_weights_and_biases_writes_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    run(tmp_path, "wandb")
+    assert list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("mlflow"), reason="MLflow is not installed")
+def test_the_real_mlflow_keeps_every_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    run(tmp_path, "mlflow")
+    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
+    (kept,) = client.search_runs([client.get_experiment_by_name("asa").experiment_id])
+    assert {name: kept.data.metrics[name] for name in CURVES} == CURVES
+    assert kept.data.params["plan_fingerprint"] == "f00d"
+    assert kept.info.status == "FINISHED"
+
+
+@pytest.mark.parametrize("name", trackers.NAMES)
+def test_a_tracker_that_is_not_installed_is_refused_with_its_extra(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package in ("wandb", "mlflow", "torch.utils.tensorboard"):
+        monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UnavailableError, match=rf"pip install 'asa-parallel\[{name}\]'"):
+        RunLog(tmp_path, track=(name,))
+
+
+def test_the_command_line_knows_the_trackers() -> None:
+    assert TRACKERS == trackers.NAMES
