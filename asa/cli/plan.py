@@ -202,6 +202,12 @@ VERBS = (
                 metavar="T",
             ),
             o.option(o.PRECISION, help="of a profile that is measured or estimated first"),
+            o.option(
+                o.MEMORY_FORMAT,
+                default=None,
+                help="as profiled (default: whatever was measured fastest)",
+            ),
+            o.option(o.COMPILE, default=None, help="as profiled (default: whatever was measured fastest)"),
             o.option(o.INPUT, help="of a model that is profiled first"),
             o.option(o.TOKENS, help="of a sequence, for a model that is profiled or estimated first"),
             o.option(o.CLASSES, help="of a model that is profiled first"),
