@@ -237,6 +237,9 @@ def main() -> int:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     record = args.out / "record.jsonl"
+    if record.exists() and not record.read_text().endswith("\n"):  # the line that a kill cut off
+        with record.open("a") as file:
+            file.write("\n")
     score = f"python benchmarks/gpu_report.py {record}"
     whole = True
     for piece in args.pieces.split(","):
