@@ -109,8 +109,8 @@ def scores(found: dict[str, Found], folder: Path) -> list[str]:
     from asa.cost.machine.nearest import same_gpu
     from asa.ir.sealed import newest, read
 
-    seals = newest(s for path in sorted(folder.glob("*.jsonl")) for s in read(path))
-    known = {s.sha256 for s in seals}
+    every = [s for path in sorted(folder.glob("*.jsonl")) for s in read(path)]
+    seals, known = newest(every), {s.sha256 for s in every}
     lines: list[str] = []
     for entry in found.values():
         for cell in (entry.get("answer") or {}).get("cells", ()) if entry["name"] == "sealed" else ():
