@@ -1,13 +1,16 @@
 """What a machine with GPUs can tell, in pieces of at most eight minutes, each taken up where it was left.
 
-    python benchmarks/gpu.py [--pieces tests,profiles,memory,rehearsal,machine] [--out runs/gpu] [--again]
-                             [--models resnet50,vit_b_16] [--input 3x32x32] [--batch 256] [--seconds 60]
+    python benchmarks/gpu.py [--pieces tests,profiles,...] [--out runs/gpu] [--again] [--models resnet50,vit_b_16]
+                             [--memory-models ...] [--input 3x32x32] [--large 3x224x224] [--batch 256] [--seconds 60]
 
 ``tests``: all tests marked ``gpu``. ``profiles``: of each model in fp32 and bf16; components against the whole.
-``memory``: plans for one GPU, predicted against measured, over batches, precisions, recomputation and optimizers.
-``rehearsal``: one rank of plans for 8 GPUs, compute and memory. ``machine``: with several GPUs, their links and the
-sealed predictions. Every command's answer is kept in ``record.jsonl`` as it comes, failures included, and what is
-there is not run again (``--again`` does). ``gpu-report.md`` is the verdict, and names the two files to send back.
+``memory``: plans for one GPU, predicted against measured, over batches, precisions, recomputation and optimizers, and
+the largest batch that fits. ``rehearsal``: one rank of plans for 8 GPUs. ``speed``: a step beside a reference tuned by
+hand, compiled, channels_last and as CUDA graphs. ``study``: what 8 GPUs are foreseen to do, from the new profiles.
+``machine``: with several GPUs, their links, every strategy, the planner's regret and the sealed predictions.
+
+Every command's answer is kept in ``record.jsonl`` as it comes, failures included, and what is there is not run again
+(``--again`` does). ``gpu-report.md`` is the verdict (:mod:`benchmarks.gpu_report`), and names the files to send back.
 """
 
 from __future__ import annotations
@@ -18,15 +21,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-LIMIT_S = 480.0
-_WITHIN = 0.05
-"""How far the sum of components may be from the whole model, of its time."""
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.gpu_report import SEALED, answers, failed, report
 
+LIMIT_S = 480.0
 Command = tuple[str, tuple[str, ...]]
 """What a result is filed under, and the arguments of ``python -m``."""
+_MOST_DOUBLINGS = 8
+_FEWEST = 2
 
 
 def _asa(*argv: str) -> tuple[str, ...]:
@@ -38,39 +44,63 @@ def tests(_: argparse.Namespace, out: Path) -> Iterator[Command]:
     yield "tests", ("pytest", "-q", "-m", "gpu", "planner_tests", f"--junit-xml={out / 'tests.xml'}")
 
 
+def _profile(
+    args: argparse.Namespace, out: Path, model: str, precision: str, *how: str, shape: str | None = None
+) -> Command:
+    shape, marks = shape or args.input, "".join(f".{h}" for h in how[1::2])
+    large = "" if shape == args.input else f".{shape}"
+    file = out / f"{model}{large}{marks}.{precision}.json"
+    name = " ".join((f"profile {model} {precision}", *how[1::2], *([shape] if large else [])))
+    given = ("--input", shape, "--classes", "100", "--global-batch", str(args.batch), "--device", "cuda")
+    limit = ("--time-limit", f"{args.seconds}s", "-o", str(file))
+    return name, _asa("profile", model, *given, "--precision", precision, *how, *limit)
+
+
 def profiles(args: argparse.Namespace, out: Path) -> Iterator[Command]:
-    """Profiles that the other pieces plan from."""
+    """Profiles that the other pieces plan from; transformers over patches on large images, too."""
     for model in args.models.split(","):
         for precision in ("fp32", "bf16"):
-            file = out / f"{model}.{precision}.json"
-            shape = ("--input", args.input, "--classes", "100", "--global-batch", str(args.batch))
-            limit = ("--time-limit", f"{args.seconds}s", "-o", str(file))
-            yield f"profile {model} {precision}", _asa("profile", model, *shape, "--device", "cuda",
-                                                       "--precision", precision, *limit)  # fmt: skip
+            yield _profile(args, out, model, precision)
+            if model.startswith("vit") and args.large:
+                yield _profile(args, out, model, precision, shape=args.large)
 
 
 def memory(args: argparse.Namespace, out: Path) -> Iterator[Command]:
     """Plans for one GPU: what its allocator saw beside what was promised."""
-    for model in args.models.split(","):
+    for model in args.memory_models.split(","):
         for precision, strategy, optimizer in (
             ("fp32", "single", "sgd"), ("bf16", "single", "sgd"), ("fp32", "single+ckpt", "sgd"),
             ("fp32", "single", "adamw"),
         ):  # fmt: skip
-            for batch in sorted({max(2, args.batch // n) for n in (1, 2, 4, 8)}):
+            yield _profile(args, out, model, precision)
+            for batch in sorted({max(_FEWEST, args.batch // n) for n in (1, 2, 4, 8)}):
                 what = f"{model} {precision} {strategy} {optimizer} {batch}"
-                plan = out / f"memory.{what.replace(' ', '.')}.json"
-                asked = (
-                    "--gpus",
-                    "1",
-                    "--global-batch",
-                    str(batch),
-                    "--strategies",
-                    strategy,
-                    "--optimizer",
-                    optimizer,
-                )
-                yield f"plan {what}", _asa("plan", str(out / f"{model}.{precision}.json"), *asked, "-o", str(plan))
-                yield f"memory {what}", _asa("train", str(plan), "--rehearse", "0")
+                yield from _alone(out, "memory", what, f"{model}.{precision}.json", batch, strategy, optimizer)
+        yield from _largest(args, out, model)
+
+
+def _alone(
+    out: Path, word: str, what: str, profile: str, batch: int, strategy: str = "single", optimizer: str = "sgd"
+) -> Iterator[Command]:
+    plan = out / f"{word}.{what.replace(' ', '.')}.json"
+    asked = ("--gpus", "1", "--global-batch", str(batch), "--strategies", strategy, "--optimizer", optimizer)
+    yield f"plan {what}", _asa("plan", str(out / profile), *asked, "-o", str(plan))
+    yield f"{word} {what}", _asa("train", str(plan), "--rehearse", "0")
+
+
+def _largest(args: argparse.Namespace, out: Path, model: str) -> Iterator[Command]:
+    """The largest batch that is foreseen to fit in one piece, doubled until it does not, and what it holds."""
+    largest = None
+    for k in range(_MOST_DOUBLINGS):
+        batch = args.batch << k
+        plan, name = out / f"fits.{model}.{batch}.json", f"fits {model} {batch}"
+        asked = ("--gpus", "1", "--global-batch", str(batch), "--strategies", "single", "--microbatches", "1")
+        yield name, _asa("plan", str(out / f"{model}.fp32.json"), *asked, "--offload", "never", "-o", str(plan))
+        if answers(out / "record.jsonl").get(name, {}).get("exit_code") != 0:
+            break
+        largest = plan, batch
+    if largest is not None:
+        yield f"full {model} {largest[1]}", _asa("train", str(largest[0]), "--rehearse", "0")
 
 
 def rehearsal(args: argparse.Namespace, out: Path) -> Iterator[Command]:
@@ -83,15 +113,66 @@ def rehearsal(args: argparse.Namespace, out: Path) -> Iterator[Command]:
             yield f"rehearse {model} {strategy}", _asa("train", str(plan), "--rehearse", "0")
 
 
-def machine(_: argparse.Namespace, out: Path) -> Iterator[Command]:
+def speed(args: argparse.Namespace, out: Path) -> Iterator[Command]:
+    """One GPU beside a reference tuned by hand, way by way."""
+    for model in args.models.split(","):
+        for form, compiled in (("contiguous", "none"), ("channels_last", "none"), ("channels_last", "components"),
+                               ("channels_last", "graphs")):  # fmt: skip
+            if compiled != "none" and args.no_compile:
+                continue
+            how = ("--memory-format", form, "--compile", compiled)
+            what = f"{model} bf16 {form} {compiled}"
+            yield _profile(args, out, model, "bf16", *how)
+            theirs = {"components": "default"}.get(compiled, compiled)
+            given = ("--input", args.input, "--batch", str(args.batch), "--memory-format", form, "--compile", theirs)
+            yield f"reference {what}", ("benchmarks.gpu_reference", model, *given)
+            yield from _alone(out, "speed", what, f"{model}.{form}.{compiled}.bf16.json", args.batch)
+
+
+def study(args: argparse.Namespace, out: Path) -> Iterator[Command]:
+    """Eight GPUs, foreseen from the profiles that were taken here."""
+    for model in args.models.split(","):
+        for strategy in ("ddp", "fsdp", "tensor", "1f1b", "hybrid", "asa"):
+            asked = (
+                "--gpus",
+                "8",
+                "--cluster",
+                args.cluster,
+                "--strategies",
+                strategy,
+                "--global-batch",
+                str(args.batch),
+            )
+            file = out / f"study.{model}.{strategy}.json"
+            yield f"study {model} {strategy}", _asa("plan", str(out / f"{model}.fp32.json"), *asked, "-o", str(file))
+
+
+def machine(args: argparse.Namespace, out: Path) -> Iterator[Command]:
     """What several GPUs are to each other, and what was foretold of machines like this one."""
     yield "doctor", _asa("doctor")
-    if _gpus() > 1:
-        yield "links", _asa("cluster", "measure", "--device", "cuda", "-o", str(out / "cluster.json"))
-        yield "sealed", _asa("bench", "--check-sealed", "--device", "cuda", "--budget", "6m")
+    gpus = _gpus()
+    if gpus < 2:
+        return
+    cluster = out / "cluster.json"
+    limit = ("--time-limit", f"{args.seconds}s")
+    yield "links", _asa("cluster", "measure", "--gpus", str(gpus), "--device", "cuda", *limit, "-o", str(cluster))
+    for model in args.models.split(","):
+        given = ("--models", model, "--input", args.input, "--classes", "100", "--gpus", str(gpus))
+        among = ("--strategies", args.strategies, "--cluster", str(cluster), "--budget", f"{2 * args.seconds}s")
+        batch = ("--global-batch", str(args.batch), "--device", "cuda", "--data", "synthetic")
+        yield f"bench {model}", _asa("bench", *given, *batch, *among)
+        plan = out / f"verify.{model}.json"
+        asked = ("--gpus", str(gpus), "--cluster", str(cluster), "-o", str(plan))
+        yield f"plan {model} here", _asa("plan", str(out / f"{model}.fp32.json"), *asked)
+        yield f"verify {model}", _asa("verify", str(plan), "--device", "cuda")
+    sealed = ("--sealed", str(args.sealed))
+    yield "sealed", _asa("bench", "--check-sealed", *sealed, "--device", "cuda", "--budget", f"{5 * args.seconds}s")
 
 
-PIECES = {"tests": tests, "profiles": profiles, "memory": memory, "rehearsal": rehearsal, "machine": machine}
+PIECES = {
+    "tests": tests, "profiles": profiles, "memory": memory, "rehearsal": rehearsal, "speed": speed, "study": study,
+    "machine": machine,
+}  # fmt: skip
 
 
 def _gpus() -> int:
@@ -100,17 +181,17 @@ def _gpus() -> int:
     return cuda_devices()
 
 
-def run(piece: str, args: argparse.Namespace, out: Path) -> None:
-    """Every command of ``piece`` that has no answer yet, until its time is over."""
-    record, known = out / "record.jsonl", answers(out)
+def run(piece: str, args: argparse.Namespace, record: Path) -> bool:
+    """Every command of ``piece`` that has no answer yet; whether they ended before its time was over."""
+    known = {} if args.again else answers(record)
     ends = time.monotonic() + LIMIT_S
-    for name, argv in PIECES[piece](args, out):
-        if name in known and not args.again:
+    for name, argv in islice(PIECES[piece](args, args.out), args.most):
+        if name in known:
             continue
         left = ends - time.monotonic()
         if left < 1:
             print(f"gpu: {piece} used its {LIMIT_S:.0f} s; run it again for the rest", file=sys.stderr)
-            return
+            return False
         began = time.monotonic()
         try:
             done = subprocess.run([sys.executable, "-m", *argv], capture_output=True, text=True, timeout=left)
@@ -122,8 +203,9 @@ def run(piece: str, args: argparse.Namespace, out: Path) -> None:
         found |= {"answer": answer} if answer else {"said": said[-2000:]}
         with record.open("a") as file:
             file.write(json.dumps(found | ({"error": wrong[-2000:]} if code else {})) + "\n")
-        (out / "gpu-report.md").write_text(report(out))
-        print(f"gpu: {name}: {'ok' if code == 0 else f'exit code {code}'}", file=sys.stderr)
+        known[name] = found  # a command that two pieces want is run once
+        print(f"gpu: {name}: {'ok' if not failed(found) else f'exit code {code}'}", file=sys.stderr)
+    return True
 
 
 def _document(text: str) -> Any:
@@ -133,66 +215,39 @@ def _document(text: str) -> Any:
         return None
 
 
-def answers(out: Path) -> dict[str, dict[str, Any]]:
-    """The last answer to each command."""
-    record = out / "record.jsonl"
-    lines = record.read_text().splitlines() if record.exists() else ()
-    return {found["name"]: found for found in map(json.loads, lines)}
-
-
-def report(out: Path) -> str:
-    """The verdict on a page: what failed, and how far predictions were off."""
-    found = answers(out)
-    failed = [f for f in found.values() if f["exit_code"]]
-    lines = ["# What the GPUs said", "", f"{len(found)} commands, {len(failed)} failed.", ""]
-    for piece in PIECES:
-        own = [f for f in found.values() if f["piece"] == piece]
-        lines += [f"## {piece}", "", *([line for f in own for line in _told(f)] or ["not run"]), ""]
-    lines += [
-        "## To send back", "", f"Attach `{out / 'record.jsonl'}` and `{out / 'gpu-report.md'}`. On a machine of "
-        "several GPUs `asa bench --check-sealed` scores them against the sealed predictions.", "",
-    ]  # fmt: skip
-    return "\n".join(lines)
-
-
-def _told(found: dict[str, Any]) -> list[str]:
-    name, answer = found["name"], found.get("answer") or {}
-    if found["exit_code"]:
-        last = (found.get("error") or found.get("said") or "").strip().splitlines()[-1:]
-        return [f"- {name}: FAILED with {found['exit_code']}: {''.join(last)}"]
-    if name.startswith("profile "):
-        off = [w["components_s"] / w["whole"]["median"] - 1 for w in answer["whole"]]
-        worst = max(off, key=abs, default=0.0)
-        doubt = answer["provenance"].get("disturbed", "")
-        good = "ok" if abs(worst) <= _WITHIN else "TOO FAR OFF"
-        doubt = f"; {doubt}" if doubt else ""
-        return [f"- {name}: components are {100 * worst:+.1f} % off the whole at worst, {good}{doubt}"]
-    if name.startswith(("memory ", "rehearse ")):
-        promised, seen = answer["predicted_memory_bytes"], answer["peak_memory_bytes"]
-        mib, off = 2**20, promised / seen - 1
-        return [f"- {name}: memory {promised / mib:.0f} MiB predicted, {seen / mib:.0f} measured ({off:+.1%})"]
-    return [] if name.startswith("plan ") else [f"- {name}: ok in {found['seconds']:.0f} s"]
-
-
 def main() -> int:
-    """Run the pieces asked for; 1 if a command failed."""
+    """Run the pieces asked for; 1 if a command failed or is missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pieces", default=",".join(PIECES))
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"))
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--models", default="resnet50,vit_b_16,vgg16")
+    parser.add_argument(
+        "--memory-models", default="resnet50,vit_b_16,vgg16,densenet121,efficientnet_v2_s,convnext_large"
+    )
     parser.add_argument("--input", default="3x32x32")
+    parser.add_argument("--large", default="3x224x224", help="second size of models of patches; empty: none")
     parser.add_argument("--cluster", default="a100-nvlink-8")
+    parser.add_argument("--strategies", default="ddp,zero1,zero2,fsdp,tensor,gpipe,1f1b,hybrid,asa")
+    parser.add_argument("--sealed", type=Path, default=SEALED, help="folder of sealed predictions")
+    parser.add_argument("--most", type=int, help="commands of a piece, for a first try")
     parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--seconds", type=int, default=60)
+    parser.add_argument("--no-compile", action="store_true", help="leave out what needs a compiler for the GPU")
     args = parser.parse_args()
-    out: Path = args.out
-    out.mkdir(parents=True, exist_ok=True)
+    args.out.mkdir(parents=True, exist_ok=True)
+    record = args.out / "record.jsonl"
+    if record.exists() and not record.read_text().endswith("\n"):  # the line that a kill cut off
+        with record.open("a") as file:
+            file.write("\n")
+    score = f"python benchmarks/gpu_report.py {record}"
+    whole = True
     for piece in args.pieces.split(","):
-        run(piece, args, out)
-    (out / "gpu-report.md").write_text(report(out))
-    print(f"gpu: wrote {out / 'gpu-report.md'}; send it back with {out / 'record.jsonl'}", file=sys.stderr)
-    return int(any(f["exit_code"] for f in answers(out).values()))
+        whole &= run(piece, args, record)
+        (args.out / "gpu-report.md").write_text(report(record, PIECES, score, args.sealed))
+    page = args.out / "gpu-report.md"
+    print(f"gpu: wrote {page}; send it back with {record}; they are scored by: {score}", file=sys.stderr)
+    return int(not whole or any(map(failed, answers(record).values())))
 
 
 if __name__ == "__main__":

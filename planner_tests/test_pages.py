@@ -13,12 +13,12 @@ from typing import Any
 
 import nouns
 import pytest
-from asa.planner.answer.explain import Difference, Term
-from asa.planner.answer.frontier import Frontier, MemoryPoint
 
 from asa.ir import codec
 from asa.ir.plan import CurvePoint, Plan
 from asa.ir.study import Published, Study, StudyCell, StudyRow
+from asa.planner.questions.explain import Difference, Term
+from asa.planner.questions.frontier import Frontier, MemoryPoint
 from asa.report import charts, page, plan_page, run_page, study_figures, study_page
 from asa.report.story import story
 

@@ -87,7 +87,11 @@ def profile(
     known = [(path, p) for path, p in every if fits(p, args, model)]
     for path, p in known:
         if cluster is None or p.device.type == cluster.device.type:
-            return p, f"profile {places.shown(path)}"
+            better = fastest(p, known)
+            if better is None:
+                return p, f"profile {places.shown(path)}"
+            said = f"{better[1].execution or 'plain'}, measured {p.step_s / better[1].step_s:.2f} times as fast"
+            return better[1], f"profile {places.shown(better[0])}: {said} as {p.execution or 'plain'}"
     if known:
         path, p = known[0]
         return _for_cluster(p, cluster, f"profile {places.shown(path)}")
@@ -170,6 +174,8 @@ def measured(
             global_batch=args.global_batch or (256 if chosen == "cuda" else 64),
             device=chosen,
             precision=args.precision,
+            memory_format=getattr(args, "memory_format", None) or "contiguous",
+            compiled=getattr(args, "compile", None) or "none",
             time_limit_s=limit_s,
             max_tensor_degree=max_degree,
             progress=report,
@@ -231,12 +237,33 @@ def fits(p: Profile, args: Arguments, model: str | None) -> bool:
         and (input_shape(args) is None or p.graph.input_shape == input_shape(args))
         and (args.classes is None or p.graph.num_classes == args.classes)
         and (not args.given("precision") or p.precision == args.precision)
+        and (not _given(args, "memory_format") or p.memory_format == args.memory_format)
+        and (not _given(args, "compile") or p.compiled == args.compile)
     )
+
+
+def _given(args: Arguments, name: str) -> bool:
+    """Whether the verb has that option, and it was said."""
+    return hasattr(args, name) and args.given(name)
+
+
+def fastest(first: Profile, others: list[tuple[Path, Profile]]) -> tuple[Path, Profile] | None:
+    """The profile of the same model on the same device as ``first`` whose measured step is the fastest of those that
+    differ from it in how components are computed alone; None where that is ``first``. Of each way the newest counts."""
+    ways: dict[str, tuple[Path, Profile]] = {}
+    for path, p in others:
+        same = all(getattr(p, what) == getattr(first, what) for what in ("model_fingerprint", "device", "precision"))
+        if same and p.global_batch == first.global_batch and p.provenance.trusted == first.provenance.trusted:
+            ways.setdefault(p.execution, (path, p))
+    best = min(ways.values(), key=lambda found: found[1].step_s, default=None)
+    return None if best is None or best[1] is first or best[1].step_s >= first.step_s else best
 
 
 def described(p: Profile) -> str:
     size = "x".join(map(str, p.graph.input_shape))
-    return f"of {p.model_spec} at {size}, {p.graph.num_classes} classes, {p.precision}"
+    return (
+        f"of {p.model_spec} at {size}, {p.graph.num_classes} classes, {p.precision}{p.execution and f', {p.execution}'}"
+    )
 
 
 def _for_cluster(p: Profile, cluster: Cluster | None, said: str) -> tuple[Profile, str]:

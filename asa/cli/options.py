@@ -197,6 +197,18 @@ OUTPUT = Option(name="output", short="-o", help="file to write", metavar="FILE")
 DEVICE = Option(
     name="device", help="where to run; auto takes CUDA if there is one", choices=("auto", "cpu", "cuda"), default="auto"
 )
+MEMORY_FORMAT = Option(
+    name="memory-format",
+    help="order of an image's numbers in memory",
+    choices=("contiguous", "channels_last"),
+    default="contiguous",
+)
+COMPILE = Option(
+    name="compile",
+    help="have torch.compile make kernels of every component, or also one CUDA graph of each",
+    choices=("none", "components", "graphs"),
+    default="none",
+)
 PRECISION = Option(
     name="precision", help="arithmetic of forward and backward", choices=("fp32", "bf16", "fp16"), default="fp32"
 )

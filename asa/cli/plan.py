@@ -102,7 +102,7 @@ def run(args: Arguments, console: Console) -> None:
     console.result(data, lambda: [*report.render(plans[0], verbose=args.verbose, shares=shares), *more])
     console.say(f"asa: wrote {path}")
     if args.report:
-        from asa.planner.answer.explain import explain
+        from asa.planner.questions.explain import explain
         from asa.report import plan_page
 
         taken = explain(plans[0], profile, cluster, offered(), memory_bytes=args.memory)
@@ -210,6 +210,12 @@ VERBS = (
                 metavar="T",
             ),
             o.option(o.PRECISION, help="of a profile that is measured or estimated first"),
+            o.option(
+                o.MEMORY_FORMAT,
+                default=None,
+                help="as profiled (default: whatever was measured fastest)",
+            ),
+            o.option(o.COMPILE, default=None, help="as profiled (default: whatever was measured fastest)"),
             o.option(o.INPUT, help="of a model that is profiled first"),
             o.option(o.TOKENS, help="of a sequence, for a model that is profiled or estimated first"),
             o.option(o.CLASSES, help="of a model that is profiled first"),

@@ -59,6 +59,8 @@ VERBS = (
             o.option(o.GLOBAL_BATCH, help="largest batch to measure; smaller ones in powers of two (default: 64)"),
             o.DEVICE,
             o.PRECISION,
+            o.MEMORY_FORMAT,
+            o.COMPILE,
             Option(
                 name="max-tensor-degree",
                 help="measure shards of up to 1/N of a component's weights",

@@ -9,6 +9,7 @@ from asa.errors import InvalidInputError
 from asa.ir.codec import hashed, later, noun
 from asa.ir.codec import save as write
 from asa.ir.consistency import Discipline
+from asa.ir.execution import Compiled, MemoryFormat
 from asa.ir.graph import check_form
 from asa.ir.layout import Layout, check_weights
 from asa.ir.notebook import shown
@@ -274,6 +275,8 @@ class Plan:
     memory_scale: float = later(1.0)
     devices: tuple[int, ...] | None = later()
     consistency: Discipline | None = later()
+    memory_format: MemoryFormat = later("contiguous")
+    compiled: Compiled = later("none")
 
     def __post_init__(self) -> None:
         if not self.components or not self.stages:

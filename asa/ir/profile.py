@@ -8,6 +8,7 @@ from typing import Any, Literal
 from asa.errors import InvalidInputError
 from asa.ir.codec import later, noun
 from asa.ir.drift import Drift
+from asa.ir.execution import Compiled, MemoryFormat, execution
 from asa.ir.graph import LayerGraph, check_count
 from asa.ir.notebook import shown
 from asa.ir.units import MOST_SAMPLES, MOST_SECONDS
@@ -93,6 +94,18 @@ class DeviceRecord:
 
 
 @noun
+class Ceilings:
+    """The most a device reaches at the profile's precision: FLOP/s in a large matrix product, bytes/s in a copy."""
+
+    flops_per_s: float
+    bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        if not min(self.flops_per_s, self.bytes_per_s) > 0:
+            raise ValueError("ceilings are above 0")
+
+
+@noun
 class Provenance:
     """How a profile came about. ``disturbed``: why figures that were measured are not what the device can do (it was
     held back, or shared), in words; empty where nothing speaks against them."""
@@ -118,7 +131,9 @@ class Profile:
     ``skipped`` lists, in words, what could not be measured (for instance a microbatch of one that
     BatchNorm cannot train on). ``by_tokens``: as ``timings``, of shards whose tokens are cut, too (of some microbatches
     only; None in files from before they were measured, and of models that have none). ``drift`` is how the machine's
-    speed changed while all this was measured; times are at its mean speed.
+    speed changed while all this was measured; times are at its mean speed. ``memory_format`` and ``compiled``: how the
+    components were computed (:mod:`asa.ir.execution`); ``compile_s``: what compiling them took, once a run.
+    ``ceilings``: the most that the device reaches, measured in the same run.
     """
 
     model_spec: str
@@ -135,6 +150,10 @@ class Profile:
     provenance: Provenance
     by_tokens: tuple[Timing, ...] | None = later()
     drift: Drift | None = later()
+    memory_format: MemoryFormat = later("contiguous")
+    compiled: Compiled = later("none")
+    compile_s: float | None = later()
+    ceilings: Ceilings | None = later()
 
     def __str__(self) -> str:
         return self.summary()
@@ -158,13 +177,23 @@ class Profile:
     def summary(self) -> str:
         """The model, what it was profiled on, and what its components take together at the largest microbatch."""
         whole = self._whole_timings()
-        seconds = sum(t.forward.median + t.backward.median for t in whole)
+        seconds = self.step_s
         shape = "x".join(map(str, self.graph.input_shape))
         return (
             f"profile of {self.model_spec} at {shape} on {self.device.name}, {self.precision}: "
             f"{len(self.graph.components)} components, {1e3 * seconds:.3g} ms forward and backward "
             f"of {max(t.microbatch for t in whole)} samples"
         )
+
+    @property
+    def execution(self) -> str:
+        """How the components were computed, in words; empty for torch's defaults."""
+        return execution(self.memory_format, self.compiled)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of forward and backward of all components at the largest microbatch they share."""
+        return sum(t.forward.median + t.backward.median for t in self._whole_timings())
 
     def _whole_timings(self) -> list[Timing]:
         """Timings of whole components at the largest microbatch that all of them have."""

@@ -344,6 +344,8 @@ def _plan(
         gpus=request.gpus,
         global_batch=request.global_batch,
         precision=profile.precision,
+        memory_format=profile.memory_format,
+        compiled=profile.compiled,
         optimizer=request.optimizer,
         device_type=space.cluster.device.type,
         components=tuple(

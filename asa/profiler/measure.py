@@ -12,10 +12,13 @@ from torch import Tensor, nn
 
 from asa import __version__
 from asa.errors import UsageError
+from asa.instruments import execution
 from asa.instruments.nvml import card_of, watching
+from asa.ir.execution import Compiled, MemoryFormat
 from asa.ir.graph import LayerGraph
 from asa.ir.profile import Precision, Profile, Provenance
 from asa.launch import give_back_freed_memory, keep_freed_memory
+from asa.profiler.ceilings import measure_ceilings
 from asa.profiler.chain import Chain
 from asa.profiler.clock import one_thread, scaled, solo_clock_of
 from asa.profiler.components import Subject, Surveyor
@@ -57,6 +60,8 @@ def profile_model(
     precision: Precision = "fp32",
     time_limit_s: float = 75.0,
     max_tensor_degree: int = 8,
+    memory_format: MemoryFormat = "contiguous",
+    compiled: Compiled = "none",
     progress: Progress | None = None,
 ) -> Profile:
     """Build the model that ``spec`` names (see :func:`asa.zoo.models.build`) and measure it.
@@ -76,6 +81,7 @@ def profile_model(
     chosen = choose_device(device)
     _check(global_batch, time_limit_s, max_tensor_degree)
     require_precision(chosen, precision)
+    execution.require(chosen, compiled)
     if progress is not None:
         progress(0.0, f"building {spec}")
     model = build(spec, num_classes=num_classes, input_shape=input_shape)
@@ -89,6 +95,8 @@ def profile_model(
         precision=precision,
         time_limit_s=max(1e-3, time_limit_s - (time.perf_counter() - started)),  # the least is measured all the same
         max_tensor_degree=max_tensor_degree,
+        memory_format=memory_format,
+        compiled=compiled,
         progress=progress,
     )
 
@@ -104,6 +112,8 @@ def profile_module(
     precision: Precision = "fp32",
     time_limit_s: float = 75.0,
     max_tensor_degree: int = 8,
+    memory_format: MemoryFormat = "contiguous",
+    compiled: Compiled = "none",
     progress: Progress | None = None,
 ) -> Profile:
     """Measure ``model`` as it is; ``example`` is a batch of a few samples.
@@ -116,6 +126,7 @@ def profile_module(
     _check(global_batch, time_limit_s, max_tensor_degree)
     clock = solo_clock_of(device)
     keep_freed_memory()  # as ranks do
+    execution.settle_kernels(device)
     with one_thread(device), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)
         model.to(device).train()
@@ -123,8 +134,12 @@ def profile_module(
         traced = trace(model, example.to(device), name=spec)
         shape = tuple(example.shape[1:])
         graph = layer_graph(traced, model=spec, input_shape=shape, num_classes=num_classes)
-        subject = _subject(model, traced, graph, example, device, precision, max_tensor_degree)
+        subject = _subject(model, traced, graph, example, device, precision, max_tensor_degree, memory_format)
         graph = replace(graph, notes=(*graph.notes, *told(drawing(traced.components, subject.batch(_EXAMPLE_SAMPLES)))))
+        compile_s = None
+        if compiled != "none":
+            say(0.03, "compiling")
+            compile_s = _compiled(subject, compiled, global_batch)
         spent = time.perf_counter() - started
         surveyor = Surveyor(
             subject,
@@ -149,6 +164,7 @@ def profile_module(
         begun = reference.now()
         updates = measure_updates(modules, device, slice_s=max(0.5, min(left, _UPDATES_SHARE * time_limit_s)))
         floor = measure_dispatch(device)
+        ceilings = measure_ceilings(device, precision)
         ended = reference.now()
         reference.read()
     sweep, factor = surveyor.steadied(), reference.factor(begun, ended)
@@ -186,7 +202,22 @@ def profile_module(
             disturbed=card.disturbed,
         ),
         drift=reference.drift,
+        memory_format=memory_format,
+        compiled=compiled,
+        compile_s=compile_s,
+        ceilings=ceilings,
     )
+
+
+def _compiled(subject: Subject, compiled: Compiled, global_batch: int) -> float:
+    """Seconds that compiling the components took for a step of ``global_batch`` samples."""
+    began, x = time.perf_counter(), subject.batch(global_batch)
+    for chain in subject.chains.values():
+        execution.apply(chain.components, compiled, eager=BySample)
+    execution.apply([subject.model], compiled, eager=BySample)  # what compiling across components would gain
+    subject.chains[1].step(x, lambda: None)
+    subject.chains[1].clear()
+    return time.perf_counter() - began
 
 
 def _check(global_batch: int, time_limit_s: float, max_tensor_degree: int) -> None:
@@ -204,6 +235,7 @@ def _subject(
     device: torch.device,
     precision: Precision,
     max_tensor_degree: int,
+    memory_format: MemoryFormat = "contiguous",
 ) -> Subject:
     """The chains to measure: the traced one, and one per tensor degree with the real shard of every split component;
     where components take their tokens cut, another with those shards, at minus that degree.
@@ -246,7 +278,8 @@ def _subject(
     def batch(samples: int) -> Tensor:
         context.samples, context.total = torch.arange(samples, device=device), samples
         if example.is_floating_point():
-            return torch.randn(samples, *example.shape[1:], device=device, dtype=example.dtype)
+            made = torch.randn(samples, *example.shape[1:], device=device, dtype=example.dtype)
+            return execution.laid_out(made, memory_format)
         if words:
             return torch.randint(0, words, (samples, *example.shape[1:]), device=device)
         return example[:1].to(device).expand(samples, *example.shape[1:]).contiguous()

@@ -23,8 +23,9 @@ def device_slug(device: DeviceRecord) -> str:
 
 
 def profile_path(profile: Profile, folder: Path = Path("profiles")) -> Path:
-    """``<folder>/<model>.<device>.<precision>.json``."""
-    return folder / f"{slug(profile.model_spec)}.{device_slug(profile.device)}.{profile.precision}.json"
+    """``<folder>/<model>.<device>[-<execution>].<precision>.json``."""
+    way = f"-{slug(profile.execution)}" if profile.execution else ""
+    return folder / f"{slug(profile.model_spec)}.{device_slug(profile.device)}{way}.{profile.precision}.json"
 
 
 def profiles_of(model_spec: str, folder: Path = Path("profiles"), precision: Precision | None = None) -> list[Path]:

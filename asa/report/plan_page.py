@@ -9,8 +9,8 @@ from pathlib import Path
 
 from asa.ir import codec
 from asa.ir.plan import Plan
-from asa.planner.answer.explain import Difference, Explanation
-from asa.planner.answer.frontier import CostPoint, Frontier, MemoryPoint
+from asa.planner.questions.explain import Difference, Explanation
+from asa.planner.questions.frontier import CostPoint, Frontier, MemoryPoint
 from asa.report import page, plan_drawing
 from asa.report import plan as words
 from asa.report.charts import Chart

@@ -21,8 +21,11 @@ def render(profile: Profile, *, verbose: bool = False) -> list[RenderableType]:
     ``verbose``: every component, the whole model over microbatches and degrees, and all remarks.
     """
     if verbose:
-        return [_components(profile), line(""), _scan(profile), line(""), *_check(profile), *_remarks(profile)]
-    said = [line(headline(profile), "bold"), *standing(profile), line(""), _longest(profile)]
+        return [
+            _components(profile), line(""), _scan(profile), line(""), *_check(profile), *_roofline(profile),
+            *_remarks(profile),
+        ]  # fmt: skip
+    said = [line(headline(profile), "bold"), *standing(profile), *_roofline(profile), line(""), _longest(profile)]
     hidden = len(profile.graph.components) - _ROWS
     more = f"{hidden} more components, " if hidden > 0 else ""
     return [*said, line(f"-v shows: {more}FLOPs, tensor degrees, what was skipped", "dim"), *_warnings(profile)]
@@ -163,13 +166,39 @@ def _scan(profile: Profile) -> RenderableType:
 
 
 def _check(profile: Profile) -> Sequence[RenderableType]:
+    as_one = "" if profile.compiled == "none" else ", compiled as one,"
     return [
         line(
-            f"check at microbatch {w.microbatch}: components add up to {seconds(w.components_s)}, the whole model took "
-            f"{seconds(w.whole.median)} ({percent(w.components_s / w.whole.median - 1, signed=True)})"
+            f"check at microbatch {w.microbatch}: components add up to {seconds(w.components_s)}, the whole "
+            f"model{as_one} took {seconds(w.whole.median)} "
+            f"({percent(w.components_s / w.whole.median - 1, signed=True)})"
         )
         for w in profile.whole
         if w.whole.median
+    ]
+
+
+def _roofline(profile: Profile) -> list[RenderableType]:
+    """What the device reaches, what the step reaches of it, and the time that no way of computing it goes below: per
+    component the arithmetic at the one ceiling, or what must be read and written at the other."""
+    found = profile.ceilings
+    if found is None:
+        return []
+    batch, floor, work = max(t.microbatch for t in profile.timings if t.tensor_degree == 1), 0.0, 0.0
+    for c in profile.graph.components:
+        arithmetic = 3 * batch * c.flops_per_sample  # backward: twice forward
+        # Weights are read twice and their gradients written; outputs written and read, and their gradients so.
+        moved = 3 * c.parameter_bytes + 4 * batch * c.output_bytes_per_sample
+        floor += max(arithmetic / found.flops_per_s, moved / found.bytes_per_s)
+        work += arithmetic
+    rate = work / profile.step_s if profile.step_s else 0.0
+    return [
+        line(
+            f"ceilings {flops(found.flops_per_s)}/s and {size(found.bytes_per_s)}/s; roofline floor {seconds(floor)} "
+            f"of the step's {seconds(profile.step_s)}; MFU {percent(rate / found.flops_per_s)} of the measured peak"
+        ),
+        *([line(f"computed {profile.execution}")] if profile.execution else []),
+        *([line(f"compiling took {seconds(profile.compile_s)}, once a run")] if profile.compile_s else []),
     ]
 
 

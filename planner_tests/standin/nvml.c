@@ -1,7 +1,8 @@
 /* NVIDIA's management library over the same devices, loaded under its name: torch and pynvml find it by themselves.
 
    What it says is read from the environment at every question: STANDIN_REASONS (bits of why clocks are held back),
-   STANDIN_OTHERS ("pid:bytes,..." on device 0), STANDIN_MIG, STANDIN_ECC_ERRORS, STANDIN_NVLINK. Energy counts 100 W. */
+   STANDIN_OTHERS ("pid:bytes,..." on device 0), STANDIN_MIG, STANDIN_ECC_ERRORS, STANDIN_NVLINK, STANDIN_NVML_ERROR
+   (3: not supported, 4: no permission, 15: the GPU was lost). Energy counts 100 W. */
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -18,6 +19,9 @@ struct process { unsigned int pid; unsigned long long bytes; unsigned int instan
 static unsigned long long number(const char *name, unsigned long long otherwise) { char *text = getenv(name); return text && *text ? strtoull(text, 0, 0) : otherwise; }
 static int index_of(void *device) { return (int)(long)device - 1; }
 static int known(void *device) { return device && index_of(device) < (int)number("STANDIN_GPUS", 1); }
+/* What every question about what a device does is answered with: STANDIN_NVML_ERROR, or that there is no such device. */
+static result wrong(void) { return (result)number("STANDIN_NVML_ERROR", INVALID); }
+static int silent(void *device) { return !known(device) || number("STANDIN_NVML_ERROR", 0); }
 
 result nvmlInit(void) { return SUCCESS; }
 result nvmlInit_v2(void) { return SUCCESS; }
@@ -59,32 +63,32 @@ result nvmlDeviceGetName(void *device, char *text, unsigned int size) {
     return SUCCESS;
 }
 result nvmlDeviceGetMemoryInfo(void *device, struct memory *found) {
-    if (!known(device)) return INVALID;
+    if (silent(device)) return wrong();
     found->total = number("STANDIN_MEMORY", 4ull << 30); found->used = found->total / 4; found->unused = found->total - found->used;
     return SUCCESS;
 }
 result nvmlDeviceGetUtilizationRates(void *device, struct rates *found) {
-    if (!known(device)) return INVALID;
+    if (silent(device)) return wrong();
     if (number("STANDIN_MIG", 0)) return NOT_SUPPORTED;
     found->gpu = 75; found->memory = 40;
     return SUCCESS;
 }
-result nvmlDeviceGetClockInfo(void *device, int type, unsigned int *mhz) { if (!known(device)) return INVALID; *mhz = type == 2 ? 1593 : (unsigned int)number("STANDIN_CLOCK", 1410); return SUCCESS; }
-result nvmlDeviceGetMaxClockInfo(void *device, int type, unsigned int *mhz) { if (!known(device)) return INVALID; *mhz = type == 2 ? 1593 : 1410; return SUCCESS; }
-result nvmlDeviceGetCurrentClocksEventReasons(void *device, unsigned long long *bits) { if (!known(device)) return INVALID; *bits = number("STANDIN_REASONS", 0); return SUCCESS; }
+result nvmlDeviceGetClockInfo(void *device, int type, unsigned int *mhz) { if (silent(device)) return wrong(); *mhz = type == 2 ? 1593 : (unsigned int)number("STANDIN_CLOCK", 1410); return SUCCESS; }
+result nvmlDeviceGetMaxClockInfo(void *device, int type, unsigned int *mhz) { if (silent(device)) return wrong(); *mhz = type == 2 ? 1593 : 1410; return SUCCESS; }
+result nvmlDeviceGetCurrentClocksEventReasons(void *device, unsigned long long *bits) { if (silent(device)) return wrong(); *bits = number("STANDIN_REASONS", 0); return SUCCESS; }
 result nvmlDeviceGetCurrentClocksThrottleReasons(void *device, unsigned long long *bits) { return nvmlDeviceGetCurrentClocksEventReasons(device, bits); }
 result nvmlDeviceGetTotalEnergyConsumption(void *device, unsigned long long *millijoules) {
-    if (!known(device)) return INVALID;
+    if (silent(device)) return wrong();
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     *millijoules = (unsigned long long)((double)t.tv_sec * 1e5 + (double)t.tv_nsec / 1e4);
     return SUCCESS;
 }
-result nvmlDeviceGetPowerUsage(void *device, unsigned int *milliwatts) { if (!known(device)) return INVALID; *milliwatts = 100000; return SUCCESS; }
-result nvmlDeviceGetEnforcedPowerLimit(void *device, unsigned int *milliwatts) { if (!known(device)) return INVALID; *milliwatts = 400000; return SUCCESS; }
-result nvmlDeviceGetTemperature(void *device, int sensor, unsigned int *degrees) { (void)sensor; if (!known(device)) return INVALID; *degrees = 50; return SUCCESS; }
+result nvmlDeviceGetPowerUsage(void *device, unsigned int *milliwatts) { if (silent(device)) return wrong(); *milliwatts = 100000; return SUCCESS; }
+result nvmlDeviceGetEnforcedPowerLimit(void *device, unsigned int *milliwatts) { if (silent(device)) return wrong(); *milliwatts = 400000; return SUCCESS; }
+result nvmlDeviceGetTemperature(void *device, int sensor, unsigned int *degrees) { (void)sensor; if (silent(device)) return wrong(); *degrees = 50; return SUCCESS; }
 result nvmlDeviceGetComputeRunningProcesses_v3(void *device, unsigned int *count, struct process *found) {
-    if (!known(device)) return INVALID;
+    if (silent(device)) return wrong();
     char text[1024] = "";
     char *others = getenv("STANDIN_OTHERS");
     if (others && index_of(device) == 0) snprintf(text, sizeof text, "%s", others);
@@ -102,9 +106,9 @@ result nvmlDeviceGetComputeRunningProcesses_v3(void *device, unsigned int *count
     *count = n;
     return n > most ? TOO_SMALL : SUCCESS;
 }
-result nvmlDeviceGetMigMode(void *device, unsigned int *now, unsigned int *pending) { if (!known(device)) return INVALID; *now = *pending = (unsigned int)number("STANDIN_MIG", 0); return SUCCESS; }
-result nvmlDeviceGetEccMode(void *device, int *now, int *pending) { if (!known(device)) return INVALID; *now = *pending = 1; return SUCCESS; }
-result nvmlDeviceGetTotalEccErrors(void *device, int type, int counter, unsigned long long *count) { (void)type; (void)counter; if (!known(device)) return INVALID; *count = number("STANDIN_ECC_ERRORS", 0); return SUCCESS; }
+result nvmlDeviceGetMigMode(void *device, unsigned int *now, unsigned int *pending) { if (silent(device)) return wrong(); *now = *pending = (unsigned int)number("STANDIN_MIG", 0); return SUCCESS; }
+result nvmlDeviceGetEccMode(void *device, int *now, int *pending) { if (silent(device)) return wrong(); *now = *pending = 1; return SUCCESS; }
+result nvmlDeviceGetTotalEccErrors(void *device, int type, int counter, unsigned long long *count) { (void)type; (void)counter; if (silent(device)) return wrong(); *count = number("STANDIN_ECC_ERRORS", 0); return SUCCESS; }
 result nvmlDeviceGetP2PStatus(void *a, void *b, int what, int *status) { if (!known(a) || !known(b)) return INVALID; *status = what == 2 && number("STANDIN_NVLINK", 0) ? 0 : 5; return SUCCESS; }
 result nvmlDeviceGetTopologyCommonAncestor(void *a, void *b, int *level) { if (!known(a) || !known(b)) return INVALID; *level = 30; return SUCCESS; }
 result nvmlDeviceGetNvLinkState(void *device, unsigned int link, int *active) { if (!known(device) || link >= number("STANDIN_NVLINK", 0)) return INVALID; *active = 1; return SUCCESS; }

@@ -253,6 +253,109 @@ def benches_and_checks_what_was_sealed(folder: Path) -> None:
 
 
 @scenario
+def foresees_studies_and_seals(folder: Path) -> None:
+    """The command line's other ways to GPUs: studies, plans tried out, stale gradients."""
+    from planner_tests.forked import asa
+
+    small = ["--input", "1x8x8", "--classes", "10", "--global-batch", "16"]
+    asa("cluster", "measure", "--gpus", "2", "--device", "cuda", "--time-limit", "1s", "-o", "c.json", cwd=folder)
+    asa("plan", "cnn", *small, "--gpus", "2", "--cluster", "c.json", "--verify", "2", "--budget", "8s", cwd=folder)
+    grid = [
+        "--data",
+        "digits",
+        "--strategies",
+        "ddp",
+        "--epochs",
+        "1",
+        "--device",
+        "cuda",
+        "--cluster",
+        "c.json",
+        "--out",
+        "out",
+        "--budget",
+        "20s",
+    ]
+    asa("bench", "--study", "grid", "--models", "cnn", *small, "--gpus", "2", *grid, cwd=folder)
+    late = [
+        "--staleness",
+        "--steps",
+        "4",
+        "--seeds",
+        "1",
+        "--staleness-limit",
+        "10s",
+        "--time-limit",
+        "1s",
+        "--max-tensor-degree",
+        "1",
+    ]
+    asa("profile", "cnn", *small, "--device", "cuda", *late, cwd=folder)
+
+
+def _sealed(folder: Path) -> None:
+    """A prediction of the stand-in's own two GPUs, written down before."""
+    from asa.ir.sealed import FIRST, Claim, sealed
+
+    claim = Claim(
+        machine="stand-in-2", device_name="Stand-In GPU", num_devices=2, num_nodes=1, strategy="ddp",
+        plan=_on_gpu(_plan(ranks=2)), place=1, among=1,
+    )  # fmt: skip
+    folder.mkdir()
+    line = sealed(claim, revision=1, written="2025-01-01T00:00:00+00:00", asa_version="0", previous=FIRST)
+    (folder / "stand-in-2.jsonl").write_text(line)
+
+
+@scenario
+def measures_all_that_a_machine_can_tell(folder: Path) -> None:
+    """The pieces of ``make gpu``, each with its first few commands; taken up again, nothing is run twice."""
+    import subprocess
+
+    from planner_tests.standin import sites
+
+    _sealed(folder / "sealed")
+    small = [
+        "--models",
+        "cnn",
+        "--memory-models",
+        "cnn",
+        "--input",
+        "1x8x8",
+        "--batch",
+        "2",
+        "--seconds",
+        "1",
+        "--strategies",
+        "ddp",
+        "--no-compile",
+    ]
+    script = str(sites.ROOT.parent / "benchmarks" / "gpu.py")
+    pieces = "profiles,memory,rehearsal,speed,study"
+    for named, most in ((pieces, "3"), (pieces, "3"), ("machine", "9")):
+        argv = [sys.executable, "-W", "ignore", script, "--out", "gpu", *small, "--pieces", named, "--most", most]
+        done = subprocess.run([*argv, "--sealed", "sealed"], capture_output=True, text=True, cwd=folder)
+        assert done.returncode == 0, done.stderr + (folder / "gpu" / "record.jsonl").read_text()[-2000:]
+    names = [json.loads(line)["name"] for line in (folder / "gpu" / "record.jsonl").read_text().splitlines()]
+    assert len(names) == len(set(names)), names
+    score = [sys.executable, str(Path(script).with_name("gpu_report.py")), "gpu/record.jsonl", "--sealed", "sealed"]
+    said = subprocess.run(score, capture_output=True, text=True, cwd=folder, check=True).stdout
+    assert "cnn ddp on stand-in-2: sealed" in said, said
+    assert said.strip() in (folder / "gpu" / "gpu-report.md").read_text()
+
+
+@scenario
+def measures_when_nvml_cannot_say(folder: Path) -> None:
+    """Errors that NVML returns: a question that the GPU does not know, rights that are missing, a GPU that was lost."""
+    from planner_tests.forked import asa
+
+    for code in ("3", "4", "15"):
+        os.environ["STANDIN_NVML_ERROR"] = code
+        said = asa(*f"profile {_MODEL} --device cuda --time-limit 1s --max-tensor-degree 1".split(), cwd=folder).stdout
+        assert "GPU clock" not in said, said
+        asa("doctor", cwd=folder)
+
+
+@scenario
 def verifies_on_the_command_line(folder: Path) -> None:
     from asa.ir import codec
     from planner_tests.forked import asa

@@ -23,6 +23,7 @@ from asa.executor.model.modes import Modes
 from asa.executor.model.parallel import Links, ParallelModel, Placed, Segment
 from asa.executor.model.parameter_hooks import check_hooks
 from asa.executor.model.position import Position
+from asa.instruments import execution
 from asa.interfaces.schedule import Action
 from asa.interfaces.strategy import Strategies
 from asa.ir.layout import Boundary, Layout
@@ -37,7 +38,7 @@ from asa.sharding.generators import FOREIGN, drawing
 from asa.sharding.propagate import SplitPlan
 from asa.sharding.randomness import make_reproducible
 from asa.sharding.recompute import recompute
-from asa.sharding.samples import SampleContext
+from asa.sharding.samples import BySample, SampleContext
 from asa.sharding.tensor import plan_split
 from asa.sharding.transfer import Link
 from asa.tracing import TracedModel, trace
@@ -297,6 +298,9 @@ def materialize(
             recompute(component, context, alone=tensor_axis.size == 1 and batch_norm == "local")
         component.to(device)
         component.settle()
+    execution.require(device, plan.compiled)
+    execution.settle_kernels(device)
+    execution.apply(traced.components, plan.compiled, eager=BySample)
     placed = _place(plan, traced, crossings, context, strategies, around)
     made = ParallelModel(
         plan, traced, placed, crossings[-1], context, around.groups, runs, device,

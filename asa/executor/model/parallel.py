@@ -16,6 +16,7 @@ from asa.executor.model.groups import Groups, Purpose, all_ranks
 from asa.executor.model.modes import Modes
 from asa.executor.model.position import Position
 from asa.executor.model.reduction import Reduction
+from asa.instruments.execution import laid_out
 from asa.interfaces.schedule import Action
 from asa.ir.layout import Layout
 from asa.ir.plan import Plan
@@ -275,6 +276,8 @@ class ParallelModel:
         context.start = int(samples[0]) if total and samples.device.type == "cpu" else 0
         if self.training:
             self.reduction.begin()
+        if self.reads:
+            value = laid_out(value, self.plan.memory_format)
         sides: dict[str, Tensor] = {}
         for place, rows in zip(self._placed, self._rows_of(total), strict=True):
             if place.entry is not None:

@@ -1,0 +1,21 @@
+"""How a device is made to compute a component: choices that change times, and results by rounding alone."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+MemoryFormat = Literal["contiguous", "channels_last"]
+"""The order of an image's numbers in memory: channel by channel, or pixel by pixel, as tensor cores read them."""
+Compiled = Literal["none", "components", "graphs"]
+"""What torch.compile makes of a component: nothing, its kernels, or these replayed as one CUDA graph, which spares a
+launch each."""
+
+
+def execution(memory_format: MemoryFormat, compiled: Compiled) -> str:
+    """In a few words; empty for torch's defaults.
+
+    >>> execution("contiguous", "none"), execution("channels_last", "components")
+    ('', 'channels_last, compiled')
+    """
+    told = {"none": "", "components": "compiled", "graphs": "CUDA graphs"}[compiled]
+    return ", ".join(filter(None, ("" if memory_format == "contiguous" else memory_format, told)))

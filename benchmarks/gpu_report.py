@@ -1,0 +1,154 @@
+"""What ``make gpu`` found, on a page, and against the sealed predictions.
+
+    python benchmarks/gpu_report.py RECORD [--sealed DIR]
+
+scores a ``record.jsonl`` that was sent back: sealed predictions of the same kind of machine that were measured, and
+those that plans from the profiles in it put otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+WITHIN = 0.05
+"""How far the sum of components may be from the whole model, of its time."""
+AIM = 0.98
+"""Of the tuned reference's speed."""
+SEALED = Path(__file__).with_name("sealed")
+Found = dict[str, Any]
+
+
+def answers(record: Path) -> dict[str, Found]:
+    """The last answer to each command; a line that was cut off by a kill is left out."""
+    found = {}
+    for line in record.read_text().splitlines() if record.exists() else ():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        found[entry["name"]] = entry
+    return found
+
+
+def failed(found: Found) -> bool:
+    """Whether a command failed: that nothing fits (4) is an answer where one asks how much does."""
+    return found["exit_code"] not in ((0, 4) if found["name"].startswith("fits ") else (0,))
+
+
+def report(record: Path, pieces: Iterable[str], score: str, sealed: Path) -> str:
+    """The verdict: what failed, and how far predictions were off."""
+    found = answers(record)
+    wrong = [f for f in found.values() if failed(f)]
+    lines = ["# What the GPUs said", "", f"{len(found)} commands, {len(wrong)} failed.", ""]
+    for piece in pieces:
+        own = [f for f in found.values() if f["piece"] == piece]
+        lines += [f"## {piece}", "", *([line for f in own for line in _told(f, found)] or ["not run"]), ""]
+    page = record.with_name("gpu-report.md")
+    lines += ["## To send back", "", f"Attach `{record}` and `{page}`. Whoever has them scores them with:", ""]
+    return "\n".join([*lines, f"    {score}", "", *scores(found, sealed), ""])
+
+
+def _told(found: Found, every: dict[str, Found]) -> list[str]:
+    name, answer = found["name"], found.get("answer") or {}
+    if failed(found):
+        last = (found.get("error") or found.get("said") or "").strip().splitlines()[-1:]
+        return [f"- {name}: FAILED with {found['exit_code']}: {''.join(last)}"]
+    if name.startswith("profile "):
+        off = [w["components_s"] / w["whole"]["median"] - 1 for w in answer["whole"]]
+        worst = max(off, key=abs, default=0.0)
+        doubt = answer["provenance"].get("disturbed", "")
+        good = "ok" if abs(worst) <= WITHIN else "TOO FAR OFF"
+        if answer.get("compiled"):  # the whole is compiled as one: what that would gain is a finding
+            good = f"compiling took {answer['compile_s']:.0f} s"
+        doubt = f"; {doubt}" if doubt else ""
+        return [f"- {name}: components are {100 * worst:+.1f} % off the whole at worst, {good}{doubt}"]
+    if name.startswith(("memory ", "rehearse ", "full ")):
+        promised, seen = answer["predicted_memory_bytes"], answer["peak_memory_bytes"]
+        mib, off = 2**20, promised / seen - 1
+        under = ", UNDER-PREDICTED" if off < 0 else ""
+        return [f"- {name}: memory {promised / mib:.0f} MiB predicted, {seen / mib:.0f} measured ({off:+.1%}{under})"]
+    if name.startswith("fits "):
+        return [] if found["exit_code"] == 0 else [f"- {name}: does not fit"]
+    if name.startswith("speed "):
+        theirs = every.get(f"reference {name.removeprefix('speed ')}", {}).get("answer")
+        ours = answer["step_s"]["median"]
+        if not theirs:
+            return [f"- {name}: {1e3 * ours:.3f} ms a step, no reference"]
+        ratio = theirs["step_s"] / ours
+        good = "ok" if ratio >= AIM else f"below {AIM}"
+        return [f"- {name}: {1e3 * ours:.3f} ms a step, {ratio:.2f} of the tuned reference's speed, {good}"]
+    if name.startswith("bench "):
+        return [f"- {name}: {line}" for line in _regret(answer["results"])]
+    if name.startswith("study "):
+        return [f"- {name}: {1e3 * answer['prediction']['step_time_s']:.2f} ms a step, from what was measured here"]
+    if name.startswith("verify "):
+        return [f"- {name}: {'equivalent' if answer['equivalent'] else 'NOT EQUIVALENT'}"]
+    return [] if name.startswith(("plan ", "reference ")) else [f"- {name}: ok in {found['seconds']:.0f} s"]
+
+
+def _regret(results: Sequence[Found]) -> list[str]:
+    """What the planner's answer cost against the best that was run, and how far predictions were off."""
+    timed = {r["strategy"]: r["step_time_s"]["median"] for r in results if r["step_time_s"]}
+    off = [r["predicted_step_time_s"] / timed[r["strategy"]] - 1 for r in results if r["strategy"] in timed]
+    if not timed:
+        return ["nothing was measured"]
+    best = min(timed, key=timed.__getitem__)
+    lines = [f"{len(timed)} strategies; predictions {100 * statistics.median(map(abs, off)):.0f} % off at the median"]
+    if "asa" in timed:
+        lines.append(f"regret {timed['asa'] / timed[best] - 1:.1%}, the fastest is {best}")
+    return lines
+
+
+def scores(found: dict[str, Found], folder: Path) -> list[str]:
+    """Sealed predictions, every hash checked, beside what was measured and what new profiles say instead."""
+    from asa.cost.machine.nearest import same_gpu
+    from asa.ir.sealed import newest, read
+
+    every = [s for path in sorted(folder.glob("*.jsonl")) for s in read(path)]
+    seals, known = newest(every), {s.sha256 for s in every}
+    lines: list[str] = []
+    for entry in found.values():
+        for cell in (entry.get("answer") or {}).get("cells", ()) if entry["name"] == "sealed" else ():
+            what = f"{cell['model']} {cell['strategy']} on {cell['machine']}"
+            if cell["sha256"] not in known:
+                lines.append(f"- {what}: no such prediction is sealed here")
+            elif cell["measured"]:
+                off = cell["predicted_s"] / cell["measured"]["median"] - 1
+                inside = cell["low_s"] <= cell["measured"]["median"] <= cell["high_s"]
+                lines.append(f"- {what}: sealed {off:+.1%} off, {'inside' if inside else 'outside'} its interval")
+            else:
+                lines.append(f"- {what}: not measured: {cell['why_not']}")
+    plans = [f["answer"] for f in found.values() if f["name"].startswith("study ") and f.get("answer")]
+    cards = {
+        f["answer"]["device"]["name"] for f in found.values() if f["name"].startswith("profile ") and f.get("answer")
+    }
+    for seal in seals:
+        p = seal.claim.plan
+        for new in plans if any(same_gpu(seal.claim.device_name, card) for card in cards) else ():
+            same = (p.model_spec, list(p.input_shape), p.num_classes, p.global_batch, p.precision, p.gpus, p.cluster)
+            other = [new[k] for k in ("model_spec", "input_shape", "num_classes", "global_batch", "precision", "gpus",
+                                      "cluster")]  # fmt: skip
+            if list(same) == other and seal.claim.strategy == new["strategy"]:
+                ratio = p.prediction.step_time_s / new["prediction"]["step_time_s"] - 1
+                lines.append(f"- {p.model_spec} {seal.claim.strategy} on {seal.claim.machine}: sealed {ratio:+.1%} off "
+                             "what the new profile foresees")  # fmt: skip
+    head = ["## Against the sealed predictions", ""]
+    return [*head, *(lines or [f"none of {len(seals)} sealed predictions is of what was measured here"])]
+
+
+def main() -> None:
+    """Print the score of a record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("record", type=Path)
+    parser.add_argument("--sealed", type=Path, default=SEALED)
+    args = parser.parse_args()
+    print("\n".join(scores(answers(args.record), args.sealed)))
+
+
+if __name__ == "__main__":
+    main()
