@@ -38,8 +38,8 @@ def apply(components: Iterable[nn.Module], compiled: Compiled, *, eager: type[nn
     if compiled == "none":
         return
     for component in components:
-        for module in component.modules() if eager is not None else ():
-            if isinstance(module, eager):
+        for module in component.modules():
+            if eager is not None and isinstance(module, eager):
                 module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
         component.compile(dynamic=False, mode="reduce-overhead" if compiled == "graphs" else None)
 

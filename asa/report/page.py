@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from html import escape
 from io import StringIO
 from pathlib import Path
@@ -134,7 +135,7 @@ def _sealed(bench: Bench) -> str:
     return html_table("Fingerprints and dates", columns, [("", row) for row in words.sealed(bench)])
 
 
-def html_table(caption: str, columns: tuple[str, ...], rows: list[tuple[str, tuple[str, ...]]]) -> str:
+def html_table(caption: str, columns: tuple[str, ...], rows: Sequence[tuple[str, tuple[str, ...]]]) -> str:
     """A table that scrolls where it is too wide; rows are (class, cells), the first cell the row's heading."""
     head = "".join(f'<th scope="col">{escape(c)}</th>' for c in columns)
     body = "".join(
