@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import known_models
 import pytest
@@ -17,6 +20,15 @@ from asa.planner.space.baselines import Unavailable, uniform
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.space import Space, anything
 from asa.strategies import offered
+
+SCRIPT = importlib.util.spec_from_file_location(
+    "practice_script", Path(__file__).resolve().parent.parent / "benchmarks" / "practice.py"
+)
+assert SCRIPT is not None
+assert SCRIPT.loader is not None
+enumeration = importlib.util.module_from_spec(SCRIPT)
+sys.modules[SCRIPT.name] = enumeration
+SCRIPT.loader.exec_module(enumeration)
 
 PROFILE = known_models.profile(known_models.transformer(6, 512), 300.0, 64)
 
@@ -102,3 +114,27 @@ def test_others_are_refused(name: str) -> None:
         baselines.check((name,), offered(), 4)
     with pytest.raises(UsageError):
         baselines.check(("ddp+ckpt",), replace(offered(), checkpoint=False), 4)
+
+
+@pytest.mark.parametrize(("cluster", "gpus", "memory"), [
+    ("t4-8x1-25g-tcp", 2, 3e9), ("v100-dgx1-8", 2, 3e9),
+])  # fmt: skip
+def test_no_enumerated_plan_is_faster_than_the_answer(cluster: str, gpus: int, memory: float) -> None:
+    asked = Request(
+        gpus=gpus, global_batch=64, optimizer="adamw", memory_bytes=int(memory), offload="never", time_limit_s=0.4
+    )
+    row = enumeration.compared("small", PROFILE, presets.load(cluster), asked)
+    assert row is not None
+    assert row.behind <= enumeration.BEHIND
+    assert 0 < row.by_hand_s < float("inf")
+
+
+def test_the_enumeration_notices_a_slower_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slower(profile, cluster, strategies, request):
+        found = plan(profile, cluster, strategies, request)
+        slow = replace(found[0].prediction, step_time_s=1.01 * found[0].prediction.step_time_s)
+        return (replace(found[0], prediction=slow), *found[1:])
+
+    monkeypatch.setattr(enumeration, "plan", slower)
+    asked = Request(gpus=1, global_batch=64, optimizer="adamw", offload="never", time_limit_s=0.2)
+    assert enumeration.compared("small", PROFILE, presets.load("h100-nvlink-8"), asked).behind > enumeration.BEHIND

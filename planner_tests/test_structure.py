@@ -15,6 +15,7 @@ from asa.sharding.describe import layer_graph
 from asa.sharding.structure import _check_room, stripped, structure_of
 from asa.tracing import trace
 from asa.tracing.alike import signature, stand_ins
+from asa.tracing.remembered import Remembered
 from asa.zoo.inputs import example
 from asa.zoo.models import build, default_input
 from asa.zoo.sizes import SHAPES
@@ -139,3 +140,42 @@ def test_a_model_that_must_be_run_and_is_larger_than_the_machine_is_refused():
     with pytest.raises(InvalidInputError, match="of this machine's"):
         _check_room(lambda: large, "large")
     _check_room(_Asks, "small")
+
+
+class _Dropping(nn.Module):
+    """A residual block that drops its branch, or its features, at rates of its own."""
+
+    def __init__(self, rate: float, scale: float = 1.0, factor: float = 0.5) -> None:
+        super().__init__()
+        self.linear, self.drop, self.scale, self.factor = nn.Linear(16, 16), nn.Dropout(rate), scale, factor
+
+    def forward(self, x):
+        small = nn.functional.interpolate(x[:, None], scale_factor=self.factor)[:, 0]
+        return x + self.drop(self.linear(x)) * self.scale + small.mean()
+
+
+@pytest.mark.parametrize(("others", "equal"), [
+    ({"rate": 0.25}, True), ({"rate": 0.3, "scale": 0.5}, False), ({"rate": 0.0}, False),
+    ({"rate": 0.1, "factor": 0.25}, False),
+])  # fmt: skip
+def test_blocks_that_drop_more_often_are_equal_and_others_not(others, equal):
+    first, second = (
+        trace(nn.Sequential(_Dropping(**given)), torch.randn(2, 16), name="one").components[0]
+        for given in ({"rate": 0.1}, others)
+    )
+    assert (signature(first) == signature(second)) is equal
+
+
+def test_operators_asked_once_say_what_they_said():
+    x, y = torch.randn(2, 3, 8, 8, device="meta"), torch.randn(3, 3, 8, 8, device="meta")
+    norm, convolution = nn.BatchNorm2d(3, device="meta"), nn.Conv2d(3, 4, 3, device="meta")
+
+    def results(a):
+        out = convolution(norm(a).relu_().to(memory_format=torch.channels_last))
+        values = (out, out.half(), out.add_(1), *out.topk(2), out[0])
+        return [(t.shape, t.stride(), t.dtype, t._version) for t in values]
+
+    plain = results(x), results(y), results(x)
+    with Remembered() as mode:
+        assert (results(x), results(y), results(x)) == plain
+    assert mode.spared > 0

@@ -26,6 +26,7 @@ from asa.sharding.randomness import make_reproducible
 from asa.sharding.samples import SampleContext
 from asa.tracing import TracedModel, histories, trace
 from asa.tracing.autocast import LOWER, AutocastOnMeta
+from asa.tracing.remembered import Remembered
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def structure_of(
         InvalidInputError: the model does not run on ``example``.
     """
     lower = LOWER.get(precision)
-    with nullcontext() if lower is None else AutocastOnMeta(lower):
+    with Remembered(), nullcontext() if lower is None else AutocastOnMeta(lower):
         return _structure(bare, made, example, name, num_classes)
 
 

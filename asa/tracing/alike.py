@@ -14,6 +14,11 @@ from asa.tracing.fingerprint import called, settings
 
 _PROXY = re.compile(r"Proxy\(\w+\)")
 """What fx puts into the text of an assertion for a value: its name, which differs from block to block."""
+_DROPS = re.compile("drop|stochasticdepth", re.IGNORECASE)
+"""Modules whose rates differ from block to block where the deeper ones drop more often: the work is the same."""
+_RATE = re.compile(r"('\w+'): 0\.\d*[1-9]\d*(e-\d+)?(?=[,}])")
+_SCALES = re.compile("drop|stochastic_depth|^bernoulli_?$|^div_?$|^truediv$|^mul_?$")
+"""Functions of which a number between 0 and 1 is such a rate, or scales what is left."""
 _PERIODS = range(1, 5)
 """Lengths of repeating groups that are looked for: blocks of one kind, and of two to four kinds in turn."""
 _FIRST, _LAST = 2, 1
@@ -21,7 +26,8 @@ _FIRST, _LAST = 2, 1
 
 
 def signature(component: TracedComponent) -> str:
-    """Equal for components that compute the same on inputs of the same shape, on tensors of the same shapes."""
+    """Equal for components that compute the same on inputs of the same shape, on tensors of the same shapes, however
+    often they drop what they drop."""
     digest = hashlib.sha256()
     digest.update(repr((component.input_shape, component.input_dtype, component.side_outputs())).encode())
     order: dict[int, int] = {}
@@ -41,8 +47,19 @@ def _lines(component: TracedComponent, graph: fx.Graph, order: dict[int, int]) -
         elif node.op == "placeholder":
             target = ""
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: _Number(number[n]))
+        if _SCALES.search(target.rpartition(".")[2]):
+            args, kwargs = fx.node.map_aggregate((args, kwargs), _share)
         lines.append(_PROXY.sub("a value", f"{node.op} {target} {args} {kwargs}"))
     return lines
+
+
+def _share(value: Any) -> Any:
+    return "a share" if isinstance(value, float) and 0 < value < 1 else value
+
+
+def _settings(module: nn.Module) -> str:
+    said = settings(module)
+    return _RATE.sub(r"\1: a share", said) if _DROPS.search(type(module).__name__) else said
 
 
 class _Number(str):
@@ -64,7 +81,7 @@ def _thing(component: TracedComponent, thing: Any, order: dict[int, int]) -> str
     if isinstance(thing, Tensor):
         return f"{place} {_tensor(thing, component)}"
     if isinstance(thing, nn.Module):
-        inside = [f"{path} {settings(m)}" for path, m in thing.named_modules()]
+        inside = [f"{path} {_settings(m)}" for path, m in thing.named_modules()]
         held = [f"{n} {_tensor(t, component)}" for n, t in (*thing.named_parameters(), *thing.named_buffers())]
         return f"{place} {inside} {held}"
     return f"{place} {type(thing).__name__} {id(thing)}"
