@@ -103,7 +103,7 @@ def test_at_once_and_one_by_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", list(spaces()))
-def test_boundaries_at_once_and_one_by_one(name: str) -> None:
+def test_a_boundary_does_not_depend_on_those_it_is_priced_with(name: str) -> None:
     space = spaces()[name]
     prices, gpus, seen = Prices(space), space.request.gpus, 0
     for width, m in ((gpus, 1), (gpus, 4), (gpus // 2, 2)):

@@ -24,7 +24,7 @@ from asa.planner.budget import USUAL, Budget
 from asa.planner.parallel import Forked, SharedBest, possible
 from asa.planner.pipeline import joint
 from asa.planner.pipeline.climb import first_plans
-from asa.planner.pipeline.floors import floors
+from asa.planner.pipeline.floors import PACED, floors
 from asa.planner.pipeline.kinds import pipelines, views
 from asa.planner.pipeline.pipelines import Pipelined
 from asa.planner.pipeline.staged import StagedSpace
@@ -256,9 +256,9 @@ class _Ways:
         best, staged, own = self.best, self.staged, self.budget
         staged.crowded = crowded(self.alone)
         # Whether compute alone says that no pipeline is better; closer bounds only where there are no others.
-        halvings = {"halvings": 1} if joint.searched(staged) else {}
+        halvings = 1 if joint.searched(staged) else PACED
         until = max(self.ends, clock.now() + own.floors_s)
-        floor = floors(staged, best.limit, until, counts=counts, **halvings)
+        floor = floors(staged, best.limit, until, counts=counts, halvings=halvings)
         found = joint.search(
             staged, incumbent_ms=best.limit, time_limit_s=max(own.rest_s, self.ends - clock.now()), gap=own.enough,
             patience_s=max(0.0, best.started + own.patience_s - clock.now()), others=others, started=best.started,

@@ -1,13 +1,12 @@
 """All boundaries between two components at once: from every layout of the one to every layout of the other.
 
-What :meth:`asa.cost.boundary.edges.Edges.boundary` says of one pair of layouts, this says of all pairs, by the same
-formulas and in the same order, to the last bit. What moves per byte does not depend on the number of microbatches and
-is looked up once; many pairs move the same messages, and each message is priced once.
+What moves per byte does not depend on the number of microbatches and is looked up once; many pairs move the same
+messages, and each message is priced once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +36,7 @@ class Crossed:
 
 class Crossings:
     """``pairs``: for each pair of layouts the boundary between them and its traffic per byte of the whole microbatch's
-    tensor. Batches are cut evenly."""
+    tensor."""
 
     def __init__(self, pairs: Sequence[tuple[Boundary, Sequence[Collective]]]) -> None:
         self._count = len(pairs)
@@ -56,10 +55,12 @@ class Crossings:
         )
         self._moved = np.array([b.source != b.target for b, _ in pairs])
         kept = [_kept(b) for b, _ in pairs]
-        self._part, self._shard, self._tokens = (np.array(x, dtype=float) for x in zip(*kept, strict=True))
+        self._keeps, self._shard, self._tokens = (np.array(x, dtype=float) for x in zip(*kept, strict=True))
+        self._targets = list(dict.fromkeys(b.target for b, _ in pairs))
+        self._target = np.array([self._targets.index(b.target) for b, _ in pairs])
 
-    def priced(self, links: Links, sizes: Sequence[float]) -> Crossed:
-        """Where so many bytes cross: size x pair."""
+    def priced(self, links: Links, sizes: Sequence[float], part: Callable[[float, Layout], float]) -> Crossed:
+        """Where so many bytes cross: size x pair. ``part``: how many of them a rank has in a layout."""
         seconds = np.array(
             [[links.taken(op, size * b, ranks, stride) for op, b, ranks, stride in self._messages] for size in sizes]
         )
@@ -69,28 +70,21 @@ class Crossings:
             for row, found in zip(into, seconds, strict=True) if len(pair) else ():
                 row[:] = np.bincount(pair, found[which], self._count)
         size = np.array(sizes)[:, None]
+        held = np.array([[part(s, x) for x in self._targets] for s in sizes])[:, self._target]
         return Crossed(
             forward=taken[0],
             backward=taken[1],
             moved=self._moved,
-            activations=size / self._part * self._shard / self._tokens * margin(),
+            activations=self._keeps * held * self._shard / self._tokens * margin(),
             transient=size * self._gathered * margin(),
             launched=self._launched,
         )
 
 
-def _kept(boundary: Boundary) -> tuple[float, int, int]:
-    """For what a boundary makes and the target keeps, where that is another tensor: into how many parts it is cut, and
-    of how many tokens a rank has how many."""
+def _kept(boundary: Boundary) -> tuple[bool, int, int]:
+    """Whether a boundary makes another tensor, which the target keeps; and of how many tokens a rank has how many."""
     source, target = boundary.source, boundary.target
     if boundary.cuts_tokens:
         tokens = boundary.entry_tokens
-        return float(target.data), largest_shard(tokens, target.tensor), tokens
-    if source.data != target.data or boundary.gathers_tokens:
-        return float(target.data), 1, 1
-    return float("inf"), 1, 1
-
-
-def even(layouts: Sequence[Layout]) -> bool:
-    """Whether they all cut batches evenly."""
-    return not any(x.weights for x in layouts)
+        return True, largest_shard(tokens, target.tensor), tokens
+    return source.data != target.data or boundary.gathers_tokens, 1, 1

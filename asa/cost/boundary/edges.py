@@ -1,9 +1,18 @@
-"""What lies between components, and where stages begin and end: seconds and bytes of boundaries."""
+"""What lies between components, and where stages begin and end: seconds and bytes of boundaries, in arrays.
+
+Columns: seconds forward, backward and of the wrapper, bytes of state, activations and transient, and the standard error
+in seconds. One boundary is an array of length one.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
+import numpy as np
+
+from asa.cost.boundary.crossings import Crossings
 from asa.cost.boundary.ends import Ends
 from asa.cost.constants import constant
 from asa.cost.memory.peak import Footprint, margin
@@ -12,9 +21,9 @@ from asa.cost.states import States
 from asa.cost.step import BoundaryCost
 from asa.cost.traffic.buckets import wrapper_seconds
 from asa.cost.traffic.collectives import Links
-from asa.cost.traffic.launching import Launching, launched
+from asa.cost.traffic.launching import Launching
 from asa.ir.graph import LayerGraph
-from asa.ir.layout import Boundary, Layout, largest_shard
+from asa.ir.layout import Layout
 from asa.ir.transfer import UNDER_WAY, whole
 
 
@@ -31,10 +40,7 @@ class Edges:
         self.microbatch, self.num_microbatches = microbatch, num_microbatches
         self.launching = launching
         self.links: Links = states.links
-        self._inlets: dict[tuple[object, ...], BoundaryCost] = {}
-        self._outlets: dict[tuple[object, ...], BoundaryCost] = {}
-        self._boundaries: dict[tuple[object, ...], BoundaryCost] = {}
-        self._between: dict[tuple[int, Layout, Layout], BoundaryCost] = {}
+        self._known: dict[tuple[object, ...], BoundaryCost] = {}
         self._errors: dict[Layout, float] = {}
         self._wrappers: dict[Layout, float] = {}
 
@@ -53,114 +59,119 @@ class Edges:
 
     def boundary(self, index: int, source: Layout, target: Layout) -> BoundaryCost:
         """The boundary in front of component ``index`` (1 <= index < number of components)."""
-        here = (index, source, target)
-        if here not in self._between:
-            self._between[here] = self._boundary(index, source, target)
-        return self._between[here]
-
-    def _boundary(self, index: int, source: Layout, target: Layout) -> BoundaryCost:
-        key = (self.alike(index), source, target)
-        if key not in self._boundaries:
-            size, ends = self.form(index)
-            found = self._crossing(ends, source, target, size * self.microbatch)
-            if self.launching is not None:
-                counts = self._counts(ends, source, target)
-                found = _waiting(found, self.launching.between(index, source, target, *counts))
-            self._boundaries[key] = found
-        return self._boundaries[key]
-
-    def _counts(self, ends: Ends, source: Layout, target: Layout) -> tuple[int, int]:
-        """How many collectives a boundary launches forward and backward."""
-        _, traffic = self.states.crossing(ends, source, target)
-        return launched(traffic, "forward"), launched(traffic, "backward")
-
-    def _crossing(
-        self, ends: Ends, source: Layout, target: Layout, size: float, *, inside: bool = True
-    ) -> BoundaryCost:
-        boundary, traffic = self.states.crossing(ends, source, target)
-        wrapper = self.wrapper(target) if inside and source != target else 0.0
-        gathered = size * sum(c.bytes for c in traffic if c.op == "all_gather" and c.phase == "backward")
-        forward, backward = (
-            sum(self.links.taken(c.op, size * c.bytes, c.ranks, c.stride) for c in traffic if c.phase == phase)
-            for phase in ("forward", "backward")
-        )
-        blocking = self.num_microbatches * (forward + backward) + wrapper
-        return BoundaryCost(
-            num_microbatches=self.num_microbatches,
-            forward_s=forward,
-            backward_s=backward,
-            wrapper_s=wrapper,
-            link_error_s=blocking * max(self.link_error(source), self.link_error(target)),
-            footprint=Footprint(
-                activations=self._converted(boundary, size) * margin(),
-                transient=gathered * margin(),
-            ),
-        )
-
-    def _converted(self, boundary: Boundary, size: float) -> float:
-        """Bytes of what a boundary makes of ``size`` bytes and the target keeps, where that is another tensor."""
-        source, target = boundary.source, boundary.target
-        if boundary.cuts_tokens:
-            tokens = boundary.entry_tokens
-            return self.keeping.part(size, target) * largest_shard(tokens, target.tensor) / tokens
-        if source.data != target.data or boundary.gathers_tokens:
-            return self.keeping.part(size, target)
-        return 0.0
+        return self._one(self.boundaries, index, (source,), (target,))
 
     def inlet(self, index: int, layout: Layout) -> BoundaryCost:
-        """Where component ``index`` begins a stage: it holds what it was sent, and its gradient leaves whole. Of
-        several microbatches, the next is on its way, and two gradients may wait for the stage before to take them."""
-        size = self.graph.components[index - 1].output_bytes_per_sample if index else 0.0
-        ends = Ends.between(None, self.graph.components[index]) if index else None
-        key = (size, ends, layout, self._like(index))
-        if key not in self._inlets:
-            found = self.entry(layout) if ends is None else self._inlet(self.microbatch * size, ends, layout)
-            if ends is not None and self.launching is not None:
-                counts = self._counts(ends, whole(layout), layout)
-                found = _waiting(found, self.launching.entered(index, layout, *counts))
-            self._inlets[key] = found
-        return self._inlets[key]
-
-    def _inlet(self, size: float, ends: Ends, layout: Layout) -> BoundaryCost:
-        found = self._crossing(ends, whole(layout), layout, size, inside=False)
-        part, m = self.keeping.part(size, layout), self.num_microbatches
-        held = Footprint(
-            state=part * (1 + min(UNDER_WAY, m - 1)) if m > 1 else 0.0,
-            activations=part * margin(),
-            transient=found.footprint.transient + part,
-        )
-        return replace(found, wrapper_s=self.wrapper(layout), footprint=held)
+        """Where component ``index`` begins a stage."""
+        return self._one(self.inlets, index, (layout,))
 
     def outlet(self, index: int, layout: Layout) -> BoundaryCost:
-        """Where component ``index`` ends a stage: its output is made whole; the loss, or a transfer, comes next. Of
-        several microbatches, the gradient of the next is on its way."""
-        component = self.graph.components[index]
-        size, ends = component.output_bytes_per_sample, Ends.between(component, None)
-        sent = index + 1 < len(self.graph)
-        key = (size, ends, layout, sent, self._like(index))
-        if key not in self._outlets:
-            found = self._crossing(ends, layout, whole(layout), self.microbatch * size, inside=False)
-            if self.launching is not None:
-                counts = self._counts(ends, layout, whole(layout))
-                found = _waiting(found, self.launching.left(index, layout, *counts, sent=sent))
-            if self.num_microbatches > 1 and sent:
-                coming = self.keeping.part(self.microbatch * size, layout)
-                found = replace(found, footprint=replace(found.footprint, state=coming))
-            self._outlets[key] = found
-        return self._outlets[key]
+        """Where component ``index`` ends a stage."""
+        return self._one(self.outlets, index, (layout,))
 
-    def entry(self, layout: Layout) -> BoundaryCost:
-        """The model's input: every rank reads its own samples of all microbatches, nothing moves and no gradient is
-        wanted."""
-        later = (self.num_microbatches - 1) * self.keeping.shards.largest(layout) * self.graph.input_bytes_per_sample
-        return BoundaryCost(
-            num_microbatches=self.num_microbatches,
-            forward_s=0.0,
-            backward_s=0.0,
-            wrapper_s=self.wrapper(layout),
-            link_error_s=0.0,
-            footprint=Footprint(state=(self.keeping.input(layout) + later) * margin()),
+    def _one(self, price: Callable[..., Any], index: int, *layouts: tuple[Layout, ...]) -> BoundaryCost:
+        """An array of length one, priced once for all components that are alike."""
+        key = (price.__name__, index, layouts)
+        if key not in self._known:
+            last = index + 1 == len(self.graph)
+            like = (price.__name__, self.alike(index) if index else (), self._output(index), last, layouts)
+            if like not in self._known:
+                columns = price([index], *layouts)[0, :, 0].tolist()
+                forward, backward, wrapper, state, activations, transient, error = columns
+                self._known[like] = BoundaryCost(
+                    num_microbatches=self.num_microbatches, forward_s=forward, backward_s=backward, wrapper_s=wrapper,
+                    link_error_s=error, footprint=Footprint(state=state, activations=activations, transient=transient),
+                )  # fmt: skip
+            self._known[key] = self._known[like]
+        return self._known[key]
+
+    def _output(self, index: int) -> tuple[float, Ends]:
+        """Bytes of a sample that component ``index`` hands on, and that side of it."""
+        component = self.graph.components[index]
+        return component.output_bytes_per_sample, Ends.between(component, None)
+
+    def boundaries(self, indices: Sequence[int], sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> Any:
+        """Boundaries in front of some components, from the first of ``sources`` first: component x column x pair."""
+        sizes, ends = zip(*map(self.form, indices), strict=True)
+        wrappers = np.tile([self.wrapper(b) for b in targets], len(sources))
+        errors = [max(self.link_error(a), self.link_error(b)) for a in sources for b in targets]
+        crossings = partial(self.states.between, sources=sources, targets=targets)
+        found, counts = self._crossed(sizes, ends, crossings, errors, wrappers)
+        if self.launching is not None:
+            found[:, :2] += np.stack(self.launching.between(indices, sources, targets, *counts), axis=1)
+        return found
+
+    def inlets(self, indices: Sequence[int], layouts: tuple[Layout, ...]) -> Any:
+        """Beginnings of stages with some components: component x column x layout. A stage holds what it was sent, and
+        its gradient leaves whole. Of several microbatches, the next is on its way, and two gradients may wait for the
+        stage before to take them."""
+        m, components = self.num_microbatches, self.graph.components
+        sizes = [components[max(0, i - 1)].output_bytes_per_sample for i in indices]
+        ends = [Ends.between(None, components[i]) for i in indices]
+        found, counts = self._crossed(
+            sizes, ends, partial(self.states.entering, layouts=layouts), self._end_errors(layouts), 0.0
         )
+        if self.launching is not None:
+            found[:, :2] += np.stack(self.launching.entered(indices, layouts, *counts), axis=1)
+        part = self._parts(sizes, layouts)
+        found[:, 2] = [self.wrapper(layout) for layout in layouts]
+        found[:, 3] = part * (1 + min(UNDER_WAY, m - 1)) if m > 1 else 0.0
+        found[:, 4], found[:, 5] = part * margin(), found[:, 5] + part
+        for k in (k for k, i in enumerate(indices) if not i):
+            found[k] = np.array([self._entry(layout) for layout in layouts]).T
+        return found
+
+    def outlets(self, indices: Sequence[int], layouts: tuple[Layout, ...]) -> Any:
+        """Ends of stages behind some components: component x column x layout. The output is made whole; the loss, or a
+        transfer, comes next. Of several microbatches, the gradient of the next is on its way."""
+        components = self.graph.components
+        sizes, ends = zip(*map(self._output, indices), strict=True)
+        sent = np.array([[i + 1 < len(components)] for i in indices])
+        found, counts = self._crossed(
+            sizes, ends, partial(self.states.leaving, layouts=layouts), self._end_errors(layouts), 0.0
+        )
+        if self.launching is not None:
+            found[:, :2] += np.stack(self.launching.left(indices, layouts, *counts, sent=sent), axis=1)
+        if self.num_microbatches > 1:
+            found[:, 3] = np.where(sent, self._parts(sizes, layouts), 0.0)
+        return found
+
+    def _end_errors(self, layouts: Sequence[Layout]) -> list[float]:
+        return [max(self.link_error(whole(x)), self.link_error(x)) for x in layouts]
+
+    def _parts(self, sizes: Sequence[float], layouts: Sequence[Layout]) -> Any:
+        """Bytes a rank holds of whole tensors of so many bytes a sample: tensor x layout."""
+        return np.array([[self.keeping.part(self.microbatch * size, x) for x in layouts] for size in sizes])
+
+    def _crossed(
+        self, sizes: Sequence[float], ends: Sequence[Ends], crossings: Callable[[Ends], Crossings], errors: Any,
+        wrappers: Any,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        """What crosses in front of or behind some components, so many bytes a sample, before the host is waited for;
+        and how many collectives are launched: pass x component x pair."""
+        parts: list[tuple[list[int], Any, Any]] = []
+        for one in dict.fromkeys(ends):
+            which = [k for k, e in enumerate(ends) if e == one]
+            crossing = [self.microbatch * sizes[k] for k in which]
+            distinct = list(dict.fromkeys(crossing))
+            like = [distinct.index(x) for x in crossing]
+            x = crossings(one).priced(self.links, distinct, self.keeping.part)
+            none, wrapper = np.zeros_like(x.forward), np.where(x.moved, wrappers, 0.0)
+            error = (self.num_microbatches * (x.forward + x.backward) + wrapper) * errors
+            columns = np.stack([x.forward, x.backward, none + wrapper, none, x.activations, x.transient, error], axis=1)
+            parts.append((which, columns[like], np.array(x.launched)[:, None]))
+        found = np.zeros((len(ends), *parts[0][1].shape[1:]))
+        counts = np.zeros((2, len(ends), found.shape[2]))
+        for which, columns, launches in parts:
+            found[which], counts[:, which] = columns, launches
+        return found, counts
+
+    def _entry(self, layout: Layout) -> list[float]:
+        """Columns of the model's input: every rank reads its own samples of all microbatches, nothing moves and no
+        gradient is wanted."""
+        later = (self.num_microbatches - 1) * self.keeping.shards.largest(layout) * self.graph.input_bytes_per_sample
+        state = (self.keeping.input(layout) + later) * margin()
+        return [0.0, 0.0, self.wrapper(layout), state, 0.0, 0.0, 0.0]
 
     def wrapper(self, layout: Layout) -> float:
         """Seconds of the wrapper that begins with a layout."""
@@ -173,9 +184,3 @@ class Edges:
             assumed = self.links.assumed(layout.data, layout.inner) or self.links.assumed(layout.tensor)
             self._errors[layout] = constant("link_error_assumed" if assumed else "link_error_measured")
         return self._errors[layout]
-
-
-def _waiting(cost: BoundaryCost, launched: tuple[float, float]) -> BoundaryCost:
-    """With what a device waits for of its host, forward and backward."""
-    ahead, back = launched
-    return replace(cost, forward_s=cost.forward_s + ahead, backward_s=cost.backward_s + back) if ahead + back else cost

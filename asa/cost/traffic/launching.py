@@ -86,20 +86,11 @@ class Launching:
             self._known[layout] = self._ahead(layout)
         return self._known[layout]
 
-    def _of(self, index: int, layout: Any) -> list[float]:
-        found: list[float] = self._all(layout)[index].tolist()
-        return found
-
     def _each(self, indices: Sequence[int], layouts: Sequence[Any]) -> Any:
         """Pass x component x layout."""
         return np.stack([self._all(x)[indices] for x in layouts], axis=2).swapaxes(0, 1)
 
-    def between(self, index: int, source: Any, target: Any, forward: int, backward: int) -> tuple[float, float]:
-        """Seconds forward and backward at the boundary in front of component ``index``, of so many collectives."""
-        ahead, back = self._of(index - 1, source)[0], self._of(index, target)[1]
-        return max(0.0, forward * self.collective_s - ahead), max(0.0, backward * self.collective_s - back)
-
-    def all_between(
+    def between(
         self, indices: Sequence[int], sources: Sequence[Any], targets: Sequence[Any], forward: Any, backward: Any
     ) -> Any:
         """Launches in front of several components between all pairs of layouts, those from the first of ``sources``
@@ -111,36 +102,19 @@ class Launching:
             np.maximum(0.0, backward * self.collective_s - np.tile(back, len(sources))),
         )
 
-    def entered(self, index: int, layout: Any, forward: int, backward: int) -> tuple[float, float]:
-        """Where a stage begins with component ``index``: a microbatch is received, its gradient sent."""
-        found: tuple[float, float] = self._entered(self._of(index, layout), forward, backward, max)
-        return found
-
-    def all_entered(self, indices: Sequence[int], layouts: Sequence[Any], forward: Any, backward: Any) -> Any:
-        """Launches on entering components in each of these layouts: pass x component x layout, as counts are."""
-        return self._entered(self._each(indices, layouts), forward, backward, np.maximum)
-
-    def _entered(self, ahead: Any, forward: Any, backward: Any, most: Callable[[Any, Any], Any]) -> Any:
-        own, message = self.collective_s, self.handover_s
+    def entered(self, indices: Sequence[int], layouts: Sequence[Any], forward: Any, backward: Any) -> Any:
+        """Launches where stages begin with components in each of these layouts, pass x component x layout, as counts
+        are: a microbatch is received, its gradient sent."""
+        ahead, own, message = self._each(indices, layouts), self.collective_s, self.handover_s
         return (
-            most(0.0, forward * own + message - most(0.0, ahead[0] - self._later)),
-            most(0.0, backward * own + message - ahead[1]),
+            np.maximum(0.0, forward * own + message - np.maximum(0.0, ahead[0] - self._later)),
+            np.maximum(0.0, backward * own + message - ahead[1]),
         )
 
-    def left(self, index: int, layout: Any, forward: int, backward: int, *, sent: bool) -> tuple[float, float]:
-        """Where a stage ends with component ``index``; ``sent``: to another stage."""
-        found: tuple[float, float] = self._left(self._of(index, layout), forward, backward, max, sent=sent)
-        return found
-
-    def all_left(
-        self, indices: Sequence[int], layouts: Sequence[Any], forward: Any, backward: Any, *, sent: Any
-    ) -> Any:  # fmt: skip
-        """Launches on leaving, as :meth:`all_entered`; ``sent``: component x 1."""
-        return self._left(self._each(indices, layouts), forward, backward, np.maximum, sent=sent)
-
-    def _left(self, ahead: Any, forward: Any, backward: Any, most: Callable[[Any, Any], Any], *, sent: Any) -> Any:
-        own, message = self.collective_s, sent * self.handover_s
+    def left(self, indices: Sequence[int], layouts: Sequence[Any], forward: Any, backward: Any, *, sent: Any) -> Any:
+        """Launches where stages end with components, as :meth:`entered`; ``sent``: to another stage, component x 1."""
+        ahead, own, message = self._each(indices, layouts), self.collective_s, sent * self.handover_s
         return (
-            most(0.0, forward * own + message - ahead[0]),
-            most(0.0, backward * own + message - most(0.0, ahead[1] - self._later)),
+            np.maximum(0.0, forward * own + message - ahead[0]),
+            np.maximum(0.0, backward * own + message - np.maximum(0.0, ahead[1] - self._later)),
         )

@@ -21,7 +21,7 @@ from asa.planner.pipeline.pipelines import Pipelines
 _NEVER = 1e18
 _LEAST_S = 1.0
 _STEPS = 12
-_PACED = 6
+PACED = 6
 """Halvings of what is left between a bound and the best plan."""
 _NEAR = 0.5
 """Share of the best plan: a bound further below it is not raised here, where closer bounds follow anyway."""
@@ -32,7 +32,7 @@ _MOST_ENTRIES = 4e8
 
 
 def floors(
-    pipelines: Pipelines, best: float = INF, ends: float = INF, *, halvings: int = _PACED,
+    pipelines: Pipelines, best: float = INF, ends: float = INF, *, halvings: int = PACED,
     counts: Sequence[int] | None = None,
 ) -> dict[int, float]:  # fmt: skip
     """Ms per number of microbatches (``counts``, all where None), a bound on every plan of several stages; ``best``

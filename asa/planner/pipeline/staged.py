@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from asa.cost.boundary.at_once import AtOnce
 from asa.cost.pricing import Way
 from asa.interfaces.schedule import Schedule
 from asa.ir.layout import Layout
@@ -72,7 +71,7 @@ class StagedSpace:
         layouts = self._prices.space.layouts(width, num_microbatches)
         if not pricer.states.apart or not layouts:
             return None
-        n, edges = range(len(self.names)), AtOnce(pricer.edges)
+        n, edges = range(len(self.names)), pricer.edges
         begin, end = (
             MS * x[:, :2].sum(axis=1).min(axis=1) for x in (edges.inlets(n, layouts), edges.outlets(n, layouts))
         )

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from asa.cost.boundary.at_once import AtOnce
 from asa.cost.menu import Menu
 from asa.cost.pricing import Pricer, Way
 from asa.ir.layout import Layout
@@ -272,7 +271,7 @@ def _edges(
     for some in dict.fromkeys(key[:2] for key in keys):
         first = {key: i for i, key in reversed(list(enumerate(keys, 1))) if key[:2] == some}
         sources, targets = (tuple(layouts[k] for k in row) for row in some)
-        figures = _figures(pricer, AtOnce(pricer.edges).boundaries(list(first.values()), sources, targets))
+        figures = _figures(pricer, pricer.edges.boundaries(list(first.values()), sources, targets))
         ends = [numbers[a] for a in sources], [numbers[b] for b in targets]
         known |= {key: Joints(*ends, x) for key, x in zip(first, figures, strict=True)}
     return tuple(known[key] for key in keys)
@@ -280,10 +279,10 @@ def _edges(
 
 def _figures(pricer: Pricer, columns: Any) -> Any:
     """ms and GiB, component x figure as in :data:`asa.planner.stage.rows.JOINT` x pair or layout, of columns as in
-    :class:`asa.cost.boundary.at_once.AtOnce`."""
+    :class:`asa.cost.boundary.edges.Edges`."""
     forward, backward, once = columns[:, :3].swapaxes(0, 1)
     cost = pricer.num_microbatches * (forward + backward) + once
-    return np.concatenate([cost[:, None] * MS, columns[:, :3] * MS, columns[:, 3:] / GIB], axis=1)
+    return np.concatenate([cost[:, None] * MS, columns[:, :3] * MS, columns[:, 3:6] / GIB], axis=1)
 
 
 def _ends(
@@ -292,7 +291,7 @@ def _ends(
 ) -> tuple[Sides, ...]:  # fmt: skip
     """What beginning (or ending) a stage with each component costs, in those of the ``layouts`` that it has; only at
     the very ends for a single stage."""
-    all_, n = AtOnce(pricer.edges), len(found)
+    all_, n = pricer.edges, len(found)
     price = all_.inlets if inlet else all_.outlets
     indices = range(n) if not whole else [0] if inlet else [n - 1]
     ends = [Sides((), np.zeros((len(JOINT), 0)))] * n
