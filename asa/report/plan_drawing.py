@@ -9,8 +9,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Patch
 
 from asa.report.drawing import ASA, INK, MARKERS, PALETTE, Row, colour, single
+from asa.report.tables import fitted
 
-_ACROSS = 6
+_ACROSS = 5
 """Boxes of a network beside each other."""
 _COMPUTE, _SENT = "#8DA0B3", ASA
 
@@ -28,10 +29,10 @@ def network(rows: Sequence[Row]) -> Figure:
                            facecolor=shade[str(row[2])], alpha=0.55, linewidth=0)
         )  # fmt: skip
         name = str(row[1])
-        axes.text(x + 0.5, y + 0.42, name if len(name) < 18 else "..." + name[-14:], ha="center", va="center",
-                  fontsize=6.5, color="black")  # fmt: skip
+        axes.text(x + 0.5, y + 0.42, fitted(name, 17), ha="center", va="center",
+                  fontsize=8, color="black")  # fmt: skip
         if row[4] is not None:
-            axes.text(x + 0.5, y + 0.65, f"{100 * float(row[4]):.0f} %", ha="center", va="center", fontsize=6.5,
+            axes.text(x + 0.5, y + 0.65, f"{100 * float(row[4]):.0f} %", ha="center", va="center", fontsize=8,
                       color="black")  # fmt: skip
         if i:
             before = _place(i - 1)

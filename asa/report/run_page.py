@@ -29,10 +29,10 @@ def html(found: Story, drawn: list[tuple[Chart, str]], name: str) -> str:
     """The page; ``drawn`` are the figures with their inline SVG."""
     first, *others = drawn
     told = [
-        ("asa" if h.kind in _CHANGES else "",
-         (str(h.step), "-" if h.epoch is None else str(h.epoch + 1), "slow" if h.kind == "finding" else h.kind, h.line))
+        f"after step {h.step}{'' if h.epoch is None else f' (epoch {h.epoch + 1})'}: "
+        f"{'slow: ' if h.kind == 'finding' else ''}{h.line}"
         for h in found.happenings
-    ]  # fmt: skip
+    ]
     stretches = [("", (f"{s.first_step} to {s.last_step}", s.plan, seconds(s.step_s))) for s in found.stretches]
     links = [(f"{c.name}-title", c.title) for c, _ in drawn] + [("happened", "What happened")]
     return "\n".join(
@@ -44,7 +44,9 @@ def html(found: Story, drawn: list[tuple[Chart, str]], name: str) -> str:
             page.contents(links),
             *(page.figure(c, svg, "log.jsonl") for c, svg in others),
             '<h2 id="happened">What happened</h2>',
-            page.html_table("In order of steps", ("after step", "epoch", "kind", "in words"), told),
+            "<ul>",
+            *(f"<li>{escape(text)}</li>" for text in told),
+            "</ul>",
             page.html_table("Step time between findings and changes", ("steps", "plan", "step"), stretches),
             "</main></body></html>\n",
         ]
@@ -108,7 +110,7 @@ def timeline(events: Iterable[Mapping[str, Any]]) -> Chart:
         title="Step time over the run",
         caption="Solid: measured, the mean since the last line of the log. Dashed: what the plan "
         "at the end of each epoch promised. "
-        "Upright lines: another plan was taken, or something was found slow; the table below has the words.",
+        "Upright lines: another plan was taken, or something was found slow; the list below has the words.",
         columns=("kind", "step", "step_s", "words"),
         rows=tuple(rows),
         draw=plan_drawing.step_times,
