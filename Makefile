@@ -4,6 +4,7 @@
 # make check   ruff, mypy, import-linter, pytest
 # make test-install  build the wheel, install it into fresh environments of every Python here, plan in an empty folder
 # make engines the jobs of `asa launch` on torchrun, Slurm, Ray and by Kubernetes' schemas, on this machine
+# make faults  what must hold when ranks die, hang or report nonsense, when files are damaged, when a disk is full
 # make golden  plan the committed profiles anew; the diff is the review of a cost-model change
 # make samples the sample documents of docs/samples, from real runs
 # make gpu     what this machine's GPUs can tell, in pieces that can be taken up again -> runs/gpu/gpu-report.md
@@ -23,7 +24,7 @@ DEMO_MODEL ?= vgg16
 DEMO_GPUS ?= 2
 DEMO_BATCH ?= 64
 
-.PHONY: setup demo test test-install engines check lint types floors pytest golden samples gpu standin clean
+.PHONY: setup demo test test-install engines faults check lint types floors pytest golden samples gpu standin clean
 
 setup: $(STAMP)
 
@@ -63,6 +64,11 @@ floors:
 
 pytest:
 	$(BIN)/python -m pytest -m 'not gpu and not standin' --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+FAULTS := faults launch ending recovery restart checkpoint corrupt bad_files bad_input zoo_download zoo_files idle migration adapt_laws
+
+faults: setup
+	$(BIN)/python -m pytest -m 'not gpu and not standin' $(FAULTS:%=planner_tests/test_%.py)
 
 golden: setup
 	$(BIN)/python benchmarks/golden.py

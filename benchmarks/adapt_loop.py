@@ -7,13 +7,15 @@ twelve epochs on, until the ninth has passed. Its *oracle* is the planner told t
 that the oracle, or anybody else in the cell, had, priced under the truth. *Regret* is by how much a step of the plan
 in force at the end of the disturbance takes longer than under the best one; *stay* that of the plan of the beginning.
 *To itself*: changes to the layout that was in force. *Total* is the time of all steps and changes, over that of
-somebody who switches at the right moments with hindsight.
+somebody who switches at the right moments with hindsight. *Malleus*: a step of the plan that Malleus's two integer
+programs over device speeds (``malleus.py``) answer with, told the truth; the loop should never be over 1 % behind.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
 from collections.abc import Iterator
@@ -22,10 +24,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import malleus
+
 from asa.cli.replanning import solve_again
 from asa.cost.machine import presets
 from asa.cost.machine.estimate import estimate
 from asa.cost.machine.slower import slower_profile
+from asa.errors import InvalidInputError
 from asa.interfaces.executor import Placement
 from asa.ir import codec
 from asa.ir.cluster import Cluster
@@ -125,8 +130,6 @@ def model_of(cell: Cell) -> Model:
 
 def slowness(cell: Cell) -> Slowness:
     """The truth while it is disturbed."""
-    import math
-
     cluster, log = cluster_of(cell.cluster), math.log(cell.factor)
     everything = cell.rank is None and cell.level is None
     return Slowness(
@@ -167,6 +170,24 @@ def oracle(cell: Cell) -> Placement:
     return min(found, key=lambda p: model.step_s(p, truth))
 
 
+def by_speeds(cell: Cell, made: World) -> float:
+    """Seconds of a step of the fastest plan that Malleus's rule answers with, under the truth; of its answers, those
+    that asa's cost model can price."""
+    first = first_plan(cell.model, cell.cluster, cell.batch)
+    now, times = Placement(plan=first, processes=tuple(range(first.num_ranks))), [math.inf]
+    rates = [math.exp(log) for log in slowness(cell).ranks]
+    profile = profile_of(cell.model, cell.cluster)
+    seconds = dict.fromkeys((c.name for c in profile.graph.components), 0.0)
+    for t in sorted(profile.timings, key=lambda t: (-t.tensor_degree, t.microbatch)):  # whole, largest: last
+        seconds[t.component] = t.forward.median + t.backward.median
+    for answer in malleus.answers(now, rates, list(seconds.values())):
+        try:
+            times.append(made.true_step_s(answer, BEGINS * STEPS))
+        except InvalidInputError:
+            continue
+    return min(times)
+
+
 def run(cell: Cell, noise: Noise, *, disturbed: bool = True, policy: Policy | None = None) -> dict[str, Any]:
     """The loop on one cell, and what it made of it."""
     began, model, made = time.monotonic(), model_of(cell), world(cell, noise, disturbed=disturbed)
@@ -191,6 +212,7 @@ def run(cell: Cell, noise: Noise, *, disturbed: bool = True, policy: Policy | No
         "last_s": now,
         "oracle_s": made.true_step_s(told, at),
         "best_s": best,
+        "malleus_s": by_speeds(cell, made) if disturbed else None,
         "stay_regret": stay / best - 1,
         "regret": now / best - 1,
         "moves": len(made.moves),
@@ -240,6 +262,9 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "cells": len(rows),
         "another_is_better": len(worth),
         "within_5_percent": sum(r["regret"] <= 0.05 for r in worth),
+        "behind_malleus_by_1_percent": [
+            r["cell"] for r in rows if r["malleus_s"] and r["last_s"] > 1.01 * r["malleus_s"]
+        ],
         "median_regret": statistics.median(r["regret"] for r in rows),
         "worst_regret": max(r["regret"] for r in rows),
         "moves": sum(r["moves"] for r in rows),
@@ -268,7 +293,8 @@ def main() -> None:
         rows.append(row)
         print(
             f"{row['cell']:58} {1e3 * row['undisturbed_s']:8.1f} ms, stay {1e3 * row['stay_s']:8.1f}, asa "
-            f"{1e3 * row['last_s']:8.1f}, best {1e3 * row['best_s']:8.1f}, regret {100 * row['regret']:6.1f} %, moves "
+            f"{1e3 * row['last_s']:8.1f}, best {1e3 * row['best_s']:8.1f}, Malleus "
+            f"{1e3 * (row['malleus_s'] or row['stay_s']):8.1f}, regret {100 * row['regret']:6.1f} %, moves "
             f"{row['moves']} ({row['to_itself']} to itself), back {100 * row['back_regret']:5.1f} %, total "
             f"{row['total_s'] / row['hindsight_s']:.3f} of hindsight  [{row['seconds']:.0f} s]",
             flush=True,

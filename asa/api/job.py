@@ -113,7 +113,8 @@ class Job:
                 a loss that is a sum. A cross-entropy with class weights or ignored targets needs none.
             out: folder of the run, for checkpoints after every epoch and on SIGTERM; without one nothing is kept.
             resume: go on from the newest checkpoint in ``out``, written under this plan or another.
-            replan: take another plan between epochs where steps take other than predicted, and that pays.
+            replan: take another plan where steps take other than predicted, and that pays. A plan that is handed in
+                stays, and so does that of a model that runs whole: rank 0 says so.
             observe: note, step by step, what each rank computes and whom it waits for.
             save_every: seconds of training (or ``"10m"``) after which a checkpoint is written inside an epoch, too.
             split: makes ``(inputs, labels)`` of a batch; by default its first and second item, and a dictionary is
@@ -182,6 +183,14 @@ class Job:
             timeout_s=timeout_s, optimizer=wishes.optimizer, observe=observe, save_every_s=saving,
         )  # fmt: skip
 
+        stays = "it was handed in (plan='auto' adapts)" if plan != "auto" else "the model runs whole"
+        if (
+            replan
+            and place.ranks > 1
+            and chosen.consistency is None
+            and not place.votes.tell(self._origins is not None)
+        ):
+            say(place, f"the plan stays, whatever steps take: {stays}")
         norms = trained_norms(model)
         if batch_norm == "exact":
             check_exact(chosen, norms)
