@@ -89,6 +89,19 @@ def straight(rank: int, plan: Plan) -> dict[str, Tensor]:
     return job.state_dict()
 
 
+def made(rank: int, plan: Plan, replan: bool) -> None:
+    net = user.model()
+    asa.Job(net, user.optimizer(net), user.loader(), loss_fn, plan, replan=replan).close()
+
+
+@pytest.mark.parametrize("replan", [True, False])
+def test_a_plan_that_is_handed_in_stays_and_one_rank_says_so(replan: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    run_ranks(2, made, in_float64(plan_of(uniform(2, 1))), replan, threads=1, timeout_s=60)
+    said = [line for line in capfd.readouterr().err.splitlines() if "the plan stays" in line]
+    expected = ["asa: the plan stays, whatever steps take (it was handed in; plan='auto' adapts)"]
+    assert said == (expected if replan else [])
+
+
 def test_a_fault_asked_for_comes_at_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(faults.VARIABLE, "exception:boom@rank=1,step=2,point=optimizer")
     with pytest.raises(WorkersFailedError, match="rank 1 of 2 failed with RuntimeError: boom"):

@@ -183,14 +183,9 @@ class Job:
             timeout_s=timeout_s, optimizer=wishes.optimizer, observe=observe, save_every_s=saving,
         )  # fmt: skip
 
-        stays = "it was handed in (plan='auto' adapts)" if plan != "auto" else "the model runs whole"
-        if (
-            replan
-            and place.ranks > 1
-            and chosen.consistency is None
-            and not place.votes.tell(self._origins is not None)
-        ):
-            say(place, f"the plan stays, whatever steps take: {stays}")
+        if replan and place.rank == 0 and place.ranks > 1 and self._origins is None and chosen.consistency is None:
+            why_kept = "the model runs whole" if plan == "auto" else "it was handed in; plan='auto' adapts"
+            say(place, f"the plan stays, whatever steps take ({why_kept})")
         norms = trained_norms(model)
         if batch_norm == "exact":
             check_exact(chosen, norms)
