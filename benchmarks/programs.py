@@ -226,7 +226,10 @@ def run(tasks: list[Task], keep: Any) -> None:
         for name in dict.fromkeys(n for n, _ in some):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                wanted[name] = alone(programs[name])
+                try:
+                    wanted[name] = alone(programs[name])
+                except Exception as error:
+                    raise RuntimeError(f"{name} does not train in one process") from error
         answers: dict[Task, list[dict[str, Any]]] = {}
         begun: list[Task] = []
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from asa.launch import run_ranks
 from asa.sharding.axis import Axis
 from asa.sharding.batchnorm import synchronise
+from asa.tracing import trace
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -23,9 +24,10 @@ def _on_rank(rank: int) -> list[tuple[Tensor, Tensor]]:
     axis = Axis(size=2, index=rank, group=dist.group.WORLD)
     found = []
     for dimensions, kind in enumerate(NORMS, start=1):
-        net = nn.Sequential(kind(3)).double()
+        net = trace(nn.Sequential(kind(3)).double(), inputs(dimensions)[:2], name="norm").components[0].train()
         synchronise(net, axis)
-        found.append((net(inputs(dimensions)[rank * 3 : rank * 3 + 3]).detach(), net[0].running_var.clone()))
+        normalised = net(inputs(dimensions)[rank * 3 : rank * 3 + 3])[0].detach()
+        found.append((normalised, dict(net.named_buffers())[next(n for n, _ in net.named_buffers() if "var" in n)]))
     return found
 
 

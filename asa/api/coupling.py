@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _NormBase
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from asa.api.calls import Call, samples_of
@@ -19,18 +22,29 @@ from asa.tracing.preserve import preserved
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
 
 
-def coupled(model: nn.Module, call: Call | None) -> float:
+class _Each(TorchFunctionMode):
+    """Inside, ``torch.nn.functional.batch_norm`` leaves statistics of the batch out: every sample stays on its own."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.batch_norm:
+            return func(*args, **(kwargs or {}))
+        x: Tensor = args[0] if args else (kwargs or {})["input"]
+        channels = x.shape[1]
+        return F.batch_norm(x, x.new_zeros(channels), x.new_ones(channels))
+
+
+def coupled(model: nn.Module, call: Call | None, *, exact: bool = False) -> float:
     """How far outputs move when a batch is computed in two halves, relative to their size; 0 where they do not, or
     where that cannot be told.
 
-    ``call`` has two samples or more. What is drawn is left out, and BatchNorm, which is looked after elsewhere. The
-    model is left as it was.
+    ``call`` has two samples or more. What is drawn is left out, and BatchNorm, which is looked after elsewhere: layers
+    of it and, where it is ``exact``, whatever calls its function. The model is left as it was.
     """
     if call is None:
         return 0.0
     try:
         samples = samples_of(call)
-        with preserved(model), torch.no_grad():
+        with preserved(model), torch.no_grad(), _Each() if exact else nullcontext():
             for module in model.modules():
                 if isinstance(module, _NormBase) or "drop" in type(module).__name__.lower():
                     module.eval()

@@ -48,6 +48,7 @@ from asa.ir.units import time_span
 from asa.launch import faults, give_back_freed_memory
 from asa.launch.worker import others_may_leave
 from asa.scheduler import Model, adapt
+from asa.sharding.batchnorm import without_torch_groups
 from asa.strategies import offered
 from asa.tracing import TracedModel, called
 
@@ -143,6 +144,8 @@ class Job:
         except ValueError as error:
             raise UsageError(f"save_every: {error}") from None
         check_plain(model)
+        if without_torch_groups(model):
+            batch_norm = "exact"
         schedules = Schedules(optimizer, scheduler, scheduler_every)
         self._place = place = find_place(device, timeout_s)
         self._stack = ExitStack()

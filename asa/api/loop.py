@@ -32,6 +32,7 @@ from asa.ir.layout import Layout
 from asa.ir.plan import Plan
 from asa.ir.profile import Precision
 from asa.launch import give_back_freed_memory, launched
+from asa.sharding.batchnorm import without_torch_groups
 from asa.strategies import offered
 from asa.tracing import TracedModel, called
 
@@ -99,6 +100,8 @@ def parallelize(
         InfeasibleError: no plan fits.
     """
     check_plain(model)
+    if without_torch_groups(model):
+        batch_norm = "exact"
     place = find_place(device, timeout_s)
     least = 2 if trained_norms(model) and batch_norm == "local" else 1
     batches = GlobalBatches(loader, place.votes, lambda total: rows_here(total, place.ranks, place.rank, least))
@@ -154,7 +157,7 @@ def parallelize(
         return made
 
     spare = spare_of(model) if not why else None
-    apart = coupled(model, call) if place.rank == 0 else 0.0
+    apart = coupled(model, call, exact=batch_norm == "exact") if place.rank == 0 else 0.0
     parallel = build(chosen, subject)
     for line in (
         (*differing(chosen, normalised, parallel.changed, batch_norm), *warning_of(apart, chosen))

@@ -7,14 +7,20 @@ equivalence tests see.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 
 from asa.sharding import direct
 from asa.sharding.axis import Axis
 from asa.sharding.stock import stock
+from asa.tracing.component import TracedComponent
 
 
 def _channel_sum(x: Tensor) -> Tensor:
@@ -64,7 +70,7 @@ class SynchronisedBatchNorm(nn.Module):
     running_var: Tensor | None
     num_batches_tracked: Tensor | None
 
-    def __init__(self, source: nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d, axis: Axis) -> None:
+    def __init__(self, source: _BatchNorm, axis: Axis) -> None:
         super().__init__()
         self.axis, self.eps, self.momentum = axis, source.eps, source.momentum
         for name in ("weight", "bias"):
@@ -100,11 +106,89 @@ class SynchronisedBatchNorm(nn.Module):
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
 
 
-def synchronise(module: nn.Module, axis: Axis) -> None:
-    """Replace every BatchNorm below ``module`` by its synchronised form on ``axis``; nothing on an axis of one."""
+class _Meeting(TorchFunctionMode):
+    """Inside, ``torch.nn.functional.batch_norm`` normalises over the microbatch of all ranks of ``axis``: whoever calls
+    it, a subclass of BatchNorm or a model's own code."""
+
+    def __init__(self, axis: Axis) -> None:
+        super().__init__()
+        self._axis = axis
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        call = _over(self._axis) if func is F.batch_norm else func
+        return call(*args, **(kwargs or {}))
+
+
+def _over(axis: Axis) -> Callable[..., Tensor]:
+    def batch_norm(
+        x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,
+        bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
+    ) -> Tensor:  # fmt: skip
+        if not training:
+            return F.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
+        y, mean, variance, count = _Normalise.apply(x, axis, eps)
+        with torch.no_grad():
+            if running_mean is not None:
+                running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+            if running_var is not None:
+                running_var.lerp_((variance * (count / (count - 1))).to(running_var.dtype), momentum)
+        y = y if weight is None else y * _view(weight, x)
+        return y if bias is None else y + _view(bias, x)
+
+    return batch_norm
+
+
+class _Within:
+    """Stands in for a component's ``forward``: inside, BatchNorm is that of all ranks."""
+
+    def __init__(self, component: TracedComponent, axis: Axis) -> None:
+        self._run = component.__dict__.get("forward", partial(TracedComponent.forward, component))
+        self._axis = axis
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+        with _Meeting(self._axis):
+            found: tuple[Tensor, ...] = self._run(x)
+        return found
+
+
+class SyncBatchNorm(_BatchNorm):
+    """BatchNorm of inputs of any number of dimensions, in place of ``torch.nn.SyncBatchNorm``, whose name it has: plans
+    are for either."""
+
+    __module__ = nn.SyncBatchNorm.__module__
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+
+
+def without_torch_groups(model: nn.Module) -> bool:
+    """Whether there is ``torch.nn.SyncBatchNorm`` over all ranks in ``model``. Each becomes a :class:`SyncBatchNorm` of
+    this module: torch's runs on GPUs only, and meets ranks of its own choice."""
+    found = [m for m in model.modules() if type(m) is nn.SyncBatchNorm and m.process_group is None]
+    for module in found:
+        module.__class__ = SyncBatchNorm  # type: ignore[assignment]
+    return bool(found)
+
+
+def synchronise(component: TracedComponent, axis: Axis) -> None:
+    """Have every BatchNorm of ``component`` normalise over the ranks of ``axis``; nothing on an axis of one.
+
+    Torch's own are replaced by their synchronised form. Where other code may call ``batch_norm`` (a subclass, a layer
+    of the user's own, the model's forward), the call is.
+    """
     if axis.size == 1:
         return
-    for parent in list(module.modules()):
+    for parent in list(component.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) and stock(child):
+            if isinstance(child, _BatchNorm) and stock(child):
                 setattr(parent, name, SynchronisedBatchNorm(child, axis))
+    if _calls(component):
+        component.forward = _Within(component, axis)  # type: ignore[assignment]
+
+
+def _calls(component: TracedComponent) -> bool:
+    """Whether code that is not torch's may call ``batch_norm``."""
+    functions = {getattr(n.target, "__name__", "") for n in component.train_graph.graph.nodes}
+    own = (m for m in component.modules() if m is not component)
+    return "batch_norm" in functions or any(not type(m).__module__.startswith(("torch.nn.", "asa.")) for m in own)

@@ -18,15 +18,21 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from asa.sharding.batchnorm import SynchronisedBatchNorm
 from asa.sharding.samples import SampleContext
 from asa.tracing.component import TracedComponent
+from asa.tracing.program import opened
 
 _Registry = dict[str, Tensor | None]
 _Buffers = list[tuple[_Registry, str, Tensor]]
 """Registry of a module, name of a buffer in it, its tensor."""
 
 
+def _normalises(module: nn.Module) -> bool:
+    """Whether ``module`` keeps running statistics, in calls of it that were not traced into."""
+    return isinstance(module, _NormBase | SynchronisedBatchNorm) and not opened(module)
+
+
 def _buffers(component: nn.Module) -> _Buffers:
     """Buffers that are not running statistics."""
-    others = [m._buffers for m in component.modules() if not isinstance(m, _NormBase | SynchronisedBatchNorm)]
+    others = [m._buffers for m in component.modules() if not _normalises(m)]
     return [(registry, name, b) for registry in others for name, b in registry.items() if b is not None]
 
 
@@ -67,10 +73,12 @@ def _as_before(
     context.become(before)
     frozen: list[tuple[nn.Module, float | None, Tensor | None]] = []
     for module in component.modules():
-        if isinstance(module, _NormBase | SynchronisedBatchNorm) and module.running_mean is not None:
-            frozen.append((module, module.momentum, module.num_batches_tracked))
-            # Without the buffers autograd would save less than the first time; at momentum 0 they do not move.
-            module.momentum, module.num_batches_tracked = 0.0, None
+        if _normalises(module) and module.running_mean is not None:
+            frozen.append((module, module.momentum, module.num_batches_tracked))  # type: ignore[arg-type]
+            # Without the buffers autograd would save less than the first time; at momentum 0 they do not move. The
+            # counter is another one: a subclass may count whether there is one or not.
+            count = module.num_batches_tracked
+            module.momentum, module.num_batches_tracked = 0.0, None if count is None else count.clone()  # type: ignore[assignment, operator]
     try:
         with _in_place_of(buffers):
             yield

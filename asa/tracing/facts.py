@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from asa.tracing.alike import signature, stand_ins
 from asa.tracing.component import TracedComponent
 from asa.tracing.fused import fused_attention
+from asa.tracing.preserve import foreign_random
 
 Kind = Literal["convolution", "attention", "linear", "recurrent", "other"]
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
@@ -153,8 +154,16 @@ def measure(components: list[TracedComponent], small: Tensor, large: Tensor) -> 
     """
     places = stand_ins([signature(c) for c in components])
     chosen = [c for i, c in enumerate(components) if places[i] == i]
-    runs = [dict(zip(chosen, _measure(chosen, batch), strict=True)) for batch in (small, large)]
-    per_sample = 1 / (large.shape[0] - small.shape[0])
+    runs = []
+    for batch in (small, large):
+        # Coins fall alike in both runs: what a model leaves out at random would be in one of them only.
+        with torch.random.fork_rng(devices=[batch.device] if batch.is_cuda else []), foreign_random():
+            runs.append(dict(zip(chosen, _measure(chosen, batch), strict=True)))
+
+    def per_sample(a: int, b: int) -> float:
+        # What depends on the values of a batch may be less in the larger one.
+        return (b - a) / (large.shape[0] - small.shape[0]) if b >= a else b / large.shape[0]
+
     found = []
     for c, place in zip(components, places, strict=True):
         a, b = (run[components[place]] for run in runs)
@@ -167,9 +176,9 @@ def measure(components: list[TracedComponent], small: Tensor, large: Tensor) -> 
                 parameter_bytes=_bytes(c.parameters()),
                 largest_parameter_bytes=max((_bytes([p]) for p in c.parameters()), default=0),
                 buffer_bytes=_bytes(c.buffers()),
-                flops_per_sample=(b.flops - a.flops) * per_sample,
-                output_bytes_per_sample=(b.output_bytes - a.output_bytes) * per_sample,
-                saved_bytes_per_sample=(b.saved_bytes - a.saved_bytes) * per_sample,
+                flops_per_sample=per_sample(a.flops, b.flops),
+                output_bytes_per_sample=per_sample(a.output_bytes, b.output_bytes),
+                saved_bytes_per_sample=per_sample(a.saved_bytes, b.saved_bytes),
                 batch_norm=any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in c.modules()),
             )
         )
