@@ -101,7 +101,8 @@ def test_a_comparison_seals_its_plans_before_it_measures(place):
         "digits",
     )
     done = asa(*argv, "--strategies", "single,ddp,asa", "--budget", "5s", "--out", "bench", cwd=place)
-    assert "cnn: time of a step, measured and predicted" in done.stdout
+    assert "cnn on 2 x" in done.stdout
+    assert "\nFastest " in done.stdout
     made = codec.load(Bench, place / "bench" / "bench.json")
     assert [r.strategy for r in made.results] == ["single", "ddp", "asa"]
     assert all(r.step_time_s is not None and r.step_time_s.median > 0 for r in made.results)

@@ -12,6 +12,7 @@ from asa.cost.machine import presets
 from asa.cost.machine.estimate import on_device
 from asa.planner import Request
 from asa.planner.answer.canonical import TIE, _Around, canonical, improved
+from asa.planner.budget import USUAL
 from asa.planner.search import search
 from asa.planner.space.candidate import Prices
 from asa.planner.space.space import Space, anything
@@ -31,9 +32,7 @@ def found(request):
     where = presets.load(cluster)
     profile = on_device(known_models.profile(graph, rate, 64), where)
     prices = Prices(Space(profile, where, offered(), Request(gpus=gpus, global_batch=256)))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("asa.planner.search._PATIENCE_S", 60.0)
-        answer = search(prices, solver="dp", time_limit_s=60.0)
+    answer = search(prices, solver="dp", time_limit_s=60.0, budget=replace(USUAL, patience_s=60.0))
     assert answer.best is not None
     assert prices.of(answer.best).cost.total_s <= answer.lower_bound_s * (1 + 1e-6)
     return prices, answer.best

@@ -204,8 +204,6 @@ def _roofline(profile: Profile) -> list[RenderableType]:
 
 def _remarks(profile: Profile) -> list[RenderableType]:
     said: list[RenderableType] = [line(f"dispatch floor {seconds(profile.dispatch_floor_s)} a component")]
-    if profile.drift is not None:
-        said.append(line(drifted(profile.drift)))
     said += [line(f"skipped, {why}: {'; '.join(what)}") for why, what in _by_reason(profile.skipped).items()]
     said += _warnings(profile)
     if profile.provenance.note:
@@ -216,6 +214,8 @@ def _remarks(profile: Profile) -> list[RenderableType]:
 def _warnings(profile: Profile) -> list[RenderableType]:
     """What makes the times worth less than measured ones are."""
     said: list[RenderableType] = []
+    if profile.drift is not None:
+        said.append(line(drifted(profile.drift)))
     if profile.provenance.origin == "estimated":
         said.append(line("Estimated from FLOPs and data-sheet peaks, not measured: uncalibrated.", "yellow"))
     if why := profile.provenance.disturbed:

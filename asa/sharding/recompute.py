@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 from torch import Tensor, is_grad_enabled, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -77,14 +78,14 @@ def _as_before(
             frozen.append((module, module.momentum, module.num_batches_tracked))  # type: ignore[arg-type]
             # Without the buffers autograd would save less than the first time; at momentum 0 they do not move. The
             # counter is another one: a subclass may count whether there is one or not.
-            count = module.num_batches_tracked
-            module.momentum, module.num_batches_tracked = 0.0, None if count is None else count.clone()  # type: ignore[assignment, operator]
+            count: Any = module.num_batches_tracked
+            module.momentum, module.num_batches_tracked = 0.0, None if count is None else count.clone()  # type: ignore[assignment]
     try:
         with _in_place_of(buffers):
             yield
     finally:
-        for module, momentum, count in frozen:
-            module.momentum, module.num_batches_tracked = momentum, count  # type: ignore[assignment]
+        for module, momentum, tracked in frozen:
+            module.momentum, module.num_batches_tracked = momentum, tracked  # type: ignore[assignment]
         context.become(now)
 
 
