@@ -45,6 +45,35 @@ def test_components_are_compiled_as_asked_and_in_place() -> None:
     assert torch.equal(module(x), expected)
 
 
+class Shared(torch.nn.Module):
+    """Components share one ``forward``, as these do."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def test_every_one_of_many_components_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo import config, reset
+    from torch._dynamo.utils import counters
+
+    plain = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: plain(self, backend="eager", dynamic=False))
+    monkeypatch.setattr(config, "recompile_limit", 8)
+    monkeypatch.setattr(config, "accumulated_recompile_limit", 256)
+    reset()
+    counters.clear()
+    components = [Shared(width) for width in range(1, 13)]
+    execution.apply(components, "components")
+    for component in components:
+        component(torch.ones(2, component.inner.in_features))
+    assert counters["stats"]["unique_graphs"] == 12
+    reset()
+
+
 def test_images_alone_change_their_order() -> None:
     images, tokens = torch.randn(2, 3, 4, 4), torch.randn(2, 5, 3)
     assert execution.laid_out(images, "channels_last").is_contiguous(memory_format=torch.channels_last)

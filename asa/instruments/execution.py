@@ -37,11 +37,23 @@ def apply(components: Iterable[nn.Module], compiled: Compiled, *, eager: type[nn
     """
     if compiled == "none":
         return
+    components = list(components)
+    _keep(len(components))
     for component in components:
         for module in component.modules():
             if eager is not None and isinstance(module, eager):
                 module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
         component.compile(dynamic=False, mode="reduce-overhead" if compiled == "graphs" else None)
+
+
+def _keep(components: int) -> None:
+    """Have torch keep its usual number of shapes for every component: all share one ``forward``, and it counts by
+    function."""
+    from torch._dynamo import config
+
+    each = 8
+    config.recompile_limit = max(config.recompile_limit, each * components)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, each * components)
 
 
 def laid_out(x: Tensor, memory_format: MemoryFormat) -> Tensor:
