@@ -22,16 +22,16 @@ def render(found: Explanation, *, verbose: bool = False) -> list[RenderableType]
 
 
 def _costliest(found: Explanation) -> list[RenderableType]:
-    cost = {c.name: _computes(c) + _communicates(c) for c in found.components}
+    cost = {c.name: computes(c) + communicates(c) for c in found.components}
     whole = sum(cost.values()) or 1.0
-    sent = sum(_communicates(c) for c in found.components)
+    sent = sum(communicates(c) for c in found.components)
     made = table("", ("costliest", "runs as", "computes", "sends", "share", "next best"), left=2)
     made.title = None
     for c in sorted(found.components, key=lambda c: -cost[c.name])[:_ROWS]:
         other = c.alternative
         made.add_row(
-            fitted(c.name, 20), way(c.data, c.tensor, c.checkpoint, c.offload), seconds(_computes(c)),
-            seconds(_communicates(c)), f"{100 * cost[c.name] / whole:.0f} %",
+            fitted(c.name, 20), way(c.data, c.tensor, c.checkpoint, c.offload), seconds(computes(c)),
+            seconds(communicates(c)), f"{100 * cost[c.name] / whole:.0f} %",
             NOTHING if other is None else _next_best(other),
         )  # fmt: skip
     more = len(found.components) - _ROWS
@@ -54,11 +54,13 @@ _LIMIT = {
 """What keeps a plan from being faster."""
 
 
-def _computes(c: ComponentExplanation) -> float:
+def computes(c: ComponentExplanation) -> float:
+    """Seconds of a step that ``c`` computes on the busiest rank."""
     return c.forward_s + c.backward_s + c.update_s
 
 
-def _communicates(c: ComponentExplanation) -> float:
+def communicates(c: ComponentExplanation) -> float:
+    """Seconds of a step that ``c`` sends or waits for, whether hidden or not."""
     return c.inside_s + c.boundary_s + c.sync_s
 
 

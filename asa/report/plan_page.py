@@ -15,6 +15,7 @@ from asa.report import page, plan_drawing
 from asa.report import plan as words
 from asa.report.charts import Chart
 from asa.report.drawing import Row
+from asa.report.explain import communicates, computes
 from asa.report.tables import plain, short
 from asa.report.units import seconds, size
 
@@ -95,10 +96,7 @@ def network(plan: Plan, found: Explanation | None = None) -> Chart:
 
 def _times(found: Explanation) -> dict[str, tuple[float, float]]:
     """Seconds computing and communicating, by component."""
-    return {
-        c.name: (c.forward_s + c.backward_s + c.update_s, c.inside_s + c.boundary_s + c.sync_s)
-        for c in found.components
-    }
+    return {c.name: (computes(c), communicates(c)) for c in found.components}
 
 
 def component_times(found: Explanation) -> Chart:
@@ -106,7 +104,7 @@ def component_times(found: Explanation) -> Chart:
     return Chart(
         name="component_times",
         title="Time per component",
-        caption="Foretold for the busiest rank. What is sent may be hidden behind computing.",
+        caption="Predicted for the busiest rank. What is sent may be hidden behind computing.",
         columns=("component", "compute_s", "communicate_s"),
         rows=tuple((name, *pair) for name, pair in _times(found).items()),
         draw=plan_drawing.component_times,
