@@ -1,269 +1,404 @@
-"""Does adapting pay, really? A run on two ranks while something else has the core of one of them.
+"""Does adapting pay, really? ``asa train`` on two ranks, disturbed from outside while it runs.
 
-    asa profile resnet18 --global-batch 32; asa plan resnet18 --gpus 2 --global-batch 32 -o plan.json
-    python benchmarks/adapt.py plan.json [--seconds 60] [--load 1] [-o records/adapt.json]
+    asa profile resnet18 --global-batch 32 --input 3x32x32
+    asa plan resnet18 --gpus 2 --global-batch 32 -o plan.json
+    python benchmarks/adapt.py plan.json [--cases core,quota,...] [--steps 300] [-o benchmarks/records/adapt.json]
 
-Each rank is kept on a core of its own. Three runs from the same plan, in the same minutes: *undisturbed*; *kept*, the
-plan kept whatever comes; *adapted*, as ``asa train`` adapts. In the last two, busy loops (``--load`` of them, on the
-core of rank 1) begin after a third of the run and end after two thirds. Then the *oracle*: under the same load from
-beginning to end, every plan of a short list is run for a while (the plan itself, one rank alone on the free core, and
-what the planner answers when it is told by how much the rank is slower), and the fastest counts. Printed: seconds a
-step in the three thirds (means over their second halves, so that what came of a change counts), what was found and
-changed and when, seconds that changes took, and how much of the oracle's speed the adapted run has.
+Disturbances, none of them a flag of asa:
 
-The plan's profile and cluster must be on hand, as for ``asa train``.
+- *core*: busy loops (``--load`` of them) on the core of rank 1.
+- *quota*: rank 1 in a cgroup that may run half of every 10 ms.
+- *shared*: both ranks on one core.
+- *memory*: the memory cgroup of the run is lowered to what it uses just then, and a little.
+- *links*: each rank in a network namespace, and the links between them brought down to ``--megabits`` by ``tc``.
+- *none*: nothing; nothing may be found or changed.
+
+Of each, one adapting run is disturbed in its middle third: the first third gives *undisturbed* and the last what it is
+*after*. Then, disturbed from beginning to end and keeping their plan: *kept*, the plan itself, and a short list of others
+(one rank, the planner's answer when it is told the slowdown that was measured, and what the adapting run changed to),
+of which the fastest is the *oracle*. Seconds a step are medians over lines of the log, of the second half of each
+third; the machine's own mood between runs is in them. Needs Linux, and root for all but *core*, *shared* and *none*.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
+from namespaces import NotPermitted, leave_network, name_of, rooms, shape, unshape
 
 from asa.cli.choose import origins
 from asa.cli.console import Console
 from asa.cli.replanning import solve_again
 from asa.errors import AsaError
-from asa.executor.model.materialize import materialize
-from asa.executor.model.votes import Votes
-from asa.executor.running.loop import TrainingExecutor
-from asa.executor.training.settings import TrainSettings
-from asa.executor.training.stopping import StopRequest
-from asa.interfaces.executor import Look
+from asa.interfaces.executor import Placement
 from asa.ir import codec
-from asa.ir.cluster import Cluster, RankDevice
 from asa.ir.measurements import Measurements
 from asa.ir.plan import Plan
-from asa.ir.profile import Profile, Stat
-from asa.launch import run_ranks, tell
-from asa.scheduler import Model, adapt
+from asa.ir.profile import Stat
+from asa.scheduler import Model
+from asa.scheduler.costs import Slowness
+from asa.scheduler.model import same
 from asa.strategies import offered
-from asa.zoo.data import ImageSet
-from asa.zoo.models import build
 
 SLOW = 1
-"""The process whose core is disturbed."""
+"""The rank that is disturbed."""
+CASES = ("none", "core", "quota", "shared", "memory", "links")
+EPOCH = 50
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+def _children(pid: int) -> list[int]:
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        found += [int(p) for p in task.read_text().split()]
+    return found
+
+
+def _cores(pid: int) -> set[int]:
+    try:
+        return os.sched_getaffinity(pid)
+    except ProcessLookupError:
+        return set()
+
+
+def _threads(pid: int) -> list[int]:
+    return [int(p.name) for p in Path(f"/proc/{pid}/task").iterdir()]
+
+
+@dataclass
+class Run:
+    """One ``asa train`` and what it has logged so far."""
+
+    folder: Path
+    started: list[subprocess.Popen[bytes]]
+    apart: bool
+    events: list[dict[str, Any]] = field(default_factory=list)
+    _read: int = 0
+
+    def poll(self) -> None:
+        """Read what is new in the log."""
+        log = self.folder / "log.jsonl"
+        if log.is_file():
+            with log.open() as file:
+                file.seek(self._read)
+                for line in iter(file.readline, ""):
+                    if not line.endswith("\n"):
+                        break
+                    self._read += len(line)
+                    self.events.append(json.loads(line))
+
+    @property
+    def step(self) -> int:
+        return next((e["step"] for e in reversed(self.events) if e["event"] == "steps"), 0)
+
+    def ranks(self) -> list[int]:
+        """Process ids by rank: each is bound to the core of its number."""
+        if self.apart:
+            return [p.pid for p in self.started]
+        bound = {tuple(_cores(p)): p for p in _children(self.started[0].pid) if len(_cores(p)) == 1}
+        return [bound[key] for key in sorted(bound)]
+
+
+Disturbance = Callable[[Run, argparse.Namespace], Any]
 
 
 @contextmanager
-def busy(core: int, load: int) -> Iterator[None]:
-    """Inside, ``load`` loops have ``core``, too."""
-    code = f"import os\nos.sched_setaffinity(0, {{{core}}})\nwhile True: pass"
-    loops = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(load)]
+def core(run: Run, args: argparse.Namespace) -> Iterator[None]:
+    """Others have the core of rank 1, too."""
+    (own,) = _cores(run.ranks()[SLOW]) if len(run.ranks()) > SLOW else {max(os.sched_getaffinity(0))}
+    code = f"import os\nos.sched_setaffinity(0, {{{own}}})\nwhile True: pass"
+    loops = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(args.load)]
     try:
         yield
     finally:
         for loop in loops:
-            loop.send_signal(signal.SIGKILL)
+            loop.kill()
             loop.wait()
 
 
-def _noise(plan: Plan) -> ImageSet:
-    generator = torch.Generator().manual_seed(0)
-    channels, height, width = plan.input_shape
-    count = 64 * plan.global_batch
-    return ImageSet(
-        images=torch.randint(256, (count, channels, height, width), dtype=torch.uint8, generator=generator),
-        labels=torch.randint(plan.num_classes, (count,), generator=generator), num_classes=plan.num_classes,
-        mean=(0.5,) * channels, std=(0.25,) * channels, name="noise", source="noise", shape=(channels, height, width),
-    )  # fmt: skip
+@contextmanager
+def quota(run: Run, args: argparse.Namespace) -> Iterator[None]:
+    """Rank 1 is throttled for a part of every 10 ms."""
+    folder = CGROUPS / "cpu" / f"asa-adapt-{os.getpid()}"
+    folder.mkdir()
+    try:
+        (folder / "cpu.cfs_period_us").write_text("10000")
+        (folder / "cpu.cfs_quota_us").write_text(str(int(10000 * args.share)))
+        ranks = run.ranks()
+        if len(ranks) > SLOW:  # one rank alone runs where nothing is throttled
+            (folder / "cgroup.procs").write_text(str(ranks[SLOW]))
+        yield
+    finally:
+        _leave(folder, CGROUPS / "cpu")
 
 
-class _Timed(TrainingExecutor):
-    """Tells of every line of the log when it came, and of every change of plan what it took."""
-
-    def run_epoch(self, epoch: int, look: Look | None = None) -> Any:
-        """As always, with a word to the parent before each look."""
-
-        def looking(measured: Measurements, step: int) -> None:
-            if self.leads:
-                mean = measured.mean_step_s or measured.step_time.median
-                tell({"kind": "line", "at": time.time(), "step": step, "step_s": mean + measured.data_wait_s})
-            if look is not None:
-                look(measured, step)
-
-        return super().run_epoch(epoch, looking)
-
-    def migrate(self, plan: Plan, processes: tuple[int, ...] | None = None) -> None:
-        """As always, and how long it took."""
-        began = time.time()
-        super().migrate(plan, processes)
-        if self.leads:
-            text = f"{plan.num_ranks} ranks on {list(self.processes)}, weights {list(plan.stages[0].weights or ())}"
-            tell({"kind": "change", "at": began, "step": self.step, "seconds": time.time() - began, "to": text})
-
-
-def _rank(
-    rank: int, plan: Plan, known: tuple[Profile, Cluster] | None, cores: list[int],
-    seconds: float, folder: str,
-) -> None:  # fmt: skip
-    os.sched_setaffinity(0, {cores[rank]})
-    votes, images = Votes(120), _noise(plan)
-    settings = TrainSettings(
-        out=folder, epochs=1_000, steps_per_epoch=64, lr=0.01, timeout_s=120, log_every=20, data="synthetic"
-    )
-
-    def parallel(wanted: Plan, runs: tuple[int, ...]) -> Any:
-        model = build(wanted.model_spec, num_classes=wanted.num_classes, input_shape=wanted.input_shape, seed=0)  # type: ignore[arg-type]
-        return materialize(
-            wanted, model, torch.zeros(2, *wanted.input_shape), rank=rank, strategies=offered(),
-            device=torch.device("cpu"), processes=runs, timeout_s=120, alike=True,
-        )  # fmt: skip
-
-    executor = _Timed(
-        plan, parallel, settings, train=images, test=_noise(replace(plan, global_batch=1)), votes=votes,
-        stop=StopRequest(), announce=lambda _: None, folder=Path(folder) / "checkpoints", run="adapt",
-    )  # fmt: skip
-    executor.save = lambda _epoch: None  # type: ignore[method-assign]
-    if rank == 0:
-        tell({"kind": "begin", "at": time.time()})
-    ends = time.time() + seconds
-    model = None
-    if known is not None:
-        model = Model(profile=known[0], cluster=known[1], strategies=offered(), solve=solve_again)
-    say: Callable[[dict[str, Any]], None] = lambda _: None  # noqa: E731
-    if rank == 0:
-        say = lambda e: tell({"kind": "said", "at": time.time(), "event": e})  # noqa: E731
-    for _ in adapt(executor, range(1_000), say, model=model if rank == 0 else None, following=known is not None):
-        if votes.anyone(time.time() > ends):
-            return
-
-
-def run(
-    plan: Plan, known: tuple[Profile, Cluster] | None, cores: list[int], seconds: float, load: int, *,
-    thirds: bool = True,
-) -> list[dict[str, Any]]:  # fmt: skip
-    """One run of ``seconds``, disturbed in its middle third (or all of it); what its ranks told, in order."""
-    told: list[dict[str, Any]] = []
-    loops: list[Any] = []
-
-    def hear(_rank: int, message: dict[str, Any]) -> None:
-        told.append(message)
-        since = message["at"] - next((m["at"] for m in told if m["kind"] == "begin"), message["at"])
-        wanted = load > 0 and (not thirds or seconds / 3 <= since < 2 * seconds / 3)
-        if wanted and not loops:
-            loops.append(busy(cores[SLOW], load))
-            loops[0].__enter__()
-            told.append({"kind": "load", "at": time.time()})
-        elif not wanted and loops:
-            loops.pop().__exit__(None, None, None)
-
-    with tempfile.TemporaryDirectory() as folder:
+def _leave(folder: Path, parent: Path) -> None:
+    for pid in (folder / "cgroup.procs").read_text().split():
         try:
-            run_ranks(
-                len(cores),
-                partial(_rank, plan=plan, known=known, cores=cores, seconds=seconds, folder=folder),
-                threads=1,
-                timeout_s=300,
-                on_message=hear,
-            )
-        finally:
-            if loops:
-                loops.pop().__exit__(None, None, None)
-    return told
+            (parent / "cgroup.procs").write_text(pid)
+        except ProcessLookupError:
+            continue
+    folder.rmdir()
 
 
-def means(told: list[dict[str, Any]], seconds: float, parts: int = 3) -> list[float]:
-    """Seconds a step in the second half of every part of the run."""
-    began = next(m["at"] for m in told if m["kind"] == "begin")
-    found = []
-    for part in range(parts):
-        low, high = ((part + 0.5) * seconds / parts, (part + 1) * seconds / parts)
-        steps = [m["step_s"] for m in told if m["kind"] == "line" and low <= m["at"] - began < high]
-        found.append(statistics.mean(steps) if steps else float("nan"))
-    return found
+@contextmanager
+def shared(run: Run, args: argparse.Namespace) -> Iterator[None]:
+    """All ranks on the core of rank 0, with all their threads."""
+    ranks = run.ranks()
+    before = {p: _cores(p) for p in ranks}
+    for pid in ranks[1:]:
+        for thread in _threads(pid):
+            os.sched_setaffinity(thread, before[ranks[0]])
+    try:
+        yield
+    finally:
+        for pid, cores in before.items():
+            if Path(f"/proc/{pid}").exists():
+                for thread in _threads(pid):
+                    os.sched_setaffinity(thread, cores)
 
 
-def oracle(
-    plan: Plan, known: tuple[Profile, Cluster], cores: list[int], seconds: float, load: int, factor: float
-) -> tuple[float, str]:
-    """The fastest of a few plans while rank 1 is disturbed all the time, and takes ``factor`` times as long: seconds a
-    step, and which it is."""
-    profile, cluster = known
-    slow = tuple(
-        RankDevice(name=cluster.device.name, speed=1 / factor if p == SLOW else 1.0) for p in range(len(cores))
-    )
-    tried = {"the plan": plan}
-    for name, devices, gpus in (("the planner's, told", slow, len(cores)), ("one rank", (), 1)):
-        try:
-            tried[name] = solve_again(plan, _measured_as(plan), profile, replace(cluster, devices=devices), gpus)
-        except AsaError as error:
-            print(f"  {name}: {error}")
-    best = (float("inf"), "")
-    for name, candidate in tried.items():
-        (step_s,) = means(run(candidate, None, cores, seconds, load, thirds=False), seconds, 1)
-        print(f"  under the load, {name}: {1e3 * step_s:.1f} ms a step", flush=True)
-        best = min(best, (step_s, name))
-    return best
+def _memory_group() -> Path:
+    return CGROUPS / "memory" / f"asa-adapt-{os.getpid()}"
 
 
-def _measured_as(plan: Plan) -> Measurements:
-    """Nothing but the plan's own promise."""
+@contextmanager
+def memory(run: Run, args: argparse.Namespace) -> Iterator[None]:
+    """The run's cgroup may hold what it holds already, and ``--spare`` MiB more."""
+    folder = _memory_group()
+    limit = folder / "memory.limit_in_bytes"
+    stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    used = int(stat["total_rss"]) + int(stat["total_shmem"] if "total_shmem" in stat else 0)
+    limit.write_text(str(used + (args.spare << 20)))
+    try:
+        yield
+    finally:
+        limit.write_text("-1")
+
+
+@contextmanager
+def links(run: Run, args: argparse.Namespace) -> Iterator[None]:
+    """The links between ranks carry less."""
+    shape(2, args.megabits)
+    try:
+        yield
+    finally:
+        unshape(2)
+
+
+@contextmanager
+def none(run: Run, args: argparse.Namespace) -> Iterator[None]:
+    """Nothing."""
+    yield
+
+
+DISTURBANCES: dict[str, Disturbance] = {
+    "none": none, "core": core, "quota": quota, "shared": shared, "memory": memory, "links": links
+}  # fmt: skip
+
+
+def _start(plan_file: Path, plan: Plan, out: Path, case: str, steps: int, adapting: bool) -> Run:
+    command = [
+        sys.executable, "-m", "asa", "train", str(plan_file), "--data", "synthetic", "--epochs", str(-(-steps // EPOCH)),
+        "--steps-per-epoch", str(EPOCH), "--lr", "0.01", "--out", str(out), "--timeout", "60s",
+    ]  # fmt: skip
+    if not adapting:
+        command.append("--no-replan")
+    said = (out.parent / f"{out.name}.txt").open("wb")
+    if case == "links":
+        started = []
+        for rank in range(plan.num_processes):
+            env = {
+                "RANK": str(rank), "WORLD_SIZE": str(plan.num_processes), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+                "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29511", "GLOO_SOCKET_IFNAME": "eth0",
+            }  # fmt: skip
+            inside = ["ip", "netns", "exec", name_of(rank), "taskset", "-c", str(rank), *command]
+            started.append(subprocess.Popen(inside, env=os.environ | env, stdout=said, stderr=said))
+        return Run(out, started, True)
+
+    def enter() -> None:
+        (_memory_group() / "cgroup.procs").write_text(str(os.getpid()))
+
+    before = enter if case == "memory" else None
+    return Run(out, [subprocess.Popen(command, stdout=said, stderr=said, preexec_fn=before)], False)
+
+
+def train(
+    plan_file: Path, out: Path, case: str, args: argparse.Namespace, *, steps: int, begins: int, ends: int,
+    adapting: bool,
+) -> Run:  # fmt: skip
+    """One run to its end, disturbed between two steps; events ``disturbed`` and ``free`` say when that was."""
+    plan = codec.load(Plan, plan_file)
+    run, inside, was = _start(plan_file, plan, out, case, steps, adapting), ExitStack(), False
+    deadline = time.monotonic() + args.limit
+    with inside:
+        while any(p.poll() is None for p in run.started):
+            run.poll()
+            if run.step > begins and not was:
+                inside.enter_context(DISTURBANCES[case](run, args))
+                run.events.append({"event": "disturbed", "step": run.step, "time": time.time()})
+                was = True
+            elif run.step >= ends and was:
+                inside.close()
+                run.events.append({"event": "free", "step": run.step, "time": time.time()})
+                ends = 10**9
+            if time.monotonic() > deadline:
+                for p in run.started:
+                    p.terminate()
+                    p.wait(30)
+                print(f"  {case}: ended after {args.limit:g} s, in step {run.step}")
+            time.sleep(0.05)
+    run.poll()
+    run.events.append({"event": "exit", "codes": [p.returncode for p in run.started]})
+    return run
+
+
+def step_s(run: Run, low: float, high: float) -> float:
+    """Seconds of a step: the median over lines of the log in (low, high], each counted as often as it has steps."""
+    found, last = [], 0
+    for e in run.events:
+        if e["event"] == "steps":
+            if low < e["step"] <= high:
+                found += [e["step_time_s"]] * max(1, e["step"] - last)
+            last = e["step"]
+    return statistics.median(found) if found else math.nan
+
+
+def told(plan: Plan, case: str, factor: float, args: argparse.Namespace) -> Iterator[tuple[str, Plan]]:
+    """Other plans to try by hand: one rank, and the planner's when it is told the slowdown."""
+    profile, cluster = origins(plan, Console())
     seconds = plan.prediction.step_time_s
-    return Measurements(
+    measured = Measurements(
         plan_fingerprint=codec.fingerprint(plan), strategy=plan.strategy, num_ranks=plan.num_ranks,
         global_batch=plan.global_batch, step_time=Stat.of([seconds]), predicted_step_time_s=seconds,
         communication_s=None, data_wait_s=0.0, peak_memory_bytes=None,
         predicted_memory_bytes=plan.prediction.memory_bytes_per_rank,
     )  # fmt: skip
+    model = Model(profile=profile, cluster=cluster, strategies=offered(), solve=solve_again)
+    log = math.log(max(1.0, factor))
+    slow = Slowness(
+        common=0.0, ranks=(0.0, log if case in ("core", "quota") else 0.0),
+        levels=tuple(log if case == "links" else 0.0 for _ in cluster.levels),
+    )  # fmt: skip
+    now = Placement(plan=plan, processes=(0, 1))
+    try:
+        for i, found in enumerate(model.best(now, measured, slow)):
+            if not same(found, now):
+                yield f"told {i}", found.plan
+        alone = solve_again(plan, measured, profile, cluster, 1)
+        yield "one rank", replace(alone, gpus=1)
+    except AsaError as error:
+        print(f"  {error}")
+
+
+def examine(case: str, plan_file: Path, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """All runs of a case, and what they come to."""
+    plan, steps = codec.load(Plan, plan_file), args.steps
+    third = steps // 3
+    run = train(plan_file, folder / f"{case}-adapted", case, args, steps=steps, begins=third, ends=2 * third,
+                adapting=True)  # fmt: skip
+    begin = next((e["step"] for e in run.events if e["event"] == "disturbed"), third)
+    free = next((e["step"] for e in run.events if e["event"] == "free"), 2 * third)
+    said = [e for e in run.events if e["event"] in ("finding", "replan", "note", "disturbed", "free", "exit")]
+    for e in said:
+        print(f"  step {e.get('step', '-'):>5}: {e['event']} {e.get('kind', '')} "
+              f"{e.get('line') or e.get('why') or e.get('message') or e.get('codes', '')}", flush=True)  # fmt: skip
+    names = [e for e in said if e["event"] == "finding" and begin <= e["step"] <= free]
+    row: dict[str, Any] = {
+        "case": case,
+        "undisturbed_s": step_s(run, begin / 2, begin),
+        "adapted_s": step_s(run, (begin + free) / 2, free),
+        "after_s": step_s(run, (free + run.step) / 2, run.step),
+        "exit": run.events[-1]["codes"],
+        "named": [(e["step"] - begin, e["line"]) for e in names],
+        "named_before": [(e["step"], e["line"]) for e in said if e["event"] == "finding" and e["step"] < begin],
+        "changes": [
+            {k: e.get(k) for k in ("step", "kind", "why", "rung", "processes", "predicted_gain", "seconds")}
+            for e in said if e["event"] == "replan" and e["kind"] in ("switch", "rollback")
+        ],
+    }  # fmt: skip
+    if case in ("none", "memory"):
+        return row
+    constant = {"steps": max(EPOCH, third), "begins": 0, "ends": 10**9, "adapting": False}
+    kept = train(plan_file, folder / f"{case}-kept", case, args, **constant)
+    row["kept_s"] = step_s(kept, kept.step / 2, kept.step)
+    tried = {"the plan": row["kept_s"]}
+    factor = args.factor or max(1.1, row["kept_s"] / row["undisturbed_s"])
+    for name, other in told(plan, case, factor, args):
+        file = folder / f"{case}-{name.replace(' ', '-')}.json"
+        codec.save(other, file)
+        one = train(file, folder / f"{case}-{name.replace(' ', '-')}", case, args, **constant)
+        tried[name] = step_s(one, one.step / 2, one.step)
+        weights = [s.weights for s in other.stages]
+        print(f"  disturbed all along, {name}: {1e3 * tried[name]:.1f} ms ({other.strategy} on {other.num_ranks}, "
+              f"{weights})", flush=True)  # fmt: skip
+    tried["what it changed to"] = row["adapted_s"]
+    best = min(tried, key=lambda k: tried[k] if math.isfinite(tried[k]) else math.inf)
+    return row | {
+        "tried_s": tried,
+        "oracle": best,
+        "oracle_s": tried[best],
+        "of_oracle": tried[best] / row["adapted_s"],
+    }
 
 
 def main() -> None:
     """Run, print, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("plan")
-    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("plan", type=Path)
+    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--load", type=int, default=1)
-    parser.add_argument("-o", "--output")
+    parser.add_argument("--share", type=float, default=0.5, help="of every 10 ms, with the quota")
+    parser.add_argument("--megabits", type=float, default=200.0)
+    parser.add_argument("--spare", type=int, default=1, help="MiB, with less memory")
+    parser.add_argument("--factor", type=float, default=0.0, help="slowdown the planner is told (default: as measured)")
+    parser.add_argument("--limit", type=float, default=240.0, help="seconds of one run")
+    parser.add_argument("--keep", type=Path, help="a folder for the runs")
+    parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
-    plan = codec.load(Plan, Path(args.plan))
-    known = origins(plan, Console())
-    cores = sorted(os.sched_getaffinity(0))[: plan.num_ranks]
-    record: dict[str, Any] = {"model": plan.model_spec, "load": args.load, "seconds": args.seconds}
-    for name, model, load in (("undisturbed", None, 0), ("kept", None, args.load), ("adapted", known, args.load)):
-        told = run(plan, model, cores, args.seconds, load)
-        first, middle, last = record[name] = means(told, args.seconds)
-        print(
-            f"{name:12} {1e3 * first:7.1f} ms, {'disturbed' if load else 'then'} {1e3 * middle:7.1f} ms, "
-            f"after {1e3 * last:7.1f} ms",
-            flush=True,
-        )
-        if name == "adapted":
-            begins = next((m["at"] for m in told if m["kind"] == "load"), 0.0)
-            for m in told:
-                if m["kind"] == "change":
-                    steps = sum(1 for x in told if x["kind"] == "line" and begins <= x["at"] <= m["at"])
-                    print(f"  {m['at'] - begins:6.1f} s after the load began, step {m['step']} ({steps} lines later): "
-                          f"{m['to']}, in {m['seconds']:.2f} s")  # fmt: skip
-                elif m["kind"] == "said" and m["event"]["event"] in ("finding", "replan"):
-                    e = m["event"]
-                    print(f"  {m['at'] - begins:6.1f} s: {e.get('line') or e.get('why') or e.get('kind')}")
-            record["changes"] = [m for m in told if m["kind"] == "change"]
-    factor = max(1.1, record["kept"][1] / record["kept"][0])
-    step_s, name = oracle(plan, known, cores, args.seconds / 3, args.load, factor)
-    record["oracle"] = {"step_s": step_s, "plan": name}
-    kept, adapted = record["kept"][1], record["adapted"][1]
-    regained = (kept - adapted) / (kept - step_s) if kept > step_s else float("nan")
-    print(
-        f"oracle       {1e3 * step_s:7.1f} ms ({name}); the adapted run has {100 * step_s / adapted:.0f} % of its "
-        f"speed, and regained {100 * regained:.0f} % of what the load cost a run that kept its plan"
-    )
+    rows = []
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = args.keep or Path(scratch)
+        folder.mkdir(exist_ok=True, parents=True)
+        for case in args.cases.split(","):
+            print(f"{case}:", flush=True)
+            with ExitStack() as stack:
+                try:
+                    if case == "links":
+                        leave_network()
+                        stack.enter_context(rooms(2))
+                    elif case == "memory":
+                        _memory_group().mkdir()
+                        stack.callback(_leave, _memory_group(), CGROUPS / "memory")
+                    row = examine(case, args.plan.absolute(), args, folder)
+                except (NotPermitted, OSError) as why:
+                    print(f"  skipped: {why}", flush=True)
+                    continue
+            rows.append(row)
+            print("  " + ", ".join(f"{k[:-2]} {1e3 * v:.1f} ms" for k, v in row.items() if k.endswith("_s") and k != "tried_s")
+                  + (f", {100 * row['of_oracle']:.0f} % of the oracle ({row['oracle']})" if "oracle" in row else ""),
+                  flush=True)  # fmt: skip
     if args.output:
-        Path(args.output).write_text(json.dumps({"taken": time.strftime("%Y-%m-%d"), **record}) + "\n")
+        record = {
+            "taken": time.strftime("%Y-%m-%d"),
+            "model": codec.load(Plan, args.plan).model_spec,
+            "steps": args.steps,
+        }
+        args.output.write_text(json.dumps(record | {"cases": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

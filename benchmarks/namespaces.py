@@ -47,7 +47,8 @@ def leave_network() -> None:
     _do("ip", "link", "set", "asabridge", "up")
 
 
-def _name(rank: int) -> str:
+def name_of(rank: int) -> str:
+    """Of the namespace of a rank, within :func:`rooms`."""
     return f"asa-{os.getpid()}-{rank}"
 
 
@@ -64,7 +65,7 @@ def rooms(num_ranks: int) -> Iterator[None]:
         _check(_LIBC.setns(room, _CLONE_NEWNET), "entering a namespace")
         os.close(room)
 
-    names = [_name(rank) for rank in range(num_ranks)]
+    names = [name_of(rank) for rank in range(num_ranks)]
     made = []
     try:
         for rank, name in enumerate(names):
@@ -92,7 +93,14 @@ def shape(num_ranks: int, megabits: float) -> None:
     bucket = ("root", "tbf", "rate", f"{megabits}mbit", "burst", _BURST, "latency", "100ms")
     for rank in range(num_ranks):
         _do("tc", "qdisc", "replace", "dev", f"asa{rank}", *bucket)
-        _do("tc", "-n", _name(rank), "qdisc", "replace", "dev", "eth0", *bucket)
+        _do("tc", "-n", name_of(rank), "qdisc", "replace", "dev", "eth0", *bucket)
+
+
+def unshape(num_ranks: int) -> None:
+    """Every rank's link carries what it can again."""
+    for rank in range(num_ranks):
+        _do("tc", "qdisc", "del", "dev", f"asa{rank}", "root")
+        _do("tc", "-n", name_of(rank), "qdisc", "del", "dev", "eth0", "root")
 
 
 @contextmanager
