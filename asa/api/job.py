@@ -25,7 +25,7 @@ from asa.api.notes import check_exact, differing, trained_norms
 from asa.api.optimizers import Rebinding, check_shared, planned_as, whole_because
 from asa.api.optimizers import elementwise as known_elementwise
 from asa.api.placed import MEETING_S
-from asa.api.planned import Wishes, agreed_plan, checked_plan, on_ranks_that_pay
+from asa.api.planned import Wishes, agreed_plan, checked_plan, would_be
 from asa.api.planning import check_plain, device_of, shaped, spec_of
 from asa.api.rank_context import find_place, same_weights
 from asa.api.said import say
@@ -41,9 +41,9 @@ from asa.executor.training.checkpoint import Manifest
 from asa.executor.training.settings import TrainSettings
 from asa.ir import codec
 from asa.ir.cluster import Cluster
-from asa.ir.measurements import EpochRecord, Measurements
+from asa.ir.measurements import EpochRecord
 from asa.ir.plan import Plan
-from asa.ir.profile import Precision, Profile
+from asa.ir.profile import Precision
 from asa.ir.units import time_span
 from asa.launch import faults, give_back_freed_memory
 from asa.launch.worker import others_may_leave
@@ -51,9 +51,6 @@ from asa.scheduler import Model, adapt
 from asa.sharding.batchnorm import without_torch_groups
 from asa.strategies import offered
 from asa.tracing import TracedModel, called
-
-_SOLVE_S = 1.0
-"""Seconds of search for another plan, while all ranks wait for the answer."""
 
 
 class Job:
@@ -296,14 +293,7 @@ class Job:
         """On rank 0, which has what the plan was made from."""
         if self._origins is None:
             return None
-        return Model(
-            profile=self._origins.profile, cluster=self._origins.cluster, strategies=offered(), solve=self._solve_again
-        )
-
-    def _solve_again(
-        self, _plan: Plan, _measured: Measurements, profile: Profile, cluster: Cluster, ranks: int
-    ) -> Plan:
-        return on_ranks_that_pay(profile, cluster, ranks, self._wishes, _SOLVE_S)
+        return would_be(self._origins, self._wishes)
 
     def save(self) -> Path:
         """Commit a checkpoint now (collective).

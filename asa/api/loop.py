@@ -19,10 +19,11 @@ from asa.api.notes import differing, drawing, trained_norms
 from asa.api.optimizers import Rebinding, check_shared, others_over, planned_as, whole_because
 from asa.api.optimizers import elementwise as known_elementwise
 from asa.api.placed import PlacedLoader, PlacedModel, rows_here
-from asa.api.planned import Wishes, agreed_plan, checked_plan, usual_cache
+from asa.api.planned import Origins, Wishes, agreed_plan, checked_plan, usual_cache, would_be
 from asa.api.planning import check_plain, device_of, one_tensor, shaped, spec_of
 from asa.api.rank_context import RankContext, find_place, same_weights
 from asa.api.said import say
+from asa.api.watch import Watch
 from asa.api.wholes import DATA, anew, spare_of, whole_plan
 from asa.errors import UsageError
 from asa.executor.model.materialize import materialize
@@ -53,6 +54,7 @@ def parallelize(
     device: str = "auto",
     elementwise: bool | None = None,
     seed: int = 0,
+    observe: bool = True,
     time_limit_s: float = 15.0,
     cache: Path | str | None = "auto",
     timeout_s: float = 300.0,
@@ -91,6 +93,7 @@ def parallelize(
         device: ``auto``, ``cpu`` or ``cuda``.
         elementwise: whether ``optimizer`` updates element by element, where it is none of ``torch.optim``: only then
             may ranks hold parts of parameters.
+        observe: say on standard error which rank is slow, and what another plan would give.
         time_limit_s: for measuring the model, and the links between the ranks where nothing is known of them.
         cache: a folder of plans; None keeps nothing.
         timeout_s: how long a rank waits for the others, in seconds; the first time no longer than 60.
@@ -132,13 +135,14 @@ def parallelize(
         subject = called(model, name=spec_of(model), reason=why)
     elif call is not None and call.tensor is not None:
         example = call.tensor
+    origins: Origins | None = None
     if plan != "auto":
         chosen = checked_plan(place, plan)
     elif isinstance(subject, TracedModel):
         chosen = whole_plan(place, model, subject, call, wishes, why)
         say(place, f"the model runs whole under {chosen.strategy}: {why}")
     else:
-        chosen, _ = agreed_plan(place, model, example, wishes)
+        chosen, origins = agreed_plan(place, model, example, wishes)
         say(place, chosen.summary())
     if len(chosen.stages) > 1 or chosen.num_microbatches > 1:
         raise UsageError(
@@ -179,6 +183,8 @@ def parallelize(
 
     placed = PlacedModel(parallel, place, origin=model, names=names, again=None if spare is None else again)
     placed.begin(model.training)
+    if observe and Watch.wanted(place, chosen):
+        placed.__dict__["watch"] = Watch(place, chosen, None if origins is None else would_be(origins, wishes))
     outside = [name for rebinding in rebindings for name in rebinding.outside(parallel)]
     for rebinding in rebindings:
         rebinding.apply(parallel, placed.seen)

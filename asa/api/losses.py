@@ -156,6 +156,8 @@ def listen(placed: PlacedModel) -> None:
                 found.trial.around(roots[0], lambda: theirs(tensors, *args, **options))
         finally:
             after()
+        if found.watch is not None:
+            found.watch.stepped(full=found.full)
 
     backward.asa = True  # type: ignore[attr-defined]
     torch.autograd.backward = backward

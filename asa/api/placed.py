@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -25,6 +26,7 @@ from asa.api.rank_context import RankContext
 from asa.api.said import say
 from asa.api.seen import Seen
 from asa.api.trial import Trial
+from asa.api.watch import Watch
 from asa.errors import UsageError
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.parameter_hooks import refuse_hooks, replaced
@@ -75,6 +77,8 @@ class PlacedModel(nn.Module):
     """What this rank's mean loss counts for, and its samples, in the call of training made last."""
     trial: Trial | None
     terms: Terms | None
+    watch: Watch | None
+    """Of what steps take; None where nobody looks."""
 
     def __init__(
         self,
@@ -86,7 +90,7 @@ class PlacedModel(nn.Module):
         again: Callable[[PlacedModel, str], ParallelModel] | None = None,
     ) -> None:
         super().__init__()
-        self.__dict__.update(place=place, share=None, calls=0, names=names, again=again, weight=1.0, rows=0)
+        self.__dict__.update(place=place, share=None, calls=0, names=names, again=again, weight=1.0, rows=0, watch=None)
         self.plan: Plan | None = None
         self.parts = nn.ModuleList([] if parallel is not None else [origin])
         self._independent = True
@@ -201,6 +205,11 @@ class PlacedModel(nn.Module):
         if self.training:
             self.__dict__.update(calls=self.calls + 1, weight=weight, rows=rows)
         listen(self)
+
+    @property
+    def full(self) -> bool:
+        """Whether the batch that the loader yielded last has as many samples as the plan is for."""
+        return self.share is not None and self.plan is not None and self.share.total == self.plan.global_batch
 
     def weight_now(self) -> float:
         """What this rank's mean over the batch that the loader yielded last counts for; 1 on the average of ranks."""
@@ -395,7 +404,9 @@ class PlacedLoader:
         if trial is not None:
             trial.epoch_began()
         try:
-            for share in self._batches.epoch():
+            shares = self._batches.epoch()
+            self._loaded(None)
+            while (share := self._loaded(shares)) is not None:
                 self._model.alike_in_shape(self._batches, share.batch)
                 self._model.__dict__["share"] = share
                 batch = moved(share.batch, device)
@@ -413,6 +424,16 @@ class PlacedLoader:
             self._model.epoch_ended()
         finally:
             self._model.__dict__["share"] = None
+
+    def _loaded(self, shares: Iterator[Share] | None) -> Share | None:
+        """The next of ``shares``, waited for; None behind the last, and where an epoch begins."""
+        watch, began = self._model.watch, time.perf_counter()
+        share = None if shares is None else next(shares, None)
+        if watch is not None:
+            watch.loaded(time.perf_counter() - began)
+            if share is None:
+                watch.odd()
+        return share
 
     def __len__(self) -> int:
         return len(self._batches)

@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +33,19 @@ from asa.errors import AsaError, InfeasibleError, InvalidInputError, UsageError
 from asa.interfaces.strategy import Strategies
 from asa.ir import codec
 from asa.ir.cluster import Cluster
+from asa.ir.measurements import Measurements
 from asa.ir.plan import Assignment, Certificate, DataDegree, OptimizerName, Plan, Prediction, Stage, TensorDegree
 from asa.ir.profile import Precision, Profile
 from asa.planner import Request, check_request, parse_pin, usual_limit
 from asa.planner import plan as solve
+from asa.scheduler import Model
 from asa.strategies import offered
 from asa.tracing import TracedModel, trace
 
 _LINKS_SHARE, _LINKS_S = 0.4, 20.0
 """Share of the time limit for the links between the ranks where nothing is known of them; and most seconds."""
+SOLVE_S = 1.0
+"""Seconds of search for another plan in a run, while all ranks wait for the answer."""
 _LEAST_S = 1.0
 """For the model, whatever the links took."""
 
@@ -260,6 +265,20 @@ def on_ranks_that_pay(profile: Profile, cluster: Cluster, ranks: int, wishes: Wi
     if not found:
         raise InfeasibleError("every plan that fits computes a batch in several parts")
     return found[0]
+
+
+def would_be(origins: Origins, wishes: Wishes) -> Model:
+    """The costs of a plan, and how :class:`asa.Job`, which may have stages and idle ranks, plans anew under them."""
+    return Model(
+        profile=origins.profile, cluster=origins.cluster, strategies=offered(),
+        solve=partial(_solve_again, replace(wishes, pipelines=True)),
+    )  # fmt: skip
+
+
+def _solve_again(
+    wishes: Wishes, _plan: Plan, _measured: Measurements, profile: Profile, cluster: Cluster, ranks: int
+) -> Plan:  # fmt: skip
+    return on_ranks_that_pay(profile, cluster, ranks, wishes, SOLVE_S)
 
 
 def on_all_ranks(profile: Profile, cluster: Cluster, ranks: int, wishes: Wishes) -> Plan:

@@ -13,11 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from asa.interfaces.executor import Probe
 from asa.ir.codec import noun
 from asa.ir.measurements import Measurements, Transfer
-from asa.scheduler.expected import Expected
 
 LIKE = math.log(1.1)
 """Ranks whose factors differ by less, or by no more than four standard deviations, count as equal, and levels as they
@@ -93,6 +93,24 @@ class Slowness:
         return max(abs(a - b) for a, b in [*pairs, *zip(self.levels, other.levels, strict=True)])
 
 
+class Promise(Protocol):
+    """What a plan should take: see :class:`asa.scheduler.expected.Expected`."""
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        ...
+
+    @property
+    def own_s(self) -> Sequence[float]:
+        """Seconds that each rank computes."""
+        ...
+
+    def transfer_s(self, transfer: Transfer) -> float | None:
+        """Seconds of a transfer; None where that is not known."""
+        ...
+
+
 class Costs:
     """The factors of ``processes`` processes and ``levels`` levels of links, as far as they were measured.
 
@@ -119,7 +137,7 @@ class Costs:
         self.levels = [f.aged(steps) for f in self.levels]
 
     def observe(
-        self, measured: Measurements, expected: Expected, processes: Sequence[int], steps: int, ignored: Iterable[int]
+        self, measured: Measurements, expected: Promise, processes: Sequence[int], steps: int, ignored: Iterable[int]
     ) -> None:
         """Take in a window of ``steps`` under a plan that ``expected`` prices, on ``processes``; figures of the
         processes ``ignored`` are not looked at."""
@@ -140,7 +158,7 @@ class Costs:
                 self.ranks[process] = self.ranks[process].seen(math.log(own / expected.own_s[rank]), spread, steps)
         self._transfers(measured.links, expected, steps)
 
-    def probed(self, probe: Probe, processes: Sequence[int], expected: Expected, steps: int) -> None:
+    def probed(self, probe: Probe, processes: Sequence[int], expected: Promise, steps: int) -> None:
         """Take in a probe: of idle processes, compared with those that run the plan, and of levels that it does not
         cross. It is believed like the ``steps`` since the last one, and two in a row at least."""
         steps = max(steps, MIN_STEPS // 2)
@@ -152,7 +170,7 @@ class Costs:
                     self.ranks[p] = self.ranks[p].seen(base + math.log(seconds), 2 * _FLOOR, steps)
         self._transfers(probe.links, expected, steps)
 
-    def _transfers(self, links: Sequence[Transfer], expected: Expected, steps: int) -> None:
+    def _transfers(self, links: Sequence[Transfer], expected: Promise, steps: int) -> None:
         by_level: dict[int, list[tuple[float, float]]] = {}
         for t in links:
             should = expected.transfer_s(t)

@@ -1,0 +1,134 @@
+"""What the ranks of a loop of the user's own take, step by step: which one is slow, and what another plan would give.
+
+A loop keeps its plan, so all that comes of it is a line on standard error. A step is counted where a backward has
+averaged gradients: all ranks are there, however the loop goes about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from asa.api.rank_context import RankContext
+from asa.api.said import say
+from asa.executor.model.votes import Votes
+from asa.executor.training.clock import StepClock, StepTimes
+from asa.executor.training.epoch_timer import EpochTimer
+from asa.executor.training.worker import LossCounter
+from asa.interfaces.executor import Placement
+from asa.ir.measurements import Measurements
+from asa.ir.plan import Plan
+from asa.scheduler import Model, Policy
+from asa.scheduler.decide import Change, Decider
+from asa.scheduler.policy import seconds
+from asa.scheduler.relative import Compared
+
+_LOOK_EVERY = 50
+"""Steps between two looks at most; where they are long, a look is taken about once a second."""
+
+_watches = 0
+"""Models that were ever watched in this process: of several, steps cannot be told apart."""
+
+
+class _LoopClock(StepClock):
+    """Seconds from one backward to the next. What the loader was waited for is none of a step."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.data_s = 0.0
+        self._data: list[float] = []
+
+    def tick(self) -> None:
+        """A step ends, and the next begins."""
+        if self._marks:
+            self.mark()
+            self._data.append(self.data_s)
+        self.data_s = 0.0
+        self.mark()
+        self.mark()
+
+    def collect(self) -> list[StepTimes]:
+        """The times of every step since the last call."""
+        found, waited = super().collect(), self._data
+        self._data = []
+        return [
+            t._replace(data=data, work=max(t.work - data, t.blocked)) for t, data in zip(found, waited, strict=True)
+        ]
+
+
+class Watch:
+    """Of one model's steps under ``plan``. ``model``: on rank 0, the costs that the plan was made from, where it was
+    made of any; without them ranks are only compared with each other."""
+
+    def __init__(self, place: RankContext, plan: Plan, model: Model | None) -> None:
+        global _watches
+        _watches += 1
+        self._mine = _watches
+        self._place = place
+        self._placement = Placement(plan=plan, processes=tuple(range(plan.num_ranks)))
+        self._decider = None if model is None else Decider(model, place.ranks, Policy())
+        self._compared = Compared(place.ranks)
+        self._clock = _LoopClock(place.device)
+        self._tally = LossCounter(place.device)
+        self._timer = self._timer_of(place.votes, plan)
+        self._steps = 0
+        self._alike = False
+
+    @staticmethod
+    def wanted(place: RankContext, plan: Plan) -> bool:
+        """Whether a step is one for all ranks: not where each computes all by itself."""
+        return place.ranks > 1 and any(layout.data * layout.tensor > 1 for layout in plan.layouts())
+
+    def _timer_of(self, votes: Votes, plan: Plan, before: EpochTimer | None = None) -> EpochTimer:
+        """For one look; what it has seen is not wanted afterwards."""
+        warm, interval = (0, 1) if before is None else (before.warm, before.interval)
+        return EpochTimer(plan, self._placement.processes, votes, self._clock, _LOOK_EVERY, warm, interval)
+
+    def loaded(self, seconds: float) -> None:
+        """The loader was waited for, for so many seconds."""
+        self._clock.data_s += seconds
+
+    def odd(self) -> None:
+        """Something else than a step is done before the next one is through: an epoch begins, or ends."""
+        self._alike = False
+
+    def stepped(self, *, full: bool) -> None:
+        """A backward has averaged gradients (collective), of a batch as large as the plan's if it was ``full``."""
+        if self._mine != _watches:
+            return
+        first, alike = self._steps == 0, self._alike
+        self._alike, self._steps = True, self._steps + 1
+        self._clock.tick()
+        if first or not self._timer.stepped(full=full and alike):
+            return
+        timer = self._timer
+        interval = timer.exchange(self._tally, step=self._steps, stop=False)
+        self._timer = self._timer_of(self._place.votes, timer.plan, timer)
+        if self._place.rank == 0 and interval.measured is not None:
+            for line in self._lines(interval.measured, interval.steps):
+                say(self._place, line)
+
+    def _lines(self, measured: Measurements, steps: int) -> Sequence[str]:
+        """What there is to say of a window of ``steps``."""
+        decider = self._decider
+        found = self._compared.window(measured, steps)
+        if decider is None:
+            return found
+        change = decider.window(self._placement, measured, steps=steps, left=None)
+        told = [f.line for f in decider.found if f.where is not None]
+        return [f"slow: {line}" for line in told] + ([] if change is None else [offer(change)])
+
+
+def offer(change: Change) -> str:
+    """What another plan would give, in one line."""
+    target, ranks = change.target, sorted(change.target.processes)
+    stage = target.plan.stages[0]
+    named = ", ".join(map(str, ranks))
+    how = f"{target.plan.strategy} on {len(ranks)} of {change.before.plan.num_ranks} ranks ({named})"
+    if stage.weights is not None and len(target.plan.stages) == 1:
+        how += f", samples shared {':'.join(map(str, stage.weights))}"
+    return (
+        f"another plan ({how}) would take {seconds(change.promised_s)} a step instead of {seconds(change.step_s)}: "
+        "asa.Job changes to it while it runs; a loop of one's own keeps its plan"
+    )

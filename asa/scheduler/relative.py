@@ -1,0 +1,54 @@
+"""Ranks of equal shares compared with each other, where no prediction says how long they should take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from asa.ir.measurements import Measurements, Transfer
+from asa.scheduler.costs import LIKE, Costs, own_s
+from asa.scheduler.findings import awry
+
+
+class _Alike:
+    """That all ranks take equally long is all that is expected."""
+
+    step_s = 1.0
+
+    def __init__(self, ranks: int) -> None:
+        self.own_s: Sequence[float] = (1.0,) * ranks
+
+    def transfer_s(self, transfer: Transfer) -> float | None:
+        """Nothing is known of transfers."""
+        return None
+
+
+class Compared:
+    """What was said of ``ranks`` so far."""
+
+    def __init__(self, ranks: int) -> None:
+        self._costs, self._alike = Costs(ranks, 0), _Alike(ranks)
+        self._said = (0.0,) * ranks
+
+    def window(self, measured: Measurements, steps: int) -> list[str]:
+        """Lines on ranks that are slower than others now, or no longer; a window of ``steps``."""
+        if not measured.per_rank or -1 in (bad := awry(measured)):
+            return []
+        self._costs.observe(measured, self._alike, range(len(self._said)), max(1, steps), bad)
+        now, lines = self._costs.slowness().ranks, []
+        for rank, (log, before) in enumerate(zip(now, self._said, strict=True)):
+            if abs(log - before) <= LIKE:
+                continue
+            if log == 0:
+                lines.append(f"rank {rank} is as fast as others again")
+                continue
+            mine, stolen = own_s(measured, rank), measured.per_rank[rank].stolen_share or 0.0
+            line = f"slow: rank {rank} takes {math.exp(log):.3g} times as long as others"
+            line += f" ({mine:.3g} s of its own a step"
+            if stolen >= 0.1:
+                line += f"; other processes had its core {100 * stolen:.0f} % of the time"
+            lines.append(f"{line})")
+        self._said = tuple(
+            log if abs(log - old) > LIKE else old for log, old in zip(now, self._said, strict=True)
+        )  # fmt: skip
+        return lines
