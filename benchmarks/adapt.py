@@ -58,6 +58,7 @@ SLOW = 1
 CASES = ("none", "core", "quota", "shared", "memory", "links")
 EPOCH = 50
 CGROUPS = Path("/sys/fs/cgroup")
+MEMORY_GROUP = CGROUPS / "memory" / f"asa-adapt-{os.getpid()}"
 
 
 def _children(pid: int) -> list[int]:
@@ -171,14 +172,10 @@ def shared(run: Run, args: argparse.Namespace) -> Iterator[None]:
                     os.sched_setaffinity(thread, cores)
 
 
-def _memory_group() -> Path:
-    return CGROUPS / "memory" / f"asa-adapt-{os.getpid()}"
-
-
 @contextmanager
 def memory(run: Run, args: argparse.Namespace) -> Iterator[None]:
     """The run's cgroup may hold what it holds already, and ``--spare`` MiB more."""
-    folder = _memory_group()
+    folder = MEMORY_GROUP
     limit = folder / "memory.limit_in_bytes"
     stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     used = int(stat["total_rss"]) + int(stat["total_shmem"] if "total_shmem" in stat else 0)
@@ -230,7 +227,7 @@ def _start(plan_file: Path, plan: Plan, out: Path, case: str, steps: int, adapti
         return Run(out, started, True)
 
     def enter() -> None:
-        (_memory_group() / "cgroup.procs").write_text(str(os.getpid()))
+        (MEMORY_GROUP / "cgroup.procs").write_text(str(os.getpid()))
 
     before = enter if case == "memory" else None
     return Run(out, [subprocess.Popen(command, stdout=said, stderr=said, preexec_fn=before)], False)
@@ -382,8 +379,8 @@ def main() -> None:
                         leave_network()
                         stack.enter_context(rooms(2))
                     elif case == "memory":
-                        _memory_group().mkdir()
-                        stack.callback(_leave, _memory_group(), CGROUPS / "memory")
+                        MEMORY_GROUP.mkdir()
+                        stack.callback(_leave, MEMORY_GROUP, CGROUPS / "memory")
                     row = examine(case, args.plan.absolute(), args, folder)
                 except (NotPermitted, OSError) as why:
                     print(f"  skipped: {why}", flush=True)

@@ -112,7 +112,7 @@ def test_the_story_of_a_run_says_what_was_slow_what_was_done_and_what_it_won(
 ) -> None:
     told = _log(tmp_path)
     found = story(told)
-    assert [h.kind for h in found.happenings] == ["finding", "switch", "outcome", "finding", "switch", "outcome"]
+    assert [h.kind for h in found.happenings] == ["finding", "switch", "outcome", "over", "switch", "outcome"]
     away, back = found.changes
     assert away.measured_gain == pytest.approx(away.predicted_gain, abs=0.01)
     assert (away.won_s or 0) > 0

@@ -393,3 +393,48 @@ def test_a_change_says_what_is_slow_now_and_not_what_was_before() -> None:
     switch = next(e for e in events if e.get("kind") == "switch")
     assert switch["why"].count("rank 2") == 1
     assert "4 times as long" in switch["why"]
+
+
+def test_links_are_not_judged_while_others_have_the_cores_that_copy_messages() -> None:
+    class Loaded(World):
+        """Everything takes one and a half times as long, and whoever waits for a message two and a half times."""
+
+        shares = (0.5, 0.5)
+
+        def _measured(self, steps: int) -> Measurements:
+            found = super()._measured(steps)
+            per_rank = tuple(
+                dataclasses.replace(r, stolen_share=s) for r, s in zip(found.per_rank, self.shares, strict=True)
+            )
+            longer = tuple(dataclasses.replace(t, seconds=2.5 / 1.5 * t.seconds) for t in found.links)
+            return dataclasses.replace(found, per_rank=per_rank, links=longer)
+
+    class Quiet(Loaded):
+        shares = (0.0, 0.0)
+
+    truth = _slowness(2, all_=1.5)
+    _, events = _run(_world(2, truth, begins=0, ends=10**9, kind=Loaded), 3)
+    assert {e["cause"] for e in events if e["event"] == "finding"} == {"compute"}
+    assert "other processes had the cores of all ranks 50 % of the time" in _lines(events)[0]
+    _, events = _run(_world(2, _slowness(2, links=64.0), kind=Quiet), 4)
+    assert "link" in {e["cause"] for e in events if e["event"] == "finding"}, "with cores of their own they are"
+
+
+def test_what_was_found_is_said_to_be_over() -> None:
+    for truth in ({"rank": 1, "by": 2.0}, {"links": 64.0}, {"all_": 2.0}):
+        _, events = _run(_world(2, _slowness(2, **truth)))
+        found = [e for e in events if e["event"] == "finding"]
+        assert [e["ended"] for e in found] == [False, True], truth
+        assert found[0]["cause"] == found[1]["cause"]
+        assert found[0]["where"] == found[1]["where"]
+
+
+def test_data_that_comes_in_time_again_is_told() -> None:
+    class Starved(World):
+        def _measured(self, steps: int) -> Measurements:
+            found = super()._measured(steps)
+            late = found.step_time.median if BEGINS <= self.step < ENDS else 0.0
+            return dataclasses.replace(found, data_wait_s=late)
+
+    _, events = _run(_world(2, _slowness(2), kind=Starved), 7)
+    assert [(e["cause"], e["ended"]) for e in events if e["event"] == "finding"] == [("data", False), ("data", True)]

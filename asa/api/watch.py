@@ -116,8 +116,8 @@ class Watch:
         if decider is None:
             return found
         change = decider.window(self._placement, measured, steps=steps, left=None)
-        told = [f.line for f in decider.found if f.where is not None]
-        return [f"slow: {line}" for line in told] + ([] if change is None else [offer(change)])
+        told = [f"{'over' if f.ended else 'slow'}: {f.line}" for f in decider.found if f.where is not None]
+        return told + ([] if change is None else [offer(change)])
 
 
 def offer(change: Change) -> str:

@@ -165,7 +165,7 @@ def tell(event: dict[str, Any], console: Console, progress: Report, *, trained: 
         case "note":
             console.say(f"asa: {event['message']}")
         case "finding":
-            console.line(f"  slow: {event['line']}")
+            console.line(f"  {'over' if event.get('ended') else 'slow'}: {event['line']}")
         case "replan":
             console.line(f"  {replan_line(event)}")
         case _:

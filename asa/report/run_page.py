@@ -11,7 +11,7 @@ from asa.ir.plan import Plan
 from asa.report import drawing, page, plan_drawing, plan_page
 from asa.report.charts import Chart
 from asa.report.drawing import Row
-from asa.report.story import Story
+from asa.report.story import PREFIX, Story
 from asa.report.units import percent, seconds
 
 _CHANGES = ("switch", "rollback", "memory", "lost")
@@ -30,7 +30,7 @@ def html(found: Story, drawn: list[tuple[Chart, str]], name: str) -> str:
     first, *others = drawn
     told = [
         f"after step {h.step}{'' if h.epoch is None else f' (epoch {h.epoch + 1})'}: "
-        f"{'slow: ' if h.kind == 'finding' else ''}{h.line}"
+        f"{PREFIX.get(h.kind, '')}{h.line}"
         for h in found.happenings
     ]
     stretches = [("", (f"{s.first_step} to {s.last_step}", s.plan, seconds(s.step_s))) for s in found.stretches]

@@ -25,10 +25,14 @@ class Stretch:
     step_s: float
 
 
+PREFIX = {"finding": "slow: ", "over": "over: "}
+"""Of a line on a happening, by its kind."""
+
+
 @noun
 class Happening:
-    """What was found (``finding``), decided (``switch``, ``rollback``, ``keep``, ``wait``, ``outcome``, ``memory``) or
-    met (``start``, ``note``, ``end``) after ``step`` steps, in words."""
+    """What was found (``finding``) or is over (``over``), decided (``switch``, ``rollback``, ``keep``, ``wait``,
+    ``outcome``, ``memory``) or met (``start``, ``note``, ``end``) after ``step`` steps, in words."""
 
     step: int
     epoch: int | None
@@ -95,7 +99,7 @@ class _Teller:
                     self._stepped(int(event["step"]), float(event["measurements"]["step_time"]["median"]))
             case "finding":
                 self._end()
-                self._note(event, "finding", str(event["line"]))
+                self._note(event, "over" if event.get("ended") else "finding", str(event["line"]))
             case "replan":
                 self._decided(event)
             case "note":
@@ -164,7 +168,7 @@ def render(found: Story) -> list[RenderableType]:
     parts: list[RenderableType] = []
     for h in found.happenings:
         at = f"step {h.step}" + ("" if h.epoch is None else f" (epoch {h.epoch + 1})")
-        parts.append(line(f"{at}: {'slow: ' if h.kind == 'finding' else ''}{h.line}"))
+        parts.append(line(f"{at}: {PREFIX.get(h.kind, '')}{h.line}"))
     if found.stretches:
         steps = table("Step time between findings and changes", ("steps", "plan", "step"), left=2)
         for s in found.stretches:

@@ -122,7 +122,10 @@ class Decider:
             self.found += self._findings.slow(
                 slowness, measured, expected, current.processes, apart=self.costs.apart
             )  # fmt: skip
-        self._causes |= {(f.cause, f.where): f.line for f in self.found if f.cause not in ("data", "figures")}
+        for f in self.found:
+            if f.cause not in ("data", "figures"):
+                cause = "compute" if f.cause == "everything" else f.cause  # one word on all ranks, the last
+                self._causes[cause, f.where] = f.line
         if self._probation is not None:
             return self._review(self._probation, measured, steps)
         if left == 0:

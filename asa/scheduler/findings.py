@@ -12,7 +12,7 @@ from asa.ir.cluster import Cluster
 from asa.ir.codec import noun
 from asa.ir.measurements import Measurements
 from asa.ir.units import binary
-from asa.scheduler.costs import LIKE, Slowness, own_s, typical
+from asa.scheduler.costs import LIKE, STOLEN_SHARE, Slowness, own_s, typical
 from asa.scheduler.expected import Expected
 
 Cause = Literal["compute", "link", "data", "memory", "everything", "figures"]
@@ -25,12 +25,13 @@ _AWRY = 2.0
 @noun
 class Finding:
     """``where``: the process, or the level of links; None for what is everywhere. ``factor``: over what was predicted
-    (of data: the share of a step; of memory: of what was promised)."""
+    (of data: the share of a step; of memory: of what was promised). ``ended``: what was found before is over."""
 
     cause: Cause
     where: int | None
     factor: float
     line: str
+    ended: bool = False
 
 
 def awry(measured: Measurements) -> dict[int, str]:
@@ -71,6 +72,14 @@ def _times(log: float) -> str:
     return "as long as predicted" if abs(log) <= LIKE else f"{math.exp(log):.3g} times as long as predicted"
 
 
+def _others(measured: Measurements, processes: Sequence[int]) -> str:
+    """That other processes had the cores of all ranks for a part of the time, where they had."""
+    shares = [measured.per_rank[p].stolen_share or 0.0 for p in processes if p < len(measured.per_rank)]
+    if not shares or min(shares) < STOLEN_SHARE:
+        return ""
+    return f"; other processes had the cores of all ranks {100 * min(shares):.0f} % of the time or more"
+
+
 @dataclass
 class Findings:
     """What was said so far, so that nothing is said twice."""
@@ -87,6 +96,9 @@ class Findings:
         for p in sorted(set(bad) - self.ignored):
             who, where = ("the figures of this window", None) if p < 0 else (f"figures of rank {p}", p)
             found.append(Finding(cause="figures", where=where, factor=0.0, line=f"{who} are ignored: {bad[p]}"))
+        for p in sorted(self.ignored - set(bad) - {-1}):
+            line = f"figures of rank {p} can be again"
+            found.append(Finding(cause="figures", where=p, factor=1.0, line=line, ended=True))
         self.ignored = set(bad)
         return found
 
@@ -107,9 +119,13 @@ class Findings:
         step = measured.step_time.median + measured.data_wait_s
         share = measured.data_wait_s / step if step > 0 else 0.0
         if share < self.data + DATA_SHARE:
-            if share < self.data - DATA_SHARE / 2:
-                self.data = share if share >= DATA_SHARE else 0.0
-            return []
+            if share >= self.data - DATA_SHARE / 2:
+                return []
+            self.data = share if share >= DATA_SHARE else 0.0
+            if self.data:
+                return []
+            line = f"steps no longer wait for data ({100 * share:.0f} % of the time)"
+            return [Finding(cause="data", where=None, factor=share, line=line, ended=True)]
         self.data = share
         waits = [r.data_wait_s for r in measured.per_rank]
         where = None
@@ -131,9 +147,10 @@ class Findings:
             moved = [abs(a - b) > LIKE for a, b in zip(now.levels, before.levels, strict=True)]
             every = not apart or (bool(moved) and all(moved))
             what = "everything takes" if every else "the compute of all ranks takes"
-            line = f"{what} {_times(now.common)} ({seen})"
+            line = f"{what} {_times(now.common)} ({seen}{_others(measured, processes)})"
             cause: Cause = "everything" if every else "compute"
-            found.append(Finding(cause=cause, where=None, factor=math.exp(now.common), line=line))
+            over = abs(now.common) <= LIKE
+            found.append(Finding(cause=cause, where=None, factor=math.exp(now.common), line=line, ended=over))
         for process, (log, old) in enumerate(zip(now.ranks, before.ranks, strict=True)):
             if abs(log - old) > LIKE:
                 line = f"rank {process}'s compute takes {_times(now.common + log)}"
@@ -143,19 +160,25 @@ class Findings:
                     rank = measured.per_rank[process]
                     of = expected.own_s[list(processes).index(process)]
                     line += f" ({own_s(measured, process):.3g} s of its own a step, {of:.3g} s expected"
-                    if rank.stolen_share is not None and rank.stolen_share >= 0.1:
+                    if rank.stolen_share is not None and rank.stolen_share >= STOLEN_SHARE:
                         line += f"; other processes had its core {100 * rank.stolen_share:.0f} % of the time"
                     line += ")"
                 else:
                     line += " (probed: it is idle)"
                 found.append(
-                    Finding(cause="compute", where=process, factor=math.exp(now.common + log), line=line)
-                )  # fmt: skip
+                    Finding(
+                        cause="compute", where=process, factor=math.exp(now.common + log), line=line, ended=log == 0
+                    )
+                )
         if apart and not every:
             for i, (log, old) in enumerate(zip(now.levels, before.levels, strict=True)):
                 if abs(log - old) > LIKE:
                     line = f"the links of level {self.cluster.levels[i].name} take {_times(log)}"
-                    found.append(Finding(cause="link", where=i, factor=math.exp(log), line=f"{line} ({seen})"))
+                    found.append(
+                        Finding(
+                            cause="link", where=i, factor=math.exp(log), line=f"{line} ({seen})", ended=abs(log) <= LIKE
+                        )
+                    )
         if found:
             self.said = now
         return found

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from asa.ir.measurements import Measurements, Transfer
-from asa.scheduler.costs import LIKE, Costs, own_s
+from asa.scheduler.costs import LIKE, STOLEN_SHARE, Costs, own_s
 from asa.scheduler.findings import awry
 
 
@@ -45,7 +45,7 @@ class Compared:
             mine, stolen = own_s(measured, rank), measured.per_rank[rank].stolen_share or 0.0
             line = f"slow: rank {rank} takes {math.exp(log):.3g} times as long as others"
             line += f" ({mine:.3g} s of its own a step"
-            if stolen >= 0.1:
+            if stolen >= STOLEN_SHARE:
                 line += f"; other processes had its core {100 * stolen:.0f} % of the time"
             lines.append(f"{line})")
         self._said = tuple(
