@@ -14,9 +14,9 @@ Disturbances, none of them a flag of asa:
 - *none*: nothing; nothing may be found or changed.
 
 Of each, one adapting run is disturbed in its middle third: the first third gives *undisturbed* and the last what it is
-*after*. Then, disturbed from beginning to end and keeping their plan: *kept*, the plan itself, and a short list of others
-(one rank, the planner's answer when it is told the slowdown that was measured, and what the adapting run changed to),
-of which the fastest is the *oracle*. Seconds a step are medians over lines of the log, of the second half of each
+*after*. Then, disturbed from beginning to end and keeping their plan: *kept*, the plan itself, and a short list of
+others (one rank, the planner's answer when it is told the slowdown that was measured, and what the adapting run changed
+to), of which the fastest is the *oracle*. Seconds a step are medians over lines of the log, of the second half of each
 third; the machine's own mood between runs is in them. Needs Linux, and root for all but *core*, *shared* and *none*.
 """
 
@@ -156,7 +156,7 @@ def _leave(folder: Path, parent: Path) -> None:
 
 
 @contextmanager
-def shared(run: Run, args: argparse.Namespace) -> Iterator[None]:
+def shared(run: Run, _args: argparse.Namespace) -> Iterator[None]:
     """All ranks on the core of rank 0, with all their threads."""
     ranks = run.ranks()
     before = {p: _cores(p) for p in ranks}
@@ -173,12 +173,12 @@ def shared(run: Run, args: argparse.Namespace) -> Iterator[None]:
 
 
 @contextmanager
-def memory(run: Run, args: argparse.Namespace) -> Iterator[None]:
+def memory(_run: Run, args: argparse.Namespace) -> Iterator[None]:
     """The run's cgroup may hold what it holds already, and ``--spare`` MiB more."""
     folder = MEMORY_GROUP
     limit = folder / "memory.limit_in_bytes"
     stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    used = int(stat["total_rss"]) + int(stat["total_shmem"] if "total_shmem" in stat else 0)
+    used = int(stat["total_rss"]) + int(stat.get("total_shmem", 0))
     limit.write_text(str(used + (args.spare << 20)))
     try:
         yield
@@ -187,7 +187,7 @@ def memory(run: Run, args: argparse.Namespace) -> Iterator[None]:
 
 
 @contextmanager
-def links(run: Run, args: argparse.Namespace) -> Iterator[None]:
+def links(_run: Run, args: argparse.Namespace) -> Iterator[None]:
     """The links between ranks carry less."""
     shape(2, args.megabits)
     try:
@@ -197,7 +197,7 @@ def links(run: Run, args: argparse.Namespace) -> Iterator[None]:
 
 
 @contextmanager
-def none(run: Run, args: argparse.Namespace) -> Iterator[None]:
+def none(_run: Run, _args: argparse.Namespace) -> Iterator[None]:
     """Nothing."""
     yield
 
@@ -209,8 +209,8 @@ DISTURBANCES: dict[str, Disturbance] = {
 
 def _start(plan_file: Path, plan: Plan, out: Path, case: str, steps: int, adapting: bool) -> Run:
     command = [
-        sys.executable, "-m", "asa", "train", str(plan_file), "--data", "synthetic", "--epochs", str(-(-steps // EPOCH)),
-        "--steps-per-epoch", str(EPOCH), "--lr", "0.01", "--out", str(out), "--timeout", "60s",
+        sys.executable, "-m", "asa", "train", str(plan_file), "--data", "synthetic",
+        "--epochs", str(-(-steps // EPOCH)), "--steps-per-epoch", str(EPOCH), "--lr", "0.01", "--out", str(out), "--timeout", "60s",
     ]  # fmt: skip
     if not adapting:
         command.append("--no-replan")
@@ -274,7 +274,7 @@ def step_s(run: Run, low: float, high: float) -> float:
     return statistics.median(found) if found else math.nan
 
 
-def told(plan: Plan, case: str, factor: float, args: argparse.Namespace) -> Iterator[tuple[str, Plan]]:
+def told(plan: Plan, case: str, factor: float) -> Iterator[tuple[str, Plan]]:
     """Other plans to try by hand: one rank, and the planner's when it is told the slowdown."""
     profile, cluster = origins(plan, Console())
     seconds = plan.prediction.step_time_s
@@ -334,7 +334,7 @@ def examine(case: str, plan_file: Path, args: argparse.Namespace, folder: Path) 
     row["kept_s"] = step_s(kept, kept.step / 2, kept.step)
     tried = {"the plan": row["kept_s"]}
     factor = args.factor or max(1.1, row["kept_s"] / row["undisturbed_s"])
-    for name, other in told(plan, case, factor, args):
+    for name, other in told(plan, case, factor):
         file = folder / f"{case}-{name.replace(' ', '-')}.json"
         codec.save(other, file)
         one = train(file, folder / f"{case}-{name.replace(' ', '-')}", case, args, **constant)
@@ -386,7 +386,8 @@ def main() -> None:
                     print(f"  skipped: {why}", flush=True)
                     continue
             rows.append(row)
-            print("  " + ", ".join(f"{k[:-2]} {1e3 * v:.1f} ms" for k, v in row.items() if k.endswith("_s") and k != "tried_s")
+            times = {k[:-2]: v for k, v in row.items() if k.endswith("_s") and k != "tried_s"}
+            print("  " + ", ".join(f"{k} {1e3 * v:.1f} ms" for k, v in times.items())
                   + (f", {100 * row['of_oracle']:.0f} % of the oracle ({row['oracle']})" if "oracle" in row else ""),
                   flush=True)  # fmt: skip
     if args.output:

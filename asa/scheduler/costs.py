@@ -22,9 +22,9 @@ from asa.ir.measurements import Measurements, Transfer
 LIKE = math.log(1.1)
 """Ranks whose factors differ by less, or by no more than four standard deviations, count as equal, and levels as they
 were measured: noise leaves no rank out."""
-STOLEN_SHARE = 0.1
-"""Share of the time in which others had a rank's core, from which on it is said, and its transfers tell nothing of the
-links: where the processor copies messages, whoever waits for it seems to wait for them."""
+STOLEN_SHARE, _MOST_STOLEN = 0.1, 0.25
+"""Shares of the time in which others had a rank's core: from which on it is said, and from which on its transfers tell
+nothing of the links: where the processor copies messages, whoever waits for it seems to wait for them."""
 MIN_STEPS = 10
 """Steps of a window, or of windows in a row, that can show a change."""
 _PRIOR = 0.3**2
@@ -160,7 +160,7 @@ class Costs:
             if process not in out and expected.own_s[rank] > 0 and own > 0:
                 self.ranks[process] = self.ranks[process].seen(math.log(own / expected.own_s[rank]), spread, steps)
         working = [measured.per_rank[p] for p in processes if p < len(measured.per_rank)]
-        if all((rank.stolen_share or 0.0) < STOLEN_SHARE for rank in working):
+        if all((rank.stolen_share or 0.0) < _MOST_STOLEN for rank in working):
             self._transfers(measured.links, expected, steps)
 
     def probed(self, probe: Probe, processes: Sequence[int], expected: Promise, steps: int) -> None:
