@@ -210,7 +210,8 @@ DISTURBANCES: dict[str, Disturbance] = {
 def _start(plan_file: Path, plan: Plan, out: Path, case: str, steps: int, adapting: bool) -> Run:
     command = [
         sys.executable, "-m", "asa", "train", str(plan_file), "--data", "synthetic",
-        "--epochs", str(-(-steps // EPOCH)), "--steps-per-epoch", str(EPOCH), "--lr", "0.01", "--out", str(out), "--timeout", "60s",
+        "--epochs", str(-(-steps // EPOCH)), "--steps-per-epoch", str(EPOCH), "--lr", "0.01",
+        "--out", str(out), "--timeout", "60s",
     ]  # fmt: skip
     if not adapting:
         command.append("--no-replan")
