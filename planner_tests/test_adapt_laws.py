@@ -332,6 +332,18 @@ def test_a_disturbance_shorter_than_a_change_pays_for_is_sat_out() -> None:
     assert "wait" in _kinds(events)
 
 
+def test_a_model_that_is_built_in_no_time_is_moved_sooner() -> None:
+    class Small(World):
+        rebuild_s = 0.01
+
+    policy, truth = Policy(rebuild_s=60.0), _slowness(2, rank=1, by=2.0)
+    large, small = _world(2, truth), _world(2, truth, kind=Small)
+    _run(large, 4, policy)
+    assert large.moves == []
+    _run(small, 4, policy)
+    assert small.moves[0][0] <= BEGINS + 2 * WINDOW
+
+
 def test_steps_left_of_an_unknown_epoch_are_not_made_up() -> None:
     class Unknown(World):
         steps_per_epoch = None  # type: ignore[assignment]

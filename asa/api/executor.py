@@ -94,7 +94,9 @@ class UserExecutor(PlannedExecutor):
             announce=announce, more=lambda: {FILE: schedules.state()},
         )  # fmt: skip
         self._loss = JobLoss(data.loss_fn, data.weight, self._votes)
+        began = time.perf_counter()
         self._worker = self._worker_of(build(plan, tuple(range(plan.num_ranks))), LossScale(plan.precision))
+        self._built_s = time.perf_counter() - began
         norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for c in self.model.components for m in c.modules())
         self._fewest = 2 if self._votes.anyone(norms) else 1
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-_GROUPS = Path("/sys/fs/cgroup")
+_GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _KIB = 1024
 
 
@@ -82,9 +82,10 @@ def _shared(kind: str, own: int, all_used: int, limit: int) -> Room:
 
 
 def _group() -> tuple[int, int] | None:
-    """Bytes in use and at most of this process's control group, of version 2 or 1; caches of files are not in use."""
+    """Bytes in use and at most of this process's control group, of version 2 or 1, or of the group around it that is
+    fullest. Caches of files are not in use; memory that processes share is."""
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = _OWN_GROUPS.read_text().splitlines()
     except OSError:
         return None
     for line in lines:
@@ -92,14 +93,20 @@ def _group() -> tuple[int, int] | None:
         if names and "memory" not in names.split(","):
             continue
         root = _GROUPS / "memory" if names else _GROUPS
-        top, used = ("memory.limit_in_bytes", "total_rss") if names else ("memory.max", "anon")
-        for folder in (root / path.lstrip("/"), root):
+        top, total = ("memory.limit_in_bytes", "total_") if names else ("memory.max", "")
+        own = root / path.lstrip("/")
+        inside = root == own or root in own.parents
+        found = []
+        for folder in (own, *(p for p in own.parents if inside and (p == root or root in p.parents)), root):
             try:
                 limit = int((folder / top).read_text())
                 stat = dict(row.split() for row in (folder / "memory.stat").read_text().splitlines())
-                return int(stat[used]), limit
+                used = int(stat[f"{total}rss" if names else "anon"]) + int(stat.get(f"{total}shmem", 0))
             except (OSError, ValueError, KeyError):
                 continue  # "max", or the path is that of another namespace
+            found.append((used, limit))
+        if found:
+            return max(found, key=lambda each: each[0] / max(1, each[1]))
     return None
 
 

@@ -79,6 +79,11 @@ class Executor(ABC):
         return None
 
     @property
+    def rebuild_s(self) -> float | None:
+        """Seconds that it took to build the first plan's part of the model; None where nobody timed it."""
+        return None
+
+    @property
     def leads(self) -> bool:
         """Whether this process decides for all: the one that solves again."""
         return True

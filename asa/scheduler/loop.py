@@ -27,6 +27,8 @@ class _Loop:
     def __init__(
         self, executor: Executor, announce: Announce, model: Model | None, policy: Policy, following: bool
     ) -> None:
+        if executor.rebuild_s is not None:  # a small model is built anew in less than the policy takes for granted
+            policy = replace(policy, rebuild_s=min(policy.rebuild_s, executor.rebuild_s))
         self.executor, self.announce, self.policy = executor, announce, policy
         self.decider = Decider(model, executor.num_processes, policy) if model and executor.leads else None
         self.may_change = model is not None or following

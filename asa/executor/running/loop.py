@@ -82,7 +82,9 @@ class TrainingExecutor(PlannedExecutor):
         self._meter: Meter | None = None
         waits.on = settings.observe
         self._observer = Observer(votes, Path(settings.out), settings.trace_steps)
+        began = time.perf_counter()
         self._worker = self._worker_of(build(plan, tuple(range(plan.num_ranks))), LossScale(plan.precision))
+        self._built_s = time.perf_counter() - began
 
     def _worker_of(self, model: ParallelModel, scale: LossScale) -> Worker:
         settings = self._settings

@@ -19,6 +19,7 @@ class PlannedExecutor(Executor):
 
     _votes: Votes
     _worker: Worker
+    _built_s: float | None = None
 
     @property
     def plan(self) -> Plan:
@@ -39,6 +40,11 @@ class PlannedExecutor(Executor):
     def leads(self) -> bool:
         """Rank 0."""
         return self._votes.rank == 0
+
+    @property
+    def rebuild_s(self) -> float | None:
+        """Seconds in which the first plan's worker was made."""
+        return self._built_s
 
     @property
     def model(self) -> ParallelModel:
