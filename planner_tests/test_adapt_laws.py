@@ -450,3 +450,33 @@ def test_data_that_comes_in_time_again_is_told() -> None:
 
     _, events = _run(_world(2, _slowness(2), kind=Starved), 7)
     assert [(e["cause"], e["ended"]) for e in events if e["event"] == "finding"] == [("data", False), ("data", True)]
+
+
+def test_ranks_on_one_core_are_told_and_one_of_them_idles_until_each_has_its_own() -> None:
+    class OneCore(World):
+        """While it is disturbed, ranks 0 and 1 take turns on one core, whatever the machine; alone, neither waits."""
+
+        def _truth(self, placement: Placement, step: int) -> Any:
+            alone = not {0, 1} <= set(placement.processes)
+            return super()._truth(placement, 0 if alone else step)
+
+        def _measured(self, steps: int) -> Measurements:
+            found = super()._measured(steps)
+            shared = BEGINS < self.step <= ENDS
+            per_rank = tuple(
+                dataclasses.replace(r, core=0 if shared and p < 2 else p) for p, r in enumerate(found.per_rank)
+            )
+            return dataclasses.replace(found, per_rank=per_rank)
+
+    for ranks in (2, 3):
+        truth = Slowness(common=0.0, ranks=(math.log(2), math.log(2), 0.0)[:ranks], levels=(0.0,))
+        world = _world(ranks, truth, kind=OneCore, move_s=0.0)
+        _, events = _run(world, policy=Policy(rebuild_s=0.0, min_gain=0.01))
+        told = [e for e in events if e["event"] == "finding" and "core" in e["line"]]
+        assert [(e["where"], e["ended"]) for e in told] == [(1, False), (1, True)]
+        assert told[0]["step"] <= BEGINS + 2 * WINDOW
+        (away, _, fewer), *_ = world.moves
+        assert away <= BEGINS + 4 * WINDOW
+        assert len({0, 1} & set(fewer.processes)) == 1, "one of them, and whoever has a core of its own"
+        assert _back(world)
+        assert not any(same(a, b) for _, a, b in world.moves)

@@ -16,7 +16,8 @@ class RankTiming:
     rank that came later, without the transfer itself. ``data_wait_s``: waiting for input. ``stolen_share``: share
     of the step in which this rank was ready to run while other processes had its core, 0 to 1; None where the
     system does not tell. ``mean_own_s``: the mean beside the median ``own_s``, which some slow steps move and the
-    median does not; None where it was not taken.
+    median does not; None where it was not taken. ``core``: number of the only core that the rank's process may use,
+    those of every host apart; None where it may use several.
     """
 
     own_s: float
@@ -24,6 +25,7 @@ class RankTiming:
     data_wait_s: float
     stolen_share: float | None = None
     mean_own_s: float | None = later()
+    core: int | None = later()
 
 
 @noun

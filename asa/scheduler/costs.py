@@ -83,15 +83,31 @@ class Factor:
 @noun
 class Slowness:
     """What the factors come to, as logarithms: ``common`` to all compute, ``ranks`` by process beyond that, ``levels``
-    by level of links. ``residual``: what the step takes longer than all of that explains."""
+    by level of links. ``residual``: what the step takes longer than all of that explains. ``sharing``: groups of
+    processes with one core, and how many of each worked while all of that was measured."""
 
     common: float
     ranks: tuple[float, ...]
     levels: tuple[float, ...]
     residual: float = 0.0
+    sharing: tuple[tuple[tuple[int, ...], int], ...] = ()
+
+    def under(self, processes: Sequence[int]) -> Slowness:
+        """The same while only ``processes`` work: of those with one core, as many more or fewer take turns."""
+        if not self.sharing:
+            return self
+        ranks = list(self.ranks)
+        for group, worked in self.sharing:
+            shift = turns(group, processes, worked)
+            for p in group:
+                ranks[p] += shift
+        least = min(ranks)  # of logarithms beyond what is common to all none is below 0
+        return replace(self, common=self.common + least, ranks=tuple(r - least for r in ranks), sharing=())
 
     def apart(self, other: Slowness) -> float:
         """The largest difference in any of the figures that plans are chosen by."""
+        if [g for g, _ in self.sharing] != [g for g, _ in other.sharing]:
+            return math.inf
         pairs = [(self.common, other.common), *zip(self.ranks, other.ranks, strict=True)]
         return max(abs(a - b) for a, b in [*pairs, *zip(self.levels, other.levels, strict=True)])
 
@@ -114,6 +130,12 @@ class Promise(Protocol):
         ...
 
 
+def turns(group: Sequence[int], processes: Sequence[int], worked: int) -> float:
+    """Logarithm of what every process of ``group``, which has one core, takes longer if ``processes`` work than when
+    ``worked`` of it did."""
+    return math.log(max(1, sum(p in group for p in processes)) / max(1, worked))
+
+
 class Costs:
     """The factors of ``processes`` processes and ``levels`` levels of links, as far as they were measured.
 
@@ -133,6 +155,11 @@ class Costs:
     def moved(self) -> None:
         """Another plan is in force: what was of the old one alone is forgotten."""
         self.pace, self.biases = Factor(), [0.0] * len(self.levels)
+
+    def leave(self, group: Sequence[int], shift: float) -> None:
+        """Processes of ``group`` have more or less of the core that is theirs in common from now on."""
+        for p in group:
+            self.ranks[p] = replace(self.ranks[p], mean=self.ranks[p].mean + shift)
 
     def _age(self, steps: int) -> None:
         self.pace = self.pace.aged(steps)

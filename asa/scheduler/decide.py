@@ -18,7 +18,8 @@ from asa.errors import AsaError
 from asa.interfaces.executor import Placement, Probe
 from asa.ir.measurements import Measurements
 from asa.scheduler import norms
-from asa.scheduler.costs import LIKE, Costs, Slowness, typical
+from asa.scheduler.cores import Cores
+from asa.scheduler.costs import LIKE, Costs, Slowness, turns, typical
 from asa.scheduler.expected import Expected
 from asa.scheduler.findings import Finding, Findings, awry
 from asa.scheduler.model import Model, rung, same
@@ -88,6 +89,7 @@ class Decider:
         self._solved = self.costs.slowness()
         self._findings = Findings(model.cluster, self._solved)
         self._causes: dict[tuple[str, int | None], str] = {}
+        self._groups = Cores()
         self._option: _Option | None = None
         self._probation: _Probation | None = None
         self._known: list[Placement] = []
@@ -115,9 +117,10 @@ class Decider:
             self.costs.probed(probe, current.processes, expected, steps)
         pace = self.costs.pace
         self.predicted_s, self._next_s = self._next_s, expected.step_s * pace.ratio if pace.known else self._next_s
-        slowness = self._credible(current, measured, self.costs.slowness())
+        self._groups.window(measured, steps)
+        slowness = self._credible(current, measured, self._slowness(current))
         heavy = self._findings.memory(measured, current)
-        self.found += heavy + self._findings.waiting_for_data(measured)
+        self.found += heavy + self._findings.waiting_for_data(measured) + self._findings.sharing(self._groups.seen)
         if any(f.known for f in self.costs.ranks):
             self.found += self._findings.slow(
                 slowness, measured, expected, current.processes, apart=self.costs.apart
@@ -135,17 +138,23 @@ class Decider:
             if slowness.apart(self._solved) > LIKE:
                 self.reason = "waiting after a change that did not help"
             return None
+        if self._groups.believed != self._groups.seen:  # what ranks will take is not known yet
+            return None
         if slowness.apart(self._solved) > LIKE or heavy:
             self._search(current, measured, slowness)
         return self._weigh(current, measured, slowness, steps, left)
 
     def corrected(self, current: Placement) -> Slowness:
         """All that was learnt, what is left of the step under ``current`` included."""
-        found = self.costs.slowness()
+        found = self._slowness(current)
         if not self.costs.pace.known:
             return found
         residual = math.log(self._expectation(current).step_s * self.costs.pace.ratio / self._price(current, found))
         return replace(found, residual=residual)
+
+    def _slowness(self, current: Placement) -> Slowness:
+        sharing = tuple((g, sum(p in g for p in current.processes)) for g in self._groups.believed)
+        return replace(self.costs.slowness(), sharing=sharing)
 
     def _expectation(self, current: Placement) -> Expected:
         if self._expected is None or not same(self._expected[0], current):
@@ -315,6 +324,10 @@ class Decider:
         state_s = max(0.0, change.cost_s - self._rebuild_s)
         self._rebuild_s = max(0.0, took_s - state_s)
         self.costs.moved()
+        for group in self._groups.believed:
+            self.costs.leave(
+                group, turns(group, change.target.processes, sum(p in group for p in change.before.processes))
+            )
         self._next_s = change.promised_s
         if change.kind == "rollback":
             self._rest()

@@ -89,6 +89,7 @@ class Findings:
     data: float = 0.0
     ignored: set[int] = field(default_factory=set)
     heavy: set[object] = field(default_factory=set)
+    groups: tuple[tuple[int, ...], ...] = ()
 
     def bad_figures(self, bad: dict[int, str]) -> list[Finding]:
         """Processes whose figures are no longer looked at, or are again."""
@@ -113,6 +114,20 @@ class Findings:
                 line = f"rank {rank} needs {binary(used)} where {binary(most)} were promised"
                 return [Finding(cause="memory", where=rank, factor=used / most, line=line)]
         return []
+
+    def sharing(self, groups: tuple[tuple[int, ...], ...]) -> list[Finding]:
+        """Ranks that may use one core only, and the same one, or no longer."""
+        found = []
+        for group, ended in [(g, False) for g in groups if g not in self.groups] + [
+            (g, True) for g in self.groups if g not in groups
+        ]:
+            who = f"ranks {', '.join(map(str, group[:-1]))} and {group[-1]}"
+            line = f"{who} no longer have one core in common" if ended else f"{who} may use one core only, and the same"
+            found.append(
+                Finding(cause="compute", where=group[-1], factor=1.0 if ended else len(group), line=line, ended=ended)
+            )
+        self.groups = groups
+        return found
 
     def waiting_for_data(self, measured: Measurements) -> list[Finding]:
         """Waiting for input that no plan can answer."""

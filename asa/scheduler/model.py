@@ -99,12 +99,14 @@ class Model:
 
     def step_s(self, placement: Placement, slowness: Slowness) -> float:
         """Seconds of a step of a placed plan under ``slowness``."""
+        slowness = slowness.under(placement.processes)
         profile, cluster = self.corrected(slowness, _filled(placement.processes, len(slowness.ranks)))
         return price_plan(placement.plan, profile, cluster, self.strategies).cost.total_s
 
     def best(self, placement: Placement, measured: Measurements, slowness: Slowness) -> list[Placement]:
         """The best plan under ``slowness`` for the same processes, and which of them run it; where some are slow, also
-        the best one without those, which is found surely: devices are alike then, and a search is short.
+        the best one without those, which is found surely: devices are alike then, and a search is short. Where some
+        have one core, also the best one with one process on every core.
 
         Raises:
             InfeasibleError: nothing fits.
@@ -116,12 +118,16 @@ class Model:
         if 0 < len(fast) < len(order) and fast == order[: len(fast)]:
             with contextlib.suppress(InfeasibleError):
                 found.append(self._solved(placement, measured, plain, fast))
+        kept = tuple(p for p in order if all(p not in g or p == _first(g, order) for g, _ in plain.sharing))
+        if len(kept) < len(order):
+            with contextlib.suppress(InfeasibleError):
+                found.append(self._solved(placement, measured, plain, kept))
         return found
 
     def _solved(
         self, placement: Placement, measured: Measurements, plain: Slowness, order: tuple[int, ...]
     ) -> Placement:
-        profile, cluster = self.corrected(plain, order)
+        profile, cluster = self.corrected(plain.under(order), order)
         found = self.solve(placement.plan, measured, profile, cluster, len(order))
         found = replace(
             found,
@@ -186,6 +192,10 @@ def same(one: Placement, other: Placement) -> bool:
     if one is other:
         return True
     return one.plan.conduct == other.plan.conduct and one.processes == other.processes
+
+
+def _first(group: Sequence[int], order: Sequence[int]) -> int:
+    return next(p for p in order if p in group)
 
 
 def _filled(processes: Sequence[int], count: int) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from itertools import compress
 from asa.errors import WorkersFailedError
 from asa.executor.model.votes import Votes
 from asa.executor.training.clock import StepClock, StepTimes
-from asa.executor.training.rank_times import TRANSFER_FIGURES, RankTimes, Stolen, packed
+from asa.executor.training.rank_times import TRANSFER_FIGURES, RankTimes, Stolen, own_core, packed
 from asa.executor.training.stopping import VOTE_EVERY_S
 from asa.executor.training.worker import LossCounter
 from asa.ir.codec import fingerprint
@@ -21,7 +21,7 @@ from asa.sharding.waits import waits
 WARM_UP_STEPS = 3
 """Steps after a plan took effect that are not measured: allocation, autotuning, DDP's rebuilding of its buckets."""
 
-_HEAD = 8
+_HEAD = 9
 """Figures of a process in front of those of its transfers, and of the times of its steps."""
 _PER_STEP = len(StepTimes._fields)
 
@@ -99,7 +99,7 @@ class EpochTimer:
         loss, hits, rows = tally.take()
         # 48 bits of the plan's fingerprint: what a float64 holds exactly.
         plan = float(int(fingerprint(self.plan)[:12], 16))
-        head = [loss, hits, rows, float(stop), float(step), plan, full, self._stolen.share()]
+        head = [loss, hits, rows, float(stop), float(step), plan, full, self._stolen.share(), own_core(self.votes.rank)]
         flat = [figure for each in times for figure in each]
         found = self.votes.gather(
             [*head, *packed(waits.transfers()), *flat, *([0.0] * (_PER_STEP * self.log_every - len(flat)))]
@@ -117,7 +117,9 @@ class EpochTimer:
             for record in (window, self._ranks) if waits.on else ():
                 record.step(every, counts=counts)
         for record in (window, self._ranks):
-            record.interval([rank[_HEAD:first] for rank in found], [rank[7] for rank in found])
+            record.interval(
+                [rank[_HEAD:first] for rank in found], [rank[7] for rank in found], [rank[8] for rank in found]
+            )  # fmt: skip
         steps = len(measured)
         data, work = ([pair[i] for pair in pairs] for i in range(2))
         loss, hits, rows = (math.fsum(rank[i] for rank in found) for i in range(3))

@@ -52,6 +52,7 @@ class RankTimes:
     _cold: list[StepTimes] | None = None
     _transfers: dict[Kind, list[tuple[float, int]]] = field(default_factory=dict)
     _stolen: list[list[float]] = field(default_factory=list)
+    _cores: Sequence[float] = ()
 
     def step(self, times: list[StepTimes], *, counts: bool = True) -> None:
         """One step, by process; the last of those that do not count stands in for one that does, until there is one."""
@@ -64,10 +65,13 @@ class RankTimes:
     def _known(self) -> Sequence[list[StepTimes]]:
         return self._steps or ([] if self._cold is None else [self._cold])
 
-    def interval(self, transfers: Sequence[Sequence[float]], stolen: list[float]) -> None:
-        """What every process :func:`packed` since the last time, and its share of time in which others had its core
-        (negative where it cannot tell)."""
+    def interval(
+        self, transfers: Sequence[Sequence[float]], stolen: list[float], cores: Sequence[float] = ()
+    ) -> None:  # fmt: skip
+        """What every process :func:`packed` since the last time, its share of time in which others had its core
+        (negative where it cannot tell), and its :func:`own_core`."""
         self._stolen.append(stolen)
+        self._cores = cores
         seen: dict[Kind, list[tuple[float, int]]] = {}
         for figures in transfers:
             for kind, seconds, n in _unpacked(figures):
@@ -84,8 +88,9 @@ class RankTimes:
         waiting = [self._waiting(step) for step in steps]
         found = []
         for process in range(len(steps[0])):
+            core = int(self._cores[process]) if self._cores and self._cores[process] >= 0 else None
             if process not in self.processes:
-                found.append(RankTiming(own_s=0.0, waiting_s=0.0, data_wait_s=0.0))
+                found.append(RankTiming(own_s=0.0, waiting_s=0.0, data_wait_s=0.0, core=core))
                 continue
             mine = [step[process] for step in steps]
             own = [max(0.0, t.work - t.blocked) for t in mine]
@@ -97,6 +102,7 @@ class RankTimes:
                     waiting_s=median(each[process] for each in waiting),
                     data_wait_s=median(t.data for t in mine),
                     stolen_share=sum(known) / len(known) if known else None,
+                    core=core,
                 )
             )
         return tuple(found)
@@ -136,6 +142,19 @@ def _middle(every: Sequence[tuple[float, int]], n: int) -> float:
     ordered = sorted(every)
     reached = list(accumulate(count for _, count in ordered))
     return ordered[bisect_left(reached, n / 2)][0]
+
+
+_MOST_CORES = 1 << 16
+
+
+def own_core(rank: int) -> int:
+    """The only core that this thread of process ``rank`` may use, those of every host apart; -1 where it may use
+    several, or the system does not tell."""
+    if not hasattr(os, "sched_getaffinity"):
+        return -1
+    cores = os.sched_getaffinity(0)
+    host = rank // max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1 << 30))
+    return host * _MOST_CORES + min(cores) if len(cores) == 1 else -1
 
 
 class Stolen:
