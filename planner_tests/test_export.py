@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib.util
 import io
 import json
 import os
+import re
 import subprocess
 import sys
-import tomllib
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -144,7 +145,7 @@ WHOLE = {
 
 def snippet(tool: str, plan: Plan) -> str:
     t = TOOLS[tool]
-    return t.write(plan, choose(plan, t.able, tool, recompute=t.recompute))
+    return t.write(plan, choose(plan, t.able, tool, recompute=t.recompute, grids=t.grids))
 
 
 def _execute(_rank: int, script: str) -> str:
@@ -179,12 +180,16 @@ def test_every_tool_makes_something_readable_of_every_whole_strategy(tool: str, 
     assert name_of(plan) == name
     t = TOOLS[tool]
     text = snippet(tool, plan)
-    assert ("NOT EXPRESSED" in text) is (name not in t.able or name == "tensor")
+    # Neither torchtitan nor Megatron-LM trains a ResNet.
+    assert ("NOT EXPRESSED" in text) is (name not in t.able or name == "tensor" or tool in ("torchtitan", "megatron"))
     if tool == "torchtitan":
-        found = tomllib.loads(text)["parallelism"]
-        degrees = [v for k, v in found.items() if k.endswith("_degree")]
-        assert max(degrees) == 2
-        assert sorted(degrees)[:-1] == [1, 1, 1]
+        ast.parse(text)
+        degrees = sorted(int(v) for v in re.findall(r"_degree=(\d+)", text))
+        assert degrees == [1, 1, 1, 2]
+    elif tool == "megatron":
+        assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
+        assert ("--tensor-model-parallel-size 2" in text) is (name == "tensor")
+        assert ("--use-distributed-optimizer" in text) is (name in ("zero1", "zero2", "fsdp"))
     elif tool == "accelerate":
         ast.parse(text)
         assert "--nproc-per-node 2" in text
@@ -326,19 +331,111 @@ def test_a_snippet_of_a_model_of_tokens_feeds_it_tokens() -> None:
     assert [x for x in said.splitlines() if x.startswith("step")]
 
 
-def test_accelerate_trains_on_as_many_ranks_as_planned(tmp_path: Path) -> None:
-    """Microbatches and ranks are there; what one process says of itself is the torchrun line."""
-    pytest.importorskip("accelerate")
-    plan = resnet("ddp", model_spec="logistic", input_shape=(3, 8, 8), num_classes=10)
-    file = tmp_path / "script.py"
-    file.write_text(snippet("accelerate", plan))
+def llama(strategy: str, data: int, tensor: int, stages: int, kept: str = "replicate") -> Plan:
+    """Llama-8B on a grid of ranks: its two ends, and blocks that stages cut after the first."""
+    names = ["embedding", *(f"blocks.{i}" for i in range(32)), "head"]
+    width = data * tensor
+    base = resnet(strategy)
+    components = tuple(
+        replace(
+            base.components[0], name=n, stage=min(i // 2, stages - 1), checkpoint=i in (2, 3, 4),
+            data=DataDegree(strategy=kept, degree=data),  # type: ignore[arg-type]
+            tensor=TensorDegree(strategy="tensor" if tensor > 1 else "none", degree=tensor),
+        )
+        for i, n in enumerate(names)
+    )  # fmt: skip
+    ranks = width * stages
+    cut = tuple(Stage(ranks=tuple(range(s * width, (s + 1) * width))) for s in range(stages))
+    return replace(
+        base, model_spec="llama:8b", input_shape=(4096,), num_classes=128_256, gpus=ranks, global_batch=32,
+        components=components, stages=cut, schedule="1f1b" if stages > 1 else "none", num_microbatches=4,
+        precision="bf16", optimizer="adamw",
+        prediction=replace(base.prediction, memory_bytes_per_rank=(1,) * ranks),
+    )  # fmt: skip
+
+
+def test_a_grid_of_ranks_is_what_the_tools_of_language_models_run() -> None:
+    plan = llama("hybrid:d2t2p2", 2, 2, 2)
+    titan = snippet("torchtitan", plan)
+    ast.parse(titan)
+    for line in (
+        "data_parallel_shard_degree=2", "tensor_parallel_degree=2", "pipeline_parallel_degree=2",
+        "num_pp_microbatches=4", "num_tokens_per_microbatch_per_dp_rank=16384", "num_tokens_per_train_step=131072",
+        "max_context_length=4096", '["tok_embeddings", "layers.0"]', '"layers.31", "norm", "lm_head"',
+        "config = llama3_8b()", "keeps no replicas beside tensors",
+    ):  # fmt: skip
+        assert line in titan
+    flags = snippet("megatron", plan)
+    for flag in (
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", "'Et|t*31L'", "--overlap-grad-reduce",
+        "--micro-batch-size 4 --global-batch-size 32", "--num-layers 32 --hidden-size 4096", "--num-query-groups 8",
+        "--recompute-num-layers 3", "--bf16", "--nproc-per-node 8 --nnodes 1",
+    ):  # fmt: skip
+        assert flag in flags
+    assert "use-distributed-optimizer" not in flags
+    sharded = snippet("megatron", llama("asa", 4, 2, 1, "zero3"))
+    assert "--data-parallel-sharding-strategy optim_grads_params" in sharded
+    assert "ParallelismConfig(dp_shard_size=4, tp_size=2)" in snippet("accelerate", llama("asa", 4, 2, 1, "zero3"))
+    assert "data_parallel_size=4, tensor_parallel_size=2" in snippet("fabric", llama("asa", 4, 2, 1, "zero3"))
+    uneven = replace(plan, stages=(Stage(ranks=(0, 1, 2, 3)), Stage(ranks=(4, 5))))
+    with pytest.raises(UsageError, match="cannot run this plan"):
+        snippet("megatron", replace(uneven, strategy="asa"))
+
+
+def _losses(command: list[str], *, package: str) -> list[float]:
     where = {**os.environ, "STEPS": "2", "OMP_NUM_THREADS": "1"}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(file)]
-    done = subprocess.run(launch, env=where, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=where, capture_output=True, text=True, timeout=120, check=False)
     losses = [float(x.split("loss ")[1]) for x in done.stdout.splitlines() if x.startswith("step")]
-    assert len(losses) == 2, done.stderr
-    alone = subprocess.run(
-        [sys.executable, str(file)], env=where, capture_output=True, text=True, timeout=60, check=False
+    assert len(losses) == 2, f"{package}: {done.stderr}"
+    return losses
+
+
+def _alone(data: int) -> list[float]:
+    """Losses of the last microbatch of two steps of the same training on one device."""
+    torch.manual_seed(0)
+    model = build("logistic", num_classes=10, input_shape=(3, 8, 8), seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
+    found = []
+    for step in range(2):
+        for part in range(2):
+            losses = []
+            for rank in range(data):
+                torch.manual_seed((step * 2 + part) * data + rank)
+                x, y = torch.randn(4 // data, 3, 8, 8), torch.randint(10, (4 // data,))
+                losses.append(torch.nn.functional.cross_entropy(model(x), y))
+            loss = torch.stack(losses).mean()
+            (loss / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "tensor"])
+@pytest.mark.parametrize("tool", ["accelerate", "fabric"])
+def test_two_ranks_train_to_the_loss_of_one_device(tmp_path: Path, tool: str, name: str) -> None:
+    package = "accelerate" if tool == "accelerate" else "lightning_fabric"
+    pytest.importorskip(package, reason=f"{package} is not installed: its script is not run")
+    plan = resnet(
+        name, model_spec="logistic", input_shape=(3, 8, 8), num_classes=10,
+        data={"fsdp": "zero3"}.get(name, "replicate"), tensor=2 if name == "tensor" else 1,
+    )  # fmt: skip
+    plan = replace(plan, components=(replace(plan.components[0], name="classifier"),))
+    file = tmp_path / "script.py"
+    text = snippet(tool, plan)
+    if tool == "fabric" and importlib.util.find_spec("lightning") is None:
+        text = text.replace("lightning.fabric", "lightning_fabric")  # the same package by itself
+    file.write_text(text)
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if tool == "accelerate" else []
+    assert _losses([sys.executable, *ranks, str(file)], package=package) == pytest.approx(
+        _alone(1 if name == "tensor" else 2), abs=2e-6
     )
+
+
+def test_accelerate_says_how_it_is_started(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    file = tmp_path / "script.py"
+    file.write_text(snippet("accelerate", resnet("ddp", model_spec="logistic", input_shape=(3, 8, 8), num_classes=10)))
+    alone = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=60, check=False)
     assert alone.returncode != 0
     assert "torchrun" in alone.stderr

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -139,6 +142,27 @@ def test_without_time_the_most_needed_is_still_measured_and_the_rest_is_said():
     assert any(s.startswith("tensor degree 2 at microbatch 1") for s in sweep.skipped)
     assert any(s.startswith("check against the whole model") for s in sweep.skipped)
     assert [w.microbatch for w in sweep.whole] == [1]
+
+
+def test_no_step_is_tried_that_takes_much_of_the_time() -> None:
+    """A lap of 20 ms a sample: of 4 s, a tenth is enough for one of 4 samples, not for one of 16."""
+    tried: list[int] = []
+
+    class Slow(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if torch.is_grad_enabled():
+                tried.append(len(x))
+                time.sleep(0.02 * len(x))
+            return super().forward(x)
+
+    subject = _subject()
+    slow = Slow(32, 4)
+    subject = replace(subject, chains={1: Chain([Piece(nn.Linear(32, 32)), Piece(slow)], CPU, "fp32")})
+    surveyor = Surveyor(
+        subject, HostClock(), global_batch=64, time_s=4.0, free_bytes=1 << 40, progress=lambda _f, _w: None
+    )
+    surveyor._possible(microbatches(64))
+    assert tried == [1, 1, 4, 4]
 
 
 def test_a_line_through_two_points_predicts_the_third_and_never_falls():

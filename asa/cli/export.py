@@ -13,7 +13,7 @@ from asa.errors import NoCheckpointError
 from asa.ir import codec
 from asa.ir.plan import Plan
 
-TARGETS = ("safetensors", "torch", "accelerate", "fabric", "deepspeed", "torchtitan")
+TARGETS = ("safetensors", "torch", "accelerate", "fabric", "deepspeed", "torchtitan", "megatron")
 
 
 def run(args: Arguments, console: Console) -> None:
@@ -67,7 +67,7 @@ def _snippet(args: Arguments, console: Console) -> dict[str, Any]:
 
     path, plan = places.newest_plan(args.plan)
     tool = TOOLS[args.to]
-    choice = choose(plan, tool.able, args.to, recompute=tool.recompute)
+    choice = choose(plan, tool.able, args.to, recompute=tool.recompute, grids=tool.grids)
     text = tool.write(choice.placed(plan), choice)
     if args.output:
         places.check_writable(Path(args.output), "-o")

@@ -28,12 +28,14 @@ from asa.profiler.effort import WHOLE, Forecast, is_wanted, microbatches
 from asa.profiler.memory import StepMemory, measure_memory
 from asa.sharding.collectives import stand_ins_kept
 
-_LEAST = 3
+_LEAST, _LEAST_WHOLE = 3, 2
 _MOST = 15
 _FIRST = 1.25
 """The largest microbatch, where every degree is measured, gets that much more than its share of time."""
 _CHECKED = 3
 """The whole model runs at every third microbatch."""
+_PROBED, _PROBING = 16, 0.1
+"""Samples that single steps are tried with before anything is measured, and the share of time one size may take."""
 _READINGS, _REFERENCE_LAPS, _REFERENCE_SHARE = 16, 4, 0.08
 """How often the reference is read, what a reading costs in its laps, and the share of time that all may take."""
 
@@ -174,9 +176,12 @@ class Surveyor:
         possible = [s for s in sizes if s >= self._least_trainable(sizes)]
         probes: list[tuple[int, float]] = []
         chain, saved = self.subject.chains[1], 0
-        for size in (s for s in reversed(possible) if s >= min(4, self.global_batch)):
-            if probes and size < 4 * probes[0][0]:
+        for size in reversed(possible):
+            if probes and size < 4 * probes[-1][0]:
                 continue
+            # A step that notes its memory and a timed one.
+            if probes and 2 * probes[-1][1] * size / probes[-1][0] > _PROBING * self.time_s:
+                break
             x = self.subject.batch(size)
             try:
                 held = zip(self.subject.names, measure_memory(chain, x).components, strict=True)
@@ -187,11 +192,11 @@ class Surveyor:
             except torch.OutOfMemoryError:
                 raise UnavailableError(f"the device has not enough memory for a step of {size} samples") from None
             chain.clear()
-            if len(probes) == 2:
+            if size >= _PROBED:
                 break
         each = [f + b for f, b in zip(lap.forward, lap.backward, strict=True)]
         every = sum(t * len(self.subject.alike(n)) for n, t in zip(self.subject.names, each, strict=True))
-        self.forecast = Forecast(probes[0], probes[-1], every / max(sum(each), 1e-12))
+        self.forecast = Forecast(probes[-2:][0], probes[-1], every / max(sum(each), 1e-12))
         for size in [s for s in possible if s > probes[-1][0]]:
             needed = saved * size / probes[-1][0] + 2 * self.subject.weight
             seconds = (_LEAST + 2) * self.forecast.seconds(size)
@@ -262,7 +267,7 @@ class Surveyor:
             cost = self.forecast.lap(size, degree) + beside * self.forecast.lap(size, WHOLE)
             share, left = cost / left, left - cost
             finish = time.perf_counter() + (end - time.perf_counter()) * share
-            self._alternate(size, degree, x, finish, _LEAST if degree == 1 else least, beside=beside)
+            self._alternate(size, degree, x, finish, max(least, _LEAST_WHOLE) if degree == 1 else least, beside=beside)
 
     def _alternate(self, size: int, degree: int, x: Tensor, finish: float, least: int, *, beside: bool) -> None:
         self.reference.read(due=True)

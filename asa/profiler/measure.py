@@ -302,5 +302,5 @@ def _words(traced: TracedModel, x: Tensor) -> int:
     if x.is_floating_point():
         return 0
     with torch.no_grad():
-        output = traced.run(x)
-    return int(output.shape[-1]) if isinstance(output, Tensor) and of_each_token(output, x) else 0
+        output = traced.run(x[:1])
+    return int(output.shape[-1]) if isinstance(output, Tensor) and of_each_token(output, x[:1]) else 0

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from asa.ir.plan import Plan
-
-STAGED = ("layers", "gpipe", "1f1b")
-"""Whole strategies of several stages."""
-
-_ALONE = ("single", "tensor", *STAGED)
-"""Whole strategies that do not cut a microbatch."""
+from asa.report.grid import STAGED, grid_as
+from asa.zoo.sizes import shape_of
 
 
 def parts_of(plan: Plan, name: str) -> int:
     """Into how many parts a batch is cut under the whole strategy ``name``: shards times microbatches."""
-    return plan.num_microbatches * (1 if name in _ALONE else plan.num_ranks)
+    return plan.num_microbatches * grid_as(plan, name).data
 
 
 def even_batch(plan: Plan, name: str) -> int:
@@ -24,7 +20,8 @@ def even_batch(plan: Plan, name: str) -> int:
 
 def short(plan: Plan, name: str) -> bool:
     """Whether torch refuses 1F1B for having fewer microbatches than stages; GPipe computes the same."""
-    return name == "1f1b" and plan.num_microbatches < len(plan.stages)
+    staged = plan.schedule if name == "hybrid" else name
+    return staged == "1f1b" and plan.num_microbatches < len(plan.stages)
 
 
 def lost(plan: Plan, name: str, tool: str) -> tuple[str, ...]:
@@ -62,8 +59,49 @@ def _of_tool(plan: Plan, name: str, tool: str) -> list[str]:
             notes.append(f"a pipeline of torch recomputes nothing by itself, the plan {recomputed} components")
     elif tool == "torch" and plan.precision == "fp16":
         notes.append("fp16 without a scaled loss: add torch.amp.GradScaler")
-    if tool == "torchtitan" and plan.precision == "fp16":
-        notes.append("torchtitan has no fp16: this is fp32")
-    if tool == "accelerate" and recomputed and name not in ("fsdp", "zero2"):
+    if tool == "torchtitan":
+        notes += _of_titan(plan, name)
+    if tool == "megatron":
+        notes += _of_megatron(plan, name)
+    grid = grid_as(plan, name)
+    if (
+        tool in ("accelerate", "fabric")
+        and grid.data > 1
+        and grid.tensor > 1
+        and grid.strategy in ("replicate", "zero1")
+    ):
+        notes.append(f"{tool} keeps no replicas beside tensors: the states of the {grid.data} are sharded")
+    if tool == "accelerate" and recomputed and name not in ("fsdp", "zero2", "hsdp", "hybrid"):
         notes.append("accelerate recomputes nothing without FSDP: that is the script's own business")
+    return notes
+
+
+def _of_titan(plan: Plan, name: str) -> list[str]:
+    grid, notes = grid_as(plan, name), []
+    if plan.precision == "fp16":
+        notes.append("torchtitan has no fp16: this is fp32")
+    if grid.strategy in ("replicate", "zero1") and grid.data > 1 and (grid.tensor > 1 or grid.stages > 1):
+        notes.append(
+            f"torchtitan keeps no replicas beside tensors or stages: the states of the {grid.data} are sharded, and "
+            "gathered once a step"
+        )
+    elif grid.strategy == "zero1":
+        notes.append("torchtitan has no zero1: gradients are sharded, too")
+    if any(c.checkpoint for c in plan.components) and not all(c.checkpoint for c in plan.components):
+        notes.append("torchtitan recomputes every block or none")
+    if len(plan.input_shape) > 1:
+        notes.append("torchtitan counts tokens: a sample of images stands as one")
+    return notes
+
+
+def _of_megatron(plan: Plan, name: str) -> list[str]:
+    grid, notes = grid_as(plan, name), []
+    if shape_of(plan.model_spec) is None:
+        notes.append(f"Megatron-LM has no model {plan.model_spec}: these are the flags of its layout alone")
+    if grid.strategy in ("zero2", "zero3", "hsdp") and grid.stages > 1:
+        notes.append(f"Megatron-LM shards no more than the optimizer beside stages, the plan has {grid.strategy}")
+    if short(plan, name) or (grid.stages > 1 and plan.schedule != "1f1b"):
+        notes.append(f"Megatron-LM runs stages by 1F1B, the plan by {plan.schedule}")
+    if any(c.checkpoint for c in plan.components) and len({c.checkpoint for c in plan.components[1:-1]}) > 1:
+        notes.append("Megatron-LM recomputes the first blocks of each stage, as many as the plan does in the fullest")
     return notes

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from asa.errors import UsageError
 from asa.ir.plan import DataDegree, Plan, Stage, TensorDegree
-from asa.report.lost import STAGED, lost
+from asa.report.grid import STAGED, Grid, grid_of
+from asa.report.lost import lost
 from asa.report.units import percent, seconds
 
 _DATA = {"replicate": "ddp", "zero1": "zero1", "zero2": "zero2", "zero3": "fsdp", "hsdp": "hsdp"}
+_SPLITS_BLOCKS = ("torchtitan", "megatron")
+"""Tools that split attention and vocabulary of the language models they have, too."""
 _WHOLE = (*_DATA.values(), "tensor", *STAGED)
 
 
@@ -62,15 +65,25 @@ def _placed(plan: Plan, name: str) -> Plan:
     return replace(plan, components=components, stages=(Stage(ranks=(0,)),), schedule="none")
 
 
-def choose(plan: Plan, able: Collection[str], tool: str, *, recompute: Literal["each", "all", "none"]) -> Choice:
+def choose(
+    plan: Plan,
+    able: Collection[str],
+    tool: str,
+    *,
+    recompute: Literal["each", "all", "none"],
+    grids: Callable[[Grid], bool] = lambda _grid: False,
+) -> Choice:
     """What ``tool``, which runs the whole strategies ``able``, makes of ``plan``: itself where it is one of them, else
     the fastest of its baselines of one stage that fit (where others are cut, no plan says). ``recompute``: what the
-    tool can recompute, ``each`` component by itself, or only ``all`` of them.
+    tool can recompute, ``each`` component by itself, or only ``all`` of them. ``grids``: whether it runs a uniform grid
+    that is no whole strategy, which is then called ``hybrid``.
 
     Raises:
         UsageError: none of them fits.
     """
-    own = name_of(plan)
+    own, grid = name_of(plan), grid_of(plan)
+    if own not in able and grid is not None and grids(grid):
+        able, own = (*able, "hybrid"), "hybrid"
     recomputed = [c.name for c in plan.components if c.checkpoint]
     notes = []
     if recomputed and recompute == "none":
@@ -79,7 +92,8 @@ def choose(plan: Plan, able: Collection[str], tool: str, *, recompute: Literal["
         notes.append(f"{tool} recomputes all blocks or none: the plan recomputes {len(recomputed)} of them")
     if own in able:
         assert own is not None
-        if own == "tensor":
+        whole_blocks = tool in _SPLITS_BLOCKS and len(plan.input_shape) == 1
+        if own == "tensor" and not whole_blocks:
             split = sum(c.tensor.degree > 1 for c in plan.components)
             notes.append(
                 f"{tool} splits linear layers only: convolutions and attention in the {split} components that "

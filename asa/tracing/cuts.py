@@ -8,17 +8,20 @@ they stay with the component they leave.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import contextlib
+import copy
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import networkx as nx
 import torch
-from torch import fx
+from torch import fx, nn
 
 from asa.tracing.fused import fused_attention
 from asa.tracing.program import Program, origin
+from asa.tracing.remembered import Remembered
 from asa.tracing.shapes import shape_only
 
 
@@ -37,6 +40,8 @@ class Observation:
     plain: dict[fx.Node, Any] = field(default_factory=dict)
 
 
+_HEAVY = 2**26
+"""Bytes of weights from which on a run of them takes longer than a copy without values."""
 _PLAIN = (bool, int, float, str, torch.Size, torch.dtype, torch.device)
 
 
@@ -53,9 +58,9 @@ def _storage(tensor: torch.Tensor) -> int:
 class _Observer(fx.Interpreter):
     """Runs a program and watches. Values are kept to the end: a freed storage's number would be used again."""
 
-    def __init__(self, program: Program, batch: int) -> None:
+    def __init__(self, program: Program, objects: dict[str, Any], batch: int) -> None:
         super().__init__(torch.nn.Module(), garbage_collect_values=False, graph=program.graph)
-        self._objects = program.attributes
+        self._objects = objects
         self.seen = Observation(batch)
 
     def fetch_attr(self, target: str) -> Any:
@@ -81,11 +86,45 @@ class _Observer(fx.Interpreter):
 
 
 def observe(program: Program, example: torch.Tensor) -> Observation:
-    """Run ``program`` without gradients on ``example`` (first dimension: batch). The caller preserves the model."""
-    observer = _Observer(program, example.shape[0])
-    with torch.no_grad(), fused_attention():
-        observer.run(example.clone())
+    """Run ``program`` without gradients on ``example`` (first dimension: batch). The caller preserves the model.
+
+    Nothing of what is watched is a value: a program of many weights is run without them where it can be.
+    """
+    things = program.attributes.values()
+    if not example.is_meta and sum(t.nbytes for t in _held(things)) > _HEAVY and not _recurrent(things):
+        with contextlib.suppress(Exception):  # whatever forward may raise where it asks for values
+            return _observed(program, torch.empty_like(example, device="meta"), _without_values(program.attributes))
+    return _observed(program, example.clone(), program.attributes)
+
+
+def _observed(program: Program, example: torch.Tensor, objects: dict[str, Any]) -> Observation:
+    observer = _Observer(program, objects, example.shape[0])
+    with torch.no_grad(), fused_attention(), Remembered() if example.is_meta else contextlib.nullcontext():
+        observer.run(example)
     return observer.seen
+
+
+def _held(things: Iterable[Any]) -> list[torch.Tensor]:
+    """Parameters, buffers and other tensors among ``things``, each once."""
+    found: dict[int, torch.Tensor] = {}
+    for thing in things:
+        inside = (*thing.parameters(), *thing.buffers()) if isinstance(thing, nn.Module) else (thing,)
+        found |= {id(t): t for t in inside if isinstance(t, torch.Tensor)}
+    return list(found.values())
+
+
+def _recurrent(things: Iterable[Any]) -> bool:
+    """Whether there are layers among ``things`` that torch runs otherwise on meta than on any device."""
+    return any(isinstance(m, nn.RNNBase) for t in things if isinstance(t, nn.Module) for m in t.modules())
+
+
+def _without_values(objects: dict[str, Any]) -> dict[str, Any]:
+    """A copy of ``objects`` on the meta device, made without copying any value."""
+    memo: dict[int, Any] = {}
+    for t in _held(objects.values()):
+        empty = torch.empty_like(t, device="meta")
+        memo[id(t)] = nn.Parameter(empty, t.requires_grad) if isinstance(t, nn.Parameter) else empty
+    return copy.deepcopy(objects, memo)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from asa.tracing.preserve import mode, preserved
 from asa.tracing.whole import tensors_of
 
+_HEAVY = 2**26
+"""Bytes of weights from which on gradients are compared for a single sample; outputs are, for the whole batch."""
 _LARGE = 2**20
 """Elements above which a parameter's gradient is left out where its module has a smaller parameter: a weight's
 gradient follows from the same two factors as the output and the bias's gradient, and may be half a gigabyte."""
@@ -43,6 +45,12 @@ def _answers(model: nn.Module, run: Callable[[Tensor], Any], batch: Tensor, trai
     return answers
 
 
+def _fewer(model: nn.Module, batch: Tensor) -> Tensor:
+    """One sample where gradients of many weights take long, unless the model normalises over samples."""
+    by_batch = any(isinstance(m, nn.modules.batchnorm._NormBase) for m in model.modules())
+    return batch if by_batch or sum(p.nbytes for p in model.parameters()) <= _HEAVY else batch[:1]
+
+
 def _distance(first: list[Tensor], second: list[Tensor]) -> float:
     """Largest relative difference of any two tensors (infinite where shapes differ)."""
     if [a.shape for a in first] != [b.shape for b in second]:
@@ -59,13 +67,20 @@ def disagreement(model: nn.Module, run: Callable[[Tensor], Any], train: Callable
     """In words, how ``run`` differs from ``model`` on ``batch``; empty when it does not.
 
     ``train`` puts the components in a mode. Exact equality is asked for, or, on a device where the model does
-    not even agree with itself from one run to the next, ten times that difference.
+    not even agree with itself from one run to the next, ten times that difference. Gradients of a model of many
+    weights are those of one sample, where it takes one.
     """
     if batch.is_meta:
         return ""
+    whole = batch
     for training in (True, False):
         with mode(model, training):
-            expected = _answers(model, model, batch, training)
+            batch = _fewer(model, whole) if training else whole
+            try:
+                expected = _answers(model, model, batch, training)
+            except Exception:  # some models refuse a single sample
+                batch = whole
+                expected = _answers(model, model, batch, training)
         train(training)
         distance = _distance(expected, _answers(model, run, batch, training))
         if distance:

@@ -15,6 +15,7 @@ import numpy as np
 from asa.cost.boundary.crossings import Crossings
 from asa.cost.boundary.ends import Ends
 from asa.cost.constants import constant
+from asa.cost.memory.arriving import made_ready
 from asa.cost.memory.peak import Footprint, margin
 from asa.cost.shards import Keeping
 from asa.cost.states import States
@@ -168,10 +169,10 @@ class Edges:
 
     def _entry(self, layout: Layout) -> list[float]:
         """Columns of the model's input: every rank reads its own samples of all microbatches, nothing moves and no
-        gradient is wanted."""
+        gradient is wanted. What they are made of is there until they are ready."""
         later = (self.num_microbatches - 1) * self.keeping.shards.largest(layout) * self.graph.input_bytes_per_sample
-        state = (self.keeping.input(layout) + later) * margin()
-        return [0.0, 0.0, self.wrapper(layout), state, 0.0, 0.0, 0.0]
+        held = self.keeping.input(layout) + later
+        return [0.0, 0.0, self.wrapper(layout), held * margin(), 0.0, held * made_ready(self.graph) * margin(), 0.0]
 
     def wrapper(self, layout: Layout) -> float:
         """Seconds of the wrapper that begins with a layout."""

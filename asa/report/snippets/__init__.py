@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from asa.ir.plan import Plan
+from asa.report.grid import Grid
 from asa.report.snippets.accelerate import accelerate
 from asa.report.snippets.deepspeed import deepspeed
 from asa.report.snippets.fabric import fabric
+from asa.report.snippets.megatron import megatron
 from asa.report.snippets.script import torch_script
 from asa.report.snippets.titan import torchtitan
 from asa.report.whole import Choice
@@ -17,11 +19,13 @@ from asa.report.whole import Choice
 
 @dataclass(frozen=True, kw_only=True)
 class Tool:
-    """``able``: the whole strategies it runs. ``write`` makes the text of a plan as the strategy chosen."""
+    """``able``: the whole strategies it runs; ``grids``: whether it runs a uniform grid that is none of them. ``write``
+    makes the text of a plan as the strategy chosen."""
 
     able: tuple[str, ...]
     recompute: Literal["each", "all", "none"]
     write: Callable[[Plan, Choice], str]
+    grids: Callable[[Grid], bool] = lambda _grid: False
 
 
 TOOLS: dict[str, Tool] = {
@@ -30,11 +34,30 @@ TOOLS: dict[str, Tool] = {
         recompute="each",
         write=torch_script,
     ),
-    "accelerate": Tool(able=("single", "ddp", "zero1", "zero2", "fsdp", "hsdp"), recompute="all", write=accelerate),
-    "fabric": Tool(able=("single", "ddp", "zero2", "fsdp", "tensor"), recompute="none", write=fabric),
+    "accelerate": Tool(
+        able=("single", "ddp", "zero1", "zero2", "fsdp", "hsdp", "tensor"),
+        recompute="all",
+        write=accelerate,
+        grids=lambda grid: grid.stages == 1 and not grid.sequence,
+    ),
+    "fabric": Tool(
+        able=("single", "ddp", "zero2", "fsdp", "tensor"),
+        recompute="none",
+        write=fabric,
+        grids=lambda grid: grid.stages == 1 and not grid.sequence and grid.strategy != "hsdp",
+    ),
     "deepspeed": Tool(able=("single", "ddp", "zero1", "zero2", "fsdp"), recompute="none", write=deepspeed),
     "torchtitan": Tool(
-        able=("single", "ddp", "zero2", "fsdp", "tensor", "gpipe", "1f1b"), recompute="each", write=torchtitan
+        able=("single", "ddp", "zero2", "fsdp", "hsdp", "tensor", "gpipe", "1f1b"),
+        recompute="each",
+        write=torchtitan,
+        grids=lambda _grid: True,
+    ),
+    "megatron": Tool(
+        able=("single", "ddp", "zero1", "zero2", "fsdp", "hsdp", "tensor", "1f1b"),
+        recompute="each",
+        write=megatron,
+        grids=lambda _grid: True,
     ),
 }
 """By name."""

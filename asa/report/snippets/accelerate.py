@@ -7,7 +7,19 @@ file cannot say (microbatches, the rows of a rank) is said once. ``torchrun`` st
 from __future__ import annotations
 
 from asa.ir.plan import Plan
-from asa.report.snippets.pieces import CLASSES, RATES, batch_lines, header, loss_lines, model_lines
+from asa.report.grid import Grid, grid_as
+from asa.report.snippets.pieces import (
+    CLASSES,
+    RATES,
+    SPLIT,
+    SPLIT_IMPORTS,
+    batch_lines,
+    header,
+    listed,
+    loss_lines,
+    model_lines,
+    names,
+)
 from asa.report.whole import Choice
 
 _PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
@@ -18,10 +30,17 @@ def accelerate(plan: Plan, choice: Choice) -> str:
     ranks, name = plan.num_ranks, choice.name
     more, build = model_lines(plan)
     loss_import, loss = loss_lines(plan)
-    shards = 1 if name == "single" else ranks
-    rows = max(1, plan.global_batch // (shards * plan.num_microbatches))
+    grid = grid_as(plan, name)
+    rows = max(1, plan.global_batch // (grid.data * plan.num_microbatches))
     x, y = batch_lines(plan, str(rows), "device=accelerator.device")
-    imports, options = _how(plan, name)
+    imports, options, pieces = _how(plan, name, grid)
+    split = (
+        f"""
+split(model, accelerator.torch_device_mesh["tp"])
+model.tp_size = {grid.tensor}"""
+        if grid.tensor > 1
+        else ""
+    )
     own = "\n".join(sorted({loss_import, more, *imports}, key=lambda line: (line.startswith("from"), line)))
     return f"""\
 {header(plan, choice)}#
@@ -32,7 +51,7 @@ import torch
 {own}
 
 RANKS, MICROBATCHES, STEPS = {ranks}, {plan.num_microbatches}, int(os.environ.get("STEPS", "10"))
-
+{pieces}
 accelerator = Accelerator(
     cpu={plan.device_type == "cpu"},
     mixed_precision="{_PRECISION[plan.precision]}",
@@ -41,13 +60,13 @@ accelerator = Accelerator(
 if accelerator.num_processes != RANKS:
     raise SystemExit(f"{{accelerator.num_processes}} processes of {{RANKS}}: start this with the torchrun line above")
 torch.manual_seed(0)
-model = {build}
+model = {build}{split}
 optimizer = torch.optim.{CLASSES[plan.optimizer]}(model.parameters(), {RATES[plan.optimizer]})
 model, optimizer = accelerator.prepare(model, optimizer)
 for step in range(STEPS):
     for part in range(MICROBATCHES):
         # Your data here: this rank's rows of a microbatch.
-        torch.manual_seed((step * MICROBATCHES + part) * RANKS + accelerator.process_index)
+        torch.manual_seed((step * MICROBATCHES + part) * {grid.data} + accelerator.process_index // {grid.tensor})
         x = {x}
         y = {y}
         with accelerator.accumulate(model):
@@ -60,27 +79,29 @@ accelerator.end_training()
 """
 
 
-def _how(plan: Plan, name: str) -> tuple[list[str], str]:
-    """Imports, and arguments of the ``Accelerator`` that say how the model is spread."""
+def _how(plan: Plan, name: str, grid: Grid) -> tuple[list[str], str, str]:
+    """Imports, arguments of the ``Accelerator`` that say how the model is spread, and what it does not do itself."""
     if name == "zero1":
         made = f"DeepSpeedPlugin(zero_stage=1, gradient_accumulation_steps={plan.num_microbatches})"
-        return ["from accelerate import Accelerator, DeepSpeedPlugin"], f"    deepspeed_plugin={made},\n"
-    if name not in ("fsdp", "zero2", "hsdp"):
-        return ["from accelerate import Accelerator"], ""
-    inside = min((c.data.shards or plan.num_ranks for c in plan.components), default=1) if name == "hsdp" else 0
-    sizes = f"dp_shard_size={inside or plan.num_ranks}"
-    if inside and inside < plan.num_ranks:
-        sizes = f"dp_replicate_size={plan.num_ranks // inside}, {sizes}"
-    recomputed = any(c.checkpoint for c in plan.components)
-    plugin = (
-        f"FullyShardedDataParallelPlugin(\n        fsdp_version=2, reshard_after_forward={name != 'zero2'}, "
-        f"activation_checkpointing={recomputed},\n        "
-        'auto_wrap_policy="size_based_wrap", min_num_params=1_000_000,\n    )'
-    )
-    return (
-        [
-            "from accelerate import Accelerator, FullyShardedDataParallelPlugin",
-            "from accelerate.parallelism_config import ParallelismConfig",
-        ],
-        f"    parallelism_config=ParallelismConfig({sizes}),\n    fsdp_plugin={plugin},\n",
-    )
+        return ["from accelerate import Accelerator, DeepSpeedPlugin"], f"    deepspeed_plugin={made},\n", ""
+    if name in ("single", "ddp"):
+        return ["from accelerate import Accelerator"], "", ""
+    imports, options, pieces = ["from accelerate.parallelism_config import ParallelismConfig"], "", ""
+    shards = grid.data if grid.shards == 1 else grid.shards
+    sizes = [f"dp_replicate_size={grid.data // shards}"] if grid.data > shards else []
+    sizes += [f"dp_shard_size={shards}"] if shards > 1 else []
+    if grid.tensor > 1:
+        sizes.append(f"tp_size={grid.tensor}")
+        imports += SPLIT_IMPORTS
+        pieces = f"\n\nSPLIT = {listed(names(plan, tensor=True) or names(plan))}\n\n\n{SPLIT}"
+    if shards > 1:
+        imports.append("from accelerate import Accelerator, FullyShardedDataParallelPlugin")
+        options = (
+            f"    fsdp_plugin=FullyShardedDataParallelPlugin(\n        fsdp_version=2, "
+            f"reshard_after_forward={grid.strategy in ('zero3', 'hsdp')}, "
+            f"activation_checkpointing={any(c.checkpoint for c in plan.components)},\n        "
+            'auto_wrap_policy="size_based_wrap", min_num_params=1_000_000,\n    ),\n'
+        )
+    else:
+        imports.append("from accelerate import Accelerator")
+    return imports, f"    parallelism_config=ParallelismConfig({', '.join(sizes)}),\n{options}", pieces

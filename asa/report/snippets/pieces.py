@@ -12,6 +12,47 @@ RATES = {"sgd": "lr=0.1, momentum=0.9, weight_decay=5e-4", "adamw": "lr=1e-3, we
 CLASSES = {"sgd": "SGD", "adamw": "AdamW"}
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
+SPLIT_IMPORTS = (
+    "from torch import nn",
+    "from torch.distributed.tensor import Replicate",
+    "from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module",
+)
+SPLIT = '''\
+def split(model, mesh):
+    """Linear layers of the components in SPLIT: by columns, and gathered; of two in a row the second by rows.
+
+    Attention of torch.nn and convolutions stay whole, and so do weights that two layers share: DTensor does not split
+    them.
+    """
+    between = (nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Hardswish, nn.Tanh, nn.Dropout, nn.Identity)
+    inside = [n for n, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)]
+    held = [id(p) for m in model.modules() for p in m.parameters(recurse=False)]
+    how = {}
+    for name, module in model.named_modules():
+        chosen = any(name == n or name.startswith(n + ".") for n in SPLIT)
+        if not chosen or any(name.startswith(n + ".") for n in inside):
+            continue
+        if getattr(module, "inplace", False):
+            module.inplace = False  # what arrives there may be a view
+        if isinstance(module, nn.Linear) and held.count(id(module.weight)) == 1:
+            how.setdefault(name, ColwiseParallel(output_layouts=Replicate()))
+        if type(module) is nn.Sequential:
+            first = None
+            for child, layer in module.named_children():
+                if type(layer) is nn.Linear and first is None:
+                    first = f"{name}.{child}"
+                elif type(layer) is nn.Linear:
+                    how |= {first: ColwiseParallel(), f"{name}.{child}": RowwiseParallel()}
+                    first = None
+                elif not isinstance(layer, between):
+                    first = None
+    if how:
+        parallelize_module(model, mesh, how)
+
+
+'''
+"""What splits a model by tensors, and what it imports. ``SPLIT`` names components."""
+
 
 def header(plan: Plan, choice: Choice, *, comment: str = "# ") -> str:
     """What this is, and what it is not, as comment lines."""

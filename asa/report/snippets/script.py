@@ -8,6 +8,8 @@ from asa.report.snippets.pieces import (
     CLASSES,
     DTYPES,
     RATES,
+    SPLIT,
+    SPLIT_IMPORTS,
     batch_lines,
     header,
     listed,
@@ -27,8 +29,7 @@ _IMPORTS = {
     "fsdp": ("from torch.distributed.fsdp import fully_shard",),
     "tensor": (
         "from torch.distributed.device_mesh import init_device_mesh",
-        "from torch.distributed.tensor import Replicate",
-        "from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module",
+        *SPLIT_IMPORTS,
     ),
 }
 _SCHEDULES = {"layers": "ScheduleGPipe", "gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
@@ -44,35 +45,6 @@ _FSDP = """\
             fully_shard(modules[name], reshard_after_forward={reshard})
     fully_shard(net, reshard_after_forward={reshard})
 """
-_TENSOR = '''\
-def split(net, mesh):
-    """Linear layers of the components in SPLIT, pair by pair: the first by columns, the second by rows.
-
-    Convolutions and attention stay whole: DTensor does not split them. Whoever needs that keeps asa.
-    """
-    modules = dict(net.named_modules())
-    for name in SPLIT:
-        if name not in modules:
-            continue
-        for module in modules[name].modules():
-            if getattr(module, "inplace", False):
-                module.inplace = False  # what arrives there may be a view
-        inside = {n for n, m in modules[name].named_modules() if isinstance(m, nn.MultiheadAttention)}
-        linear = [
-            n
-            for n, m in modules[name].named_modules()
-            if isinstance(m, nn.Linear) and n.rpartition(".")[0] not in inside
-        ]
-        how = {}
-        for first, second in zip(linear[::2], linear[1::2]):
-            how |= {first: ColwiseParallel(), second: RowwiseParallel()}
-        if len(linear) % 2:
-            how[linear[-1]] = ColwiseParallel(output_layouts=Replicate())
-        if how:
-            parallelize_module(modules[name], mesh, how.get("", how))
-
-
-'''
 _RECOMPUTE = """\
     for name in RECOMPUTED:
         parent, _, leaf = name.rpartition(".")
@@ -102,7 +74,6 @@ def _top(plan: Plan, choice: Choice, imports: tuple[str, ...], constants: list[s
         "",
         *plain,
         *third,
-        *(["from torch import nn"] if choice.name == "tensor" else []),
         *imports,
         *own,
         "",
@@ -155,7 +126,7 @@ def _one_stage(plan: Plan, choice: Choice) -> str:
         )
     text = _top(plan, choice, imports, constants)
     if name == "tensor":
-        text += _TENSOR
+        text += SPLIT
     text += "def main():\n" + _PLACE.format(cuda=plan.device_type == "cuda")
     text += "    net = build_model().to(device)\n"
     text += _RECOMPUTE if recomputed else ""

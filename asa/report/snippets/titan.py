@@ -1,53 +1,101 @@
-"""A plan as a torchtitan configuration. Keys: torchtitan/config/job_config.py of https://github.com/pytorch/torchtitan."""
+"""A plan as a configuration of torchtitan: a Python function that returns one.
+
+Names: torchtitan/config/{training,parallelism}.py and config/README.md of https://github.com/pytorch/torchtitan (2026).
+"""
 
 from __future__ import annotations
 
+import re
+
 from asa.ir.plan import Plan
-from asa.report.lost import even_batch, short
+from asa.report.grid import Grid, grid_as
+from asa.report.lost import short
 from asa.report.snippets.pieces import header
 from asa.report.whole import Choice
 
-_SCHEDULE = {"gpipe": "GPipe", "1f1b": "1F1B"}
+_SCHEDULE = {"gpipe": "GPipe", "1f1b": "1F1B", "layers": "GPipe"}
+_BLOCK = re.compile(r"blocks\.(\d+)")
 
 
 def torchtitan(plan: Plan, choice: Choice) -> str:
-    """The TOML. torchtitan trains models that are registered with it, each with its own parallelize function."""
-    ranks, name = plan.num_ranks, choice.name
-    data = ranks if name in ("ddp", "zero2", "fsdp") else 1
-    staged = name in _SCHEDULE
+    """The module; ``run_train.sh`` is given its name. torchtitan counts tokens, and a sample without tokens as one."""
+    grid = grid_as(plan, choice.name)
+    tokens = plan.input_shape[0] if len(plan.input_shape) == 1 else 1
+    rows = max(1, plan.global_batch // (grid.data * plan.num_microbatches))
     recomputed = [c.name for c in plan.components if c.checkpoint]
-    mode = "none" if not recomputed else "full" if len(recomputed) == len(plan.components) else "selective"
-    rows = max(1, plan.global_batch // (data * (1 if staged else plan.num_microbatches)))
+    kind = "None" if not recomputed else "FullAC.Config()"
+    some = 0 < len(recomputed) < len(plan.components)
+    precision = "bfloat16" if plan.precision == "bf16" else "float32"
+    replicated = grid.strategy == "replicate" and not _sharded_instead(grid)
+    shards = 1 if replicated else grid.data if grid.shards == 1 else grid.shards
     lines = [
-        "# torchtitan has no model of this name: register a TrainSpec for it, whose parallelize function applies what",
-        "# stands below"
-        + (" (tensor parallelism of convolutions is not to be had from DTensor)." if name == "tensor" else "."),
-        "[model]",
-        f'name = "{plan.model_spec}"',
-        "",
-        "[training]",
-        f"local_batch_size = {rows}",
-        f"global_batch_size = {even_batch(plan, name)}",
-        f'mixed_precision_param = "{"bfloat16" if plan.precision == "bf16" else "float32"}"',
-        "",
-        "[parallelism]",
-        f"data_parallel_replicate_degree = {ranks if name == 'ddp' else 1}",
-        f"data_parallel_shard_degree = {ranks if name in ('zero2', 'fsdp') else 1}",
-        f'fsdp_reshard_after_forward = "{"never" if name == "zero2" else "always"}"',
-        f"tensor_parallel_degree = {ranks if name == 'tensor' else 1}",
-        f"pipeline_parallel_degree = {len(plan.stages) if staged else 1}",
+        f"data_parallel_replicate_degree={grid.data // shards},",
+        f"data_parallel_shard_degree={shards},",
+        f'fsdp_reshard_after_forward="{"always" if grid.strategy in ("zero3", "hsdp") else "never"}",',
+        f"tensor_parallel_degree={grid.tensor},",
+        f"enable_sequence_parallel={grid.sequence},",
+        f"pipeline_parallel_degree={grid.stages},",
+        *(_pipeline(plan, choice.name) if grid.stages > 1 else ()),
     ]
-    if staged:
-        schedule = "gpipe" if short(plan, name) else name
-        parts = [[c.name for c in plan.components if c.stage == s] for s in range(len(plan.stages))]
-        lines += [
-            f'pipeline_parallel_schedule = "{_SCHEDULE[schedule]}"',
-            f"pipeline_parallel_microbatch_size = {max(1, plan.global_batch // plan.num_microbatches)}",
-            "module_fqns_per_model_part = [",
-            *("    [" + ", ".join(f'"{n}"' for n in part) + "]," for part in parts),
-            "]",
-        ]
-    lines += ["", "[activation_checkpoint]", f'mode = "{mode}"']
-    if mode == "selective":
-        lines.append(f"# the plan recomputes {', '.join(recomputed)}")
-    return header(plan, choice) + "\n".join(lines) + "\n"
+    base, made = _base(plan)
+    own = "config" if base else "Trainer.Config(model_spec=model_spec())"
+    return f"""\
+{header(plan, choice)}#
+# NGPU={plan.num_ranks} MODULE=(this file's module) CONFIG=planned ./run_train.sh
+from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.distributed.activation_checkpoint import FullAC
+{made}from torchtitan.trainer import Trainer
+
+
+def planned() -> Trainer.Config:
+    config = {f"{base}()" if base else own}
+    config.training = TrainingConfig(
+        num_tokens_per_microbatch_per_dp_rank={rows * tokens},
+        num_tokens_per_train_step={rows * grid.data * plan.num_microbatches * tokens},
+        max_context_length={tokens},
+        dtype="float32",
+        mixed_precision_param="{precision}",
+    )
+    config.parallelism = ParallelismConfig(
+        {(chr(10) + 8 * " ").join(lines)}
+    )
+{f"    # The plan recomputes {', '.join(recomputed)}; torchtitan, every block.{chr(10)}" if some else ""}\
+    config.activation_checkpoint = {kind}
+    return config
+"""
+
+
+def _sharded_instead(grid: Grid) -> bool:
+    """Whether replicas become shards: torchtitan replicates in one dimension, or shards beside others."""
+    return grid.data > 1 and (grid.tensor > 1 or grid.stages > 1)
+
+
+def _pipeline(plan: Plan, name: str) -> list[str]:
+    schedule = "gpipe" if short(plan, name if name != "hybrid" else plan.schedule) else plan.schedule
+    parts = [[_called(c.name, plan) for c in plan.components if c.stage == s] for s in range(len(plan.stages))]
+    named = [", ".join(f'"{m}"' for modules in part for m in modules) for part in parts]
+    return [
+        f'pipeline_parallel_schedule="{_SCHEDULE[schedule]}",',
+        f"num_pp_microbatches={plan.num_microbatches},",
+        "module_fqns_per_model_part=[",
+        *(f"    [{part}]," for part in named),
+        "],",
+    ]
+
+
+def _called(component: str, plan: Plan) -> list[str]:
+    """What torchtitan calls the modules of a component: its own names for a Llama's."""
+    if not plan.model_spec.startswith("llama:"):
+        return [component]
+    block = _BLOCK.fullmatch(component)
+    if block:
+        return [f"layers.{block.group(1)}"]
+    return ["tok_embeddings"] if component == "embedding" else ["norm", "lm_head"]
+
+
+def _base(plan: Plan) -> tuple[str, str]:
+    """torchtitan's own configuration of the model, and the lines that import it, or make one where there is none."""
+    size = plan.model_spec.removeprefix("llama:")
+    if plan.model_spec.startswith("llama:") and size in ("8b", "70b", "405b"):
+        return f"llama3_{size}", f"from torchtitan.models.llama3.config_registry import llama3_{size}\n"
+    return "", f"from my_models import model_spec  # torchtitan has no {plan.model_spec}: a ModelSpec that you write\n"

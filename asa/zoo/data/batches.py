@@ -36,7 +36,7 @@ def augment(pixels: Tensor, indices: Tensor, *, seed: int, epoch: int, flips: bo
     source = rows.clamp(0, height - 1)[:, :, None] * width + columns.clamp(0, width - 1)[:, None, :]
     flat = source.view(count, 1, height * width).expand(-1, channels, -1)
     moved = pixels.flatten(2).gather(2, flat).view_as(pixels)
-    return moved * inside[:, None].to(pixels.dtype)
+    return moved.mul_(inside[:, None])
 
 
 def fetch(
@@ -61,6 +61,7 @@ def fetch(
         here = indices.to(images.images.device)
         gathered = images.images[here], images.labels[here]
     pixels, labels = (t.to(device, non_blocking=True) for t in gathered)
+    del gathered  # as large as a quarter of what is made of it
     if of_tokens(images.shape):
         return pixels, labels
     exact = torch.float64 if dtype == torch.float64 else torch.float32
@@ -74,4 +75,6 @@ def fetch(
     # Half precision holds neither 1/255 nor the mean well: normalise first, round once.
     x = convert(pixels.to(exact).div_(255), images.shape)
     mean, std = (torch.tensor(v, dtype=exact, device=x.device)[:, None, None] for v in (images.mean, images.std))
-    return ((x - mean) / std).to(dtype), labels
+    shifted = x.sub_(mean) if x.is_contiguous() else x - mean  # a grey image may be seen as three
+    del x
+    return shifted.div_(std).to(dtype), labels

@@ -1,0 +1,100 @@
+"""A plan as flags of Megatron-LM's ``pretrain_gpt.py``. Names: megatron/training/arguments.py and the README of
+Megatron-FSDP in https://github.com/NVIDIA/Megatron-LM (2026)."""
+
+from __future__ import annotations
+
+import shlex
+
+from asa.ir.plan import Plan
+from asa.report.grid import Grid, grid_as
+from asa.report.snippets.pieces import header
+from asa.report.whole import Choice
+from asa.zoo.sizes import GPT2Shape, LlamaShape, shape_of
+
+_SHARDED = {"zero2": "optim_grads", "zero3": "optim_grads_params", "hsdp": "optim_grads_params"}
+_ROTARY_BASE = 500_000
+
+
+def megatron(plan: Plan, choice: Choice) -> str:
+    """A shell script; data and tokenizer are Megatron-LM's stand-ins."""
+    grid, shape = grid_as(plan, choice.name), shape_of(plan.model_spec)
+    flags = [*_model(plan, shape), *_layout(plan, grid), *_training(plan, grid)]
+    return f"""\
+{header(plan, choice)}#
+# in a checkout of Megatron-LM: bash FILE
+torchrun --nproc-per-node {min(plan.num_ranks, 8)} --nnodes {-(-plan.num_ranks // 8)} pretrain_gpt.py \\
+    {(" " + chr(92) + chr(10) + "    ").join(flags)}
+"""
+
+
+def _model(plan: Plan, shape: GPT2Shape | LlamaShape | None) -> list[str]:
+    if shape is None:
+        return []
+    tokens = plan.input_shape[0]
+    found = [
+        f"--num-layers {shape.layers} --hidden-size {shape.width} --num-attention-heads {shape.heads}",
+        f"--seq-length {tokens} --max-position-embeddings {max(tokens, shape.tokens)}",
+        f"--tokenizer-type NullTokenizer --vocab-size {plan.num_classes - 1} --mock-data",
+        "--attention-dropout 0.0 --hidden-dropout 0.0",
+    ]
+    if isinstance(shape, GPT2Shape):
+        return [*found, "--position-embedding-type learned_absolute"]
+    tied = [] if shape.tied else ["--untie-embeddings-and-output-weights"]
+    return [
+        *found,
+        f"--ffn-hidden-size {shape.hidden} --group-query-attention --num-query-groups {shape.kv_heads}",
+        f"--position-embedding-type rope --rotary-base {_ROTARY_BASE} --normalization RMSNorm --norm-epsilon 1e-5",
+        "--swiglu --disable-bias-linear",
+        *tied,
+    ]
+
+
+def _layout(plan: Plan, grid: Grid) -> list[str]:
+    found = [
+        f"--tensor-model-parallel-size {grid.tensor} --pipeline-model-parallel-size {grid.stages}",
+        *(["--sequence-parallel"] if grid.sequence else []),
+    ]
+    if grid.stages > 1:
+        found.append(f"--pipeline-model-parallel-layout {shlex.quote(_stages(plan))}")
+    if grid.strategy == "zero1" or (grid.strategy in _SHARDED and grid.stages > 1):
+        found.append("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather")
+    elif grid.strategy in _SHARDED:
+        found += [
+            f"--use-megatron-fsdp --data-parallel-sharding-strategy {_SHARDED[grid.strategy]}",
+            "--use-distributed-optimizer --no-gradient-accumulation-fusion --ckpt-format fsdp_dtensor",
+        ]
+        if grid.strategy == "hsdp":
+            replicas = grid.data // grid.shards
+            found.append(f"--num-distributed-optimizer-instances {replicas} --outer-dp-sharding-strategy no_shard")
+    elif grid.data > 1:
+        found.append("--overlap-grad-reduce")
+    return found
+
+
+def _stages(plan: Plan) -> str:
+    """The cut as Megatron-LM writes it: E embedding, t a block, L head and loss, | between stages."""
+    parts = []
+    for stage in range(len(plan.stages)):
+        names = [c.name for c in plan.components if c.stage == stage]
+        blocks = sum(name not in ("embedding", "head") for name in names)
+        inner = f"t*{blocks}" if blocks > 1 else "t" * blocks
+        parts.append(("E" if "embedding" in names else "") + inner + ("L" if "head" in names else ""))
+    return "|".join(parts)
+
+
+def _training(plan: Plan, grid: Grid) -> list[str]:
+    rows = max(1, plan.global_batch // (grid.data * plan.num_microbatches))
+    found = [
+        f"--micro-batch-size {rows} --global-batch-size {rows * grid.data * plan.num_microbatches}",
+        *([f"--{plan.precision}"] if plan.precision != "fp32" else []),
+        "--optimizer adam --lr 1e-3 --weight-decay 0.05 --train-iters 10"
+        if plan.optimizer == "adamw"
+        else "--optimizer sgd --sgd-momentum 0.9 --lr 0.1 --weight-decay 5e-4 --train-iters 10",
+    ]
+    fullest = max(
+        sum(c.checkpoint and c.name not in ("embedding", "head") for c in plan.components if c.stage == s)
+        for s in range(len(plan.stages))
+    )
+    if fullest:
+        found.append(f"--recompute-granularity full --recompute-method block --recompute-num-layers {fullest}")
+    return found
