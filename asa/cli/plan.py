@@ -57,7 +57,7 @@ def run(args: Arguments, console: Console) -> None:
         profile, said = choose.profile(args, console, args.model, cluster, admit)
         console.say(f"asa: {said}")
     device = profile.device
-    cluster = cluster or choose.default_cluster(console, device.type, device.name, args.gpus)
+    cluster = cluster or choose.default_cluster(console, device, args.gpus)
     gpus = args.gpus or cluster.num_devices
     request = Request(
         gpus=gpus,
