@@ -13,4 +13,4 @@ def shrink() -> None:
     interference._GPU_SCALE, interference._MATRIX = 1, 16
     interference._PASS_BYTES, interference._SAMPLE_S, interference._MOST_ROUNDS = 1 << 20, 1e-3, 3
     interference._BUCKET_BYTES = 1 << 16
-    interconnect.SIZES = (1024, 65536)
+    interconnect.SIZES = (1024, 16384, 65536)
