@@ -197,13 +197,37 @@ def test_the_search_is_named_as_a_remedy_only_where_it_finds_something(capsys):
 
 
 @pytest.mark.parametrize(
-    "argv", [("plan", "-o", "file/plan.json"), ("plan", "-o", "profiles"), ("profile", "cnn", "-o", "file/p.json")]
+    "argv",
+    [
+        ("plan", "-o", "file/plan.json"),
+        ("plan", "-o", "profiles"),
+        ("profile", "cnn", "-o", "file/p.json"),
+        ("profile", "cnn", "-o", "/proc/p.json"),
+        ("plan", "--report", "/proc/page"),
+        ("explain", "--report", "/proc/page"),
+    ],
 )
 def test_a_place_that_cannot_be_written_is_told_before_the_work(argv, place, capsys):
     (place / "file").write_text("")
     said = refused(capsys, 5, *argv)
     assert "cannot write" in said
-    assert said.endswith("choose another -o")
+    assert said.endswith(f"choose another {argv[-2]}")
+
+
+def test_batches_that_no_device_holds_are_refused_before_the_model_is_built(capsys, monkeypatch):
+    monkeypatch.setattr("asa.profiler.measure.build", lambda *_, **__: pytest.fail("built a model"))
+    said = refused(capsys, 5, "profile", "cnn", "--global-batch", "100000000")
+    assert "100000000 samples of 3x32x32 are 1144 GiB before any of the model" in said
+    assert "take a --global-batch far below" in said
+    assert refused(capsys, 5, "profile", "cnn", "--input", "3x99999x99999").endswith("take a smaller --input")
+
+
+def test_memory_that_ran_out_is_no_fault_of_the_program(capsys, monkeypatch):
+    def hungry(*_: object, **__: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 2147483648 bytes.")
+
+    monkeypatch.setattr("asa.profiler.measure.build", hungry)
+    assert "memory ran out in this process, which asked for 2.00 GiB" in refused(capsys, 5, "profile", "cnn")
 
 
 def test_a_trace_that_cannot_be_written_is_one_document(place, capsys):

@@ -20,6 +20,7 @@ from asa.cli.console import Console
 from asa.cli.verb import Arguments, Option, Verb
 from asa.cost.machine import nearest
 from asa.ir import codec
+from asa.ir.profile import DeviceRecord
 
 ALL = [verb for word in verbs.VERBS for verb in verbs.verbs(word)]
 
@@ -319,9 +320,22 @@ def test_the_default_cluster_is_measured_large_enough_and_of_the_same_device(els
     monkeypatch.setattr(places, "SHIPPED", elsewhere / "source" / "profiles")
     for n in (2, 4):
         codec.save(nouns.cluster(n, f"box{n}"), elsewhere / "profiles" / f"cluster.box{n}.json")
-    assert choose.default_cluster(Console(), "cpu", "Test CPU", 3).name == "box4"
+    assert (
+        choose.default_cluster(
+            Console(), DeviceRecord(name="Test CPU", type="cpu", memory_bytes=2**30, threads=1), 3
+        ).name
+        == "box4"
+    )
     assert choose.named_cluster("box2").num_devices == 2
     assert choose.named_cluster("profiles/cluster.box4.json").num_devices == 4
+
+
+def test_one_device_of_a_kind_that_nobody_has_measured_needs_no_cluster(elsewhere):
+    strange = DeviceRecord(name="Nobody's GPU", type="cuda", memory_bytes=2**34, threads=1)
+    found = choose.default_cluster(Console(), strange, 1)
+    assert (found.device.name, found.device.memory_bytes, found.num_devices) == ("Nobody's GPU", 2**34, 1)
+    with pytest.raises(errors.UnavailableError, match="asa cluster measure --gpus 2"):
+        choose.default_cluster(Console(), strange, 2)
 
 
 def test_every_cluster_that_is_listed_can_be_named(capsys):

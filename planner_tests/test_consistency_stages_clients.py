@@ -14,8 +14,9 @@ from torch.nn import functional as F
 
 from asa.executor.consistency.federated import clients
 from asa.executor.measuring import equivalence
+from asa.executor.running import prepare
 from asa.executor.training.optimizer import build_optimizer
-from asa.ir.consistency import parse
+from asa.ir.consistency import bearable_one_late, parse
 from asa.ir.plan import Plan
 from asa.launch import run_ranks
 from asa.strategies import offered
@@ -74,6 +75,31 @@ def test_a_pipeline_that_is_not_drained_is_one_update_late_exactly(stages, micro
     for name, weights in wanted.items():
         torch.testing.assert_close(found[name], weights.detach(), rtol=1e-10, atol=1e-12, msg=name)
     assert any((found[n] - w).abs().max() > 1e-6 for n, w in plain.items())
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
+def test_one_update_late_a_quadratic_is_stable_up_to_the_rate_that_is_told(momentum):
+    def grows(rate: float, delay: int) -> bool:
+        found, step = [1.0, 1.0], 0.0
+        for _ in range(4000):
+            step = momentum * step - rate * found[-1 - delay]
+            found.append(found[-1] + step)
+        return max(map(abs, found[-100:])) > max(map(abs, found[:100]))
+
+    in_step = 2 * (1 + momentum)
+    late = in_step * bearable_one_late(momentum)
+    assert [grows(r, 0) for r in (0.99 * in_step, 1.01 * in_step)] == [False, True]
+    assert [grows(r, 1) for r in (0.99 * late, 1.01 * late)] == [False, True]
+
+
+def test_the_usual_learning_rate_of_an_undrained_pipeline_is_remarked_on(tmp_path):
+    said = prepare._late(_pipedream(2, 2), training.settings(tmp_path, lr=None))
+    assert said == [
+        "pipedream: gradients are one update old, and SGD with momentum 0.9 bears 1/38 of the learning rate it bears "
+        "in step; it is 0.1: where the loss stays high, take --lr 0.0026"
+    ]
+    assert prepare._late(_pipedream(2, 2), training.settings(tmp_path, lr=0.01)) == []
+    assert prepare._late(training.plan("cnn", ranks=2), training.settings(tmp_path, lr=None)) == []
 
 
 def test_one_stage_has_nobody_to_be_late_for():

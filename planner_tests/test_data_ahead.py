@@ -15,6 +15,7 @@ from asa.executor.running import exhausted, outdir
 from asa.executor.running.run import train
 from asa.executor.training import checkpoint, worker
 from asa.executor.training.ahead import Ahead
+from asa.ir.shortage import asked, is_exhaustion
 from asa.scheduler import adapt
 from asa.strategies import offered
 from asa.zoo.data import fetch, open_split
@@ -96,15 +97,15 @@ def test_running_out_of_memory_names_the_rank_the_promise_and_the_remedy(
 
 
 def test_only_memory_is_called_memory() -> None:
-    assert exhausted.is_exhaustion(MemoryError())
-    assert exhausted.is_exhaustion(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 9 bytes"))
-    assert exhausted.is_exhaustion(OSError(12, "Cannot allocate memory"))
-    assert exhausted.is_exhaustion(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"))
-    assert not exhausted.is_exhaustion(RuntimeError("shapes differ"))
-    assert not exhausted.is_exhaustion(OSError(28, "No space left on device"))
-    assert exhausted.asked(RuntimeError("you tried to allocate 8388608 bytes. Error code 12")) == 2**23
-    assert exhausted.asked(RuntimeError("Tried to allocate 1.50 GiB.")) == 3 * 2**29
-    assert exhausted.asked(MemoryError()) == 0
+    assert is_exhaustion(MemoryError())
+    assert is_exhaustion(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 9 bytes"))
+    assert is_exhaustion(OSError(12, "Cannot allocate memory"))
+    assert is_exhaustion(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"))
+    assert not is_exhaustion(RuntimeError("shapes differ"))
+    assert not is_exhaustion(OSError(28, "No space left on device"))
+    assert asked(RuntimeError("you tried to allocate 8388608 bytes. Error code 12")) == 2**23
+    assert asked(RuntimeError("Tried to allocate 1.50 GiB.")) == 3 * 2**29
+    assert asked(MemoryError()) == 0
     with (
         pytest.raises(RuntimeError, match="shapes differ"),
         exhausted.explained(exhausted.Watch(0, torch.device("cpu")), lambda: (training.plan(), 1)),

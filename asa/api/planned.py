@@ -29,6 +29,7 @@ from asa.api.planning import (
 )
 from asa.api.rank_context import RankContext
 from asa.api.said import say
+from asa.cost.machine.nearest import alone
 from asa.errors import AsaError, InfeasibleError, InvalidInputError, UsageError
 from asa.interfaces.strategy import Strategies
 from asa.ir import codec
@@ -198,7 +199,7 @@ def _links(place: RankContext, wishes: Wishes, cluster: Cluster | None, profile:
     if cluster is not None:
         return cluster
     if place.ranks == 1:
-        return _alone(profile)
+        return alone(profile.device)
     if wishes.cluster is not None:
         return named_cluster(wishes.cluster)
     return _measured_here(place) or nearest_cluster(profile.device, place.ranks)
@@ -209,23 +210,6 @@ def named_or_measured(place: RankContext, wishes: Wishes) -> Callable[[Profile],
     profile of the model."""
     cluster = _cluster(place, wishes)
     return lambda profile: _links(place, wishes, cluster, profile)
-
-
-def _alone(profile: Profile) -> Cluster:
-    from asa.ir.cluster import Contention, Device, Overlap
-
-    device = Device(name=profile.device.name, type=profile.device.type, memory_bytes=profile.device.memory_bytes)
-    return Cluster(
-        name="alone",
-        backend="nccl" if device.type == "cuda" else "gloo",
-        device=device,
-        num_devices=1,
-        levels=(),
-        contention=(Contention(ranks=1, slowdown=1.0),),
-        overlap=Overlap(),
-        status="derived",
-        source="one device, nothing to communicate with",
-    )
 
 
 def _asked(ranks: int, wishes: Wishes, limit_s: float) -> tuple[Strategies, Request]:

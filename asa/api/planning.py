@@ -126,7 +126,7 @@ def nearest_cluster(device: DeviceRecord, gpus: int) -> Cluster:
     """
     from asa.cost.machine.nearest import nearest
 
-    return nearest(known_clusters(), device.type, device.name, gpus)
+    return nearest(known_clusters(), device, gpus)
 
 
 def known_clusters() -> list[Cluster]:

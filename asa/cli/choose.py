@@ -16,7 +16,7 @@ from asa.errors import InvalidInputError, UnavailableError, UsageError, lacking
 from asa.ir import codec
 from asa.ir.cluster import Cluster
 from asa.ir.plan import Plan
-from asa.ir.profile import Profile
+from asa.ir.profile import DeviceRecord, Profile
 from asa.zoo.names import check
 
 PROFILE_LIMIT_S = 75.0
@@ -50,11 +50,11 @@ def wide_enough(cluster: Cluster, gpus: int | None, console: Console) -> Cluster
     return widen.widened(cluster, gpus)
 
 
-def default_cluster(console: Console, device: str, device_name: str, gpus: int | None) -> Cluster:
+def default_cluster(console: Console, device: DeviceRecord, gpus: int | None) -> Cluster:
     """See :func:`asa.cost.machine.nearest.nearest`."""
     from asa.cost.machine.nearest import nearest
 
-    return nearest([c for _, c in places.clusters(console)], device, device_name, gpus)
+    return nearest([c for _, c in places.clusters(console)], device, gpus)
 
 
 def profile(
@@ -109,18 +109,17 @@ def profile(
         known_models = ", ".join(sorted({p.model_spec for _, p in every}))
         raise UnavailableError(f"{lacking('torch', f'to look at {model}')}; there are profiles of {known_models}")
     if cluster is None or cluster.device.type == "cpu" or _has_cuda():
-        kind, name = _device_here(cluster.device.type if cluster else "auto")
-        admit(cluster or default_cluster(console, kind, name, args.gpus))
-        return measured(args, console, model, kind)
+        here = _device_here(cluster.device.type if cluster else "auto")
+        admit(cluster or default_cluster(console, here, args.gpus))
+        return measured(args, console, model, here.type)
     return estimated(args, model, cluster)
 
 
-def _device_here(asked: str) -> tuple[str, str]:
-    """Kind and name of the device that would be measured."""
+def _device_here(asked: str) -> DeviceRecord:
+    """The device that would be measured."""
     from asa.profiler.machine import choose_device, device_record
 
-    device = choose_device(asked)
-    return device.type, device_record(device).name
+    return device_record(choose_device(asked))
 
 
 def profile_here(
@@ -138,7 +137,7 @@ def known_here(args: Arguments, console: Console, model: str, device: str) -> tu
     """The newest profile taken on this very device that will do, and a sentence saying which."""
     from asa.zoo.models import default_input
 
-    _, name = _device_here(device)
+    name = _device_here(device).name
     shape, _ = default_input(model, input_shape(args), args.classes)
     for path, p in places.profiles(console):
         here = p.device.name == name and p.graph.input_shape == shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -37,6 +38,8 @@ def run(argv: Sequence[str]) -> int:
         return _end(console, str(error), error.exit_code, debug)
     except OSError as error:
         # Of two names the second is where something was to go; the first may be a temporary one.
+        if error.errno == errno.ENOMEM:
+            return _internal(console, error, debug)
         name = error.filename2 or error.filename
         where = f"{name}: " if name else ""
         return _end(console, f"{where}{error.strerror or error}", UnavailableError.exit_code, debug)
@@ -91,6 +94,13 @@ def _listing(program: str, rows: Sequence[tuple[str, str]]) -> str:
 
 
 def _internal(console: Console, error: Exception, debug: bool) -> int:
+    from asa.ir.shortage import asked, is_exhaustion
+    from asa.ir.units import binary
+
+    if is_exhaustion(error):
+        much = f", which asked for {binary(asked(error))}" if asked(error) else ""
+        what = f"memory ran out in this process{much}; take a smaller --global-batch, --input or model"
+        return _end(console, what, UnavailableError.exit_code, debug)
     what = f"internal error: {type(error).__name__}: {error}; set ASA_DEBUG=1 to see the traceback"
     return _end(console, what, AsaError.exit_code, debug)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -159,7 +160,12 @@ def check_writable(path: Path, flag: str) -> None:
     elif not os.access(folder, os.W_OK | os.X_OK):
         reason = f"no permission to write in {folder}"
     else:
-        return
+        try:  # a full disk, a file system of the kernel's: only writing tells
+            with tempfile.TemporaryFile(dir=folder) as probe:
+                probe.write(b"\0" * 4096)
+            return
+        except OSError as error:
+            reason = f"{error.strerror or error} in {folder}"
     raise UnavailableError(f"cannot write {path}: {reason}; choose another {flag}")
 
 

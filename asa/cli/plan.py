@@ -31,6 +31,8 @@ def run(args: Arguments, console: Console) -> None:
 
     path = Path(args.output) if args.output else None
     places.check_writable(path or places.PLANS / "plan.json", "-o")
+    if args.report:
+        places.check_writable(Path(args.report) / "report.html", "--report")
     named = choose.named_cluster(args.cluster, args.gpus) if args.cluster else None
     cluster = named and choose.wide_enough(named, args.gpus, console)
     pins = tuple(parse_pin(text) for text in args.pin)
@@ -55,7 +57,7 @@ def run(args: Arguments, console: Console) -> None:
         profile, said = choose.profile(args, console, args.model, cluster, admit)
         console.say(f"asa: {said}")
     device = profile.device
-    cluster = cluster or choose.default_cluster(console, device.type, device.name, args.gpus)
+    cluster = cluster or choose.default_cluster(console, device, args.gpus)
     gpus = args.gpus or cluster.num_devices
     request = Request(
         gpus=gpus,

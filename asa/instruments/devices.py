@@ -1,4 +1,4 @@
-"""How busy devices are while something runs on them: by NVML for GPUs, by the processor time of a rank for CPUs."""
+"""The device of a rank, and how busy devices are: by NVML for GPUs, by the processor time of a rank for CPUs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
+
 from asa.instruments.nvml import Card, watching
+
+
+def device_of_rank(kind: str, local_rank: int) -> torch.device:
+    """A rank's device on its machine: the GPU of its number for ``cuda``, else the processor."""
+    return torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
 
 
 @dataclass

@@ -271,6 +271,16 @@ def _filled(name: DisciplineName, asked: Mapping[str, Any]) -> Discipline:
     return Discipline(name=name, **values)
 
 
+def bearable_one_late(momentum: float) -> float:
+    """Of the largest learning rate at which SGD with that momentum is stable, the share it bears with gradients one
+    update old: a quadratic of curvature c is stable up to ``rate * c = 2 (1 + m)``, one update late up to ``1 - m``.
+
+    >>> [round(1 / bearable_one_late(m), 1) for m in (0.0, 0.5, 0.9)]
+    [2.0, 6.0, 38.0]
+    """
+    return (1 - momentum) / (2 * (1 + momentum))
+
+
 def is_discipline(text: str) -> bool:
     """Whether a whole strategy's name is that of a discipline, with or without figures behind it."""
     return text.partition(":")[0] in NAMES

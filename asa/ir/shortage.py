@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import re
 from typing import Literal
 
 from asa.ir.codec import noun
 from asa.ir.plan import Plan
+
+_SIGNS = re.compile(
+    r"can't allocate memory|out of memory|bad_alloc|_ALLOC_FAILED|Cannot allocate memory", re.IGNORECASE
+)
+_UNITS = {"": 1, "byte": 1, "bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+_ASKED = re.compile(r"(?:tried to allocate|allocate) (\d+(?:\.\d+)?) ?(bytes|byte|KiB|MiB|GiB)", re.IGNORECASE)
 
 
 @noun
@@ -33,3 +41,22 @@ class Shortage:
         """What the plan predicted of this rank."""
         predicted = self.plan.prediction.memory_bytes_per_rank
         return predicted[self.rank] if self.rank < len(predicted) else max(predicted, default=0)
+
+
+def is_exhaustion(error: BaseException) -> bool:
+    """Whether ``error`` says that memory ran out, of the device or of the host."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and _SIGNS.search(str(error)) is not None
+
+
+def asked(error: BaseException) -> int:
+    """Bytes of the allocation that failed; 0 where the message does not say.
+
+    >>> asked(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB."))
+    2147483648
+    """
+    found = _ASKED.search(str(error))
+    return int(float(found[1]) * _UNITS[found[2]]) if found else 0

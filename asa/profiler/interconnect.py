@@ -30,6 +30,8 @@ from asa.sharding.segment import segment_of
 Backend = Literal["gloo", "nccl"]
 
 _TABLES_SHARE, _CONTENTION_SHARE, _OVERLAP_SHARE, _WAITING_SHARE, _SHARDING_SHARE = 0.55, 0.17, 0.12, 0.06, 0.1
+_BRIEF_S = 10.0
+"""In less time than that messages of every other size are measured, beside less work: readings are as many as ever."""
 _LEAST_BYTES = 64
 _IN_TURN = Overlap(compute_slowdown=2.0, communication_slowdown=2.0)
 """Overlap of messages that a rank's own thread carries: while it does, nothing is computed and nothing is saved."""
@@ -74,7 +76,7 @@ def measure_cluster(
     Args:
         backend: ``gloo`` (a rank is one core, one thread) or ``nccl`` (a rank is one CUDA device).
         sizes: bytes of whole messages; 1 KiB to 256 MiB where None.
-        time_limit_s: about how long to take; each figure is still taken three times.
+        time_limit_s: about how long to take; each figure is still taken three times, on less work in little time.
         name: of the cluster; ``local-<backend>-<ranks>`` where None.
         progress: called as ``progress(fraction done, what is being done)``.
 
@@ -83,7 +85,7 @@ def measure_cluster(
         UnavailableError: fewer devices than ranks (nccl).
         WorkersFailedError: a rank failed.
     """
-    chosen = tuple(sorted(set(SIZES if sizes is None else sizes)))
+    chosen = _sizes(time_limit_s) if sizes is None else tuple(sorted(set(sizes)))
     if num_ranks < 1 or not time_limit_s > 0:
         raise UsageError(f"cannot measure {num_ranks} ranks in {time_limit_s:g} s; both must be above zero")
     if not chosen or chosen[0] < _LEAST_BYTES:
@@ -110,6 +112,11 @@ def measure_cluster(
     return _cluster(found, task, num_ranks, name)
 
 
+def _sizes(time_limit_s: float) -> tuple[int, ...]:
+    """Bytes of the messages there is time for."""
+    return tuple(SIZES[::2] if time_limit_s < _BRIEF_S else SIZES)
+
+
 def measure_group(*, backend: Backend = "gloo", time_limit_s: float = 20.0, name: str | None = None) -> Cluster:
     """A cluster measured between the ranks of the group that this process is in already. Collective.
 
@@ -118,7 +125,7 @@ def measure_group(*, backend: Backend = "gloo", time_limit_s: float = 20.0, name
     """
     today = datetime.now(UTC).date().isoformat()
     source = f"measured in the running group, {today}, asa {__version__}, torch {torch.__version__}, {backend}"
-    task = _Task(backend=backend, sizes=tuple(SIZES), time_limit_s=time_limit_s, source=source)
+    task = _Task(backend=backend, sizes=_sizes(time_limit_s), time_limit_s=time_limit_s, source=source)
     with torch.random.fork_rng(devices=[]):
         found = _on_rank(dist.get_rank(), task)
     return _cluster(found, task, dist.get_world_size(), name)
@@ -172,6 +179,7 @@ def _on_rank(rank: int, task: _Task) -> _Found:
 def _measured(rank: int, task: _Task) -> _Found:
     device = torch.device("cuda", torch.cuda.current_device()) if task.backend == "nccl" else torch.device("cpu")
     clock, ranks = clock_of(device), dist.get_world_size()
+    brief = task.time_limit_s < _BRIEF_S
     torch.manual_seed(rank)
 
     def say(fraction: float, what: str) -> None:
@@ -191,13 +199,13 @@ def _measured(rank: int, task: _Task) -> _Found:
         say(0.02, "computing at once")
         # With a core for every rank only caches, memory and clocks are shared; other processes must not count.
         alone = solo_clock_of(device) if ranks <= usable_cores() else clock
-        contention = measure_contention(device, alone, slice_s=_CONTENTION_SHARE * task.time_limit_s)
+        contention = measure_contention(device, alone, slice_s=_CONTENTION_SHARE * task.time_limit_s, small=brief)
         devices = measure_devices(device, device_record(device), alone)
         contention = contention if devices is None else without_speeds(contention, devices)
         groups = _nested_groups(rank, ranks)
         everybody = groups[ranks]
         assert everybody is not None
-        reference = Reference(measure_together(device, clock, everybody))
+        reference = Reference(measure_together(device, clock, everybody, small=brief))
         reference.read()
         tables, spans = _tables(task, device, groups, say, reference)
         say(_CONTENTION_SHARE + _TABLES_SHARE, "computing while messages travel")

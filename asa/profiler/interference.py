@@ -93,20 +93,23 @@ def _scale(device: torch.device) -> int:
     return max(1, min(_GPU_SCALE, free_memory(device) // _SCALE_BYTES)) if device.type == "cuda" else 1
 
 
-def measure_contention(device: torch.device, clock: Clock, *, slice_s: float) -> tuple[Contention, ...]:
+def measure_contention(
+    device: torch.device, clock: Clock, *, slice_s: float, small: bool = False
+) -> tuple[Contention, ...]:
     """Slowdown of the kernels when 1, 2, ... all ranks run them at once, the slowest counting; called by all ranks.
 
-    Counts take turns, so that a drift of the machine hits all of them.
+    Counts take turns, so that a drift of the machine hits all of them. ``small``: samples of a quarter of the time.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    kernels = training_kernels(device)
+    kernels = training_kernels(device, small=small)
+    sample_s = _SAMPLE_S / 4 if small else _SAMPLE_S
     kernels.step()
     inner: dict[str, int] = {}
     pause: dict[str, float] = {}
     for kind, run in kernels.work.items():
         agree()
         seconds = agree(_timed(run, clock, 2) if rank == 0 else 0.0)[0]
-        inner[kind] = max(1, int(_SAMPLE_S / max(seconds, 1e-7)))
+        inner[kind] = max(1, int(sample_s / max(seconds, 1e-7)))
         pause[kind] = inner[kind] * seconds
     taken: dict[tuple[str, int], list[float]] = {}
     started, rounds = time.perf_counter(), 0
@@ -197,11 +200,14 @@ def _while_pending(pending: list[dist.Work], kernels: Kernels, clock: Clock) -> 
     return sum(median(times) for times in taken.values()) if all(taken.values()) else 0.0
 
 
-def measure_together(device: torch.device, clock: Clock, group: dist.ProcessGroup) -> Callable[[], float]:
+def measure_together(
+    device: torch.device, clock: Clock, group: dist.ProcessGroup, *, small: bool = False
+) -> Callable[[], float]:
     """What shows how fast the ranks of ``group`` are just now, in seconds of the slowest: each of the kernels, and an
-    all_reduce of a bucket. Called by all of them."""
-    words = message_within(_common_scale(device, group) * _BUCKET_BYTES, group, device, clock) // 4
-    kernels, bucket = training_kernels(device, group), torch.zeros(words, device=device)
+    all_reduce of a bucket. Called by all of them. ``small``: a tenth of the kernels, a sixteenth of the bucket."""
+    most = _common_scale(device, group) * _BUCKET_BYTES // (16 if small else 1)
+    words = message_within(most, group, device, clock) // 4
+    kernels, bucket = training_kernels(device, group, small=small), torch.zeros(words, device=device)
 
     def work() -> None:
         kernels.step()

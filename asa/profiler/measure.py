@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from asa import __version__
-from asa.errors import UsageError
+from asa.errors import UnavailableError, UsageError
 from asa.instruments import execution
 from asa.instruments.nvml import card_of, watching
 from asa.ir.execution import Compiled, MemoryFormat
 from asa.ir.graph import LayerGraph
 from asa.ir.profile import Precision, Profile, Provenance
+from asa.ir.units import binary
 from asa.launch import give_back_freed_memory, keep_freed_memory
 from asa.profiler.ceilings import measure_ceilings
 from asa.profiler.chain import Chain
@@ -36,7 +38,7 @@ from asa.sharding.tensor import detached_copy, split
 from asa.tracing import TracedModel, trace
 from asa.tracing.alike import signature, stand_ins
 from asa.tracing.component import TracedComponent
-from asa.zoo.inputs import Shape, example
+from asa.zoo.inputs import Shape, example, of_tokens
 from asa.zoo.models import build
 
 Progress = Callable[[float, str], None]
@@ -82,6 +84,7 @@ def profile_model(
     _check(global_batch, time_limit_s, max_tensor_degree)
     require_precision(chosen, precision)
     execution.require(chosen, compiled)
+    _check_room(input_shape, global_batch, chosen)
     if progress is not None:
         progress(0.0, f"building {spec}")
     model = build(spec, num_classes=num_classes, input_shape=input_shape)
@@ -225,6 +228,19 @@ def _check(global_batch: int, time_limit_s: float, max_tensor_degree: int) -> No
         raise UsageError(f"global batch {global_batch} and tensor degree {max_tensor_degree} must be at least 1")
     if not time_limit_s > 0:
         raise UsageError(f"a time limit of {time_limit_s:g} s leaves nothing to measure in; the default is 75")
+
+
+def _check_room(shape: Shape, samples: int, device: torch.device) -> None:
+    """Whether the samples of a batch alone could lie on the device."""
+    each = math.prod(shape) * (8 if of_tokens(shape) else 4)
+    free = free_memory(device)
+    if each * max(samples, _EXAMPLE_SAMPLES) > free:
+        most = free // each
+        remedy = f"take a --global-batch far below {most}" if most >= _EXAMPLE_SAMPLES else "take a smaller --input"
+        raise UnavailableError(
+            f"{samples} samples of {'x'.join(map(str, shape))} are {binary(each * samples)} before any of the model, "
+            f"{device.type} has {binary(free)} free; {remedy}"
+        )
 
 
 def _subject(

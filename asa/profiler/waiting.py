@@ -30,6 +30,7 @@ _MEETINGS = {1: 48, 3: 24, 6: 24, 12: 12, 24: 6, 48: 3, 96: 3, 192: 3}
 which every few take several times as long as most, so that one alone says little. All kernels have a turn in each."""
 _LEAST_MEETINGS = 0.25
 """Share of those meetings that is made however little time there is."""
+_FEWEST_STRETCHES = 3
 _LONG_S, _ALONE = 0.1, 24
 """A stretch of work beside which meeting does not count; and the least kernels that tell how long one takes alone."""
 _MESSAGE_BYTES, _MESSAGE_S = MIB, 0.02
@@ -92,7 +93,13 @@ def _grown(device: torch.device, clock: Clock, group: dist.ProcessGroup, ranks: 
         direct.all_reduce(work(1), group=group)
     step = agree(seconds(_ALONE, 1, meeting=False) / _ALONE, group=group)[0]
     taken: dict[int, list[tuple[float, float, float]]] = {k: [] for k in _MEETINGS if k == 1 or k * step < 2 * _LONG_S}
-    round_s = step * sum(k * _MEETINGS[k] + max(k, _ALONE) for k in taken)
+
+    def seconds_of_a_round(share: float) -> float:
+        return step * sum(k * max(1.0, share * _MEETINGS[k]) + max(k, _ALONE) for k in taken)
+
+    while len(taken) > _FEWEST_STRETCHES and seconds_of_a_round(_LEAST_MEETINGS) > slice_s:
+        del taken[max(taken)]  # in little time the longest, beside which meeting counts least
+    round_s = seconds_of_a_round(1.0)
     share = min(1.0, max(_LEAST_MEETINGS, slice_s / (2 * round_s)))
     meetings = {k: max(1, round(share * _MEETINGS[k])) for k in taken}
     started, rounds = time.perf_counter(), 0

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from asa.ir.codec import noun
-from asa.report.tables import line, table
+from asa.report.tables import folded, line, table
 from asa.report.training import replan_line
 from asa.report.units import NOTHING, percent, seconds
 
@@ -168,9 +168,9 @@ def render(found: Story) -> list[RenderableType]:
     parts: list[RenderableType] = []
     for h in found.happenings:
         at = f"step {h.step}" + ("" if h.epoch is None else f" (epoch {h.epoch + 1})")
-        parts.append(line(f"{at}: {PREFIX.get(h.kind, '')}{h.line}"))
+        parts.append(line(folded(f"{at}: {PREFIX.get(h.kind, '')}{h.line}")))
     if found.stretches:
-        steps = table("Step time between findings and changes", ("steps", "plan", "step"), left=2)
+        steps = table("Step time", ("steps", "plan", "step"), left=2)
         for s in found.stretches:
             steps.add_row(f"{s.first_step} to {s.last_step}", s.plan, seconds(s.step_s))
         parts += [line(""), steps]

@@ -1,4 +1,4 @@
-"""A run, for reading: one line an epoch, predicted beside measured."""
+"""A run, for reading: an epoch in two lines of 80 columns, predicted beside measured."""
 
 from __future__ import annotations
 
@@ -8,25 +8,24 @@ from typing import Any
 from rich.console import RenderableType
 
 from asa.ir.measurements import EpochRecord
-from asa.report.tables import table
+from asa.report.tables import folded, table
 from asa.report.units import error, percent, rate, seconds, size
 
 
 def epoch_line(record: EpochRecord, *, trained: bool = True) -> str:
-    """One epoch: loss, accuracy, speed, and the scheduler's words on predicted against measured."""
+    """One epoch: loss, accuracy, speed; below it the slowest rank, and the scheduler's words on predicted against
+    measured."""
     learnt = (
         f"loss {record.train_loss:.3f}, validation {record.validation_loss:.3f} ({percent(record.validation_accuracy)})"
         if trained
         else "emulated, nothing trained"
     )
     slowest = record.measurements.slowest
-    late = "" if slowest is None else f"rank {slowest[0]} the slowest, waited for {percent(slowest[1])} of a step; "
+    late = "" if slowest is None else f"; rank {slowest[0]} the slowest, waited for {percent(slowest[1])} of a step"
     joules = record.measurements.energy_j
     spent = "" if joules is None else f", {joules / 1e3:.3g} kJ"
-    return (
-        f"epoch {record.epoch + 1}: {learnt}, {seconds(record.seconds)}{spent}, "
-        f"{rate(record.measurements.samples_per_s)}; {late}{record.verdict.reason}"
-    )
+    head = f"epoch {record.epoch + 1}: {learnt}, {seconds(record.seconds)}{spent}, "
+    return f"{head}{rate(record.measurements.samples_per_s)}\n" + folded(f"    {record.verdict.reason}{late}")
 
 
 def replan_line(event: Mapping[str, Any]) -> str:

@@ -322,7 +322,7 @@ def measures_all_that_a_machine_can_tell(folder: Path) -> None:
         "--input",
         "1x8x8",
         "--batch",
-        "2",
+        "16",
         "--seconds",
         "1",
         "--strategies",

@@ -7,17 +7,19 @@ from collections.abc import Sequence
 
 from asa.cost.machine import presets, widen
 from asa.errors import UnavailableError, UsageError
-from asa.ir.cluster import Cluster
+from asa.ir.cluster import Cluster, Contention, Device, Overlap
+from asa.ir.profile import DeviceRecord
 
 
-def nearest(known: Sequence[Cluster], device: str, device_name: str, gpus: int | None) -> Cluster:
+def nearest(known: Sequence[Cluster], record: DeviceRecord, gpus: int | None) -> Cluster:
     """A cluster of ``known`` (measured here) of that device with enough ranks, else a preset of that GPU, else, for a
-    CPU, the largest measured one with more ranks on its cores.
+    CPU, the largest measured one with more ranks on its cores; for one rank, the device alone.
 
     Raises:
         UsageError: there are some, but none of so many devices.
         UnavailableError: there is none.
     """
+    device, device_name = record.type, record.name
     local = [c for c in known if c.device.type == device]
     measured = [c for c in local if c.num_devices >= (gpus or 1)]
     if measured:
@@ -27,6 +29,8 @@ def nearest(known: Sequence[Cluster], device: str, device_name: str, gpus: int |
     fits = [c for c in fits if device == "cpu" or same_gpu(c.device.name, device_name)]
     if fits:
         return min(fits, key=lambda c: c.num_devices)
+    if gpus == 1:
+        return alone(record)
     if local and gpus is not None:
         largest = max(local, key=lambda c: (c.num_devices, c.device.name == device_name))
         if widen.possible(largest, gpus):
@@ -39,6 +43,21 @@ def nearest(known: Sequence[Cluster], device: str, device_name: str, gpus: int |
     raise UnavailableError(
         f"no cluster of {wanted} is known; run `asa cluster measure{flag}` on the machine, or name one with --cluster "
         f"for an estimate ({_named(gpus)})"
+    )
+
+
+def alone(record: DeviceRecord) -> Cluster:
+    """One device, which sends nothing to anybody."""
+    return Cluster(
+        name="alone",
+        backend="nccl" if record.type == "cuda" else "gloo",
+        device=Device(name=record.name, type=record.type, memory_bytes=record.memory_bytes),
+        num_devices=1,
+        levels=(),
+        contention=(Contention(ranks=1, slowdown=1.0),),
+        overlap=Overlap(),
+        status="derived",
+        source="one device, nothing to communicate with",
     )
 
 

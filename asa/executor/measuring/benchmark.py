@@ -29,7 +29,7 @@ from asa.executor.training.optimizer import build_optimizer, learning_rate, set_
 from asa.executor.training.precision import LossScale
 from asa.executor.training.settings import TrainSettings
 from asa.executor.training.worker import LossCounter, Worker
-from asa.instruments.devices import Usage, watched
+from asa.instruments.devices import Usage, device_of_rank, watched
 from asa.instruments.nvml import card_of
 from asa.interfaces.strategy import Strategies
 from asa.ir.bench import AccuracyPoint, Comparison
@@ -270,7 +270,7 @@ def _evaluate(entrant: Entrant, test: ImageSet, votes: Votes, seconds: float, ep
 def _rank(rank: int, plans: Sequence[Plan], build: Callable[[], nn.Module], strategies: Strategies,
           data: Callable[[], tuple[ImageSet, ImageSet]], options: BenchOptions) -> list[Cell]:  # fmt: skip
     votes = Votes(options.timeout_s)
-    device = torch.device(options.device, rank) if options.device == "cuda" else torch.device(options.device)
+    device = device_of_rank(options.device, rank)
     began = time.monotonic()
     train, test = (images.to(device) for images in data())
     test = _some(test, options.evaluation_samples)

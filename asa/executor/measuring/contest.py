@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 
 from asa.executor.measuring.benchmark import BenchOptions, Cell, Entrant, barrier, one_step, slowest
 from asa.executor.model.votes import Votes
 from asa.executor.observing.warmup import warm_up
+from asa.instruments.devices import device_of_rank
 from asa.interfaces.strategy import Strategies
 from asa.ir.plan import Plan
 from asa.launch import run_ranks, tell
@@ -46,7 +46,7 @@ def _rank(rank: int, plans: Sequence[Plan], build: Callable[[], nn.Module], stra
           data: Callable[[], tuple[ImageSet, ImageSet]], options: BenchOptions, policy: Policy,
           ends: float) -> tuple[list[Cell], list[dict[int, float]], list[int]]:  # fmt: skip
     votes = Votes(options.timeout_s)
-    device = torch.device(options.device, rank) if options.device == "cuda" else torch.device(options.device)
+    device = device_of_rank(options.device, rank)
     train = data()[0].to(device)
     order = GlobalOrder(len(train), plans[0].global_batch, options.seed, drop_last=True)
     entrants: dict[int, Entrant] = {}

@@ -31,6 +31,7 @@ from asa.executor.model.state import full_gradients, full_state
 from asa.executor.model.step import Step, microbatches_of, played
 from asa.executor.model.votes import Votes
 from asa.executor.training.optimizer import build_optimizer
+from asa.instruments.devices import device_of_rank
 from asa.interfaces.strategy import Strategies
 from asa.ir.codec import fingerprint
 from asa.ir.consistency import CHANGES
@@ -204,7 +205,7 @@ def one_device(
 ) -> OneDevice:
     """What ``plan`` is held against: its training on one device, that of ``rank``. Equal for all plans of one
     :func:`alone`."""
-    place = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    place = device_of_rank(device, rank)
     one = alone(plan, samples)
 
     def run(dtype: torch.dtype, steps: int, permute: bool = False) -> Trace:
@@ -222,7 +223,7 @@ def _measure(
     rank: int, plan: Plan, build: ModelFactory, strategies: Strategies, device: str, samples: int,
     reference: OneDevice | None, trained: bool,
 ) -> Equivalence | None:  # fmt: skip
-    place = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    place = device_of_rank(device, rank)
 
     def run(dtype: torch.dtype, steps: int) -> Trace:
         return _run(plan, build, strategies, rank, place, samples=samples, dtype=dtype, steps=steps)
@@ -329,7 +330,7 @@ def first_gradients(
     rank: int, plan: Plan, build: ModelFactory, strategies: Strategies, device: str, samples: int, first: int
 ) -> tuple[float, float, str]:
     """On one rank: fp32 gradients of step ``first``, (error, allowed, name) of the worst; zeros but on rank 0."""
-    place = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    place = device_of_rank(device, rank)
 
     def run(p: Plan, dtype: torch.dtype, permute: bool = False) -> Trace:
         return _run(

@@ -8,8 +8,6 @@ matter: ranks compare how full they are between steps.
 from __future__ import annotations
 
 import contextlib
-import errno
-import re
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,38 +20,13 @@ from asa.errors import ExhaustedError
 from asa.instruments.room import fullness, held, tightest
 from asa.ir import codec
 from asa.ir.plan import Plan
-from asa.ir.shortage import Shortage
+from asa.ir.shortage import Shortage, asked, is_exhaustion
 from asa.ir.units import GIB, binary
 
 NOTE = "memory.json"
 """In a run's folder: the shortage it ended by, for whoever starts it again."""
 NEARLY = 0.97
 """Share of the memory there is from which on a run is planned again before it fails."""
-
-_SIGNS = re.compile(
-    r"can't allocate memory|out of memory|bad_alloc|_ALLOC_FAILED|Cannot allocate memory", re.IGNORECASE
-)
-_UNITS = {"": 1, "byte": 1, "bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-_ASKED = re.compile(r"(?:tried to allocate|allocate) (\d+(?:\.\d+)?) ?(bytes|byte|KiB|MiB|GiB)", re.IGNORECASE)
-
-
-def is_exhaustion(error: BaseException) -> bool:
-    """Whether ``error`` says that memory ran out, of the device or of the host."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and _SIGNS.search(str(error)) is not None
-
-
-def asked(error: BaseException) -> int:
-    """Bytes of the allocation that failed; 0 where the message does not say.
-
-    >>> asked(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB."))
-    2147483648
-    """
-    found = _ASKED.search(str(error))
-    return int(float(found[1]) * _UNITS[found[2]]) if found else 0
 
 
 @dataclass

@@ -23,6 +23,7 @@ from asa.executor.running.prepare import Material
 from asa.executor.training.logs import Announce
 from asa.executor.training.settings import TrainSettings
 from asa.executor.training.stopping import StopRequest
+from asa.instruments.devices import device_of_rank
 from asa.interfaces.executor import Executor
 from asa.interfaces.strategy import OPTIMIZER_WORDS, Strategies
 from asa.ir.measurements import EpochRecord
@@ -86,7 +87,7 @@ def work(job: Job, material: Material, votes: Votes, local_rank: int, announce: 
     Raises:
         AsaError: as :func:`asa.executor.running.run.train`.
     """
-    device = torch.device("cuda", local_rank) if job.device_type == "cuda" else torch.device("cpu")
+    device = device_of_rank(job.device_type, local_rank)
     watch = Watch(votes.rank, device, votes=job.watchful)
     made: list[TrainingExecutor] = []
 

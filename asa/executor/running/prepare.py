@@ -21,6 +21,7 @@ from asa.executor.training.logs import RESULT, Announce, RunLog, Work
 from asa.executor.training.settings import TrainSettings
 from asa.ir import codec
 from asa.ir.codec import fingerprint
+from asa.ir.consistency import bearable_one_late
 from asa.ir.plan import Plan
 from asa.launch import cuda_devices, launched, usable_cores
 from asa.zoo.data import ImageSet, open_split
@@ -58,7 +59,7 @@ def prepare(
     Raises:
         AsaError: whatever stands in the way; ``result.json`` says so where the directory can be written.
     """
-    notes = _check_devices(plan, device_type)
+    notes = [*_check_devices(plan, device_type), *_late(plan, settings)]
     resume = settings.resume or _restarted(Path(settings.out))
     out = stack.enter_context(owned(Path(settings.out), resume=resume))
     log = RunLog(out, track=settings.trackers, work=work, listener=on_event)
@@ -150,6 +151,19 @@ def _check_devices(plan: Plan, device_type: str) -> list[str]:
     elif plan.num_ranks > usable_cores():
         return [f"{plan.num_ranks} ranks share {usable_cores()} cores: steps will take longer than predicted"]
     return []
+
+
+def _late(plan: Plan, settings: TrainSettings) -> list[str]:
+    """A remark on the usual learning rate where every gradient is one update old."""
+    pipelined = plan.consistency is not None and plan.consistency.waiting == "pipelined" and len(plan.stages) > 1
+    if not pipelined or (settings.optimizer or plan.optimizer) != "sgd" or settings.lr is not None:
+        return []
+    share, rate = bearable_one_late(settings.momentum), settings.peak_learning_rate("sgd")
+    return [
+        f"{plan.consistency}: gradients are one update old, and SGD with momentum {settings.momentum:g} bears 1/"
+        f"{1 / share:.0f} of the learning rate it bears in step; it is {rate:g}: where the loss stays high, take "
+        f"--lr {rate * share:.2g}"
+    ]
 
 
 def _check_resumable(manifest: Manifest, plan: Plan, settings: TrainSettings, num_samples: int) -> None:
