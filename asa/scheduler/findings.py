@@ -50,10 +50,14 @@ def awry(measured: Measurements) -> dict[int, str]:
     return found
 
 
+def _finite(seconds: float) -> float:
+    return seconds if math.isfinite(seconds) else 0.0
+
+
 def finite(measured: Measurements) -> Measurements:
     """``measured`` with 0 for figures of ranks that are no numbers, which no log could hold; without such transfers."""
     ranks = [
-        replace(r, **{f: 0.0 for f in ("own_s", "waiting_s", "data_wait_s") if not math.isfinite(getattr(r, f))})
+        replace(r, own_s=_finite(r.own_s), waiting_s=_finite(r.waiting_s), data_wait_s=_finite(r.data_wait_s))
         for r in measured.per_rank
     ]
     for i, rank in enumerate(ranks):
