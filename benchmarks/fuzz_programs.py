@@ -12,6 +12,8 @@ forked ranks; the state after two epochs is compared with that of one process. D
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import random
 import warnings
@@ -28,10 +30,16 @@ from torch.utils.data import DataLoader, TensorDataset
 import asa
 from asa.errors import AsaError
 from asa.ir.plan import Plan
-from asa.launch import run_ranks
+from asa.launch import run_ranks, tell
 from planner_tests.hand_plans import hand_plan
 
 FEATURES, CLASSES, TOKENS = 8, 4, 20
+STRANGE = ["weighted", "ignored", "masked", "hardest", "spread", "log_of_mean", "gathered", "by_place"]
+"""Losses that are no plain means over samples; some say what they divide by."""
+LOOPS = ["usual", "accumulate", "clip", "schedule", "thaw", "two_backwards", "average", "again", "kept", "by_loss",
+         "by_reduced_loss", "plateau", "chunks", "skips", "clip_values", "by_hand"]  # fmt: skip
+WORDS = ("not checked", "draws", "this rank's samples")
+"""In lines on standard error that say what differs."""
 ALLOWED = 1e-8
 """Largest relative distance of a tensor that rounding may explain: adaptive steps amplify what is near zero."""
 
@@ -62,6 +70,13 @@ class Skip(nn.Module):
         return x + self.gain * F.gelu(self.layer(x))
 
 
+class Mixing(nn.Module):
+    """Takes the mean of its batch away: a rank has another, and is warned of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - 0.5 * x.mean(0)
+
+
 class Net(nn.Module):
     """A body of random layers with one head or two."""
 
@@ -74,6 +89,7 @@ class Net(nn.Module):
             "linear": lambda: nn.Sequential(nn.Linear(width, width), nn.GELU()),
             "wide": lambda: nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, width)),
             "norm": lambda: nn.LayerNorm(width), "frozen_norm": lambda: nn.BatchNorm1d(width),
+            "exact_norm": lambda: nn.BatchNorm1d(width), "mixing": Mixing,
             "skip": lambda: Skip(width), "experts": lambda: Experts(width), "group": lambda: nn.GroupNorm(2, width),
         }  # fmt: skip
         self.body = nn.Sequential(first, *(made[name]() for name in layers if name in made))
@@ -108,7 +124,7 @@ class Draw:
 def drawn(seed: int, number: int, ranks: int) -> Draw:
     """Draw ``number``."""
     r = random.Random(f"{seed}:{number}")
-    kinds = ["linear", "wide", "norm", "frozen_norm", "skip", "experts", "group"]
+    kinds = ["linear", "wide", "norm", "frozen_norm", "skip", "experts", "group", "exact_norm"] * 3 + ["mixing"]
     tokens = r.random() < 0.25
     layers = tuple(r.choice(kinds) for _ in range(r.randint(1, 4)))
     optimizer = r.choice(["sgd", "adamw", "adagrad", "rmsprop", "two", "nesterov", "adam_amsgrad"])
@@ -118,11 +134,11 @@ def drawn(seed: int, number: int, ranks: int) -> Draw:
     layouts = [(d, t) for d in range(1, ranks + 1) for t in range(1, ranks + 1) if ranks % (d * t) == 0]
     alike = r.random() < 0.6
     batch = r.randint(2, 9)
+    losses = ["mean", "mean", "smoothed", "squares", "second", *STRANGE, *([] if tokens else ["penalty"])]
     return Draw(
         number=number, layers=layers, width=r.choice([6, 8, 12]), heads=heads, tokens=tokens, frozen=r.random() < 0.25,
-        loss=r.choice(["mean", "mean", "smoothed", "squares", "second"] + (["penalty"] if not tokens else [])),
-        optimizer=optimizer,
-        loop=r.choice(["usual", "accumulate", "clip", "schedule", "thaw", "two_backwards", "average", "again", "kept"]),
+        loss=r.choice(losses), optimizer=optimizer,
+        loop=r.choice(LOOPS),
         samples=r.randint(2 * batch, 4 * batch), batch=batch, shuffle=r.random() < 0.5,
         layout=tuple((ranks, 1) if alike and r.random() < 0.8 else r.choice(layouts) for _ in range(1 if alike else 4)),
         data=tuple(r.choice(["replicate", "zero1", "zero2", "zero3"]) for _ in range(1 if alike else 4)),
@@ -135,10 +151,9 @@ def made(draw: Draw) -> tuple[nn.Module, Any, DataLoader[Any]]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(draw.number)
         net = Net(list(draw.layers), draw.width, draw.heads, draw.tokens).double()
-        x = torch.randint(TOKENS, (draw.samples, 5)) if draw.tokens else torch.randn(draw.samples, FEATURES).double()
-        y = torch.randint(CLASSES, (draw.samples,))
-    for m in net.modules():
-        if isinstance(m, nn.BatchNorm1d):
+    x, y = draw_samples(draw)
+    for kind, m in zip(["first", *(k for k in draw.layers if k != "sparse")], net.body, strict=True):
+        if kind == "frozen_norm":
             m.eval()
     if draw.frozen:
         next(net.parameters()).requires_grad_(False)
@@ -146,6 +161,14 @@ def made(draw: Draw) -> tuple[nn.Module, Any, DataLoader[Any]]:
         TensorDataset(x, y), draw.batch, shuffle=draw.shuffle, generator=torch.Generator().manual_seed(1)
     )
     return net, _optimizer(draw.optimizer, list(net.parameters())), loader
+
+
+def draw_samples(draw: Draw) -> tuple[Tensor, Tensor]:
+    """All inputs and labels."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(draw.number + 1)
+        x = torch.randint(TOKENS, (draw.samples, 5)) if draw.tokens else torch.randn(draw.samples, FEATURES).double()
+        return x, torch.randint(CLASSES, (draw.samples,))
 
 
 def _optimizer(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -174,6 +197,8 @@ def _loss(draw: Draw, net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     outs = out if isinstance(out, tuple) else (out,)
     if draw.loss == "second":
         return F.cross_entropy(outs[-1], y)
+    if draw.loss in STRANGE:
+        return _strange(draw.loss, outs[0], y)
     total = sum(
         (F.cross_entropy(o, y, label_smoothing=0.1 * (draw.loss == "smoothed")) for o in outs), outs[0].new_zeros(())
     )
@@ -185,10 +210,28 @@ def _loss(draw: Draw, net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return total
 
 
+def _strange(kind: str, out: Tensor, y: Tensor) -> Tensor:
+    each = F.cross_entropy(out, y, reduction="none")
+    found: Tensor = {
+        "weighted": lambda: F.cross_entropy(out, y, weight=torch.tensor([0.2, 3.0, 1.0, 0.5], dtype=out.dtype)),
+        "ignored": lambda: F.cross_entropy(out, torch.where(y == 1, -100, y)),
+        "masked": lambda: asa.mean_over(each[y > 0].sum(), (y > 0).sum()),
+        "hardest": lambda: each.topk((len(y) + 1) // 2).values.mean(),
+        "spread": lambda: each.mean() + 0.1 * out.var(0, unbiased=False).sum(),
+        "log_of_mean": lambda: each.mean().log1p(),
+        "gathered": lambda: (lambda o, t: (F.cross_entropy(o, t, reduction="none") ** 2).mean().sqrt())(
+            asa.gather(out), asa.gather(y)
+        ),
+        "by_place": lambda: (each * torch.arange(1.0, 1 + len(y)).to(each)).mean(),
+    }[kind]()
+    return found
+
+
 def loop(draw: Draw, net: nn.Module, opt: Any, batches: Any) -> dict[str, Tensor]:
     """What the program does; its state behind that."""
     optimizers = [opt, *([opt.second] if draw.optimizer == "two" else [])]
     schedules = [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in optimizers if draw.loop == "schedule"]
+    plateaus = [torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0, threshold=0.5) for o in optimizers]
     averages = [p.detach().clone() for p in net.parameters()] if draw.loop == "average" else []
     for epoch in range(2):
         if draw.loop == "thaw":
@@ -199,8 +242,26 @@ def loop(draw: Draw, net: nn.Module, opt: Any, batches: Any) -> dict[str, Tensor
             if draw.loop != "accumulate" or i % 2 == 0:
                 for o in optimizers:
                     o.zero_grad(set_to_none=draw.loop != "again")
+            if draw.loop == "chunks" and len(y) > 1:
+                half = len(y) // 2
+                (_loss(draw, net, x[:half], y[:half]) * (half / len(y))).backward()
+                x, y = x[half:], y[half:]
             loss = _loss(draw, net, x, y)
+            if draw.loop == "skips" and float(loss.detach()) < 1.2:
+                continue
             loss.backward(retain_graph=draw.loop == "two_backwards")
+            if draw.loop in ("by_loss", "by_reduced_loss"):
+                size = float(loss.detach() if draw.loop == "by_loss" else asa.reduce(loss.detach()))
+                for group in optimizers[0].param_groups:
+                    group["lr"] = 0.02 * size
+            if draw.loop == "clip_values":
+                nn.utils.clip_grad_value_(net.parameters(), 0.01)
+            if draw.loop == "by_hand":
+                with torch.no_grad():
+                    for p in net.parameters():
+                        if p.grad is not None and p.requires_grad:
+                            p.sub_(p.grad.to_dense(), alpha=0.05)
+                continue
             if draw.loop == "two_backwards":
                 (0.5 * loss).backward()
             if draw.loop == "again":
@@ -222,6 +283,14 @@ def loop(draw: Draw, net: nn.Module, opt: Any, batches: Any) -> dict[str, Tensor
                 a.mul_(0.5).add_(p.detach(), alpha=0.5)
         for schedule in schedules:
             schedule.step()
+        if draw.loop == "plateau":
+            net.eval()
+            with torch.no_grad():
+                x, y = draw_samples(draw)
+                seen = float(F.cross_entropy(o[0] if isinstance(o := net(x), tuple) else o, y))
+            net.train()
+            for plateau in plateaus:
+                plateau.step(seen)
     return dict(net.state_dict())
 
 
@@ -238,42 +307,83 @@ def plan_of(draw: Draw, ranks: int) -> Plan:
     return found
 
 
-def spread(rank: int, draw: Draw, plan: Plan) -> tuple[str, Any]:
-    """What a rank says of the draw: ("done", state), ("refused", text) or ("broken", text)."""
-    del rank
-    with warnings.catch_warnings(record=True) as heard:
+def spread(draw: Draw, plan: Plan) -> tuple[str, Any]:
+    """What this rank says of the draw: ("done", (state, what it heard)), ("refused", text) or ("broken", text)."""
+    text = io.StringIO()
+    with warnings.catch_warnings(record=True) as heard, contextlib.redirect_stderr(text):
         warnings.simplefilter("always")
         try:
             net, opt, batches = asa.parallelize(*made(draw), plan=plan, batch_norm="exact")
             state = loop(draw, net, opt, batches)
+            net.close()
         except AsaError as error:
             return "refused", f"{type(error).__name__}: {error}"
         except Exception as error:
             return "broken", f"{type(error).__name__}: {error}"
     said = [str(w.message) for w in heard if w.category is UserWarning]
-    return "done", (state, said)
+    lines = [line for line in text.getvalue().splitlines() if any(w in line for w in WORDS)]
+    return "done", (state, said + lines)
+
+
+def spread_all(rank: int, draws: list[Draw], plans: list[Plan]) -> None:
+    """Tell the parent what this rank says of each draw, up to one behind which ranks may be out of step."""
+    del rank
+    for draw, plan in zip(draws, plans, strict=True):
+        found = spread(draw, plan)
+        tell((draw.number, found))
+        if found[0] != "done":
+            return
 
 
 def judged(draw: Draw, ranks: int) -> dict[str, Any]:
     """The verdict on a draw: ``right``, ``refused``, ``warned``, ``silent`` (other numbers without a word), ``broken``
     (an error that is none of asa's) or ``hung``."""
+    return judged_all([draw], ranks)[0]
+
+
+def judged_all(draws: list[Draw], ranks: int) -> list[dict[str, Any]]:
+    """The verdicts on draws, which the same ranks run one after another as far as they stay in step."""
+    found: list[dict[str, Any]] = []
+    while len(found) < len(draws):
+        left = draws[len(found) :]
+        answers: dict[int, dict[int, Any]] = {d.number: {} for d in left}
+
+        def hear(rank: int, message: Any, answers: dict[int, dict[int, Any]] = answers) -> None:
+            answers[message[0]][rank] = message[1]
+
+        why = ""
+        try:
+            plans = [plan_of(d, ranks) for d in left]
+            run_ranks(
+                ranks, spread_all, left, plans, threads=1, timeout_s=20, limit_s=60 + 5 * len(left), on_message=hear
+            )
+        except AsaError as error:
+            why = str(error)
+        for draw in left:
+            said = answers[draw.number]
+            if len(said) < ranks and all(kind == "done" for kind, _ in said.values()):
+                if why:
+                    found.append({"verdict": "hung", "why": why})
+                break
+            found.append(_verdict(draw, list(said.values())))
+            if found[-1]["verdict"] in ("refused", "broken"):
+                break
+    return found
+
+
+def _verdict(draw: Draw, answers: list[tuple[str, Any]]) -> dict[str, Any]:
+    wrong = [(kind, what) for kind, what in answers if kind != "done"]
+    if wrong:
+        kind = "broken" if any(kind == "broken" for kind, _ in wrong) else "refused"
+        return {"verdict": kind, "why": next(what for k, what in wrong if k == kind)}
     wanted = loop(draw, *made(draw))
-    try:
-        plan = plan_of(draw, ranks)
-        found = run_ranks(ranks, spread, draw, plan, threads=1, timeout_s=30, limit_s=90)
-    except AsaError as error:
-        return {"verdict": "hung", "why": str(error)}
-    kinds = {kind for kind, _ in found}
-    if kinds != {"done"}:
-        kind = "refused" if kinds == {"refused"} else "broken"
-        return {"verdict": kind, "why": next(what for k, what in found if k != "done")}
     worst = max(
         (float((state[n] - w).abs().max() / w.abs().max().clamp(min=1e-12)), n)
-        for _, (state, _) in found
+        for _, (state, _) in answers
         for n, w in wanted.items()
         if w.numel()
     )
-    said = [text for _, (_, heard) in found for text in heard]
+    said = [text for _, (_, heard) in answers for text in heard]
     verdict = "right" if worst[0] <= ALLOWED else "warned" if said else "silent"
     return {"verdict": verdict, "distance": worst[0], "tensor": worst[1], "said": said[:1]}
 
@@ -292,16 +402,25 @@ def main() -> None:
     numbers = [args.only] if args.only is not None else range(args.first, args.first + args.count)
     verdicts: Counter[str] = Counter()
     rows = []
-    for number in numbers:
-        draw = drawn(args.seed, number, args.ranks)
-        found = judged(draw, args.ranks)
-        verdicts[found["verdict"]] += 1
-        rows.append({**asdict(draw), **found})
-        if found["verdict"] not in ("right",):
-            print(number, found, asdict(draw), flush=True)
+    for first in range(0, len(numbers), 10):
+        draws = [drawn(args.seed, number, args.ranks) for number in numbers[first : first + 10]]
+        for draw, found in zip(draws, judged_all(draws, args.ranks), strict=True):
+            verdicts[found["verdict"]] += 1
+            rows.append({"seed": args.seed, "ranks": args.ranks, **asdict(draw), **found})
+            if found["verdict"] not in ("right", "warned"):
+                print(draw.number, found, asdict(draw), flush=True)
+        if args.o is not None:
+            _record(args.o, rows)
     print(dict(verdicts))
-    if args.o is not None:
-        args.o.write_text(json.dumps({"verdicts": verdicts, "draws": rows}, indent=1) + "\n")
+
+
+def _record(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Add ``rows`` to the record, which counts what it has by verdict."""
+    known = json.loads(path.read_text())["draws"] if path.exists() else []
+    draws = {(d["seed"], d["ranks"], d["number"]): d for d in (*known, *rows)}
+    counts = Counter(d["verdict"] for d in draws.values())
+    text = ",\n".join(json.dumps(d) for _, d in sorted(draws.items()))
+    path.write_text(f'{{"verdicts": {json.dumps(counts)}, "draws": [\n{text}\n]}}\n')
 
 
 if __name__ == "__main__":

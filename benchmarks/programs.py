@@ -44,7 +44,7 @@ RECORD = Path(__file__).parent / "records" / "programs.json"
 CLUSTER = str(Path(__file__).parent.parent / "profiles" / "cluster.local-gloo-2.json")
 Task = tuple[str, str]
 """Names of a program and of a plan."""
-_WORDS = ("not checked", "draws")
+_WORDS = ("not checked", "draws", "this rank's samples")
 """What a line on standard error says of numbers that may be others."""
 
 

@@ -40,6 +40,40 @@ def _hooked(net: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(out, y)
 
 
+def _each(z: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(z, y, reduction="none")
+
+
+def _attacked(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(F.cross_entropy(net(x), y), x)
+    return F.cross_entropy(net((x + 0.5 * slope).detach()), y)
+
+
+class _Late:
+    """Another loss for the last of three batches, far behind the steps that are looked at anyway."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, net: Any, _epoch: int, x: Tensor, y: Tensor) -> Tensor:
+        self.calls += 1
+        z = net(x)
+        return F.cross_entropy(z, y) + (_spread_out(z) if self.calls > 15 and self.calls % 3 == 0 else 0)
+
+
+class _Kept:
+    """Divides by a running mean of the losses so far, a tensor."""
+
+    def __init__(self) -> None:
+        self.mean = torch.ones((), dtype=torch.float64)
+
+    def __call__(self, net: Any, _epoch: int, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(net(x), y)
+        self.mean = 0.5 * self.mean + 0.5 * loss.detach()
+        return loss / self.mean
+
+
 class _Own:
     """Divides by a running mean of the losses so far, a number of Python's."""
 
@@ -64,6 +98,19 @@ SAID: dict[str, tuple[Loop, str]] = {
         _loop(lambda n, _, x, y: F.cross_entropy(n(x + torch.randn_like(x)), y), 1), "what the model is given"
     ),
     "a number of a rank's own": (_loop(_Own(), 1), "a number that differs between ranks"),
+    "a threshold of the batch": (
+        _loop(lambda n, _, x, y: (lambda r: (r * (r <= r.detach().quantile(0.8))).mean())(_each(n(x), y)), 1),
+        "no mean over samples",
+    ),
+    "a mean kept between steps": (_loop(_Kept(), 2), "no mean over samples"),
+    "weights by the place in a batch": (
+        _loop(lambda n, _, x, y: (_each(n(x), y) * torch.arange(1.0, 1 + len(y)).double()).mean(), 1), "place in it"
+    ),
+    "gradients of the inputs": (_loop(lambda n, _, x, y: _attacked(n, x, y), 1), "not checked"),
+    "from one step on": (_loop(_Late(), 8), "no mean over samples"),
+    "logged": (
+        _loop(lambda n, _, x, y: (lambda z: (z.item(), z)[1])(F.cross_entropy(n(x), y)), 1), "this rank's samples"
+    ),
     "a hook on an output": (_loop(lambda n, _, x, y: _hooked(n, x, y), 1), "a hook changes gradients"),
 }  # fmt: skip
 QUIET: dict[str, Loop] = {
@@ -71,7 +118,8 @@ QUIET: dict[str, Loop] = {
     "two backwards of one forward": _loop(
         lambda n, _, x, y: (lambda z: (F.cross_entropy(z, y).backward(retain_graph=True), z.square().mean())[1])(n(x))
     ),
-    "logged": _loop(lambda n, _, x, y: (lambda z: (z.item(), z)[1])(F.cross_entropy(n(x), y))),
+    "indexed by place": _loop(lambda n, _, x, y: -n(x).log_softmax(1)[torch.arange(len(y)), y].mean()),
+    "divided by how many numbers there are": _loop(lambda n, _, x, y: n(x).square().sum() / n(x).numel()),
 }
 
 

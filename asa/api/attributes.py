@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from asa.errors import UsageError
 from asa.executor.model.parameter_hooks import replaced
 from asa.tracing.preserve import preserved
+from asa.tracing.whole import WholeModel
 
 if TYPE_CHECKING:
     from asa.api.placed import PlacedModel
@@ -26,8 +27,10 @@ def found(placed: PlacedModel, name: str) -> Any:
         AttributeError: the model has none of that name.
     """
     origin, parallel = placed.origin, placed.parallel
+    first = parallel.components[0] if parallel is not None else None
+    runs = first.__dict__["_whole"] if isinstance(first, WholeModel) else origin
     try:
-        value = getattr(origin, name)
+        value = getattr(runs if isinstance(runs.__dict__.get(name), Tensor) else origin, name)
     except AttributeError:
         raise AttributeError(f"{type(origin).__name__!r} object has no attribute {name!r}") from None
     if parallel is None:
@@ -36,10 +39,29 @@ def found(placed: PlacedModel, name: str) -> Any:
         return partial(_method, placed, name)
     if isinstance(value, nn.Parameter):
         return dict(placed.named_parameters()).get(name, value)
+    if isinstance(value, Tensor) and value.grad_fn is not None:
+        if runs is origin and not isinstance(first, WholeModel):
+            raise UsageError(
+                f"model.{name} is computed in forward, with gradients, and this plan cuts the model into components, "
+                "which leave nothing in its attributes: return it from forward beside the output"
+            )
+        return placed.beside(value)
     if isinstance(value, nn.Module):
-        for component in parallel.components:
-            if isinstance(part := component._modules.get(name), nn.Module):
-                return part
+        return at(placed, value)
+    return value
+
+
+def at(placed: PlacedModel, value: Any) -> Any:
+    """What ranks have of a module of the model; anything else as it is."""
+    if not isinstance(value, nn.Module) or placed.parallel is None:
+        return value
+    path = next((n for n, m in placed.origin.named_modules() if m is value), "")
+    for component in placed.parallel.components:
+        part: Any = component
+        for name in path.split("."):
+            part = None if part is None else part._modules.get(name)
+        if part is not None:
+            return part
     return value
 
 

@@ -194,6 +194,7 @@ class GlobalBatches:
                 for samples in (2, 3) if self.own_collate else (2,):
                     batch = self.loader.collate_fn([self.loader.dataset[k] for k in range(samples)])
                     self._draws = self._draws or generators_now() != before
+                    self._draws = self._draws or not self._reads_alike()
                     leaves = pytree.tree_leaves(batch)
                     found.append([(tuple(t.shape) if isinstance(t, Tensor) else None, samples) for t in leaves])
         except Exception:  # whatever a data set or a collate_fn raises; each rank makes batches of its own samples then
@@ -201,6 +202,12 @@ class GlobalBatches:
         small, large = found[0], found[-1]
         rows = [a == b or (a and b and (a[0], b[0]) == (n, m)) for (a, n), (b, m) in zip(small, large, strict=False)]
         return len(small) == len(large) and all(rows) and any(a and a[0] == n for a, n in small)
+
+    def _reads_alike(self) -> bool:
+        """Whether the first sample is the same when it is read again."""
+        one, two = (pytree.tree_leaves(self.loader.dataset[0]) for _ in range(2))
+        pairs = zip(one, two, strict=True)
+        return all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor) and a.shape == b.shape)
 
     def _first(self) -> Any:
         """The first batch; kept for the epoch where the loader can be gone through only once (a generator)."""
@@ -307,10 +314,15 @@ class GlobalBatches:
 
     def _agreed(self, seed: int | None) -> list[list[Any]]:
         """Rank 0's batches of indices, on every rank."""
+        alike = seed is None and self.votes.num_ranks > 1 and self._generators_alike()
         drawn = self.votes.once(lambda: self._draw(seed))
         if self.votes.num_ranks == 1:
             assert drawn is not None
             return drawn
+        if alike:  # what a program draws next is to stay the same on all ranks
+            state = torch.get_rng_state()
+            self.votes.broadcast(state)
+            torch.set_rng_state(state)
         if not self.votes.tell(drawn is not None and all(type(k) is int for one in drawn for k in one)):
             found: list[list[Any]] = self.votes.tell(drawn)  # keys of another kind, as far as JSON can carry them
             return found
@@ -320,6 +332,10 @@ class GlobalBatches:
             flat = torch.empty(sum(sizes), dtype=torch.int64)
         self.votes.broadcast(flat)
         return [part.tolist() for part in flat.split(sizes)] if sizes else []
+
+    def _generators_alike(self) -> bool:
+        mine = float(zlib.crc32(torch.get_rng_state().numpy().tobytes()))
+        return len({each[0] for each in self.votes.gather([mine])}) == 1
 
     def _draw(self, seed: int | None) -> list[list[Any]]:
         sampler = self.loader.batch_sampler

@@ -62,7 +62,7 @@ def check(step: Callable[..., Tensor], *batch: Any) -> Check:
         raise UsageError(f"step returned {type(loss).__name__}, not a loss of one number")
     if not models:
         return Check(True, "one rank has the whole batch: there is nothing to compare")
-    placed, nodes = found_below([loss])
+    placed, nodes, _ = found_below([loss])
     if placed is None or placed.terms is None:
         raise UsageError("step returned a loss that does not come of a model of asa.parallelize in training mode")
     if trials[id(placed)].trusted:

@@ -14,19 +14,24 @@ from torch.utils import _pytree as pytree
 from asa.api.tape import MOST_BYTES, Tape
 from asa.executor.model.votes import Votes
 
+_ROUNDING = 1e-10
+"""By how much a reading is to be nearer than one that is preferred."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
     """How a loss on the parts differs from that on the whole. ``loss_parts`` is the mean over the samples of what ranks
     have, ``loss_whole`` that of the whole batch, ``gradients`` the largest relative distance of an output's gradient,
     ``inputs`` that of what the model is given. ``own``: a number in the program that is another on every rank.
-    ``unknown``: why it could not be told."""
+    ``repeated``: whether a tensor with rows, made beside the batch, is the same on every rank. ``unknown``: why it
+    could not be told."""
 
     loss_parts: float = 0.0
     loss_whole: float = 0.0
     gradients: float = 0.0
     inputs: float = 0.0
     own: float | None = None
+    repeated: bool = False
     unknown: str = ""
 
 
@@ -36,7 +41,10 @@ class Comparison:
     def __init__(self, votes: Votes, tape: Tape, loss: Tensor, weight: float) -> None:
         self._votes, self._tape, self._loss, self._weight = votes, tape, loss, weight
         self._seen: dict[int, Tensor] = {}
-        self._wholes: list[dict[int, Tensor]] = []
+        self._wholes: list[tuple[dict[int, Tensor], bool, bool]] = []
+        self._repeated = False
+        self._apart_by: float | None = None
+        """What a tensor that has no rows, and is another on every rank, is on rank 0."""
         self.unknown = self._prepare()
 
     def _prepare(self) -> str:
@@ -70,6 +78,8 @@ class Comparison:
         alike: dict[int, Tensor] = {}
         summed: dict[int, Tensor] = {}
         wholes: dict[int, Tensor] = {}
+        others = False
+        made = len(tape.outputs) + tape.read
         for number, (tensor, cut) in enumerate(zip(leaves, batched, strict=True)):
             at = places[number]
             plain = tensor.detach().as_subclass(Tensor)
@@ -80,15 +90,31 @@ class Comparison:
                     p.shape == parts[0].shape and torch.equal(p, parts[0]) for p in parts
                 ):
                     alike[at] = plain
+                    if number >= made and not self._repeated and bool((plain != plain[:1]).any()):
+                        count = len(plain) // tape.rows * sum(int(f[2]) for f in found)
+                        if torch.equal(plain, torch.arange(len(plain), device=plain.device, dtype=plain.dtype)):
+                            wholes[at] = torch.arange(count, device=plain.device, dtype=plain.dtype)
+                        else:
+                            self._repeated = True
             else:
                 fixed[at] = plain
-                if votes.everyone(not tensor.dim()):
-                    every = [v[0] for v in votes.gather([float(plain)])]
-                    if len(set(every)) > 1:  # a count of this rank's samples, it may be
-                        summed[at] = torch.full_like(plain, sum(every))
+                known = plain.double().reshape(-1) if type(plain) is Tensor and plain.layout is torch.strided else None
+                every = [v[0] for v in votes.gather([0.0 if known is None else float(known.abs().sum())])]
+                from_loader = len(tape.outputs) <= number < made and bool(tensor.dim())
+                if (
+                    len(set(every)) > 1 and known is not None and not from_loader
+                ):  # a count of this rank's samples, it may be
+                    self._apart_by = every[0]
+                    others = others or bool(tensor.dim())
+                    if not tensor.dim():
+                        summed[at] = torch.full_like(plain, sum(v[0] for v in votes.gather([float(plain)])))
         base = fixed | wholes
-        readings = (base, base | summed, base | alike, base | alike | summed)
-        self._wholes = [r for i, r in enumerate(readings) if (summed or not i % 2) and (alike or i < 2)]
+        readings = ((base | alike | summed, False), (base | summed, False), (base | alike, True), (base, True))
+        self._wholes = [
+            (r, others or (own and bool(summed)), self._repeated and bool(i % 2))
+            for i, (r, own) in enumerate(readings)
+            if (summed or i > 1) and (alike or i % 2)
+        ]
         self._rows = rows
         return ""
 
@@ -102,16 +128,19 @@ class Comparison:
     def grown(self) -> list[Callable[[int], int]]:
         """What whole numbers in a program may mean: themselves, this rank's samples, or so many times those."""
         mine, total = self._tape.rows, sum(self._rows)
-        sizes = {int(t.shape[0]) for t in self._tape.kept if isinstance(t, Tensor) and t.dim()}
+        tensors = [t for t in self._tape.kept if isinstance(t, Tensor) and t.dim()]
+        sizes, numbers = {int(t.shape[0]) for t in tensors}, {t.numel() for t in tensors}
         return [
             lambda n: n,
             lambda n: total if n == mine else n,
             lambda n: n // mine * total if n in sizes and n % mine == 0 else n,
+            lambda n: n // mine * total if n in numbers and n % mine == 0 else n,
         ]
 
-    def whole(self) -> list[tuple[float, list[Tensor], list[tuple[Tensor, Tensor]]]]:
+    def whole(self) -> list[tuple[float, list[Tensor], list[tuple[Tensor, Tensor]], bool, bool]]:
         """The loss of the whole batch, the gradients of this rank's rows of the outputs, and its rows of what the model
-        would be given beside what it was given: by every reading of the program that runs."""
+        would be given beside what it was given: by every reading of the program that runs; and whether that takes
+        tensors that differ between ranks for what they are here."""
         tape = self._tape
         first, total = sum(self._rows[: self._votes.rank]), sum(self._rows)
         at = tape.place_of(self._loss)
@@ -123,7 +152,7 @@ class Comparison:
             per = len(whole) // total
             return whole[first * per : (first + tape.rows) * per]
 
-        for values in self._wholes:
+        for values, own_ones, repeated in self._wholes:
             for number in self.grown():
                 held = {k: v.clone() for k, v in values.items()}
                 outputs = []
@@ -139,12 +168,14 @@ class Comparison:
                 except Exception:  # numbers that fit no shape
                     continue
                 pairs = []
+                if any(tape.place_of(t) not in done for t in given):  # something on the way cannot be done again
+                    continue
                 for t in given:
                     there = done.get(tape.place_of(t))
                     if there is not None and there.dim() and len(there) * tape.rows == len(t) * total:
                         pairs.append((mine(there.detach()), t.detach().as_subclass(Tensor)))
                 rows = [mine(torch.zeros_like(e) if g is None else g) for e, g in zip(outputs, gradients, strict=True)]
-                found.append((float(done[at].detach().sum()), rows, pairs))
+                found.append((float(done[at].detach().sum()), rows, pairs, own_ones, repeated))
         return found
 
     def difference(self, received: list[Tensor | None]) -> Difference:
@@ -159,16 +190,18 @@ class Comparison:
         count = int(min(v[0] for v in votes.gather([float(len(readings))])))
         if not count:
             return Difference(unknown="it cannot be done again with a whole batch")
-        for value, rows, pairs in readings[:count]:
+        for value, rows, pairs, own_ones, repeated in readings[:count]:
             gradients = [
                 (torch.zeros_like(want) if got is None else got.detach().to(want) * share, want)
                 for got, want in zip(received, rows, strict=True)
             ]
             found = Difference(
                 loss_parts=parts, loss_whole=value, gradients=self._apart(gradients),
-                inputs=self._apart([(t, want) for want, t in pairs]), own=self._own,
+                inputs=self._apart([(t, want) for want, t in pairs]),
+                own=self._apart_by if own_ones and self._own is None else self._own,
+                repeated=repeated,
             )  # fmt: skip
-            if best is None or max(found.gradients, found.inputs) < max(best.gradients, best.inputs):
+            if best is None or max(found.gradients, found.inputs) < max(best.gradients, best.inputs) - _ROUNDING:
                 best = found
         assert best is not None
         return best

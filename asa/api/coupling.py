@@ -1,4 +1,4 @@
-"""Models that compute a sample's output from other samples of its batch, without being a BatchNorm."""
+"""Models that compute a sample's output or gradient from other samples of its batch, without being a BatchNorm."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ from asa.ir.plan import Plan
 from asa.tracing.preserve import preserved
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
+_LOOSER, _SCALE, _ELEMENTS, _FEWEST = 10.0, 1000.0, 1 << 22, 2
+"""Times the tolerance for gradients; by how much those of the halves are scaled, as a mean over fewer samples is; of
+how many numbers gradients are taken at most; samples of a half."""
 
 
 class _Each(TorchFunctionMode):
@@ -34,8 +37,9 @@ class _Each(TorchFunctionMode):
 
 
 def coupled(model: nn.Module, call: Call | None, *, exact: bool = False) -> float:
-    """How far outputs move when a batch is computed in two halves, relative to their size; 0 where they do not, or
-    where that cannot be told.
+    """How far outputs, or gradients of a sum over samples, move when a batch is computed in two halves, relative to
+    their size; 0 where they do not, or where that cannot be told. Gradients that are not in proportion to those of the
+    outputs (clamped, normalised on the way) move, too.
 
     ``call`` has two samples or more. What is drawn is left out, and BatchNorm, which is looked after elsewhere: layers
     of it and, where it is ``exact``, whatever calls its function. The model is left as it was.
@@ -44,6 +48,8 @@ def coupled(model: nn.Module, call: Call | None, *, exact: bool = False) -> floa
         return 0.0
     try:
         samples = samples_of(call)
+        if samples < 2 * _FEWEST:  # statistics of one sample are none
+            call, samples = _doubled(call, samples), 2 * samples
         with preserved(model), torch.no_grad(), _Each() if exact else nullcontext():
             for module in model.modules():
                 if isinstance(module, _NormBase) or "drop" in type(module).__name__.lower():
@@ -63,9 +69,9 @@ def warning_of(apart: float, plan: Plan) -> list[str]:
     if not apart or not shared:
         return []
     return [
-        f"the model computes a sample's output from other samples of the batch, too ({apart:.1%} apart when a batch is "
-        "halved): a rank has its own samples, and gets other numbers than one device; have outputs depend on one "
-        "sample each, take BatchNorm with batch_norm='exact', or plan with strategies=('tensor',)"
+        f"the model computes a sample's output, or its gradient, from other samples of the batch, too ({apart:.1%} "
+        "apart when a batch is halved): a rank has its own samples, and gets other numbers than one device; have "
+        "outputs depend on one sample each, take BatchNorm with batch_norm='exact', or plan with strategies=('tensor',)"
     ]
 
 
@@ -77,12 +83,14 @@ def _apart(model: nn.Module, call: Call, samples: int) -> float | None:
     device = device_of(model)
     torch.manual_seed(0)
     before = generators_now()
-    whole, first, second = (
+    whole, first, second, again = (
         pytree.tree_leaves(_run(model, call, samples, slice(*ends), device))
-        for ends in ((0, samples), (0, half), (half, samples))
+        for ends in ((0, samples), (0, half), (half, samples), (0, samples))
     )
     if generators_now() != before:
         return None
+    if any(isinstance(a, Tensor) and not torch.equal(a, b) for a, b in zip(whole, again, strict=True)):
+        return 0.0  # it keeps something from call to call, and moves by that
     worst = 0.0
     for all_, a, b in zip(whole, first, second, strict=True):
         if not isinstance(all_, Tensor) or not all_.is_floating_point() or not all_.dim():
@@ -91,7 +99,64 @@ def _apart(model: nn.Module, call: Call, samples: int) -> float | None:
             continue
         off = float((torch.cat([a, b]) - all_).double().norm() / all_.double().norm().clamp(min=1e-12))
         worst = max(worst, off if off > _TOLERANCES.get(all_.dtype, 0.1) else 0.0)
-    return worst
+    return worst or _gradients_apart(model, call, samples, device)
+
+
+def _doubled(call: Call, samples: int) -> Call:
+    """The call with every sample twice, one behind the other."""
+
+    def twice(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.repeat_interleave(2, 0) if value.shape[:1] == (samples,) else value
+        if isinstance(value, list) and len(value) == samples:
+            return [one for one in value for _ in range(2)]
+        return tuple(map(twice, value)) if type(value) is tuple else value
+
+    return Call(tuple(map(twice, call.args)), {name: twice(value) for name, value in call.options.items()})
+
+
+def _gradients_apart(model: nn.Module, call: Call, samples: int, device: torch.device) -> float:
+    asked, left = [], _ELEMENTS
+    for p in sorted((p for p in model.parameters() if p.requires_grad), key=Tensor.numel):
+        if (left := left - p.numel()) > 0:
+            asked.append(p)
+    half = samples // 2
+
+    def gradients(rows: slice, scale: float) -> list[Tensor]:
+        with torch.enable_grad():
+            out = pytree.tree_leaves(_run(model, call, samples, rows, device))
+            here = range(*rows.indices(samples))
+            total = sum(
+                (scale * t * _slopes(samples, t)[here[0] : here[-1] + 1]).sum()
+                for t in out
+                if isinstance(t, Tensor) and t.requires_grad and t.shape[:1] == (len(here),)
+            )
+        if not isinstance(total, Tensor):
+            return []
+        found = torch.autograd.grad(total, asked, allow_unused=True)
+        return [torch.zeros_like(p) if g is None else g.to_dense() for p, g in zip(asked, found, strict=True)]
+
+    try:
+        whole, first, second = (
+            gradients(slice(*ends), scale)
+            for ends, scale in (((0, samples), 1.0), ((0, half), _SCALE), ((half, samples), _SCALE))
+        )
+    except Exception:  # whatever a model's own code raises in backward
+        return 0.0
+    off = sum(
+        float(((a + b) / _SCALE - w).double().square().sum()) for w, a, b in zip(whole, first, second, strict=True)
+    )
+    size = sum(float(w.double().square().sum()) for w in whole)
+    apart = (off / size) ** 0.5 if size else 0.0
+    kind = next((w.dtype for w in whole), torch.float32)
+    return apart if apart > _LOOSER * _TOLERANCES.get(kind, 0.1) else 0.0
+
+
+def _slopes(samples: int, like: Tensor) -> Tensor:
+    """A gradient for outputs of ``samples``, other for every number."""
+    shape = (samples, *like.shape[1:])
+    count = like[:1].numel() * samples
+    return (1.5 + torch.arange(count, device=like.device, dtype=torch.float64).sin()).reshape(shape).to(like.dtype)
 
 
 def _run(model: nn.Module, call: Call, samples: int, rows: slice, device: torch.device) -> Any:

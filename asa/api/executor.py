@@ -44,6 +44,7 @@ from asa.executor.training.worker import LossCounter, Worker
 from asa.interfaces.executor import EpochOutcome, Look
 from asa.ir.plan import Plan
 from asa.launch import faults, give_back_freed_memory
+from asa.sharding.batchnorm import SynchronisedBatchNorm
 from asa.sharding.waits import waits
 
 _UNCOUNTED = 1 << 40
@@ -93,11 +94,15 @@ class UserExecutor(PlannedExecutor):
             folder=folder or Path(), run=run, settings=settings, num_samples=self._samples, votes=self._votes,
             announce=announce, more=lambda: {FILE: schedules.state()},
         )  # fmt: skip
-        self._loss = JobLoss(data.loss_fn, data.weight, self._votes)
+        self._loss = JobLoss(data.loss_fn, data.weight, place)
         began = time.perf_counter()
         self._worker = self._worker_of(build(plan, tuple(range(plan.num_ranks))), LossScale(plan.precision))
         self._built_s = time.perf_counter() - began
-        norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for c in self.model.components for m in c.modules())
+        norms = any(
+            isinstance(m, nn.modules.batchnorm._BatchNorm) and type(m) is not SynchronisedBatchNorm
+            for c in self.model.components
+            for m in c.modules()
+        )
         self._fewest = 2 if self._votes.anyone(norms) else 1
 
     def _worker_of(self, model: ParallelModel, scale: LossScale) -> Worker:
@@ -271,6 +276,7 @@ class UserExecutor(PlannedExecutor):
         if self._votes.anyone(self.stop.asked):
             self._preempt()
         self.model.train()
+        self._loss.look_again()
         tally = LossCounter(self.model.device)
         pace = EpochTimer(
             self.plan, self.processes, self._votes, self._worker.clock, self._settings.log_every, self._warm
@@ -342,7 +348,7 @@ class UserExecutor(PlannedExecutor):
         if self._data.validation is None:
             return math.nan
         return mean_loss(
-            self.model, self._data.validation, self._data.split, self._data.loss_fn, self._votes,
+            self.model, self._data.validation, self._data.split, self._loss, self._votes,
             self._worker.precision,
         )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any, Literal
@@ -10,13 +11,16 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from asa.api.rank_context import RankContext
+from asa.api.said import say
 from asa.api.tape import MOST_BYTES
 from asa.api.trial import tolerance
 from asa.errors import UsageError
-from asa.executor.model.votes import Votes
 
 LossWeight = Callable[[Any], Tensor | float] | Literal["sum"] | None
 _MEAN = 1
+_TIMES = 3
+"""Epochs in whose first step the whole batch's loss is computed, too."""
 
 
 class JobLoss:
@@ -24,12 +28,13 @@ class JobLoss:
     loss is a sum; None where it is a mean over samples, or a cross-entropy, whose denominator is seen.
     """
 
-    def __init__(self, loss_fn: Callable[[Any, Any], Tensor], weight: LossWeight, votes: Votes) -> None:
+    def __init__(self, loss_fn: Callable[[Any, Any], Tensor], weight: LossWeight, place: RankContext) -> None:
         if weight is not None and weight != "sum" and not callable(weight):
             raise UsageError(f"weight is {weight!r}: a function of the labels, or 'sum'")
-        self._loss_fn, self._weight, self._votes = loss_fn, weight, votes
+        self._loss_fn, self._weight, self._place, self._votes = loss_fn, weight, place, place.votes
         self._counting: bool | None = None if weight is None else True
-        self.tried = self._warned = False
+        self.tried = self._warned = self._told = False
+        self._times = 0
         self._sum = 0.0
         self._seen: list[tuple[Any, Any]] = []
         self.rows = 0
@@ -65,6 +70,19 @@ class JobLoss:
             return torch.nan_to_num(loss) * 0.0
         return loss if seen == self.rows else loss * (seen / max(1, self.rows))
 
+    def weighed(self, output: Any, labels: Any, rows: int) -> tuple[float, float]:
+        """The loss of ``rows`` samples that are not trained on, times what it divides by; and that."""
+        with torch.enable_grad():  # the node of a cross-entropy says what it divides by
+            for leaf in pytree.tree_leaves(output):
+                if isinstance(leaf, Tensor) and leaf.is_leaf and leaf.is_floating_point() and self._weight is None:
+                    leaf.requires_grad_()
+            loss = self._loss_fn(output, labels)
+        if self._weight == "sum":
+            return float(loss.detach()), float(rows)
+        found = _denominator(loss) if self._weight is None else float(self._weight(labels))
+        weight = float(rows) if found is None else found
+        return (float(loss.detach()) * weight if weight else 0.0), weight
+
     def factor(self, batch: int) -> float:
         """By what the gradients and the loss of a step over ``batch`` samples are to be multiplied (collective)."""
         if self._weight == "sum":
@@ -77,36 +95,50 @@ class JobLoss:
         return batch / total if total else 1.0
 
     def checked(self, loss: float, counts: bool, dtype: torch.dtype) -> None:
-        """Compare ``loss``, the mean over the first step's samples as it was put together, with that of its whole batch
-        (collective, once).
+        """Compare ``loss``, the mean over a step's samples as it was put together, and the gradients of the outputs
+        with those of its whole batch (collective, in the first steps of the first epochs).
 
         Raises:
-            UsageError: they differ.
+            UsageError: they differ in the first.
         """
         if self.tried:
             return
-        self.tried = True
-        whole = self._whole(counts)
+        first, self.tried = not self._times, True
+        self._times += 1
+        found, why = self._whole(counts)
         self._seen.clear()
-        if whole is None or whole != whole:
+        if found is None or found[0] != found[0]:
+            if not self._told:
+                say(self._place, f"whether the loss is a mean over samples was not checked: {why or 'it is no number'}")
+            self._told = True
             return
+        whole, gradients = found
         off = abs(whole - loss) / max(abs(whole), abs(loss), 1e-30)
-        if off > tolerance(dtype):
-            raise UsageError(
-                f"the loss is no mean over samples: over the whole batch it is {whole:.6g}, put together from "
-                f"microbatches and ranks it would be {loss:.6g} ({off:.1%} apart); say weight=, a function of the "
-                "labels that gives what the mean divides by, or weight='sum'; a loss that compares samples needs a "
-                "plan of one rank and one microbatch"
-            )
+        if max(off, gradients) <= tolerance(dtype):
+            return
+        text = (
+            f"the loss is no mean over samples: over the whole batch it is {whole:.6g}, put together from "
+            f"microbatches and ranks it would be {loss:.6g} ({off:.1%} apart), and gradients of the outputs differ by "
+            f"{gradients:.1%}; say weight=, a function of the labels that gives what the mean divides by, or "
+            "weight='sum'; a loss that compares samples needs a plan of one rank and one microbatch"
+        )
+        if first:
+            raise UsageError(text)
+        warnings.warn(text, stacklevel=4)
 
-    def _whole(self, counts: bool) -> float | None:
+    def look_again(self) -> None:
+        """A loss may be another in another epoch."""
+        self.tried = self._times >= _TIMES
+
+    def _whole(self, counts: bool) -> tuple[tuple[float, float] | None, str]:
+        """The loss of the whole batch and how far gradients are from those of its parts; or why that is not known."""
         votes = self._votes
         mine = self._seen if counts else []
         flat = [pytree.tree_flatten(one) for one in mine]
         leaves = [[leaf for leaf in one if isinstance(leaf, Tensor)] for one, _ in flat]
         size = sum(t.nbytes for one in leaves for t in one)
         if sum(s[0] for s in votes.gather([float(size)])) > MOST_BYTES:
-            return None
+            return None, "its whole batch has too many outputs"
         specs: list[list[list[Any]]] = []
         parts: list[list[Tensor]] = []
         for rank in range(votes.num_ranks):
@@ -125,24 +157,67 @@ class JobLoss:
                 parts.append(row)
         first = next((r for r, s in enumerate(votes.gather([float(bool(mine))])) if s[0]), None)
         if first is None or len({len(one) for one in specs}) > 1:
-            return None
-        value: float | None = None
+            return None, "ranks have outputs of different forms"
+        value: tuple[float, float] | None = None
+        why = ""
         if votes.rank == first:
-            device = leaves[0][0].device
-            joined = iter([_joined([row[k] for row in parts]).to(device) for k in range(len(parts[0]))])
-            values, structure = flat[0]
-            batch = pytree.tree_unflatten([next(joined) if isinstance(v, Tensor) else v for v in values], structure)
+            loss_fn = _copied(self._loss_fn)
             try:
-                with torch.no_grad():
-                    value = float(self._loss_fn(*batch))
-            except Exception:  # a loss that cannot take more samples than a microbatch has
-                value = None
-        found = votes.tell(value, source=first)
-        return None if found is None else float(found)
+                value = self._by_parts(loss_fn, parts, flat[0][1], flat[0][0], leaves[0][0].device)
+            except Exception as error:  # a loss that cannot take more samples than a microbatch has
+                why = f"it does not take the whole batch ({type(error).__name__}: {str(error)[:80]})"
+        found, why = votes.tell([value, why], source=first)
+        return (None if found is None else (float(found[0]), float(found[1]))), str(why)
+
+    def _by_parts(
+        self, loss_fn: Any, parts: list[list[Tensor]], structure: Any, like: list[Any], device: torch.device
+    ) -> tuple[float, float]:
+        """The loss over all ``parts``, and how far gradients of the outputs are from those of the parts."""
+
+        def computed(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor], float]:
+            given = iter([t.to(device) for t in tensors])
+            output, labels = pytree.tree_unflatten(
+                [next(given) if isinstance(v, Tensor) else v for v in like], structure
+            )
+            outputs = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
+            for t in outputs:
+                t.requires_grad_()
+            with torch.enable_grad():
+                loss = loss_fn(output, labels)
+                divided = _denominator(loss) if self._weight is None else None
+                slopes = torch.autograd.grad(loss, outputs, allow_unused=True) if loss.requires_grad else ()
+            if self._weight == "sum":
+                divided = 1.0
+            elif self._weight is not None:
+                divided = float(self._weight(labels))
+            rows = float(len(outputs[0])) if outputs and outputs[0].dim() else 1.0
+            found = [torch.zeros_like(t) if g is None else g for t, g in zip(outputs, slopes, strict=False)]
+            return loss, found, rows if divided is None else divided
+
+        fresh = [[t.clone() for t in row] for row in parts]
+        value, slopes, _ = computed([_joined([row[k] for row in fresh]) for k in range(len(fresh[0]))])
+        found, weights = zip(*(computed(row)[1:] for row in fresh), strict=True)
+        total = 1.0 if self._weight == "sum" else sum(weights) or 1.0
+        off = size = 0.0
+        for k, want in enumerate(slopes):
+            got = [mine[k] * (w / total) for mine, w in zip(found, weights, strict=True)]
+            if not want.dim() or sum(map(len, got)) != len(want):
+                continue
+            off += float((torch.nan_to_num(torch.cat(got)) - want).double().square().sum())
+            size += float(want.double().square().sum())
+        return float(value.detach()), (off / size) ** 0.5 if size else 0.0
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
     return torch.cat(parts) if parts[0].dim() else parts[0]
+
+
+def _copied(loss_fn: Any) -> Any:
+    """One like it, so that what it keeps is not moved on; itself where it cannot be copied."""
+    try:
+        return copy.deepcopy(loss_fn)
+    except Exception:
+        return loss_fn
 
 
 def _detached(leaf: Any) -> Any:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from asa.api.batches import GlobalBatches
 from asa.api.calls import Call, guesses, plain, why_not
 from asa.api.coupling import coupled, warning_of
+from asa.api.in_step import in_step
 from asa.api.names import StateNames
 from asa.api.notes import differing, drawing, trained_norms
 from asa.api.optimizers import Rebinding, check_shared, others_over, planned_as, whole_because
@@ -106,8 +107,8 @@ def parallelize(
     if without_torch_groups(model):
         batch_norm = "exact"
     place = find_place(device, timeout_s)
-    least = 2 if trained_norms(model) and batch_norm == "local" else 1
-    batches = GlobalBatches(loader, place.votes, lambda total: rows_here(total, place.ranks, place.rank, least))
+    least = [2 if trained_norms(model) and batch_norm == "local" else 1]
+    batches = GlobalBatches(loader, place.votes, lambda total: rows_here(total, place.ranks, place.rank, *least))
     optimizers = [optimizer, *others_over(model, optimizer)]
     rebindings = [Rebinding(o, model, elementwise=known_elementwise(o, elementwise)) for o in optimizers]
     if place.ranks == 1 and plan == "auto":
@@ -162,6 +163,12 @@ def parallelize(
 
     spare = spare_of(model) if not why else None
     apart = coupled(model, call, exact=batch_norm == "exact") if place.rank == 0 else 0.0
+    degrees = {layout.data for layout in chosen.layouts()}
+    if degrees == {1}:  # every rank computes on all samples
+        least[:] = [1]
+    alone = degrees == {place.ranks}
+    if place.votes.tell(apart > 0 and alone):  # statistics of one sample are none
+        least[:] = [2]
     parallel = build(chosen, subject)
     for line in (
         (*differing(chosen, normalised, parallel.changed, batch_norm), *warning_of(apart, chosen))
@@ -173,8 +180,8 @@ def parallelize(
         say(place, f"{names_drawing} draws random numbers by sample and step: the same under every plan, and others "
             "than without asa")  # fmt: skip
     if place.ranks > 1 and batches.draws_apart:
-        say(place, "the loader's data set or collate_fn draws random numbers: each rank draws its own, and one process "
-            "others")  # fmt: skip
+        say(place, "the loader's data set or collate_fn draws random numbers, or gives other numbers each time a "
+            "sample is read: each rank draws its own, and one process others")  # fmt: skip
 
     def again(placed: PlacedModel, reason: str) -> ParallelModel:
         """Under data parallelism of the whole model, with the weights and the optimizer's state of now."""
@@ -185,6 +192,9 @@ def parallelize(
     placed.begin(model.training)
     if observe and Watch.wanted(place, chosen):
         placed.__dict__["watch"] = Watch(place, chosen, None if origins is None else would_be(origins, wishes))
+    pace = in_step(timeout_s)
+    pace.count(optimizers)
+    placed.__dict__.update(pace=pace, optimizers=optimizers)
     outside = [name for rebinding in rebindings for name in rebinding.outside(parallel)]
     for rebinding in rebindings:
         rebinding.apply(parallel, placed.seen)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -90,13 +91,14 @@ def mark(output: Tensor, placed: PlacedModel) -> None:
         node.metadata[_MARK] = (ref(placed), not output.dim())
 
 
-def found_below(roots: Iterable[Tensor]) -> tuple[PlacedModel | None, list[Any]]:
+def found_below(roots: Iterable[Tensor]) -> tuple[PlacedModel | None, list[Any], int]:
     """The model that ``roots`` come of, None where they come of none that was placed; and the nodes of ``nll_loss`` and
-    ``cross_entropy`` on the way to it, if they take a mean, in one order."""
+    ``cross_entropy`` on the way to it, if they take a mean, in one order; and a number for the form of the graph."""
     pending = [r.grad_fn for r in roots if isinstance(r, Tensor) and r.grad_fn is not None]
     seen: set[Any] = set()
     model: PlacedModel | None = None
     terms: list[Any] = []
+    names: list[str] = []
     while pending and len(seen) < _MOST_NODES:
         node: Any = pending.pop(0)
         if node is None or node in seen:
@@ -107,10 +109,11 @@ def found_below(roots: Iterable[Tensor]) -> tuple[PlacedModel | None, list[Any]]
             model = model or marked[0]()
             if not marked[1]:
                 continue
-        if node.name().startswith("NllLoss") and node._saved_reduction == _MEAN:
+        names.append(node.name())
+        if names[-1].startswith("NllLoss") and node._saved_reduction == _MEAN:
             terms.append(node)
         pending += [following for following, _ in node.next_functions]
-    return model, terms
+    return model, terms, hash(tuple(names))
 
 
 def _weight(node: Any) -> float:
@@ -144,20 +147,26 @@ def listen(placed: PlacedModel) -> None:
     def backward(tensors: Any, *args: Any, **options: Any) -> None:
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         with torch._C.DisableTorchFunctionSubclass():
-            found, nodes = found_below(roots)
+            found, nodes, graph = found_below(roots)
         if found is None or found.terms is None or not found.training:
             theirs(tensors, *args, **options)
             return
-        after = found.terms.before(nodes, found.weight, found.rows)
-        try:
-            if found.trial is None or len(roots) > 1:
-                theirs(tensors, *args, **options)
-            else:
-                found.trial.around(roots[0], lambda: theirs(tensors, *args, **options))
-        finally:
-            after()
-        if found.watch is not None:
-            found.watch.stepped(full=found.full)
+        with nullcontext() if found.pace is None else found.pace.together():
+            after = found.terms.before(nodes, found.weight, found.rows)
+            try:
+                if found.trial is None:
+                    theirs(tensors, *args, **options)
+                else:
+                    handed = next(iter(args), options.get("grad_tensors"))
+                    strange = "several losses are differentiated at once" if len(roots) > 1 else ""
+                    if handed is not None or roots[0].dim():
+                        strange = "gradients are handed to backward"
+                    found.trial.note(graph)
+                    found.trial.around(roots[0], lambda: theirs(tensors, *args, **options), strange)
+            finally:
+                after()
+            if found.watch is not None:
+                found.watch.stepped(full=found.full)
 
     backward.asa = True  # type: ignore[attr-defined]
     torch.autograd.backward = backward

@@ -37,14 +37,16 @@ class Demands:
         if p is None or ask is None or isinstance(p, DTensor):  # a shard is in no graph: torch says so itself
             return
         with torch.enable_grad():
-            (leaf, _), *_ = p.view_as(p).grad_fn.next_functions  # type: ignore[union-attr]
+            made: Any = p.view_as(p).grad_fn
         try:
-            ask(leaf)
+            if made is None:  # inside a transform of torch.func, which differentiates by other tensors
+                raise RuntimeError("autograd.grad")
+            ask(made.next_functions[0][0])
         except RuntimeError as error:
             if "autograd.grad" in str(error):
                 raise UsageError(
-                    "torch.autograd.grad gives a rank the gradient of its own samples: ranks add theirs up in "
-                    "loss.backward(); use that, and p.grad"
+                    "torch.autograd.grad and torch.func give a rank the gradient of its own samples: ranks add theirs "
+                    "up in loss.backward(); use that, and p.grad"
                 ) from None
 
 

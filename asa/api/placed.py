@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from asa.api import attributes
@@ -18,6 +19,7 @@ from asa.api.batches import GlobalBatches, Share, moved
 from asa.api.calls import Call, lengths, plain
 from asa.api.clipping import clip, understood_by_torch
 from asa.api.generators import generators_now
+from asa.api.in_step import InStep
 from asa.api.losses import Terms, listen, mark
 from asa.api.names import StateNames
 from asa.api.numbers import numbers_of_wholes
@@ -79,6 +81,11 @@ class PlacedModel(nn.Module):
     terms: Terms | None
     watch: Watch | None
     """Of what steps take; None where nobody looks."""
+    left: float
+    """By what outputs were weighed in the call made last."""
+    pace: InStep | None
+    """What ranks tell each other behind every batch; None alone."""
+    optimizers: Sequence[Optimizer]
 
     def __init__(
         self,
@@ -91,6 +98,7 @@ class PlacedModel(nn.Module):
     ) -> None:
         super().__init__()
         self.__dict__.update(place=place, share=None, calls=0, names=names, again=again, weight=1.0, rows=0, watch=None)
+        self.__dict__.update(pace=None, optimizers=(), left=1.0)
         self.plan: Plan | None = None
         self.parts = nn.ModuleList([] if parallel is not None else [origin])
         self._independent = True
@@ -141,7 +149,9 @@ class PlacedModel(nn.Module):
             return self.call(None, args, options)
         total, weight, first = self._total(len(x))
         left = self._weight_of_outputs(weight, total)
-        value, sides = parallel.compute(entering(x, left), torch.arange(first, first + total), self.calls)
+        self.__dict__["left"] = left
+        with self._together():
+            value, sides = parallel.compute(entering(x, left), torch.arange(first, first + total), self.calls)
         self._called(weight, len(x))
 
         def weighed(tensor: Tensor) -> Tensor:
@@ -168,14 +178,24 @@ class PlacedModel(nn.Module):
         if method is not None:
             options = {**options, "method": method}
         known = parallel.draws
-        output = parallel.call(samples, self.calls, total, *args, **options)
+        with self._together():
+            output = parallel.call(samples, self.calls, total, *args, **options)
         if parallel.draws and not known:
             say(self.place, "the model draws random numbers in forward, others for other samples: the same under every "
                 "plan, and others than without asa")  # fmt: skip
         self._called(weight, rows)
+        self.__dict__["left"] = left
         return pytree.tree_map(
             lambda leaf: self._weighed(leaf, left, rows) if isinstance(leaf, Tensor) else leaf, output
         )  # fmt: skip
+
+    def _together(self) -> contextlib.AbstractContextManager[None]:
+        """Around a forward: ranks wait for one another in it where they hold parts."""
+        return contextlib.nullcontext() if self._averages or self.pace is None else self.pace.together()
+
+    def beside(self, value: Tensor) -> Tensor:
+        """A tensor that the call made last left in an attribute of the model, as one of its outputs."""
+        return self._weighed(value, self.left, self.rows)
 
     def run_whole(self, why: str) -> None:
         """Go on as one component that is called like the model (collective).
@@ -351,6 +371,16 @@ class PlacedModel(nn.Module):
         if known or "origin" not in self.__dict__ or not attributes.changed(self, name, value):
             super().__setattr__(name, value)
 
+    def __getitem__(self, key: Any) -> Any:
+        """A module of a model that is a sequence, or what else the model has at ``key``."""
+        return attributes.at(self, self.origin[key])  # type: ignore[index]
+
+    def __len__(self) -> int:
+        return len(self.origin)  # type: ignore[arg-type]
+
+    def __bool__(self) -> bool:
+        return True
+
     @property
     def module(self) -> PlacedModel:
         """Itself: a program that was written for ``DistributedDataParallel`` finds the model here."""
@@ -376,6 +406,20 @@ class PlacedModel(nn.Module):
                 "activations: pad batches to one length in collate_fn, or plan with strategies=('ddp',)"
             )
 
+    def batch_ended(self, number: int, *, last: bool, indexed: bool) -> None:
+        """Hear whether the other ranks did the same with batch ``number`` of an epoch (collective)."""
+        if self.pace is None or self.parallel is None:
+            return
+        # Where a rank that is ahead would meet the others in something else, it hears of them first.
+        wait = last or not indexed or not self._averages
+        asks = self.trial is not None and self.trial.asks
+        if self.pace.behind_batch(
+            self.parallel if self._independent else None, self.optimizers, number, asks=asks, wait=wait
+        ):
+            for placed in every_placed():
+                if placed.trial is not None:
+                    placed.trial.look_again()
+
     def epoch_ended(self) -> None:
         """Running statistics become those of all ranks; the loader calls this when it is through (collective)."""
         parallel = self.parallel
@@ -396,37 +440,46 @@ class PlacedLoader:
     """This rank's samples of every global batch, on its device. Attributes not found here are the loader's own."""
 
     def __init__(self, batches: GlobalBatches, model: PlacedModel) -> None:
-        self._batches, self._model, self._told = batches, model, False
+        self._batches, self._model, self._told, self._told_parts = batches, model, False, False
 
     def __iter__(self) -> Iterator[Any]:
         device, trial = self._model.place.device, self._model.trial
         looks = 2  # batches behind which the generators are looked at
+        self._model.batch_ended(0, last=True, indexed=self._batches.indexed)
         if trial is not None:
             trial.epoch_began()
         try:
-            shares = self._batches.epoch()
+            shares = enumerate(self._batches.epoch())
             self._loaded(None)
-            while (share := self._loaded(shares)) is not None:
+            while (loaded := self._loaded(shares)) is not None:
+                number, share = loaded
                 self._model.alike_in_shape(self._batches, share.batch)
                 self._model.__dict__["share"] = share
                 batch = moved(share.batch, device)
                 if trial is None or not self._model.training:
+                    if trial is not None and not self._told_parts:
+                        self._told_parts = True
+                        say(self._model.place, "the loader yields this rank's samples in evaluation, too: add up over "
+                            "ranks by asa.reduce(x, 'sum'), or evaluate on a loader of your own")  # fmt: skip
                     yield batch
+                    self._model.batch_ended(number, last=False, indexed=self._batches.indexed)
                     continue
                 before = generators_now() if looks and not self._told else None
                 yield trial.begin(batch, len(share.rows))
                 looks = max(0, looks - 1)
+                self._model.batch_ended(number, last=False, indexed=self._batches.indexed)
                 if before is not None and generators_now() != before and not self._told:
                     self._told = True
                     say(self._model.place, "the loop draws random numbers between two batches: each rank draws its own "
                         "for its samples, and one process others; what the loader's collate_fn draws is drawn for the "
                         "whole batch")  # fmt: skip
+            self._model.batch_ended(0, last=True, indexed=self._batches.indexed)
             self._model.epoch_ended()
         finally:
             self._model.__dict__["share"] = None
 
-    def _loaded(self, shares: Iterator[Share] | None) -> Share | None:
-        """The next of ``shares``, waited for; None behind the last, and where an epoch begins."""
+    def _loaded(self, shares: Iterator[tuple[int, Share]] | None) -> tuple[int, Share] | None:
+        """The next of ``shares`` and its number, waited for; None behind the last, and where an epoch begins."""
         watch, began = self._model.watch, time.perf_counter()
         share = None if shares is None else next(shares, None)
         if watch is not None:

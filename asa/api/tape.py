@@ -37,6 +37,8 @@ class Tape:
     """Versions of the outputs, when they left the model."""
     operations: list[tuple[Callable[..., Any], Any, Any, Any]] = field(default_factory=list)
     leaves: list[Tensor] = field(default_factory=list)
+    read: int = 0
+    """How many of the leaves the loader gave."""
     given: list[Tensor] = field(default_factory=list)
     """What was made of the batch and handed to the model."""
     places: dict[int, int] = field(default_factory=dict)
@@ -45,6 +47,10 @@ class Tape:
     bytes: int = 0
     strange: str = ""
     """Why it does not say everything."""
+    closed: bool = False
+    """Whether its batch is over: what is kept of it enters another as what it is then."""
+    taken: bool = False
+    """Whether a number was taken out of torch."""
 
     def follow(self, output: Tensor) -> Tensor:
         """``output`` as what is written down from now on."""
@@ -75,7 +81,9 @@ class Tape:
             self._leaf(found)
             return found
 
-        return pytree.tree_map(watched, batch)
+        found = pytree.tree_map(watched, batch)
+        self.read = len(self.leaves)
+        return found
 
     def handed(self, inputs: Any) -> Any:
         """``inputs`` of a model as plain tensors; those that were made of the batch are remembered."""
@@ -147,7 +155,7 @@ class Tape:
         if not isinstance(leaf, Tensor):
             return leaf
         if id(leaf) not in self.places:
-            if isinstance(leaf, Watched) and not leaf.tape.strange:
+            if isinstance(leaf, Watched) and not leaf.tape.strange and (not leaf.tape.closed or leaf.requires_grad):
                 self.strange = "part of it is computed where it cannot be followed"
             self._leaf(leaf)
         return Place(self.places[id(leaf)])
@@ -163,6 +171,8 @@ class Tape:
             if isinstance(leaf, slice):
                 first, last = (number(n) if type(n) is int else n for n in (leaf.start, leaf.stop))
                 return slice(first, last, leaf.step)
+            if isinstance(leaf, range):
+                return range(number(leaf.start), number(leaf.stop), leaf.step)
             return number(leaf) if type(leaf) is int else leaf
 
         for function, args, options, places in self.operations:
@@ -188,6 +198,9 @@ class Place:
     index: int
 
 
+_GRAD = Tensor.grad.__get__  # type: ignore[attr-defined]
+
+
 class Watched(Tensor):
     """A tensor whose operations are written down."""
 
@@ -196,19 +209,46 @@ class Watched(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
-        tape = min((t.tape for t in watched_in((args, options))), key=lambda t: bool(t.strange), default=None)
+        tapes = [t.tape for t in watched_in((args, options)) if not t.tape.closed]
+        tape = min(tapes, key=lambda t: bool(t.strange), default=None)
         result = _plainly(func, args, options)
         if tape is None or tape.strange:
             return _unwatched(result, args, options)
         if func is Tensor.register_hook:
             tape.strange = "a hook changes gradients on the way"
+        if _sample_by_sample(func, args, tape.rows, result):
+            tape.strange = "it is computed sample by sample"
+        if func == _GRAD and isinstance(result, Tensor):
+            tape.strange = "gradients of what the model is given are those of a rank's mean, not of the batch's"
         if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):
             return result
-        if func in (Tensor.detach, torch.detach):  # what a program keeps is a tensor like any other
-            return result.as_subclass(Tensor)
         if getattr(func, "__name__", "") == "__get__" and not _shown(result, args):
             return result
         return tape.note(func, args, options, result)
+
+    def _taken(self) -> Tensor:
+        tape = getattr(self, "tape", None)
+        if tape is not None:
+            tape.taken = True
+        return self.as_subclass(Tensor)
+
+    def item(self) -> Any:
+        """A number of Python's; what is taken out of torch is not followed."""
+        return self._taken().item()
+
+    def tolist(self) -> Any:
+        """Numbers of Python's."""
+        return self._taken().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """An array."""
+        return self._taken().numpy(force=force)
+
+    def __array__(self, *args: Any, **options: Any) -> Any:
+        return self._taken().__array__(*args, **options)
+
+    def __float__(self) -> float:
+        return float(self._taken())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and files hold a plain tensor."""
@@ -224,6 +264,17 @@ def _unwatched(result: Any, args: Any, options: Any) -> Any:
         return leaf.as_subclass(Tensor) if isinstance(leaf, Watched) and id(leaf) not in given else leaf
 
     return pytree.tree_map(plain, result)
+
+
+def _sample_by_sample(func: Any, args: Any, rows: int, result: Any) -> bool:
+    """Whether a batch is taken apart, so that what follows is written once for each of this rank's samples."""
+    name = getattr(func, "__name__", "")
+    if name in ("unbind", "__iter__"):
+        return rows > 1 and isinstance(result, tuple | list) and len(result) == rows
+    if name != "__getitem__" or not args[0].dim() or len(args[0]) != rows:
+        return False
+    key = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
+    return type(key) is int
 
 
 def _shown(result: Any, args: Any) -> bool:

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from asa.api.comparison import Comparison, Difference
+from asa.api.in_step import REMEDY
 from asa.api.said import say
 from asa.api.tape import Tape, Watched, functions_followed
+from asa.errors import UsageError
 
 if TYPE_CHECKING:
     from asa.api.placed import PlacedModel
@@ -24,6 +26,8 @@ _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
 _WINDOW, _TIMES, _MOST_COMPARED, _MOST_UNFINISHED = 12, 3, 18, 64
 """Backwards that are looked at behind the last new form of a loss; batches on which each form is compared (on one it
 may be the same by chance); comparisons in all; outputs that are followed without a backward."""
+_MOST_ASKED = 8
+"""Times that looking begins again because of a loss of another form."""
 _TRUSTED = "trusted"
 
 
@@ -35,10 +39,32 @@ class Trial:
         self._left = _WINDOW
         self._seen: Counter[tuple[float, ...]] = Counter()
         self._compared = self._unfinished = 0
-        self._said = self._hooks = False
+        self._said = self._hooks = self._said_own = False
         self._tape: Tape | None = None
+        self._graphs: set[int] = set()
+        self._asked = 0
+        self.asks = False
+        """Whether a loss of another form has come that was not looked at."""
         self.trusted = False
         """Whether the program says itself how its loss counts, in the backward to come."""
+
+    def note(self, graph: int) -> None:
+        """A backward through a ``graph`` comes. One of another form than any before is to be looked at when it comes
+        again: by all ranks, which hear of it behind the batch."""
+        if self.watching:
+            self._graphs.add(graph)
+        elif graph not in self._graphs:
+            self.asks = True
+
+    def look_again(self) -> None:
+        """Look at the backwards to come, where some rank asked for it (on all ranks); not for ever."""
+        self.asks = False
+        if self._asked < _MOST_ASKED:
+            self._asked += 1
+            self._left = max(self._left, _WINDOW)
+        elif self._asked == _MOST_ASKED:
+            self._asked += 1
+            self._tell(Difference(unknown="it takes ever new forms"), torch.float32, self._placed())
 
     @property
     def watching(self) -> bool:
@@ -52,7 +78,7 @@ class Trial:
 
     def begin(self, batch: Any, rows: int) -> Any:
         """A batch of the loader as it is, written down until the next."""
-        self._tape = None
+        self._close()
         if not self.watching or not rows:
             return batch
         functions_followed(True)
@@ -88,8 +114,9 @@ class Trial:
             self._tape.strange = self._tape.strange or "a batch goes through the model in pieces"
         return output if self._tape.strange else self._tape.follow(output)
 
-    def around(self, loss: Tensor, backward: Callable[[], None]) -> None:
-        """Run ``backward`` of ``loss``; compare it where it is of a new form (collective)."""
+    def around(self, loss: Tensor, backward: Callable[[], None], strange: str = "") -> None:
+        """Run ``backward`` of ``loss``; compare it where it is of a new form (collective). ``strange``: why it cannot
+        be compared."""
         placed = self._placed()
         if placed is None or not self.watching:
             backward()
@@ -98,10 +125,18 @@ class Trial:
         self._unfinished = 0
         self._hooks = self._hooks or _look_for_hooks(placed)
         tape = loss.tape if isinstance(loss, Watched) and hasattr(loss, "tape") else None
-        form = _TRUSTED if self.trusted else "" if tape is None else tape.form(loss)
+        if tape is not None:
+            tape.strange = tape.strange or strange
+        form = _TRUSTED if self.trusted else "" if tape is None or strange else tape.form(loss)
         self.trusted = False
         number = float(zlib.crc32(form.encode())) if form else 0.0
-        every = placed.place.votes.gather([number, placed.weight])
+        at = -1.0 if placed.share is None else float(placed.share.first)
+        every = placed.place.votes.gather([number, placed.weight, at])
+        if len({f[2] for f in every}) > 1:
+            raise UsageError(
+                f"ranks compute gradients of different batches (from sample {', '.join(f'{f[2]:.0f}' for f in every)} "
+                f"on): {REMEDY}"
+            )
         forms = tuple(f[0] for f in every)
         # Where there are fewer samples than ranks, some repeat one of another's, which counts for nothing.
         new = all(f[1] for f in every) and self._seen[forms] < _TIMES and self._compared < _MOST_COMPARED
@@ -111,7 +146,7 @@ class Trial:
         if not new or form == _TRUSTED or tape is None or len(set(forms)) > 1 or not form:
             backward()
             if new and set(forms) != {float(zlib.crc32(_TRUSTED.encode()))}:
-                why = "" if self._tape is None else self._tape.strange
+                why = strange or ("" if self._tape is None else self._tape.strange)
                 unlike = "ranks compute it in different ways" if all(forms) and len(set(forms)) > 1 else ""
                 self._tell(Difference(unknown=why or unlike or "it cannot be followed"), loss.dtype, placed)
         else:
@@ -124,16 +159,29 @@ class Trial:
                 self._seen[forms] = _TIMES
         self._rest()
 
+    def _close(self) -> None:
+        """From here on what is kept of a batch is a tensor like any other."""
+        if self._tape is not None:
+            self._tape.closed = True
+            self._said_own = self._said_own or self._tape.taken
+            self._tape = None
+
     def _rest(self) -> None:
         """Let go of what was followed, where no backward to come is looked at."""
+        if self._tape is not None and self._tape.taken and not self._said_own:
+            self._said_own = True
+            placed = self._placed()
+            if placed is not None:
+                say(placed.place, "a number that is taken out of a tensor (loss.item()) is of this rank's samples; "
+                    "asa.reduce(loss) is of the whole batch")  # fmt: skip
         if not self.watching:
-            self._tape = None
+            self._close()
             functions_followed(False)
 
-    def _tell(self, found: Difference, dtype: torch.dtype, placed: PlacedModel) -> bool:
+    def _tell(self, found: Difference, dtype: torch.dtype, placed: PlacedModel | None) -> bool:
         """Warn of a difference; say it once where there was none to be found. Whether anything was to be said."""
         if found.unknown:
-            if not self._said:
+            if not self._said and placed is not None:
                 say(placed.place, f"whether the loss is a mean over samples was not checked: {found.unknown}")
             self._said = True
             return True
@@ -169,6 +217,11 @@ def told(found: Difference, dtype: torch.dtype) -> list[str]:
             f"a number that differs between ranks ({found.own:.6g} on rank 0) goes into the loss or the inputs: one "
             "that was taken out of torch (.item()) is of a rank's own samples, and one that is drawn is a rank's own; "
             "asa.reduce makes it that of the batch"
+        )
+    if found.repeated:
+        said.append(
+            "a tensor with a row for each sample is made beside the batch, by the sample's place in it, and is the "
+            "same on all ranks: one device has one for the whole batch; make it in the loader's collate_fn"
         )
     if found.inputs > tolerance(dtype):
         said.append(

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from asa.api.batches import GlobalBatches, moved, rows_of
 from asa.api.calls import arguments
+from asa.api.job_loss import JobLoss
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.votes import Votes
 from asa.executor.training.precision import autocast
@@ -29,12 +29,12 @@ def mean_loss(
     model: ParallelModel,
     loader: Any,
     split: Callable[[Any], tuple[Any, Any]],
-    loss_fn: Callable[[Any, Any], Tensor],
+    loss_fn: JobLoss,
     votes: Votes,
     precision: Precision,
 ) -> float:
-    """Mean of ``loss_fn`` over the samples of ``loader`` (collective). A batch too small for all ranks is filled up by
-    its last sample, which is not counted again."""
+    """Mean of ``loss_fn`` over the samples of ``loader``, or over what it divides by (collective). A batch too
+    small for all ranks is filled up by its last sample, which is not counted again."""
     widest = max(layout.least for layout in model.plan.layouts())
 
     def rows(total: int) -> list[int]:
@@ -56,9 +56,10 @@ def mean_loss(
         count = max(0, min(kept.stop, share.total) - kept.start)
         if model.counts_rows() and count:
             at = bisect_left(wanted, kept.start)
-            loss = loss_fn(rows_of(output, range(count)), rows_of(labels, range(at, at + count), len(wanted)))
-            sums[0] += float(loss) * count
-            sums[1] += count
+            mine = rows_of(labels, range(at, at + count), len(wanted))
+            loss, weight = loss_fn.weighed(rows_of(output, range(count)), mine, count)
+            sums[0] += loss
+            sums[1] += weight
     model.links.settle()
     model.train()
     found = votes.gather(sums)

@@ -73,6 +73,7 @@ class SynchronisedBatchNorm(nn.Module):
     def __init__(self, source: _BatchNorm, axis: Axis) -> None:
         super().__init__()
         self.axis, self.eps, self.momentum = axis, source.eps, source.momentum
+        self.__dict__["_source"] = type(source)
         for name in ("weight", "bias"):
             self.register_parameter(name, getattr(source, name))
         for name in ("running_mean", "running_var", "num_batches_tracked"):
@@ -81,6 +82,12 @@ class SynchronisedBatchNorm(nn.Module):
         if shards is not None:
             self.asa_shards = shards
         self.train(source.training)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The layer's that it replaces: a program finds its BatchNorm layers by ``isinstance``, to freeze them."""
+        found: type = self.__dict__.get("_source", type(self))
+        return found
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``x`` [samples, channels, ...]."""

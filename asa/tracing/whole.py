@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from asa.errors import InvalidInputError, place_of
 from asa.tracing.chain import BatchDims, Slot, differing
 from asa.tracing.component import TracedComponent
-from asa.tracing.preserve import mode
+from asa.tracing.preserve import mode, preserved
 from asa.tracing.tracer import reason_of
 
 
@@ -89,8 +89,11 @@ def whole(model: nn.Module, small: Tensor, large: Tensor) -> tuple[WholeModel, t
     structures, sides = [], []
     dims: BatchDims = {}
     for training in (True, False):
-        with mode(model, training), torch.no_grad():
-            (output, tensors), (_, others) = _run(model, small), _run(model, large)
+        runs = []
+        for batch in (small, large):  # what a model keeps from one batch may not fit the next
+            with preserved(model), mode(model, training), torch.no_grad():
+                runs.append(_run(model, batch))
+        (output, tensors), (_, others) = runs
         names = tuple(f"output-{i}" for i in range(2, len(tensors) + 1))
         sides.append(names)
         structures.append(_slots(output, iter(("", *names))))

@@ -1,0 +1,200 @@
+"""Whether ranks do the same in a loop: as many backwards and updates, with the same hyperparameters, on equal weights.
+
+A branch that a rank takes by a number of its own (``if loss.isnan(): continue``, a learning rate made of
+``loss.item()``) makes ranks wait in vain, pair gradients of different batches, or part in silence. Counts are exchanged
+behind every batch, on a group of their own; where no exchange can come about because a rank waits inside a backward,
+that rank says so in the store, and the one that left it out finds it there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from asa.errors import UsageError, WorkersFailedError
+from asa.executor.model.parallel import ParallelModel
+from asa.launch.worker import others_may_leave
+
+_LOOKS = 3
+"""Batches of an epoch behind which weights are compared, too."""
+_ELEMENTS = 64
+"""Of each parameter, that are compared."""
+_SAID = ("lr", "momentum", "betas", "weight_decay")
+_PATIENCE_S = 3.0
+"""In a pass, before a rank says in the store where it is, and in waiting for the others, before it looks there."""
+REMEDY = (
+    "a branch of the loop took another way on some ranks, by a number of a rank's own (its loss, its metric): decide "
+    "by one of all ranks, asa.reduce(x)"
+)
+
+
+class InStep:
+    """What this process has done in loops so far. There is one for all models of a program."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.shared = self.updates = 0
+        self._timeout_s = timeout_s
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._store: Any = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+        self._pending: tuple[Any, list[Tensor]] | None = None
+        self._since: float | None = None
+        self._told: set[str] = set()
+        self._counted: WeakSet[Optimizer] = WeakSet()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def count(self, optimizers: Sequence[Optimizer]) -> None:
+        """Count the updates of ``optimizers``."""
+        for optimizer in optimizers:
+            if optimizer not in self._counted:
+                self._counted.add(optimizer)
+                optimizer.register_step_post_hook(self._updated)
+
+    def _updated(self, *_: Any) -> None:
+        self.updates += 1
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Around a forward or backward in which ranks wait for one another.
+
+        Raises:
+            WorkersFailedError: another rank is gone.
+        """
+        self.shared += 1
+        self._since = time.monotonic()
+        try:
+            with others_may_leave():
+                yield
+        except WorkersFailedError as error:
+            raise WorkersFailedError(f"{error}; {REMEDY}") from error
+        finally:
+            self._since = None
+
+    def behind_batch(
+        self, model: ParallelModel | None, optimizers: Sequence[Optimizer], number: int, *, asks: bool, wait: bool
+    ) -> bool:
+        """Behind batch ``number`` of an epoch: tell the others, and hear of them at once (``wait``) or a batch later
+        (collective). Whether one of those that were heard ``asks``.
+
+        Raises:
+            UsageError: ranks differ in what they did. WorkersFailedError: one does not come.
+        """
+        settings = tuple(_plain(g.get(k)) for o in optimizers for g in o.param_groups for k in _SAID)
+        rates = [_plain(g.get("lr")) for o in optimizers for g in o.param_groups[:1]]
+        weights = _size(model) if model is not None and number < _LOOKS else 0.0
+        mine = torch.tensor(
+            [self.shared, self.updates, hash(settings) % (1 << 52), *(rates[:1] or [0.0]), weights, float(asks)],
+            dtype=torch.float64,
+        )
+        asked = self._hear()
+        found = [torch.empty_like(mine) for _ in range(self.ranks)]
+        self._pending = dist.all_gather(found, mine, group=self._group, async_op=True), found
+        if wait:
+            asked = self._hear() or asked
+        return asked
+
+    def _hear(self) -> bool:
+        if self._pending is None:
+            return False
+        work, found = self._pending
+        self._pending = None
+        if not work.is_completed():
+            self._wait(work)
+        with others_may_leave():
+            work.wait()
+        every = [each.tolist() for each in found]
+        if len({tuple(e[:2]) for e in every}) > 1:
+            said = ", ".join(f"rank {r} {int(e[0])} and {int(e[1])}" for r, e in enumerate(every))
+            raise UsageError(f"ranks differ in how many passes they shared and updates they made: {said}; {REMEDY}")
+        if len({e[2] for e in every}) > 1:
+            self._warn(
+                f"hyperparameters of the optimizer differ between ranks (the first learning rate is "
+                f"{', '.join(f'{e[3]:.6g}' for e in every)}): they were made of a number of a rank's own (its loss, "
+                "its metric), and weights part; make them of one of all ranks, asa.reduce(x)"
+            )
+        sizes = [e[4] for e in every]
+        if max(sizes) - min(sizes) > 1e-6 * max(sizes):
+            self._warn(
+                "weights that all ranks hold alike are no longer the same: the loop changed them by numbers of a "
+                "rank's own (its random numbers, its loss); draw them with one seed on all ranks, or use asa.reduce(x)"
+            )
+        return any(e[5] for e in every)
+
+    def _wait(self, work: Any) -> None:
+        arrived = threading.Event()
+        work.get_future().add_done_callback(lambda _: arrived.set())
+        began = time.monotonic()
+        while not arrived.wait(_PATIENCE_S):
+            for rank in range(self.ranks):
+                inside = self._inside(rank)
+                if inside is not None and inside > self.shared:
+                    raise UsageError(
+                        f"rank {rank} waits in a forward or backward, its {inside}th, for rank {self.rank}, which went "
+                        f"on to the end of the batch with {self.shared}; {REMEDY}"
+                    )
+            if time.monotonic() - began > self._timeout_s:
+                raise WorkersFailedError(f"a rank did not come to the end of the batch within {self._timeout_s:g} s")
+
+    def _inside(self, rank: int) -> int | None:
+        """The number of the pass that a rank says it waits in."""
+        key = f"asa/pass/{rank}"
+        return int(self._store.get(key)) if rank != self.rank and self._store.check([key]) else None
+
+    def _watch(self) -> None:
+        """In a thread: say in the store that this rank has been in one forward or backward for long."""
+        said = 0
+        with contextlib.suppress(Exception):  # the store is gone, and with it whoever would read
+            while True:
+                time.sleep(min(1.0, _PATIENCE_S))
+                since, number = self._since, self.shared
+                if since is not None and number != said and time.monotonic() - since > _PATIENCE_S:
+                    self._store.set(f"asa/pass/{self.rank}", str(number))
+                    said = number
+
+    def _warn(self, text: str) -> None:
+        kind = text[:20]
+        if kind not in self._told:
+            self._told.add(kind)
+            warnings.warn(text, stacklevel=5)
+
+
+_one: list[InStep] = []
+
+
+def in_step(timeout_s: float) -> InStep:
+    """That of this process, made now where there is none (collective)."""
+    if not _one or _one[0].ranks != dist.get_world_size():
+        _one[:] = [InStep(timeout_s)]
+    return _one[0]
+
+
+def _plain(value: Any) -> Any:
+    return tuple(map(_plain, value)) if isinstance(value, tuple | list) else float(value) if value is not None else None
+
+
+@torch.no_grad()
+def _size(model: ParallelModel) -> float:
+    """The size of some elements of each parameter that every rank holds, and holds alike."""
+    total = 0.0
+    whole = (c for c, layout in zip(model.components, model.layouts, strict=True) if layout.data == layout.width)
+    parts = [
+        p.detach().reshape(-1)[:_ELEMENTS].abs().sum(dtype=torch.float64)
+        for component in whole
+        for p in component.parameters()
+        if not isinstance(p, DTensor) and not p.is_complex()
+    ]
+    if parts:
+        total = float(torch.stack(parts).sum())
+    return total

@@ -1,0 +1,116 @@
+"""Loops in which ranks take different ways: each learns of it at once, and loops in which they do not hear nothing."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import asa
+from asa.api import in_step
+from asa.errors import UsageError
+from asa.launch import run_ranks
+from planner_tests.programs import Program, State, classes, numbers
+
+
+def _skipped(at: int, what: str) -> Any:
+    """A loop in which rank 0 leaves ``what`` out with one batch of three."""
+
+    def loop(net: Any, opt: Any, batches: Any) -> State:
+        for i, (x, y) in enumerate(batches):
+            opt.zero_grad()
+            left_out = i == at and torch.distributed.get_rank() == 0
+            if not left_out or what != "backward":
+                F.cross_entropy(net(x), y).backward()
+            if not left_out or what != "step":
+                opt.step()
+        return {}
+
+    return loop
+
+
+def _by_its_loss(net: Any, opt: Any, batches: Any) -> State:
+    for x, y in batches:
+        opt.zero_grad()
+        loss = F.cross_entropy(net(x), y)
+        loss.backward()
+        for group in opt.param_groups:
+            group["lr"] = 0.1 * float(loss)
+        opt.step()
+    return {}
+
+
+def _drawn(net: Any, opt: Any, batches: Any) -> State:
+    torch.manual_seed(torch.distributed.get_rank())
+    for x, y in batches:
+        opt.zero_grad()
+        F.cross_entropy(net(x), y).backward()
+        opt.step()
+        with torch.no_grad():
+            for p in net.parameters():
+                p.add_(torch.randn_like(p), alpha=0.1)
+    return {}
+
+
+def _usual(net: Any, opt: Any, batches: Any) -> State:
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(opt, patience=0)
+    for _ in range(3):
+        for i, (x, y) in enumerate(batches):
+            loss = F.cross_entropy(net(x), y)
+            (loss / 2).backward()
+            if i % 2:
+                opt.step()
+                opt.zero_grad()
+        for x, _ in batches:
+            with torch.no_grad():
+                net(x)
+            break
+        schedule.step(float(asa.reduce(loss.detach())))
+    return {}
+
+
+def _program(loop: Any) -> Program:
+    return Program(
+        model=lambda: nn.Sequential(nn.Linear(5, 8), nn.GELU(), nn.Linear(8, 3)), x=numbers(18, 5), y=classes(18, 3),
+        loop=loop,
+    )  # fmt: skip
+
+
+def _heard(_rank: int, loop: Any, plan: Any) -> list[str]:
+    program = _program(loop)
+    with warnings.catch_warnings(record=True) as heard, pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("always")
+        patch.setattr(in_step, "_PATIENCE_S", 0.3)
+        program.loop(*asa.parallelize(*program.made(), plan=plan))
+    return [str(w.message) for w in heard]
+
+
+@pytest.mark.parametrize(
+    ("plan", "at", "what"),
+    [
+        ("ddp", 0, "backward"),
+        ("ddp", 2, "backward"),
+        ("ddp", 1, "step"),
+        ("fsdp", 0, "backward"),
+        ("tensor", 1, "step"),
+    ],
+)
+def test_a_rank_that_leaves_something_out_is_told_at_once(plan: str, at: int, what: str) -> None:
+    program = _program(_skipped(at, what))
+    with pytest.raises(UsageError, match="a branch of the loop took another way"):
+        run_ranks(2, _heard, program.loop, program.plan(plan), threads=1, timeout_s=60)
+
+
+@pytest.mark.parametrize(("loop", "words"), [(_by_its_loss, "hyperparameters"), (_drawn, "weights that all ranks")])
+def test_ranks_that_part_are_warned_of(loop: Any, words: str) -> None:
+    for lines in run_ranks(2, _heard, loop, _program(loop).plan("ddp"), threads=1, timeout_s=30):
+        assert any(words in line for line in lines), lines
+
+
+def test_a_loop_in_which_ranks_do_the_same_hears_nothing() -> None:
+    for lines in run_ranks(2, _heard, _usual, _program(_usual).plan("zero1"), threads=1, timeout_s=30):
+        assert not lines
