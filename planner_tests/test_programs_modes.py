@@ -120,7 +120,7 @@ def test_what_differs_from_one_device_is_said_once() -> None:
     first, second = run_ranks(2, heard, program, program.plan("ddp"), threads=1, timeout_s=30)
     assert not second
     *first, coupled = first
-    assert coupled.startswith("the model computes a sample's output from other samples of the batch, too")
+    assert coupled.startswith("the model computes a sample's output, or its gradient, from other samples")
     assert first == [
         "BatchNorm (2) normalises over the 3 samples that a rank computes at once, not over the 6 of a batch; "
         "batch_norm='exact' does that",
@@ -137,5 +137,8 @@ def test_microbatches_cannot_have_exact_norms() -> None:
     ):
         asa.Job(net, opt, batches, F.cross_entropy, plan, batch_norm="exact")
     net, opt, batches = program.made()
-    with pytest.warns(UserWarning, match=r"forward changes 0\.mean: 2 times a step"):
+    with (
+        pytest.warns(UserWarning, match=r"forward changes 0\.mean: 2 times a step"),
+        pytest.warns(UserWarning, match="from other samples of the batch"),
+    ):
         asa.Job(net, opt, batches, F.cross_entropy, plan)

@@ -187,12 +187,12 @@ class Job:
         if replan and place.rank == 0 and place.ranks > 1 and self._origins is None and chosen.consistency is None:
             why_kept = "the model runs whole" if plan == "auto" else "it was handed in; plan='auto' adapts"
             say(place, f"the plan stays, whatever steps take ({why_kept})")
-        apart = coupled(model, call, exact=batch_norm == "exact") if place.rank == 0 else 0.0
-        for line in warning_of(apart, chosen):
-            warnings.warn(line, stacklevel=2)
         norms = trained_norms(model)
         if batch_norm == "exact":
             check_exact(chosen, norms)
+        apart = coupled(model, call, exact=batch_norm == "exact") if place.rank == 0 else 0.0
+        for line in warning_of(apart, chosen):
+            warnings.warn(line, stacklevel=2)
         self._names = StateNames(model)
         discipline = chosen.consistency
         if discipline is not None and not discipline.lockstep:
