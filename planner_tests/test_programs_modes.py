@@ -83,6 +83,15 @@ def test_train_means_all() -> None:
     assert_as_alone(program, ["ddp", "tensor"], within=1e-9)
 
 
+def test_exact_norms_of_uneven_shares() -> None:
+    program = Program(
+        model=lambda: nn.Sequential(nn.Linear(8, 12), nn.BatchNorm1d(12), nn.GELU(), nn.Linear(12, 4)),
+        x=X[:15], y=Y[:15],
+        batch=5, loop=usual, options={"batch_norm": "exact"},
+    )  # fmt: skip
+    assert_as_alone(program, ["ddp", "zero1"], within=1e-9)
+
+
 def test_a_model_of_one_mode_has_nothing_to_keep() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -35,6 +35,7 @@ from asa.executor.model.parameter_hooks import refuse_hooks, replaced
 from asa.executor.model.state import load_full_state
 from asa.ir.layout import bounds
 from asa.ir.plan import Plan
+from asa.sharding.batchnorm import synchronised
 
 MEETING_S = 30.0
 """For ranks to come to what a program easily calls on one of them only."""
@@ -219,7 +220,9 @@ class PlacedModel(nn.Module):
             return weight
         few = self.share is not None and self.share.total < self.place.ranks
         counted = self.share.total if self.share is not None and few else total
-        return self.parallel.reduction.weighed(weight, counted, self.place.ranks)
+        meet = weight != 1 and any(map(synchronised, self.parallel.components))
+        left = self.parallel.reduction.weighed(1.0 if meet else weight, counted, self.place.ranks)
+        return weight if meet else left  # gradients that meet those of other ranks on the way are weighed before
 
     def _called(self, weight: float, rows: int) -> None:
         if self.training:

@@ -120,8 +120,10 @@ class _Meeting(TorchFunctionMode):
     def __init__(self, axis: Axis) -> None:
         super().__init__()
         self._axis = axis
+        self.met = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.met = self.met or func is F.batch_norm
         call = _over(self._axis) if func is F.batch_norm else func
         return call(*args, **(kwargs or {}))
 
@@ -150,11 +152,12 @@ class _Within:
 
     def __init__(self, component: TracedComponent, axis: Axis) -> None:
         self._run = component.__dict__.get("forward", partial(TracedComponent.forward, component))
-        self._axis = axis
+        self._axis, self.met = axis, False
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
-        with _Meeting(self._axis):
+        with _Meeting(self._axis) as meeting:
             found: tuple[Tensor, ...] = self._run(x)
+        self.met = self.met or meeting.met
         return found
 
 
@@ -192,6 +195,13 @@ def synchronise(component: TracedComponent, axis: Axis) -> None:
                 setattr(parent, name, SynchronisedBatchNorm(child, axis))
     if _calls(component):
         component.forward = _Within(component, axis)  # type: ignore[assignment]
+
+
+def synchronised(component: TracedComponent) -> bool:
+    """Whether ranks meet in a BatchNorm of ``component``, in backward too; of code that is not torch's known behind its
+    first forward."""
+    run = component.__dict__.get("forward")
+    return (isinstance(run, _Within) and run.met) or any(type(m) is SynchronisedBatchNorm for m in component.modules())
 
 
 def _calls(component: TracedComponent) -> bool:
