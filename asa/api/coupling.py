@@ -20,6 +20,8 @@ from asa.ir.plan import Plan
 from asa.tracing.preserve import preserved
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
+KEEPS = -1.0
+"""Of a model whose output moves from one call to the next with the same samples."""
 _LOOSER, _SCALE, _ELEMENTS, _FEWEST = 10.0, 1000.0, 1 << 22, 2
 """Times the tolerance for gradients; by how much those of the halves are scaled, as a mean over fewer samples is; of
 how many numbers gradients are taken at most; samples of a half."""
@@ -38,8 +40,8 @@ class _Each(TorchFunctionMode):
 
 def coupled(model: nn.Module, call: Call | None, *, exact: bool = False) -> float:
     """How far outputs, or gradients of a sum over samples, move when a batch is computed in two halves, relative to
-    their size; 0 where they do not, or where that cannot be told. Gradients that are not in proportion to those of the
-    outputs (clamped, normalised on the way) move, too.
+    their size; 0 where they do not, or where that cannot be told; ``KEEPS``. Gradients that are not in proportion to
+    those of the outputs (clamped, normalised on the way) move, too.
 
     ``call`` has two samples or more. What is drawn is left out, and BatchNorm, which is looked after elsewhere: layers
     of it and, where it is ``exact``, whatever calls its function. The model is left as it was.
@@ -65,8 +67,13 @@ def coupled(model: nn.Module, call: Call | None, *, exact: bool = False) -> floa
 
 def warning_of(apart: float, plan: Plan) -> list[str]:
     """What is to be said of it under ``plan``."""
+    if apart == KEEPS and plan.num_microbatches > 1:
+        return [
+            f"the model keeps something from call to call, and its output moves by that: {plan.num_microbatches} times "
+            "a step here, once on one device"
+        ]
     shared = max(layout.data for layout in plan.layouts()) * plan.num_microbatches > 1
-    if not apart or not shared:
+    if apart <= 0 or not shared:
         return []
     return [
         f"the model computes a sample's output, or its gradient, from other samples of the batch, too ({apart:.1%} "
@@ -90,7 +97,7 @@ def _apart(model: nn.Module, call: Call, samples: int) -> float | None:
     if generators_now() != before:
         return None
     if any(isinstance(a, Tensor) and not torch.equal(a, b) for a, b in zip(whole, again, strict=True)):
-        return 0.0  # it keeps something from call to call, and moves by that
+        return KEEPS
     worst = 0.0
     for all_, a, b in zip(whole, first, second, strict=True):
         if not isinstance(all_, Tensor) or not all_.is_floating_point() or not all_.dim():
@@ -149,7 +156,7 @@ def _gradients_apart(model: nn.Module, call: Call, samples: int, device: torch.d
     size = sum(float(w.double().square().sum()) for w in whole)
     apart = (off / size) ** 0.5 if size else 0.0
     kind = next((w.dtype for w in whole), torch.float32)
-    return apart if apart > _LOOSER * _TOLERANCES.get(kind, 0.1) else 0.0
+    return apart if apart > min(_LOOSER * _TOLERANCES.get(kind, 0.1), 0.3) else 0.0
 
 
 def _slopes(samples: int, like: Tensor) -> Tensor:
