@@ -38,7 +38,7 @@ STRANGE = ["weighted", "ignored", "masked", "hardest", "spread", "log_of_mean", 
 """Losses that are no plain means over samples; some say what they divide by."""
 LOOPS = ["usual", "accumulate", "clip", "schedule", "thaw", "two_backwards", "average", "again", "kept", "by_loss",
          "by_reduced_loss", "plateau", "chunks", "skips", "clip_values", "by_hand"]  # fmt: skip
-WORDS = ("not checked", "draws", "this rank's samples")
+WORDS = ("not checked", "draws", "this rank's samples", "divides by its targets")
 """In lines on standard error that say what differs."""
 ALLOWED = 1e-8
 """Largest relative distance of a tensor that rounding may explain: adaptive steps amplify what is near zero."""
@@ -262,7 +262,7 @@ def loop(draw: Draw, net: nn.Module, opt: Any, batches: Any) -> dict[str, Tensor
                 with torch.no_grad():
                     for p in net.parameters():
                         if p.grad is not None and p.requires_grad:
-                            p.sub_(p.grad.to_dense(), alpha=0.05)
+                            p.sub_(p.grad.to_dense() if p.grad.is_sparse else p.grad, alpha=0.05)
                 continue
             if draw.loop == "two_backwards":
                 (0.5 * loss).backward()
@@ -380,7 +380,7 @@ def _verdict(draw: Draw, answers: list[tuple[str, Any]]) -> dict[str, Any]:
         return {"verdict": kind, "why": next(what for k, what in wrong if k == kind)}
     wanted = loop(draw, *made(draw))
     worst = max(
-        (float((state[n] - w).abs().max() / w.abs().max().clamp(min=1e-12)), n)
+        (float((state[n] - w).abs().max() / w.abs().max().clamp(min=1e-6)), n)
         for _, (state, _) in answers
         for n, w in wanted.items()
         if w.numel()

@@ -122,6 +122,8 @@ def reduce(x: Tensor | float, op: Literal["mean", "sum"] = "mean") -> Tensor:
     weight = placed.weight_now()
     share = weight / placed.place.ranks if op == "mean" else float(weight > 0)
     value = _plain(value)
+    if op == "mean" and not value.dim() and placed.terms is not None and placed.terms.counting:
+        placed.terms.tell_of_means(placed.place)
     if share != 1:
         value = value * share if op == "mean" or value.is_floating_point() else value * int(share)
     return _Sum.apply(value, placed.place.votes, weight)  # type: ignore[no-any-return]

@@ -99,7 +99,7 @@ class UserExecutor(PlannedExecutor):
         self._worker = self._worker_of(build(plan, tuple(range(plan.num_ranks))), LossScale(plan.precision))
         self._built_s = time.perf_counter() - began
         norms = any(
-            isinstance(m, nn.modules.batchnorm._BatchNorm) and type(m) is not SynchronisedBatchNorm
+            isinstance(m, nn.modules.batchnorm._BatchNorm) and not issubclass(type(m), SynchronisedBatchNorm)
             for c in self.model.components
             for m in c.modules()
         )

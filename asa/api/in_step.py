@@ -47,7 +47,7 @@ class InStep:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.shared = self.updates = 0
         self._timeout_s = timeout_s
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._store: Any = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
         self._pending: tuple[Any, list[Tensor]] | None = None
         self._since: float | None = None

@@ -15,6 +15,8 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from asa.api.rank_context import RankContext
+from asa.api.said import say
 from asa.executor.model.votes import Votes
 
 if TYPE_CHECKING:
@@ -32,7 +34,20 @@ class Terms:
     def __init__(self, votes: Votes) -> None:
         self._votes = votes
         self._counting: bool | None = None
-        self._warned = False
+        self._warned = self._told = False
+
+    @property
+    def counting(self) -> bool:
+        """Whether a cross-entropy of the program divides by other than its samples."""
+        return bool(self._counting)
+
+    def tell_of_means(self, place: RankContext) -> None:
+        """Say once that a mean over ranks is not that of such a loss."""
+        if not self._told:
+            self._told = True
+            say(place, "the loss divides by its targets (weights, ignored ones), and asa.reduce(x) weighs the mean of "
+                "a rank by its samples: for the loss of the whole batch, divide asa.reduce(loss_sum, 'sum') by "
+                "asa.reduce(weight, 'sum')")  # fmt: skip
 
     def before(self, nodes: list[Any], weight: float, rows: int) -> Callable[[], None]:
         """To be called before a backward through ``nodes``, by every rank; ``weight`` is that of this rank's mean,

@@ -198,7 +198,7 @@ class Place:
     index: int
 
 
-_GRAD = Tensor.grad.__get__  # type: ignore[attr-defined]
+_GRAD: Any = Tensor.grad.__get__  # type: ignore[union-attr]
 
 
 class Watched(Tensor):
