@@ -166,8 +166,8 @@ def parallelize(
     degrees = {layout.data for layout in chosen.layouts()}
     if degrees == {1}:  # every rank computes on all samples
         least[:] = [1]
-    each = degrees == {place.ranks}
-    if place.votes.tell(apart > 0 and each):  # statistics of one sample are none
+    all_apart = degrees == {place.ranks}
+    if place.votes.tell(apart > 0 and all_apart):  # statistics of one sample are none
         least[:] = [2]
     parallel = build(chosen, subject)
     for line in (
