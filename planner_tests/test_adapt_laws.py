@@ -508,3 +508,14 @@ def test_links_that_lost_bandwidth_are_slow_though_small_messages_are_not() -> N
             costs.observe(dataclasses.replace(known, links=links), Alone(), (0, 1), 5, ())
         assert (costs.slowness().levels[0] > 0) == (slow > 1), slow
     assert math.exp(costs.slowness().levels[0]) == pytest.approx((800 + 1200) / 920, rel=0.05)
+
+
+@pytest.mark.parametrize("begins", [80, 81, 83, 84])
+@pytest.mark.parametrize("seed", range(2))
+def test_slow_links_are_found_wherever_in_a_window_they_begin(begins: int, seed: int) -> None:
+    noise = Noise(step=0.05, own=0.03, tails=0.05, tail=1.5)
+    world = _world(2, _slowness(2, links=64.0), begins=begins, ends=10**9, window=5, noise=noise, seed=seed)
+    _, events = _run(world, 3)
+    found = [e for e in events if e["event"] == "finding"]
+    assert [e["cause"] for e in found][:1] == ["link"]
+    assert found[0]["step"] <= begins + 20
