@@ -237,8 +237,8 @@ class Costs:
             else:
                 groups.append([(mean, p)])
         centres = [sum(m for m, _ in g) / len(g) for g in groups]
-        common = centres[0] if centres else 0.0
-        beyond = {p: centre - common for g, centre in zip(groups, centres, strict=True) for _, p in g}
+        common = self._sure(centres[0], groups[0]) if centres else 0.0
+        beyond = {p: centre - centres[0] for g, centre in zip(groups, centres, strict=True) for _, p in g}
         shared = common if not self.apart else 0.0
         return Slowness(
             common=common,
@@ -247,6 +247,12 @@ class Costs:
             if self.apart
             else (shared,) * len(self.levels),
         )
+
+    def _sure(self, common: float, group: Sequence[tuple[float, int]]) -> float:
+        """``common``, or what it was, where it lies off that by more than :data:`LIKE`, but not beyond doubt."""
+        before = 0.0 if self._last is None else self._last.common
+        deviation = math.sqrt(sum(self.ranks[p].variance for _, p in group)) / len(group)
+        return before if LIKE < abs(common - before) <= _SURER * deviation else common
 
     def _level(self, index: int, factor: Factor) -> float:
         was_apart = self._last is not None and self._last.levels[index] != 0
