@@ -10,7 +10,8 @@ Disturbances, none of them a flag of asa:
 - *quota*: rank 1 in a cgroup that may run half of every 10 ms.
 - *shared*: both ranks on one core.
 - *memory*: the memory cgroup of the run is lowered to what it uses just then, and a little.
-- *links*: each rank in a network namespace, and the links between them brought down to ``--megabits`` by ``tc``.
+- *links*: each rank in a network namespace, planned for the links between those as they are measured there, which are
+  then brought down to ``--megabits`` by ``tc``.
 - *none*: nothing; nothing may be found or changed.
 
 Of each, one adapting run is disturbed in its middle third: the first third gives *undisturbed* and the last what it is
@@ -37,6 +38,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from emulated import links as measured_links
 from namespaces import NotPermitted, leave_network, name_of, rooms, shape, unshape
 
 from asa.cli.choose import origins
@@ -48,6 +50,8 @@ from asa.ir import codec
 from asa.ir.measurements import Measurements
 from asa.ir.plan import Plan
 from asa.ir.profile import Stat
+from asa.planner import Request
+from asa.planner import plan as solve
 from asa.scheduler import Model
 from asa.scheduler.costs import Slowness
 from asa.scheduler.model import same
@@ -302,6 +306,19 @@ def told(plan: Plan, case: str, factor: float) -> Iterator[tuple[str, Plan]]:
         print(f"  {error}")
 
 
+def planned_there(plan_file: Path, folder: Path) -> Path:
+    """The best plan for the links between the namespaces, which are measured in place and kept in ``profiles/``."""
+    plan = codec.load(Plan, plan_file)
+    profile, cluster = origins(plan, Console())
+    there = measured_links(2, 0.0, 10.0)
+    cluster = replace(cluster, name="namespaces-2", levels=there.levels, source=there.source)
+    codec.save(cluster, Path("profiles/cluster.namespaces-2.json"))
+    request = Request(gpus=2, global_batch=plan.global_batch, time_limit_s=4.0)
+    file = folder.absolute() / "links.plan.json"
+    codec.save(solve(profile, cluster, offered(), request)[0], file)
+    return file
+
+
 def examine(case: str, plan_file: Path, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """All runs of a case, and what they come to."""
     plan, steps = codec.load(Plan, plan_file), args.steps
@@ -374,15 +391,17 @@ def main() -> None:
         folder.mkdir(exist_ok=True, parents=True)
         for case in args.cases.split(","):
             print(f"{case}:", flush=True)
+            file = args.plan.absolute()
             with ExitStack() as stack:
                 try:
                     if case == "links":
                         leave_network()
                         stack.enter_context(rooms(2))
+                        file = planned_there(args.plan, folder)
                     elif case == "memory":
                         MEMORY_GROUP.mkdir()
                         stack.callback(_leave, MEMORY_GROUP, CGROUPS / "memory")
-                    row = examine(case, args.plan.absolute(), args, folder)
+                    row = examine(case, file, args, folder)
                 except (NotPermitted, OSError) as why:
                     print(f"  skipped: {why}", flush=True)
                     continue

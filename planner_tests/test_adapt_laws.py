@@ -14,9 +14,9 @@ import pytest
 from asa.cost.ranks import Ranks
 from asa.interfaces.executor import EpochOutcome, Look, Placement, Probe
 from asa.ir.cluster import Cluster
-from asa.ir.measurements import EpochRecord, Measurements
+from asa.ir.measurements import EpochRecord, Measurements, RankTiming, Transfer
 from asa.ir.plan import Plan
-from asa.ir.profile import Profile
+from asa.ir.profile import Profile, Stat
 from asa.planner import Request, plan, verify
 from asa.scheduler import Model, Policy, adapt
 from asa.scheduler.costs import Costs, Factor, Slowness
@@ -480,3 +480,42 @@ def test_ranks_on_one_core_are_told_and_one_of_them_idles_until_each_has_its_own
         assert len({0, 1} & set(fewer.processes)) == 1, "one of them, and whoever has a core of its own"
         assert _back(world)
         assert not any(same(a, b) for _, a, b in world.moves)
+
+
+def test_links_that_lost_bandwidth_are_slow_though_small_messages_are_not() -> None:
+    class Alone:
+        """Every transfer should take 0.3 ms, as latency has it."""
+
+        step_s, own_s = 0.2, (0.1, 0.1)
+
+        def transfer_s(self, transfer: Transfer) -> float:
+            return 3e-4
+
+    small = [
+        Transfer(op="all_gather", level=0, group_size=2, num_bytes=2.0**k, seconds=3e-4, n=100) for k in range(6, 14)
+    ]
+    large = Transfer(op="all_reduce", level=0, group_size=2, num_bytes=2.0**18, seconds=3e-4, n=120)
+    timing = RankTiming(own_s=0.1, waiting_s=0.0, data_wait_s=0.0)
+    costs = Costs(2, 1)
+    world = _world(2, _slowness(2))
+    world.run_epoch(0)
+    known = dataclasses.replace(
+        world._measured(5), per_rank=(timing, timing), step_time=Stat.of([0.2] * 5), mean_step_s=0.2
+    )
+    for slow, windows in ((1.0, 6), (10.0, 4)):
+        links = (*small, dataclasses.replace(large, seconds=slow * large.seconds))
+        for _ in range(windows):
+            costs.observe(dataclasses.replace(known, links=links), Alone(), (0, 1), 5, ())
+        assert (costs.slowness().levels[0] > 0) == (slow > 1), slow
+    assert math.exp(costs.slowness().levels[0]) == pytest.approx((800 + 1200) / 920, rel=0.05)
+
+
+@pytest.mark.parametrize("begins", [80, 81, 83, 84])
+@pytest.mark.parametrize("seed", range(2))
+def test_slow_links_are_found_wherever_in_a_window_they_begin(begins: int, seed: int) -> None:
+    noise = Noise(step=0.05, own=0.03, tails=0.05, tail=1.5)
+    world = _world(2, _slowness(2, links=64.0), begins=begins, ends=10**9, window=5, noise=noise, seed=seed)
+    _, events = _run(world, 3)
+    found = [e for e in events if e["event"] == "finding"]
+    assert [e["cause"] for e in found][:1] == ["link"]
+    assert found[0]["step"] <= begins + 20

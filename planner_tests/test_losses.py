@@ -160,6 +160,28 @@ def test_a_rank_lost_for_good_is_done_without(tmp_path: Path, monkeypatch: pytes
     assert all(torch.allclose(found[n], v, rtol=1e-4, atol=1e-6) for n, v in calm.items() if v.is_floating_point())
 
 
+def _member(_rank: int, out: Path, epochs: int, count: str, resume: bool) -> int:
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = count
+    plan, settings = training.plan("logistic", ranks=2), training.settings(out, epochs=epochs, resume=resume)
+    try:
+        found = train(plan, settings, strategies=offered(), adapt=adapt, regroup=_fewer)
+    except UsageError as error:
+        return error.exit_code
+    return int(found["exit_code"])
+
+
+def test_what_a_launcher_starts_with_fewer_ranks_and_then_with_all_goes_on(tmp_path: Path) -> None:
+    assert run_ranks(1, _member, tmp_path, 1, "0", False, threads=1, timeout_s=30) == [2], "a new run is as planned"
+    assert run_ranks(2, _member, tmp_path, 1, "0", False, threads=1, timeout_s=30) == [0, 0]
+    assert run_ranks(1, _member, tmp_path, 2, "1", False, threads=1, timeout_s=30) == [0]
+    assert run_ranks(2, _member, tmp_path, 3, "0", True, threads=1, timeout_s=30) == [0, 0]
+    (event,) = [e for e in _log(tmp_path, "replan") if e["ranks"] == 1]
+    assert (event["kind"], event["ranks_before"], event["why"]) == ("lost", 2, "1 ranks are here now")
+    assert codec.load(Plan, tmp_path / "plan.json").num_ranks == 2
+    epochs = _log(tmp_path, "epoch")
+    assert [(e["epoch"], e["measurements"]["num_ranks"]) for e in epochs] == [(0, 2), (1, 1), (2, 2)]
+
+
 def _infeasible(_plan: Plan, _ranks: int) -> Plan:
     raise InfeasibleError("nothing fits")
 

@@ -122,7 +122,7 @@ class _Teller:
 
     def _decided(self, event: Mapping[str, Any]) -> None:
         kind = str(event["kind"])
-        if kind in ("switch", "rollback", "memory"):
+        if kind in ("switch", "rollback", "memory", "lost"):
             self._end()
             self.plan = str(event["new"])
         if kind in ("switch", "rollback"):

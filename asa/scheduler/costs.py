@@ -33,6 +33,8 @@ _FORGETTING = 0.01**2
 _USUAL = 20
 _FLOOR = 0.03**2
 """Variance of the logarithm of a figure however many steps it is of: what slowly changes is no mean of many."""
+_UNLIKE = 0.15**2
+"""The most variance that kinds of transfers add by which one factor is not true of all: some lost more than others."""
 _SURE, _SURER = 3.0, 4.0
 """Standard deviations: of what is a change of a factor, and of a difference that plans are chosen by."""
 _NORMAL_P90 = 1.2816
@@ -206,14 +208,15 @@ class Costs:
         by_level: dict[int, list[tuple[float, float]]] = {}
         for t in links:
             should = expected.transfer_s(t)
-            if should and t.seconds > 0 and math.isfinite(t.seconds):
-                by_level.setdefault(t.level, []).append((math.log(t.seconds / should), should * t.n))
+            if should and t.n > 0 and t.seconds > 0 and math.isfinite(t.seconds):
+                by_level.setdefault(t.level, []).append((t.seconds * t.n, should * t.n))
         for level, found in by_level.items():
-            weight = sum(w for _, w in found)
-            value = sum(z * w for z, w in found) / weight if weight > 0 else 0.0
-            off = sum(w * (z - value) ** 2 for z, w in found) / weight if weight > 0 else 0.0
+            # The time they take in all: less bandwidth leaves small messages as they were.
+            total = sum(took for took, _ in found)
+            value = math.log(total / sum(should for _, should in found))
+            off = sum(took * (math.log(took / should) - value) ** 2 for took, should in found) / total
             value -= self.biases[level]
-            self.levels[level] = self.levels[level].seen(value, _FLOOR + off / len(found), steps)
+            self.levels[level] = self.levels[level].seen(value, _FLOOR + min(off / len(found), _UNLIKE), steps)
 
     def slowness(self) -> Slowness:
         """The figures to plan with: the fastest ranks are what is common to all; ranks that are alike count as equal,
@@ -234,8 +237,8 @@ class Costs:
             else:
                 groups.append([(mean, p)])
         centres = [sum(m for m, _ in g) / len(g) for g in groups]
-        common = centres[0] if centres else 0.0
-        beyond = {p: centre - common for g, centre in zip(groups, centres, strict=True) for _, p in g}
+        common = self._sure(centres[0], groups[0]) if centres else 0.0
+        beyond = {p: centre - centres[0] for g, centre in zip(groups, centres, strict=True) for _, p in g}
         shared = common if not self.apart else 0.0
         return Slowness(
             common=common,
@@ -244,6 +247,12 @@ class Costs:
             if self.apart
             else (shared,) * len(self.levels),
         )
+
+    def _sure(self, common: float, group: Sequence[tuple[float, int]]) -> float:
+        """``common``, or what it was, where it lies off that by more than :data:`LIKE`, but not beyond doubt."""
+        before = 0.0 if self._last is None else self._last.common
+        deviation = math.sqrt(sum(self.ranks[p].variance for _, p in group)) / len(group)
+        return before if LIKE < abs(common - before) <= _SURER * deviation else common
 
     def _level(self, index: int, factor: Factor) -> float:
         was_apart = self._last is not None and self._last.levels[index] != 0

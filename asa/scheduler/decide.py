@@ -177,6 +177,8 @@ class Decider:
         if max((abs(a - b) for a, b in zip(slowness.levels, before, strict=True)), default=0.0) <= LIKE:
             return slowness
         without, seen = replace(slowness, levels=before), math.log(self._step_s(current, measured))
+        if self.costs.pace.doubtful:  # the step changes just now, too: by how much is known a window later
+            return without
         off = [abs(seen - math.log(self.model.step_s(current, s))) for s in (slowness, without)]
         changed = max(abs(a - b) for a, b in zip(slowness.levels, before, strict=True))
         beside = math.log(self.model.cluster.overlap.communication_slowdown) + LIKE

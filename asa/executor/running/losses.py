@@ -62,18 +62,18 @@ class Losses:
         if job.device_type == "cuda":
             leave_device_out(failure.rank)
         self._in_a_row = 0
-        log(_change(plan, fewer, failure))
+        log(regrouped(plan, fewer, str(failure), failure.rank))
         write_plan(fewer, Path(job.settings.out))
         return replace(job, plan=fewer)
 
 
-def _change(old: Plan, new: Plan, failure: WorkersFailedError) -> Event:
-    """The event that tells of a plan for the ranks left."""
+def regrouped(old: Plan, new: Plan, why: str, rank: int | None = None) -> Event:
+    """The event that tells of a plan for the ranks that are there. ``rank``: which was lost."""
     return {
         "event": "replan",
         "kind": "lost",
-        "why": str(failure),
-        "rank": failure.rank,
+        "why": why,
+        "rank": rank,
         "old": fingerprint(old),
         "new": fingerprint(new),
         "predicted_gain": None,

@@ -25,7 +25,7 @@ from asa.errors import (
     WorkersFailedError,
 )
 from asa.executor.running.exhausted import NOTE
-from asa.executor.running.losses import Losses, Regroup
+from asa.executor.running.losses import Losses, Regroup, regrouped
 from asa.executor.running.member import Ending, Job
 from asa.executor.running.outdir import CHECKPOINTS
 from asa.executor.running.prepare import Material, write_plan
@@ -44,6 +44,7 @@ Relieve = Callable[[Shortage, int, int], Plan]
 T = TypeVar("T")
 Start = Callable[[Job, Material], Ending]
 
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 MOST_ATTEMPTS = 3
 """Plans in a row under which not one more epoch was done."""
 
@@ -148,7 +149,7 @@ def pending(job: Job, relieve: Relieve | None) -> Pending | None:
         InfeasibleError: no plan fits the memory there is.
     """
     out = Path(job.settings.out)
-    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if launched() else 0
+    attempt = int(os.environ.get(RESTARTS, "0")) if launched() else 0
     if not attempt and not job.settings.resume:
         return None
     own = _kept(Plan, out / "plan.json")
@@ -164,6 +165,21 @@ def pending(job: Job, relieve: Relieve | None) -> Pending | None:
     except InfeasibleError as error:
         raise InfeasibleError(f"{told(found)}; no other plan fits: {error}") from None
     return Pending(plan=answer, event=change(found, answer, max(1, attempt)))
+
+
+def resized(left: Pending | None, job: Job, ranks: int, regroup: Regroup | None) -> Pending | None:
+    """``left``, or where a run goes on with another number of ``ranks`` than its plan has, a plan for those: the one it
+    was given, if that is for as many."""
+    old = job.plan if left is None else left.plan
+    again = job.settings.resume or os.environ.get(RESTARTS, "0") != "0"
+    short_of_memory = left is not None and left.event is not None and old.num_processes < ranks
+    if regroup is None or not again or old.num_processes == ranks or old.consistency is not None or short_of_memory:
+        return left
+    try:
+        new = job.plan if job.plan.num_processes == ranks else regroup(job.plan, ranks)
+    except InvalidInputError:  # what it was made from is gone: whoever compares the numbers says what to do
+        return left
+    return Pending(plan=new, event=regrouped(old, new, f"{ranks} ranks are here now"))
 
 
 def _kept(kind: type[T], path: Path) -> T | None:

@@ -17,7 +17,7 @@ from asa.executor.model.votes import Votes
 from asa.executor.running.losses import Regroup
 from asa.executor.running.member import Adapt, Ending, Job, work
 from asa.executor.running.prepare import Material, open_images, prepare
-from asa.executor.running.recovery import Pending, Relieve, outlast, pending, settle
+from asa.executor.running.recovery import RESTARTS, Pending, Relieve, outlast, pending, resized, settle
 from asa.executor.training import checkpoint
 from asa.executor.training.checkpoint import Manifest
 from asa.executor.training.logs import Announce, Event, RunLog, Work
@@ -84,7 +84,7 @@ def train(
                 stack, plan, settings, device_type=device_type, on_event=on_event, command=command, work=work
             )
 
-        return _as_member(job, ready, relieve) if launched() else _as_owner(job, ready, relieve, regroup)
+        return _as_member(job, ready, relieve, regroup) if launched() else _as_owner(job, ready, relieve, regroup)
 
 
 def _threads(job: Job) -> int | None:
@@ -154,7 +154,7 @@ def _spare(plan: Plan) -> Callable[[int], bool] | None:
     return lambda rank: rank not in needed
 
 
-def _as_member(job: Job, ready: Prepare, relieve: Relieve | None) -> Event:
+def _as_member(job: Job, ready: Prepare, relieve: Relieve | None, regroup: Regroup | None) -> Event:
     """Be a rank that a launcher started: rank 0 owns the run, and what stands in its way stands in everyone's."""
     settings = job.settings
     with join(backend=_backend(job), timeout_s=settings.timeout_s) as place:
@@ -162,12 +162,16 @@ def _as_member(job: Job, ready: Prepare, relieve: Relieve | None) -> Event:
             torch.set_num_threads(threads)
         _bind(job, place.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE") or 0))
         votes = _votes(job.plan, settings.timeout_s)
-        left = votes.once(lambda: pending(job, relieve))
+        # An elastic launcher counts the restarts of each node for itself: a node that has just come knows of none.
+        restarts = max(int(rank[0]) for rank in votes.gather([float(os.environ.get(RESTARTS, "0"))]))
+        os.environ[RESTARTS] = str(restarts)
+        left = votes.once(lambda: resized(pending(job, relieve), job, votes.num_ranks, regroup))
         text = votes.tell(None if left is None else codec.dumps(left.plan))
         plan = job.plan if text is None else codec.loads(Plan, text, source="the plan from rank 0")
         job = replace(job, plan=plan)
         wrong = None
-        if votes.num_ranks != plan.num_processes:
+        # Under a plan that was made here for what is there, ranks that do not pay idle.
+        if votes.num_ranks < plan.num_processes or (votes.num_ranks > plan.num_processes and text is None):
             wrong = UsageError(
                 f"the plan is for {plan.num_processes} ranks, the launcher started {votes.num_ranks}; "
                 f"use --nproc-per-node {plan.num_processes}, or plan again"
