@@ -67,7 +67,7 @@ def peak(components: Sequence[Footprint], boundaries: Sequence[Footprint], in_fl
 
 
 def made_ready(input_shape: Sequence[int]) -> float:
-    """The most bytes that are there while an input is made ready, beyond its own, as a share of those: of tokens, labels.
+    """The most bytes there while an input is made ready, beyond its own, as a share of those: of tokens, their labels.
 
     Images are stored as bytes. While they are shifted and mirrored they are there twice, beside where each pixel comes
     from (8 bytes) and whether that lies inside (2): of three channels 16 bytes a pixel, where 12 of numbers are left.
