@@ -411,8 +411,10 @@ def _alone(data: int) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp", "tensor"])
-@pytest.mark.parametrize("tool", ["accelerate", "fabric"])
+@pytest.mark.parametrize(
+    ("tool", "name"),
+    [("accelerate", "ddp"), ("accelerate", "fsdp"), ("fabric", "ddp"), ("fabric", "fsdp"), ("fabric", "tensor")],
+)
 def test_two_ranks_train_to_the_loss_of_one_device(tmp_path: Path, tool: str, name: str) -> None:
     package = "accelerate" if tool == "accelerate" else "lightning_fabric"
     pytest.importorskip(package, reason=f"{package} is not installed: its script is not run")

@@ -94,6 +94,18 @@ def test_strategies_that_do_not_fit_are_named_and_explained_when_asked():
     assert "certificate: optimal" in whole
 
 
+def test_strategies_that_break_the_pins_are_not_called_too_large():
+    made = nouns.plan()
+    fits = replace(made.baselines[0], name="ddp", fits=True, why_not="", step_time_s=1.0)
+    pinned = replace(fits, fits=False, why_not="not allowed by the pins")
+    large = replace(pinned, name="single", why_not="16 GiB of 8")
+    text = tables.plain(plan.render(replace(made, baselines=(pinned, large))), width=200)
+    assert "no whole strategy keeps to the pins" in text
+    assert re.search("not allowed by the pins: ddp; too large: single", text)
+    text = tables.plain(plan.render(replace(made, baselines=(pinned, replace(fits, name="zero1")))), width=200)
+    assert "ddp is not allowed by the pins" in text
+
+
 def test_strategies_that_are_one_and_the_same_share_a_row():
     made = nouns.plan()
     first = next(b for b in made.baselines if b.fits)

@@ -34,9 +34,15 @@ def test_the_input_is_dropped_and_times_are_seconds():
     assert made.layers[0].seconds == pytest.approx(3e-3)
 
 
+def test_outputs_of_one_layer_are_added_up():
+    made = parse(GOOD.replace("activation_size=16.0", "activation_size=[10.0; 4.0; 2.5]", 3), source="it")
+    assert [layer.activation_bytes for layer in made.layers] == [16.5, 16.5, 16.0]
+
+
 @pytest.mark.parametrize(
     ("text", "where"),
     [
+        (GOOD.replace("activation_size=16.0", "activation_size=[10.0; many]"), "line 1"),
         (GOOD.replace(node("c"), node("c", forward="nan")), "line 3"),
         (GOOD.replace(node("c"), node("c", forward="inf")), "line 3"),
         (GOOD.replace(node("c"), node("c", parameters="-1")), "line 3"),

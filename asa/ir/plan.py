@@ -219,6 +219,10 @@ class Measured:
     trials: tuple[Trial, ...]
 
 
+KEPT_OUT = "not allowed by the pins"
+"""Why a whole strategy that fits is no choice."""
+
+
 @noun
 class Baseline:
     """A whole strategy beside the plan. ``why_not`` says why it does not fit, or cannot be built."""

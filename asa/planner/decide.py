@@ -13,7 +13,7 @@ from asa.errors import AsaError, InfeasibleError
 from asa.interfaces.strategy import Strategies
 from asa.ir import codec
 from asa.ir.cluster import Cluster
-from asa.ir.plan import Assignment, Baseline, Certificate, CurvePoint, Plan, Stage
+from asa.ir.plan import KEPT_OUT, Assignment, Baseline, Certificate, CurvePoint, Plan, Stage
 from asa.ir.profile import Profile
 from asa.planner import clock
 from asa.planner.answer import disciplines, infeasible, leanest
@@ -41,7 +41,6 @@ _BUSY, _SHORT_S = 2.0, 0.1
 """
 _DRAWN = 3_000
 """Components, over all finalists, whose errors are drawn: of a thousand components, not of every whole strategy."""
-_KEPT_OUT = "not allowed by the pins"
 _TIE = 1 + 1e-9
 """Over the fastest: as good as equal, since times are sums of many floating-point numbers."""
 
@@ -172,7 +171,7 @@ def _whole(
     meant = {m for w in wanted for m in baselines.members(w, prices.space.strategies, prices.space.request.gpus)}
     among = sorted((r for r in eligible if r.name in meant), key=lambda r: r.seconds)
     if not among:
-        reasons = {r.name: r.why_not or _KEPT_OUT for r in rows if r.name in meant}
+        reasons = {r.name: r.why_not or KEPT_OUT for r in rows if r.name in meant}
         said = f"none of {', '.join(wanted)} fits: " + "; ".join(f"{name}: {why}" for name, why in reasons.items())
         if len(reasons) == 1:
             said = f"{wanted[0]} cannot be had: {reasons.popitem()[1]}"
@@ -372,7 +371,7 @@ def _plan(
                 step_time_s=r.price.cost.total_s if r.price else None,
                 memory_bytes_max=math.ceil(max(s.most for s in r.price.stages)) if r.price else None,
                 fits=r.fits and _pins_allow(space, r.candidate),
-                why_not=r.why_not or ("" if _pins_allow(space, r.candidate) else _KEPT_OUT),
+                why_not=r.why_not or ("" if _pins_allow(space, r.candidate) else KEPT_OUT),
             )
             for r in rows
         ),

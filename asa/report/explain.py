@@ -112,7 +112,8 @@ def versus(found: Difference) -> list[RenderableType]:
     if found.remark:
         said.append(line(f"{found.other} is {found.remark}"))
     if found.changed:
-        said.append(line(f"{len(found.changed)} components would run otherwise: {', '.join(found.changed)}"))
+        count = f"{len(found.changed)} component{'s' if len(found.changed) > 1 else ''}"
+        said.append(line(f"{count} would run otherwise: {', '.join(found.changed)}"))
     return said
 
 

@@ -71,6 +71,10 @@ def _of_tool(plan: Plan, name: str, tool: str) -> list[str]:
         and grid.strategy in ("replicate", "zero1")
     ):
         notes.append(f"{tool} keeps no replicas beside tensors: the states of the {grid.data} are sharded")
+    if tool == "accelerate" and grid.tensor > 1:
+        notes.append(
+            "accelerate 1.15 splits tensors beside shards with transformers 4 alone, of which it imports a piece"
+        )
     if tool == "accelerate" and recomputed and name not in ("fsdp", "zero2", "hsdp", "hybrid"):
         notes.append("accelerate recomputes nothing without FSDP: that is the script's own business")
     return notes

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.console import RenderableType
 
-from asa.ir.plan import Assignment, Baseline, Plan, Trial
+from asa.ir.plan import KEPT_OUT, Assignment, Baseline, Plan, Trial
 from asa.ir.units import figures
 from asa.report.tables import groups, line, runs, short, table
 from asa.report.units import NOTHING, error, percent, rate, seconds, size
@@ -67,13 +67,15 @@ def _against(plan: Plan) -> str:
     step = plan.prediction.step_time_s
     known = {b.name: b.step_time_s for b in plan.baselines if b.fits and b.step_time_s is not None}
     if not known:
-        return "no whole strategy fits"
+        pinned = any(b.why_not == KEPT_OUT for b in plan.baselines)
+        return "no whole strategy keeps to the pins" if pinned else "no whole strategy fits"
     name = min(known, key=lambda n: (known[n], n == "hybrid"))
     said = [f"{_faster(known[name], step)} {name} (best whole strategy)"]
     if "ddp" in known and name != "ddp":
         said.append(f"{_faster(known['ddp'], step)} ddp")
     elif "ddp" not in known and plan.gpus > 1:
-        said.append("ddp does not fit")
+        pinned = any(b.name == "ddp" and b.why_not == KEPT_OUT for b in plan.baselines)
+        said.append(f"ddp is {KEPT_OUT}" if pinned else "ddp does not fit")
     return ", ".join(said)
 
 
@@ -153,7 +155,8 @@ def _folded(plan: Plan, more: int) -> list[RenderableType]:
     run = [b for b in plan.baselines if not _only_asked(b)]
     said = [f"{more} more"] if more else []
     for what, names in (
-        ("too large", [b.name for b in run if not b.fits and b.step_time_s is not None]),
+        (KEPT_OUT, [b.name for b in run if b.why_not == KEPT_OUT]),
+        ("too large", [b.name for b in run if not b.fits and b.step_time_s is not None and b.why_not != KEPT_OUT]),
         ("not to be had here", [b.name for b in run if not b.fits and b.step_time_s is None]),
         ("only where asked for", [b.name for b in plan.baselines if _only_asked(b)]),
     ):

@@ -28,7 +28,7 @@ from asa.errors import InvalidInputError, UsageError
 from asa.reading import read_text
 from benchmarks.truth.downsets import downsets, topological
 
-_NUMBER = r"=\s*([^,\s]+)"
+_NUMBER = r"=\s*(\[[^\]]*\]|[^,\s]+)"
 _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 _FIGURES = re.compile(r",\s*".join(name + _NUMBER for name in _FIELDS))
 _MILLI = 1e-3
@@ -119,7 +119,8 @@ def _layer(parts: list[str], source: str, number: int) -> Layer:
     values = []
     for name, written in zip(_FIELDS, figures.groups(), strict=True):
         try:
-            value = float(written)
+            # Layers of several outputs, as an LSTM's, list the size of each.
+            value = math.fsum(float(one) for one in written.strip("[]").split(";"))
         except ValueError:
             value = math.nan
         if not math.isfinite(value) or value < 0:

@@ -15,8 +15,7 @@ import numpy as np
 from asa.cost.boundary.crossings import Crossings
 from asa.cost.boundary.ends import Ends
 from asa.cost.constants import constant
-from asa.cost.memory.arriving import made_ready
-from asa.cost.memory.peak import Footprint, margin
+from asa.cost.memory.peak import Footprint, made_ready, margin
 from asa.cost.shards import Keeping
 from asa.cost.states import States
 from asa.cost.step import BoundaryCost
@@ -172,7 +171,15 @@ class Edges:
         gradient is wanted. What they are made of is there until they are ready."""
         later = (self.num_microbatches - 1) * self.keeping.shards.largest(layout) * self.graph.input_bytes_per_sample
         held = self.keeping.input(layout) + later
-        return [0.0, 0.0, self.wrapper(layout), held * margin(), 0.0, held * made_ready(self.graph) * margin(), 0.0]
+        return [
+            0.0,
+            0.0,
+            self.wrapper(layout),
+            held * margin(),
+            0.0,
+            held * made_ready(self.graph.input_shape) * margin(),
+            0.0,
+        ]
 
     def wrapper(self, layout: Layout) -> float:
         """Seconds of the wrapper that begins with a layout."""

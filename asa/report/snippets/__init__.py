@@ -35,10 +35,10 @@ TOOLS: dict[str, Tool] = {
         write=torch_script,
     ),
     "accelerate": Tool(
-        able=("single", "ddp", "zero1", "zero2", "fsdp", "hsdp", "tensor"),
+        able=("single", "ddp", "zero1", "zero2", "fsdp", "hsdp"),
         recompute="all",
         write=accelerate,
-        grids=lambda grid: grid.stages == 1 and not grid.sequence,
+        grids=lambda grid: grid.stages == 1 and grid.data > 1 and not grid.sequence,
     ),
     "fabric": Tool(
         able=("single", "ddp", "zero2", "fsdp", "tensor"),
