@@ -15,9 +15,10 @@ from asa.planner import clock
 from asa.planner.budget import USUAL
 from asa.planner.stage import dual, exhaustive, labels
 from asa.planner.stage.descent import Descent
+from asa.planner.stage.lookup import FormulatedStage
 from asa.planner.stage.pareto import OutOfTimeError, efficient
 from asa.planner.stage.problem import Choice, Config, Edge, Problem
-from asa.planner.stage.singles import FormulatedStage, Single
+from asa.planner.stage.singles import Single
 
 INF = float("inf")
 

@@ -20,8 +20,9 @@ from asa.planner.space.space import Space, anything
 from asa.planner.stage import exhaustive, memory
 from asa.planner.stage.first import first_plan
 from asa.planner.stage.formulate import formulate
+from asa.planner.stage.lookup import StageLookup
 from asa.planner.stage.problem import MS
-from asa.planner.stage.singles import StageLookup, singles
+from asa.planner.stage.singles import singles
 from asa.strategies import offered
 
 INF = float("inf")

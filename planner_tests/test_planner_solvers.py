@@ -17,8 +17,9 @@ from asa.ir.plan import DataDegree, TensorDegree
 from asa.planner import search
 from asa.planner.budget import USUAL
 from asa.planner.stage import dual, exhaustive, ilp, memory
+from asa.planner.stage.lookup import FormulatedStage
 from asa.planner.stage.problem import Config, Edge, Problem, Solution
-from asa.planner.stage.singles import FormulatedStage, Single
+from asa.planner.stage.singles import Single
 
 
 def same(a: float, b: float) -> bool:

@@ -20,7 +20,7 @@ from asa.planner.answer import disciplines, infeasible, leanest
 from asa.planner.answer.circumstances import circumstances
 from asa.planner.answer.confidence import confidence, faster
 from asa.planner.answer.prediction import noise, predict
-from asa.planner.budget import USUAL, Budget
+from asa.planner.budget import ROUNDING, USUAL, Budget
 from asa.planner.garbage import uncollected
 from asa.planner.pipeline.whole import StrategyRow, table
 from asa.planner.search import Outcome, next_best, search
@@ -42,7 +42,7 @@ _BUSY, _SHORT_S = 2.0, 0.1
 _DRAWN = 3_000
 """Components, over all finalists, whose errors are drawn: of a thousand components, not of every whole strategy."""
 _KEPT_OUT = "not allowed by the pins"
-_TIE = 1 + 1e-9
+_TIE = 1 + ROUNDING
 """Over the fastest: as good as equal, since times are sums of many floating-point numbers."""
 
 

@@ -30,13 +30,12 @@ from asa.cost.pricing import Way
 from asa.ir.layout import MOST_WEIGHT, Layout, lowest_terms
 from asa.ir.units import GIB
 from asa.planner import clock
+from asa.planner.budget import ROUNDING as TIE
 from asa.planner.pipeline.kinds import kinds
 from asa.planner.pipeline.sketch import INF, Sketch
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.space import TOLERANCE_GIB, Allowed
 
-TIE = 1e-9
-"""A part by which times, work and peaks may differ and are taken for equal."""
 _SAMPLES = (16, 4, 1)
 """By which the share of an unequal device is changed."""
 _MOST = 60

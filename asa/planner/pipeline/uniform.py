@@ -17,7 +17,7 @@ import numpy as np
 from asa.cost.menu import PricedWays
 from asa.cost.pipeline import StageTimes
 from asa.cost.pricing import Pricer, Way
-from asa.cost.step import BoundaryCost
+from asa.cost.step import BoundaryCost, hidden_from
 from asa.ir.cluster import Overlap
 from asa.planner.stage.problem import all_ahead
 
@@ -81,9 +81,7 @@ class Uniform:
         released = x.prompt[own].copy()
         at = np.maximum(np.array(self.pricer.releases[own]) - start, 0)
         np.add.at(released, at, x.late[own])
-        window, total = x.window[own], float(released.sum())
-        least = sp * (window.cumsum() - window) + sc * (total - released.cumsum())
-        return max(0.0, min(sc * total, float(least.min())))
+        return max(0.0, float(hidden_from(x.window[own], released, sp, sc).min()))
 
     def _peak(self, start: int, stop: int, entries: Any, outlet: Any, in_flight: int) -> float:
         """What :mod:`asa.cost.memory.together` says of a stage, but for what neighbours share."""
