@@ -235,10 +235,7 @@ class Single:
         elif choice is not None:
             self._exclude(choice)
         low = self.bound
-        self._raise(min(found.bound, self.value))
-        if self.bound >= self.value * (1 - ROUNDING):
-            self.bound, self.by_ilp = self.value, True
-            self.solution = replace(self.solution, bound=self.value, solver=f"{found.solver} and dp")
+        self._proved(found)
         self.stuck = choice is None and self.bound <= low and self.bound < min(cutoff, self.value) * (1 - ROUNDING)
 
     def _exclude(self, choice: Choice) -> None:
@@ -253,6 +250,10 @@ class Single:
         found = ilp.solve(problem, time_limit_s=slice_s)
         if found.choice is not None and exhaustive.peak(problem, found.choice) <= problem.capacity:
             self._take(replace(found, value=exhaustive.value(problem, found.choice), bound=0.0))
+        self._proved(found)
+
+    def _proved(self, found: Solution) -> None:
+        """What the ILP's bound says, the solution's proof included."""
         self._raise(min(found.bound, self.value))
         if self.bound >= self.value * (1 - ROUNDING):
             self.bound, self.by_ilp = self.value, True
