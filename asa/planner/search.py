@@ -276,12 +276,12 @@ def _again(
     """The answer of a single stage, solved once more by whom was asked for, and who found and proved it; not by the ILP
     where that would not be done in time, or where the answer is not proved, but ``near`` its bound, which is not worth
     searching on for."""
-    assert single.place is not None
-    known, problem = single.solution, single.place.asked
+    assert single.stage is not None
+    known, problem = single.solution, single.stage.asked
     known = replace(known, bound=min(known.value, max(known.bound, single.bound)))  # it may have risen since
     if single.refused:  # what the ILP would find first does not fit
         return known, known.solver
-    if solver == "ilp" and (single.by_ilp or (known.proved and not single.place.handy)):
+    if solver == "ilp" and (single.by_ilp or (known.proved and not single.stage.handy)):
         return known, known.solver
     if solver != "ilp":
         return known, known.solver + (", checked by dp" if solver == "exhaustive" else "")
@@ -289,7 +289,7 @@ def _again(
     if not known.proved and (near or left <= 0):
         return known, "dp"
     found = ilp.solve(problem, time_limit_s=max(0.1, left))
-    fits = found.choice is not None and single.place.fitting(found.choice)
+    fits = found.choice is not None and single.stage.fitting(found.choice)
     if fits and found.proved:
         return _arbitrate(known, found, float("inf"), problem), f"{found.solver}, checked by dp"
     if fits and found.value < known.value * (1 - ROUNDING) and not known.proved:

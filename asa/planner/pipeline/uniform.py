@@ -1,7 +1,7 @@
 """Stages that run all their components alike, as sums of arrays: what :func:`asa.cost.planned.price_stage` says of
 each; of memory about as much, or more where neighbours share.
 
-First plans are made of such stages, of thousands of them: a component is priced once for each manner, and not for each
+First plans are made of such stages, of thousands of them: a component is priced once for each style, and not for each
 stage that it is part of.
 """
 
@@ -24,7 +24,7 @@ from asa.planner.stage.problem import all_ahead
 
 @dataclass
 class Uniform:
-    """All components in one manner: ``ways``, and what they cost (``priced``, an entry a component)."""
+    """All components in one style: ``ways``, and what they cost (``priced``, an entry a component)."""
 
     pricer: Pricer
     overlap: Overlap
@@ -43,7 +43,7 @@ class Uniform:
         return found
 
     def mixed(self, other: Uniform, which: Sequence[int]) -> Uniform:
-        """With some components in another manner of the same layout."""
+        """With some components in another style of the same layout."""
         mask = np.zeros(len(self.ways), dtype=bool)
         mask[list(which)] = True
         priced = PricedWays(

@@ -145,7 +145,7 @@ class StageLookup:
         return max(alone_ms, alone_ms * (1 - 1 / m) + (one.once if one.once < float("inf") else 0.0))
 
     def get(self, width: int, num_microbatches: int) -> FormulatedStage | None:
-        """The place, or None where it cannot run."""
+        """The stage, formulated; None where it cannot run."""
         key = (width, num_microbatches)
         if key not in self._known:
             self._known[key] = self._made(width, num_microbatches)
@@ -156,7 +156,7 @@ class StageLookup:
         there usually does."""
         key = (width, num_microbatches)
         if key not in self._counted:
-            self._counted[key] = self._placed(
+            self._counted[key] = self._formulated(
                 formulate(self._prices, *key, self._allowed, crowded=self.floor(*key).crowded, counted=True)
             )
         return self._counted[key]
@@ -165,16 +165,16 @@ class StageLookup:
         """A copy with all ways that may hold less where neighbours are run alike."""
         key = (width, num_microbatches)
         if key not in self._wrapped:
-            self._wrapped[key] = self._placed(
+            self._wrapped[key] = self._formulated(
                 formulate(self._prices, *key, self._allowed, crowded=self.floor(*key).crowded, wrapped=True)
             )
         return self._wrapped[key]
 
-    def runs(self, place: FormulatedStage) -> Runs:
+    def runs(self, stage: FormulatedStage) -> Runs:
         """What runs of its choices hold beyond the sum over components."""
-        return Runs(self._prices, place.formulation)
+        return Runs(self._prices, stage.formulation)
 
-    def _placed(self, formulation: Formulation | None) -> FormulatedStage:
+    def _formulated(self, formulation: Formulation | None) -> FormulatedStage:
         if formulation is None:
             return FormulatedStage(None)
         return FormulatedStage(
@@ -205,4 +205,4 @@ class StageLookup:
         if not self.possible(width, known):
             return FormulatedStage(None)
         formulation = formulate(self._prices, width, num_microbatches, self._allowed, crowded=known.crowded)
-        return None if formulation is None else self._placed(formulation)
+        return None if formulation is None else self._formulated(formulation)

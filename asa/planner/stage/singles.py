@@ -37,16 +37,16 @@ class Single:
     :mod:`asa.planner.pipeline.joint`.
 
     ``bound`` holds for all of them; ``solution`` is the best one so far. ``stuck``: nothing more can be proved.
-    ``by_ilp``: the ILP has proved it. ``origin``: the place that the solution is a choice of; ``refused``: choices of
-    :attr:`place` that do not fit, although the sum of what their components have at least does.
+    ``by_ilp``: the ILP has proved it. ``origin``: the stage that the solution is a choice of; ``refused``: choices of
+    :attr:`stage` that do not fit, although the sum of what their components have at least does.
     """
 
     def __init__(
-        self, places: StageLookup, alone_ms: float, width: int, num_microbatches: int, solver: SolverName
+        self, stages: StageLookup, alone_ms: float, width: int, num_microbatches: int, solver: SolverName
     ) -> None:
-        self._places, self.width, self.num_microbatches, self._solver = places, width, num_microbatches, solver
+        self._stages, self.width, self.num_microbatches, self._solver = stages, width, num_microbatches, solver
         self.bound, self.level, self.stuck = alone_ms, 0, False
-        self.place: FormulatedStage | None = None
+        self.stage: FormulatedStage | None = None
         self._settled: bool | None = None
         self.solution = _NOTHING
         self._turns, self._labelled, self.by_ilp = 0, False, False
@@ -64,39 +64,39 @@ class Single:
     @property
     def took(self) -> float:
         """CPU seconds for the price of one microbatch; 0 before it is known."""
-        return self._places.took.get((self.width, 1), 0.0)
+        return self._stages.took.get((self.width, 1), 0.0)
 
     @property
     def long(self) -> bool:
         """Whether that is known, and formulating takes long."""
-        return self.took > 0 and self._places.floor(self.width, 1).ways > _LONG
+        return self.took > 0 and self._stages.floor(self.width, 1).ways > _LONG
 
     @property
     def ways(self) -> int:
         """Number of ways of all components together that are priced for :attr:`least`."""
-        return self._places.floor(self.width, self.num_microbatches).ways
+        return self._stages.floor(self.width, self.num_microbatches).ways
 
     @property
     def crowded(self) -> bool:
         """Whether some plans of one microbatch hold more than there is."""
-        return self._places.floor(self.width, 1).crowded
+        return self._stages.floor(self.width, 1).crowded
 
     @property
     def least(self) -> float:
         """Ms that no plan takes less than, memory included; infinite where none fits."""
-        known = self._places.floor(self.width, self.num_microbatches)
-        return known.whole if self._places.possible(self.width, known) else float("inf")
+        known = self._stages.floor(self.width, self.num_microbatches)
+        return known.whole if self._stages.possible(self.width, known) else float("inf")
 
     def begin(self, best: float) -> None:
         """A plan below ``best`` that the prices of memory and overlap come upon, if it is known to be in the space."""
         m = self.num_microbatches
-        if self._solver == "exhaustive" or (m > 1 and self._places.enough(self.width, m, best, 0.0) is not False):
+        if self._solver == "exhaustive" or (m > 1 and self._stages.enough(self.width, m, best, 0.0) is not False):
             return
-        place = self._places.get(self.width, m)
-        if place is not None and place.solver is not None:
-            self.place = place
-            place.look(best)
-            self._take(place.solver.answer(min(best, self.value)))
+        stage = self._stages.get(self.width, m)
+        if stage is not None and stage.solver is not None:
+            self.stage = stage
+            stage.look(best)
+            self._take(stage.solver.answer(min(best, self.value)))
 
     def step(self, best: float, ends: float) -> None:
         """Raise the bound. Plans from ``best`` on are of no interest."""
@@ -104,12 +104,12 @@ class Single:
         self.stuck = False
         began = clock.now()
         if self.level == 1:
-            self._raise(self._places.apart(self.width, self.num_microbatches, self.bound))
-        elif self.level == 2 and self.place is None and self.long and began + _FORMULATED * self.took > ends:
+            self._raise(self._stages.apart(self.width, self.num_microbatches, self.bound))
+        elif self.level == 2 and self.stage is None and self.long and began + _FORMULATED * self.took > ends:
             self.level, self.stuck = 1, True  # would not be done in time, in this search
-        elif self.level == 2 and self.num_microbatches > 1 and not self._places.asked_for:
+        elif self.level == 2 and self.num_microbatches > 1 and not self._stages.asked_for:
             self._several(best, min(ends, began + _FIRST_S))
-        elif self.place is None:
+        elif self.stage is None:
             self._look(best)
         elif self._settled is None:
             self._settle(best, ends)
@@ -121,67 +121,67 @@ class Single:
 
     def _several(self, best: float, until: float) -> None:
         """Not in the space at all where one microbatch is enough; by their prices elsewhere."""
-        if self._places.floor(self.width, 1).crowded:
-            self._raise(self._places.floor(self.width, self.num_microbatches).whole)
+        if self._stages.floor(self.width, 1).crowded:
+            self._raise(self._stages.floor(self.width, self.num_microbatches).whole)
             if self.bound >= best:
                 return
-        one = self._places.get(self.width, 1)
+        one = self._stages.get(self.width, 1)
         if one is None or one.roomy:
             self.bound = float("inf")
             return
-        self._raise(self._places.floor(self.width, self.num_microbatches).whole)
+        self._raise(self._stages.floor(self.width, self.num_microbatches).whole)
         if self.bound < best:
             one.settle(float("inf"), until)
             self.bound = float("inf") if one.fits else self.bound
 
     def _look(self, best: float) -> None:
         """By prices of memory and overlap."""
-        place = self.place = self._places.get(self.width, self.num_microbatches)
-        if place is None or place.solver is None:
+        stage = self.stage = self._stages.get(self.width, self.num_microbatches)
+        if stage is None or stage.solver is None:
             self.bound = float("inf")
             return
-        place.look(best)
-        self._raise(place.solver.bound)
+        stage.look(best)
+        self._raise(stage.solver.bound)
         if self.num_microbatches == 1 and self._solver != "exhaustive":
-            self._take(place.solver.answer(min(best, self.value)))
+            self._take(stage.solver.answer(min(best, self.value)))
 
     def _settle(self, best: float, ends: float) -> None:
         """Whether it is in the space, and what would be fastest without the memory limit."""
-        place, until = self.place, min(ends, clock.now() + _FIRST_S * 4 ** min(8, max(0, self.level - 4)))
-        assert place is not None
-        enough = self._places.enough(self.width, self.num_microbatches, best, until)
+        stage, until = self.stage, min(ends, clock.now() + _FIRST_S * 4 ** min(8, max(0, self.level - 4)))
+        assert stage is not None
+        enough = self._stages.enough(self.width, self.num_microbatches, best, until)
         if enough:
             self.bound = float("inf")
             return
-        place.settle(best, until)
-        self._settled = place.settled and enough is not None
-        if place.fits and self._solver != "exhaustive":
-            self._take(place.free)
-        self._raise(place.free.bound)
+        stage.settle(best, until)
+        self._settled = stage.settled and enough is not None
+        if stage.fits and self._solver != "exhaustive":
+            self._take(stage.free)
+        self._raise(stage.free.bound)
 
     def _solve(self, best: float, ends: float) -> None:
         """With it, as far as it gets, by labels and by the ILP in turn: where one of them takes long, the other often
         does not. A plan found is put back as the limit of what is looked for."""
-        assert self.place is not None
+        assert self.stage is not None
         if self._solver == "exhaustive":
-            self._take(exhaustive.solve(self.place.asked, ends))
+            self._take(exhaustive.solve(self.stage.asked, ends))
             self.stuck = self.bound < min(best, self.value) * (1 - ROUNDING)  # time was up
             return
         slice_s = min(max(0.05, ends - clock.now()), _FIRST_S * 4 ** min(8, max(0, self.level - 4)))
         if not self._settled:
             self._settle(best, clock.now() + slice_s)
-        if self.place.fits or self.bound >= best:  # solved as far as it can be
+        if self.stage.fits or self.bound >= best:  # solved as far as it can be
             self.stuck = self.bound < min(best, self.value) * (1 - ROUNDING)
             return
-        assert self.place.solver is not None
-        cutoff, solver = min(best, self.value), self.place.solver
+        assert self.stage.solver is not None
+        cutoff, solver = min(best, self.value), self.stage.solver
         self._turns += 1
         if self.refused and (self._turns % 2 or self._solver == "ilp" or self.bound >= self._relaxed):
             self._otherwise(cutoff, slice_s, ends)
             return
         ilp_too = self._solver == "ilp"
-        first = 2 if self.place.handy else 3
-        turn = ilp_too and self._turns >= first and slice_s >= self._places.budget.ilp_s
+        first = 2 if self.stage.handy else 3
+        turn = ilp_too and self._turns >= first and slice_s >= self._stages.budget.ilp_s
         self._labelled = not (turn and self._labelled)
         if not self._labelled:
             self._by_ilp(slice_s)
@@ -193,16 +193,16 @@ class Single:
     @property
     def _relaxed(self) -> float:
         """Ms of the first choice that was refused."""
-        assert self.place is not None
-        return exhaustive.value(self.place.asked, self.refused[0])
+        assert self.stage is not None
+        return exhaustive.value(self.stage.asked, self.refused[0])
 
     def _otherwise(self, cutoff: float, slice_s: float, ends: float) -> None:
         """Where what looked best does not fit: a plan by what components count for; then by the ILP, which is told
         what the runs of refused choices hold."""
         self._tried += 1
-        safe = self._places.counted(self.width, self.num_microbatches)
+        safe = self._stages.counted(self.width, self.num_microbatches)
         beyond = self._solver == "ilp" and self._looked_beyond < _REFUSED
-        beyond = beyond and ends - clock.now() > self._places.budget.ilp_s
+        beyond = beyond and ends - clock.now() > self._stages.budget.ilp_s
         if safe.solver is not None and not safe.solver.done and (self._tried % 2 == 0 or not beyond):
             safe.look(cutoff)
             safe.solver.run(cutoff, clock.now() + slice_s)
@@ -215,23 +215,23 @@ class Single:
 
     def _beyond(self, cutoff: float, until: float) -> None:
         """The fastest choice without those that were refused, and without what holds as much for the same reason."""
-        place = self._places.wrapped(self.width, self.num_microbatches)
-        self._runs = self._runs or self._places.runs(place)
+        stage = self._stages.wrapped(self.width, self.num_microbatches)
+        self._runs = self._runs or self._stages.runs(stage)
         if not self._forbidden:
-            assert self.place is not None
-            rows = [{w: c for c, w in enumerate(row)} for row in place.formulation.ways]
+            assert self.stage is not None
+            rows = [{w: c for c, w in enumerate(row)} for row in stage.formulation.ways]
             for before in self.refused:
-                ways = self.place.formulation.picked(0, before)
+                ways = self.stage.formulation.picked(0, before)
                 self._exclude(tuple(row[w] for row, w in zip(rows, ways, strict=True)))
         found = ilp.solve(
-            place.problem, time_limit_s=max(0.05, until - clock.now()), forbidden=tuple(self._forbidden),
+            stage.problem, time_limit_s=max(0.05, until - clock.now()), forbidden=tuple(self._forbidden),
             charges=tuple(self._charges),
         )  # fmt: skip
         choice = found.choice
-        if choice is not None and place.fitting(choice):
-            value = exhaustive.value(place.problem, choice)
+        if choice is not None and stage.fitting(choice):
+            value = exhaustive.value(stage.problem, choice)
             if value < self.value:
-                self.solution, self.origin = replace(found, value=value, bound=min(found.bound, value)), place
+                self.solution, self.origin = replace(found, value=value, bound=min(found.bound, value)), stage
         elif choice is not None:
             self._exclude(choice)
         low = self.bound
@@ -245,8 +245,8 @@ class Single:
 
     def _by_ilp(self, slice_s: float) -> None:
         """The ILP's turn, where labels get too many. What it says of its choice is not believed; its bound is."""
-        assert self.place is not None
-        problem = self.place.asked
+        assert self.stage is not None
+        problem = self.stage.asked
         found = ilp.solve(problem, time_limit_s=slice_s)
         if found.choice is not None and exhaustive.peak(problem, found.choice) <= problem.capacity:
             self._take(replace(found, value=exhaustive.value(problem, found.choice), bound=0.0))
@@ -259,21 +259,21 @@ class Single:
             self.bound, self.by_ilp = self.value, True
             self.solution = replace(self.solution, bound=self.value, solver=f"{found.solver} and dp")
 
-    def _take(self, found: Solution, place: FormulatedStage | None = None) -> None:
-        """``place``: that it is a choice of, its own where None."""
-        place = place or self.place
+    def _take(self, found: Solution, stage: FormulatedStage | None = None) -> None:
+        """``stage``: that it is a choice of, its own where None."""
+        stage = stage or self.stage
         self._raise(found.bound)
-        if found.value < self.value and found.choice is not None and place is not None:
-            if place.fitting(found.choice):
-                self.solution, self.origin = replace(found, bound=min(found.bound, found.value)), place
-            elif place is self.place and found.choice not in self.refused:
+        if found.value < self.value and found.choice is not None and stage is not None:
+            if stage.fitting(found.choice):
+                self.solution, self.origin = replace(found, bound=min(found.bound, found.value)), stage
+            elif stage is self.stage and found.choice not in self.refused:
                 self.refused.append(found.choice)
                 if len(self.refused) == 1 and self._solver != "exhaustive":
                     self._count()
 
     def _count(self) -> None:
         """A plan by what components count for, in place of one that does not fit: what prices come upon."""
-        safe = self._places.counted(self.width, self.num_microbatches)
+        safe = self._stages.counted(self.width, self.num_microbatches)
         if safe.solver is not None:
             safe.look(float("inf"))
             self._take(replace(safe.solver.answer(self.value), bound=0.0), safe)
@@ -282,9 +282,9 @@ class Single:
             self.solution = replace(self.solution, bound=self.value)
 
 
-def singles(places: StageLookup, solver: SolverName) -> list[Single]:
+def singles(stages: StageLookup, solver: SolverName) -> list[Single]:
     """One for every width and number of microbatches that could run."""
-    return [Single(places, alone, w, m, solver) for alone, w, m in places.bounds()]
+    return [Single(stages, alone, w, m, solver) for alone, w, m in stages.bounds()]
 
 
 def crowded(some: Sequence[Single]) -> bool:
