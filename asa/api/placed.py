@@ -78,7 +78,7 @@ class PlacedModel(nn.Module):
     trial: Trial | None
     terms: Terms | None
     watch: Watch | None
-    """Of what steps take; None where nobody looks."""
+    """What steps take is watched by it; None where nobody looks."""
 
     def __init__(
         self,
