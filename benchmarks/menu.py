@@ -13,7 +13,6 @@ from asa.ir.profile import Profile
 from asa.planner import Request, plan
 from asa.planner.answer.prediction import predict
 from asa.planner.pipeline.whole import table
-from asa.planner.questions.finalists import candidate_of
 from asa.planner.space import baselines
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.space import Space
@@ -28,7 +27,7 @@ class Menu:
         self._profile, self._strategies, self._request = profile, strategies, request
         self.answer = plan(profile, cluster, strategies, request)[0]
         self._prices = Prices(Space(profile, cluster, strategies, request))
-        self._own = candidate_of(self.answer, profile, strategies)
+        self._own = Candidate.of(self.answer, profile, strategies)
 
     def static(self) -> list[Plan]:
         """Every whole strategy that fits, by its name."""

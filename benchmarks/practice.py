@@ -5,8 +5,8 @@
 By hand means: one split of all devices over data, tensor and pipeline parallelism, one way to keep state (plain
 replicas or ZeRO-1, 2, 3), one number of microbatches, and one share of the blocks recomputed, the same in every stage.
 Stages have as many components each, or are balanced by their compute. All such plans are priced, one by one, by the
-closed forms that `planner.verify` uses (:class:`attack.Attack`); nothing of the search, and none of its baselines, is
-in it. An answer more than 0.5 % slower than the best of them is a failure.
+closed forms that `planner.verify` uses (:class:`annealing.Annealing`); nothing of the search, and none of its
+baselines, is in it. An answer more than 0.5 % slower than the best of them is a failure.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from attack import Attack, Trial
+from annealing import Annealing, Trial
 
 from asa.cost.machine import presets, widen
 from asa.cost.machine.estimate import estimate
@@ -82,7 +82,7 @@ def equal_stages(costs: Sequence[float], p: int, allowed: Sequence[int]) -> Iter
             yield tuple(starts)
 
 
-def plans(x: Attack) -> Iterator[tuple[str, Trial]]:
+def plans(x: Annealing) -> Iterator[tuple[str, Trial]]:
     """Every plan by hand for the request of ``x``, with a name."""
     gpus, n = x.request.gpus, len(x.parts)
     cuts = [i for i in range(1, n) if x.used.graph.cuttable(i)]
@@ -104,7 +104,7 @@ def plans(x: Attack) -> Iterator[tuple[str, Trial]]:
                                 yield name, Trial(starts, (d * t,) * p, m, schedule, ways)
 
 
-def best_by_hand(x: Attack) -> tuple[float, str]:
+def best_by_hand(x: Annealing) -> tuple[float, str]:
     """Seconds and name of the fastest plan by hand that fits; infinite where none does."""
     best, named = _NEVER, ""
     for name, trial in plans(x):
@@ -138,7 +138,7 @@ def compared(spec: str, profile: Profile, cluster: Cluster, request: Request) ->
     Raises:
         InfeasibleError: no plan is found, and there is one by hand.
     """
-    x = Attack(profile, cluster, offered(), request, random.Random(0))
+    x = Annealing(profile, cluster, offered(), request, random.Random(0))
     by_hand, name = best_by_hand(x)
     begun = time.process_time()
     try:

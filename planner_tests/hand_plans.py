@@ -23,16 +23,19 @@ def traced(model: nn.Module, input_shape: tuple[int, ...]) -> TracedModel:
 
 
 def hand_plan(
-    model: nn.Module, width: int, choose: Choose, *, input_shape: tuple[int, ...], num_classes: int,
+    model: nn.Module | TracedModel, width: int, choose: Choose, *, input_shape: tuple[int, ...], num_classes: int,
     data_strategy: Callable[[int], str] = lambda _i: "replicate", global_batch: int = 12,
     num_microbatches: int = 1, optimizer: str = "sgd", spec: str = "model",
     by_tokens: Callable[[int], bool] = lambda _i: False, example: torch.Tensor | None = None,
 ) -> Plan:  # fmt: skip
     """A plan of one stage; components that cannot be split that far run whole, on the same data degree. ``by_tokens``:
     which of those that are split cut their tokens, too, where they can. ``example``: an input to trace with, where
-    zeros in float32 are none."""
+    zeros in float32 are none. A model that was traced already is compared and weighed here, so not again by ranks."""
     components = []
-    found = traced(model, input_shape) if example is None else trace(model, example, name="model")
+    if isinstance(model, TracedModel):
+        found = model
+    else:
+        found = traced(model, input_shape) if example is None else trace(model, example, name="model")
     for i, c in enumerate(found.components):
         data, tensor = choose(i, c.name)
         try:
@@ -63,7 +66,7 @@ def hand_plan(
             samples_per_s=1.0,
         ),
         certificate=Certificate(solver="hand", status="feasible", lower_bound_s=0.0, gap=1.0, space="", solve_s=0.0),
-        baselines=(), origin="estimated",
+        baselines=(), origin="measured",
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -15,16 +16,23 @@ from asa.ir.equivalence import Equivalence
 from asa.ir.layout import Boundary
 from asa.sharding import batchnorm, boundary, replicated
 from asa.strategies import offered
-from planner_tests.hand_plans import Choose, alternating, hand_plan, uniform
+from asa.tracing import TracedModel
+from planner_tests.hand_plans import Choose, alternating, hand_plan, traced, uniform
 from planner_tests.small_models import INPUT, MODELS, build
 from planner_tests.verified import verified
 
 CLASSES = {"blocks": 10, "plain": 100, "perceptron": 12, "vision_transformer": 10}
 
 
+@cache
+def model_of(name: str) -> TracedModel:
+    """Traced once for all plans; ranks trace a model of their own."""
+    return traced(build(name), INPUT)
+
+
 def check(name: str, width: int, choose: Choose, **options: Any) -> Equivalence:
     samples = options.pop("samples", None)
-    plan = hand_plan(build(name), width, choose, input_shape=INPUT, num_classes=CLASSES[name], **options)
+    plan = hand_plan(model_of(name), width, choose, input_shape=INPUT, num_classes=CLASSES[name], **options)
     return verified(plan, name, samples=samples)
 
 

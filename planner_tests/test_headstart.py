@@ -99,35 +99,35 @@ def test_ranks_train_it_and_the_launcher_lets_go(tmp_path: Path, monkeypatch: py
     assert left() is None
 
 
-def _fresh(*lines: str) -> str:
-    found = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
+_COMPILER_LATER = """
+import os, sys, torch
+from asa.zoo.preload import compiler_later
+
+def without():
+    with compiler_later():
+        import torchvision
+    early = "torch._dynamo" in sys.modules
+    answers = [sys.modules["torchvision.ops.roi_align"].is_compile_supported(x) for x in ("cpu", "meta")]
+    from torch._dynamo.utils import is_compile_supported as real
+    assert not early and answers == [real(x) for x in ("cpu", "meta")]
+
+def at_once():
+    with compiler_later():
+        stand_in = sys.modules["torch._dynamo.utils"]
+        from torch._dynamo.utils import counters
+        import torchvision
+    real = sys.modules["torch._dynamo.utils"]
+    assert real is not stand_in and real.counters is counters and torch._dynamo.utils is real
+
+for check in (without, at_once):  # each in a process that has imported torch and no more
+    child = os.fork()
+    if not child:
+        check()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, check.__name__
+"""
+
+
+def test_torchvision_comes_without_the_compiler_and_who_wants_it_gets_it_at_once() -> None:
+    found = subprocess.run([sys.executable, "-c", _COMPILER_LATER], capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
-    return found.stdout.strip()
-
-
-def test_torchvision_comes_without_the_compiler_and_asks_it_when_it_must() -> None:
-    said = _fresh(
-        "import sys, torch",
-        "from asa.zoo.preload import compiler_later",
-        "with compiler_later():",
-        "    import torchvision",
-        "early = 'torch._dynamo' in sys.modules",
-        "answers = [sys.modules['torchvision.ops.roi_align'].is_compile_supported(x) for x in ('cpu', 'meta')]",
-        "from torch._dynamo.utils import is_compile_supported as real",
-        "print(early, answers == [real(x) for x in ('cpu', 'meta')])",
-    )
-    assert said == "False True"
-
-
-def test_who_wants_more_of_the_compiler_gets_it_at_once() -> None:
-    said = _fresh(
-        "import sys, torch",
-        "from asa.zoo.preload import compiler_later",
-        "with compiler_later():",
-        "    stand_in = sys.modules['torch._dynamo.utils']",
-        "    from torch._dynamo.utils import counters",
-        "    import torchvision",
-        "real = sys.modules['torch._dynamo.utils']",
-        "print(real is not stand_in, real.counters is counters, torch._dynamo.utils is real)",
-    )
-    assert said == "True True True"

@@ -9,6 +9,7 @@ import os
 import random
 import threading
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from asa.ir.plan import Plan
 from asa.ir.region import size
 from asa.launch import run_ranks
 from asa.strategies import offered
+from asa.tracing import TracedModel
 from planner_tests.hand_plans import hand_plan, traced, uniform
 from planner_tests.small_models import INPUT, build
 from planner_tests.stage_plans import staged
@@ -43,12 +45,19 @@ BATCH = 24
 Placed = tuple[Plan, tuple[int, ...]]
 
 
+@cache
+def _traced(name: str) -> TracedModel:
+    return traced(build(name), INPUT)
+
+
+@cache
 def _plans(name: str, processes: int) -> list[Placed]:
     """Every strategy, cut and width there is for 1 to ``processes`` ranks, the ranks on various processes."""
+    model = _traced(name)
 
     def one(width: int, choose: Any, strategy: str = "replicate") -> Plan:
         return hand_plan(
-            build(name), width, choose, input_shape=INPUT, num_classes=CLASSES[name], global_batch=BATCH,
+            model, width, choose, input_shape=INPUT, num_classes=CLASSES[name], global_batch=BATCH,
             optimizer="adamw", data_strategy=lambda _: strategy,
         )  # fmt: skip
 
@@ -82,7 +91,7 @@ class _Run:
 
     def __init__(self, name: str, placed: Placed, out: Path) -> None:
         self.votes = Votes(30)
-        self.model = traced(build(name), INPUT)
+        self.model = copy.deepcopy(_traced(name))
         for component in self.model.components:
             component.to(torch.float64)
             component.input_dtype = torch.float64
@@ -154,6 +163,7 @@ def _walk(rank: int, name: str, processes: int, stops: Sequence[int], out: Path)
 
 
 def _moves(name: str, processes: int, stops: Sequence[int], out: Path) -> None:
+    _plans(name, processes)  # once, for all ranks
     found = run_ranks(processes, _walk, name, processes, stops, out, threads=1, timeout_s=60)
     assert found == [[]] * processes
 
@@ -187,6 +197,7 @@ def _bytes_moved(rank: int, out: Path) -> list[tuple[Moved, int, int]]:
 
 
 def test_only_what_is_missed_travels(tmp_path: Path) -> None:
+    _plans("vision_transformer", 2)
     found = run_ranks(2, _bytes_moved, tmp_path, threads=1, timeout_s=60)
     for rank, ((to_halves, _, half), (to_replicas, _, full), (to_one, _, last)) in enumerate(found):
         assert (to_halves.sent_bytes, to_halves.received_bytes) == (0, 0), "each has its half already"
@@ -212,6 +223,7 @@ def _ping_pong(rank: int, out: Path) -> list[tuple[int, int, int]]:
 
 
 def test_moving_to_and_fro_leaves_nothing_behind(tmp_path: Path) -> None:
+    _plans("blocks", 2)
     for found in run_ranks(2, _ping_pong, tmp_path, threads=1, timeout_s=60):
         assert found[2:] == [found[2]] * 2
 
@@ -241,6 +253,7 @@ def _broken(rank: int, out: Path) -> tuple[str, bool, str, str]:
 
 
 def test_a_flipped_bit_keeps_the_old_plan_on_all_ranks(tmp_path: Path) -> None:
+    _plans("blocks", 2)
     one, two = run_ranks(2, _broken, tmp_path, threads=1, timeout_s=60)
     assert one == two
     assert one[0] == "weights changed on the way to the new plan; the old one stays"

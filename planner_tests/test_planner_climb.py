@@ -50,13 +50,13 @@ def test_more_devices_are_not_worse_to_begin_with(model, cluster, batch, few, ma
 def test_stages_on_slow_devices_are_priced_as_such():
     own = prices("vit_b_16", "4090-2-3090-2-pcie", 4, 16)
     climber = Climber(Sketch(own, anything, INF))
-    manner = climber.sketch.manners(1, 1, lean=False)[0]
-    outline = PipelineOutline((0, 4, 9), (1, 1, 1), (manner,) * 3, 1, "1f1b")
+    style = climber.sketch.styles(1, 1, lean=False)[0]
+    outline = PipelineOutline((0, 4, 9), (1, 1, 1), (style,) * 3, 1, "1f1b")
     found = climber.candidate(outline) if climber.seconds(outline) < INF else None
     assert found is not None
     assert climber.seconds(outline) == pytest.approx(own.of(found).cost.total_s)
-    wide = climber.sketch.manners(2, 1, lean=False)[0]
-    across = PipelineOutline((0, 4, 9), (1, 2, 1), (manner, wide, manner), 1, "1f1b")  # one of a kind, one of the other
+    wide = climber.sketch.styles(2, 1, lean=False)[0]
+    across = PipelineOutline((0, 4, 9), (1, 2, 1), (style, wide, style), 1, "1f1b")  # one of a kind, one of the other
     assert climber.seconds(across) == INF
 
 

@@ -20,8 +20,9 @@ from asa.planner.space.space import Space, anything
 from asa.planner.stage import exhaustive, memory
 from asa.planner.stage.first import first_plan
 from asa.planner.stage.formulate import formulate
+from asa.planner.stage.lookup import StageLookup
 from asa.planner.stage.problem import MS
-from asa.planner.stage.singles import StageLookup, singles
+from asa.planner.stage.singles import singles
 from asa.strategies import offered
 
 INF = float("inf")
@@ -54,10 +55,10 @@ def test_a_first_plan_fits_and_is_close_to_the_best_of_its_kind(model, cluster, 
     value = first_plan(alone, INF, INF)
     (found,) = [x for x in alone if x.value < INF]
     assert value == found.value
-    problem, choice = found.place.problem, found.solution.choice
+    problem, choice = found.stage.problem, found.solution.choice
     assert exhaustive.peak(problem, choice) <= problem.capacity
     assert exhaustive.value(problem, choice) == pytest.approx(value)
-    assert prices.of(found.place.formulation.candidate(choice)).cost.total_s * MS == pytest.approx(value)
+    assert prices.of(found.stage.formulation.candidate(choice)).cost.total_s * MS == pytest.approx(value)
     best = label_program.solve(problem, time_limit_s=1.0)
     assert best.bound * (1 - 1e-9) <= value <= 1.25 * best.value
 

@@ -7,11 +7,9 @@ import json
 import zlib
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
-
-EVERY = 12
-"""One case of so many is solved in a test; ``make golden`` solves all."""
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -25,15 +23,25 @@ def script() -> ModuleType:
     return module
 
 
+def sample(expected: dict[str, dict[str, Any]]) -> list[str]:
+    """Of each cluster a case that is proved, which is quick, and one more that is not; ``make golden`` solves all."""
+    by_cluster: dict[str, list[str]] = {}
+    for key, e in sorted(expected.items(), key=lambda item: zlib.crc32(item[0].encode())):
+        if e.get("gap", 0) == 0:
+            by_cluster.setdefault(key.split()[1], []).append(key)
+    still_open = min((k for k, e in expected.items() if e.get("gap", 0) > 0), key=lambda k: zlib.crc32(k.encode()))
+    return [*(keys[0] for keys in by_cluster.values()), still_open]
+
+
 def test_plans_are_the_golden_ones():
     golden = script()
     expected = json.loads(golden.GOLDEN.read_text())
     cases = dict(golden.cases())
     assert list(cases) == list(expected), "make golden"
-    for key, solve in cases.items():
-        if zlib.crc32(key.encode()) % EVERY:
-            continue
-        figures = solve()
+    chosen = sample(expected)
+    assert {key.split()[1] for key in chosen} == {key.split()[1] for key in expected}
+    for key in chosen:
+        figures = cases[key]()
         if figures.get("gap", 0) > 0 or expected[key].get("gap", 0) > 0:
             # A search that was not finished: no two machines end it alike, but neither disproves the other.
             for one, other in ((figures, expected[key]), (expected[key], figures)):

@@ -11,9 +11,8 @@ from asa.cost.machine import presets
 from asa.cost.machine.estimate import on_device
 from asa.planner import Request, parse_pin, plan, why_not
 from asa.planner.pipeline.whole import table
-from asa.planner.questions.finalists import candidate_of
 from asa.planner.search import search
-from asa.planner.space.candidate import Prices
+from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.nearest import beside, nearest, start
 from asa.planner.space.space import Space, pinned
 from asa.strategies import offered
@@ -87,7 +86,7 @@ def test_plans_beside_one_are_its_fastest_single_changes_that_fit():
 def test_the_best_plans_are_not_slower_than_single_changes_of_the_first_where_time_is_short():
     asked = Request(gpus=4, global_batch=64, top_k=4, time_limit_s=0.5, solver="dp")
     found = plan(PROFILE, CLUSTER, offered(), asked)
-    first = candidate_of(found[0], PROFILE, offered())
+    first = Candidate.of(found[0], PROFILE, offered())
     near = [PRICES.of(x).cost.total_s for x in beside(PRICES, first, PRICES.space.pinned, 3, float("inf"))]
     assert all(p.prediction.step_time_s <= s * (1 + 1e-9) for p, s in zip(found[1:], near, strict=True))
 

@@ -20,9 +20,10 @@ from asa.planner.space.candidate import Prices
 from asa.planner.space.space import Space, anything
 from asa.planner.stage import exhaustive
 from asa.planner.stage.formulate import Formulation, formulate
+from asa.planner.stage.lookup import StageLookup
 from asa.planner.stage.problem import Choice, Problem
 from asa.planner.stage.runs import RunCharge, Runs, charged
-from asa.planner.stage.singles import Single, StageLookup
+from asa.planner.stage.singles import Single
 from asa.strategies import offered
 
 

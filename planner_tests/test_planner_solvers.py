@@ -17,8 +17,9 @@ from asa.ir.plan import DataDegree, TensorDegree
 from asa.planner import search
 from asa.planner.budget import USUAL
 from asa.planner.stage import dual, exhaustive, ilp, memory
+from asa.planner.stage.lookup import FormulatedStage
 from asa.planner.stage.problem import Config, Edge, Problem, Solution
-from asa.planner.stage.singles import FormulatedStage, Single
+from asa.planner.stage.singles import Single
 
 
 def same(a: float, b: float) -> bool:
@@ -309,7 +310,7 @@ def test_where_labels_get_too_many_the_ilp_proves_a_single_stage(seed):
         problem = random_problems.draw(rng, components=5, configs=4, most=400, tight=True)
         oracle = exhaustive.solve(problem)
         single = Single(SimpleNamespace(budget=USUAL), 0.0, problem.width, 1, "ilp")
-        single.place = FormulatedStage(SimpleNamespace(problem=problem))
+        single.stage = FormulatedStage(SimpleNamespace(problem=problem))
         single._by_ilp(30.0)
         assert single.bound <= oracle.value * (1 + 1e-9)
         assert single.value >= oracle.value * (1 - 1e-9)
@@ -324,10 +325,10 @@ def test_where_labels_get_too_many_the_ilp_proves_a_single_stage(seed):
 def test_a_proved_stage_of_too_many_ways_is_not_solved_once_more():
     problem = random_problems.draw(random.Random(1), components=5, configs=4, most=400)
     single = Single(SimpleNamespace(budget=USUAL), 0.0, problem.width, 1, "ilp")
-    single.place = FormulatedStage(SimpleNamespace(problem=problem))
+    single.stage = FormulatedStage(SimpleNamespace(problem=problem))
     single.solution = label_program.solve(problem)
     assert search._again(single, "ilp", float("inf"), near=False)[1].endswith("checked by dp")
-    single.place = FormulatedStage(SimpleNamespace(problem=problem), handy=3)
+    single.stage = FormulatedStage(SimpleNamespace(problem=problem), handy=3)
     assert search._again(single, "ilp", float("inf"), near=False) == (single.solution, single.solution.solver)
 
 

@@ -24,7 +24,7 @@ def script() -> Any:
     return module
 
 
-@pytest.mark.parametrize(("model", "draw"), [("cnn", 1), ("cnn", 4), ("lstm", 2), ("bert", 3)])
+@pytest.mark.parametrize(("model", "draw"), [("cnn", 1), ("cnn", 4), ("lstm", 2)])
 def test_a_drawn_plan_trains_as_one_device_does(script: Any, model: str, draw: int, tmp_path: Path) -> None:
     row = script.check(draw, 7, [model], 3, tmp_path)
     assert row["equivalent"], row

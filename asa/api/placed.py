@@ -81,7 +81,7 @@ class PlacedModel(nn.Module):
     trial: Trial | None
     terms: Terms | None
     watch: Watch | None
-    """Of what steps take; None where nobody looks."""
+    """What steps take is watched by it; None where nobody looks."""
     left: float
     """By what outputs were weighed in the call made last."""
     pace: InStep | None

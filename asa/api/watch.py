@@ -58,8 +58,8 @@ class _LoopClock(StepClock):
 
 
 class Watch:
-    """Of one model's steps under ``plan``. ``model``: on rank 0, the costs that the plan was made from, where it was
-    made of any; without them ranks are only compared with each other."""
+    """Watches one model's steps under ``plan``. ``model``: on rank 0, the costs that the plan was made from, where it
+    was made of any; without them ranks are only compared with each other."""
 
     def __init__(self, place: RankContext, plan: Plan, model: Model | None) -> None:
         global _watches

@@ -17,6 +17,7 @@ overlapped, which is never too low. Blocking collectives lie outside the window.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from asa.cost.memory.peak import Footprint
 from asa.ir.cluster import Overlap
@@ -127,6 +128,13 @@ def overlapped(components: Sequence[ComponentCost], overlap: Overlap) -> float:
         best = min(best, sp * before + sc * after)
         before += component.window_s
     return max(0.0, best)
+
+
+def hidden_from(windows: Any, leaving: Any, sp: float, sc: float) -> Any:
+    """What tau is the least of, in arrays: seconds of overlap if the communication stream were busy from each component
+    on. ``windows``: b_l; ``leaving``: synchronisation that each releases. Components first, draws of both behind."""
+    behind = leaving.sum(axis=0) - leaving.cumsum(axis=0)
+    return sp * (windows.cumsum(axis=0) - windows) + sc * behind
 
 
 def step(components: Sequence[ComponentCost], boundaries: Sequence[BoundaryCost], overlap: Overlap) -> StepCost:

@@ -220,10 +220,6 @@ class LayerGraph:
                 return c
         raise KeyError(name)
 
-    def input_bytes_of(self, index: int) -> float:
-        """Bytes per sample that component ``index`` reads."""
-        return self.input_bytes_per_sample if index == 0 else self.components[index - 1].output_bytes_per_sample
-
     def cuttable(self, index: int) -> bool:
         """Whether a stage may begin with component ``index``."""
         return index not in (self.uncut or ())

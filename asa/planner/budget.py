@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+ROUNDING = 1e-9
+"""Share by which times, bounds or bytes may differ and are taken for equal: they are sums of many numbers."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
 
 from asa.cost.constants import constant
 from asa.cost.machine.estimate import on_device
-from asa.errors import AsaError, InfeasibleError
+from asa.errors import InfeasibleError
 from asa.interfaces.strategy import Strategies
 from asa.ir import codec
 from asa.ir.cluster import Cluster
-from asa.ir.plan import KEPT_OUT, Assignment, Baseline, Certificate, CurvePoint, Plan, Stage
+from asa.ir.plan import KEPT_OUT, Certificate, CurvePoint, Plan
 from asa.ir.profile import Profile
 from asa.planner import clock
 from asa.planner.answer import disciplines, infeasible, leanest
 from asa.planner.answer.circumstances import circumstances
-from asa.planner.answer.confidence import confidence, faster
-from asa.planner.answer.prediction import noise, predict
-from asa.planner.budget import USUAL, Budget
+from asa.planner.answer.confidence import faster
+from asa.planner.answer.prediction import noise
+from asa.planner.answer.written import pins_allow, plan_of
+from asa.planner.budget import ROUNDING, USUAL, Budget
 from asa.planner.garbage import uncollected
 from asa.planner.pipeline.whole import StrategyRow, table
 from asa.planner.search import Outcome, next_best, search
@@ -39,9 +38,7 @@ _PROVED = 1e-6
 _BUSY, _SHORT_S = 2.0, 0.1
 """Seconds on the wall for one of work from which on a machine is called busy; searches shorter than that say nothing.
 """
-_DRAWN = 3_000
-"""Components, over all finalists, whose errors are drawn: of a thousand components, not of every whole strategy."""
-_TIE = 1 + 1e-9
+_TIE = 1 + ROUNDING
 """Over the fastest: as good as equal, since times are sums of many floating-point numbers."""
 
 
@@ -87,7 +84,7 @@ def plan(
     if "asa" in wanted and infeasible.overfull(prices.space):
         raise infeasible.explain(prices, prices.space.pinned)
     rows = table(prices, wanted)
-    eligible = [r for r in rows if r.fits and r.candidate is not None and _pins_allow(prices.space, r.candidate)]
+    eligible = [r for r in rows if r.fits and r.candidate is not None and pins_allow(prices.space, r.candidate)]
     if "asa" not in wanted:
         return _whole(profile, prices, wanted, rows, eligible, started)
     if not eligible and infeasible.hopeless(prices, prices.space.pinned):
@@ -124,7 +121,7 @@ def plan(
         strategy = "asa" if i == 0 else candidate.origin
         rivals = [c for c in (chosen, *others) if c.key != candidate.key]
         said = (*notes, *_unfinished(fastest_s, outcome)) if i == 0 else ()
-        made.append(_plan(profile, prices, candidate, strategy, certificate, rows, said, rivals))
+        made.append(plan_of(profile, prices, candidate, strategy, certificate, rows, said, rivals))
     return made
 
 
@@ -190,7 +187,7 @@ def _whole(
         )
         name = row.name if row.name in wanted else next(w for w in wanted if row.name in _members(prices, w))
         made.append(
-            _plan(
+            plan_of(
                 profile,
                 prices,
                 row.candidate,
@@ -212,10 +209,6 @@ def _simplest(rows: Sequence[StrategyRow]) -> StrategyRow | None:
     """The fastest of ``rows``; of those that tie the first, which does least beyond training on one device."""
     fastest = min((r.seconds for r in rows), default=0.0)
     return next((r for r in rows if r.seconds <= fastest * _TIE), None)
-
-
-def _pins_allow(space: Space, candidate: Candidate | None) -> bool:
-    return candidate is None or all(space.pinned(i, way) for i, way in enumerate(candidate.ways))
 
 
 def _choose(prices: Prices, outcome: Outcome, simplest: StrategyRow | None) -> tuple[Candidate | None, tuple[str, ...]]:
@@ -312,94 +305,3 @@ def _curve(outcome: Outcome) -> tuple[CurvePoint, ...] | None:
             )
             found.append(point)
     return tuple(found) or None
-
-
-def _plan(
-    profile: Profile,
-    prices: Prices,
-    candidate: Candidate,
-    strategy: str,
-    certificate: Certificate,
-    rows: list[StrategyRow],
-    notes: tuple[str, ...],
-    rivals: Sequence[Candidate],
-) -> Plan:
-    space, request = prices.space, prices.space.request
-    candidate = _named(space, candidate)
-    price = prices.of(candidate)
-    if not prices.fits(candidate):
-        raise AsaError(
-            f"the solver's plan needs {price.peak.total:.0f} bytes, more than it was given; please report this"
-        )
-    return Plan(
-        model_spec=profile.model_spec,
-        model_fingerprint=profile.model_fingerprint,
-        profile_fingerprint=codec.fingerprint(profile),
-        cluster=space.cluster.name,
-        cluster_fingerprint=codec.fingerprint(space.cluster),
-        input_shape=profile.graph.input_shape,
-        num_classes=profile.graph.num_classes,
-        strategy=strategy,
-        gpus=request.gpus,
-        global_batch=request.global_batch,
-        precision=profile.precision,
-        memory_format=profile.memory_format,
-        compiled=profile.compiled,
-        optimizer=request.optimizer,
-        device_type=space.cluster.device.type,
-        components=tuple(
-            Assignment(
-                name=c.name,
-                stage=candidate.stage(i),
-                data=w.data,
-                tensor=w.tensor,
-                checkpoint=w.checkpoint,
-                offload=w.offload,
-            )
-            for i, (c, w) in enumerate(zip(profile.graph.components, candidate.ways, strict=True))
-        ),
-        stages=_stages(candidate),
-        schedule=candidate.schedule,
-        num_microbatches=candidate.num_microbatches,
-        prediction=predict(
-            price, space.profile, space.cluster, widths=candidate.widths, global_batch=request.global_batch
-        ),
-        certificate=certificate,
-        baselines=tuple(
-            Baseline(
-                name=r.name,
-                step_time_s=r.price.cost.total_s if r.price else None,
-                memory_bytes_max=math.ceil(max(s.most for s in r.price.stages)) if r.price else None,
-                fits=r.fits and _pins_allow(space, r.candidate),
-                why_not=r.why_not or ("" if _pins_allow(space, r.candidate) else KEPT_OUT),
-            )
-            for r in rows
-        ),
-        origin="measured" if space.measured else "estimated",
-        notes=notes,
-        confidence=confidence(
-            [(candidate, price), *((c, prices.of(c)) for c in rivals[: max(3, _DRAWN // len(space.profile.graph))])],
-            space.profile,
-            space.strategies,
-            space.cluster.overlap,
-        ),
-        compression=request.compression,
-        memory_bytes=request.memory_bytes,
-    )
-
-
-def _named(space: Space, candidate: Candidate) -> Candidate:
-    """Stages that take turns with a single microbatch are layers, whatever the schedule that they came with."""
-    if candidate.num_microbatches == 1 < len(candidate.widths) and "layers" in space.strategies.schedules:
-        return replace(candidate, schedule="layers")
-    return candidate
-
-
-def _stages(candidate: Candidate) -> tuple[Stage, ...]:
-    """Ranks are handed out in the order of stages."""
-    ends = list(accumulate(candidate.widths))
-    weights = [candidate.ways[start].layout.weights or None for start in candidate.starts]
-    return tuple(
-        Stage(ranks=tuple(range(end - w, end)), weights=cut)
-        for end, w, cut in zip(ends, candidate.widths, weights, strict=True)
-    )

@@ -20,7 +20,7 @@ from functools import partial
 from asa.errors import AsaError
 from asa.planner import clock
 from asa.planner.answer.canonical import canonical, improved
-from asa.planner.budget import USUAL, Budget
+from asa.planner.budget import ROUNDING, USUAL, Budget
 from asa.planner.parallel import Forked, SharedBest, possible
 from asa.planner.pipeline import joint
 from asa.planner.pipeline.climb import first_plans
@@ -35,9 +35,10 @@ from asa.planner.space.space import MOST_IN_A_PIPELINE, Allowed, anything
 from asa.planner.stage import exhaustive, ilp
 from asa.planner.stage.first import first_plan
 from asa.planner.stage.formulate import Formulation
+from asa.planner.stage.lookup import StageLookup
 from asa.planner.stage.problem import MS, Choice, Problem, Solution
 from asa.planner.stage.shares import free_bound
-from asa.planner.stage.singles import Single, StageLookup, crowded, singles
+from asa.planner.stage.singles import Single, crowded, singles
 
 _LOG = logging.getLogger("asa")
 _SLACK = 1e-7
@@ -105,7 +106,7 @@ def search(
         first = canonical(prices, better, allowed, clock.now() + polish_s)
     value_ms = prices.of(first).cost.total_s * MS
     taken = clock.now() - started
-    last = ((taken, value_ms, found.lower_bound_s * MS),) if value_ms < before_ms * (1 - 1e-9) else ()
+    last = ((taken, value_ms, found.lower_bound_s * MS),) if value_ms < before_ms * (1 - ROUNDING) else ()
     wall_s = time.monotonic() - began
     return replace(found, best=first, seconds=taken, wall_s=wall_s, curve=(*found.curve, *last))
 
@@ -154,7 +155,7 @@ def _search(
         if piped.skeleton is not None and piped.value <= limit_ms:
             found = staged.candidate(piped.skeleton, piped.choices)
     single = min(alone, key=lambda x: x.value, default=None)  # none where the first devices have no memory
-    if single is None or single.value > limit_ms * (1 + 1e-9) or single.value >= incumbent_s * MS:
+    if single is None or single.value > limit_ms * (1 + ROUNDING) or single.value >= incumbent_s * MS:
         return Outcome(
             best=found, choice=(), formulation=None, lower_bound_s=bound_ms / MS,
             solver="dp" if found is not None else "dp, as bounds",
@@ -275,12 +276,12 @@ def _again(
     """The answer of a single stage, solved once more by whom was asked for, and who found and proved it; not by the ILP
     where that would not be done in time, or where the answer is not proved, but ``near`` its bound, which is not worth
     searching on for."""
-    assert single.place is not None
-    known, problem = single.solution, single.place.asked
+    assert single.stage is not None
+    known, problem = single.solution, single.stage.asked
     known = replace(known, bound=min(known.value, max(known.bound, single.bound)))  # it may have risen since
     if single.refused:  # what the ILP would find first does not fit
         return known, known.solver
-    if solver == "ilp" and (single.by_ilp or (known.proved and not single.place.handy)):
+    if solver == "ilp" and (single.by_ilp or (known.proved and not single.stage.handy)):
         return known, known.solver
     if solver != "ilp":
         return known, known.solver + (", checked by dp" if solver == "exhaustive" else "")
@@ -288,10 +289,10 @@ def _again(
     if not known.proved and (near or left <= 0):
         return known, "dp"
     found = ilp.solve(problem, time_limit_s=max(0.1, left))
-    fits = found.choice is not None and single.place.fitting(found.choice)
+    fits = found.choice is not None and single.stage.fitting(found.choice)
     if fits and found.proved:
         return _arbitrate(known, found, float("inf"), problem), f"{found.solver}, checked by dp"
-    if fits and found.value < known.value * (1 - 1e-9) and not known.proved:
+    if fits and found.value < known.value * (1 - ROUNDING) and not known.proved:
         return found, f"{found.solver} and dp"
     return known, "dp"
 
@@ -307,7 +308,7 @@ def _arbitrate(known: Solution, found: Solution, cutoff_ms: float, problem: Prob
     if not (known.proved and found.proved) or known.value >= cutoff_ms * (1 - 1e-5):
         return found
     if abs(found.value - known.value) <= 1e-5 * known.value:
-        return replace(known, solver=found.solver) if known.value <= found.value * (1 + 1e-9) else found
+        return replace(known, solver=found.solver) if known.value <= found.value * (1 + ROUNDING) else found
     for s in (known, found):
         if s.choice is not None and abs(exhaustive.value(problem, s.choice) - s.value) > 1e-5 * s.value:
             raise AsaError(

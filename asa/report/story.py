@@ -26,7 +26,7 @@ class Stretch:
 
 
 PREFIX = {"finding": "slow: ", "over": "over: "}
-"""Of a line on a happening, by its kind."""
+"""Beginning of a line on a happening, by its kind."""
 
 
 @noun

@@ -95,7 +95,7 @@ class Slowness:
     sharing: tuple[tuple[tuple[int, ...], int], ...] = ()
 
     def under(self, processes: Sequence[int]) -> Slowness:
-        """The same while only ``processes`` work: of those with one core, as many more or fewer take turns."""
+        """Slowness while only ``processes`` work: of those with one core, as many more or fewer take turns."""
         if not self.sharing:
             return self
         ranks = list(self.ranks)

@@ -1,10 +1,9 @@
-"""Profiles and clusters on which everything takes longer than it was measured to, by one factor."""
+"""Profiles on which everything takes longer than it was measured to, by one factor."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from asa.ir.cluster import Cluster
 from asa.ir.profile import Profile, Stat, Timing
 
 
@@ -24,15 +23,3 @@ def slower_profile(profile: Profile, factor: float) -> Profile:
         updates=tuple(replace(u, step=scaled(u.step)) for u in profile.updates),
         dispatch_floor_s=factor * profile.dispatch_floor_s,
     )
-
-
-def slower_links(cluster: Cluster, factor: float) -> Cluster:
-    """Every collective ``factor`` times as long."""
-    levels = tuple(
-        replace(
-            level,
-            tables=tuple(replace(t, points=tuple((b, factor * s) for b, s in t.points)) for t in level.tables),
-        )
-        for level in cluster.levels
-    )
-    return replace(cluster, levels=levels)

@@ -11,7 +11,7 @@ takes no longer and comes first in this order:
 6. strategies in the order in which they are offered, the schedule by name, then earlier cuts, narrower stages first.
 
 Equal are times, work and peaks to one part in a billion: they are sums of many floating-point numbers. A change moves
-one cut or several in a row, takes another schedule or half as many microbatches, runs a stage in another manner or on
+one cut or several in a row, takes another schedule or half as many microbatches, runs a stage in another style or on
 fewer ranks, runs one component otherwise in its layout, or has two components of a stage change their ways.
 """
 
@@ -30,13 +30,12 @@ from asa.cost.pricing import Way
 from asa.ir.layout import MOST_WEIGHT, Layout, lowest_terms
 from asa.ir.units import GIB
 from asa.planner import clock
+from asa.planner.budget import ROUNDING as TIE
 from asa.planner.pipeline.kinds import kinds
 from asa.planner.pipeline.sketch import INF, Sketch
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.space import TOLERANCE_GIB, Allowed
 
-TIE = 1e-9
-"""A part by which times, work and peaks may differ and are taken for equal."""
 _SAMPLES = (16, 4, 1)
 """By which the share of an unequal device is changed."""
 _MOST = 60
@@ -253,7 +252,7 @@ class _Around:
         # Of unequal devices every stage has those of one kind, and keeps its own.
         for s, w in enumerate(() if self.space.cluster.unequal else x.widths):
             for less in (v for v in range(1, w) if self.space.placed(0, v)):
-                yield from self._in_manners(x, s, less)
+                yield from self._in_styles(x, s, less)
         if m // 2 not in self.space.microbatches():
             return
         if self.space.strategies.schedules[x.schedule].refusal(len(x.widths), m // 2):
@@ -263,18 +262,18 @@ class _Around:
 
     def _otherwise(self, x: Candidate) -> Iterator[Candidate]:
         for s, w in enumerate(x.widths):
-            yield from self._in_manners(x, s, w)
+            yield from self._in_styles(x, s, w)
 
-    def _in_manners(self, x: Candidate, s: int, w: int) -> Iterator[Candidate]:
+    def _in_styles(self, x: Candidate, s: int, w: int) -> Iterator[Candidate]:
         """Stage ``s`` on ``w`` ranks, all its components alike."""
         assert self.sketch is not None
         m, a, b = x.num_microbatches, x.starts[s], (*x.starts[1:], self.n)[s]
         widths = (*x.widths[:s], w, *x.widths[s + 1 :])
         if not all(self.space.placed(o, v) for o, v in zip((0, *accumulate(widths[:-1])), widths, strict=True)):
             return
-        for manner in self.sketch.manners(w, m, lean=True):
-            if self.sketch.possible(w, m, manner)[a:b].all():
-                ways = tuple(self.sketch.way(i, w, manner) for i in range(a, b))
+        for style in self.sketch.styles(w, m, lean=True):
+            if self.sketch.possible(w, m, style)[a:b].all():
+                ways = tuple(self.sketch.way(i, w, style) for i in range(a, b))
                 if all(way in self._ways(i, w, m) for i, way in enumerate(ways, a)):
                     yield replace(x, widths=widths, ways=(*x.ways[:a], *ways, *x.ways[b:]))
 

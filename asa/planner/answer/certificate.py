@@ -20,7 +20,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from asa.cost.machine.estimate import on_device
-from asa.cost.planned import schedule_of, ways_of
+from asa.cost.planned import schedule_of
 from asa.cost.pricing import Way
 from asa.interfaces.strategy import Strategies
 from asa.ir.cluster import Cluster
@@ -66,14 +66,7 @@ class Evaluator:
         self.space = Space(on_device(profile, cluster), cluster.ordered(plan.devices), strategies, request)
         self.prices = Prices(self.space)
         schedule_of(plan, strategies)
-        self.answer = Candidate(
-            origin=plan.strategy,
-            widths=tuple(len(s.ranks) for s in plan.stages),
-            starts=plan.starts(),
-            schedule=plan.schedule,
-            num_microbatches=plan.num_microbatches,
-            ways=ways_of(plan, profile, strategies),
-        )
+        self.answer = Candidate.of(plan, profile, strategies)
         self.space = self.space.weighted(self.answer.weights)
         self._ways = lru_cache(maxsize=100_000)(self._all_ways)
 

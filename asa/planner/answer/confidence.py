@@ -21,6 +21,7 @@ import numpy as np
 from asa.cost.constants import constant
 from asa.cost.pipeline import makespans
 from asa.cost.planned import Price, StagePrice
+from asa.cost.step import hidden_from
 from asa.interfaces.strategy import Strategies
 from asa.ir.cluster import Overlap
 from asa.ir.plan import Confidence
@@ -119,7 +120,7 @@ def _stage(
     """Forward and backward of a microbatch, what lengthens the last backward, and what comes after it."""
     sp, sc = overlap.compute_slowdown, overlap.communication_slowdown
     zero = np.zeros(DRAWS)
-    forward, backward, once, sync, before = zero.copy(), zero.copy(), zero.copy(), zero.copy(), zero.copy()
+    forward, backward, once, sync = zero.copy(), zero.copy(), zero.copy(), zero.copy()
     released = [zero.copy() for _ in stage.components]
     windows = []
     for i, c in enumerate(stage.components):
@@ -144,13 +145,7 @@ def _stage(
         once += b.wrapper_s * moved
     if overlap.saving < 0:
         return forward, backward, zero, once + sync - overlap.saving * sc * sync
-    after = sum(released, zero)
-    both = sc * after
-    for window, gone in zip(windows, released, strict=True):
-        after = after - gone
-        both = np.minimum(both, sp * before + sc * after)
-        before = before + window
-    both = np.maximum(both, 0.0)
+    both = np.maximum(0.0, hidden_from(np.array(windows), np.array(released), sp, sc).min(axis=0))
     longer = both * (1 - 1 / sp)
     return forward, backward, longer, once + sync - overlap.saving * both - longer
 

@@ -53,11 +53,11 @@ class Climber:
             return INF
         stops, offset, times, moves = (*x.starts[1:], self.n), 0, [], []
         left: Layout | None = None
-        for s, (a, b, w, manner) in enumerate(zip(x.starts, stops, x.widths, x.manners, strict=True)):
+        for s, (a, b, w, style) in enumerate(zip(x.starts, stops, x.widths, x.styles, strict=True)):
             first = self._alike(offset, w)
             if first is None or not self.space.placed(offset, w):
                 return INF
-            found = self._stage(a, b, w, manner, m, schedule.in_flight(s, p, m), first)
+            found = self._stage(a, b, w, style, m, schedule.in_flight(s, p, m), first)
             if found is None:
                 return INF
             own, entry, leaving = found
@@ -84,24 +84,24 @@ class Climber:
         return next((k for k in range(self.gpus) if set(kinds[k : k + w]) == own), None) if len(own) == 1 else None
 
     def _stage(
-        self, a: int, b: int, w: int, manner: StageStyle, m: int, flight: int, first: int
+        self, a: int, b: int, w: int, style: StageStyle, m: int, flight: int, first: int
     ) -> tuple[StageTimes, Layout, Layout] | None:
-        key = (a, b, w, manner, m, flight, first)
+        key = (a, b, w, style, m, flight, first)
         if key not in self._stages:
-            self._stages[key] = self._priced(a, b, w, manner, m, flight, first)
+            self._stages[key] = self._priced(a, b, w, style, m, flight, first)
         return self._stages[key]
 
     def _priced(
-        self, a: int, b: int, w: int, manner: StageStyle, m: int, flight: int, first: int
+        self, a: int, b: int, w: int, style: StageStyle, m: int, flight: int, first: int
     ) -> tuple[StageTimes, Layout, Layout] | None:
-        if not self.sketch.possible(w, m, manner)[a:b].all():
+        if not self.sketch.possible(w, m, style)[a:b].all():
             return None
-        uniform, room = self.sketch.uniform(w, m, manner, first), self.space.room(first, w, self.gpus)
+        uniform, room = self.sketch.uniform(w, m, style, first), self.space.room(first, w, self.gpus)
         times, peak = uniform.stage(a, b, flight)
         if peak > room:
             return None
-        if manner.checkpoint:
-            plain = self.sketch.uniform(w, m, replace(manner, checkpoint=False), first)
+        if style.checkpoint:
+            plain = self.sketch.uniform(w, m, replace(style, checkpoint=False), first)
             kept = self._kept(uniform, plain, a, b, flight, room - peak)
             while kept:
                 some = uniform.mixed(plain, kept)
@@ -110,7 +110,7 @@ class Climber:
                     times, uniform = better, some
                     break
                 kept = kept[: -1 - len(kept) // 8]
-        self._ways[a, b, w, manner, m, flight, first] = list(uniform.ways[a:b])
+        self._ways[a, b, w, style, m, flight, first] = list(uniform.ways[a:b])
         return times, uniform.ways[a].layout, uniform.ways[b - 1].layout
 
     def _kept(self, again: Uniform, plain: Uniform, start: int, stop: int, flight: int, room: float) -> list[int]:
@@ -132,9 +132,9 @@ class Climber:
         p, schedule = len(x.starts), self.space.strategies.schedules[x.schedule]
         ways: list[Way] = []
         offset = 0
-        for s, (a, b, w, manner) in enumerate(zip(x.starts, (*x.starts[1:], self.n), x.widths, x.manners, strict=True)):
+        for s, (a, b, w, style) in enumerate(zip(x.starts, (*x.starts[1:], self.n), x.widths, x.styles, strict=True)):
             flight = schedule.in_flight(s, p, x.num_microbatches)
-            ways += self._ways[a, b, w, manner, x.num_microbatches, flight, self._alike(offset, w)]
+            ways += self._ways[a, b, w, style, x.num_microbatches, flight, self._alike(offset, w)]
             offset += w
         return Candidate(
             origin="asa", num_microbatches=x.num_microbatches, ways=tuple(ways), widths=x.widths, starts=x.starts,

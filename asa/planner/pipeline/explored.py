@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from asa.planner import clock
+from asa.planner.budget import ROUNDING
 from asa.planner.pipeline.bounds import Frame, Stages
 from asa.planner.pipeline.lattice import INF, Table
 from asa.planner.pipeline.points import Points, Room
@@ -21,7 +22,6 @@ Key = tuple[int, int, int, int]
 FINER, FINER_ALONE = 4, 16
 """Times as many labels, for stages whose labels turned out to be too rough; of a single microbatch, where they have
 fewer numbers."""
-_CLOSE = 1e-9
 
 Tables = Mapping[tuple[int, int], Table | None]
 """Bounds on stages by width and place; None where none can be part of a plan."""
@@ -114,7 +114,7 @@ class Explored:
     def _upto(self, key: Key, limit: float) -> _Known | None:
         """What is known of a stage, if it was explored up to ``limit``."""
         known = self._stages.get(key)
-        return known if known is not None and known.limit >= limit * (1 - _CLOSE) else None
+        return known if known is not None and known.limit >= limit * (1 - ROUNDING) else None
 
     def tightened(self, base: Tables, limit: float) -> dict[tuple[int, int], Table | None]:
         """``base`` with what was explored up to ``limit``, as far as plans below it are concerned."""
@@ -130,7 +130,7 @@ class Explored:
             return table.values()
 
         for (w, r, a, b), known in self._stages.items():
-            if known.limit < limit * (1 - _CLOSE):
+            if known.limit < limit * (1 - ROUNDING):
                 continue
             for x, values in zip(own(w, r), self._least(known.points), strict=True):
                 found = np.full_like(x[a, b], INF)

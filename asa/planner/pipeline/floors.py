@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from asa.planner import clock
+from asa.planner.budget import ROUNDING
 from asa.planner.pipeline.lattice import INF
 from asa.planner.pipeline.pipelines import Pipelines
 
@@ -84,7 +85,7 @@ def _paced(
         middle = high if step == 0 else (low + high) / 2
         if clock.now() > ends:
             break
-        if _reachable(least, slots, m, middle * (1 + 1e-9)):
+        if _reachable(least, slots, m, middle * (1 + ROUNDING)):
             if step == 0:
                 continue
             high = middle

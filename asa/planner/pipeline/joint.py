@@ -13,7 +13,7 @@ from typing import Protocol
 
 from asa.interfaces.schedule import Schedule
 from asa.planner import clock
-from asa.planner.budget import USUAL, Effort
+from asa.planner.budget import ROUNDING, USUAL, Effort
 from asa.planner.pipeline.case import Case
 from asa.planner.pipeline.floors import floors
 from asa.planner.pipeline.lattice import INF
@@ -22,7 +22,6 @@ from asa.planner.pipeline.stage_cache import StageCache
 from asa.planner.stage import exhaustive
 from asa.planner.stage.problem import Choice
 
-_CLOSE = 1e-9
 MOST_COMPONENTS, MOST_RANKS = 100, 128
 """Beyond these, plans of several stages are bounded by compute, but not searched in full."""
 SLACK_GIB = 1e-9
@@ -190,10 +189,10 @@ def best_first(
             best.other(news(best.limit))
         best.note(min(bound, lowest))
         allowed = gap if clock.now() >= patience else 0.0
-        if bound >= best.limit * (1 - max(allowed, _CLOSE)) or clock.now() > ends:
+        if bound >= best.limit * (1 - max(allowed, ROUNDING)) or clock.now() > ends:
             break
         heapq.heappop(queue)
-        item.step(best.limit * (1 - _CLOSE), ends)
+        item.step(best.limit * (1 - ROUNDING), ends)
         steps += 1
         if isinstance(item, Case) and item.level == 2 and item.bound < best.limit == INF:
             item.step(best.limit, ends)  # a first plan, early
@@ -203,7 +202,7 @@ def best_first(
         else:
             heapq.heappush(queue, (item.bound, number, item))
     proved = min([best.limit, lowest, *(b for b, _, _ in queue)])
-    if proved >= best.limit * (1 - 2 * _CLOSE):
+    if proved >= best.limit * (1 - 2 * ROUNDING):
         proved = best.limit
     best.note(proved)
     return {"cases": len(items), "steps": steps}

@@ -15,12 +15,11 @@ from itertools import accumulate, groupby
 
 from asa.ir.cluster import Cluster
 from asa.ir.layout import Layout, lowest_terms
-from asa.planner.pipeline.pipelines import Skeleton
-from asa.planner.pipeline.staged import StagedSpace, ways_of
-from asa.planner.space.candidate import Candidate, Prices
+from asa.planner.pipeline.staged import StagedSpace
+from asa.planner.space.candidate import Prices
 from asa.planner.space.space import Allowed, widths
 from asa.planner.stage.formulate import Formulation, formulate
-from asa.planner.stage.problem import MS, Choice
+from asa.planner.stage.problem import MS
 
 _STEPS = 24
 """Weights that are tried of a stage with devices of two speeds, beside equal ones and those in proportion to speed."""
@@ -182,17 +181,6 @@ class KindSpace(StagedSpace):
     ) -> list[tuple[float, float]]:
         """Milliseconds of transfers, as :meth:`StagedSpace.transfers`."""
         return [self.transfer(c, num_microbatches, source, target, offset) for c in cuts]
-
-    def candidate(self, skeleton: Skeleton, choices: Sequence[Choice]) -> Candidate:
-        """The candidate that choices of a pipeline stand for."""
-        return Candidate(
-            origin="asa",
-            widths=tuple(self.width(w) for w in skeleton.widths),
-            starts=skeleton.starts,
-            schedule=skeleton.schedule,  # type: ignore[arg-type]
-            num_microbatches=skeleton.num_microbatches,
-            ways=ways_of(skeleton, choices, self.formulation),
-        )
 
 
 def numbering(longest: dict[int, int]) -> dict[int, int]:

@@ -1,4 +1,4 @@
-"""Plans beside one: a cut moved, a rank handed to another stage or left idle, a stage in another manner, two joined
+"""Plans beside one: a cut moved, a rank handed to another stage or left idle, a stage in another style, two joined
 or one halved, twice or half the microbatches, another schedule."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Neighbours:
     def __init__(self, sketch: Sketch) -> None:
         self.sketch, self.space, self.n = sketch, sketch.space, sketch.n
         self.widths = tuple(w for w in widths(sketch.gpus) if w < sketch.gpus)
-        self._manners: dict[tuple[int, int], list[StageStyle]] = {}
+        self._styles: dict[tuple[int, int], list[StageStyle]] = {}
 
     def of(self, x: PipelineOutline) -> Iterator[PipelineOutline]:
         """Neighbours of ``x``, the likeliest to help first."""
@@ -46,28 +46,28 @@ class Neighbours:
                     yield replace(x, starts=(*x.starts[:s], start, *x.starts[s + 1 :]))
 
     def _offered(self, w: int, m: int) -> list[StageStyle]:
-        if (w, m) not in self._manners:
-            self._manners[w, m] = self.sketch.manners(w, m, lean=True)
-        return self._manners[w, m]
+        if (w, m) not in self._styles:
+            self._styles[w, m] = self.sketch.styles(w, m, lean=True)
+        return self._styles[w, m]
 
     def _otherwise(self, x: PipelineOutline) -> Iterator[PipelineOutline]:
         for s, w in enumerate(x.widths):
-            for manner in self._offered(w, x.num_microbatches):
-                if manner != x.manners[s]:
-                    yield replace(x, manners=(*x.manners[:s], manner, *x.manners[s + 1 :]))
+            for style in self._offered(w, x.num_microbatches):
+                if style != x.styles[s]:
+                    yield replace(x, styles=(*x.styles[:s], style, *x.styles[s + 1 :]))
 
     def _resized(self, x: PipelineOutline, s: int, w: int) -> PipelineOutline | None:
-        """With another width of one stage, in the manner most like its own."""
+        """With another width of one stage, in the style most like its own."""
         if w not in self.widths:
             return None
-        old = x.manners[s]
-        manner = min(
+        old = x.styles[s]
+        style = min(
             self._offered(w, x.num_microbatches),
             key=lambda y: (y.strategy != old.strategy, y.checkpoint != old.checkpoint,
                            abs(y.tensor - old.tensor) if old.tensor < x.widths[s] or old.tensor == 1 else -y.tensor),
         )  # fmt: skip
         return replace(
-            x, widths=(*x.widths[:s], w, *x.widths[s + 1 :]), manners=(*x.manners[:s], manner, *x.manners[s + 1 :])
+            x, widths=(*x.widths[:s], w, *x.widths[s + 1 :]), styles=(*x.styles[:s], style, *x.styles[s + 1 :])
         )
 
     def _other_widths(self, x: PipelineOutline) -> Iterator[PipelineOutline]:
@@ -89,7 +89,7 @@ class Neighbours:
     def _joined(self, x: PipelineOutline) -> Iterator[PipelineOutline]:
         for s in range(1, len(x.starts)):
             fewer = PipelineOutline(
-                x.starts[:s] + x.starts[s + 1 :], x.widths[:s] + x.widths[s + 1 :], x.manners[:s] + x.manners[s + 1 :],
+                x.starts[:s] + x.starts[s + 1 :], x.widths[:s] + x.widths[s + 1 :], x.styles[:s] + x.styles[s + 1 :],
                 x.num_microbatches, x.schedule,
             )  # fmt: skip
             if len(fewer.starts) < 2:
@@ -107,7 +107,7 @@ class Neighbours:
                 continue
             more = PipelineOutline(
                 (*x.starts[: s + 1], middle, *x.starts[s + 1 :]), (*x.widths[: s + 1], w, *x.widths[s + 1 :]),
-                (*x.manners[: s + 1], x.manners[s], *x.manners[s + 1 :]), x.num_microbatches, x.schedule,
+                (*x.styles[: s + 1], x.styles[s], *x.styles[s + 1 :]), x.num_microbatches, x.schedule,
             )  # fmt: skip
             first = self._resized(more, s, w - w // 2)
             found = None if first is None else self._resized(first, s + 1, w // 2)

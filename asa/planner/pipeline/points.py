@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from asa.planner.budget import ROUNDING
 from asa.planner.stage.problem import Choice
 
 _ANY = 1e15
@@ -58,9 +59,9 @@ class Points:
     def within(self, m: int, room: Room) -> Points | None:
         """Points that take no longer than ``room`` allows."""
         forward, backward, _, once = self.least
-        good = forward + backward <= room.steady * (1 + 1e-9)
-        good &= m * (forward + backward) + once <= room.whole * (1 + 1e-9)
-        good &= forward + backward + once <= room.single * (1 + 1e-9)
+        good = forward + backward <= room.steady * (1 + ROUNDING)
+        good &= m * (forward + backward) + once <= room.whole * (1 + ROUNDING)
+        good &= forward + backward + once <= room.single * (1 + ROUNDING)
         if good.all():
             return self
         if not good.any():

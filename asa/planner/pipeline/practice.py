@@ -102,8 +102,8 @@ def _plans(sketch: Sketch, x: _Split) -> Iterator[tuple[float, Candidate]]:
         plain = StageStyle(x.d, x.t, kind, False)
         if not sketch.possible(w, x.num_microbatches, plain).all():
             continue
-        manners = [plain, replace(plain, checkpoint=True)] if space.strategies.checkpoint else [plain]
-        ways = [sketch.uniform(w, x.num_microbatches, manner) for manner in manners]
+        styles = [plain, replace(plain, checkpoint=True)] if space.strategies.checkpoint else [plain]
+        ways = [sketch.uniform(w, x.num_microbatches, style) for style in styles]
         made = _filled(sketch, x, ways)
         if made is not None:
             seconds, uniforms = made

@@ -36,7 +36,7 @@ _PRICED = 6
 """Plans per number of microbatches that are priced in full."""
 _SEVERAL = 64
 _AT_ONCE = 1000
-"""Components in some manner that are priced together."""
+"""Components in some style that are priced together."""
 
 
 @dataclass(frozen=True)
@@ -51,24 +51,24 @@ class StageStyle:
 
 @dataclass(frozen=True)
 class PipelineOutline:
-    """A plan in which stage s runs all its components in the manner ``manners[s]``."""
+    """A plan in which stage s runs all its components in the style ``styles[s]``."""
 
     starts: tuple[int, ...]
     widths: tuple[int, ...]
-    manners: tuple[StageStyle, ...]
+    styles: tuple[StageStyle, ...]
     num_microbatches: int
     schedule: str
 
 
 @dataclass
 class _Stages:
-    """Stages of one width: the least steady seconds, what comes once per step, and the manner, by stages to the last
+    """Stages of one width: the least steady seconds, what comes once per step, and the style, by stages to the last
     (from 0), start and stop."""
 
     steady: Any
     once: Any
-    manner: Any
-    manners: list[StageStyle]
+    style: Any
+    styles: list[StageStyle]
 
 
 class Sketch:
@@ -83,7 +83,7 @@ class Sketch:
         """Components that a stage may begin with, and the number of components behind them."""
         self.schedule = "1f1b" if "1f1b" in space.schedules else next(iter(space.schedules), "")
         self.tight = False
-        """Whether memory has been seen to bind: manners that save some are then looked at from the first."""
+        """Whether memory has been seen to bind: styles that save some are then looked at from the first."""
         self.most = min(self.gpus, len(self.cuts) - 1, _MOST_STAGES)
         self._uniforms: dict[tuple[int, int, StageStyle, int], Uniform] = {}
         self._menus: dict[tuple[object, ...], Menu] = {}
@@ -173,7 +173,7 @@ class Sketch:
         self, m: int, r: int, trip: float, stages: dict[int, _Stages], links: dict[int, Any], turns: list[Any],
         unit: int,
     ) -> tuple[float, PipelineOutline]:  # fmt: skip
-        starts, sizes, manners = [], [], []
+        starts, sizes, styles = [], [], []
         at = offset = 0
         slowest = longest = 0.0
         for k in range(r, -1, -1):
@@ -181,14 +181,14 @@ class Sketch:
             s = stages[w]
             starts.append(self.cuts[at])
             sizes.append(w)
-            manners.append(s.manners[int(s.manner[k, at, stop])])
+            styles.append(s.styles[int(s.style[k, at, stop])])
             slowest = max(slowest, float(s.steady[k, at, stop]), float(links[w][at]) / 2 if at else 0.0)
             longest = max(longest, float(s.once[k, at, stop]))
             at, offset = stop, offset + w // unit
         # A microbatch's round trip holds up the steady state, where links take long.
         period = max(slowest, trip / (r + 1))
         return (m - 1) * period + trip + longest, PipelineOutline(
-            tuple(starts), tuple(sizes), tuple(manners), m, self.schedule
+            tuple(starts), tuple(sizes), tuple(styles), m, self.schedule
         )
 
     def _links(self, w: int, m: int) -> Any:
@@ -209,8 +209,8 @@ class Sketch:
         samples = self.space.request.global_batch // m // fewest
         return max((d for d in range(1, w + 1) if w % d == 0 and d <= samples), default=1)
 
-    def manners(self, w: int, m: int, *, lean: bool) -> list[StageStyle]:
-        """Manners worth trying; ``lean``: those that save memory, too."""
+    def styles(self, w: int, m: int, *, lean: bool) -> list[StageStyle]:
+        """Styles worth trying; ``lean``: those that save memory, too."""
         most = self._degree(w, m)
         found = []
         for d in (d for d in range(1, most + 1) if w % d == 0):
@@ -227,7 +227,7 @@ class Sketch:
         return found
 
     def way(self, i: int, w: int, x: StageStyle) -> Way:
-        """A component in that manner, as far as it can be: what cannot be split is repeated."""
+        """A component in that style, as far as it can be: what cannot be split is repeated."""
         splits = x.tensor > 1 and self.space.splits(i, x.tensor)
         component = self.graph.components[i]
         strategy = x.strategy
@@ -242,30 +242,30 @@ class Sketch:
         )
 
     def uniform(self, w: int, m: int, x: StageStyle, first: int = 0) -> Uniform:
-        """All components on stages of ``w`` ranks, from the rank ``first`` on, in that manner."""
+        """All components on stages of ``w`` ranks, from the rank ``first`` on, in that style."""
         if (w, m, x, first) not in self._uniforms:
             pricer = self.prices.pricer(w, m, self.gpus, first)
-            some = self.manners(w, m, lean=x not in self.manners(w, m, lean=False))
+            some = self.styles(w, m, lean=x not in self.styles(w, m, lean=False))
             some = some if x in some and self.n * len(some) <= _AT_ONCE else [x]
             menu, n = self._menu(pricer, some), len(some)
             priced = menu.priced(pricer, np.arange(len(menu.ways)))
-            for k, manner in enumerate(some):
+            for k, style in enumerate(some):
                 own = PricedWays(**{name: values[k::n] for name, values in vars(priced).items()})
                 made = Uniform(pricer, self.space.cluster.overlap, menu.ways[k::n], own)
-                self._uniforms[w, m, manner, first] = made
+                self._uniforms[w, m, style, first] = made
         return self._uniforms[w, m, x, first]
 
-    def _menu(self, pricer: Pricer, manners: Sequence[StageStyle]) -> Menu:
-        """Every component in each of these manners."""
-        key = (pricer.width, tuple(manners))
+    def _menu(self, pricer: Pricer, styles: Sequence[StageStyle]) -> Menu:
+        """Every component in each of these styles."""
+        key = (pricer.width, tuple(styles))
         if key not in self._menus:
             self._menus[key] = self.prices.menu_of(
-                pricer, [[self.way(i, pricer.width, x) for x in manners] for i in range(self.n)]
+                pricer, [[self.way(i, pricer.width, x) for x in styles] for i in range(self.n)]
             )
         return self._menus[key]
 
     def possible(self, w: int, m: int, x: StageStyle) -> Any:
-        """Which components may run in that manner."""
+        """Which components may run in that style."""
         if (w, x) not in self._allowed:
             self._allowed[w, x] = np.array([self.allowed(i, self.way(i, w, x)) for i in range(self.n)])
         return self._allowed[w, x] & (self.space.request.global_batch // m // x.data >= self.prices.fewest)
@@ -285,15 +285,15 @@ class Sketch:
         overlap = self.space.cluster.overlap
         saved = overlap.compute_slowdown * max(0.0, overlap.saving)
         count, at = len(self.cuts), np.array(self.cuts)
-        manners = self.manners(w, m, lean=lean)
+        styles = self.styles(w, m, lean=lean)
         in_flight = [min(schedule.in_flight(0, r + 1, m), m) if r else 1 for r in range(self.most)]
         flights = np.array(in_flight)[:, None, None]
         steady = np.full((self.most, count, count), INF)
-        once, manner = np.zeros_like(steady), np.full(steady.shape, -1)
+        once, style = np.zeros_like(steady), np.full(steady.shape, -1)
         forward = np.arange(count)[None, :] > np.arange(count)[:, None]
         counts = np.maximum(1, at[None, :] - at[:, None])
         before: tuple[Any, Any] | None = None
-        for number, x in enumerate(manners):
+        for number, x in enumerate(styles):
             if number and clock.now() > self.ends:
                 break
             c = self.uniform(w, m, x).priced
@@ -310,7 +310,7 @@ class Sketch:
                 pieces = np.maximum.reduceat(rows[at[a] :, 6], at[a : count - 1] - at[a])
                 moving[a, a + 1 :] = np.maximum.accumulate(pieces)
             late = np.maximum(0.0, own[1] - saved * own[2]) + own[3]
-            plain = before if number and replace(x, checkpoint=False) == manners[number - 1] else None
+            plain = before if number and replace(x, checkpoint=False) == styles[number - 1] else None
             plain = plain if x.checkpoint else None
             before = (own, moving)
             held = own[4] + flights * own[5] + moving
@@ -323,5 +323,5 @@ class Sketch:
             better = possible & (held <= room) & (both + late / m < steady + once / m)
             steady = np.where(better, both, steady)
             once = np.where(better, late, once)
-            manner = np.where(better, number, manner)
-        return _Stages(steady, once, manner, manners) if np.isfinite(steady).any() else None
+            style = np.where(better, number, style)
+        return _Stages(steady, once, style, styles) if np.isfinite(steady).any() else None

@@ -50,6 +50,10 @@ class StagedSpace:
         self.gpus = space.request.gpus
         self.schedules: dict[str, Schedule] = space.schedules
 
+    def width(self, number: int) -> int:
+        """The devices of a stage of that width; :mod:`asa.planner.pipeline.kinds` numbers them otherwise."""
+        return number
+
     def widths(self) -> tuple[int, ...]:
         """Stage widths, rising; at least one device is left for another stage."""
         return tuple(sorted(w for w in widths(self.gpus) if w < self.gpus))
@@ -146,7 +150,7 @@ class StagedSpace:
         """The candidate that choices of a pipeline stand for."""
         return Candidate(
             origin="asa",
-            widths=skeleton.widths,
+            widths=tuple(self.width(w) for w in skeleton.widths),
             starts=skeleton.starts,
             schedule=skeleton.schedule,  # type: ignore[arg-type]
             num_microbatches=skeleton.num_microbatches,

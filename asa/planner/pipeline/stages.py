@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from asa.planner import clock
-from asa.planner.budget import USUAL
+from asa.planner.budget import ROUNDING, USUAL
 from asa.planner.pipeline import lattice as at
 from asa.planner.pipeline.lattice import INF, Numbers, PricedChain
 from asa.planner.pipeline.points import Points, Room
@@ -54,7 +54,7 @@ class Completions:
         whole = min(room.whole, room.single) if self.m == 1 else room.whole  # of one microbatch both are the same
         once = np.where(self.single, room.single, whole)
         base = np.where(self.rows[:, 2] > 0, once, np.where(self.rows[:, 0] > 0, room.steady, 0.0))
-        return base * (1 + 1e-9) + self.rows[:, 3] * self.capacity * _CLOSE + 1e-9
+        return base * (1 + ROUNDING) + self.rows[:, 3] * self.capacity * _CLOSE + 1e-9
 
     def values(self, labels: Any, i: int) -> Any:
         """Objectives of labels behind component i so far: label x objective."""
@@ -239,9 +239,9 @@ class Explorer:
         once = np.maximum(labels[:, V], labels[:, C]) + e[at.EONCE]
         held = e[at.ESTATE] + more * e[at.EACT]
         peak = np.maximum(labels[:, PEAK], labels[:, LAST] + e[at.EACT] + e[at.ETRANS]) + held
-        good = np.isfinite(forward) & (forward + backward <= caps.steady * (1 + 1e-9))
-        good &= x.m * (forward + backward) + once <= caps.whole * (1 + 1e-9)
-        good &= forward + backward + once <= caps.single * (1 + 1e-9)
+        good = np.isfinite(forward) & (forward + backward <= caps.steady * (1 + ROUNDING))
+        good &= x.m * (forward + backward) + once <= caps.whole * (1 + ROUNDING)
+        good &= forward + backward + once <= caps.single * (1 + ROUNDING)
         if self.tight:
             good &= peak <= x.capacity * _CLOSE
         if not good.any():

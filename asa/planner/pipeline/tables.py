@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from asa.planner.budget import ROUNDING
 from asa.planner.pipeline import lattice as at
 from asa.planner.pipeline.lattice import INF, ChainWeights, Numbers, PricedChain, Table
 
@@ -173,7 +174,7 @@ def rough(numbers: Numbers, in_flight: int) -> Table:
     found = np.concatenate([np.full((len(weight), n, 1), INF), found], axis=2)[..., None, None]
     found -= (weight[:, 5] * x.capacity * (np.arange(len(weight)) != 1))[:, None, None, None, None]
     k = 2 + len(prices)
-    full = np.zeros(found.shape[1:], dtype=bool) if x.roomy(in_flight) else found[1] > x.capacity * (1 + 1e-9)
+    full = np.zeros(found.shape[1:], dtype=bool) if x.roomy(in_flight) else found[1] > x.capacity * (1 + ROUNDING)
     steady, whole = found[2:k].max(axis=0), found[k:-1].max(axis=0)
     whole, single = np.maximum(whole, m * steady), np.maximum(found[-1], steady)
     return Table(
@@ -185,7 +186,7 @@ def rough(numbers: Numbers, in_flight: int) -> Table:
 
 
 def _dearer(x: Numbers, table: Table, rows: list[Objective], values: Any) -> Table:
-    full = values[0] > x.capacity * (1 + 1e-9)
+    full = values[0] > x.capacity * (1 + ROUNDING)
     steady, whole, backward = table.steady, table.whole, table.backward
     for row, value in zip(rows[1:], values[1:], strict=True):
         free = value - row[3] * x.capacity

@@ -1,7 +1,7 @@
 """Stages that run all their components alike, as sums of arrays: what :func:`asa.cost.planned.price_stage` says of
 each; of memory about as much, or more where neighbours share.
 
-First plans are made of such stages, of thousands of them: a component is priced once for each manner, and not for each
+First plans are made of such stages, of thousands of them: a component is priced once for each style, and not for each
 stage that it is part of.
 """
 
@@ -17,14 +17,14 @@ import numpy as np
 from asa.cost.menu import PricedWays
 from asa.cost.pipeline import StageTimes
 from asa.cost.pricing import Pricer, Way
-from asa.cost.step import BoundaryCost
+from asa.cost.step import BoundaryCost, hidden_from
 from asa.ir.cluster import Overlap
 from asa.planner.stage.problem import all_ahead
 
 
 @dataclass
 class Uniform:
-    """All components in one manner: ``ways``, and what they cost (``priced``, an entry a component)."""
+    """All components in one style: ``ways``, and what they cost (``priced``, an entry a component)."""
 
     pricer: Pricer
     overlap: Overlap
@@ -43,7 +43,7 @@ class Uniform:
         return found
 
     def mixed(self, other: Uniform, which: Sequence[int]) -> Uniform:
-        """With some components in another manner of the same layout."""
+        """With some components in another style of the same layout."""
         mask = np.zeros(len(self.ways), dtype=bool)
         mask[list(which)] = True
         priced = PricedWays(
@@ -81,9 +81,7 @@ class Uniform:
         released = x.prompt[own].copy()
         at = np.maximum(np.array(self.pricer.releases[own]) - start, 0)
         np.add.at(released, at, x.late[own])
-        window, total = x.window[own], float(released.sum())
-        least = sp * (window.cumsum() - window) + sc * (total - released.cumsum())
-        return max(0.0, min(sc * total, float(least.min())))
+        return max(0.0, float(hidden_from(x.window[own], released, sp, sc).min()))
 
     def _peak(self, start: int, stop: int, entries: Any, outlet: Any, in_flight: int) -> float:
         """What :mod:`asa.cost.memory.together` says of a stage, but for what neighbours share."""

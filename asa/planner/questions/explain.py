@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Literal
 
 from asa.cost.machine.estimate import on_device
-from asa.cost.planned import Price, ways_of
+from asa.cost.planned import Price
 from asa.cost.step import StepCost
 from asa.errors import UsageError
 from asa.interfaces.strategy import Strategies
@@ -118,14 +118,7 @@ def _prices(
         memory_bytes=plan.memory_bytes if memory_bytes is None else memory_bytes,
         strategies=("asa", *named) if named else None,
     )  # fmt: skip
-    candidate = Candidate(
-        origin=plan.strategy,
-        widths=tuple(len(s.ranks) for s in plan.stages),
-        starts=plan.starts(),
-        schedule=plan.schedule,
-        num_microbatches=plan.num_microbatches,
-        ways=ways_of(plan, profile, strategies),
-    )
+    candidate = Candidate.of(plan, profile, strategies)
     space = Space(on_device(profile, cluster), cluster.ordered(plan.devices), strategies, request)
     return candidate, Prices(space.weighted(candidate.weights))
 

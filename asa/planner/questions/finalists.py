@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 
 from asa.cost.machine.estimate import on_device
-from asa.cost.planned import ways_of
 from asa.errors import InfeasibleError
 from asa.interfaces.strategy import Strategies
 from asa.ir.cluster import Cluster
@@ -80,20 +79,8 @@ def joint(
     )  # fmt: skip
     used = on_device(profile, cluster)
     prices = Prices(Space(used, cluster.ordered(first.devices), strategies, request))
-    found = [candidate_of(p, used, strategies) for p in plans]
+    found = [Candidate.of(p, used, strategies) for p in plans]
     return joint_times([(c, prices.of(c)) for c in found], used, strategies, cluster.overlap)
-
-
-def candidate_of(plan: Plan, profile: Profile, strategies: Strategies) -> Candidate:
-    """The plan as what the planner prices."""
-    return Candidate(
-        origin=plan.strategy,
-        widths=tuple(len(s.ranks) for s in plan.stages),
-        starts=plan.starts(),
-        schedule=plan.schedule,
-        num_microbatches=plan.num_microbatches,
-        ways=ways_of(plan, profile, strategies),
-    )
 
 
 def shortlist(draws: np.ndarray, must: Sequence[int], count: int) -> list[int]:

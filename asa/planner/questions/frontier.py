@@ -21,6 +21,7 @@ from asa.ir.plan import Assignment, Plan
 from asa.ir.profile import Profile
 from asa.planner import clock
 from asa.planner.answer.leanest import leanest
+from asa.planner.budget import ROUNDING
 from asa.planner.decide import plan
 from asa.planner.space.candidate import Prices
 from asa.planner.space.request import Request
@@ -36,8 +37,6 @@ CIFAR_SAMPLES = 50_000
 _RUNS = 3
 """Components in a row, of which so many rows are named."""
 _BOUNDLESS = 2**60
-_TIE = 1e-9
-"""A part by which more devices must be faster at least, to be a point of their own."""
 _ROOM = 1.0005  # solvers take limits in GiB, with a tolerance
 
 
@@ -141,7 +140,7 @@ def against_cost(
         best = _faster(best, answer) if gpus == request.gpus else best
         step = best.prediction.step_time_s
         before = made[-1].step_time_s if made else None
-        if before is not None and step >= before * (1 - _TIE):  # what fewer devices do, more can do, too
+        if before is not None and step >= before * (1 - ROUNDING):  # what fewer devices do, more can do, too
             gap = max(made[-1].gap, 1 - best.certificate.lower_bound_s / before)
             made[-1] = replace(made[-1], up_to=gpus, gap=gap)
             continue

@@ -256,6 +256,19 @@ def _balanced(prices: Prices, ways: list[Way], degrees: Degrees, num_microbatche
     return _elsewhere(before.tolist(), [i for i in range(n) if graph.cuttable(i)], p)
 
 
+_Cuts = dict[int, tuple[float, tuple[int, ...]]]
+"""By the first component of the last so many stages, the computation of the slowest of them, and where they start."""
+
+
+def _one_more(behind: _Cuts, before: list[float], allowed: list[int]) -> _Cuts:
+    """The best cuts with one stage more in front of those ``behind``; ``before``: computation in front of each."""
+    return {
+        i: min((max(before[j] - before[i], value), (i, *rest)) for j, (value, rest) in behind.items() if j > i)
+        for i in allowed
+        if any(j > i for j in behind)
+    }
+
+
 def _by_speed(prices: Prices, ways: list[Way], degrees: Degrees, num_microbatches: int) -> tuple[int, ...]:
     """Cuts for stages of unequal devices: each stage by what its own ranks take, so that slow ones get less.
 
@@ -266,15 +279,11 @@ def _by_speed(prices: Prices, ways: list[Way], degrees: Degrees, num_microbatche
     allowed = [i for i in range(n) if prices.space.profile.graph.cuttable(i)]
     if len(allowed) < p:
         raise Unavailable(f"may be cut into {len(allowed)} stages, not {p}")
-    best: dict[int, tuple[float, tuple[int, ...]]] = {n: (0.0, ())}
+    best: _Cuts = {n: (0.0, ())}
     for stage in range(p - 1, -1, -1):
         pricer = prices.pricer(width, num_microbatches, gpus, stage * width)
         before = [0.0, *accumulate(pricer.compute_alone(i, w.layout) for i, w in enumerate(ways))]
-        best = {
-            i: min((max(before[j] - before[i], value), (i, *rest)) for j, (value, rest) in best.items() if j > i)
-            for i in allowed
-            if any(j > i for j in best)
-        }
+        best = _one_more(best, before, allowed)
     return best[0][1]
 
 
@@ -287,13 +296,9 @@ def _elsewhere(before: list[float], allowed: list[int], stages: int) -> tuple[in
     """
     if len(allowed) < stages:
         raise Unavailable(f"may be cut into {len(allowed)} stages, not {stages}")
-    best: dict[int, tuple[float, tuple[int, ...]]] = {i: (before[-1] - before[i], (i,)) for i in allowed}
+    best: _Cuts = {i: (before[-1] - before[i], (i,)) for i in allowed}
     for _ in range(stages - 1):
-        best = {
-            i: min((max(before[j] - before[i], value), (i, *rest)) for j, (value, rest) in best.items() if j > i)
-            for i in allowed
-            if any(j > i for j in best)
-        }
+        best = _one_more(best, before, allowed)
     return best[0][1]
 
 

@@ -10,16 +10,18 @@ from itertools import accumulate
 import numpy as np
 
 from asa.cost.menu import Menu
-from asa.cost.planned import Price, StagePrice, price
+from asa.cost.planned import Price, StagePrice, price, ways_of
 from asa.cost.pricing import Pricer, Way, times_of
 from asa.cost.shards import Shards
 from asa.cost.states import States
 from asa.cost.work.chain_times import ChainTimes
 from asa.cost.work.compute import Times
 from asa.cost.work.spread import slowest_rank, working
+from asa.interfaces.strategy import Strategies
 from asa.ir.codec import noun
 from asa.ir.layout import Layout, largest_shard
-from asa.ir.plan import DataDegree, ScheduleName, TensorDegree
+from asa.ir.plan import DataDegree, Plan, ScheduleName, TensorDegree
+from asa.ir.profile import Profile
 from asa.ir.units import GIB
 from asa.planner.space.space import TOLERANCE_GIB, Allowed, Space, anything
 
@@ -40,6 +42,22 @@ class Candidate:
     widths: tuple[int, ...]
     starts: tuple[int, ...] = (0,)
     schedule: ScheduleName = "none"
+
+    @classmethod
+    def of(cls, plan: Plan, profile: Profile, strategies: Strategies) -> Candidate:
+        """The candidate that ``plan`` was made of.
+
+        Raises:
+            InvalidInputError: the plan and the profile do not belong together.
+        """
+        return cls(
+            origin=plan.strategy,
+            widths=tuple(len(s.ranks) for s in plan.stages),
+            starts=plan.starts(),
+            schedule=plan.schedule,
+            num_microbatches=plan.num_microbatches,
+            ways=ways_of(plan, profile, strategies),
+        )
 
     @property
     def ranks(self) -> int:

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from asa.planner.budget import ROUNDING
 from asa.planner.stage import dual
 from asa.planner.stage.dual import ACT, COST, EACT, ESTATE, ETRANS, GRAD, INF, LATE, PROMPT, STATE, TRANS, WINDOW, WORK
 
 _TRIED = 3
 """Changes of a component that do not fit by themselves: for so many, the fastest ones, room is looked for."""
-_GAIN = 1e-9
 
 
 class Descent:
@@ -28,23 +28,9 @@ class Descent:
 
     def _see(self, picked: list[int]) -> None:
         """What ties the components together: peaks and overlap, by component."""
-        x, n = self.x, self.x.n
-        self.picked = picked
-        self._rows = np.array([x.rows[i][k] for i, k in enumerate(picked)])
-        self._layout = [int(x.layout[i][k]) for i, k in enumerate(picked)]
-        self._between = np.zeros((n + 1, 4))
-        for i in range(1, n):
-            self._between[i] = x.edges[i - 1][:, self._layout[i - 1], self._layout[i]]
-        leaving = self._rows[:, PROMPT].copy()
-        np.add.at(leaving, list(x.release), self._rows[:, LATE])
-        windows = np.cumsum(self._rows[:, WINDOW]) - self._rows[:, WINDOW]
-        self._hidden = x.sp * windows + x.sc * (leaving.sum() - np.cumsum(leaving))
-        self._total = float(self._rows[:, WORK].sum() + self._between[:, COST].sum())
-        self.value = self._total - x.saving * float(self._hidden.min())
-        held = np.cumsum(self._rows[:, ACT] + self._between[:n, EACT])
-        gradients = np.cumsum(self._rows[::-1, GRAD])[::-1]
-        standing = self._rows[:, STATE].sum() + self._between[:, ESTATE].sum()
-        self._peaks = standing + held + gradients + self._rows[:, TRANS] + self._between[:n, ETRANS]
+        self.picked, seen = picked, self.x.seen(picked)
+        self._rows, self._layout, self._between = seen.rows, seen.layout, seen.between
+        self._hidden, self._peaks, self._total, self.value = seen.hidden, seen.peaks, seen.total, seen.value
 
     def by_one(self) -> None:
         """Always the change of one component that gains most, until none does."""
@@ -63,7 +49,7 @@ class Descent:
 
     def _best(self) -> tuple[int, int] | None:
         """The component and its row that gain most; None where nothing does."""
-        least, found = self.value - _GAIN * abs(self.value), None
+        least, found = self.value - ROUNDING * abs(self.value), None
         for i in range(self.x.n):
             values, fits = self._others(i)
             values = np.where(fits, values, INF)
@@ -74,7 +60,7 @@ class Descent:
 
     def _pair(self) -> list[int] | None:
         """A choice with two changes that gain together; None where there is none."""
-        least = self.value - _GAIN * abs(self.value)
+        least = self.value - ROUNDING * abs(self.value)
         for i in range(self.x.n):
             values, fits = self._others(i)
             values = np.where(fits, INF, values)

@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from asa.cost.step import hidden_from
+from asa.planner.budget import ROUNDING
 from asa.planner.stage.problem import Choice, Problem
 from asa.planner.stage.rows import JOINT, Joints
 
@@ -103,6 +105,40 @@ class Arrays:
     def choice(self, picked: list[int]) -> Choice:
         """The choice of the problem behind rows picked here."""
         return tuple(int(self.index[i][k]) for i, k in enumerate(picked))
+
+    def seen(self, picked: list[int]) -> Seen:
+        """What ties the components together under that choice."""
+        n = self.n
+        rows = np.array([self.rows[i][k] for i, k in enumerate(picked)])
+        layout = [int(self.layout[i][k]) for i, k in enumerate(picked)]
+        between = np.zeros((n + 1, 4))
+        for i in range(1, n):
+            between[i] = self.edges[i - 1][:, layout[i - 1], layout[i]]
+        leaving = rows[:, PROMPT].copy()
+        np.add.at(leaving, list(self.release), rows[:, LATE])
+        hidden = hidden_from(rows[:, WINDOW], leaving, self.sp, self.sc)
+        total = float(rows[:, WORK].sum() + between[:n, COST].sum())
+        held = np.cumsum(rows[:, ACT] + between[:n, EACT])
+        gradients = np.cumsum(rows[::-1, GRAD])[::-1]
+        standing = rows[:, STATE].sum() + between[:n, ESTATE].sum()
+        peaks = standing + held + gradients + rows[:, TRANS] + between[:n, ETRANS]
+        value = total - self.saving * float(hidden.min())
+        return Seen(rows, layout, between, hidden=hidden, peaks=peaks, total=total, value=value)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One choice: rows, layouts and boundaries (the last behind the end, all zero) by component; ms that would be
+    ``hidden`` if the stream of gradients stayed busy from each component on, GiB at the peak of each; ms of all work,
+    and of the step."""
+
+    rows: Any
+    layout: list[int]
+    between: Any
+    hidden: Any
+    peaks: Any
+    total: float
+    value: float
 
 
 @dataclass
@@ -203,10 +239,11 @@ class Search:
         drift: Any = None
         for _ in range(steps):
             low, path = self._shortest(pivot, memory)
-            if not low <= x.dearest * (1 + 1e-9):
+            if not low <= x.dearest * (1 + ROUNDING):
                 self.bound = INF
                 return
-            peaks, hidden, exact = self._looked_at(path)
+            seen = x.seen(path)
+            peaks, hidden, exact = seen.peaks, seen.hidden, seen.value
             self.loose = min(self.loose, exact)
             if exact < self.value and (not tight or peaks.max() <= x.capacity * (1 + 1e-12)):
                 self.value, self.picked = exact, path
@@ -272,23 +309,6 @@ class Search:
             if i + 1 < n:
                 at = int(turns[n - 2 - i][at])
         return low, path
-
-    def _looked_at(self, path: list[int]) -> tuple[Any, Any, float]:
-        """For a choice: the peak in every component, what each pivot says of the overlap, and the exact value."""
-        x, n = self.x, self.x.n
-        r = np.array([x.rows[i][k] for i, k in enumerate(path)])
-        layout = [int(x.layout[i][k]) for i, k in enumerate(path)]
-        e = np.zeros((n, 4))
-        for i in range(1, n):
-            e[i] = x.edges[i - 1][:, layout[i - 1], layout[i]]
-        leaving = r[:, PROMPT].copy()
-        np.add.at(leaving, list(x.release), r[:, LATE])
-        hidden = x.sp * (np.cumsum(r[:, WINDOW]) - r[:, WINDOW]) + x.sc * (leaving.sum() - np.cumsum(leaving))
-        exact = float(r[:, WORK].sum() + e[:, COST].sum() - x.saving * hidden.min())
-        held = np.cumsum(r[:, ACT] + e[:, EACT])
-        grads = np.cumsum(r[::-1, GRAD])[::-1]
-        peaks = r[:, STATE].sum() + e[:, ESTATE].sum() + held + grads + r[:, TRANS] + e[:, ETRANS]
-        return peaks, hidden, exact
 
 
 def _on_simplex(v: Any) -> Any:

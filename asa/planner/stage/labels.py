@@ -33,13 +33,13 @@ from typing import Any
 import numpy as np
 
 from asa.planner import clock
+from asa.planner.budget import ROUNDING
 from asa.planner.stage import dual
 from asa.planner.stage.descent import Descent
 from asa.planner.stage.dual import ACT, COST, EACT, ESTATE, ETRANS, GRAD, INF, LATE, PROMPT, STATE, TRANS, WINDOW, WORK
 from asa.planner.stage.pareto import OutOfTimeError, efficient, lowest
 from asa.planner.stage.problem import Problem, Solution
 
-_CLOSE = 1e-9
 _FEW, _MANY, _MOST = 250, 2_000, 20_000
 """Labels kept behind a component: in the first pass, which looks for a choice, then in passes that prove."""
 _STEPS, _ROUNDS, _GAINED = 60, 4, 1e-3
@@ -210,7 +210,7 @@ class Solver:
     @property
     def binds(self) -> bool:
         """Whether the fastest choice is known not to fit: something that does not fit is below the bound."""
-        return self.prices.loose < self.bound * (1 - _CLOSE)
+        return self.prices.loose < self.bound * (1 - ROUNDING)
 
     def price(self, cutoff: float = INF, gap: float = 0.0) -> None:
         """Look for good prices, of memory and of overlap; of a thousand components, not for long."""
@@ -239,13 +239,13 @@ class Solver:
         """Pass by pass, until nothing below ``cutoff`` and the best choice is left, or time is up."""
         while not self.done:
             best = min(cutoff, self.value)
-            if self.bound >= best * (1 - 2 * _CLOSE) and not best == INF > self.bound:
+            if self.bound >= best * (1 - 2 * ROUNDING) and not best == INF > self.bound:
                 self._raise(best)  # but for rounding
             if self.bound >= best * (1 - gap) and not best == INF > self.bound:
                 return
             if self._passes is None:
                 self._passes = _Pass(self.x, self.prices)
-            limit = best * (1 - _CLOSE)
+            limit = best * (1 - ROUNDING)
             if self._sought:
                 limit = min(limit, self.bound + self._share * max(abs(self.bound), 1e-9))
             try:

@@ -9,19 +9,15 @@ binds, that is while the fastest plan without a limit does not fit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from asa.ir.units import GIB
 from asa.planner import clock
-from asa.planner.budget import USUAL, Budget
-from asa.planner.space.candidate import Prices
+from asa.planner.budget import ROUNDING
 from asa.planner.space.request import SolverName
-from asa.planner.space.space import TOLERANCE_GIB, Allowed, widths
-from asa.planner.stage import exhaustive, ilp, labels, memory
-from asa.planner.stage.floor import Floor, floor
-from asa.planner.stage.formulate import Formulation, formulate
-from asa.planner.stage.problem import MS, Choice, Problem, Solution
+from asa.planner.stage import exhaustive, ilp
+from asa.planner.stage.lookup import FormulatedStage, StageLookup
+from asa.planner.stage.problem import Choice, Solution
 from asa.planner.stage.runs import RunCharge, Runs
 
 _FIRST_S = 0.15
@@ -33,199 +29,7 @@ _REFUSED = 60
 """Times that the ILP looks beyond choices that do not fit, although what their components have at least does."""
 _BEYOND_S = 2.0
 """For the ILP to look beyond them, each time: it takes as long for a dozen or two of components, usually."""
-_CLOSE = 1e-9
 _NOTHING = Solution(choice=None, value=float("inf"), bound=float("inf"), solver="dp")
-_OPEN = Solution(choice=None, value=float("inf"), bound=0.0, solver="dp")
-
-
-class FormulatedStage:
-    """One (width, microbatches): its formulation, and what is known of it with the memory limit and without. Without a
-    formulation, nothing fits. ``fitting``: whether a choice fits, all of it known; by the formulation where None."""
-
-    def __init__(
-        self, formulation: Formulation | None, fitting: Callable[[Choice], bool] | None = None,
-        handy: int = USUAL.effort.handy,
-    ) -> None:  # fmt: skip
-        self._formulation, self._fitting, self._handy = formulation, fitting, handy
-        self.free, self.fits, self.settled, self._looked = _OPEN, False, True, False
-        self._solver: labels.Solver | None = None
-        self._roomy: labels.Solver | None = None
-        self._possible = self.roomy = False
-        if formulation is None:
-            return
-        self.problem = formulation.problem
-        self._limit = self.problem.capacity + TOLERANCE_GIB
-        self._possible = memory.memory_floor(self.problem) <= self._limit
-        self.settled = not self._possible
-        self.roomy = self._possible and (
-            memory.memory_ceiling(self.problem) + self.problem.over <= self.problem.capacity
-        )
-        """Whether every choice fits."""
-
-    def fitting(self, choice: Choice) -> bool:
-        """Whether a choice fits."""
-        if self._fitting is not None:
-            return self._fitting(choice)
-        return exhaustive.peak(self.problem, choice) <= self._limit
-
-    @property
-    def solver(self) -> labels.Solver | None:
-        """With the memory limit; None where nothing fits."""
-        if self._solver is None and self._possible:
-            self._solver = labels.Solver(self.problem)
-        return self._solver
-
-    @property
-    def formulation(self) -> Formulation:
-        """The formulation, where something fits."""
-        assert self._formulation is not None
-        return self._formulation
-
-    @property
-    def handy(self) -> bool:
-        """Whether the ILP is likely to prove it soon."""
-        return self.fits or sum(map(len, self.problem.configs)) <= self._handy
-
-    @property
-    def asked(self) -> Problem:
-        """The problem to solve: without the limit where the fastest plan fits anyway."""
-        return self.problem.without_memory_limit() if self.fits else self.problem
-
-    def look(self, cutoff: float) -> None:
-        """Look for good prices, once."""
-        if self.solver is not None and not self._looked:
-            self._looked = True
-            self.solver.price(cutoff)
-
-    def settle(self, cutoff: float, ends: float) -> None:
-        """Whether the fastest choice fits, which is ``free`` then. Open where there is none below ``cutoff``, or time
-        is up."""
-        if self.settled or self.solver is None:
-            return
-        self.look(cutoff)
-        if self.solver.binds:
-            self.settled = True
-            return
-        if self._roomy is None:
-            self._roomy = labels.Solver(self.problem.without_memory_limit())
-            self._roomy.price(cutoff)
-        self._roomy.run(cutoff, ends)
-        self.free = self._roomy.answer(cutoff)
-        self.settled = self._roomy.done or (self.free.choice is not None and self.free.proved)
-        if self.free.choice is not None:
-            self.fits = self.free.proved and self.fitting(self.free.choice)
-
-
-class StageLookup:
-    """All (width, microbatches) of a space, formulated when first asked for."""
-
-    def __init__(
-        self, prices: Prices, allowed: Allowed, among: tuple[int, ...] | None = None, budget: Budget = USUAL
-    ) -> None:
-        self._prices, self._allowed, self.budget = prices, allowed, budget
-        self._among = widths(prices.space.request.gpus) if among is None else among
-        self._known: dict[tuple[int, int], FormulatedStage | None] = {}
-        self._counted: dict[tuple[int, int], FormulatedStage] = {}
-        self._wrapped: dict[tuple[int, int], FormulatedStage] = {}
-        self._floors: dict[tuple[int, int], Floor] = {}
-        self.took: dict[tuple[int, int], float] = {}
-        """CPU seconds that it took to price all components of one, one by one."""
-
-    def bounds(self) -> Iterator[tuple[float, int, int]]:
-        """(ms of compute alone, width, microbatches) of each that could run."""
-        for w in (w for w in self._among if self._prices.space.capacity(w) > 0):
-            for m in self._prices.space.microbatches():
-                alone = self._prices.compute_alone(w, m) * MS
-                if alone < float("inf"):
-                    yield alone, w, m
-
-    @property
-    def asked_for(self) -> bool:
-        """Whether the number of microbatches is given."""
-        return self._prices.space.request.microbatches is not None
-
-    def floor(self, width: int, num_microbatches: int) -> Floor:
-        """What is known of such a stage before it is formulated."""
-        key = (width, num_microbatches)
-        if key not in self._floors:
-            began = clock.now()
-            self._floors[key] = floor(self._prices, *key, self._allowed)
-            self.took[key] = clock.now() - began
-        return self._floors[key]
-
-    def apart(self, width: int, num_microbatches: int, alone_ms: float) -> float:
-        """A bound in ms that also counts gradient synchronisation and memory, every component by itself; of several
-        microbatches only what comes once per step, which is as with one.
-
-        Synchronisation hides behind backward at most, which is a part of one microbatch's computation.
-        """
-        m, one = num_microbatches, self.floor(width, 1)
-        if m == 1:
-            return one.whole
-        return max(alone_ms, alone_ms * (1 - 1 / m) + (one.once if one.once < float("inf") else 0.0))
-
-    def get(self, width: int, num_microbatches: int) -> FormulatedStage | None:
-        """The place, or None where it cannot run."""
-        key = (width, num_microbatches)
-        if key not in self._known:
-            self._known[key] = self._made(width, num_microbatches)
-        return self._known[key]
-
-    def counted(self, width: int, num_microbatches: int) -> FormulatedStage:
-        """A copy with the memory that every component counts for as if all around it were run alike: what fits
-        there usually does."""
-        key = (width, num_microbatches)
-        if key not in self._counted:
-            self._counted[key] = self._placed(
-                formulate(self._prices, *key, self._allowed, crowded=self.floor(*key).crowded, counted=True)
-            )
-        return self._counted[key]
-
-    def wrapped(self, width: int, num_microbatches: int) -> FormulatedStage:
-        """A copy with all ways that may hold less where neighbours are run alike."""
-        key = (width, num_microbatches)
-        if key not in self._wrapped:
-            self._wrapped[key] = self._placed(
-                formulate(self._prices, *key, self._allowed, crowded=self.floor(*key).crowded, wrapped=True)
-            )
-        return self._wrapped[key]
-
-    def runs(self, place: FormulatedStage) -> Runs:
-        """What runs of its choices hold beyond the sum over components."""
-        return Runs(self._prices, place.formulation)
-
-    def _placed(self, formulation: Formulation | None) -> FormulatedStage:
-        if formulation is None:
-            return FormulatedStage(None)
-        return FormulatedStage(
-            formulation, lambda choice: self._prices.fits(formulation.candidate(choice)), self.budget.effort.handy
-        )
-
-    def enough(self, width: int, num_microbatches: int, cutoff: float, ends: float) -> bool | None:
-        """Whether fewer microbatches are enough, so that so many are not in the space: what is fastest with fewer, or
-        what would be, fits. None where that is open."""
-        if num_microbatches == 1 or self.asked_for:
-            return False
-        fewer = self.get(width, num_microbatches // 2)
-        if fewer is None:
-            return True
-        if not fewer.roomy:
-            fewer.settle(cutoff, ends)
-        if fewer.roomy or fewer.fits:
-            return True
-        before = self.enough(width, num_microbatches // 2, cutoff, ends)
-        return before if before or fewer.settled else None
-
-    def possible(self, width: int, known: Floor) -> bool:
-        """Whether something may fit."""
-        return known.memory <= self._prices.space.capacity(width) / GIB + TOLERANCE_GIB
-
-    def _made(self, width: int, num_microbatches: int) -> FormulatedStage | None:
-        known = self.floor(width, num_microbatches)
-        if not self.possible(width, known):
-            return FormulatedStage(None)
-        formulation = formulate(self._prices, width, num_microbatches, self._allowed, crowded=known.crowded)
-        return None if formulation is None else self._placed(formulation)
 
 
 class Single:
@@ -233,16 +37,16 @@ class Single:
     :mod:`asa.planner.pipeline.joint`.
 
     ``bound`` holds for all of them; ``solution`` is the best one so far. ``stuck``: nothing more can be proved.
-    ``by_ilp``: the ILP has proved it. ``origin``: the place that the solution is a choice of; ``refused``: choices of
-    :attr:`place` that do not fit, although the sum of what their components have at least does.
+    ``by_ilp``: the ILP has proved it. ``origin``: the stage that the solution is a choice of; ``refused``: choices of
+    :attr:`stage` that do not fit, although the sum of what their components have at least does.
     """
 
     def __init__(
-        self, places: StageLookup, alone_ms: float, width: int, num_microbatches: int, solver: SolverName
+        self, stages: StageLookup, alone_ms: float, width: int, num_microbatches: int, solver: SolverName
     ) -> None:
-        self._places, self.width, self.num_microbatches, self._solver = places, width, num_microbatches, solver
+        self._stages, self.width, self.num_microbatches, self._solver = stages, width, num_microbatches, solver
         self.bound, self.level, self.stuck = alone_ms, 0, False
-        self.place: FormulatedStage | None = None
+        self.stage: FormulatedStage | None = None
         self._settled: bool | None = None
         self.solution = _NOTHING
         self._turns, self._labelled, self.by_ilp = 0, False, False
@@ -260,39 +64,39 @@ class Single:
     @property
     def took(self) -> float:
         """CPU seconds for the price of one microbatch; 0 before it is known."""
-        return self._places.took.get((self.width, 1), 0.0)
+        return self._stages.took.get((self.width, 1), 0.0)
 
     @property
     def long(self) -> bool:
         """Whether that is known, and formulating takes long."""
-        return self.took > 0 and self._places.floor(self.width, 1).ways > _LONG
+        return self.took > 0 and self._stages.floor(self.width, 1).ways > _LONG
 
     @property
     def ways(self) -> int:
         """Number of ways of all components together that are priced for :attr:`least`."""
-        return self._places.floor(self.width, self.num_microbatches).ways
+        return self._stages.floor(self.width, self.num_microbatches).ways
 
     @property
     def crowded(self) -> bool:
         """Whether some plans of one microbatch hold more than there is."""
-        return self._places.floor(self.width, 1).crowded
+        return self._stages.floor(self.width, 1).crowded
 
     @property
     def least(self) -> float:
         """Ms that no plan takes less than, memory included; infinite where none fits."""
-        known = self._places.floor(self.width, self.num_microbatches)
-        return known.whole if self._places.possible(self.width, known) else float("inf")
+        known = self._stages.floor(self.width, self.num_microbatches)
+        return known.whole if self._stages.possible(self.width, known) else float("inf")
 
     def begin(self, best: float) -> None:
         """A plan below ``best`` that the prices of memory and overlap come upon, if it is known to be in the space."""
         m = self.num_microbatches
-        if self._solver == "exhaustive" or (m > 1 and self._places.enough(self.width, m, best, 0.0) is not False):
+        if self._solver == "exhaustive" or (m > 1 and self._stages.enough(self.width, m, best, 0.0) is not False):
             return
-        place = self._places.get(self.width, m)
-        if place is not None and place.solver is not None:
-            self.place = place
-            place.look(best)
-            self._take(place.solver.answer(min(best, self.value)))
+        stage = self._stages.get(self.width, m)
+        if stage is not None and stage.solver is not None:
+            self.stage = stage
+            stage.look(best)
+            self._take(stage.solver.answer(min(best, self.value)))
 
     def step(self, best: float, ends: float) -> None:
         """Raise the bound. Plans from ``best`` on are of no interest."""
@@ -300,12 +104,12 @@ class Single:
         self.stuck = False
         began = clock.now()
         if self.level == 1:
-            self._raise(self._places.apart(self.width, self.num_microbatches, self.bound))
-        elif self.level == 2 and self.place is None and self.long and began + _FORMULATED * self.took > ends:
+            self._raise(self._stages.apart(self.width, self.num_microbatches, self.bound))
+        elif self.level == 2 and self.stage is None and self.long and began + _FORMULATED * self.took > ends:
             self.level, self.stuck = 1, True  # would not be done in time, in this search
-        elif self.level == 2 and self.num_microbatches > 1 and not self._places.asked_for:
+        elif self.level == 2 and self.num_microbatches > 1 and not self._stages.asked_for:
             self._several(best, min(ends, began + _FIRST_S))
-        elif self.place is None:
+        elif self.stage is None:
             self._look(best)
         elif self._settled is None:
             self._settle(best, ends)
@@ -317,88 +121,88 @@ class Single:
 
     def _several(self, best: float, until: float) -> None:
         """Not in the space at all where one microbatch is enough; by their prices elsewhere."""
-        if self._places.floor(self.width, 1).crowded:
-            self._raise(self._places.floor(self.width, self.num_microbatches).whole)
+        if self._stages.floor(self.width, 1).crowded:
+            self._raise(self._stages.floor(self.width, self.num_microbatches).whole)
             if self.bound >= best:
                 return
-        one = self._places.get(self.width, 1)
+        one = self._stages.get(self.width, 1)
         if one is None or one.roomy:
             self.bound = float("inf")
             return
-        self._raise(self._places.floor(self.width, self.num_microbatches).whole)
+        self._raise(self._stages.floor(self.width, self.num_microbatches).whole)
         if self.bound < best:
             one.settle(float("inf"), until)
             self.bound = float("inf") if one.fits else self.bound
 
     def _look(self, best: float) -> None:
         """By prices of memory and overlap."""
-        place = self.place = self._places.get(self.width, self.num_microbatches)
-        if place is None or place.solver is None:
+        stage = self.stage = self._stages.get(self.width, self.num_microbatches)
+        if stage is None or stage.solver is None:
             self.bound = float("inf")
             return
-        place.look(best)
-        self._raise(place.solver.bound)
+        stage.look(best)
+        self._raise(stage.solver.bound)
         if self.num_microbatches == 1 and self._solver != "exhaustive":
-            self._take(place.solver.answer(min(best, self.value)))
+            self._take(stage.solver.answer(min(best, self.value)))
 
     def _settle(self, best: float, ends: float) -> None:
         """Whether it is in the space, and what would be fastest without the memory limit."""
-        place, until = self.place, min(ends, clock.now() + _FIRST_S * 4 ** min(8, max(0, self.level - 4)))
-        assert place is not None
-        enough = self._places.enough(self.width, self.num_microbatches, best, until)
+        stage, until = self.stage, min(ends, clock.now() + _FIRST_S * 4 ** min(8, max(0, self.level - 4)))
+        assert stage is not None
+        enough = self._stages.enough(self.width, self.num_microbatches, best, until)
         if enough:
             self.bound = float("inf")
             return
-        place.settle(best, until)
-        self._settled = place.settled and enough is not None
-        if place.fits and self._solver != "exhaustive":
-            self._take(place.free)
-        self._raise(place.free.bound)
+        stage.settle(best, until)
+        self._settled = stage.settled and enough is not None
+        if stage.fits and self._solver != "exhaustive":
+            self._take(stage.free)
+        self._raise(stage.free.bound)
 
     def _solve(self, best: float, ends: float) -> None:
         """With it, as far as it gets, by labels and by the ILP in turn: where one of them takes long, the other often
         does not. A plan found is put back as the limit of what is looked for."""
-        assert self.place is not None
+        assert self.stage is not None
         if self._solver == "exhaustive":
-            self._take(exhaustive.solve(self.place.asked, ends))
-            self.stuck = self.bound < min(best, self.value) * (1 - 1e-9)  # time was up
+            self._take(exhaustive.solve(self.stage.asked, ends))
+            self.stuck = self.bound < min(best, self.value) * (1 - ROUNDING)  # time was up
             return
         slice_s = min(max(0.05, ends - clock.now()), _FIRST_S * 4 ** min(8, max(0, self.level - 4)))
         if not self._settled:
             self._settle(best, clock.now() + slice_s)
-        if self.place.fits or self.bound >= best:  # solved as far as it can be
-            self.stuck = self.bound < min(best, self.value) * (1 - 1e-9)
+        if self.stage.fits or self.bound >= best:  # solved as far as it can be
+            self.stuck = self.bound < min(best, self.value) * (1 - ROUNDING)
             return
-        assert self.place.solver is not None
-        cutoff, solver = min(best, self.value), self.place.solver
+        assert self.stage.solver is not None
+        cutoff, solver = min(best, self.value), self.stage.solver
         self._turns += 1
         if self.refused and (self._turns % 2 or self._solver == "ilp" or self.bound >= self._relaxed):
             self._otherwise(cutoff, slice_s, ends)
             return
         ilp_too = self._solver == "ilp"
-        first = 2 if self.place.handy else 3
-        turn = ilp_too and self._turns >= first and slice_s >= self._places.budget.ilp_s
+        first = 2 if self.stage.handy else 3
+        turn = ilp_too and self._turns >= first and slice_s >= self._stages.budget.ilp_s
         self._labelled = not (turn and self._labelled)
         if not self._labelled:
             self._by_ilp(slice_s)
             return
         solver.run(cutoff, clock.now() + slice_s)
         self._take(solver.answer(cutoff))
-        self.stuck = solver.done and not ilp_too and self.bound < min(best, self.value) * (1 - 1e-9)
+        self.stuck = solver.done and not ilp_too and self.bound < min(best, self.value) * (1 - ROUNDING)
 
     @property
     def _relaxed(self) -> float:
         """Ms of the first choice that was refused."""
-        assert self.place is not None
-        return exhaustive.value(self.place.asked, self.refused[0])
+        assert self.stage is not None
+        return exhaustive.value(self.stage.asked, self.refused[0])
 
     def _otherwise(self, cutoff: float, slice_s: float, ends: float) -> None:
         """Where what looked best does not fit: a plan by what components count for; then by the ILP, which is told
         what the runs of refused choices hold."""
         self._tried += 1
-        safe = self._places.counted(self.width, self.num_microbatches)
+        safe = self._stages.counted(self.width, self.num_microbatches)
         beyond = self._solver == "ilp" and self._looked_beyond < _REFUSED
-        beyond = beyond and ends - clock.now() > self._places.budget.ilp_s
+        beyond = beyond and ends - clock.now() > self._stages.budget.ilp_s
         if safe.solver is not None and not safe.solver.done and (self._tried % 2 == 0 or not beyond):
             safe.look(cutoff)
             safe.solver.run(cutoff, clock.now() + slice_s)
@@ -411,31 +215,28 @@ class Single:
 
     def _beyond(self, cutoff: float, until: float) -> None:
         """The fastest choice without those that were refused, and without what holds as much for the same reason."""
-        place = self._places.wrapped(self.width, self.num_microbatches)
-        self._runs = self._runs or self._places.runs(place)
+        stage = self._stages.wrapped(self.width, self.num_microbatches)
+        self._runs = self._runs or self._stages.runs(stage)
         if not self._forbidden:
-            assert self.place is not None
-            rows = [{w: c for c, w in enumerate(row)} for row in place.formulation.ways]
+            assert self.stage is not None
+            rows = [{w: c for c, w in enumerate(row)} for row in stage.formulation.ways]
             for before in self.refused:
-                ways = self.place.formulation.picked(0, before)
+                ways = self.stage.formulation.picked(0, before)
                 self._exclude(tuple(row[w] for row, w in zip(rows, ways, strict=True)))
         found = ilp.solve(
-            place.problem, time_limit_s=max(0.05, until - clock.now()), forbidden=tuple(self._forbidden),
+            stage.problem, time_limit_s=max(0.05, until - clock.now()), forbidden=tuple(self._forbidden),
             charges=tuple(self._charges),
         )  # fmt: skip
         choice = found.choice
-        if choice is not None and place.fitting(choice):
-            value = exhaustive.value(place.problem, choice)
+        if choice is not None and stage.fitting(choice):
+            value = exhaustive.value(stage.problem, choice)
             if value < self.value:
-                self.solution, self.origin = replace(found, value=value, bound=min(found.bound, value)), place
+                self.solution, self.origin = replace(found, value=value, bound=min(found.bound, value)), stage
         elif choice is not None:
             self._exclude(choice)
         low = self.bound
-        self._raise(min(found.bound, self.value))
-        if self.bound >= self.value * (1 - _CLOSE):
-            self.bound, self.by_ilp = self.value, True
-            self.solution = replace(self.solution, bound=self.value, solver=f"{found.solver} and dp")
-        self.stuck = choice is None and self.bound <= low and self.bound < min(cutoff, self.value) * (1 - _CLOSE)
+        self._proved(found)
+        self.stuck = choice is None and self.bound <= low and self.bound < min(cutoff, self.value) * (1 - ROUNDING)
 
     def _exclude(self, choice: Choice) -> None:
         assert self._runs is not None
@@ -444,31 +245,35 @@ class Single:
 
     def _by_ilp(self, slice_s: float) -> None:
         """The ILP's turn, where labels get too many. What it says of its choice is not believed; its bound is."""
-        assert self.place is not None
-        problem = self.place.asked
+        assert self.stage is not None
+        problem = self.stage.asked
         found = ilp.solve(problem, time_limit_s=slice_s)
         if found.choice is not None and exhaustive.peak(problem, found.choice) <= problem.capacity:
             self._take(replace(found, value=exhaustive.value(problem, found.choice), bound=0.0))
+        self._proved(found)
+
+    def _proved(self, found: Solution) -> None:
+        """What the ILP's bound says, the solution's proof included."""
         self._raise(min(found.bound, self.value))
-        if self.bound >= self.value * (1 - _CLOSE):
+        if self.bound >= self.value * (1 - ROUNDING):
             self.bound, self.by_ilp = self.value, True
             self.solution = replace(self.solution, bound=self.value, solver=f"{found.solver} and dp")
 
-    def _take(self, found: Solution, place: FormulatedStage | None = None) -> None:
-        """``place``: that it is a choice of, its own where None."""
-        place = place or self.place
+    def _take(self, found: Solution, stage: FormulatedStage | None = None) -> None:
+        """``stage``: that it is a choice of, its own where None."""
+        stage = stage or self.stage
         self._raise(found.bound)
-        if found.value < self.value and found.choice is not None and place is not None:
-            if place.fitting(found.choice):
-                self.solution, self.origin = replace(found, bound=min(found.bound, found.value)), place
-            elif place is self.place and found.choice not in self.refused:
+        if found.value < self.value and found.choice is not None and stage is not None:
+            if stage.fitting(found.choice):
+                self.solution, self.origin = replace(found, bound=min(found.bound, found.value)), stage
+            elif stage is self.stage and found.choice not in self.refused:
                 self.refused.append(found.choice)
                 if len(self.refused) == 1 and self._solver != "exhaustive":
                     self._count()
 
     def _count(self) -> None:
         """A plan by what components count for, in place of one that does not fit: what prices come upon."""
-        safe = self._places.counted(self.width, self.num_microbatches)
+        safe = self._stages.counted(self.width, self.num_microbatches)
         if safe.solver is not None:
             safe.look(float("inf"))
             self._take(replace(safe.solver.answer(self.value), bound=0.0), safe)
@@ -477,9 +282,9 @@ class Single:
             self.solution = replace(self.solution, bound=self.value)
 
 
-def singles(places: StageLookup, solver: SolverName) -> list[Single]:
+def singles(stages: StageLookup, solver: SolverName) -> list[Single]:
     """One for every width and number of microbatches that could run."""
-    return [Single(places, alone, w, m, solver) for alone, w, m in places.bounds()]
+    return [Single(stages, alone, w, m, solver) for alone, w, m in stages.bounds()]
 
 
 def crowded(some: Sequence[Single]) -> bool:

@@ -1,0 +1,124 @@
+"""A candidate, written down as the plan that is answered."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+from asa.errors import AsaError
+from asa.ir import codec
+from asa.ir.plan import KEPT_OUT, Assignment, Baseline, Certificate, Plan, Stage
+from asa.ir.profile import Profile
+from asa.planner.answer.confidence import confidence
+from asa.planner.answer.prediction import predict
+from asa.planner.pipeline.whole import StrategyRow
+from asa.planner.space.candidate import Candidate, Prices
+from asa.planner.space.space import Space
+
+_DRAWN = 3_000
+"""Components, over all finalists, whose errors are drawn: of a thousand components, not of every whole strategy."""
+
+
+def pins_allow(space: Space, candidate: Candidate | None) -> bool:
+    """Whether a candidate, if there is one, runs every component as the user asked."""
+    return candidate is None or all(space.pinned(i, way) for i, way in enumerate(candidate.ways))
+
+
+def plan_of(
+    profile: Profile,
+    prices: Prices,
+    candidate: Candidate,
+    strategy: str,
+    certificate: Certificate,
+    rows: list[StrategyRow],
+    notes: tuple[str, ...],
+    rivals: Sequence[Candidate],
+) -> Plan:
+    """``candidate`` as a plan, with its prediction, its certificate and the whole strategies it is held against.
+
+    ``rivals``: other candidates, with which its errors are drawn together.
+
+    Raises:
+        AsaError: it does not fit, which is an error of the planner.
+    """
+    space, request = prices.space, prices.space.request
+    candidate = _named(space, candidate)
+    price = prices.of(candidate)
+    if not prices.fits(candidate):
+        raise AsaError(
+            f"the solver's plan needs {price.peak.total:.0f} bytes, more than it was given; please report this"
+        )
+    return Plan(
+        model_spec=profile.model_spec,
+        model_fingerprint=profile.model_fingerprint,
+        profile_fingerprint=codec.fingerprint(profile),
+        cluster=space.cluster.name,
+        cluster_fingerprint=codec.fingerprint(space.cluster),
+        input_shape=profile.graph.input_shape,
+        num_classes=profile.graph.num_classes,
+        strategy=strategy,
+        gpus=request.gpus,
+        global_batch=request.global_batch,
+        precision=profile.precision,
+        memory_format=profile.memory_format,
+        compiled=profile.compiled,
+        optimizer=request.optimizer,
+        device_type=space.cluster.device.type,
+        components=tuple(
+            Assignment(
+                name=c.name,
+                stage=candidate.stage(i),
+                data=w.data,
+                tensor=w.tensor,
+                checkpoint=w.checkpoint,
+                offload=w.offload,
+            )
+            for i, (c, w) in enumerate(zip(profile.graph.components, candidate.ways, strict=True))
+        ),
+        stages=_stages(candidate),
+        schedule=candidate.schedule,
+        num_microbatches=candidate.num_microbatches,
+        prediction=predict(
+            price, space.profile, space.cluster, widths=candidate.widths, global_batch=request.global_batch
+        ),
+        certificate=certificate,
+        baselines=tuple(
+            Baseline(
+                name=r.name,
+                step_time_s=r.price.cost.total_s if r.price else None,
+                memory_bytes_max=math.ceil(max(s.most for s in r.price.stages)) if r.price else None,
+                fits=r.fits and pins_allow(space, r.candidate),
+                why_not=r.why_not or ("" if pins_allow(space, r.candidate) else KEPT_OUT),
+            )
+            for r in rows
+        ),
+        origin="measured" if space.measured else "estimated",
+        notes=notes,
+        confidence=confidence(
+            [(candidate, price), *((c, prices.of(c)) for c in rivals[: max(3, _DRAWN // len(space.profile.graph))])],
+            space.profile,
+            space.strategies,
+            space.cluster.overlap,
+        ),
+        compression=request.compression,
+        memory_bytes=request.memory_bytes,
+    )
+
+
+def _named(space: Space, candidate: Candidate) -> Candidate:
+    """Stages that take turns with a single microbatch are layers, whatever the schedule that they came with."""
+    if candidate.num_microbatches == 1 < len(candidate.widths) and "layers" in space.strategies.schedules:
+        return replace(candidate, schedule="layers")
+    return candidate
+
+
+def _stages(candidate: Candidate) -> tuple[Stage, ...]:
+    """Ranks are handed out in the order of stages."""
+    ends = list(accumulate(candidate.widths))
+    weights = [candidate.ways[start].layout.weights or None for start in candidate.starts]
+    return tuple(
+        Stage(ranks=tuple(range(end - w, end)), weights=cut)
+        for end, w, cut in zip(ends, candidate.widths, weights, strict=True)
+    )

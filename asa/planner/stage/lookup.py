@@ -1,0 +1,208 @@
+"""Stages of one width and number of microbatches: formulated when first asked for, and what is known of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from asa.ir.units import GIB
+from asa.planner import clock
+from asa.planner.budget import USUAL, Budget
+from asa.planner.space.candidate import Prices
+from asa.planner.space.space import TOLERANCE_GIB, Allowed, widths
+from asa.planner.stage import exhaustive, labels, memory
+from asa.planner.stage.floor import Floor, floor
+from asa.planner.stage.formulate import Formulation, formulate
+from asa.planner.stage.problem import MS, Choice, Problem, Solution
+from asa.planner.stage.runs import Runs
+
+_OPEN = Solution(choice=None, value=float("inf"), bound=0.0, solver="dp")
+
+
+class FormulatedStage:
+    """One (width, microbatches): its formulation, and what is known of it with the memory limit and without. Without a
+    formulation, nothing fits. ``fitting``: whether a choice fits, all of it known; by the formulation where None."""
+
+    def __init__(
+        self, formulation: Formulation | None, fitting: Callable[[Choice], bool] | None = None,
+        handy: int = USUAL.effort.handy,
+    ) -> None:  # fmt: skip
+        self._formulation, self._fitting, self._handy = formulation, fitting, handy
+        self.free, self.fits, self.settled, self._looked = _OPEN, False, True, False
+        self._solver: labels.Solver | None = None
+        self._roomy: labels.Solver | None = None
+        self._possible = self.roomy = False
+        if formulation is None:
+            return
+        self.problem = formulation.problem
+        self._limit = self.problem.capacity + TOLERANCE_GIB
+        self._possible = memory.memory_floor(self.problem) <= self._limit
+        self.settled = not self._possible
+        self.roomy = self._possible and (
+            memory.memory_ceiling(self.problem) + self.problem.over <= self.problem.capacity
+        )
+        """Whether every choice fits."""
+
+    def fitting(self, choice: Choice) -> bool:
+        """Whether a choice fits."""
+        if self._fitting is not None:
+            return self._fitting(choice)
+        return exhaustive.peak(self.problem, choice) <= self._limit
+
+    @property
+    def solver(self) -> labels.Solver | None:
+        """With the memory limit; None where nothing fits."""
+        if self._solver is None and self._possible:
+            self._solver = labels.Solver(self.problem)
+        return self._solver
+
+    @property
+    def formulation(self) -> Formulation:
+        """The formulation, where something fits."""
+        assert self._formulation is not None
+        return self._formulation
+
+    @property
+    def handy(self) -> bool:
+        """Whether the ILP is likely to prove it soon."""
+        return self.fits or sum(map(len, self.problem.configs)) <= self._handy
+
+    @property
+    def asked(self) -> Problem:
+        """The problem to solve: without the limit where the fastest plan fits anyway."""
+        return self.problem.without_memory_limit() if self.fits else self.problem
+
+    def look(self, cutoff: float) -> None:
+        """Look for good prices, once."""
+        if self.solver is not None and not self._looked:
+            self._looked = True
+            self.solver.price(cutoff)
+
+    def settle(self, cutoff: float, ends: float) -> None:
+        """Whether the fastest choice fits, which is ``free`` then. Open where there is none below ``cutoff``, or time
+        is up."""
+        if self.settled or self.solver is None:
+            return
+        self.look(cutoff)
+        if self.solver.binds:
+            self.settled = True
+            return
+        if self._roomy is None:
+            self._roomy = labels.Solver(self.problem.without_memory_limit())
+            self._roomy.price(cutoff)
+        self._roomy.run(cutoff, ends)
+        self.free = self._roomy.answer(cutoff)
+        self.settled = self._roomy.done or (self.free.choice is not None and self.free.proved)
+        if self.free.choice is not None:
+            self.fits = self.free.proved and self.fitting(self.free.choice)
+
+
+class StageLookup:
+    """All (width, microbatches) of a space, formulated when first asked for."""
+
+    def __init__(
+        self, prices: Prices, allowed: Allowed, among: tuple[int, ...] | None = None, budget: Budget = USUAL
+    ) -> None:
+        self._prices, self._allowed, self.budget = prices, allowed, budget
+        self._among = widths(prices.space.request.gpus) if among is None else among
+        self._known: dict[tuple[int, int], FormulatedStage | None] = {}
+        self._counted: dict[tuple[int, int], FormulatedStage] = {}
+        self._wrapped: dict[tuple[int, int], FormulatedStage] = {}
+        self._floors: dict[tuple[int, int], Floor] = {}
+        self.took: dict[tuple[int, int], float] = {}
+        """CPU seconds that it took to price all components of one, one by one."""
+
+    def bounds(self) -> Iterator[tuple[float, int, int]]:
+        """(ms of compute alone, width, microbatches) of each that could run."""
+        for w in (w for w in self._among if self._prices.space.capacity(w) > 0):
+            for m in self._prices.space.microbatches():
+                alone = self._prices.compute_alone(w, m) * MS
+                if alone < float("inf"):
+                    yield alone, w, m
+
+    @property
+    def asked_for(self) -> bool:
+        """Whether the number of microbatches is given."""
+        return self._prices.space.request.microbatches is not None
+
+    def floor(self, width: int, num_microbatches: int) -> Floor:
+        """What is known of such a stage before it is formulated."""
+        key = (width, num_microbatches)
+        if key not in self._floors:
+            began = clock.now()
+            self._floors[key] = floor(self._prices, *key, self._allowed)
+            self.took[key] = clock.now() - began
+        return self._floors[key]
+
+    def apart(self, width: int, num_microbatches: int, alone_ms: float) -> float:
+        """A bound in ms that also counts gradient synchronisation and memory, every component by itself; of several
+        microbatches only what comes once per step, which is as with one.
+
+        Synchronisation hides behind backward at most, which is a part of one microbatch's computation.
+        """
+        m, one = num_microbatches, self.floor(width, 1)
+        if m == 1:
+            return one.whole
+        return max(alone_ms, alone_ms * (1 - 1 / m) + (one.once if one.once < float("inf") else 0.0))
+
+    def get(self, width: int, num_microbatches: int) -> FormulatedStage | None:
+        """The stage, formulated; None where it cannot run."""
+        key = (width, num_microbatches)
+        if key not in self._known:
+            self._known[key] = self._made(width, num_microbatches)
+        return self._known[key]
+
+    def counted(self, width: int, num_microbatches: int) -> FormulatedStage:
+        """A copy with the memory that every component counts for as if all around it were run alike: what fits
+        there usually does."""
+        key = (width, num_microbatches)
+        if key not in self._counted:
+            self._counted[key] = self._formulated(
+                formulate(self._prices, *key, self._allowed, crowded=self.floor(*key).crowded, counted=True)
+            )
+        return self._counted[key]
+
+    def wrapped(self, width: int, num_microbatches: int) -> FormulatedStage:
+        """A copy with all ways that may hold less where neighbours are run alike."""
+        key = (width, num_microbatches)
+        if key not in self._wrapped:
+            self._wrapped[key] = self._formulated(
+                formulate(self._prices, *key, self._allowed, crowded=self.floor(*key).crowded, wrapped=True)
+            )
+        return self._wrapped[key]
+
+    def runs(self, stage: FormulatedStage) -> Runs:
+        """What runs of its choices hold beyond the sum over components."""
+        return Runs(self._prices, stage.formulation)
+
+    def _formulated(self, formulation: Formulation | None) -> FormulatedStage:
+        if formulation is None:
+            return FormulatedStage(None)
+        return FormulatedStage(
+            formulation, lambda choice: self._prices.fits(formulation.candidate(choice)), self.budget.effort.handy
+        )
+
+    def enough(self, width: int, num_microbatches: int, cutoff: float, ends: float) -> bool | None:
+        """Whether fewer microbatches are enough, so that so many are not in the space: what is fastest with fewer, or
+        what would be, fits. None where that is open."""
+        if num_microbatches == 1 or self.asked_for:
+            return False
+        fewer = self.get(width, num_microbatches // 2)
+        if fewer is None:
+            return True
+        if not fewer.roomy:
+            fewer.settle(cutoff, ends)
+        if fewer.roomy or fewer.fits:
+            return True
+        before = self.enough(width, num_microbatches // 2, cutoff, ends)
+        return before if before or fewer.settled else None
+
+    def possible(self, width: int, known: Floor) -> bool:
+        """Whether something may fit."""
+        return known.memory <= self._prices.space.capacity(width) / GIB + TOLERANCE_GIB
+
+    def _made(self, width: int, num_microbatches: int) -> FormulatedStage | None:
+        known = self.floor(width, num_microbatches)
+        if not self.possible(width, known):
+            return FormulatedStage(None)
+        formulation = formulate(self._prices, width, num_microbatches, self._allowed, crowded=known.crowded)
+        return None if formulation is None else self._formulated(formulation)
