@@ -194,8 +194,8 @@ def _roofline(profile: Profile) -> list[RenderableType]:
     rate = work / profile.step_s if profile.step_s else 0.0
     return [
         line(
-            f"ceilings {flops(found.flops_per_s)}/s and {size(found.bytes_per_s)}/s; roofline floor {seconds(floor)} "
-            f"of the step's {seconds(profile.step_s)}; MFU {percent(rate / found.flops_per_s)} of the measured peak"
+            f"Ceilings {flops(found.flops_per_s)}/s and {size(found.bytes_per_s)}/s; roofline floor {seconds(floor)} "
+            f"of {seconds(profile.step_s)};\n         MFU {percent(rate / found.flops_per_s)} of the measured peak"
         ),
         *([line(f"computed {profile.execution}")] if profile.execution else []),
         *([line(f"compiling took {seconds(profile.compile_s)}, once a run")] if profile.compile_s else []),
