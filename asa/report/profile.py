@@ -8,7 +8,7 @@ from rich.console import RenderableType
 
 from asa.ir.profile import Profile, Timing
 from asa.report.cluster import drifted
-from asa.report.tables import fitted, line, table
+from asa.report.tables import fitted, folded, line, table
 from asa.report.units import flops, percent, seconds, size
 
 _ROWS, _BAR = 8, 12
@@ -215,7 +215,7 @@ def _warnings(profile: Profile) -> list[RenderableType]:
     """What makes the times worth less than measured ones are."""
     said: list[RenderableType] = []
     if profile.drift is not None:
-        said.append(line(drifted(profile.drift)))
+        said.append(line(folded(drifted(profile.drift))))
     if profile.provenance.origin == "estimated":
         said.append(line("Estimated from FLOPs and data-sheet peaks, not measured: uncalibrated.", "yellow"))
     if why := profile.provenance.disturbed:

@@ -29,8 +29,7 @@ def html(found: Story, drawn: list[tuple[Chart, str]], name: str) -> str:
     """The page; ``drawn`` are the figures with their inline SVG."""
     first, *others = drawn
     told = [
-        f"after step {h.step}{'' if h.epoch is None else f' (epoch {h.epoch + 1})'}: "
-        f"{PREFIX.get(h.kind, '')}{h.line}"
+        f"after step {h.step}{'' if h.epoch is None else f' (epoch {h.epoch + 1})'}: {PREFIX.get(h.kind, '')}{h.line}"
         for h in found.happenings
     ]
     stretches = [("", (f"{s.first_step} to {s.last_step}", s.plan, seconds(s.step_s))) for s in found.stretches]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from asa.cost.machine import presets, widen
 from asa.errors import UnavailableError, UsageError
-from asa.ir.cluster import Cluster, Contention, Device, Overlap
+from asa.ir.cluster import Cluster, Device, alone
 from asa.ir.profile import DeviceRecord
 
 _ADDITIONS = {"ti", "super", "ada", "d", "laptop", "mobile"}
@@ -33,7 +33,7 @@ def nearest(known: Sequence[Cluster], record: DeviceRecord, gpus: int | None) ->
     if fits:
         return min(fits, key=lambda c: c.num_devices)
     if gpus == 1:
-        return alone(record)
+        return alone(Device(name=record.name, type=record.type, memory_bytes=record.memory_bytes))
     if local and gpus is not None:
         largest = max(local, key=lambda c: (c.num_devices, c.device.name == device_name))
         if widen.possible(largest, gpus):
@@ -46,21 +46,6 @@ def nearest(known: Sequence[Cluster], record: DeviceRecord, gpus: int | None) ->
     raise UnavailableError(
         f"no cluster of {wanted} is known; run `asa cluster measure{flag}` on the machine, or name one with --cluster "
         f"for an estimate ({_named(gpus)})"
-    )
-
-
-def alone(record: DeviceRecord) -> Cluster:
-    """One device, which sends nothing to anybody."""
-    return Cluster(
-        name="alone",
-        backend="nccl" if record.type == "cuda" else "gloo",
-        device=Device(name=record.name, type=record.type, memory_bytes=record.memory_bytes),
-        num_devices=1,
-        levels=(),
-        contention=(Contention(ranks=1, slowdown=1.0),),
-        overlap=Overlap(),
-        status="derived",
-        source="one device, nothing to communicate with",
     )
 
 
