@@ -272,8 +272,8 @@ def _filled(name: DisciplineName, asked: Mapping[str, Any]) -> Discipline:
 
 
 def bearable_one_late(momentum: float) -> float:
-    """Share that SGD with that momentum bears, with gradients one update old, of the largest learning rate at
-    which it is stable in step: a quadratic of curvature c is stable up to ``rate * c = 2 (1 + m)``, one update late up to ``1 - m``.
+    """Share that SGD with that momentum bears, with gradients one update old, of the largest learning rate at which it
+    is stable in step: a quadratic of curvature c is up to ``rate * c = 2 (1 + m)``, one update late up to ``1 - m``.
 
     >>> [round(1 / bearable_one_late(m), 1) for m in (0.0, 0.5, 0.9)]
     [2.0, 6.0, 38.0]
