@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from asa.cost.machine import presets
+from asa.cost.machine.nearest import same_gpu
 from asa.cost.traffic.collectives import Links
 from asa.errors import UsageError
 from asa.ir import codec
@@ -64,3 +65,11 @@ def test_the_committed_files_are_what_the_script_makes():
     assert sorted(c.name for c in made) == presets.names()
     for cluster in made:
         assert codec.fingerprint(cluster) == codec.fingerprint(presets.load(cluster.name)), cluster.name
+
+
+def test_a_card_of_every_preset_is_known_by_its_name():
+    for name in presets.names():
+        own = presets.load(name).device.name
+        assert same_gpu(own, own)
+        assert same_gpu(own, own.removeprefix("NVIDIA ")), own
+    assert not any(same_gpu("NVIDIA GeForce RTX 4090 Laptop GPU", presets.load(n).device.name) for n in presets.names())

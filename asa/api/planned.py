@@ -29,11 +29,10 @@ from asa.api.planning import (
 )
 from asa.api.rank_context import RankContext
 from asa.api.said import say
-from asa.cost.machine.nearest import alone
 from asa.errors import AsaError, InfeasibleError, InvalidInputError, UsageError
 from asa.interfaces.strategy import Strategies
 from asa.ir import codec
-from asa.ir.cluster import Cluster
+from asa.ir.cluster import Cluster, Device, alone
 from asa.ir.measurements import Measurements
 from asa.ir.plan import Assignment, Certificate, DataDegree, OptimizerName, Plan, Prediction, Stage, TensorDegree
 from asa.ir.profile import Precision, Profile
@@ -199,7 +198,8 @@ def _links(place: RankContext, wishes: Wishes, cluster: Cluster | None, profile:
     if cluster is not None:
         return cluster
     if place.ranks == 1:
-        return alone(profile.device)
+        here = profile.device
+        return alone(Device(name=here.name, type=here.type, memory_bytes=here.memory_bytes))
     if wishes.cluster is not None:
         return named_cluster(wishes.cluster)
     return _measured_here(place) or nearest_cluster(profile.device, place.ranks)

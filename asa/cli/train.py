@@ -71,6 +71,9 @@ def _train(args: Arguments, console: Console, path: Path, plan: Plan, out: Path)
         steps_per_epoch=args.steps_per_epoch,
         lr=args.lr,
         optimizer=args.optimizer,
+        loss=args.loss,
+        metric=args.metric,
+        schedule=args.schedule,
         seed=args.seed,
         device="cpu" if pretended else args.device,
         resume=args.resume,
@@ -207,7 +210,9 @@ def plan_and_folder(args: Arguments, console: Console) -> tuple[Path, Plan, Path
     return path, plan, out
 
 
-_RECALLED = ("data", "data_root", "epochs", "steps_per_epoch", "lr", "optimizer", "seed")
+_RECALLED = (
+    "data", "data_root", "epochs", "steps_per_epoch", "lr", "optimizer", "seed", "loss", "metric", "schedule",
+)  # fmt: skip
 
 
 def recall(args: Arguments, out: Path, console: Console) -> None:
@@ -281,6 +286,24 @@ VERBS = (
             Option(name="steps-per-epoch", help="end epochs early", parse=o.count, metavar="N"),
             o.LEARNING_RATE,
             o.option(o.OPTIMIZER, default=None, help="sgd or adamw (default: the plan's)"),
+            Option(
+                name="loss",
+                help="cross_entropy, mse, bce or package.module:factory of a mean over samples",
+                default="cross_entropy",
+                metavar="NAME",
+            ),
+            Option(
+                name="metric",
+                help="what validation states: accuracy, top5 or package.module:factory of one figure a sample",
+                default="accuracy",
+                metavar="NAME",
+            ),
+            Option(
+                name="schedule",
+                help="how the learning rate falls: cosine, linear, constant, step or package.module:factory",
+                default="cosine",
+                metavar="NAME",
+            ),
             o.option(o.COMPRESS, help=f"{o.COMPRESS.help} (default: the plan's)"),
             o.SEED,
             o.option(

@@ -302,3 +302,18 @@ class Cluster:
                     f"device {d.name} of rank {i} needs memory of at least 1 byte",
                     where=f"$.devices[{i}].memory_bytes",
                 )
+
+
+def alone(device: Device) -> Cluster:
+    """One device, which sends nothing to anybody."""
+    return Cluster(
+        name="alone",
+        backend="nccl" if device.type == "cuda" else "gloo",
+        device=device,
+        num_devices=1,
+        levels=(),
+        contention=(Contention(ranks=1, slowdown=1.0),),
+        overlap=Overlap(),
+        status="derived",
+        source="one device, nothing to communicate with",
+    )

@@ -42,6 +42,8 @@ _LEAST_TURNS, _MOST_TURNS = 5, 25
 """Turns of a sharded chain, a whole one and the messages alone: short and many, since the machine's speed changes."""
 _UNITS, _MANY = 6, 32
 """Units of a chain, and the tensors of each where many are looked at."""
+_FEWER, _BRIEF_S = 8, 1.0
+"""Those, in less time than that."""
 _SMALL, _LARGE = 64, 2048
 """Sides of the weights of a unit: next to nothing, and 16 MiB (less over slow links, or in little time)."""
 _LARGE_SHARE = 0.35
@@ -148,11 +150,12 @@ def measure_sharding(device: torch.device, clock: Clock, group: dist.ProcessGrou
     large_s = _LARGE_SHARE * slice_s
     longest_s = min(CALM_S, large_s / (2 * _MESSAGES_A_TURN))
     side = math.isqrt(message_within(4 * _LARGE**2, group, device, clock, seconds=longest_s) // 4)
-    small = _beside(_SMALL, (1, _MANY), device, clock, group, slice_s=0.55 * slice_s)
+    many = _MANY if slice_s >= _BRIEF_S else _FEWER
+    small = _beside(_SMALL, (1, many), device, clock, group, slice_s=0.55 * slice_s)
     one, more = median(x for x, _ in small), median(y - x for x, y in small)
     large = median(x for (x,) in _beside(side, (1,), device, clock, group, slice_s=large_s))
     moved = 3 * 4 * (side**2 - _SMALL**2)
-    tensor_s = max(0.0, more) / (_MANY - 1) / 3
+    tensor_s = max(0.0, more) / (many - 1) / 3
     return Sharding(
         unit_s=max(0.0, one / 3 - tensor_s),
         byte_s=max(0.0, (large - one) / moved),

@@ -8,7 +8,7 @@ from rich.console import RenderableType
 
 from asa.ir.cluster import Cluster, CollectiveTable
 from asa.ir.drift import Drift
-from asa.report.tables import line, table
+from asa.report.tables import folded, line, table
 from asa.report.units import percent, seconds, size
 
 
@@ -56,7 +56,7 @@ def render(cluster: Cluster) -> list[RenderableType]:
         ),
     ]
     if cluster.drift is not None:
-        said.append(line(drifted(cluster.drift)))
+        said.append(line(folded(drifted(cluster.drift))))
     if cluster.devices is not None:
         made = table("Devices", ("device", "ranks", "speed", "memory"), left=2)
         for (name, speed, memory), ranks in unequal(cluster).items():

@@ -8,7 +8,7 @@ from rich.console import RenderableType
 
 from asa.ir.profile import Profile, Timing
 from asa.report.cluster import drifted
-from asa.report.tables import fitted, line, table
+from asa.report.tables import fitted, folded, line, table
 from asa.report.units import flops, percent, seconds, size
 
 _ROWS, _BAR = 8, 12
@@ -194,8 +194,8 @@ def _roofline(profile: Profile) -> list[RenderableType]:
     rate = work / profile.step_s if profile.step_s else 0.0
     return [
         line(
-            f"ceilings {flops(found.flops_per_s)}/s and {size(found.bytes_per_s)}/s; roofline floor {seconds(floor)} "
-            f"of the step's {seconds(profile.step_s)}; MFU {percent(rate / found.flops_per_s)} of the measured peak"
+            f"Ceilings {flops(found.flops_per_s)}/s and {size(found.bytes_per_s)}/s; roofline floor {seconds(floor)} "
+            f"of {seconds(profile.step_s)};\n         MFU {percent(rate / found.flops_per_s)} of the measured peak"
         ),
         *([line(f"computed {profile.execution}")] if profile.execution else []),
         *([line(f"compiling took {seconds(profile.compile_s)}, once a run")] if profile.compile_s else []),
@@ -215,7 +215,7 @@ def _warnings(profile: Profile) -> list[RenderableType]:
     """What makes the times worth less than measured ones are."""
     said: list[RenderableType] = []
     if profile.drift is not None:
-        said.append(line(drifted(profile.drift)))
+        said.append(line(folded(drifted(profile.drift))))
     if profile.provenance.origin == "estimated":
         said.append(line("Estimated from FLOPs and data-sheet peaks, not measured: uncalibrated.", "yellow"))
     if why := profile.provenance.disturbed:

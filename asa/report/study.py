@@ -13,6 +13,7 @@ from asa.ir.study import Study
 from asa.report import study_figures as figures
 from asa.report.bench import write_csv
 from asa.report.study_figures import Figures
+from asa.report.tables import folded as wrapped
 from asa.report.tables import line, table
 from asa.report.units import NOTHING, percent, rate, seconds, size
 
@@ -80,7 +81,7 @@ def render(study: Study) -> list[RenderableType]:
         said += [line(""), made]
     if any(f.row.state == "predicted" for f in rows):
         said.append(line("~: predicted, not run"))
-    said += [line(""), *(line(text) for text in folded(study))]
+    said += [line(""), *(line(wrapped(text)) for text in folded(study))]
     beside = [f for f in rows if f.published]
     if beside:
         made = table("beside what was published", ("model", "strategy", "ranks", "figure", "here", "published"), left=2)
@@ -94,7 +95,7 @@ def render(study: Study) -> list[RenderableType]:
     missing = figures.unmatched(study, rows)
     if missing:
         said.append(line(f"{len(missing)} published figures have no cell beside them: {figures.grouped(missing)}"))
-    said += [line(f"differs: {text}") for text in study.differs]
+    said += [line(wrapped(f"differs: {text}")) for text in study.differs]
     return said
 
 

@@ -213,7 +213,7 @@ def says_what_disturbed_a_measurement(folder: Path) -> None:
     """Clocks held back by heat, and another process on the card."""
     from planner_tests.forked import asa
 
-    argv = f"profile {_MODEL} --device cuda --time-limit 1s --max-tensor-degree 1 -o p.json".split()
+    argv = f"profile {_MODEL} --device cuda --time-limit 1s --max-tensor-degree 1 -v -o p.json".split()
     said = asa(*argv, cwd=folder).stdout
     assert "GPU clock 1410 of 1410 MHz" in said, said
     assert "meanwhile" not in said, said

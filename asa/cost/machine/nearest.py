@@ -7,8 +7,11 @@ from collections.abc import Sequence
 
 from asa.cost.machine import presets, widen
 from asa.errors import UnavailableError, UsageError
-from asa.ir.cluster import Cluster, Contention, Device, Overlap
+from asa.ir.cluster import Cluster, Device, alone
 from asa.ir.profile import DeviceRecord
+
+_ADDITIONS = {"ti", "super", "ada", "d", "laptop", "mobile"}
+"""Words behind a number that make another chip of it."""
 
 
 def nearest(known: Sequence[Cluster], record: DeviceRecord, gpus: int | None) -> Cluster:
@@ -30,7 +33,7 @@ def nearest(known: Sequence[Cluster], record: DeviceRecord, gpus: int | None) ->
     if fits:
         return min(fits, key=lambda c: c.num_devices)
     if gpus == 1:
-        return alone(record)
+        return alone(Device(name=record.name, type=record.type, memory_bytes=record.memory_bytes))
     if local and gpus is not None:
         largest = max(local, key=lambda c: (c.num_devices, c.device.name == device_name))
         if widen.possible(largest, gpus):
@@ -46,35 +49,28 @@ def nearest(known: Sequence[Cluster], record: DeviceRecord, gpus: int | None) ->
     )
 
 
-def alone(record: DeviceRecord) -> Cluster:
-    """One device, which sends nothing to anybody."""
-    return Cluster(
-        name="alone",
-        backend="nccl" if record.type == "cuda" else "gloo",
-        device=Device(name=record.name, type=record.type, memory_bytes=record.memory_bytes),
-        num_devices=1,
-        levels=(),
-        contention=(Contention(ranks=1, slowdown=1.0),),
-        overlap=Overlap(),
-        status="derived",
-        source="one device, nothing to communicate with",
-    )
-
-
 def _named(gpus: int | None) -> str:
     """Which presets could be named."""
     return (presets.offered(gpus) if gpus else "") or "`asa cluster list`"
 
 
 def same_gpu(a: str, b: str) -> bool:
-    """Whether two GPU names mean the same chip: they share a word such as A100 or V100.
+    """Whether two GPU names mean the same chip: equal ones, those that share a word such as A100 or V100, and those of
+    one number, as RTX 3090 has, with the same addition to it (Ti, Super, Ada, D).
 
     >>> same_gpu("A100-SXM4-80GB", "NVIDIA A100-SXM4-80GB"), same_gpu("Tesla V100", "NVIDIA H100")
+    (True, False)
+    >>> same_gpu("NVIDIA GeForce RTX 3070 Ti", "GeForce RTX 3070 Ti"), same_gpu("RTX 3070 Ti", "RTX 3070")
     (True, False)
     """
 
     def words(name: str) -> set[str]:
-        return {w for w in re.split(r"[^a-z0-9]+", name.lower()) if re.fullmatch(r"[a-z]+\d+[a-z]*", w)}
+        return set(re.split(r"[^a-z0-9]+", name.lower()))
 
-    ignored = {w for w in words(a) | words(b) if w.startswith(("sxm", "hbm", "pcie"))}
-    return bool(words(a) & words(b) - ignored)
+    def chips(name: str) -> set[str]:
+        of_letters = {w for w in words(name) if re.fullmatch(r"[a-z]+\d+[a-z]*", w)}
+        more = "".join(sorted(words(name) & _ADDITIONS))
+        return of_letters | {w + more for w in words(name) if re.fullmatch(r"\d{3,4}", w)}
+
+    ignored = {w for w in chips(a) | chips(b) if w.startswith(("sxm", "hbm", "pcie"))}
+    return a == b or bool(chips(a) & chips(b) - ignored)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -61,32 +63,39 @@ def hits_of(output: Any, labels: Tensor) -> Tensor:
     return right.flatten(1).mean(1) if right.dim() > 1 else right
 
 
-def loss_of(output: Any, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Mean cross-entropy over the rows of ``labels``, auxiliary heads at their published weights.
+Criterion = Callable[[Tensor, Tensor], Tensor]
+"""Logits [N, K, ...] and labels int64 [N, ...] to their mean loss."""
+
+
+def loss_of(output: Any, labels: Tensor, label_smoothing: float = 0.0, criterion: Criterion | None = None) -> Tensor:
+    """Mean cross-entropy over the rows of ``labels``, or of another ``criterion``; auxiliary heads at their published
+    weights.
 
     A head is what has logits of as many classes; other outputs (features, a penalty) are not trained on.
     No rows give a zero that is still connected to the graph.
     """
 
-    def cross_entropy(logits: Tensor) -> Tensor:
+    mean = criterion or partial(F.cross_entropy, label_smoothing=label_smoothing)
+
+    def over(logits: Tensor) -> Tensor:
         if labels.numel() == 0:
             return logits.sum() * 0
         if by_tokens(logits, labels):
-            return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=label_smoothing)
-        return F.cross_entropy(logits, labels_for(logits, labels), label_smoothing=label_smoothing)
+            return mean(logits.flatten(0, 1), labels.flatten())
+        return mean(logits, labels_for(logits, labels))
 
     main = logits_of(output)
-    loss = cross_entropy(main)
+    loss = over(main)
 
     def is_head(x: Any) -> bool:
         return isinstance(x, Tensor) and x.dim() >= 2 and x.shape[:2] == main.shape[:2] and x.is_floating_point()
 
     if isinstance(output, dict):
         others = [v for k, v in output.items() if k == "aux" and is_head(v) and v is not main]
-        return loss + SEGMENTATION_AUXILIARY_WEIGHT * sum((cross_entropy(v) for v in others), loss.new_zeros(()))
+        return loss + SEGMENTATION_AUXILIARY_WEIGHT * sum((over(v) for v in others), loss.new_zeros(()))
     if isinstance(output, tuple | list):
         weight = AUXILIARY_WEIGHT.get(type(output).__name__, 0.3)
         for head in output[1:]:
             if is_head(head):
-                loss = loss + weight * cross_entropy(head)
+                loss = loss + weight * over(head)
     return loss

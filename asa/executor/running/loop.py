@@ -21,6 +21,7 @@ from asa.executor.observing.observe import Observer
 from asa.executor.running.exhausted import NEARLY, NearlyExhausted, Watch
 from asa.executor.running.planned import PlannedExecutor
 from asa.executor.training.ahead import Ahead
+from asa.executor.training.aims import Aims
 from asa.executor.training.checkpoint import Manifest
 from asa.executor.training.checkpointer import Checkpointer
 from asa.executor.training.clock import StepClock
@@ -96,6 +97,8 @@ class TrainingExecutor(PlannedExecutor):
             weight_decay=settings.decay(self._optimizer),
             offloaded=model.offloaded,
         )
+        aims = Aims.of(settings, model.plan.num_classes, model.device)
+        self._falling = aims.schedule
         conduct = conduct_of(model, optimizer, self._votes)
         if conduct is not None:
             conduct.begin()
@@ -109,6 +112,8 @@ class TrainingExecutor(PlannedExecutor):
             precision=model.plan.precision,
             seed=settings.seed,
             label_smoothing=settings.label_smoothing,
+            criterion=aims.criterion,
+            score=aims.score,
             ahead=Ahead.of(self._train, model.device),
         )
 
@@ -213,7 +218,7 @@ class TrainingExecutor(PlannedExecutor):
         total = in_epoch * self._settings.epochs
         peak = self._settings.peak_learning_rate(self._optimizer)
         warmup = self._settings.warm_up(self.steps_per_epoch * self._settings.epochs)
-        rate = learning_rate(done / total, peak, warmup=warmup, step=rows / total)
+        rate = learning_rate(done / total, peak, warmup=warmup, step=rows / total, falling=self._falling)
         set_learning_rate(self._worker.optimizer, rate)
         return rate
 

@@ -16,6 +16,7 @@ from asa.errors import AsaError, InvalidInputError, UnavailableError, UsageError
 from asa.executor.running import given
 from asa.executor.running.outdir import CHECKPOINTS, owned
 from asa.executor.training import checkpoint
+from asa.executor.training.aims import Aims
 from asa.executor.training.checkpoint import Manifest
 from asa.executor.training.logs import RESULT, Announce, RunLog, Work
 from asa.executor.training.settings import TrainSettings
@@ -67,6 +68,7 @@ def prepare(
     try:
         found = checkpoint.find(out / CHECKPOINTS) if resume else None
         train, test = open_images(plan, settings)
+        Aims.of(settings, plan.num_classes).try_out(settings, train.labels, plan.num_classes)
         if found is not None:
             _check_resumable(found.manifest, plan, settings, len(train))
             epoch = found.manifest.position // len(train)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -54,10 +54,17 @@ def build_optimizer(
     return made
 
 
-def learning_rate(progress: float, peak: float, *, warmup: float, step: float) -> float:
+def cosine(done: float) -> float:
+    """Half a cosine from 1 to 0 (Loshchilov & Hutter 2017)."""
+    return 0.5 * (1 + math.cos(math.pi * done))
+
+
+def learning_rate(
+    progress: float, peak: float, *, warmup: float, step: float, falling: Callable[[float], float] = cosine
+) -> float:
     """Learning rate of the step that begins when ``progress`` of the run (0 to 1) lies behind.
 
-    Linear up to ``peak`` over the first ``warmup`` of the run, then half a cosine to 0 (Loshchilov & Hutter 2017).
+    Linear up to ``peak`` over the first ``warmup`` of the run, then ``falling`` of what is behind the warm-up.
     ``step`` is the progress one step makes: the rise ends, rather than begins, with it, so that no step is lost at 0.
 
     >>> [learning_rate(p / 10, 1.0, warmup=0.2, step=0.1) for p in (0, 1, 2, 6)]
@@ -65,7 +72,7 @@ def learning_rate(progress: float, peak: float, *, warmup: float, step: float) -
     """
     if progress < warmup:
         return peak * min(1.0, (progress + step) / warmup)
-    return peak * 0.5 * (1 + math.cos(math.pi * (progress - warmup) / (1 - warmup)))
+    return peak * falling((progress - warmup) / (1 - warmup))
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

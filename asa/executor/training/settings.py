@@ -54,6 +54,9 @@ class TrainSettings:
     observe: bool = True
     save_every_s: float | None = None
     timeout_s: float = 300.0
+    loss: str = later("cross_entropy")
+    metric: str = later("accuracy")
+    schedule: str = later("cosine")
     track: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = later(())
 
     def __post_init__(self) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from asa.executor.consistency.conduct import Conduct
-from asa.executor.model.loss import hits_of, logits_of, loss_of
+from asa.executor.model.loss import Criterion, hits_of, logits_of, loss_of
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.step import MicrobatchRows, microbatch_rows, played
 from asa.executor.model.votes import Votes
@@ -31,10 +32,12 @@ class LossCounter:
     """Losses, hits, and what a loss is to be multiplied by."""
 
     @torch.no_grad()
-    def add(self, loss: Tensor, output: object, labels: Tensor) -> None:
-        """``loss``: the mean over ``labels``."""
+    def add(
+        self, loss: Tensor, output: object, labels: Tensor, score: Callable[[Any, Tensor], Tensor] = hits_of
+    ) -> None:
+        """``loss``: the mean over ``labels``; ``score``: of each sample, counted as its hit."""
         rows = labels.shape[0]
-        self._noted.append((loss.detach(), hits_of(output, labels).sum(), rows))
+        self._noted.append((loss.detach(), score(output, labels).sum(), rows))
         self.rows += rows
 
     def note(self, losses: Tensor, rows: int) -> None:
@@ -77,6 +80,8 @@ class Worker:
     precision: Precision
     seed: int
     label_smoothing: float
+    criterion: Criterion | None = None
+    score: Callable[[Any, Tensor], Tensor] = hits_of
     ahead: Ahead | None = None
     dtype: torch.dtype = torch.float32
     conduct: Conduct | None = None
@@ -115,9 +120,9 @@ class Worker:
         counts = model.counts_rows()
 
         def scaled_loss(output: object, wanted: Tensor) -> Tensor:
-            loss = loss_of(output, wanted, self.label_smoothing)
+            loss = loss_of(output, wanted, self.label_smoothing, self.criterion)
             if counts:
-                tally.add(loss, output, wanted)
+                tally.add(loss, output, wanted, self.score)
             return self.scale.scaled(loss)
 
         if not self._held:  # walking over all modules takes as long as a small kernel, and finds the same every time
@@ -167,7 +172,7 @@ class Worker:
                 x, labels = fetch(images, rows, train=False, seed=self.seed, epoch=0, device=self.model.device)
                 with autocast(self.precision, self.model.device):
                     logits = logits_of(self.model(x, rows, 0)).float()
-                tally.add(loss_of(logits, labels), logits, labels)
+                tally.add(loss_of(logits, labels, 0.0, self.criterion), logits, labels, self.score)
         self.model.train()
         return tally
 
@@ -231,7 +236,7 @@ class Worker:
             if model.counts_rows() and count:
                 labels = images.labels[start + kept.start : start + kept.start + count].to(model.device)
                 logits = logits_of(output)[:count].float()
-                tally.add(loss_of(logits, labels), logits, labels)
+                tally.add(loss_of(logits, labels, 0.0, self.criterion), logits, labels, self.score)
             if given_up():
                 model.links.settle()
                 return None

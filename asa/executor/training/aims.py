@@ -1,0 +1,134 @@
+"""What a run minimises, what it is scored by and how its learning rate falls: by name, or from the user's own function.
+
+``package.module:factory`` is called, with ``num_classes`` where it takes that, and returns the function itself; so
+``torch.nn:MultiMarginLoss`` is a loss. Losses are means over samples: shards and microbatches add up to no other kind.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from asa.errors import InvalidInputError, UsageError
+from asa.executor.model.loss import Criterion, hits_of, logits_of
+from asa.executor.training.optimizer import cosine
+from asa.executor.training.settings import TrainSettings
+from asa.zoo.foreign import accepted, at_home, factory, first_line
+
+Score = Callable[[Any, Tensor], Tensor]
+"""A model's output and labels to one figure a sample [N], of which validation states the mean."""
+_PROBED = 4
+
+
+def _one_hot(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.one_hot(labels, logits.shape[1]).movedim(-1, 1).to(logits.dtype)
+
+
+def _top5(output: Any, labels: Tensor) -> Tensor:
+    logits = logits_of(output)
+    if logits.dim() != 2:
+        raise UsageError("top5 ranks one answer a sample, and this model gives more; take --metric accuracy")
+    return (logits.topk(min(5, logits.shape[1])).indices == labels[:, None]).any(1).float()
+
+
+LOSSES: Mapping[str, Criterion | None] = {
+    "cross_entropy": None,
+    "mse": lambda logits, labels: F.mse_loss(logits.softmax(1), _one_hot(logits, labels)),
+    "bce": lambda logits, labels: F.binary_cross_entropy_with_logits(logits, _one_hot(logits, labels)),
+}
+"""By name: of logits [N, K, ...] and labels int64 [N, ...]. None: what is built in."""
+METRICS: Mapping[str, Score] = {"accuracy": hits_of, "top5": _top5}
+SCHEDULES: Mapping[str, Callable[[float], float]] = {
+    "cosine": cosine,
+    "linear": lambda done: 1 - done,
+    "constant": lambda _: 1.0,
+    "step": lambda done: 0.1 ** min(2, int(3 * done)),
+}
+"""By name: of the part of a run behind its warm-up that is done, 0 to 1, the share of the peak rate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Aims:
+    """What the names in a run's settings mean."""
+
+    criterion: Criterion | None
+    score: Score
+    schedule: Callable[[float], float]
+
+    @classmethod
+    def of(cls, settings: TrainSettings, num_classes: int, device: torch.device | None = None) -> Aims:
+        """The aims of ``settings``; modules among them on ``device``.
+
+        Raises:
+            UsageError: an unknown name. InvalidInputError: a module that cannot be imported, a factory that fails.
+        """
+        made = partial(_made, num_classes=num_classes, device=device)
+        return cls(
+            criterion=made("loss", settings.loss, LOSSES),
+            score=made("metric", settings.metric, METRICS),
+            schedule=made("schedule", settings.schedule, SCHEDULES),
+        )
+
+    def try_out(self, settings: TrainSettings, labels: Tensor, num_classes: int) -> None:
+        """Whether they give what training needs, on ``labels`` (int64 [n, ...]) and made-up logits.
+
+        Raises:
+            InvalidInputError: one fails, the loss is no mean over samples, the metric no figure a sample, the schedule
+                no number.
+        """
+        labels = labels[:_PROBED].flatten() if labels.dim() == 2 else labels[:_PROBED]
+        maps = (len(labels), num_classes, *labels.shape[1:])
+        logits = torch.randn(maps, generator=torch.Generator().manual_seed(0))
+        if self.criterion is not None:
+            criterion, spec = self.criterion, settings.loss
+
+            def loss(rows: slice) -> float:
+                value = _tried("loss", spec, criterion, logits[rows].requires_grad_(), labels[rows])
+                if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
+                    raise InvalidInputError(f"loss {spec!r} gives no single number with a gradient")
+                return float(value.detach())
+
+            parts = [loss(slice(i, i + 1)) for i in range(len(labels))]
+            whole, mean = loss(slice(None)), sum(parts) / len(parts)
+            if not abs(whole - mean) <= 1e-4 * max(1e-3, abs(mean)):
+                raise InvalidInputError(
+                    f"loss {spec!r} is no mean over samples: {whole:.6g} for {len(parts)} of them, {mean:.6g} for each "
+                    "by itself on average, so microbatches and ranks would not add up; asa.Job takes any loss"
+                )
+        if self.score is not hits_of and self.score is not _top5:
+            figures = _tried("metric", settings.metric, self.score, logits, labels)
+            if not isinstance(figures, Tensor) or figures.shape != labels.shape[:1]:
+                raise InvalidInputError(f"metric {settings.metric!r} does not give one figure for each of the samples")
+        for done in (0.0, 0.5, 1.0):
+            share = _tried("schedule", settings.schedule, self.schedule, done)
+            if not isinstance(share, int | float) or not 0 <= share < math.inf:
+                raise InvalidInputError(f"schedule {settings.schedule!r} gives {share!r} at {done}; a share from 0 up")
+
+
+def _made(
+    what: str, spec: str, known: Mapping[str, Any], *, num_classes: int, device: torch.device | None
+) -> Any:  # fmt: skip
+    if ":" not in spec:
+        if spec not in known:
+            raise UsageError(f"no {what} is called {spec!r}; there are {', '.join(known)} and package.module:factory")
+        return known[spec]
+    with at_home():
+        function = factory(spec, what)
+        found = _tried(what, spec, function, **accepted(function, {"num_classes": num_classes}))
+    if not callable(found):
+        raise InvalidInputError(f"{what} {spec!r}: the factory returned a {type(found).__name__}, not a function")
+    return found.to(device) if isinstance(found, nn.Module) and device is not None else found
+
+
+def _tried(what: str, spec: str, function: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    try:
+        return function(*given, **named)
+    except (Exception, SystemExit) as error:
+        raise InvalidInputError(f"{what} {spec!r} failed with {first_line(error)}") from None
