@@ -406,17 +406,17 @@ def main() -> None:
                     print(f"  skipped: {why}", flush=True)
                     continue
             rows.append(row)
+            if args.output:  # after every case: a run that is cut short has what it had
+                head = {
+                    "taken": time.strftime("%Y-%m-%d"), "model": codec.load(Plan, args.plan).model_spec,
+                    "global_batch": codec.load(Plan, args.plan).global_batch, "steps": args.steps,
+                    "load_average": os.getloadavg()[2],
+                }  # fmt: skip
+                args.output.write_text(json.dumps(head | {"cases": rows}, indent=1) + "\n")
             times = {k[:-2]: v for k, v in row.items() if k.endswith("_s") and k != "tried_s"}
             print("  " + ", ".join(f"{k} {1e3 * v:.1f} ms" for k, v in times.items())
                   + (f", {100 * row['of_oracle']:.0f} % of the oracle ({row['oracle']})" if "oracle" in row else ""),
                   flush=True)  # fmt: skip
-    if args.output:
-        record = {
-            "taken": time.strftime("%Y-%m-%d"),
-            "model": codec.load(Plan, args.plan).model_spec,
-            "steps": args.steps,
-        }
-        args.output.write_text(json.dumps(record | {"cases": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -109,6 +109,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         fire, calm = Path(folder) / "fire", Path(folder) / "calm"
         found = _run(args.plan, fire, args, random.Random(args.seed))
+        print(json.dumps(found), flush=True)
         still = _run(args.plan, calm, args, None)
         apart = None
         if found["exit"] == still["exit"] == 0:

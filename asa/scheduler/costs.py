@@ -249,10 +249,11 @@ class Costs:
         )
 
     def _sure(self, common: float, group: Sequence[tuple[float, int]]) -> float:
-        """``common``, or what it was, where it lies off that by more than :data:`LIKE`, but not beyond doubt."""
+        """``common``, or what it was, where it lies off that by more than :data:`LIKE`, but neither beyond doubt nor by
+        twice as much."""
         before = 0.0 if self._last is None else self._last.common
         deviation = math.sqrt(sum(self.ranks[p].variance for _, p in group)) / len(group)
-        return before if LIKE < abs(common - before) <= _SURER * deviation else common
+        return before if LIKE < abs(common - before) <= min(_SURER * deviation, 2 * LIKE) else common
 
     def _level(self, index: int, factor: Factor) -> float:
         was_apart = self._last is not None and self._last.levels[index] != 0
