@@ -19,10 +19,12 @@ import random
 import warnings
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -329,11 +331,14 @@ def spread(draw: Draw, plan: Plan) -> tuple[str, Any]:
 
 def spread_all(rank: int, draws: list[Draw], plans: list[Plan]) -> None:
     """Tell the parent what this rank says of each draw, up to one behind which ranks may be out of step."""
-    del rank
+    store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
     for draw, plan in zip(draws, plans, strict=True):
         found = spread(draw, plan)
         tell((draw.number, found))
-        if found[0] != "done":
+        store.set(f"{draw.number}/{rank}", found[0])
+        keys = [f"{draw.number}/{r}" for r in range(dist.get_world_size())]
+        store.wait(keys, timedelta(seconds=30))
+        if {store.get(key).decode() for key in keys} not in ({"done"}, {"refused"}):
             return
 
 
@@ -368,7 +373,8 @@ def judged_all(draws: list[Draw], ranks: int) -> list[dict[str, Any]]:
                     found.append({"verdict": "hung", "why": why})
                 break
             found.append(_verdict(draw, list(said.values())))
-            if found[-1]["verdict"] in ("refused", "broken"):
+            kinds = {kind for kind, _ in said.values()}
+            if len(said) < ranks or kinds not in ({"done"}, {"refused"}):
                 break
     return found
 
@@ -404,8 +410,8 @@ def main() -> None:
     numbers = [args.only] if args.only is not None else range(args.first, args.first + args.count)
     verdicts: Counter[str] = Counter()
     rows = []
-    for first in range(0, len(numbers), 10):
-        draws = [drawn(args.seed, number, args.ranks) for number in numbers[first : first + 10]]
+    for first in range(0, len(numbers), 25):
+        draws = [drawn(args.seed, number, args.ranks) for number in numbers[first : first + 25]]
         for draw, found in zip(draws, judged_all(draws, args.ranks), strict=True):
             verdicts[found["verdict"]] += 1
             rows.append({"seed": args.seed, "ranks": args.ranks, **asdict(draw), **found})

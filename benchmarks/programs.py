@@ -80,7 +80,7 @@ class Watched:
         return len(self._batches)
 
 
-BY_HAND = ("loss", "loop", "model", "data")
+BY_HAND = ("loss", "loop", "model", "data", "strange")
 """Kinds of programs for which plans are written by hand where they can be: what is tried is not the planner."""
 _LAYOUTS = {
     "ddp": (uniform(2, 1), "replicate"),

@@ -247,7 +247,8 @@ class UserExecutor(PlannedExecutor):
         if not counted.tried:
             mine = float(loss / scale.value) if counts else 0.0
             total = math.fsum(v[0] for v in self._votes.gather([mine]))
-            kind = next(iter(model.parameters())).dtype if worker.precision == "fp32" else torch.bfloat16
+            kind = next((p.dtype for p in model.parameters()), torch.float32)  # of a process left out any will do
+            kind = kind if worker.precision == "fp32" else torch.bfloat16
             counted.checked(total, counts, kind)
         tally.note(loss / scale.value * share.total * float(model.counts_rows()), share.total if self.leads else 0)
         faults.reached("all_reduce")

@@ -274,7 +274,7 @@ def _sample_by_sample(func: Any, args: Any, rows: int, result: Any) -> bool:
     if name != "__getitem__" or not args[0].dim() or len(args[0]) != rows:
         return False
     key = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
-    return type(key) is int
+    return type(key) is int or (isinstance(key, slice) and rows > 1 and len(result) == 1)
 
 
 def _shown(result: Any, args: Any) -> bool:
