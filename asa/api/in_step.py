@@ -30,7 +30,7 @@ from asa.launch.worker import others_may_leave
 _LOOKS = 3
 """Batches of an epoch behind which weights are compared, too."""
 _ELEMENTS = 64
-"""Of each parameter, that are compared."""
+"""Numbers of each parameter that are compared."""
 _SAID = ("lr", "momentum", "betas", "weight_decay")
 _PATIENCE_S = 3.0
 """In a pass, before a rank says in the store where it is, and in waiting for the others, before it looks there."""
