@@ -21,7 +21,7 @@ from asa.tracing.preserve import preserved
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
 KEEPS = -1.0
-"""Stands for a model whose output moves from one call to the next with the same samples."""
+"""What is said of a model whose output moves from one call to the next with the same samples."""
 _LOOSER, _SCALE, _ELEMENTS, _FEWEST = 10.0, 1000.0, 1 << 22, 2
 """Times the tolerance for gradients; by how much those of the halves are scaled, as a mean over fewer samples is; of
 how many numbers gradients are taken at most; samples of a half."""
