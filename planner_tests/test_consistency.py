@@ -140,6 +140,19 @@ def test_a_worker_that_is_through_with_an_epoch_is_not_waited_for():
     assert server.counts.ages == {0: 4}
 
 
+def test_a_worker_that_waits_for_all_others_holds_up_none_of_them():
+    server = _served("ps_bounded:window=1", workers=2, batch=4)
+    server.pull(1)
+    server.paused(1)
+    began = time.monotonic()
+    for _ in range(4):
+        server.pushed(0, torch.ones(4), 4, [0.1])
+    assert time.monotonic() - began < 1.5  # silence alone would take 2 s
+    server.pull(1)  # after the meeting
+    server.pushed(1, torch.ones(4), 4, [0.1])
+    assert server.counts.ages == {0: 5}
+
+
 def test_a_quorum_meets_without_the_others_and_takes_in_who_is_late():
     meetings = Meetings(parse("diloco:quorum=1:grace_s=0:outer_rate=1:outer_momentum=0"), torch.zeros(2), [0, 1])
     assert torch.equal(meetings.met(0, torch.ones(2)), -torch.ones(2))

@@ -24,7 +24,7 @@ from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.votes import Votes
 from asa.ir.consistency import Discipline
 
-_PUSH, _PULL, _PUT, _KEYS, _STATE, _SET, _COUNTS, _THROUGH = map(float, range(8))
+_PUSH, _PULL, _PUT, _KEYS, _STATE, _SET, _COUNTS, _THROUGH, _PAUSE = map(float, range(9))
 _MOST_GROUPS = HEAD - 5
 
 
@@ -142,6 +142,16 @@ class Served(Conduct):
                 self._fetch_state()
         self.average_buffers()
 
+    def pause(self) -> None:
+        """Servers hold up nobody for this worker until it pulls again."""
+        if self._flat is not None and self._kept is None and not self.discipline.lockstep:
+            self._ask([(head(_PAUSE), None)] * len(self._slices))
+
+    def go_on(self) -> None:
+        """Take the weights of now: those of before may be too old by the window."""
+        if self._flat is not None and self._kept is None and not self.discipline.lockstep:
+            self.pull()
+
     def average_buffers(self) -> None:
         """Make running statistics one on all workers that are left (collective)."""
         if not isinstance(self._votes, StarVotes):
@@ -189,6 +199,9 @@ class Served(Conduct):
             return head(), None
         if what == _THROUGH:
             server.through(worker)
+            return head(), None
+        if what == _PAUSE:
+            server.paused(worker)
             return head(), None
         if what == _COUNTS:
             return head(), _bytes(server.counted())
