@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ import training
 
 from asa.errors import UsageError
 from asa.executor.consistency import star
-from asa.executor.consistency.flat import dequantised, quantised, slices
+from asa.executor.consistency.flat import FlatParameters, dequantised, quantised, slices
 from asa.executor.consistency.quorum import Meetings
+from asa.executor.consistency.served import Served, _options
 from asa.executor.consistency.server import Server
 from asa.executor.measuring import equivalence
 from asa.executor.measuring.equivalence import alone
@@ -136,6 +138,19 @@ def test_a_worker_that_is_through_with_an_epoch_is_not_waited_for():
         server.pushed(0, torch.ones(4), 4, [0.1])
     assert time.monotonic() - began < 1.5  # silence alone would take 2 s
     assert server.counts.ages == {0: 4}
+
+
+def test_a_worker_that_waits_for_all_others_holds_up_none_of_them():
+    server = _served("ps_bounded:window=1", workers=2, batch=4)
+    server.pull(1)
+    server.paused(1)
+    began = time.monotonic()
+    for _ in range(4):
+        server.pushed(0, torch.ones(4), 4, [0.1])
+    assert time.monotonic() - began < 1.5  # silence alone would take 2 s
+    server.pull(1)  # after the meeting
+    server.pushed(1, torch.ones(4), 4, [0.1])
+    assert server.counts.ages == {0: 5}
 
 
 def test_a_quorum_meets_without_the_others_and_takes_in_who_is_late():
@@ -267,3 +282,35 @@ def _pushes_in(text: str, seconds: float) -> int:
 def test_a_worker_of_half_the_speed_holds_up_synchronous_steps_and_no_bounded_ones():
     counted = {text: _pushes_in(text, 0.8) for text in ("ps_sync", "ps_bounded:window=3")}
     assert counted["ps_bounded:window=3"] > 1.3 * counted["ps_sync"], counted  # at best 1.75 times as many
+
+
+def test_frozen_weights_stay_where_they_are_and_any_memory_format_is_put_back():
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Conv2d(4, 2, 1)).to(memory_format=torch.channels_last)
+    net[0].bias.requires_grad_(False)
+    optimizer = torch.optim.SGD([{"params": net[0].parameters()}, {"params": net[1].parameters(), "lr": 0.2}], lr=0.1)
+    flat = FlatParameters(optimizer)
+    assert [b - a for a, b in flat.groups] == [3 * 4 * 9, 4 * 2 + 2]
+    frozen, wanted = net[0].bias.clone(), torch.arange(float(flat.total))
+    for start, stop in slices(flat.total, 3):
+        flat.put(wanted[start:stop], start)
+    assert torch.equal(flat.weights(), wanted)
+    assert torch.equal(net[0].bias, frozen)
+    assert net[0].weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_what_a_server_cannot_follow_is_refused_in_one_line():
+    words = torch.nn.Embedding(5, 2, sparse=True)
+    words(torch.tensor([1])).sum().backward()
+    optimizer = torch.optim.SGD(words.parameters(), lr=0.1, momentum=0.9)
+    with pytest.raises(UsageError, match="has sparse gradients: servers update all they hold; take sparse=False"):
+        FlatParameters(optimizer).gradients()
+    worker = object.__new__(Served)
+    worker.discipline, worker.optimizer, worker._flat = parse("ps_sync"), optimizer, FlatParameters(optimizer)
+    worker._options = _options(optimizer)
+    optimizer.param_groups[0] |= {"lr": 0.05, "momentum": 0.5}
+    with pytest.raises(UsageError, match="momentum of the optimizer changed on the way: servers under ps_sync"):
+        worker.step(4)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    model = SimpleNamespace(idle=False, processes=(0, 1))
+    with pytest.raises(UsageError, match="1 hooks around its step, which ps_sync makes at servers"):
+        Served(parse("ps_sync"), model, optimizer, SimpleNamespace(rank=0))

@@ -28,6 +28,7 @@ from asa.report import (
     charts,
     checks,
     cluster,
+    drawing,
     explain,
     page,
     plan,
@@ -447,3 +448,14 @@ def test_a_comparison_in_which_nothing_ran_is_still_a_report(tmp_path):
     nothing = replace(nouns.bench(), results=(gone,), scaling=(), comparisons=(), sealed=())
     page.write(nothing, tmp_path)
     assert "ddp was not measured: no" in (tmp_path / "report.html").read_text()
+
+
+def test_bars_and_lines_tell_their_values_where_a_pointer_rests(tmp_path: Path):
+    rows = (("cnn", "ddp", 0.25, 0.2, 0.3, 0.21, 5.0), ("cnn", "a<b", 0.5, 0.4, 0.6, 0.4, 9.0))
+    chart = charts.Chart(name="time", title="t", caption="c", columns=("a",) * 7, rows=rows, draw=drawing.training_time)
+    paths, svg = page.draw(chart, tmp_path)
+    titles = re.findall(r'<g id="time-value-\d+"><title>(.*?)</title>', svg)
+    assert "ddp: 0.25 seconds per step" in titles
+    assert "a&lt;b: 0.5 seconds per step" in titles
+    assert "0.21, 0" in titles, "the diamond of what was predicted"
+    assert "<title>ddp: 0.25 seconds per step</title>" in paths[0].read_text()

@@ -7,7 +7,7 @@ import time
 import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -172,7 +172,8 @@ class UserExecutor(PlannedExecutor):
         tally = LossCounter(self.model.device)
         self._train(share, tally)
         self._worker.clock.collect()
-        found = self._votes.gather(tally.take())
+        with self._meeting():
+            found = self._votes.gather(tally.take())
         return math.fsum(rank[0] for rank in found) / max(1.0, math.fsum(rank[2] for rank in found))
 
     def _next(self) -> Share:
@@ -327,9 +328,21 @@ class UserExecutor(PlannedExecutor):
             measurements=pace.measurements(None),
         )
 
+    @contextmanager
+    def _meeting(self) -> Iterator[None]:
+        """Nobody waits in a discipline's window for a worker that waits here for all others."""
+        conduct = self._worker.conduct
+        if conduct is None:
+            yield
+            return
+        conduct.pause()
+        yield
+        conduct.go_on()
+
     def _exchange(self, pace: EpochTimer, tally: LossCounter) -> Interval:
         """What all ranks did since the last time, told to whoever listens."""
-        interval = pace.exchange(tally, step=self._step, stop=self.stop.asked)
+        with self._meeting():
+            interval = pace.exchange(tally, step=self._step, stop=self.stop.asked)
         if isinstance(self._votes, StarVotes) and self._votes.coordinator is not None:
             for rank, how in self._votes.coordinator.lost_since():
                 message = f"rank {rank} {how}; the others go on without it, and without its share of every batch"

@@ -43,7 +43,7 @@ _LEAST_TURNS, _MOST_TURNS = 5, 25
 _UNITS, _MANY = 6, 32
 """Units of a chain, and the tensors of each where many are looked at."""
 _FEWER, _BRIEF_S = 8, 1.0
-"""Tensors of a unit in less time than so many seconds."""
+"""Tensors of each where there is less time than that."""
 _SMALL, _LARGE = 64, 2048
 """Sides of the weights of a unit: next to nothing, and 16 MiB (less over slow links, or in little time)."""
 _LARGE_SHARE = 0.35

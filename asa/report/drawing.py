@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
@@ -21,6 +22,8 @@ KNOWN = (
     "layers", "sequence", "interleaved", "asa+replan", "zero_bubble", "ps_sync", "ps_async", "ps_bounded",
 )  # fmt: skip
 MARKERS = "osD^vPX*<>"
+_MOST_TOLD = 12
+"""Points of a line that are told in words."""
 _ACROSS = 3
 """Panels beside each other at most."""
 
@@ -255,6 +258,41 @@ def single(height: float, *, width: float = 6.4) -> tuple[Figure, Any]:
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.set_axisbelow(True)
     return figure, axes
+
+
+def hovering(figure: Figure) -> dict[str, str]:
+    """What bars and lines of ``figure`` say where a pointer rests on them, by the ids that they get in its SVG."""
+    told: dict[str, str] = {}
+
+    def say(artist: Any, text: str) -> None:
+        artist.set_gid(f"value-{len(told)}")
+        told[artist.get_gid()] = text
+
+    for axes in figure.axes:
+        for bars in axes.containers:
+            if not isinstance(bars, BarContainer):
+                continue
+            across = bars.orientation == "horizontal"
+            places = axes.yaxis if across else axes.xaxis
+            names = dict(zip(places.get_ticklocs(), (t.get_text() for t in places.get_ticklabels()), strict=False))
+            unit = axes.get_xlabel() if across else axes.get_ylabel()
+            for bar in bars:
+                middle = bar.get_y() + bar.get_height() / 2 if across else bar.get_x() + bar.get_width() / 2
+                own = names.get(min(names, key=lambda at: abs(at - middle), default=0.0), "")
+                size = bar.get_width() if across else bar.get_height()
+                what = "" if bars.get_label().startswith("_") else f" ({bars.get_label()})"
+                say(bar, f"{own}{what}: {size:.3g} {unit}".strip(": "))
+        for drawn in axes.get_lines():
+            points = list(zip(drawn.get_xdata(), drawn.get_ydata(), strict=True))
+            if str(drawn.get_marker()) in ("None", "|", "_", "") or not 1 <= len(points) <= _MOST_TOLD:
+                continue
+            name = "" if drawn.get_label().startswith("_") else f"{drawn.get_label()}: "
+            say(drawn, name + "; ".join(f"{_short(x)}, {_short(y)}" for x, y in points))
+    return told
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, int | float) else str(value)
 
 
 def _bar_height(rows: Sequence[Row]) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from io import StringIO
 from pathlib import Path
@@ -14,6 +14,7 @@ from asa.ir import codec
 from asa.ir.bench import Bench
 from asa.report import bench as words
 from asa.report.charts import Chart, charts
+from asa.report.drawing import hovering
 
 STYLE = """
 :root { --ink: #1f2328; --soft: #57606a; --line: #d0d7de; --accent: #9a3b00; --paper: #fff; color-scheme: light dark; }
@@ -162,14 +163,23 @@ def draw(chart: Chart, folder: Path) -> tuple[list[Path], str]:
     }
     with rc_context(settings):
         figure = chart.draw(chart.rows)
-        svg = StringIO()
-        figure.savefig(svg, format="svg", bbox_inches="tight", metadata={"Date": None})
+        values = hovering(figure)
+        file = StringIO()
+        figure.savefig(file, format="svg", bbox_inches="tight", metadata={"Date": None})
+        svg = titled(file.getvalue(), values)
         paths = [folder / f"{chart.name}.{kind}" for kind in ("svg", "pdf", "png", "csv")]
-        paths[0].write_text(svg.getvalue(), encoding="utf-8")
+        paths[0].write_text(svg, encoding="utf-8")
         figure.savefig(paths[1], format="pdf", bbox_inches="tight", metadata={"CreationDate": None})
         figure.savefig(paths[2], format="png", bbox_inches="tight", dpi=150)
     words.write_csv(paths[3], chart.columns, chart.rows)
-    return paths, inline(svg.getvalue(), chart.name)
+    return paths, inline(svg, chart.name)
+
+
+def titled(svg: str, values: Mapping[str, str]) -> str:
+    """``svg`` in which the element of every id tells its value where a pointer rests on it."""
+    for key, told in values.items():
+        svg = svg.replace(f'<g id="{key}">', f'<g id="{key}"><title>{escape(told)}</title>', 1)
+    return svg
 
 
 def inline(svg: str, prefix: str) -> str:

@@ -61,6 +61,12 @@ class Conduct(ABC):
     def settle(self) -> None:
         """Leave one set of weights, running statistics and optimizer state on all workers (collective)."""
 
+    def pause(self) -> None:  # noqa: B027  (most keep nobody waiting)
+        """This worker is about to wait for all others: none of them is to wait for what it computes."""
+
+    def go_on(self) -> None:  # noqa: B027
+        """All have met; whoever paused computes again."""
+
     def state(self) -> dict[str, Tensor]:
         """What else a run under the same discipline goes on from, by name; asked for when settled."""
         return {}

@@ -12,15 +12,20 @@ from asa.errors import UsageError
 
 
 class FlatParameters:
-    """``parameters`` of one dtype end to end, in the order of the optimizer's groups; ``groups`` are where each of
-    those begins and ends.
+    """``parameters`` that are trained, of one dtype, end to end, in the order of the optimizer's groups; ``groups`` are
+    where each of those begins and ends, ``of_group`` its parameters.
 
     Raises:
         UsageError: parameters of several dtypes, or of one that is not real.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.parameters: list[nn.Parameter] = [p for g in optimizer.param_groups for p in g["params"]]
+        self.of_group: list[list[nn.Parameter]] = [
+            [p for p in g["params"] if p.requires_grad] for g in optimizer.param_groups
+        ]
+        self.parameters = [p for group in self.of_group for p in group]
+        if not self.parameters:
+            raise UsageError("no parameter of the optimizer is trained (requires_grad)")
         kinds = {p.dtype for p in self.parameters}
         if len(kinds) > 1 or not all(p.is_floating_point() for p in self.parameters):
             named = ", ".join(sorted(str(k).removeprefix("torch.") for k in kinds))
@@ -30,8 +35,8 @@ class FlatParameters:
         self.total = sum(self.sizes)
         self.groups: list[tuple[int, int]] = []
         start = 0
-        for group in optimizer.param_groups:
-            stop = start + sum(p.numel() for p in group["params"])
+        for group in self.of_group:
+            stop = start + sum(p.numel() for p in group)
             self.groups.append((start, stop))
             start = stop
 
@@ -46,8 +51,12 @@ class FlatParameters:
         at, stop = 0, start + flat.numel()
         for p, size in zip(self.parameters, self.sizes, strict=True):
             a, b = max(at, start), min(at + size, stop)
-            if a < b:
+            if a < b and p.is_contiguous():
                 p.view(-1)[a - at : b - at].copy_(flat[a - start : b - start])
+            elif a < b:  # channels last
+                row = p.reshape(-1)
+                row[a - at : b - at] = flat[a - start : b - start].to(p.device)
+                p.copy_(row.view(p.shape))
             at += size
 
     @torch.no_grad()
@@ -55,8 +64,15 @@ class FlatParameters:
         """A copy of the gradients [total] times ``scale``, on the host.
 
         Raises:
-            UsageError: a parameter has none: a slice of a row of numbers cannot be left out of an update.
+            UsageError: a parameter has none, or a sparse one: a slice of a row of numbers is updated as a whole.
         """
+        sparse = [i for i, p in enumerate(self.parameters) if p.grad is not None and p.grad.is_sparse]
+        if sparse:
+            shape = list(self.parameters[sparse[0]].shape)
+            raise UsageError(
+                f"parameter {sparse[0]} of shape {shape} has sparse gradients: servers update all they hold; take "
+                "sparse=False, or train under ddp"
+            )
         missing = [i for i, p in enumerate(self.parameters) if p.grad is None]
         if missing:
             shape = list(self.parameters[missing[0]].shape)

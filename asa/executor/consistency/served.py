@@ -24,7 +24,7 @@ from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.votes import Votes
 from asa.ir.consistency import Discipline
 
-_PUSH, _PULL, _PUT, _KEYS, _STATE, _SET, _COUNTS, _THROUGH = map(float, range(8))
+_PUSH, _PULL, _PUT, _KEYS, _STATE, _SET, _COUNTS, _THROUGH, _PAUSE = map(float, range(9))
 _MOST_GROUPS = HEAD - 5
 
 
@@ -37,6 +37,12 @@ class Served(Conduct):
         self._server: Server | None = None
         self._flat: FlatParameters | None = None
         self._first = votes.rank == model.processes[0]
+        hooks = {*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks}
+        if hooks and not model.idle:
+            raise UsageError(
+                f"the optimizer has {len(hooks)} hooks around its step, which {discipline} makes at servers, over "
+                "slices of all weights: leave them out, or train under ddp"
+            )
         groups = len(optimizer.param_groups)
         if groups > _MOST_GROUPS:
             raise UsageError(f"{groups} groups of parameters: a server keeps {_MOST_GROUPS} apart at most")
@@ -56,6 +62,7 @@ class Served(Conduct):
                 discipline, flat, start, groups_at, optimizer, model.processes, model.plan.global_batch
             )
             self._exchange.serve(self._answer, self._server.lost)
+        self._options = _options(optimizer)
         self._kept: Tensor | None = None
         self._samples = self._steps = 0
         self._batch = model.plan.global_batch
@@ -74,6 +81,13 @@ class Served(Conduct):
         """Push the gradient, and go on with the weights that come back when this worker may."""
         if self._flat is None:  # a process that is a server and no worker
             return
+        now = _options(self.optimizer)
+        changed = {k for was, new in zip(self._options, now, strict=True) for k in new if new[k] != was.get(k)}
+        if changed:
+            raise UsageError(
+                f"{', '.join(sorted(changed))} of the optimizer changed on the way: servers under {self.discipline} "
+                "follow learning rates alone (OneCycleLR: cycle_momentum=False); or train under ddp"
+            )
         samples, rates = self.rows(batch), [float(g["lr"]) for g in self.optimizer.param_groups]
         gradient = self._flat.gradients(1 / self.own_share(batch))
         self._batch = batch if self.discipline.lockstep else self.model.plan.global_batch
@@ -128,6 +142,16 @@ class Served(Conduct):
                 self._fetch_state()
         self.average_buffers()
 
+    def pause(self) -> None:
+        """Servers hold up nobody for this worker until it pulls again."""
+        if self._flat is not None and self._kept is None and not self.discipline.lockstep:
+            self._ask([(head(_PAUSE), None)] * len(self._slices))
+
+    def go_on(self) -> None:
+        """Take the weights of now: those of before may be too old by the window."""
+        if self._flat is not None and self._kept is None and not self.discipline.lockstep:
+            self.pull()
+
     def average_buffers(self) -> None:
         """Make running statistics one on all workers that are left (collective)."""
         if not isinstance(self._votes, StarVotes):
@@ -176,6 +200,9 @@ class Served(Conduct):
         if what == _THROUGH:
             server.through(worker)
             return head(), None
+        if what == _PAUSE:
+            server.paused(worker)
+            return head(), None
         if what == _COUNTS:
             return head(), _bytes(server.counted())
         if what == _KEYS:
@@ -193,23 +220,23 @@ class Served(Conduct):
         assert self._flat is not None
         described = [json.loads(_text(body)) for _, body in self._ask([(head(_KEYS), None)] * len(self._slices))]
         self.optimizer.state.clear()
-        for group, held in enumerate(self.optimizer.param_groups):
+        for group in range(len(self._flat.groups)):
             for key, scalar in {k: v for each in described for k, v in each[group].items()}.items():
                 if scalar is None:
                     replies = self._ask([(head(_STATE), _bytes([group, key]))] * len(self._slices))
                     row = torch.cat([body for _, body in replies if body is not None])
-                    sizes = [p.numel() for p in held["params"]]
-                    for p, part in zip(held["params"], row.split(sizes), strict=True):
+                    trained = self._flat.of_group[group]
+                    for p, part in zip(trained, row.split([p.numel() for p in trained]), strict=True):
                         self.optimizer.state[p][key] = part.view_as(p).to(p.device).clone()
                 else:
-                    for p in held["params"]:
+                    for p in self._flat.of_group[group]:
                         self.optimizer.state[p][key] = torch.tensor(scalar, dtype=torch.float32)
 
     def _send_state(self) -> None:
         """The first worker's optimizer state to the servers, each its slice."""
         assert self._flat is not None
         for group, (begin, end) in enumerate(self._flat.groups):
-            parameters = self.optimizer.param_groups[group]["params"]
+            parameters = self._flat.of_group[group]
             states = [self.optimizer.state.get(p, {}) for p in parameters]
             for key in sorted(set.intersection(*map(set, states)) if states else ()):
                 values = [s[key] for s in states]
@@ -221,6 +248,14 @@ class Served(Conduct):
                     self._ask([(head(_SET), _packed(group, key, row[a:b], 0.0)) for a, b in cuts])
                 else:
                     self._ask([(head(_SET), _packed(group, key, None, float(values[0])))] * len(self._slices))
+
+
+def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """What each group says beside its parameters and its rate, which travels with every push."""
+    return [
+        {k: v for k, v in g.items() if k not in ("params", "lr", "initial_lr", "max_lr", "min_lr")}
+        for g in optimizer.param_groups
+    ]
 
 
 @torch.no_grad()

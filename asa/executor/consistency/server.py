@@ -128,6 +128,13 @@ class Server:
                 self.members[worker].through = True
             self._changed.notify_all()
 
+    def paused(self, worker: int) -> None:
+        """``worker`` computes nothing until it pulls again."""
+        with self._changed:
+            if worker in self.members:
+                self.members[worker].computing = False
+            self._changed.notify_all()
+
     def lost(self, worker: int) -> None:
         """Nobody waits for ``worker`` any more."""
         with self._changed:
