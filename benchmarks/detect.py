@@ -145,7 +145,7 @@ def main() -> None:
     alarms: list[str] = []
     looks = 0
     while looks < args.windows:
-        ranks = (2, 4)[looks // 200 % 2]
+        ranks = (2, 4)[(looks // 200 + args.seed) % 2]
         alarms += [e["line"] for e in _found(_trace(draw, "nothing", ranks)[0], ranks, 10)]
         looks += 10 * EPOCH // WINDOW
     record = {

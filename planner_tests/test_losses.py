@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -18,8 +19,10 @@ import asa
 from asa.cli.replanning import regroup as planned_again
 from asa.errors import InfeasibleError, UsageError, WorkersFailedError
 from asa.executor.running import outdir
+from asa.executor.running.losses import Losses
 from asa.executor.running.run import train
 from asa.executor.training import checkpoint
+from asa.executor.training.logs import RunLog
 from asa.ir import codec
 from asa.ir.plan import Plan
 from asa.launch import alive, devices, faults
@@ -180,6 +183,36 @@ def test_what_a_launcher_starts_with_fewer_ranks_and_then_with_all_goes_on(tmp_p
     assert codec.load(Plan, tmp_path / "plan.json").num_ranks == 2
     epochs = _log(tmp_path, "epoch")
     assert [(e["epoch"], e["measurements"]["num_ranks"]) for e in epochs] == [(0, 2), (1, 1), (2, 2)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    plan: Plan
+    settings: Any
+    device_type: str = "cpu"
+
+
+@pytest.mark.parametrize(
+    ("losses", "starts", "ends"),
+    [
+        ([(0, 9), (0, 9)], 1, "fewer"),  # (rank, step)
+        ([(i % 2, 9) for i in range(21)], 20, "fewer"),
+        ([(0, 9), (0, 12), (0, 7)], 3, ""),
+        ([(0, i) for i in range(21)], 20, "fewer"),
+    ],
+    ids=["the same", "either", "elsewhere", "elsewhere for ever"],
+)
+def test_ranks_lost_by_chance_are_started_again_and_one_lost_for_good_is_not(
+    tmp_path: Path, losses: list[tuple[int, int]], starts: int, ends: str
+) -> None:
+    log = RunLog(tmp_path)
+    job = _Job(plan=training.plan("logistic", ranks=2), settings=training.settings(tmp_path))
+    answers, seen = Losses(_fewer), []
+    for rank, step in losses:
+        log.step = step
+        failure = WorkersFailedError(f"rank {rank} of 2 was killed", rank=rank, signal=9, lost=True)
+        seen.append(answers.answered(job, job.plan, failure, log).plan.num_ranks)  # type: ignore[arg-type]
+    assert seen == [2] * starts + ([1] if ends else [])
 
 
 def _infeasible(_plan: Plan, _ranks: int) -> Plan:

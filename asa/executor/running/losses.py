@@ -7,7 +7,7 @@ epoch comes exactly once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from asa.errors import AsaError, WorkersFailedError
@@ -24,18 +24,25 @@ Regroup = Callable[[Plan, int], Plan]
 """Another plan for a run under a plan: the plan, and how many ranks it may have at most."""
 
 
+MOST_STARTS = 20
+"""In a row, of all ranks, without a new checkpoint."""
+
+
 @dataclass
 class Losses:
     """What has been done about ranks lost so far. Without a ``regroup`` a loss is the end.
 
-    The first loss is answered by starting all ranks again. One more before anything new was saved is that of a rank
-    that will not come back, and is answered by a plan without it; a rank that raises an error twice would do so under
-    any plan, and ends the run.
+    The first loss is answered by starting all ranks again. One more of the same rank at the same place is
+    that of a rank that will not come back, and is answered by a plan without it; a rank that raises an error twice
+    would do so under any plan, and ends the run. Ranks that are lost by chance, now one and now another, or elsewhere
+    each time, are started again :data:`MOST_STARTS` times before anything new is saved.
     """
 
     regroup: Regroup | None
     _saved: int = -1
-    _in_a_row: int = field(default=0)
+    _done: int = -1
+    _rank: int | None = None
+    _starts: int = 0
 
     def answered(self, job: Job, plan: Plan, failure: WorkersFailedError, log: RunLog) -> Job:
         """The job to go on with after ``failure`` under ``plan``.
@@ -47,9 +54,12 @@ class Losses:
             raise failure
         newest = checkpoint.newest_manifest(Path(job.settings.out) / CHECKPOINTS)
         saved = -1 if newest is None else newest.step
-        self._in_a_row = 1 if saved > self._saved else self._in_a_row + 1
-        self._saved = saved
-        if self._in_a_row == 1:
+        chance = log.step != self._done or (failure.rank != self._rank and not failure.raised)
+        if saved > self._saved or not self._starts:
+            chance, self._starts = True, 0
+        self._saved, self._done, self._rank = saved, log.step, failure.rank
+        if chance and self._starts < MOST_STARTS:
+            self._starts += 1
             log({"event": "note", "message": f"{failure}; all {plan.num_ranks} ranks are started again"})
             return replace(job, plan=plan)
         if failure.raised or plan.num_ranks == 1 or failure.rank is None:
@@ -61,7 +71,7 @@ class Losses:
             raise failure from error
         if job.device_type == "cuda":
             leave_device_out(failure.rank)
-        self._in_a_row = 0
+        self._starts = 0
         log(regrouped(plan, fewer, str(failure), failure.rank))
         write_plan(fewer, Path(job.settings.out))
         return replace(job, plan=fewer)
