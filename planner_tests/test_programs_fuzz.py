@@ -36,8 +36,8 @@ def test_no_program_is_other_than_alone_without_a_word(ranks: int, count: int) -
 def test_gradients_that_are_not_averaged_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
     fuzz = script()
     draw = replace(
-        fuzz.drawn(0, 1, 2), layers=("linear",), layout=((2, 1),), data=("replicate",), heads=1, loss="mean", loop="usual",
-        tokens=False, optimizer="sgd",
+        fuzz.drawn(0, 1, 2), layers=("linear",), layout=((2, 1),), data=("replicate",), heads=1, loss="mean",
+        loop="usual", tokens=False, optimizer="sgd",
     )  # fmt: skip
     monkeypatch.setattr(replicated, "sender", lambda _axis: lambda _bucket: lambda: None)
     found = fuzz.judged(draw, 2)
