@@ -87,7 +87,6 @@ def _heard(_rank: int, loops: list[Any], plan: Any) -> list[list[str]]:
         with warnings.catch_warnings(record=True) as heard, pytest.MonkeyPatch.context() as patch:
             warnings.simplefilter("always")
             patch.setattr(in_step, "_PATIENCE_S", 0.3)
-            patch.setattr(in_step, "_one", [])
             program.loop(*asa.parallelize(*program.made(), plan=plan))
         found.append([str(w.message) for w in heard])
     return found

@@ -44,6 +44,7 @@ class InStep:
     """What this process has done in loops so far. There is one for all models of a program."""
 
     def __init__(self, timeout_s: float) -> None:
+        self.world = dist.group.WORLD
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.shared = self.updates = 0
         self._timeout_s = timeout_s
@@ -175,7 +176,7 @@ _one: list[InStep] = []
 
 def in_step(timeout_s: float) -> InStep:
     """That of this process, made now where there is none (collective)."""
-    if not _one or _one[0].ranks != dist.get_world_size():
+    if not _one or _one[0].world is not dist.group.WORLD:  # a program may have formed another group since
         _one[:] = [InStep(timeout_s)]
     return _one[0]
 
