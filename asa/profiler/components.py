@@ -28,7 +28,7 @@ from asa.profiler.effort import WHOLE, Forecast, is_wanted, microbatches
 from asa.profiler.memory import StepMemory, measure_memory
 from asa.sharding.collectives import stand_ins_kept
 
-_LEAST, _LEAST_WHOLE = 3, 2
+_LEAST = 3
 _MOST = 15
 _FIRST = 1.25
 """The largest microbatch, where every degree is measured, gets that much more than its share of time."""
@@ -267,7 +267,7 @@ class Surveyor:
             cost = self.forecast.lap(size, degree) + beside * self.forecast.lap(size, WHOLE)
             share, left = cost / left, left - cost
             finish = time.perf_counter() + (end - time.perf_counter()) * share
-            self._alternate(size, degree, x, finish, max(least, _LEAST_WHOLE) if degree == 1 else least, beside=beside)
+            self._alternate(size, degree, x, finish, _LEAST if degree == 1 else least, beside=beside)
 
     def _alternate(self, size: int, degree: int, x: Tensor, finish: float, least: int, *, beside: bool) -> None:
         self.reference.read(due=True)

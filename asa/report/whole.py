@@ -82,7 +82,7 @@ def choose(
         UsageError: none of them fits.
     """
     own, grid = name_of(plan), grid_of(plan)
-    if own not in able and grid is not None and grids(grid):
+    if own not in able and grid is not None and max(grid.tensor, grid.stages) > 1 and grids(grid):
         able, own = (*able, "hybrid"), "hybrid"
     recomputed = [c.name for c in plan.components if c.checkpoint]
     notes = []
