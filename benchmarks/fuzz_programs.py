@@ -139,7 +139,7 @@ def drawn(seed: int, number: int, ranks: int) -> Draw:
     if "exact_norm" in layers:  # one process needs two samples in every call
         batch, count = max(batch, 4), round(count)
     losses = ["mean", "mean", "smoothed", "squares", "second", *STRANGE, *([] if tokens else ["penalty"])]
-    return Draw(
+    found = Draw(
         number=number, layers=layers, width=r.choice([6, 8, 12]), heads=heads, tokens=tokens, frozen=r.random() < 0.25,
         loss=r.choice(losses), optimizer=optimizer,
         loop=r.choice(LOOPS),
@@ -148,6 +148,10 @@ def drawn(seed: int, number: int, ranks: int) -> Draw:
         data=tuple(r.choice(["replicate", "zero1", "zero2", "zero3"]) for _ in range(1 if alike else 4)),
         checkpoint=r.random() < 0.2,
     )  # fmt: skip
+    if found.loop == "chunks":  # every rank is to have two samples of every batch: ranks call the model alike
+        batch = max(batch, 2 * ranks)
+        found = replace(found, batch=batch, samples=batch * round(count))
+    return found
 
 
 def made(draw: Draw) -> tuple[nn.Module, Any, DataLoader[Any]]:
@@ -337,7 +341,7 @@ def spread_all(rank: int, draws: list[Draw], plans: list[Plan]) -> None:
         tell((draw.number, found))
         store.set(f"{draw.number}/{rank}", found[0])
         keys = [f"{draw.number}/{r}" for r in range(dist.get_world_size())]
-        store.wait(keys, timedelta(seconds=30))
+        store.wait(keys, timedelta(seconds=6))
         if {store.get(key).decode() for key in keys} not in ({"done"}, {"refused"}):
             return
 
