@@ -198,10 +198,9 @@ def trace(model: nn.Module, example: Tensor, *, name: str, known: str = "") -> T
             if why := getattr(model, UNCUT, ""):
                 raise fx.proxy.TraceError(why)
             before = foreign_state()
-            with preserved(model):  # symbols that forward keeps are not to reach what is run next
-                programs = (trace_mode(model, True, (small, large)), trace_mode(model, False, (small, large)))
-                if foreign_state()[: len(before)] != before:  # numpy may have been imported meanwhile
-                    raise fx.proxy.TraceError("its forward draws from Python's or numpy's generators")
+            programs = (trace_mode(model, True, (small, large)), trace_mode(model, False, (small, large)))
+            if foreign_state()[: len(before)] != before:  # numpy may have been imported meanwhile
+                raise fx.proxy.TraceError("its forward draws from Python's or numpy's generators")
             programs = _one_graph(*programs) if small.is_meta else programs
             if not small.is_meta:
                 _rename_constants(*programs)
