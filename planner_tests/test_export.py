@@ -377,9 +377,11 @@ def test_a_grid_of_ranks_is_what_the_tools_of_language_models_run() -> None:
     assert "--data-parallel-sharding-strategy optim_grads_params" in sharded
     assert "ParallelismConfig(dp_shard_size=4, tp_size=2)" in snippet("accelerate", llama("asa", 4, 2, 1, "zero3"))
     assert "data_parallel_size=4, tensor_parallel_size=2" in snippet("fabric", llama("asa", 4, 2, 1, "zero3"))
-    uneven = replace(plan, stages=(Stage(ranks=(0, 1, 2, 3)), Stage(ranks=(4, 5))))
+    other = DataDegree(strategy="replicate", degree=4), TensorDegree(strategy="none", degree=1)
+    mixed = replace(plan.components[5], data=other[0], tensor=other[1])
+    components = tuple(mixed if c.name == mixed.name else c for c in plan.components)
     with pytest.raises(UsageError, match="cannot run this plan"):
-        snippet("megatron", replace(uneven, strategy="asa"))
+        snippet("megatron", replace(plan, strategy="asa", components=components))
 
 
 def _losses(command: list[str], *, package: str) -> list[float]:

@@ -139,8 +139,7 @@ def test_without_time_the_most_needed_is_still_measured_and_the_rest_is_said():
     assert all(t.forward.n >= 3 for t in sweep.timings if t.tensor_degree == 1)
     largest = max(t.microbatch for t in sweep.timings)
     assert [t.microbatch for t in sweep.timings if t.tensor_degree == 2] == [largest]
-    assert any(s.startswith("tensor degree 2 at microbatch 1") for s in sweep.skipped)
-    assert any(s.startswith("check against the whole model") for s in sweep.skipped)
+    assert [s.partition(":")[0] for s in sweep.skipped[:3]] == ["microbatch 8", "microbatch 4", "microbatch 2"]
     assert [w.microbatch for w in sweep.whole] == [1]
 
 

@@ -134,7 +134,12 @@ class ModelTracer(fx.Tracer):
         """Trace into ``m``; where that fails, or leaves a mark on ``m``, record a single call of it."""
         if self._oracle.running:
             return forward(*args, **kwargs)
-        path = self.path_of_module(m)
+        try:
+            path = self.path_of_module(m)
+        except NameError:  # made in forward, as in nn.ReLU()(x)
+            if next(m.parameters(), None) is not None or next(m.buffers(), None) is not None:
+                raise
+            return forward(*args, **kwargs)
         with self._inside(path):
             if not opened(m):
                 return self.create_proxy("call_module", path, args, kwargs)
