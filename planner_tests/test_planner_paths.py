@@ -50,7 +50,7 @@ def kept(most: int, *, m: int = 1, within: float = 1e3) -> list[tuple[int, int]]
     takes no longer than ``within`` times the fastest one a point that is slower along none of the paths that lead
     through such a stage."""
     found, degrees = [], divisors(2)
-    for seed in range(36):
+    for seed in range(48):
         chain = drawn(seed, m)
         for a, b in ((0, 3), (1, 3), (1, 4)):
             ways = ways_through(seed, m, a, b)

@@ -81,7 +81,7 @@ class RunLog:
         self.checkpoint: str | None = None
         """The newest one: where this run, or one continued from it, could go on."""
         self.step = 0
-        """Of the last line on steps, whatever was undone since."""
+        """Step of the last line on steps, whatever was undone since."""
         self.fingerprint: str | None = None
         self._folder, self._listener = folder, listener
         self._track, self._trackers = track, list[trackers.Tracker]()
