@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 import asa
 from asa.errors import PreemptedError, UsageError, WorkersFailedError
+from asa.ir.consistency import parse
 from asa.ir.plan import Plan
 from asa.launch import faults, run_ranks
 from planner_tests import user_programs as user
@@ -276,3 +277,24 @@ def test_what_a_job_refuses() -> None:
     job = asa.Job(net, user.optimizer(net), user.loader(), loss_fn, in_float64(plan_of(uniform(1, 1), width=1)))
     with pytest.raises(UsageError, match="nothing can be saved"):
         job.save()
+
+
+def _met(rank: int, names: list[str]) -> list[Any]:
+    found = []
+    for name in names:
+        net = user.model()
+        plan = replace(in_float64(plan_of(uniform(2, 1))), consistency=parse(name), strategy=name)
+        job = asa.Job(net, torch.optim.SGD(net.parameters(), lr=0.1), user.loader(shuffle=False), loss_fn, plan)
+        job.run(epochs=2)
+        found.append(job.state_dict())
+        job.close()
+    return found
+
+
+def test_meetings_of_every_step_weigh_workers_by_their_samples() -> None:
+    """The last batch has 3 samples: 2 of one rank and 1 of the other."""
+    net = user.model()
+    user.loop(net, torch.optim.SGD(net.parameters(), lr=0.1), user.loader(shuffle=False), 2)
+    names = ["local_sgd:period=1", "diloco:period=1:outer_rate=1:outer_momentum=0"]
+    for name, state in zip(names, run_ranks(2, _met, names, threads=1, timeout_s=60)[0], strict=True):
+        assert user.distance(state, net.state_dict()) < 1e-12, name

@@ -67,3 +67,9 @@ def test_a_run_under_a_discipline_goes_on_as_if_it_had_not_ended(tmp_path, text)
     assert [e["epoch"] for e in again] == [1]
     for figure in ("train_loss", "validation_loss"):
         assert again[0][figure] == pytest.approx(whole[1][figure], rel=1e-6)
+
+
+def test_one_worker_alone_has_nobody_to_wait_for_and_writes_its_log(tmp_path):
+    events = run(under("ps_async", 1), tmp_path, epochs=1)
+    assert [c["live"] for c in of(events, "consistency")] == [[0]]
+    assert (tmp_path / "log.jsonl").read_text().count('"live": [0]') == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
@@ -280,15 +281,21 @@ def hovering(figure: Figure) -> dict[str, str]:
                 middle = bar.get_y() + bar.get_height() / 2 if across else bar.get_x() + bar.get_width() / 2
                 own = names.get(min(names, key=lambda at: abs(at - middle), default=0.0), "")
                 size = bar.get_width() if across else bar.get_height()
-                what = "" if bars.get_label().startswith("_") else f" ({bars.get_label()})"
+                what = f" ({bars.get_label()})" if _named(bars) else ""
                 say(bar, f"{own}{what}: {size:.3g} {unit}".strip(": "))
         for drawn in axes.get_lines():
-            points = list(zip(drawn.get_xdata(), drawn.get_ydata(), strict=True))
+            x_data, y_data = np.asarray(drawn.get_xdata()), np.asarray(drawn.get_ydata())
+            points = list(zip(x_data.tolist(), y_data.tolist(), strict=True))
             if str(drawn.get_marker()) in ("None", "|", "_", "") or not 1 <= len(points) <= _MOST_TOLD:
                 continue
-            name = "" if drawn.get_label().startswith("_") else f"{drawn.get_label()}: "
+            name = f"{drawn.get_label()}: " if _named(drawn) else ""
             say(drawn, name + "; ".join(f"{_short(x)}, {_short(y)}" for x, y in points))
     return told
+
+
+def _named(artist: Any) -> bool:
+    """Whether it is in the legend."""
+    return not str(artist.get_label()).startswith("_")
 
 
 def _short(value: Any) -> str:

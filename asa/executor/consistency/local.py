@@ -15,27 +15,27 @@ from asa.executor.consistency.conduct import Conduct, average
 class LocalSteps(Conduct):
     """The conduct of ``local_sgd``."""
 
-    _since = 0
+    _since = _mine = _all = 0
+    """Steps since the last meeting; samples of this worker and of all in them."""
 
     def begin(self) -> None:
         """Nothing: all workers stand where training goes on from."""
-        self._since = 0
+        self._since = self._mine = self._all = 0
 
     def step(self, batch: int) -> None:
         """An update of one's own, and a meeting where the period is over."""
         self.unscale(batch)
         self.optimizer.step()
-        self._since += 1
+        self._since, self._mine, self._all = self._since + 1, self._mine + self.rows(batch), self._all + batch
         if self._since >= self.discipline.period_at(self.rate):
             self.meet()
 
     def meet(self) -> None:
-        """Average weights and running statistics (collective)."""
-        layout = self.model.layouts[0]
-        share = layout.share(layout.data_index(self.model.position.place)) * self.axis.size if layout.weights else 1.0
+        """Average weights, a worker's for as many samples as it had, and running statistics (collective)."""
+        share = self._mine * self.axis.size / self._all
         average([p for p in self.model.parameters() if p.requires_grad], self.axis, share)
         self.model.average_buffers()
-        self._since = 0
+        self._since = self._mine = self._all = 0
 
     def settle(self) -> None:
         """A meeting, at which the optimizers' states are averaged, too."""

@@ -41,19 +41,28 @@ class OuterSteps(LocalSteps):
             for p in self._outer
         ]
         self._steps, self._moved = 0, [False] * len(self._outer)
+        self._had = [(0, 0)] * len(self._outer)
 
     def step(self, batch: int) -> None:
         """An inner update, and the meeting of the fragment whose turn it is."""
         self._inner_step(batch)
         self._steps += 1
+        self._had = [(mine + self.rows(batch), every + batch) for mine, every in self._had]
         self._moved = [True] * len(self._outer)
         turn, left = divmod(self._steps, self.discipline.period // len(self._outer))
         if not left:
-            self._meet((turn - 1) % len(self._outer))
+            self._weighed((turn - 1) % len(self._outer))
 
     def _inner_step(self, batch: int) -> None:
         self.unscale(batch)
         self.optimizer.step()
+
+    def _weighed(self, fragment: int) -> None:
+        """A meeting in which a worker counts for as many samples as it had since the last one (collective)."""
+        mine, every = self._had[fragment]
+        self._weight = mine * self.axis.size / every
+        self._meet(fragment)
+        self._had[fragment] = (0, 0)
 
     @torch.no_grad()
     def _meet(self, fragment: int) -> None:
@@ -90,7 +99,7 @@ class OuterSteps(LocalSteps):
         """A meeting of all that has moved; running statistics and inner momenta are averaged."""
         for fragment, moved in enumerate(self._moved):
             if moved:
-                self._meet(fragment)
+                self._weighed(fragment)
         self._steps = 0
         self.model.average_buffers()
         average(self._moments(), self.axis)

@@ -156,7 +156,7 @@ class LooseExecutor(TrainingExecutor):
                 "epoch": epoch,
                 "discipline": str(conduct.discipline),
                 "steps_per_worker": [steps[p] for p in self.processes],
-                "live": votes.live,
+                "live": list(votes.live),
                 "samples_handed_out": handed_out,
                 "samples_lost": c.lost_samples,
                 **figures,
