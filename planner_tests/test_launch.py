@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from asa.errors import InvalidInputError, PreemptedError, UnavailableError, Usag
 from asa.launch import TorchrunRank, cuda_devices, devices, forking, join, launched, run_ranks, tell, worker
 from asa.launch.blame import Outcome, culprit
 from asa.launch.signals import take_sigterm
+from asa.launch.torchrun import _meeting
 from asa.launch.worker import Failure, failure, others_may_leave
 
 
@@ -310,6 +312,20 @@ def test_a_launcher_is_obeyed() -> None:
 
     expected = [(TorchrunRank(rank=r, num_ranks=2, local_rank=r), 2.0, False) for r in range(2)]
     assert run_ranks(2, as_launched, threads=1, timeout_s=30) == expected
+
+
+def test_ranks_that_meet_in_a_store_that_outlives_them_agree_on_a_new_name() -> None:
+    store, names = dist.HashStore(), set()
+    for ranks in (3, 2, 3, 1):
+        with ThreadPoolExecutor(ranks) as pool:
+            (name,) = set(pool.map(lambda r, n=ranks: _meeting(store, r, n, 30.0), range(ranks)))  # type: ignore[misc]
+        names.add(name)
+    assert len(names) == 4
+
+
+def test_who_does_not_come_to_meet_is_named() -> None:
+    with pytest.raises(dist.DistError, match=r"rank 1 did not come within 0\.05 s"):
+        _meeting(dist.HashStore(), 0, 2, 0.05)
 
 
 def test_a_launcher_that_talks_nonsense_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

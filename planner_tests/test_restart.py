@@ -15,10 +15,12 @@ from asa.scheduler import adapt
 from asa.strategies import offered
 
 
-def _again(_rank: int, out: Path, count: str) -> str:
+def _again(_rank: int, out: Path, count: str, epochs: int = 2, job: str = "") -> str:
     os.environ["TORCHELASTIC_RESTART_COUNT"] = count
+    if job:
+        os.environ["TORCHELASTIC_RUN_ID"] = job
     try:
-        settings = training.settings(out, epochs=2)
+        settings = training.settings(out, epochs=epochs)
         return str(train(training.plan(ranks=2), settings, strategies=offered(), adapt=adapt)["exit_code"])
     except UsageError as error:
         return str(error)
@@ -33,3 +35,15 @@ def test_a_restarted_command_resumes_and_a_first_one_never_writes_over_a_run(tmp
     assert "continuing after step 6" in (tmp_path / "log.jsonl").read_text()
     # Restarted before anything was saved: from the beginning.
     assert run_ranks(2, _again, tmp_path / "new", "1", threads=1, timeout_s=30) == ["0", "0"]
+
+
+def test_a_restart_that_no_agent_counts_resumes_what_the_same_agent_began(tmp_path: Path) -> None:
+    """As where a node has come or left."""
+    out = tmp_path / "run"
+    assert run_ranks(2, _again, out, "0", 1, "7", threads=1, timeout_s=30) == ["0", "0"]
+    (out / "agent").rename(tmp_path / "kept")
+    assert all("holds a run" in said for said in run_ranks(2, _again, out, "0", 2, "7", threads=1, timeout_s=30))
+    (tmp_path / "kept").rename(out / "agent")
+    assert run_ranks(2, _again, out, "0", 2, "7", threads=1, timeout_s=30) == ["0", "0"]
+    (out / "agent").write_text("another")
+    assert all("holds a run" in said for said in run_ranks(2, _again, out, "0", 3, "7", threads=1, timeout_s=30))

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
+import socket
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from asa.errors import UnavailableError, UsageError
@@ -17,6 +21,9 @@ from asa.launch import faults
 from asa.launch.devices import cuda_devices
 from asa.launch.heap import keep_freed_memory
 from asa.launch.worker import form_group
+
+_LOOK_S = 0.01
+"""Between two looks of rank 0 for others that come."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +39,18 @@ def launched(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether this process is one of several ranks: in a group, or told so by a launcher."""
     in_group: bool = dist.is_available() and dist.is_initialized()
     return in_group or ("RANK" in environment and "WORLD_SIZE" in environment)
+
+
+def agent(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Which of torchrun's agents has started this process: its host, number and start; None where none has."""
+    if "TORCHELASTIC_RUN_ID" not in environment:
+        return None
+    number = os.getppid()
+    try:
+        began = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return None
+    return f"{socket.gethostname()} {number} {began}"
 
 
 @contextlib.contextmanager
@@ -62,15 +81,47 @@ def join(*, backend: str = "gloo", timeout_s: float = 600) -> Iterator[TorchrunR
     timeout = timedelta(seconds=timeout_s)
     try:
         store, rank, num_ranks = next(rendezvous("env://", timeout=timeout))
-        # A restarted attempt must not read what the last one left in a store that outlives it.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        own = PrefixStore(f"asa/{_meeting(store, rank, num_ranks, timeout_s)}", store)
         keep_freed_memory()
-        form_group(backend, PrefixStore(f"asa/{attempt}", store), rank, num_ranks, place.local_rank, timeout)
+        form_group(backend, own, rank, num_ranks, place.local_rank, timeout)
     except (dist.DistError, ValueError, OSError) as error:
         reason = " ".join(str(error).split())
         raise UnavailableError(f"rank {place.rank} of {place.num_ranks} found no rendezvous: {reason[:200]}") from error
     yield place
     dist.destroy_process_group()
+
+
+def _meeting(store: Store, rank: int, num_ranks: int, timeout_s: float) -> str:
+    """A name that rank 0 has made up for those who meet now, the same on every rank.
+
+    A store may outlive the ranks, and hold what those before them left. How often a launcher has started ranks again
+    tells nothing: an elastic one does not count that for a node that came or left, and each node counts for itself. So
+    every rank asks under a name of its own, and rank 0 answers whoever asks until all have heard it.
+
+    Raises:
+        DistError: not all came in time.
+    """
+    mine = secrets.token_hex(8)
+    if rank:
+        store.set(f"asa/asks/{rank}", mine)
+        told: str = store.get(f"asa/told/{mine}").decode()
+        store.set(f"asa/heard/{told}/{rank}", "")
+        return told
+    missing, until = set(range(1, num_ranks)), time.monotonic() + timeout_s
+    answered: set[str] = set()
+    while missing:
+        for other in sorted(missing):
+            if store.check([f"asa/heard/{mine}/{other}"]):
+                missing.discard(other)
+            elif store.check([f"asa/asks/{other}"]):
+                name = store.get(f"asa/asks/{other}").decode()
+                if name not in answered:
+                    answered.add(name)
+                    store.set(f"asa/told/{name}", mine)
+        if missing and time.monotonic() > until:
+            raise dist.DistStoreError(f"rank {min(missing)} did not come within {timeout_s:g} s")
+        time.sleep(_LOOK_S if missing else 0.0)
+    return mine
 
 
 def _number(variable: str, otherwise: int | None = None) -> int:

@@ -11,13 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from asa.errors import UnavailableError, UsageError
+from asa.errors import InvalidInputError, UnavailableError, UsageError
 from asa.executor.training import checkpoint
 from asa.ir.units import GIB, MIB
 from asa.reading import open_regular
 
 LOCK = "lock"
 CHECKPOINTS = "checkpoints"
+AGENT = "agent"
+"""Names the launcher's agent that the run's rank 0 was last started by."""
 
 
 @contextlib.contextmanager
@@ -64,6 +66,23 @@ def _lock(stream: IO[bytes], folder: Path) -> None:
     stream.truncate(0)
     stream.write(f"{os.getpid()}\n".encode())
     stream.flush()
+
+
+def begin(folder: Path, agent: str | None) -> None:
+    """Write down which of a launcher's agents (:func:`asa.launch.torchrun.agent`) has started the run in ``folder``."""
+    with contextlib.suppress(OSError):  # a restart is then taken for a new run, and refused
+        (folder / AGENT).unlink(missing_ok=True)
+        if agent is not None:
+            (folder / AGENT).write_text(agent)
+
+
+def begun_by(folder: Path) -> str | None:
+    """What :func:`begin` wrote; None where there is nothing that can be read."""
+    try:
+        with open_regular(folder / AGENT, os.O_RDONLY) as stream:
+            return stream.read(256).decode(errors="replace") or None
+    except (OSError, InvalidInputError):
+        return None
 
 
 def check_space(folder: Path, checkpoint_bytes: int, keep: int) -> None:

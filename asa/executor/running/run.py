@@ -16,6 +16,7 @@ from asa.executor.measuring.emulation import EmulatedDevice
 from asa.executor.model.votes import Votes
 from asa.executor.running.losses import Regroup
 from asa.executor.running.member import Adapt, Ending, Job, work
+from asa.executor.running.outdir import begin, begun_by
 from asa.executor.running.prepare import Material, open_images, prepare
 from asa.executor.running.recovery import RESTARTS, Pending, Relieve, outlast, pending, resized, settle
 from asa.executor.training import checkpoint
@@ -26,6 +27,7 @@ from asa.interfaces.strategy import Strategies
 from asa.ir import codec
 from asa.ir.plan import Plan
 from asa.launch import bind_to_core, faults, join, launched, run_ranks, tell
+from asa.launch.torchrun import agent
 from asa.launch.worker import others_may_leave
 from asa.zoo.preload import ModelPreload
 
@@ -162,8 +164,10 @@ def _as_member(job: Job, ready: Prepare, relieve: Relieve | None, regroup: Regro
             torch.set_num_threads(threads)
         _bind(job, place.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE") or 0))
         votes = _votes(job.plan, settings.timeout_s)
-        # An elastic launcher counts the restarts of each node for itself: a node that has just come knows of none.
-        restarts = max(int(rank[0]) for rank in votes.gather([float(os.environ.get(RESTARTS, "0"))]))
+        # An elastic launcher counts the restarts of each node for itself, and none where a node has come or left: then
+        # the agent that has begun the run is the one that goes on with it.
+        mine = max(int(os.environ.get(RESTARTS, "0")), int(begun_by(Path(settings.out)) == (agent() or "")))
+        restarts = max(int(rank[0]) for rank in votes.gather([float(mine)]))
         os.environ[RESTARTS] = str(restarts)
         left = votes.once(lambda: resized(pending(job, relieve), job, votes.num_ranks, regroup))
         text = votes.tell(None if left is None else codec.dumps(left.plan))
@@ -181,6 +185,7 @@ def _as_member(job: Job, ready: Prepare, relieve: Relieve | None, regroup: Regro
         material = _shared(job, votes, owner[1] if owner is not None else None)
         if owner is not None:
             log = owner[0]
+            begin(Path(settings.out), agent())
             if left is not None:
                 _note(log, left, job)
             return _concluded(log, lambda: work(job, material, votes, place.local_rank, log))
