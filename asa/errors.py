@@ -66,9 +66,9 @@ class UnavailableError(AsaError):
 
 
 class WorkersFailedError(AsaError):
-    """A worker process died, hung or disagreed. ``rank`` is the first one known to be at fault, ``signal`` what killed
-    it, where something did. ``lost``: it is gone, or stands still; ``raised``: it failed by an error of somebody else's
-    code, which may not come again."""
+    """A worker process died, hung or disagreed. ``rank`` is the first one known to be at fault, ``step`` the one it was
+    in (0: none yet; None: not known), ``signal`` what killed it, where something did. ``lost``: it is gone, or stands
+    still; ``raised``: it failed by an error of somebody else's code, which may not come again."""
 
     exit_code: ClassVar[int] = 6
 
@@ -77,11 +77,12 @@ class WorkersFailedError(AsaError):
         message: str,
         *,
         rank: int | None = None,
+        step: int | None = None,
         signal: int | None = None,
         lost: bool = False,
         raised: bool = False,
     ) -> None:
-        self.rank, self.signal, self.lost, self.raised = rank, signal, lost, raised
+        self.rank, self.step, self.signal, self.lost, self.raised = rank, step, signal, lost, raised
         super().__init__(message)
 
 

@@ -209,8 +209,7 @@ def test_ranks_lost_by_chance_are_started_again_and_one_lost_for_good_is_not(
     job = _Job(plan=training.plan("logistic", ranks=2), settings=training.settings(tmp_path))
     answers, seen = Losses(_fewer), []
     for rank, step in losses:
-        log.step = step
-        failure = WorkersFailedError(f"rank {rank} of 2 was killed", rank=rank, signal=9, lost=True)
+        failure = WorkersFailedError(f"rank {rank} of 2 was killed", rank=rank, step=step, signal=9, lost=True)
         seen.append(answers.answered(job, job.plan, failure, log).plan.num_ranks)  # type: ignore[arg-type]
     assert seen == [2] * starts + ([1] if ends else [])
 

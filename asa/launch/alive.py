@@ -20,6 +20,7 @@ _LONGEST = 3.0
 
 class _Mine:
     counters: Any = None
+    steps: Any = None
     rank = 0
 
 
@@ -28,15 +29,22 @@ def shared_counters(context: BaseContext, num_ranks: int) -> Any:
     return context.RawArray(ctypes.c_uint64, num_ranks)
 
 
-def count_in(counters: Any, rank: int) -> None:
-    """From here on :func:`beat` counts as ``rank`` in ``counters``; nowhere where they are None."""
-    _Mine.counters, _Mine.rank = counters, rank
+def count_in(counters: Any, rank: int, steps: Any = None) -> None:
+    """From here on :func:`beat` counts as ``rank`` in ``counters``, and :func:`at_step` notes in ``steps``, where they
+    are not None."""
+    _Mine.counters, _Mine.steps, _Mine.rank = counters, steps, rank
 
 
 def beat() -> None:
     """This rank is alive, and has come further."""
     if _Mine.counters is not None:
         _Mine.counters[_Mine.rank] += 1
+
+
+def at_step(step: int) -> None:
+    """This rank begins ``step``."""
+    if _Mine.steps is not None:
+        _Mine.steps[_Mine.rank] = step
 
 
 class Watch:

@@ -79,6 +79,7 @@ def arm(text: str | None = None) -> None:
 
 def at_step(step: int) -> None:
     """Points reached from here on are of this step."""
+    alive.at_step(step)
     if _armed.faults:
         _armed.step = step
 

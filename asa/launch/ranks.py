@@ -133,6 +133,7 @@ class _Crew:
         self.num_ranks, self.backend, self.threads, self.timeout_s = num_ranks, backend, threads, timeout_s
         self.silence_s, self.together = silence_s, together
         self.watch: alive.Watch | None = None
+        self.steps: Any = None
         self.processes: list[BaseProcess] = []
         self.connections: list[Connection] = []
         self.outcomes: dict[int, Outcome] = {}
@@ -146,6 +147,7 @@ class _Crew:
         counters = None
         if self.silence_s is not None:
             counters = alive.shared_counters(context, self.num_ranks)
+            self.steps = alive.shared_counters(context, self.num_ranks)
             self.watch = alive.Watch(counters, self.silence_s, together=self.together)
         with socket.socket() as listener:
             # The port is taken from here on, and the store answers on this very socket: no race for it. Ranks
@@ -165,6 +167,7 @@ class _Crew:
                     timeout_s=self.timeout_s,
                     parent=os.getpid(),
                     counters=counters,
+                    steps=self.steps,
                 )
                 inherited = (*self.connections, here, listener) if forking else ()
                 process: BaseProcess = context.Process(  # type: ignore[attr-defined]
@@ -281,6 +284,7 @@ class _Crew:
         error: AsaError = failure.error or WorkersFailedError(
             f"rank {rank} of {self.num_ranks} {failure.line}",
             rank=rank,
+            step=None if self.steps is None else int(self.steps[rank]),
             signal=failure.signal,
             lost=failure.lost,
             raised=not failure.lost and failure.error is None,

@@ -59,7 +59,7 @@ class Failure:
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """What a rank is told at its start. ``parent`` is the process whose death is its own; ``counters`` of signs of
-    life, where somebody looks at them."""
+    life and the ``steps`` that ranks are in, where somebody looks at them."""
 
     rank: int
     num_ranks: int
@@ -70,6 +70,7 @@ class Setting:
     timeout_s: float
     parent: int
     counters: Any = None
+    steps: Any = None
 
 
 def tell(message: Any) -> None:
@@ -97,7 +98,7 @@ def work(
         for item in inherited:
             item.close()
         _parent = connection
-        alive.count_in(setting.counters, setting.rank)
+        alive.count_in(setting.counters, setting.rank, setting.steps)
         if setting.where.enter is not None:
             setting.where.enter(setting.rank)
         _enter(setting)

@@ -32,7 +32,7 @@ MOST_STARTS = 20
 class Losses:
     """What has been done about ranks lost so far. Without a ``regroup`` a loss is the end.
 
-    The first loss is answered by starting all ranks again. One more of the same rank at the same place is
+    The first loss is answered by starting all ranks again. One more of the same rank in the same step is
     that of a rank that will not come back, and is answered by a plan without it; a rank that raises an error twice
     would do so under any plan, and ends the run. Ranks that are lost by chance, now one and now another, or elsewhere
     each time, are started again :data:`MOST_STARTS` times before anything new is saved.
@@ -40,7 +40,7 @@ class Losses:
 
     regroup: Regroup | None
     _saved: int = -1
-    _done: int = -1
+    _step: int | None = None
     _rank: int | None = None
     _starts: int = 0
 
@@ -54,10 +54,10 @@ class Losses:
             raise failure
         newest = checkpoint.newest_manifest(Path(job.settings.out) / CHECKPOINTS)
         saved = -1 if newest is None else newest.step
-        chance = log.step != self._done or (failure.rank != self._rank and not failure.raised)
+        chance = failure.step != self._step or (failure.rank != self._rank and not failure.raised)
         if saved > self._saved or not self._starts:
             chance, self._starts = True, 0
-        self._saved, self._done, self._rank = saved, log.step, failure.rank
+        self._saved, self._step, self._rank = saved, failure.step, failure.rank
         if chance and self._starts < MOST_STARTS:
             self._starts += 1
             log({"event": "note", "message": f"{failure}; all {plan.num_ranks} ranks are started again"})

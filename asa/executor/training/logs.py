@@ -80,8 +80,6 @@ class RunLog:
         self.changed = False
         self.checkpoint: str | None = None
         """The newest one: where this run, or one continued from it, could go on."""
-        self.step = 0
-        """Step of the last line on steps, whatever was undone since."""
         self.fingerprint: str | None = None
         self._folder, self._listener = folder, listener
         self._track, self._trackers = track, list[trackers.Tracker]()
@@ -105,8 +103,6 @@ class RunLog:
         except OSError as error:
             raise UnavailableError(f"cannot write {self._folder / LOG}: {error.strerror or error}") from None
         match event["event"]:
-            case "steps":
-                self.step = event["step"]
             case "epoch":
                 self.epochs.append(_record(event))
             case "checkpoint":
