@@ -18,7 +18,9 @@ Of each, one adapting run is disturbed in its middle third: the first third give
 *after*. Then, disturbed from beginning to end and keeping their plan: *kept*, the plan itself, and a short list of
 others (one rank, the planner's answer when it is told the slowdown that was measured, and what the adapting run changed
 to), of which the fastest is the *oracle*. Seconds a step are medians over lines of the log, of the second half of each
-third; the machine's own mood between runs is in them. Needs Linux, and root for all but *core*, *shared* and *none*.
+third; the machine's own mood between runs is in them. ``--alone`` puts the runs, and what disturbs them, into a
+control group that gets nearly all of every core whenever it wants it: what else the machine does is then no part of
+the figures. Needs Linux, and root for all but *core*, *shared* and *none*.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -63,6 +65,8 @@ CASES = ("none", "core", "quota", "shared", "memory", "links")
 EPOCH = 50
 CGROUPS = Path("/sys/fs/cgroup")
 MEMORY_GROUP = CGROUPS / "memory" / f"asa-adapt-{os.getpid()}"
+CPU_GROUP = CGROUPS / "cpu" / f"asa-adapt-{os.getpid()}"
+_MOST_SHARES = 1 << 18
 
 
 def _children(pid: int) -> list[int]:
@@ -137,7 +141,8 @@ def core(run: Run, args: argparse.Namespace) -> Iterator[None]:
 @contextmanager
 def quota(run: Run, args: argparse.Namespace) -> Iterator[None]:
     """Rank 1 is throttled for a part of every 10 ms."""
-    folder = CGROUPS / "cpu" / f"asa-adapt-{os.getpid()}"
+    around = CPU_GROUP if CPU_GROUP.exists() else CPU_GROUP.parent
+    folder = around / "quota"
     folder.mkdir()
     try:
         (folder / "cpu.cfs_period_us").write_text("10000")
@@ -147,7 +152,7 @@ def quota(run: Run, args: argparse.Namespace) -> Iterator[None]:
             (folder / "cgroup.procs").write_text(str(ranks[SLOW]))
         yield
     finally:
-        _leave(folder, CGROUPS / "cpu")
+        _leave(folder, around)
 
 
 def _leave(folder: Path, parent: Path) -> None:
@@ -157,6 +162,18 @@ def _leave(folder: Path, parent: Path) -> None:
         except ProcessLookupError:
             continue
     folder.rmdir()
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """This process, and all it starts, before all others on every core."""
+    CPU_GROUP.mkdir()
+    try:
+        (CPU_GROUP / "cpu.shares").write_text(str(_MOST_SHARES))
+        (CPU_GROUP / "cgroup.procs").write_text(str(os.getpid()))
+        yield
+    finally:
+        _leave(CPU_GROUP, CPU_GROUP.parent)
 
 
 @contextmanager
@@ -382,11 +399,12 @@ def main() -> None:
     parser.add_argument("--spare", type=int, default=1, help="MiB, with less memory")
     parser.add_argument("--factor", type=float, default=0.0, help="slowdown the planner is told (default: as measured)")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds of one run")
+    parser.add_argument("--alone", action="store_true", help="before all other processes on every core")
     parser.add_argument("--keep", type=Path, help="a folder for the runs")
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
     rows = []
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, alone() if args.alone else nullcontext():
         folder = args.keep or Path(scratch)
         folder.mkdir(exist_ok=True, parents=True)
         for case in args.cases.split(","):

@@ -3,9 +3,10 @@
     python benchmarks/fire.py [--kills 20] [--every 2.0] [--ranks 2] [-o benchmarks/records/fire.json]
 
 ``asa train`` on a tiny network, a checkpoint every second. Whenever the run has gone on for a drawn while (around
-``--every`` seconds) a drawn rank gets SIGKILL, ``--kills`` times in all. Then an undisturbed run of the same command.
-Counted: steps done in all over steps that count (what a kill undoes is done again), seconds from each kill to the next
-line of the log, whether the run ended well, and how far the final weights are from those of the undisturbed run.
+``--every`` seconds from the first line that it logs) a drawn rank gets SIGKILL, ``--kills`` times in all. Then an
+undisturbed run of the same command. Counted: steps that count over steps done in all (what a kill undoes is done
+again), seconds from each kill to the next line of the log, whether the run ended well, and how far the final weights
+are from those of the undisturbed run.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def _lines(folder: Path) -> list[dict[str, Any]]:
 
 def _run(plan: Path, out: Path, args: argparse.Namespace, draw: random.Random | None) -> dict[str, Any]:
     command = [
-        sys.executable, "-m", "asa", "train", str(plan), "--data", "synthetic", "--epochs", str(args.epochs),
+        sys.executable, "-m", "asa", "train", str(plan), "--data", args.data, "--epochs", str(args.epochs),
         "--steps-per-epoch", str(args.steps), "--lr", "0.01", "--out", str(out), "--save-every", "1s",
         "--timeout", "20s",
     ]  # fmt: skip
@@ -58,10 +59,10 @@ def _run(plan: Path, out: Path, args: argparse.Namespace, draw: random.Random | 
         kills: list[tuple[float, int]] = []
         while run.poll() is None and draw is not None and len(kills) < args.kills:
             seen = sum(e["event"] == "steps" for e in _lines(out))
+            while run.poll() is None and seen == sum(e["event"] == "steps" for e in _lines(out)):
+                time.sleep(0.05)
             until = time.monotonic() + draw.uniform(0.5, 1.5) * args.every
-            while run.poll() is None and (
-                time.monotonic() < until or seen == sum(e["event"] == "steps" for e in _lines(out))
-            ):
+            while run.poll() is None and time.monotonic() < until:
                 time.sleep(0.05)
             ranks = _ranks(run.pid) if run.poll() is None else []
             if ranks:
@@ -99,6 +100,7 @@ def main() -> None:
     """Run, print, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("plan", type=Path)
+    parser.add_argument("--data", default="synthetic")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--every", type=float, default=2.0)
     parser.add_argument("--epochs", type=int, default=4)
