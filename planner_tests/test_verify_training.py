@@ -189,7 +189,7 @@ def _kept_gradients(patch: Patch) -> None:
 
 def _another_loss(patch: Patch) -> None:
     honest = worker.loss_of
-    patch.setattr(worker, "loss_of", lambda output, wanted, smoothing=0.0: honest(output, wanted, 0.05))
+    patch.setattr(worker, "loss_of", lambda output, wanted, smoothing=0.0, *more: honest(output, wanted, 0.05, *more))
 
 
 def _statistics(patch: Patch) -> None:
