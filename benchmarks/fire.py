@@ -88,6 +88,14 @@ def _run(plan: Path, out: Path, args: argparse.Namespace, draw: random.Random | 
     }  # fmt: skip
 
 
+def _kept_under_fire(found: dict[str, Any]) -> float | None:
+    """Like ``kept``, of the steps up to the last kill alone: what comes after it is no merit. None without a kill."""
+    reached = [int(note.split()[3]) for note in found["notes"] if note.startswith("continuing after step")]
+    if not reached:
+        return None
+    return reached[-1] / max(1, reached[-1] + found["steps_done"] - found["last_step"])
+
+
 def _weights(out: Path) -> dict[str, torch.Tensor]:
     folder = checkpoint.find(out / "checkpoints").path
     found: dict[str, torch.Tensor] = {}
@@ -120,7 +128,8 @@ def main() -> None:
         steps = args.epochs * args.steps
         back = found["back_s"]
         record = {
-            **found, "steps": steps, "kept": steps / max(1, found["steps_done"]), "weights_apart": apart,
+            **found, "steps": steps, "kept": steps / max(1, found["steps_done"]),
+            "kept_under_fire": _kept_under_fire(found), "weights_apart": apart,
             "undisturbed_exit": still["exit"], "back_median_s": statistics.median(back) if back else None,
         }  # fmt: skip
         print(json.dumps(record, indent=1))
