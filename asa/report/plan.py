@@ -35,8 +35,10 @@ def render(plan: Plan, *, verbose: bool = False, shares: Sequence[float] = ()) -
 def headline(plan: Plan) -> RenderableType:
     """What is planned, on what, for which batch."""
     where = f"{plan.gpus} x {plan.device_type}"
-    if plan.num_ranks < plan.gpus:
-        where = f"{plan.num_ranks} of {where}"
+    if plan.num_ranks * plan.groups < plan.gpus:
+        where = f"{plan.num_ranks * plan.groups} of {where}"
+    if plan.groups > 1:
+        where += f" in {plan.groups} groups"
     return line(
         f"{plan.model_spec} on {where} ({plan.cluster}, {plan.origin}), batch {plan.global_batch}, {plan.precision}, "
         f"{plan.optimizer}" + (f", gradients as {plan.compression}" if plan.compression != "none" else ""),
