@@ -314,11 +314,14 @@ def told(plan: Plan, case: str, factor: float) -> Iterator[tuple[str, Plan]]:
     )  # fmt: skip
     now = Placement(plan=plan, processes=(0, 1))
     try:
+        seen = [now]
         for i, found in enumerate(model.best(now, measured, slow)):
-            if not same(found, now):
+            if not any(same(found, other) for other in seen):
+                seen.append(found)
                 yield f"told {i}", found.plan
-        alone = solve_again(plan, measured, profile, cluster, 1)
-        yield "one rank", replace(alone, gpus=1)
+        alone = Placement(plan=replace(solve_again(plan, measured, profile, cluster, 1), gpus=1), processes=(0,))
+        if not any(same(alone, other) for other in seen):
+            yield "one rank", alone.plan
     except AsaError as error:
         print(f"  {error}")
 
@@ -362,7 +365,7 @@ def examine(case: str, plan_file: Path, args: argparse.Namespace, folder: Path) 
             for e in said if e["event"] == "replan" and e["kind"] in ("switch", "rollback")
         ],
     }  # fmt: skip
-    if case in ("none", "memory"):
+    if case in ("none", "memory") or args.no_oracle:
         return row
     constant = {"steps": max(EPOCH, third), "begins": 0, "ends": 10**9, "adapting": False}
     kept = train(plan_file, folder / f"{case}-kept", case, args, **constant)
@@ -400,6 +403,7 @@ def main() -> None:
     parser.add_argument("--factor", type=float, default=0.0, help="slowdown the planner is told (default: as measured)")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds of one run")
     parser.add_argument("--alone", action="store_true", help="before all other processes on every core")
+    parser.add_argument("--no-oracle", action="store_true", help="the adapting run alone")
     parser.add_argument("--keep", type=Path, help="a folder for the runs")
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()

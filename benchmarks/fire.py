@@ -2,11 +2,11 @@
 
     python benchmarks/fire.py [--kills 20] [--every 2.0] [--ranks 2] [-o benchmarks/records/fire.json]
 
-``asa train`` on a tiny network, a checkpoint every second. Whenever the run has gone on for a drawn while (around
-``--every`` seconds from the first line that it logs) a drawn rank gets SIGKILL, ``--kills`` times in all. Then an
-undisturbed run of the same command. Counted: steps that count over steps done in all (what a kill undoes is done
-again), seconds from each kill to the next line of the log, whether the run ended well, and how far the final weights
-are from those of the undisturbed run.
+``asa train`` on a tiny network, a checkpoint every second, or as often as kills are worth. Whenever the run has gone on
+for a drawn while (around ``--every`` seconds from the first line that it logs) a drawn rank gets SIGKILL, ``--kills``
+times in all. Then an undisturbed run of the same command. Counted: steps that count over steps done in all (what a kill
+undoes is done again), seconds from each kill to the next line of the log, whether the run ended well, and how far the
+final weights are from those of the undisturbed run (which says nothing where a run changed its plan).
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ def _run(plan: Path, out: Path, args: argparse.Namespace, draw: random.Random | 
             last = int(e["message"].split()[-1]) if "continuing" in e["message"] else 0
     return {
         "exit": code, "kills": [v for _, v in kills], "steps_done": done, "last_step": last,
+        "changes_of_plan": sum(e["event"] == "replan" and e["kind"] in ("switch", "rollback") for e in events),
         "back_s": [round(s, 2) for s in back], "notes": [e["message"] for e in events if e["event"] == "note"],
     }  # fmt: skip
 
@@ -125,10 +126,11 @@ def main() -> None:
         if found["exit"] == still["exit"] == 0:
             mine, theirs = _weights(fire), _weights(calm)
             apart = max((mine[k].double() - theirs[k].double()).abs().max().item() for k in theirs)
-        steps = args.epochs * args.steps
+        steps = found["last_step"]
         back = found["back_s"]
         record = {
-            **found, "steps": steps, "kept": steps / max(1, found["steps_done"]),
+            **found, "steps": steps, "undisturbed_changes_of_plan": still["changes_of_plan"],
+            "kept": steps / max(1, found["steps_done"]),
             "kept_under_fire": _kept_under_fire(found), "weights_apart": apart,
             "undisturbed_exit": still["exit"], "back_median_s": statistics.median(back) if back else None,
         }  # fmt: skip

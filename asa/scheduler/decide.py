@@ -123,8 +123,10 @@ class Decider:
         self.found += heavy + self._findings.waiting_for_data(measured) + self._findings.sharing(self._groups.seen)
         if any(f.known for f in self.costs.ranks):
             self.found += self._findings.slow(
-                slowness, measured, expected, current.processes, apart=self.costs.apart
+                slowness, measured, expected, current.processes, apart=self.costs.apart, steps=steps
             )  # fmt: skip
+            said = self._findings.said  # nobody changes a plan for a mood of the machine
+            slowness = replace(slowness, common=said.common, ranks=said.ranks, levels=said.levels)
         for f in self.found:
             if f.cause not in ("data", "figures"):
                 cause = "compute" if f.cause == "everything" else f.cause  # one word on all ranks, the last
@@ -179,7 +181,14 @@ class Decider:
         without, seen = replace(slowness, levels=before), math.log(self._step_s(current, measured))
         if self.costs.pace.doubtful:  # the step changes just now, too: by how much is known a window later
             return without
-        off = [abs(seen - math.log(self.model.step_s(current, s))) for s in (slowness, without)]
+        logs = [math.log(self.model.step_s(current, s)) for s in (slowness, without)]
+        worse = any(
+            now - old > LIKE and abs(now - slowness.common) > LIKE
+            for now, old in zip(slowness.levels, before, strict=True)
+        )
+        if worse and logs[0] - logs[1] < self.policy.min_gain:  # what is lost by it is not worth a word
+            return without
+        off = [abs(seen - log) for log in logs]
         changed = max(abs(a - b) for a, b in zip(slowness.levels, before, strict=True))
         beside = math.log(self.model.cluster.overlap.communication_slowdown) + LIKE
         # Where the step does not tell, what computation beside it may do to a transfer.
@@ -330,6 +339,8 @@ class Decider:
             self.costs.leave(
                 group, turns(group, change.target.processes, sum(p in group for p in change.before.processes))
             )
+        if self._groups.believed:  # ranks on one core have more of it now, or less
+            self._findings.said = self.costs.slowness()
         self._next_s = change.promised_s
         if change.kind == "rollback":
             self._rest()

@@ -29,8 +29,9 @@ from asa.executor.training.epoch_timer import EpochTimer, Interval, who_is_late
 from asa.executor.training.logs import Announce
 from asa.executor.training.optimizer import build_optimizer, learning_rate, set_learning_rate
 from asa.executor.training.precision import LossScale
+from asa.executor.training.saving import SaveClock
 from asa.executor.training.settings import TrainSettings
-from asa.executor.training.stopping import Patience, StopRequest
+from asa.executor.training.stopping import VOTE_EVERY_S, Patience, StopRequest
 from asa.executor.training.worker import LossCounter, Worker
 from asa.instruments.nvml import Meter, card_of
 from asa.interfaces.executor import EpochOutcome, Look
@@ -49,6 +50,7 @@ class TrainingExecutor(PlannedExecutor):
 
     ``folder`` receives the checkpoints; ``run`` names this process's run in them. ``announce``
     takes events; ranks but the first hand in one that does nothing. ``watch``: of this rank's memory.
+    ``between_losses_s``: see :class:`asa.executor.training.saving.SaveClock`.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class TrainingExecutor(PlannedExecutor):
         folder: Path,
         run: str,
         watch: Watch | None = None,
+        between_losses_s: float | None = None,
     ) -> None:
         self._build, self._settings, self._votes, self._stop = build, settings, votes, stop
         self._watch = watch
@@ -75,7 +78,7 @@ class TrainingExecutor(PlannedExecutor):
         self._position = self._step = 0
         self._steps: int | None = None
         self._saved: tuple[int, Path] | None = None
-        self._since_saved_s = 0.0
+        self._saving = SaveClock(settings.save_every_s, between_losses_s)
         self._keeper = Checkpointer(
             folder=folder, run=run, settings=settings, num_samples=len(train), votes=votes, announce=self._announce
         )
@@ -231,9 +234,9 @@ class TrainingExecutor(PlannedExecutor):
         if interval.full > NEARLY and self._more(epoch):
             self._save()
             raise NearlyExhausted
-        self._since_saved_s += interval.seconds  # one figure on all ranks, so that all save or none does
-        if self._since_saved_s >= (self._settings.save_every_s or math.inf) and self._more(epoch):
+        if self._saving.trained(interval.seconds) and self._more(epoch):  # one figure on all ranks: all save, or none
             self._save()
+        pace.every_s = min(VOTE_EVERY_S, self._saving.interval_s)
         return interval
 
     def _report(self, interval: Interval, rate: float) -> None:
@@ -319,8 +322,12 @@ class TrainingExecutor(PlannedExecutor):
 
     def _save(self) -> Path:
         if self._saved is None or self._saved[0] != self._step:
+            began = time.monotonic()
             self._saved = (self._step, self._keeper.save(self._worker, step=self._step, position=self._position))
-            self._since_saved_s = 0.0
+            took_s = time.monotonic() - began
+            if self._saving.between_losses_s is not None:
+                took_s = max(rank[0] for rank in self._votes.gather([took_s]))
+            self._saving.saved(took_s)
         return self._saved[1]
 
     def restore(self, path: Path, manifest: Manifest) -> None:

@@ -6,9 +6,11 @@ epoch comes exactly once.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 
 from asa.errors import AsaError, WorkersFailedError
 from asa.executor.running.member import Job
@@ -24,6 +26,8 @@ Regroup = Callable[[Plan, int], Plan]
 """Another plan for a run under a plan: the plan, and how many ranks it may have at most."""
 
 
+_LATELY = 5
+"""Losses that say how often ranks are lost."""
 MOST_STARTS = 20
 """In a row, of all ranks, without a new checkpoint."""
 
@@ -35,10 +39,13 @@ class Losses:
     The first loss is answered by starting all ranks again. One more of the same rank in the same step is
     that of a rank that will not come back, and is answered by a plan without it; a rank that raises an error twice
     would do so under any plan, and ends the run. Ranks that are lost by chance, now one and now another, or elsewhere
-    each time, are started again :data:`MOST_STARTS` times before anything new is saved.
+    each time, are started again :data:`MOST_STARTS` times before anything new is saved. The more often ranks are lost,
+    the more often the run saves.
     """
 
     regroup: Regroup | None
+    _ran_s: list[float] = field(default_factory=list)
+    _began: float = field(default_factory=time.monotonic)
     _saved: int = -1
     _step: int | None = None
     _rank: int | None = None
@@ -52,6 +59,9 @@ class Losses:
         """
         if self.regroup is None or not (failure.lost or failure.raised):
             raise failure
+        self._ran_s.append(time.monotonic() - self._began)
+        self._began = time.monotonic()
+        job = replace(job, between_losses_s=fmean(self._ran_s[-_LATELY:]))
         newest = checkpoint.newest_manifest(Path(job.settings.out) / CHECKPOINTS)
         saved = -1 if newest is None else newest.step
         chance = failure.step != self._step or (failure.rank != self._rank and not failure.raised)

@@ -49,7 +49,7 @@ class Job:
     """A request to train, the same on every rank. ``emulated``: the device to pretend to train on, if not on one.
     ``alike``: all ranks make the same initial weights of the same seed, to the bit. ``watchful``: whether to end
     (:attr:`Ending.tight`) before memory runs out, for somebody to plan again. ``model``: made already, for the first
-    plan.
+    plan. ``between_losses_s``: how long ranks ran before one was lost, on average; None where none was.
     """
 
     plan: Plan
@@ -61,6 +61,7 @@ class Job:
     alike: bool = False
     watchful: bool = False
     model: ModelPreload | None = None
+    between_losses_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +112,10 @@ def _work(
         shape = plan.sample_shape
         model = None if job.model is None else job.model.take()
         if model is None:
-            model = build(plan.model_spec, num_classes=plan.num_classes, input_shape=shape, seed=settings.seed)
+            known = job.model is not None or bool(sizes)  # planned for such inputs, or built before
+            model = build(
+                plan.model_spec, num_classes=plan.num_classes, input_shape=shape, seed=settings.seed, tried=known
+            )
         alive.beat()
         sizes.append(sum(p.nbytes for p in model.parameters()))
         if job.emulated is not None:
@@ -156,6 +160,7 @@ def _work(
             folder=folder,
             run=material.run,
             watch=watch,
+            between_losses_s=job.between_losses_s,
         )
         made.append(executor)
         words = 1 + OPTIMIZER_WORDS[settings.optimizer or job.plan.optimizer]
