@@ -174,10 +174,12 @@ class Costs:
         self.levels = [f.aged(steps) for f in self.levels]
 
     def observe(
-        self, measured: Measurements, expected: Promise, processes: Sequence[int], steps: int, ignored: Iterable[int]
-    ) -> None:
+        self, measured: Measurements, expected: Promise, processes: Sequence[int], steps: int, ignored: Iterable[int],
+        exposed: tuple[int, float] | None = None,
+    ) -> None:  # fmt: skip
         """Take in a window of ``steps`` under a plan that ``expected`` prices, on ``processes``; figures of the
-        processes ``ignored`` are not looked at."""
+        processes ``ignored`` are not looked at. ``exposed``: a level and its logarithm, by what communication adds to a
+        step, where single transfers do not tell."""
         spread = (_spread(measured) + _FLOOR * max(0, MIN_STEPS - steps)) / steps + _FLOOR
         self._age(steps)
         self.pace = self.pace.seen(math.log(typical(measured) / expected.step_s), spread, steps)
@@ -195,7 +197,10 @@ class Costs:
                 self.ranks[process] = self.ranks[process].seen(math.log(own / expected.own_s[rank]), spread, steps)
         working = [measured.per_rank[p] for p in processes if p < len(measured.per_rank)]
         if all((rank.stolen_share or 0.0) < _MOST_STOLEN for rank in working):
-            self._transfers(measured.links, expected, steps)
+            if exposed is None:
+                self._transfers(measured.links, expected, steps)
+            else:
+                self.levels[exposed[0]] = self.levels[exposed[0]].seen(exposed[1], _UNLIKE, steps)
 
     def probed(self, probe: Probe, processes: Sequence[int], expected: Promise, steps: int) -> None:
         """Take in a probe: of idle processes, compared with those that run the plan, and of levels that it does not

@@ -21,6 +21,7 @@ from asa.scheduler import norms
 from asa.scheduler.cores import Cores
 from asa.scheduler.costs import LIKE, Costs, Slowness, turns, typical
 from asa.scheduler.expected import Expected
+from asa.scheduler.exposed import Exposed
 from asa.scheduler.findings import Finding, Findings, awry
 from asa.scheduler.model import Model, rung, same
 from asa.scheduler.policy import Policy, seconds
@@ -90,6 +91,7 @@ class Decider:
         self._findings = Findings(model.cluster, self._solved)
         self._causes: dict[tuple[str, int | None], str] = {}
         self._groups = Cores()
+        self._exposed = Exposed(model.step_s)
         self._option: _Option | None = None
         self._probation: _Probation | None = None
         self._known: list[Placement] = []
@@ -112,7 +114,8 @@ class Decider:
             return None
         steps = max(1, min(steps, measured.step_time.n))
         expected = self._expectation(current)
-        self.costs.observe(measured, expected, current.processes, steps, bad)
+        exposed = self._exposed.level(current, measured, expected, self.costs.slowness(), steps)
+        self.costs.observe(measured, expected, current.processes, steps, bad, exposed)
         if probe is not None:
             self.costs.probed(probe, current.processes, expected, steps)
         pace = self.costs.pace
