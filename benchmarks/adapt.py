@@ -35,7 +35,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -194,13 +194,19 @@ def shared(run: Run, _args: argparse.Namespace) -> Iterator[None]:
 
 
 @contextmanager
-def memory(_run: Run, args: argparse.Namespace) -> Iterator[None]:
+def memory(run: Run, args: argparse.Namespace) -> Iterator[None]:
     """The run's cgroup may hold what it holds already, and ``--spare`` MiB more."""
     folder = MEMORY_GROUP
     limit = folder / "memory.limit_in_bytes"
     stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     used = int(stat["total_rss"]) + int(stat.get("total_shmem", 0))
-    limit.write_text(str(used + (args.spare << 20)))
+    for spare in range(args.spare, args.spare + 1024, 8):  # what the kernel cannot take away it refuses
+        with suppress(OSError):
+            limit.write_text(str(used + (spare << 20)))
+            run.events.append(
+                {"event": "note", "step": run.step, "message": f"limit lowered to {used / 2**20 + spare:.0f} MiB"}
+            )
+            break
     try:
         yield
     finally:

@@ -23,6 +23,7 @@ from asa.scheduler.costs import LIKE, Costs, Slowness, turns, typical
 from asa.scheduler.expected import Expected
 from asa.scheduler.exposed import Exposed
 from asa.scheduler.findings import Finding, Findings, awry
+from asa.scheduler.lasting import Lasting
 from asa.scheduler.model import Model, rung, same
 from asa.scheduler.policy import Policy, seconds
 
@@ -88,7 +89,7 @@ class Decider:
         self.predicted_s: float | None = None
         self.bound = 0.0
         self._solved = self.costs.slowness()
-        self._findings = Findings(model.cluster, self._solved)
+        self._findings = Findings(model.cluster, self._solved, lasting=Lasting(policy.patience))
         self._causes: dict[tuple[str, int | None], str] = {}
         self._groups = Cores()
         self._exposed = Exposed(model.step_s)
@@ -195,7 +196,9 @@ class Decider:
         changed = max(abs(a - b) for a, b in zip(slowness.levels, before, strict=True))
         beside = math.log(self.model.cluster.overlap.communication_slowdown) + LIKE
         # Where the step does not tell, what computation beside it may do to a transfer.
-        if off[1] + _TOLD >= off[0] and (off[1] > off[0] + _TOLD or changed > beside):
+        told = off[1] + _TOLD >= off[0] and (off[1] > off[0] + _TOLD or changed > beside)
+        added = self._exposed.told_apart(current, measured, self._expectation(current), slowness, without)
+        if told if not worse or added is None else added:
             return slowness
         for level, (now, old) in enumerate(zip(slowness.levels, before, strict=True)):
             if abs(now - old) > LIKE:

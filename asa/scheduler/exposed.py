@@ -17,6 +17,14 @@ _WORTH = 0.1
 _MOST = math.log(1000.0)
 _LOOKS = 4
 _NEAR = 0.03
+_CLEARLY = 0.25
+"""Of logarithms."""
+
+
+def _own(current: Placement, expected: Expected, known: Slowness) -> float:
+    """Seconds that the slowest rank computes."""
+    logs = [known.common + known.ranks[p] for p in current.processes]
+    return max(s * math.exp(log) for s, log in zip(expected.own_s, logs, strict=True))
 
 
 class Exposed:
@@ -37,9 +45,7 @@ class Exposed:
             return None
         level = max(expected.levels)
         timed = sum(t.seconds * t.n for t in measured.links) / max(1, steps)
-        own = max(
-            s * math.exp(known.common + known.ranks[p]) for s, p in zip(expected.own_s, current.processes, strict=True)
-        )
+        own = _own(current, expected, known)
         slow = known.levels[level] > LIKE
         usual = expected.step_s - max(expected.own_s)
         if timed > seen / 2 or not (slow or seen - usual > _WORTH * (own + seen)):
@@ -50,6 +56,20 @@ class Exposed:
         found = self._inverted(current, level, known, own, max(seen, 1e-9))
         self._last = current, known, max(seen, 1e-9), found
         return level, found
+
+    def told_apart(
+        self, current: Placement, measured: Measurements, expected: Expected, one: Slowness, other: Slowness
+    ) -> bool | None:
+        """Whether what communication adds to a step is clearly nearer to what it would under ``one`` than under
+        ``other``; None where it is not known."""
+        seen = measured.communication_s
+        if not seen or not measured.per_rank:
+            return None
+        far = []
+        for slowness in (one, other):
+            added = max(1e-9, self._price(current, slowness) - _own(current, expected, slowness))
+            far.append(abs(math.log(seen / added)))
+        return far[0] + _CLEARLY < far[1]
 
     def _inverted(self, current: Placement, level: int, known: Slowness, own: float, seen: float) -> float:
         """The logarithm under which a step's price has ``seen`` beyond ``own``."""

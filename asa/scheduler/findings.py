@@ -19,6 +19,7 @@ from asa.scheduler.lasting import ALL_ALIKE, Lasting, Moods, disturbed
 Cause = Literal["compute", "link", "data", "memory", "everything", "figures"]
 DATA_SHARE = 0.10
 """Share of a step waiting for input: what is above is worth a line, and so is another such share more."""
+_EVERYBODY = -1
 _AWRY = 2.0
 """Times the step that a part of it may take before it is taken for a clock that jumped."""
 
@@ -99,7 +100,7 @@ class Findings:
     lasting: Lasting = field(default_factory=Lasting)
     moods: Moods = field(default_factory=Moods)
     stolen: set[int] = field(default_factory=set)
-    """Processes of which it was said that others have their cores."""
+    """Slow processes whose cores others have, or had when they became slow."""
 
     def bad_figures(self, bad: dict[int, str]) -> list[Finding]:
         """Processes whose figures are no longer looked at, or are again."""
@@ -178,8 +179,8 @@ class Findings:
             )
 
         common = differs(
-            "common", now.common, self.said.common, borne_out=others is not None and len(others) == len(processes),
-            times=ALL_ALIKE,
+            "common", now.common, self.said.common, times=ALL_ALIKE,
+            borne_out=_EVERYBODY in self.stolen or (others is not None and len(others) == len(processes)),
         )  # fmt: skip
         ranks = [
             differs(p, log, old, borne_out=p in (others or ()) or p in self.stolen or p not in processes)
@@ -189,7 +190,11 @@ class Findings:
             apart and differs(("level", i), log, old, borne_out=False)
             for i, (log, old) in enumerate(zip(now.levels, self.said.levels, strict=True))
         ]
-        self.stolen = (self.stolen | set(others or ())) & {p for p, log in enumerate(now.ranks) if log or ranks[p]}
+        everybody = {_EVERYBODY} if others and len(others) == len(processes) else set()
+        slow = {p for p, log in enumerate(now.ranks) if log or ranks[p]} | (
+            {_EVERYBODY} if now.common > LIKE else set()
+        )
+        self.stolen = (self.stolen | set(others or ()) | everybody) & slow
         told = self._lines(now, measured, expected, processes, (common, ranks, levels), apart=apart)
         self.said = replace(
             self.said,

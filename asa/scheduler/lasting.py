@@ -58,8 +58,9 @@ class Moods:
 
 @dataclass
 class Lasting:
-    """For how long differences have lasted, by what they are of."""
+    """For how long differences have lasted, by what they are of. ``patience``: as of the policy."""
 
+    patience: float = 1.0
     _since: dict[Hashable, list[float]] = field(default_factory=dict)
 
     def holds(
@@ -73,7 +74,7 @@ class Lasting:
         since = self._since.setdefault(key, [-1.0, -float(steps), -seconds])
         for i, more in enumerate((1.0, float(steps), seconds)):
             since[i] += more
-        lasts = all(a >= times * b for a, b in zip(since, (_LOOKS, _STEPS, _SECONDS), strict=True))
+        lasts = all(a >= times * self.patience * b for a, b in zip(since, (_LOOKS, _STEPS, _SECONDS), strict=True))
         if borne_out or lasts:
             del self._since[key]
             return True
