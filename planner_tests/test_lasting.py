@@ -16,6 +16,7 @@ from asa.ir.profile import Stat
 from asa.scheduler.costs import LIKE, Costs, Slowness
 from asa.scheduler.findings import Finding, Findings
 from asa.scheduler.lasting import Lasting, Moods
+from asa.scheduler.relative import Compared
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import clean
@@ -132,3 +133,13 @@ def test_a_run_whose_ranks_are_lost_saves_as_often_as_that_is_worth() -> None:
     lost.saved(0.25)
     assert lost.interval_s == pytest.approx(5.0)
     assert SaveClock(1.0, between_losses_s=50.0).interval_s == 1.0
+
+
+def test_a_loop_of_ones_own_waits_as_long_before_it_says_that_a_rank_is_slow() -> None:
+    mood, shared = _window((0.1, 0.2)), _window((0.1, 0.2), (0.0, 0.5))
+    compared = Compared(2)
+    assert [len(compared.window(w, STEPS)) for w in (*[mood] * 3, *[_window()] * 4)] == [0] * 7
+    assert any([compared.window(mood, STEPS) for _ in range(8)])
+    again = Compared(2)
+    lines = [again.window(w, STEPS) for w in (_window(), _window(), shared, shared)]
+    assert lines[-1][0].startswith("slow: rank 1 takes 2 times as long as others")
