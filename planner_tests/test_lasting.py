@@ -139,7 +139,7 @@ def test_a_loop_of_ones_own_waits_as_long_before_it_says_that_a_rank_is_slow() -
     mood, shared = _window((0.1, 0.2)), _window((0.1, 0.2), (0.0, 0.5))
     compared = Compared(2)
     assert [len(compared.window(w, STEPS)) for w in (*[mood] * 3, *[_window()] * 4)] == [0] * 7
-    assert any([compared.window(mood, STEPS) for _ in range(8)])
+    assert any(compared.window(mood, STEPS) for _ in range(8))
     again = Compared(2)
     lines = [again.window(w, STEPS) for w in (_window(), _window(), shared, shared)]
     assert lines[-1][0].startswith("slow: rank 1 takes 2 times as long as others")
