@@ -29,6 +29,7 @@ from asa.interfaces.executor import Executor
 from asa.interfaces.strategy import OPTIMIZER_WORDS, Strategies
 from asa.ir.codec import fingerprint
 from asa.ir.measurements import EpochRecord
+from asa.ir.optimizers import planned_as
 from asa.ir.plan import Plan
 from asa.ir.shortage import Shortage
 from asa.ir.units import GIB
@@ -168,7 +169,7 @@ def _work(
             keeping=Keeping(job.snapshots[votes.rank]) if job.snapshots else None,
         )
         made.append(executor)
-        words = 1 + OPTIMIZER_WORDS[settings.optimizer or job.plan.optimizer]
+        words = 1 + OPTIMIZER_WORDS[planned_as(settings.optimizer or job.plan.optimizer)]
         votes.once(lambda: check_space(folder.parent, words * sizes[0], settings.keep))
         kept = newest(job.snapshots, fingerprint(job.plan))
         if kept > (0 if material.resume is None else material.resume[1].step):

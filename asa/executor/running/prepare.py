@@ -19,6 +19,7 @@ from asa.executor.training import checkpoint
 from asa.executor.training.aims import Aims
 from asa.executor.training.checkpoint import Manifest
 from asa.executor.training.logs import RESULT, Announce, RunLog, Work
+from asa.executor.training.optimizer import try_out
 from asa.executor.training.settings import TrainSettings
 from asa.ir import codec
 from asa.ir.codec import fingerprint
@@ -68,6 +69,8 @@ def prepare(
     try:
         found = checkpoint.find(out / CHECKPOINTS) if resume else None
         train, test = open_images(plan, settings)
+        if settings.optimizer is not None:
+            try_out(settings.optimizer)
         Aims.of(settings, plan.num_classes).try_out(settings, train.labels, plan.num_classes)
         if found is not None:
             _check_resumable(found.manifest, plan, settings, len(train))
