@@ -161,7 +161,11 @@ def _leave(folder: Path, parent: Path) -> None:
             (parent / "cgroup.procs").write_text(pid)
         except ProcessLookupError:
             continue
-    folder.rmdir()
+    for _ in range(100):  # whoever was killed is a member until somebody has collected it
+        with suppress(OSError):
+            folder.rmdir()
+            return
+        time.sleep(0.05)
 
 
 @contextmanager

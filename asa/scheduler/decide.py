@@ -182,9 +182,7 @@ class Decider:
         before = self._solved.levels
         if max((abs(a - b) for a, b in zip(slowness.levels, before, strict=True)), default=0.0) <= LIKE:
             return slowness
-        without, seen = replace(slowness, levels=before), math.log(self._step_s(current, measured))
-        if self.costs.pace.doubtful:  # the step changes just now, too: by how much is known a window later
-            return without
+        without, expected = replace(slowness, levels=before), self._expectation(current)
         logs = [math.log(self.model.step_s(current, s)) for s in (slowness, without)]
         worse = any(
             now - old > LIKE and abs(now - slowness.common) > LIKE
@@ -192,13 +190,19 @@ class Decider:
         )
         if worse and logs[0] - logs[1] < self.policy.min_gain:  # what is lost by it is not worth a word
             return without
-        off = [abs(seen - log) for log in logs]
-        changed = max(abs(a - b) for a, b in zip(slowness.levels, before, strict=True))
-        beside = math.log(self.model.cluster.overlap.communication_slowdown) + LIKE
-        # Where the step does not tell, what computation beside it may do to a transfer.
-        told = off[1] + _TOLD >= off[0] and (off[1] > off[0] + _TOLD or changed > beside)
-        added = self._exposed.told_apart(current, measured, self._expectation(current), slowness, without)
-        if told if not worse or added is None else added:
+        told = self._exposed.told_apart(current, measured, expected, slowness, without)
+        if told is None:
+            pace = self.costs.pace
+            last = math.log(typical(measured) / expected.step_s)
+            if pace.doubtful or (not worse and abs(last - pace.mean) > LIKE / 2):
+                return without  # the step changes just now, too: by how much is known a window later
+            seen = math.log(self._step_s(current, measured))
+            off = [abs(seen - log) for log in logs]
+            changed = max(abs(a - b) for a, b in zip(slowness.levels, before, strict=True))
+            beside = math.log(self.model.cluster.overlap.communication_slowdown) + LIKE
+            # Where the step does not tell, what computation beside it may do to a transfer.
+            told = off[1] + _TOLD >= off[0] and (off[1] > off[0] + _TOLD or changed > beside)
+        if told:
             return slowness
         for level, (now, old) in enumerate(zip(slowness.levels, before, strict=True)):
             if abs(now - old) > LIKE:
@@ -248,7 +252,7 @@ class Decider:
         target = options[best]
         cost_s = self._rebuild_s + self.model.move_s(current, target, slowness)
         self._option = _Option(target=target, ratio=times[best] / priced, cost_s=cost_s)
-        if before is not None and same(before.target, target):
+        if before is not None:  # what was lost is lost, be it to this plan or to one much like it
             self._option.lost_s, self._option.steps = before.lost_s, before.steps
 
     def _weigh(
