@@ -80,7 +80,7 @@ def tell(message: Any) -> None:
         _send(_parent, ("message", message))
 
 
-_SOONER = 100
+_SOONER = 500
 """Of a thousand, which is all memory: so much more a rank counts for when the kernel chooses whom to kill."""
 
 

@@ -19,7 +19,7 @@ from asa.interfaces.executor import Placement, Probe
 from asa.ir.measurements import Measurements
 from asa.scheduler import norms
 from asa.scheduler.cores import Cores
-from asa.scheduler.costs import LIKE, Costs, Slowness, turns, typical
+from asa.scheduler.costs import LIKE, MIN_STEPS, Costs, Slowness, turns, typical
 from asa.scheduler.expected import Expected
 from asa.scheduler.exposed import Exposed
 from asa.scheduler.findings import Finding, Findings, awry
@@ -55,13 +55,15 @@ class Change:
 
 @dataclass(kw_only=True)
 class _Option:
-    """Another plan that seems faster: what is lost without it so far, in seconds, and since how many steps."""
+    """Another plan that seems faster: what is lost without it so far, in seconds, and since how many steps; ``owed``:
+    steps before it was looked for that count, too, since what is slow was seen to be over so many."""
 
     target: Placement
     ratio: float
     cost_s: float
     lost_s: float = 0.0
     steps: int = 0
+    owed: int = MIN_STEPS
     asked_at: int = 0
 
 
@@ -253,7 +255,7 @@ class Decider:
         cost_s = self._rebuild_s + self.model.move_s(current, target, slowness)
         self._option = _Option(target=target, ratio=times[best] / priced, cost_s=cost_s)
         if before is not None:  # what was lost is lost, be it to this plan or to one much like it
-            self._option.lost_s, self._option.steps = before.lost_s, before.steps
+            self._option.lost_s, self._option.steps, self._option.owed = before.lost_s, before.steps, before.owed
 
     def _weigh(
         self, current: Placement, measured: Measurements, slowness: Slowness, steps: int, left: int | None
@@ -264,6 +266,7 @@ class Decider:
             return None
         step_s, cost_s = self._step_s(current, measured), option.cost_s
         gain_s = (1 - option.ratio) * step_s
+        steps, option.owed = steps + option.owed, 0
         option.lost_s, option.steps = option.lost_s + steps * gain_s, option.steps + steps
         if left is not None and gain_s * left <= cost_s:
             self._wait(
