@@ -81,7 +81,7 @@ def tell(message: Any) -> None:
 
 
 _SOONER = 500
-"""Of a thousand, which is all memory: so much more a rank counts for when the kernel chooses whom to kill."""
+"""How much more a rank counts for, of a thousand, when the kernel chooses whom to kill."""
 
 
 def _go_first() -> None:

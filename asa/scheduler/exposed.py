@@ -18,7 +18,7 @@ _MOST = math.log(1000.0)
 _LOOKS = 4
 _NEAR = 0.03
 _CLEARLY = 0.25
-"""Of logarithms."""
+"""By how much, in logarithms, one explanation must be nearer than the other."""
 
 
 def _own(current: Placement, expected: Expected, known: Slowness) -> float:

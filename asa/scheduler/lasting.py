@@ -19,11 +19,11 @@ _WINDOWS = 80
 _FEW = 10
 _SURE = 3.0
 _NORMAL_P90 = 1.6449
-"""Of the absolute value."""
+"""That quantile of an absolute value, in standard deviations."""
 
 
 def disturbed(measured: Measurements, processes: Sequence[int]) -> list[int] | None:
-    """Those of ``processes`` whose cores others had for a part of the time; None where the system does not tell."""
+    """Which of ``processes`` had their cores taken by others for a part of the time; None where the system does not tell."""
     shares = {p: measured.per_rank[p].stolen_share for p in processes if p < len(measured.per_rank)}
     if not shares or any(s is None for s in shares.values()):
         return None

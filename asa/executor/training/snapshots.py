@@ -46,7 +46,7 @@ def files(ranks: int) -> tuple[int, ...]:
 
 
 def _slots(file: int) -> list[tuple[int, int, int, int]]:
-    """Of a rank's two snapshots: step, where it lies, how long it is, and the number of its plan."""
+    """Step, place, length and number of the plan of a rank's two snapshots."""
     heads = [os.pread(file, 32, slot * _WORDS).ljust(32, bytes(1)) for slot in range(2)]
     return [tuple(int.from_bytes(h[8 * i : 8 * i + 8], "little") for i in range(4)) for h in heads]  # type: ignore[misc]
 
