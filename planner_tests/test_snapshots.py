@@ -69,6 +69,12 @@ def test_one_that_was_begun_is_none_and_what_was_left_stays_until_there_is_newer
     assert newest(two[1:], PLAN) == 4
 
 
+def test_a_rank_that_holds_nothing_has_a_snapshot_too(two) -> None:
+    Keeping(two[0]).write(Snapshot(step=7, position=1, plan=PLAN, loss_scale=1.0, parts=[]))
+    assert newest(two[:1], PLAN) == 7
+    assert read(two[0], 7).parts == []
+
+
 def test_they_come_as_seldom_as_their_cost_wants_it(two) -> None:
     keeping = Keeping(two[0])
     assert keeping.due(1)

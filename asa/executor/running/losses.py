@@ -74,6 +74,8 @@ class Losses:
         if chance and self._starts < MOST_STARTS:
             self._starts += 1
             log({"event": "note", "message": f"{failure}; all {plan.num_ranks} ranks are started again"})
+            if len(job.snapshots) != plan.num_processes:
+                job = forgotten(job)
             return replace(job, plan=plan, snapshots=job.snapshots or _files(job, plan))
         if failure.raised or plan.num_ranks == 1 or failure.rank is None:
             raise failure

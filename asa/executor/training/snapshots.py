@@ -63,14 +63,14 @@ def newest(everyone: Sequence[int], plan: str) -> int:
 
 def read(file: int, step: int) -> Snapshot:
     """What a rank held after ``step``."""
-    at, length = next((at, length) for s, at, length, _ in _slots(file) if s == step)
+    at = next(at for s, at, _, _ in _slots(file) if s == step)
     size = int.from_bytes(os.pread(file, 8, at), "little")
     head = json.loads(os.pread(file, size, at + 8))
-    data = torch.frombuffer(bytearray(os.pread(file, length, at + head["data"])), dtype=torch.uint8)
-    parts, start = [], 0
-    for name, dtype, shape, region, follows, size, bytes_ in head["parts"]:
-        tensor = data[start : start + bytes_].view(getattr(torch, dtype)).reshape(size)
-        start += -(-bytes_ // 16) * 16
+    data = torch.frombuffer(mmap.mmap(file, os.fstat(file).st_size), dtype=torch.uint8)
+    parts, start = [], at + head["data"]
+    for name, dtype, shape, region, follows, held, size in head["parts"]:
+        tensor = data[start : start + size].clone().view(getattr(torch, dtype)).reshape(held)
+        start += -(-size // 16) * 16
         parts.append(Part(name, tuple(shape), _region(region), tensor, follows))
     return Snapshot(
         step=step, position=head["position"], plan=head["plan"], loss_scale=head["scale"], parts=parts
