@@ -35,7 +35,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -161,7 +161,11 @@ def _leave(folder: Path, parent: Path) -> None:
             (parent / "cgroup.procs").write_text(pid)
         except ProcessLookupError:
             continue
-    folder.rmdir()
+    for _ in range(100):  # whoever was killed is a member until somebody has collected it
+        with suppress(OSError):
+            folder.rmdir()
+            return
+        time.sleep(0.05)
 
 
 @contextmanager
@@ -194,13 +198,19 @@ def shared(run: Run, _args: argparse.Namespace) -> Iterator[None]:
 
 
 @contextmanager
-def memory(_run: Run, args: argparse.Namespace) -> Iterator[None]:
+def memory(run: Run, args: argparse.Namespace) -> Iterator[None]:
     """The run's cgroup may hold what it holds already, and ``--spare`` MiB more."""
     folder = MEMORY_GROUP
     limit = folder / "memory.limit_in_bytes"
     stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     used = int(stat["total_rss"]) + int(stat.get("total_shmem", 0))
-    limit.write_text(str(used + (args.spare << 20)))
+    for spare in range(args.spare, args.spare + 1024, 8):  # what the kernel cannot take away it refuses
+        with suppress(OSError):
+            limit.write_text(str(used + (spare << 20)))
+            run.events.append(
+                {"event": "note", "step": run.step, "message": f"limit lowered to {used / 2**20 + spare:.0f} MiB"}
+            )
+            break
     try:
         yield
     finally:
@@ -314,11 +324,14 @@ def told(plan: Plan, case: str, factor: float) -> Iterator[tuple[str, Plan]]:
     )  # fmt: skip
     now = Placement(plan=plan, processes=(0, 1))
     try:
+        seen = [now]
         for i, found in enumerate(model.best(now, measured, slow)):
-            if not same(found, now):
+            if not any(same(found, other) for other in seen):
+                seen.append(found)
                 yield f"told {i}", found.plan
-        alone = solve_again(plan, measured, profile, cluster, 1)
-        yield "one rank", replace(alone, gpus=1)
+        alone = Placement(plan=replace(solve_again(plan, measured, profile, cluster, 1), gpus=1), processes=(0,))
+        if not any(same(alone, other) for other in seen):
+            yield "one rank", alone.plan
     except AsaError as error:
         print(f"  {error}")
 
@@ -362,7 +375,7 @@ def examine(case: str, plan_file: Path, args: argparse.Namespace, folder: Path) 
             for e in said if e["event"] == "replan" and e["kind"] in ("switch", "rollback")
         ],
     }  # fmt: skip
-    if case in ("none", "memory"):
+    if case in ("none", "memory") or args.no_oracle:
         return row
     constant = {"steps": max(EPOCH, third), "begins": 0, "ends": 10**9, "adapting": False}
     kept = train(plan_file, folder / f"{case}-kept", case, args, **constant)
@@ -400,6 +413,7 @@ def main() -> None:
     parser.add_argument("--factor", type=float, default=0.0, help="slowdown the planner is told (default: as measured)")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds of one run")
     parser.add_argument("--alone", action="store_true", help="before all other processes on every core")
+    parser.add_argument("--no-oracle", action="store_true", help="the adapting run alone")
     parser.add_argument("--keep", type=Path, help="a folder for the runs")
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()

@@ -142,6 +142,24 @@ def test_slow_links_are_named_and_the_way_back_is_found_by_a_probe() -> None:
     assert len(world.moves) == 2
 
 
+def test_links_that_no_single_transfer_tells_of_are_named_by_what_they_add_to_a_step() -> None:
+    class Messages(World):
+        """Gradients travel by messages that nobody times one by one."""
+
+        def _measured(self, steps: int) -> Measurements:
+            found = super()._measured(steps)
+            added = found.step_time.median - max(r.own_s for r in found.per_rank)
+            return dataclasses.replace(found, links=(), communication_s=added)
+
+    world = _world(2, _slowness(2, links=64.0), kind=Messages)
+    _, events = _run(world)
+    words = _lines(events)[0].split()
+    assert words[:6] == ["the", "links", "of", "level", "loopback", "take"]
+    assert float(words[6]) == pytest.approx(64, rel=0.15)
+    assert len(world.moves[0][2].processes) == 1
+    assert _back(world)
+
+
 def test_without_a_probe_nothing_is_guessed_of_an_idle_rank() -> None:
     class Blind(World):
         def probe(self) -> Probe:

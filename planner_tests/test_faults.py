@@ -152,7 +152,7 @@ def test_a_change_of_plan_that_ends_the_run_costs_nothing(
     def changing(executor: Executor, epochs: range, announce: Announce) -> Iterator[EpochRecord]:
         """From the second epoch on: the first one's checkpoint is there."""
         yield from adapt(executor, range(epochs.start, 1), announce)
-        model, policy = Promising(better), Policy(rebuild_s=0.0)
+        model, policy = Promising(better), Policy(rebuild_s=0.0, patience=0.0)
         yield from adapt(executor, range(max(1, epochs.start), epochs.stop), announce, model=model, policy=policy)
 
     longer = {"epochs": 3, "steps_per_epoch": 15}

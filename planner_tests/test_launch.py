@@ -331,6 +331,24 @@ def test_who_does_not_come_to_meet_is_named() -> None:
         _meeting(dist.HashStore(), 0, 2, 0.05)
 
 
+def _score(_rank: int = 0) -> int:
+    return int(Path("/proc/self/oom_score_adj").read_text())
+
+
+def test_where_memory_runs_out_a_rank_is_killed_before_its_launcher() -> None:
+    assert run_ranks(1, _score, threads=1) == [min(1000, _score() + 500)]
+
+
+def test_ranks_sent_to_the_store_of_an_agent_are_told_of_the_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"),
+                        ("MASTER_PORT", str(port.port)), ("TORCHELASTIC_USE_AGENT_STORE", "True")):  # fmt: skip
+        monkeypatch.setenv(name, value)
+    told = r"rank 1 did not come within 0\.2 s.*start every torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+    with pytest.raises(UnavailableError, match=told), join(timeout_s=0.2):
+        pass
+
+
 def test_a_launcher_that_talks_nonsense_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(UsageError, match="not under a launcher"), join():

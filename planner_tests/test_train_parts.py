@@ -300,7 +300,7 @@ def test_a_whole_run_changes_its_plan_when_that_pays(tmp_path: Path) -> None:
         small,
         training.settings(tmp_path, epochs=3, steps_per_epoch=45),
         strategies=offered(),
-        adapt=functools.partial(adapt, model=Promising(better), policy=Policy(rebuild_s=0.0)),
+        adapt=functools.partial(adapt, model=Promising(better), policy=Policy(rebuild_s=0.0, patience=0.0)),
         on_event=events.append,
     )
     assert result["exit_code"] == 0

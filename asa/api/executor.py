@@ -38,8 +38,9 @@ from asa.executor.training.clock import StepClock
 from asa.executor.training.epoch_timer import EpochTimer, Interval, who_is_late
 from asa.executor.training.logs import Announce
 from asa.executor.training.precision import LossScale, autocast
+from asa.executor.training.saving import SaveClock
 from asa.executor.training.settings import TrainSettings
-from asa.executor.training.stopping import StopRequest
+from asa.executor.training.stopping import VOTE_EVERY_S, StopRequest
 from asa.executor.training.worker import LossCounter, Worker
 from asa.interfaces.executor import EpochOutcome, Look
 from asa.ir.plan import Plan
@@ -87,7 +88,7 @@ class UserExecutor(PlannedExecutor):
         self._samples = data.batches.epoch_samples or _UNCOUNTED
         self._epoch = self._done = self._step = self._warm = 0
         self._saved: tuple[int, Path] | None = None
-        self._since_saved_s = 0.0
+        self._saving = SaveClock(settings.save_every_s)
         self._running: Iterator[Share] | None = None
         waits.on = settings.observe
         self._keeper = Checkpointer(
@@ -353,8 +354,8 @@ class UserExecutor(PlannedExecutor):
         self.announce({"event": "steps", "epoch": self._epoch, "step": self._step, "loss": interval.loss,
                        "step_time_s": (interval.seconds - interval.data_wait_s) / interval.steps,
                        **who_is_late(interval.measured)})  # fmt: skip
-        self._since_saved_s += interval.seconds  # one figure on all ranks, so that all save or none does
-        due = self._since_saved_s >= (self._settings.save_every_s or math.inf)
+        due = self._saving.trained(interval.seconds)  # one figure on all ranks, so that all save or none does
+        pace.every_s = min(VOTE_EVERY_S, self._saving.interval_s)
         if due and not interval.stopping and self._folder is not None:
             self.commit()
         return interval
@@ -392,7 +393,7 @@ class UserExecutor(PlannedExecutor):
         if self._saved is None or self._saved[0] != self._step:
             position = self._epoch * self._samples + min(self._done, self._samples)
             self._saved = (self._step, self._keeper.save(self._worker, step=self._step, position=position))
-            self._since_saved_s = 0.0
+            self._saving.saved()
         return self._saved[1]
 
     def restore(self, path: Path, manifest: Manifest) -> None:

@@ -22,6 +22,8 @@ from asa.launch.devices import cuda_devices
 from asa.launch.heap import keep_freed_memory
 from asa.launch.worker import form_group
 
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""Set to 1: torchrun has ranks meet in a store made for them, not in that of an agent."""
 _LOOK_S = 0.01
 """Between two looks of rank 0 for others that come."""
 
@@ -85,10 +87,18 @@ def join(*, backend: str = "gloo", timeout_s: float = 600) -> Iterator[TorchrunR
         keep_freed_memory()
         form_group(backend, own, rank, num_ranks, place.local_rank, timeout)
     except (dist.DistError, ValueError, OSError) as error:
-        reason = " ".join(str(error).split())
-        raise UnavailableError(f"rank {place.rank} of {place.num_ranks} found no rendezvous: {reason[:200]}") from error
+        reason = " ".join(str(error).split())[:200] + _remedy(os.environ)
+        raise UnavailableError(f"rank {place.rank} of {place.num_ranks} found no rendezvous: {reason}") from error
     yield place
     dist.destroy_process_group()
+
+
+def _remedy(environment: Mapping[str, str]) -> str:
+    """What to do where ranks are sent to the stores of their agents: an agent keeps to the one it met others in first,
+    so that two may send theirs to different ones when a node has come or left."""
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return ""
+    return f"; where nodes come and leave, start every torchrun with {OWN_STORE}=1"
 
 
 def _meeting(store: Store, rank: int, num_ranks: int, timeout_s: float) -> str:

@@ -11,6 +11,7 @@ is, older ones are forgotten as the variance grows from window to window. A wind
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -27,6 +28,8 @@ STOLEN_SHARE, _MOST_STOLEN = 0.1, 0.25
 nothing of the links: where the processor copies messages, whoever waits for it seems to wait for them."""
 MIN_STEPS = 10
 """Steps of a window, or of windows in a row, that can show a change."""
+_PROBES = 3
+"""Probes in a row of which the shortest counts."""
 _PRIOR = 0.3**2
 _FORGETTING = 0.01**2
 """Variance that the logarithm of a factor gains in :data:`_USUAL` steps without a look."""
@@ -152,11 +155,13 @@ class Costs:
         self.biases = [0.0] * levels
         """Logarithms by level: what transfers take longer under the plan in force than it loses by them."""
         self.apart = False
+        self._probes: dict[int, deque[float]] = {}
         self._last: Slowness | None = None
 
     def moved(self) -> None:
         """Another plan is in force: what was of the old one alone is forgotten."""
         self.pace, self.biases = Factor(), [0.0] * len(self.levels)
+        self._probes = {}
 
     def leave(self, group: Sequence[int], shift: float) -> None:
         """Processes of ``group`` have more or less of the core that is theirs in common from now on."""
@@ -169,10 +174,12 @@ class Costs:
         self.levels = [f.aged(steps) for f in self.levels]
 
     def observe(
-        self, measured: Measurements, expected: Promise, processes: Sequence[int], steps: int, ignored: Iterable[int]
-    ) -> None:
+        self, measured: Measurements, expected: Promise, processes: Sequence[int], steps: int, ignored: Iterable[int],
+        exposed: tuple[int, float] | None = None,
+    ) -> None:  # fmt: skip
         """Take in a window of ``steps`` under a plan that ``expected`` prices, on ``processes``; figures of the
-        processes ``ignored`` are not looked at."""
+        processes ``ignored`` are not looked at. ``exposed``: a level and its logarithm, by what communication adds to a
+        step, where single transfers do not tell."""
         spread = (_spread(measured) + _FLOOR * max(0, MIN_STEPS - steps)) / steps + _FLOOR
         self._age(steps)
         self.pace = self.pace.seen(math.log(typical(measured) / expected.step_s), spread, steps)
@@ -190,18 +197,26 @@ class Costs:
                 self.ranks[process] = self.ranks[process].seen(math.log(own / expected.own_s[rank]), spread, steps)
         working = [measured.per_rank[p] for p in processes if p < len(measured.per_rank)]
         if all((rank.stolen_share or 0.0) < _MOST_STOLEN for rank in working):
-            self._transfers(measured.links, expected, steps)
+            if exposed is None:
+                self._transfers(measured.links, expected, steps)
+            else:
+                self.levels[exposed[0]] = self.levels[exposed[0]].seen(exposed[1], _UNLIKE, steps)
 
     def probed(self, probe: Probe, processes: Sequence[int], expected: Promise, steps: int) -> None:
         """Take in a probe: of idle processes, compared with those that run the plan, and of levels that it does not
         cross. It is believed like the ``steps`` since the last one, and two in a row at least."""
         steps = max(steps, MIN_STEPS // 2)
-        working = [p for p in processes if p < len(probe.compute_s) and self.ranks[p].known and probe.compute_s[p] > 0]
+        for p, seconds in enumerate(probe.compute_s[: len(self.ranks)]):
+            if seconds > 0 and math.isfinite(seconds):
+                self._probes.setdefault(p, deque(maxlen=_PROBES)).append(math.log(seconds))
+        # A probe is short, and whoever else computes just then makes it longer: what lasts is in each of several.
+        least = {p: min(logs) for p, logs in self._probes.items()}
+        working = [p for p in processes if p in least and self.ranks[p].known]
         if working:
-            base = sum(self.ranks[p].mean - math.log(probe.compute_s[p]) for p in working) / len(working)
-            for p, seconds in enumerate(probe.compute_s[: len(self.ranks)]):
-                if p not in processes and seconds > 0 and math.isfinite(seconds):
-                    self.ranks[p] = self.ranks[p].seen(base + math.log(seconds), 2 * _FLOOR, steps)
+            base = sum(self.ranks[p].mean - least[p] for p in working) / len(working)
+            for p, log in least.items():
+                if p not in processes:
+                    self.ranks[p] = self.ranks[p].seen(base + log, 2 * _FLOOR, steps)
         self._transfers(probe.links, expected, steps)
 
     def _transfers(self, links: Sequence[Transfer], expected: Promise, steps: int) -> None:

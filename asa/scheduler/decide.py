@@ -19,9 +19,11 @@ from asa.interfaces.executor import Placement, Probe
 from asa.ir.measurements import Measurements
 from asa.scheduler import norms
 from asa.scheduler.cores import Cores
-from asa.scheduler.costs import LIKE, Costs, Slowness, turns, typical
+from asa.scheduler.costs import LIKE, MIN_STEPS, Costs, Slowness, turns, typical
 from asa.scheduler.expected import Expected
+from asa.scheduler.exposed import Exposed
 from asa.scheduler.findings import Finding, Findings, awry
+from asa.scheduler.lasting import Lasting
 from asa.scheduler.model import Model, rung, same
 from asa.scheduler.policy import Policy, seconds
 
@@ -53,13 +55,15 @@ class Change:
 
 @dataclass(kw_only=True)
 class _Option:
-    """Another plan that seems faster: what is lost without it so far, in seconds, and since how many steps."""
+    """Another plan that seems faster: what is lost without it so far, in seconds, and since how many steps; ``owed``:
+    steps before it was looked for that count, too, since what is slow was seen to be over so many."""
 
     target: Placement
     ratio: float
     cost_s: float
     lost_s: float = 0.0
     steps: int = 0
+    owed: int = MIN_STEPS
     asked_at: int = 0
 
 
@@ -87,9 +91,10 @@ class Decider:
         self.predicted_s: float | None = None
         self.bound = 0.0
         self._solved = self.costs.slowness()
-        self._findings = Findings(model.cluster, self._solved)
+        self._findings = Findings(model.cluster, self._solved, lasting=Lasting(policy.patience))
         self._causes: dict[tuple[str, int | None], str] = {}
         self._groups = Cores()
+        self._exposed = Exposed(model.step_s)
         self._option: _Option | None = None
         self._probation: _Probation | None = None
         self._known: list[Placement] = []
@@ -112,7 +117,8 @@ class Decider:
             return None
         steps = max(1, min(steps, measured.step_time.n))
         expected = self._expectation(current)
-        self.costs.observe(measured, expected, current.processes, steps, bad)
+        exposed = self._exposed.level(current, measured, expected, self.costs.slowness(), steps)
+        self.costs.observe(measured, expected, current.processes, steps, bad, exposed)
         if probe is not None:
             self.costs.probed(probe, current.processes, expected, steps)
         pace = self.costs.pace
@@ -123,8 +129,10 @@ class Decider:
         self.found += heavy + self._findings.waiting_for_data(measured) + self._findings.sharing(self._groups.seen)
         if any(f.known for f in self.costs.ranks):
             self.found += self._findings.slow(
-                slowness, measured, expected, current.processes, apart=self.costs.apart
+                slowness, measured, expected, current.processes, apart=self.costs.apart, steps=steps
             )  # fmt: skip
+            said = self._findings.said  # nobody changes a plan for a mood of the machine
+            slowness = replace(slowness, common=said.common, ranks=said.ranks, levels=said.levels)
         for f in self.found:
             if f.cause not in ("data", "figures"):
                 cause = "compute" if f.cause == "everything" else f.cause  # one word on all ranks, the last
@@ -176,14 +184,27 @@ class Decider:
         before = self._solved.levels
         if max((abs(a - b) for a, b in zip(slowness.levels, before, strict=True)), default=0.0) <= LIKE:
             return slowness
-        without, seen = replace(slowness, levels=before), math.log(self._step_s(current, measured))
-        if self.costs.pace.doubtful:  # the step changes just now, too: by how much is known a window later
+        without, expected = replace(slowness, levels=before), self._expectation(current)
+        logs = [math.log(self.model.step_s(current, s)) for s in (slowness, without)]
+        worse = any(
+            now - old > LIKE and abs(now - slowness.common) > LIKE
+            for now, old in zip(slowness.levels, before, strict=True)
+        )
+        if worse and logs[0] - logs[1] < self.policy.min_gain:  # what is lost by it is not worth a word
             return without
-        off = [abs(seen - math.log(self.model.step_s(current, s))) for s in (slowness, without)]
-        changed = max(abs(a - b) for a, b in zip(slowness.levels, before, strict=True))
-        beside = math.log(self.model.cluster.overlap.communication_slowdown) + LIKE
-        # Where the step does not tell, what computation beside it may do to a transfer.
-        if off[1] + _TOLD >= off[0] and (off[1] > off[0] + _TOLD or changed > beside):
+        told = self._exposed.told_apart(current, measured, expected, slowness, without)
+        if told is None:
+            pace = self.costs.pace
+            last = math.log(typical(measured) / expected.step_s)
+            if pace.doubtful or (not worse and abs(last - pace.mean) > LIKE / 2):
+                return without  # the step changes just now, too: by how much is known a window later
+            seen = math.log(self._step_s(current, measured))
+            off = [abs(seen - log) for log in logs]
+            changed = max(abs(a - b) for a, b in zip(slowness.levels, before, strict=True))
+            beside = math.log(self.model.cluster.overlap.communication_slowdown) + LIKE
+            # Where the step does not tell, what computation beside it may do to a transfer.
+            told = off[1] + _TOLD >= off[0] and (off[1] > off[0] + _TOLD or changed > beside)
+        if told:
             return slowness
         for level, (now, old) in enumerate(zip(slowness.levels, before, strict=True)):
             if abs(now - old) > LIKE:
@@ -233,8 +254,8 @@ class Decider:
         target = options[best]
         cost_s = self._rebuild_s + self.model.move_s(current, target, slowness)
         self._option = _Option(target=target, ratio=times[best] / priced, cost_s=cost_s)
-        if before is not None and same(before.target, target):
-            self._option.lost_s, self._option.steps = before.lost_s, before.steps
+        if before is not None:  # what was lost is lost, be it to this plan or to one much like it
+            self._option.lost_s, self._option.steps, self._option.owed = before.lost_s, before.steps, before.owed
 
     def _weigh(
         self, current: Placement, measured: Measurements, slowness: Slowness, steps: int, left: int | None
@@ -245,6 +266,7 @@ class Decider:
             return None
         step_s, cost_s = self._step_s(current, measured), option.cost_s
         gain_s = (1 - option.ratio) * step_s
+        steps, option.owed = steps + option.owed, 0
         option.lost_s, option.steps = option.lost_s + steps * gain_s, option.steps + steps
         if left is not None and gain_s * left <= cost_s:
             self._wait(
@@ -330,6 +352,8 @@ class Decider:
             self.costs.leave(
                 group, turns(group, change.target.processes, sum(p in group for p in change.before.processes))
             )
+        if self._groups.believed:  # ranks on one core have more of it now, or less
+            self._findings.said = self.costs.slowness()
         self._next_s = change.promised_s
         if change.kind == "rollback":
             self._rest()

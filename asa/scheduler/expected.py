@@ -25,7 +25,9 @@ class Expected:
         ranks = Ranks(plan, profile, cluster, strategies)
         self.own_s = ranks.compute()
         # A measured transfer says what links it crossed, not which ranks: the plan knows their stride.
-        self._strides = {(c.level, c.ranks): c.stride for c in ranks.carried() if c.op != "send_recv"}
+        carried = ranks.carried()
+        self._strides = {(c.level, c.ranks): c.stride for c in carried if c.op != "send_recv"}
+        self.levels = frozenset(c.level for c in carried)
         self._cluster = cluster
         width = max(len(s.ranks) for s in plan.stages)
         self._links = Links(cluster, width, width if len(plan.stages) == 1 else plan.gpus)

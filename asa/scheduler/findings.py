@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -14,10 +14,12 @@ from asa.ir.measurements import Measurements
 from asa.ir.units import binary
 from asa.scheduler.costs import LIKE, STOLEN_SHARE, Slowness, own_s, typical
 from asa.scheduler.expected import Expected
+from asa.scheduler.lasting import ALL_ALIKE, Lasting, Moods, disturbed
 
 Cause = Literal["compute", "link", "data", "memory", "everything", "figures"]
 DATA_SHARE = 0.10
 """Share of a step waiting for input: what is above is worth a line, and so is another such share more."""
+_EVERYBODY = -1
 _AWRY = 2.0
 """Times the step that a part of it may take before it is taken for a clock that jumped."""
 
@@ -86,7 +88,8 @@ def _others(measured: Measurements, processes: Sequence[int]) -> str:
 
 @dataclass
 class Findings:
-    """What was said so far, so that nothing is said twice."""
+    """What was said so far, so that nothing is said twice. ``said``: the factors that have lasted, which plans are
+    chosen by, too."""
 
     cluster: Cluster
     said: Slowness
@@ -94,6 +97,10 @@ class Findings:
     ignored: set[int] = field(default_factory=set)
     heavy: set[object] = field(default_factory=set)
     groups: tuple[tuple[int, ...], ...] = ()
+    lasting: Lasting = field(default_factory=Lasting)
+    moods: Moods = field(default_factory=Moods)
+    stolen: set[int] = field(default_factory=set)
+    """Slow processes whose cores others have, or had when they became slow."""
 
     def bad_figures(self, bad: dict[int, str]) -> list[Finding]:
         """Processes whose figures are no longer looked at, or are again."""
@@ -155,49 +162,88 @@ class Findings:
         return [Finding(cause="data", where=where, factor=share, line=line)]
 
     def slow(
-        self, now: Slowness, measured: Measurements, expected: Expected, processes: Sequence[int], *, apart: bool
-    ) -> list[Finding]:
-        """What changed of the factors since it was last said."""
-        before, found = self.said, []
+        self, now: Slowness, measured: Measurements, expected: Expected, processes: Sequence[int], *, apart: bool,
+        steps: int = 1,
+    ) -> list[Finding]:  # fmt: skip
+        """What changed of the factors since it was last said, and has lasted for a while: at once where the system
+        tells that others have (or no longer have) the core of a rank, or where it tells nothing of that."""
+        self.moods.window(measured, processes)
+        others = disturbed(measured, processes) if apart else None
+        like = LIKE if others is None else self.moods.like
+        seconds = steps * typical(measured)
+
+        def differs(key: Hashable, log: float, old: float, *, borne_out: bool, times: int = 1) -> bool:
+            more = abs(log - old) > (LIKE if borne_out else like)
+            return self.lasting.holds(
+                key, differs=more, steps=steps, seconds=seconds, borne_out=borne_out or others is None, times=times
+            )
+
+        common = differs(
+            "common", now.common, self.said.common, times=ALL_ALIKE,
+            borne_out=_EVERYBODY in self.stolen or (others is not None and len(others) == len(processes)),
+        )  # fmt: skip
+        ranks = [
+            differs(p, log, old, borne_out=p in (others or ()) or p in self.stolen or p not in processes)
+            for p, (log, old) in enumerate(zip(now.ranks, self.said.ranks, strict=True))
+        ]
+        levels = [
+            apart and differs(("level", i), log, old, borne_out=False)
+            for i, (log, old) in enumerate(zip(now.levels, self.said.levels, strict=True))
+        ]
+        everybody = {_EVERYBODY} if others and len(others) == len(processes) else set()
+        slow = {p for p, log in enumerate(now.ranks) if log or ranks[p]} | (
+            {_EVERYBODY} if now.common > LIKE else set()
+        )
+        self.stolen = (self.stolen | set(others or ()) | everybody) & slow
+        told = self._lines(now, measured, expected, processes, (common, ranks, levels), apart=apart)
+        self.said = replace(
+            self.said,
+            common=now.common if common else self.said.common,
+            ranks=tuple(n if d else o for n, o, d in zip(now.ranks, self.said.ranks, ranks, strict=True)),
+            levels=tuple(
+                n if d or not apart else o for n, o, d in zip(now.levels, self.said.levels, levels, strict=True)
+            ),
+        )
+        return told
+
+    def _lines(
+        self, now: Slowness, measured: Measurements, expected: Expected, processes: Sequence[int],
+        differ: tuple[bool, list[bool], list[bool]], *, apart: bool,
+    ) -> list[Finding]:  # fmt: skip
+        """A line on everything that is said to ``differ``: what is common, ranks, levels."""
+        found, (common, ranks, levels) = [], differ
         step, should = typical(measured), expected.step_s
         seen = f"{step:.3g} s a step, {should:.3g} s expected"
         every = False
-        if abs(now.common - before.common) > LIKE:
-            moved = [abs(a - b) > LIKE for a, b in zip(now.levels, before.levels, strict=True)]
-            every = not apart or (bool(moved) and all(moved))
+        # Faster than promised is no news, but the costs to plan with all the same.
+        if common and max(now.common, self.said.common) > LIKE:
+            every = not apart or (bool(levels) and all(levels))
             what = "everything takes" if every else "the compute of all ranks takes"
             line = f"{what} {_times(now.common)} ({seen}{_others(measured, processes)})"
             cause: Cause = "everything" if every else "compute"
             over = abs(now.common) <= LIKE
             found.append(Finding(cause=cause, where=None, factor=math.exp(now.common), line=line, ended=over))
-        for process, (log, old) in enumerate(zip(now.ranks, before.ranks, strict=True)):
-            if abs(log - old) > LIKE:
-                line = f"rank {process}'s compute takes {_times(now.common + log)}"
-                if log == 0 < len([r for i, r in enumerate(now.ranks) if i != process and r == 0]):
-                    line += ", no longer than that of others"
-                if process in processes and measured.per_rank:
-                    rank = measured.per_rank[process]
-                    of = expected.own_s[list(processes).index(process)]
-                    line += f" ({own_s(measured, process):.3g} s of its own a step, {of:.3g} s expected"
-                    if rank.stolen_share is not None and rank.stolen_share >= STOLEN_SHARE:
-                        line += f"; other processes had its core {100 * rank.stolen_share:.0f} % of the time"
-                    line += ")"
-                else:
-                    line += " (probed: it is idle)"
-                found.append(
-                    Finding(
-                        cause="compute", where=process, factor=math.exp(now.common + log), line=line, ended=log == 0
-                    )
-                )
-        if apart and not every:
-            for i, (log, old) in enumerate(zip(now.levels, before.levels, strict=True)):
-                if abs(log - old) > LIKE:
-                    line = f"the links of level {self.cluster.levels[i].name} take {_times(log)}"
-                    found.append(
-                        Finding(
-                            cause="link", where=i, factor=math.exp(log), line=f"{line} ({seen})", ended=abs(log) <= LIKE
-                        )
-                    )
-        if found:
-            self.said = now
+        for process, log in enumerate(now.ranks):
+            if not ranks[process]:
+                continue
+            line = f"rank {process}'s compute takes {_times(now.common + log)}"
+            if log > 0 and now.common + log <= LIKE:  # what was predicted is longer than what others take
+                line = f"rank {process}'s compute takes {math.exp(log):.3g} times as long as that of others"
+            if log == 0 < len([r for i, r in enumerate(now.ranks) if i != process and r == 0]):
+                line += ", no longer than that of others"
+            if process in processes and measured.per_rank:
+                rank = measured.per_rank[process]
+                of = expected.own_s[list(processes).index(process)]
+                line += f" ({own_s(measured, process):.3g} s of its own a step, {of:.3g} s expected"
+                if rank.stolen_share is not None and rank.stolen_share >= STOLEN_SHARE:
+                    line += f"; other processes had its core {100 * rank.stolen_share:.0f} % of the time"
+                line += ")"
+            else:
+                line += " (probed: it is idle)"
+            factor = math.exp(now.common + log)
+            found.append(Finding(cause="compute", where=process, factor=factor, line=line, ended=log == 0))
+        for i, log in enumerate(now.levels):
+            if levels[i] and apart and not every and max(log, self.said.levels[i]) > LIKE:
+                line = f"the links of level {self.cluster.levels[i].name} take {_times(log)} ({seen})"
+                found.append(Finding(cause="link", where=i, factor=math.exp(log), line=line, ended=abs(log) <= LIKE))
         return found

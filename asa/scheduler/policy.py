@@ -13,7 +13,8 @@ class Policy:
     deviation of the ratio of two predictions on top of theirs. ``rebuild_s``: what a change takes beside moving state,
     before one was ever timed. ``probation_steps``: steps after which a change is judged at the latest. ``cool_down``:
     steps without another change after one was taken back; doubles each time. ``probe_every``: looks between two probes
-    of idle processes. ``keep_batch_norm``: offer no plan under which BatchNorm averages over groups of other sizes.
+    of idle processes. ``patience``: times as long as is usual that a difference must last which nothing else bears out,
+    before it is believed. ``keep_batch_norm``: offer no plan under which BatchNorm averages over groups of other sizes.
     """
 
     min_gain: float = 0.03
@@ -24,6 +25,7 @@ class Policy:
     probation_steps: int = 20
     cool_down: int = 200
     probe_every: int = 2
+    patience: float = 1.0
     keep_batch_norm: bool = False
 
 

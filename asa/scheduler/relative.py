@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from asa.ir.measurements import Measurements, Transfer
 from asa.scheduler.costs import LIKE, STOLEN_SHARE, Costs, own_s
 from asa.scheduler.findings import awry
+from asa.scheduler.lasting import Lasting, Moods, disturbed
 
 
 class _Alike:
@@ -29,16 +30,26 @@ class Compared:
     def __init__(self, ranks: int) -> None:
         self._costs, self._alike = Costs(ranks, 0), _Alike(ranks)
         self._said = (0.0,) * ranks
+        self._lasting, self._moods = Lasting(), Moods()
+        self._stolen: set[int] = set()
 
     def window(self, measured: Measurements, steps: int) -> list[str]:
         """Lines on ranks that are slower than others now, or no longer; a window of ``steps``."""
         if not measured.per_rank or -1 in (bad := awry(measured)):
             return []
-        self._costs.observe(measured, self._alike, range(len(self._said)), max(1, steps), bad)
+        every, steps = range(len(self._said)), max(1, steps)
+        self._costs.observe(measured, self._alike, every, steps, bad)
+        self._moods.window(measured, every)
+        others, seconds = disturbed(measured, every), steps * measured.step_time.median
         now, lines = self._costs.slowness().ranks, []
         for rank, (log, before) in enumerate(zip(now, self._said, strict=True)):
-            if abs(log - before) <= LIKE:
+            # At once where others have (or had) the rank's core, and where no system tells; else if it lasts.
+            told = others is None or rank in others or rank in self._stolen
+            differs = abs(log - before) > (LIKE if told else self._moods.like)
+            if not self._lasting.holds(rank, differs=differs, steps=steps, seconds=seconds, borne_out=told):
                 continue
+            self._said = (*self._said[:rank], log, *self._said[rank + 1 :])
+            self._stolen = (self._stolen | set(others or ())) & {p for p, log in enumerate(self._said) if log}
             if log == 0:
                 lines.append(f"rank {rank} is as fast as others again")
                 continue
@@ -48,7 +59,4 @@ class Compared:
             if stolen >= STOLEN_SHARE:
                 line += f"; other processes had its core {100 * stolen:.0f} % of the time"
             lines.append(f"{line})")
-        self._said = tuple(
-            log if abs(log - old) > LIKE else old for log, old in zip(now, self._said, strict=True)
-        )  # fmt: skip
         return lines

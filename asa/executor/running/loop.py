@@ -28,6 +28,7 @@ from asa.executor.training.checkpointer import Checkpointer
 from asa.executor.training.clock import StepClock
 from asa.executor.training.epoch_timer import EpochTimer, Interval, who_is_late
 from asa.executor.training.logs import Announce
+from asa.executor.training.migration import move, parts_of, wanted_by
 from asa.executor.training.optimizer import (
     build_optimizer,
     cut_parameters,
@@ -36,11 +37,14 @@ from asa.executor.training.optimizer import (
     updates_parts,
 )  # fmt: skip
 from asa.executor.training.precision import LossScale
+from asa.executor.training.saving import SaveClock
 from asa.executor.training.settings import TrainSettings
-from asa.executor.training.stopping import Patience, StopRequest
+from asa.executor.training.snapshots import Keeping, Snapshot, scarce
+from asa.executor.training.stopping import VOTE_EVERY_S, Patience, StopRequest
 from asa.executor.training.worker import LossCounter, Worker
 from asa.instruments.nvml import Meter, card_of
 from asa.interfaces.executor import EpochOutcome, Look
+from asa.ir.codec import fingerprint
 from asa.ir.plan import Plan
 from asa.launch import give_back_freed_memory
 from asa.sharding.waits import waits
@@ -56,6 +60,7 @@ class TrainingExecutor(PlannedExecutor):
 
     ``folder`` receives the checkpoints; ``run`` names this process's run in them. ``announce``
     takes events; ranks but the first hand in one that does nothing. ``watch``: of this rank's memory.
+    ``between_losses_s``: see :class:`asa.executor.training.saving.SaveClock`; ``keeping``: where snapshots go to.
     """
 
     def __init__(
@@ -72,6 +77,8 @@ class TrainingExecutor(PlannedExecutor):
         folder: Path,
         run: str,
         watch: Watch | None = None,
+        between_losses_s: float | None = None,
+        keeping: Keeping | None = None,
     ) -> None:
         self._build, self._settings, self._votes, self._stop = build, settings, votes, stop
         self._watch = watch
@@ -82,7 +89,8 @@ class TrainingExecutor(PlannedExecutor):
         self._position = self._step = 0
         self._steps: int | None = None
         self._saved: tuple[int, Path] | None = None
-        self._since_saved_s = 0.0
+        self._saving = SaveClock(settings.save_every_s, between_losses_s if keeping is None else None)
+        self._keeping = keeping
         self._keeper = Checkpointer(
             folder=folder, run=run, settings=settings, num_samples=len(train), votes=votes, announce=self._announce
         )
@@ -191,6 +199,8 @@ class TrainingExecutor(PlannedExecutor):
             disturbed = self._observer.run(worker, pace.warm, step)
             self._step += 1
             self._position += len(indices)
+            if self._keeping is not None and self._keeping.due(self._step) and self._more(epoch):
+                self._keep(self._keeping)
             if pace.stepped(full=len(indices) == self.plan.global_batch, disturbed=disturbed):
                 measured = self._exchange(epoch, pace, tally, rate).measured
                 if look is not None and measured is not None and self._more(epoch):
@@ -234,6 +244,23 @@ class TrainingExecutor(PlannedExecutor):
             group["lr"] = peak * share
         return self._peaks[0] * share
 
+    def _keep(self, keeping: Keeping) -> None:
+        """A snapshot for those who are started again if a rank is lost; the first of all ranks shows what it takes."""
+        worker, first, began = self._worker, keeping.step == 0, time.monotonic()
+        parts = parts_of(worker.model, worker.optimizer)
+        if first and any(r[0] for r in self._votes.gather([float(scarce(parts, self.model.device))])):
+            self._keeping = None
+            return
+        keeping.write(
+            Snapshot(
+                step=self._step, position=self._position, plan=fingerprint(self.plan), loss_scale=worker.scale.value,
+                parts=parts,
+            )
+        )  # fmt: skip
+        if first:
+            took_s = time.monotonic() - began
+            keeping.paced(max(r[0] for r in self._votes.gather([took_s])), self.plan.prediction.step_time_s)
+
     def _exchange(self, epoch: int, pace: EpochTimer, tally: LossCounter, rate: float) -> Interval:
         full = 0.0 if self._watch is None else self._watch.full()
         interval = pace.exchange(tally, step=self._step, stop=self._stop.asked, full=full)
@@ -243,9 +270,9 @@ class TrainingExecutor(PlannedExecutor):
         if interval.full > NEARLY and self._more(epoch):
             self._save()
             raise NearlyExhausted
-        self._since_saved_s += interval.seconds  # one figure on all ranks, so that all save or none does
-        if self._since_saved_s >= (self._settings.save_every_s or math.inf) and self._more(epoch):
+        if self._saving.trained(interval.seconds) and self._more(epoch):  # one figure on all ranks: all save, or none
             self._save()
+        pace.every_s = min(VOTE_EVERY_S, self._saving.interval_s)
         return interval
 
     def _report(self, interval: Interval, rate: float) -> None:
@@ -331,8 +358,12 @@ class TrainingExecutor(PlannedExecutor):
 
     def _save(self) -> Path:
         if self._saved is None or self._saved[0] != self._step:
+            began = time.monotonic()
             self._saved = (self._step, self._keeper.save(self._worker, step=self._step, position=self._position))
-            self._since_saved_s = 0.0
+            took_s = time.monotonic() - began
+            if self._saving.between_losses_s is not None:
+                took_s = max(rank[0] for rank in self._votes.gather([took_s]))
+            self._saving.saved(took_s)
         return self._saved[1]
 
     def restore(self, path: Path, manifest: Manifest) -> None:
@@ -346,6 +377,13 @@ class TrainingExecutor(PlannedExecutor):
         if not self._more(self.next_epoch):  # the batch, or the limit of steps, is another now
             self._position = (self.next_epoch + 1) * self._order.samples_per_epoch
         self._saved = (manifest.step, path)
+
+    def recall(self, kept: Snapshot) -> None:
+        """Continue where the ranks before had come to, by what each has left (collective)."""
+        worker = self._worker
+        move(kept.parts, wanted_by(worker.model), worker.model, worker.optimizer, self._votes)
+        worker.scale = LossScale(worker.precision, kept.loss_scale)
+        self._position, self._step = kept.position, kept.step
 
     def migrate(self, plan: Plan, processes: tuple[int, ...] | None = None) -> None:
         """Continue under ``plan``: same weights, optimizer state and sample order. All processes move, or none does.

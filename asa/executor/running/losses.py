@@ -6,24 +6,30 @@ epoch comes exactly once.
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 
 from asa.errors import AsaError, WorkersFailedError
 from asa.executor.running.member import Job
 from asa.executor.running.outdir import CHECKPOINTS
 from asa.executor.running.prepare import write_plan
-from asa.executor.training import checkpoint
+from asa.executor.training import checkpoint, snapshots
 from asa.executor.training.logs import Event, RunLog
 from asa.ir.codec import fingerprint
 from asa.ir.plan import Plan
+from asa.launch import launched
 from asa.launch.devices import leave_device_out
 
 Regroup = Callable[[Plan, int], Plan]
 """Another plan for a run under a plan: the plan, and how many ranks it may have at most."""
 
 
+_LATELY = 5
+"""Losses that say how often ranks are lost."""
 MOST_STARTS = 20
 """In a row, of all ranks, without a new checkpoint."""
 
@@ -35,10 +41,13 @@ class Losses:
     The first loss is answered by starting all ranks again. One more of the same rank in the same step is
     that of a rank that will not come back, and is answered by a plan without it; a rank that raises an error twice
     would do so under any plan, and ends the run. Ranks that are lost by chance, now one and now another, or elsewhere
-    each time, are started again :data:`MOST_STARTS` times before anything new is saved.
+    each time, are started again :data:`MOST_STARTS` times before anything new is saved. The more often ranks are lost,
+    the more often the run saves.
     """
 
     regroup: Regroup | None
+    _ran_s: list[float] = field(default_factory=list)
+    _began: float = field(default_factory=time.monotonic)
     _saved: int = -1
     _step: int | None = None
     _rank: int | None = None
@@ -52,8 +61,12 @@ class Losses:
         """
         if self.regroup is None or not (failure.lost or failure.raised):
             raise failure
-        newest = checkpoint.newest_manifest(Path(job.settings.out) / CHECKPOINTS)
-        saved = -1 if newest is None else newest.step
+        self._ran_s.append(time.monotonic() - self._began)
+        self._began = time.monotonic()
+        job = replace(job, between_losses_s=fmean(self._ran_s[-_LATELY:]))
+        manifest = checkpoint.newest_manifest(Path(job.settings.out) / CHECKPOINTS)
+        kept = snapshots.newest(job.snapshots, fingerprint(plan))
+        saved = max(kept, -1 if manifest is None else manifest.step) if kept or manifest is not None else -1
         chance = failure.step != self._step or (failure.rank != self._rank and not failure.raised)
         if saved > self._saved or not self._starts:
             chance, self._starts = True, 0
@@ -61,7 +74,9 @@ class Losses:
         if chance and self._starts < MOST_STARTS:
             self._starts += 1
             log({"event": "note", "message": f"{failure}; all {plan.num_processes} ranks are started again"})
-            return replace(job, plan=plan)
+            if len(job.snapshots) != plan.num_processes:
+                job = forgotten(job)
+            return replace(job, plan=plan, snapshots=job.snapshots or _files(job, plan))
         if failure.raised or plan.num_ranks == 1 or failure.rank is None:
             raise failure
         try:
@@ -74,7 +89,20 @@ class Losses:
         self._starts = 0
         log(regrouped(plan, fewer, str(failure), failure.rank))
         write_plan(fewer, Path(job.settings.out))
-        return replace(job, plan=fewer)
+        return replace(forgotten(job), plan=fewer, snapshots=_files(job, fewer))
+
+
+def _files(job: Job, plan: Plan) -> tuple[int, ...]:
+    """Where ranks that are started again keep what they have; not where they wait for nobody, or leave the host."""
+    apart = plan.consistency is not None or job.emulated is not None or job.device_type != "cpu" or launched()
+    return () if apart else snapshots.files(plan.num_processes)
+
+
+def forgotten(job: Job) -> Job:
+    """``job`` without what its ranks have kept."""
+    for file in job.snapshots:
+        os.close(file)
+    return replace(job, snapshots=())
 
 
 def regrouped(old: Plan, new: Plan, why: str, rank: int | None = None) -> Event:

@@ -22,10 +22,12 @@ from asa.executor.running.outdir import CHECKPOINTS, check_space
 from asa.executor.running.prepare import Material
 from asa.executor.training.logs import Announce
 from asa.executor.training.settings import TrainSettings
+from asa.executor.training.snapshots import Keeping, newest, read
 from asa.executor.training.stopping import StopRequest
 from asa.instruments.devices import device_of_rank
 from asa.interfaces.executor import Executor
 from asa.interfaces.strategy import OPTIMIZER_WORDS, Strategies
+from asa.ir.codec import fingerprint
 from asa.ir.measurements import EpochRecord
 from asa.ir.optimizers import planned_as
 from asa.ir.plan import Plan
@@ -50,7 +52,8 @@ class Job:
     """A request to train, the same on every rank. ``emulated``: the device to pretend to train on, if not on one.
     ``alike``: all ranks make the same initial weights of the same seed, to the bit. ``watchful``: whether to end
     (:attr:`Ending.tight`) before memory runs out, for somebody to plan again. ``model``: made already, for the first
-    plan.
+    plan. ``between_losses_s``: how long ranks ran before one was lost, on average; None where none was. ``snapshots``:
+    open files by rank, for what those who are started after a loss go on from; none before the first one.
     """
 
     plan: Plan
@@ -62,6 +65,8 @@ class Job:
     alike: bool = False
     watchful: bool = False
     model: ModelPreload | None = None
+    between_losses_s: float | None = None
+    snapshots: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +117,10 @@ def _work(
         shape = plan.sample_shape
         model = None if job.model is None else job.model.take()
         if model is None:
-            model = build(plan.model_spec, num_classes=plan.num_classes, input_shape=shape, seed=settings.seed)
+            known = job.model is not None or bool(sizes)  # planned for such inputs, or built before
+            model = build(
+                plan.model_spec, num_classes=plan.num_classes, input_shape=shape, seed=settings.seed, tried=known
+            )
         alive.beat()
         sizes.append(sum(p.nbytes for p in model.parameters()))
         if job.emulated is not None:
@@ -157,11 +165,16 @@ def _work(
             folder=folder,
             run=material.run,
             watch=watch,
+            between_losses_s=job.between_losses_s,
+            keeping=Keeping(job.snapshots[votes.rank]) if job.snapshots else None,
         )
         made.append(executor)
         words = 1 + OPTIMIZER_WORDS[planned_as(settings.optimizer or job.plan.optimizer)]
         votes.once(lambda: check_space(folder.parent, words * sizes[0], settings.keep))
-        if material.resume is not None:
+        kept = newest(job.snapshots, fingerprint(job.plan))
+        if kept > (0 if material.resume is None else material.resume[1].step):
+            executor.recall(read(job.snapshots[votes.rank], kept))
+        elif material.resume is not None:
             executor.restore(*material.resume)
         if device.type == "cuda" and material.train.images.nbytes > _RESIDENT_BYTES:
             size = material.train.images.nbytes / GIB

@@ -25,12 +25,13 @@ from asa.errors import (
     WorkersFailedError,
 )
 from asa.executor.running.exhausted import NOTE
-from asa.executor.running.losses import Losses, Regroup, regrouped
+from asa.executor.running.losses import Losses, Regroup, forgotten, regrouped
 from asa.executor.running.member import Ending, Job
 from asa.executor.running.outdir import CHECKPOINTS
 from asa.executor.running.prepare import Material, write_plan
 from asa.executor.training import checkpoint
 from asa.executor.training.logs import Event, RunLog
+from asa.executor.training.snapshots import newest
 from asa.instruments.room import kernel_kills
 from asa.ir import codec
 from asa.ir.codec import fingerprint
@@ -66,18 +67,19 @@ def outlast(
             ending = start(job, material)
             found = ending.tight
             if found is None:
+                forgotten(job)
                 return ending
         except WorkersFailedError as error:
             found, failure = _shortage(error, job, log, kernel_kills() > kills), error
             if found is None:
                 job = losses.answered(job, _in_force(job, log), error, log)
-                material = _newest(material, log, Path(job.settings.out))
+                material = _newest(material, log, Path(job.settings.out), newest(job.snapshots, fingerprint(job.plan)))
                 continue
         attempt = 1 + (0 if len(log.epochs) > epochs else attempt)
         if found is None or relieve is None or attempt > MOST_ATTEMPTS:
             assert failure is not None
             raise failure
-        job = _answer(job, found, failure, attempt, log, relieve)
+        job = _answer(forgotten(job), found, failure, attempt, log, relieve)
         material = _newest(material, log, Path(job.settings.out))
 
 
@@ -229,8 +231,9 @@ def change(found: Shortage, plan: Plan, attempt: int) -> Event:
     }
 
 
-def _newest(material: Material, log: RunLog, out: Path) -> Material:
-    """What the run goes on from: its newest checkpoint that is whole; the start where none was written."""
+def _newest(material: Material, log: RunLog, out: Path, kept: int = 0) -> Material:
+    """What the run goes on from: its newest checkpoint that is whole; the start where none was written. ``kept``: the
+    step that ranks have left their state of, which is taken where it is newer."""
     folder = out / CHECKPOINTS
     checkpoint.sweep(folder)
     resume = None
@@ -241,6 +244,6 @@ def _newest(material: Material, log: RunLog, out: Path) -> Material:
             log({"event": "note", "message": note})
     step, epoch = (0, 0) if resume is None else (resume[1].step, resume[1].position // len(material.train))
     log.recall(epoch)
-    message = f"continuing after step {step}" if step else "starting again: nothing was saved yet"
+    message = f"continuing after step {max(step, kept)}" if step or kept else "starting again: nothing was saved yet"
     log({"event": "note", "message": message})
     return replace(material, resume=resume, run=secrets.token_hex(4))

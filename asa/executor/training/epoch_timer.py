@@ -51,7 +51,8 @@ def who_is_late(measured: Measurements | None) -> dict[str, float | int | None]:
 
 @dataclass
 class EpochTimer:
-    """An epoch's record. ``warm``: steps since the plan in force took effect; ``processes`` run its ranks."""
+    """An epoch's record. ``warm``: steps since the plan in force took effect; ``processes`` run its ranks. ``every_s``:
+    about how many seconds of training two exchanges lie apart at most."""
 
     plan: Plan
     processes: tuple[int, ...]
@@ -60,6 +61,7 @@ class EpochTimer:
     log_every: int
     warm: int
     interval: int = 1
+    every_s: float = VOTE_EVERY_S
     _measured: list[bool] = field(default_factory=list)
     _times: list[tuple[float, float]] = field(default_factory=list)
     _cold: list[tuple[float, float]] = field(default_factory=list)
@@ -128,7 +130,7 @@ class EpochTimer:
                 f"the loss is no longer finite at step {step}; lower the learning rate, or train in fp32"
             )
         self._sums = (self._sums[0] + loss, self._sums[1] + hits, self._sums[2] + rows)
-        self.interval = max(1, min(self.log_every, int(VOTE_EVERY_S / max(*work, 1e-6))))
+        self.interval = max(1, min(self.log_every, int(self.every_s / max(*work, 1e-6))))
         return Interval(
             steps=steps,
             loss=loss / max(1.0, rows),

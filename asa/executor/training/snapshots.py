@@ -1,0 +1,146 @@
+"""A run's state in memory that outlives its ranks: the launcher holds it, and those it starts again go on from there.
+
+Every rank has a file without a name (``memfd_create``) with room for two snapshots of what it holds; it writes to one
+while the other stays whole. Whoever started the ranks has the files open, too, so that nothing is lost with a rank that
+is killed, and nothing left behind. Ranks that are started again all know the newest step that all of them have whole.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from asa.executor.training.migration import Part
+from asa.instruments.room import rooms
+from asa.ir.region import Region
+
+_HEAD = mmap.PAGESIZE
+_WORDS = 64
+"""Bytes of a slot's own head: its step (0: it is being written), where it lies, how long it is, and under what plan."""
+_COST = 0.02
+"""Share of the time that snapshots may take."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """The state of one rank after ``step``; ``plan``: the fingerprint of the plan in force."""
+
+    step: int
+    position: int
+    plan: str
+    loss_scale: float
+    parts: list[Part]
+
+
+def files(ranks: int) -> tuple[int, ...]:
+    """Open files for so many ranks, inherited by those that are forked; none where the system has no such files."""
+    if not hasattr(os, "memfd_create"):
+        return ()
+    return tuple(os.memfd_create("asa-state") for _ in range(ranks))
+
+
+def _slots(file: int) -> list[tuple[int, int, int, int]]:
+    """Step, place, length and number of the plan of a rank's two snapshots."""
+    heads = [os.pread(file, 32, slot * _WORDS).ljust(32, bytes(1)) for slot in range(2)]
+    return [tuple(int.from_bytes(h[8 * i : 8 * i + 8], "little") for i in range(4)) for h in heads]  # type: ignore[misc]
+
+
+def _number(plan: str) -> int:
+    return int(plan[:12], 16)
+
+
+def newest(everyone: Sequence[int], plan: str) -> int:
+    """The newest step of which the files of all ranks have a whole snapshot under ``plan``; 0 without one."""
+    steps = [{s for s, _, _, number in _slots(f) if s and number == _number(plan)} for f in everyone]
+    return max(set.intersection(*steps), default=0) if steps else 0
+
+
+def read(file: int, step: int) -> Snapshot:
+    """What a rank held after ``step``."""
+    at = next(at for s, at, _, _ in _slots(file) if s == step)
+    size = int.from_bytes(os.pread(file, 8, at), "little")
+    head = json.loads(os.pread(file, size, at + 8))
+    data = torch.frombuffer(mmap.mmap(file, os.fstat(file).st_size), dtype=torch.uint8)
+    parts, start = [], at + head["data"]
+    for name, dtype, shape, region, follows, held, size in head["parts"]:
+        tensor = data[start : start + size].clone().view(getattr(torch, dtype)).reshape(held)
+        start += -(-size // 16) * 16
+        parts.append(Part(name, tuple(shape), _region(region), tensor, follows))
+    return Snapshot(
+        step=step, position=head["position"], plan=head["plan"], loss_scale=head["scale"], parts=parts
+    )  # fmt: skip
+
+
+def scarce(parts: Sequence[Part], device: torch.device) -> bool:
+    """Whether two snapshots of ``parts`` would take what is left of memory below a half."""
+    size = 2 * sum(p.tensor.nbytes for p in parts)
+    return any(2 * size > (1 - room.full) * room.limit for room in rooms(device))
+
+
+def _region(told: Sequence[Sequence[Sequence[int]]]) -> Region:
+    return tuple(tuple((a, b) for a, b in runs) for runs in told)
+
+
+@dataclass
+class Keeping:
+    """A rank's own ``file``, and how often it writes to it: as seldom as :data:`_COST` wants it."""
+
+    file: int
+    every: int = 1
+    step: int = 0
+    _slot: int = 0
+    _room: int = 0
+    _map: mmap.mmap | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if size := os.fstat(self.file).st_size:  # what ranks before this one have left stays until there is newer
+            self._room, self._map = (size - _HEAD) // 2, mmap.mmap(self.file, size)
+            self._slot = min((s, slot) for slot, (s, *_) in enumerate(_slots(self.file)))[1]
+
+    def due(self, step: int) -> bool:
+        """Whether it is time for one, after ``step``: the same on all ranks."""
+        return step - self.step >= self.every
+
+    def paced(self, took_s: float, step_s: float) -> None:
+        """One takes the slowest rank ``took_s``, and a step ``step_s``."""
+        self.every = max(1, math.ceil(took_s / (_COST * max(step_s, 1e-9))))
+
+    @torch.no_grad()
+    def write(self, snapshot: Snapshot) -> None:
+        """Keep ``snapshot`` beside the one before it."""
+        told, size = [], 0
+        for p in snapshot.parts:
+            dtype = str(p.tensor.dtype).removeprefix("torch.")
+            told.append([p.name, dtype, p.shape, p.region, p.follows, list(p.tensor.shape), p.tensor.nbytes])
+            size += -(-p.tensor.nbytes // 16) * 16
+        head = {"position": snapshot.position, "plan": snapshot.plan, "scale": snapshot.loss_scale, "parts": told}
+        text = json.dumps(head | {"data": 10**9}).encode()
+        data = -(-(8 + len(text)) // _HEAD) * _HEAD
+        text = json.dumps(head | {"data": data}).encode()
+        room = -(-(data + size) // _HEAD) * _HEAD
+        if self._map is None or room > self._room:
+            os.ftruncate(self.file, 0)  # what was kept before is of another plan
+            os.ftruncate(self.file, _HEAD + 2 * room)
+            self._room, self._map = room, mmap.mmap(self.file, _HEAD + 2 * room)
+        memory, at = self._map, _HEAD + self._slot * self._room
+        first = self._slot * _WORDS
+        memory[first : first + 8] = bytes(8)
+        memory[at : at + 8] = len(text).to_bytes(8, "little")
+        memory[at + 8 : at + 8 + len(text)] = text
+        whole = torch.frombuffer(memory, dtype=torch.uint8)
+        start = at + data
+        for p in snapshot.parts:
+            if p.tensor.nbytes:
+                flat = p.tensor.contiguous().view(-1).view(torch.uint8)
+                whole[start : start + p.tensor.nbytes].copy_(flat)
+            start += -(-p.tensor.nbytes // 16) * 16
+        words = (at, size, _number(snapshot.plan))
+        memory[first + 8 : first + 32] = b"".join(word.to_bytes(8, "little") for word in words)
+        memory[first : first + 8] = snapshot.step.to_bytes(8, "little")
+        self.step, self._slot = snapshot.step, 1 - self._slot

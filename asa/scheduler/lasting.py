@@ -1,0 +1,81 @@
+"""Whether something lasts long enough to be worth a line: machines have moods of a second or two."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from statistics import quantiles
+
+from asa.ir.measurements import Measurements
+from asa.scheduler.costs import LIKE, STOLEN_SHARE
+
+_LOOKS, _STEPS, _SECONDS = 2, 5, 3.0
+"""Further looks, steps and seconds for which a difference must last that nothing but the time itself bears out."""
+ALL_ALIKE = 4
+"""Times as long where it is all ranks alike: no plan answers that."""
+_WINDOWS = 80
+_FEW = 10
+_SURE = 3.0
+_NORMAL_P90 = 1.6449
+"""That quantile of an absolute value, in standard deviations."""
+
+
+def disturbed(measured: Measurements, processes: Sequence[int]) -> list[int] | None:
+    """Which of ``processes`` had to share their cores for a part of the time; None where the system does not tell."""
+    shares = {p: measured.per_rank[p].stolen_share for p in processes if p < len(measured.per_rank)}
+    if not shares or any(s is None for s in shares.values()):
+        return None
+    return [p for p, s in shares.items() if s is not None and s >= STOLEN_SHARE]
+
+
+@dataclass
+class Moods:
+    """How far the windows of a run lie apart while nothing happens, learned from the ranks' own times, from one window
+    to the next; nine of ten of those differences, so that what happens is none of it."""
+
+    _last: dict[int, float] = field(default_factory=dict)
+    _apart: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOWS))
+
+    def window(self, measured: Measurements, processes: Sequence[int]) -> None:
+        """What ranks computed in a window."""
+        for p in processes:
+            own = measured.per_rank[p].own_s if p < len(measured.per_rank) else 0.0
+            if own > 0 and math.isfinite(own):
+                log = math.log(own)
+                if p in self._last:
+                    self._apart.append(abs(log - self._last[p]))
+                self._last[p] = log
+
+    @property
+    def like(self) -> float:
+        """From what difference on, of logarithms, it is one."""
+        if len(self._apart) < _FEW:
+            return LIKE
+        return max(LIKE, _SURE * quantiles(self._apart, n=10)[-1] / (_NORMAL_P90 * math.sqrt(2)))
+
+
+@dataclass
+class Lasting:
+    """For how long differences have lasted, by what they are of. ``patience``: as of the policy."""
+
+    patience: float = 1.0
+    _since: dict[Hashable, list[float]] = field(default_factory=dict)
+
+    def holds(
+        self, key: Hashable, *, differs: bool, steps: int, seconds: float, borne_out: bool, times: int = 1
+    ) -> bool:
+        """Whether ``key`` has differed for long enough, in a window of ``steps`` that took ``seconds`` again.
+        ``borne_out``: something else than its time says so, too. ``times``: as long as is usual."""
+        if not differs:
+            self._since.pop(key, None)
+            return False
+        since = self._since.setdefault(key, [-1.0, -float(steps), -seconds])
+        for i, more in enumerate((1.0, float(steps), seconds)):
+            since[i] += more
+        lasts = all(a >= times * self.patience * b for a, b in zip(since, (_LOOKS, _STEPS, _SECONDS), strict=True))
+        if borne_out or lasts:
+            del self._since[key]
+            return True
+        return False

@@ -1,0 +1,145 @@
+"""What is said of a machine's own moods: nothing; and how often a run saves whose ranks are lost."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import nouns
+import pytest
+
+from asa.executor.training.saving import SaveClock
+from asa.interfaces.executor import Probe
+from asa.ir.measurements import Measurements, RankTiming
+from asa.ir.profile import Stat
+from asa.scheduler.costs import LIKE, Costs, Slowness
+from asa.scheduler.findings import Finding, Findings
+from asa.scheduler.lasting import Lasting, Moods
+from asa.scheduler.relative import Compared
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+import clean
+
+STEPS = 5
+
+
+class _Promise:
+    step_s = 0.1
+    own_s = (0.1, 0.1)
+
+    def transfer_s(self, _: object) -> None:
+        return None
+
+
+def _window(own: tuple[float, float] = (0.1, 0.1), stolen: tuple[float | None, ...] = (0.0, 0.0)) -> Measurements:
+    ranks = tuple(
+        RankTiming(own_s=s, waiting_s=0.0, data_wait_s=0.0, stolen_share=share)
+        for s, share in zip(own, stolen, strict=True)
+    )
+    return Measurements(
+        plan_fingerprint="", strategy="ddp", num_ranks=2, global_batch=8, step_time=Stat.of([max(own)] * STEPS),
+        predicted_step_time_s=0.1, communication_s=None, data_wait_s=0.0, peak_memory_bytes=None,
+        predicted_memory_bytes=(1, 1), per_rank=ranks,
+    )  # fmt: skip
+
+
+def _said(findings: Findings, logs: tuple[float, ...], windows: int, **figures: object) -> list[tuple[int, Finding]]:
+    common = min(logs)
+    now = Slowness(common=common, ranks=tuple(x - common for x in logs), levels=(0.0,))
+    measured = _window(tuple(0.1 * math.exp(x) for x in logs), **figures)  # type: ignore[arg-type]
+    return [
+        (i, f)
+        for i in range(windows)
+        for f in findings.slow(now, measured, _Promise(), (0, 1), apart=True, steps=STEPS)  # type: ignore[arg-type]
+    ]
+
+
+def _findings() -> Findings:
+    return Findings(nouns.cluster(2), Slowness(common=0.0, ranks=(0.0, 0.0), levels=(0.0,)))
+
+
+@pytest.mark.parametrize("stolen", [(0.0, 0.4), (None, None)])
+def test_a_rank_whose_core_others_have_is_named_at_once_and_so_it_is_where_no_system_tells(stolen) -> None:
+    ((at, found),) = _said(_findings(), (0.0, 0.7), 3, stolen=stolen)
+    assert (at, found.cause, found.where) == (0, "compute", 1)
+
+
+def test_what_nothing_else_bears_out_is_named_once_it_lasts_and_over_when_it_is() -> None:
+    findings = _findings()
+    assert [at for at, _ in _said(findings, (0.0, 0.7), 10)] == [3]  # three seconds of steps of 0.2 s
+    ((at, over),) = _said(findings, (0.0, 0.0), 12)
+    assert (at, over.ended) == (6, True)
+    assert _said(findings, (0.0, 0.7), 2) == []
+    assert _said(findings, (0.0, 0.0), 20) == []
+
+
+def test_what_all_ranks_have_in_common_takes_longer_to_believe_and_faster_than_promised_is_no_news() -> None:
+    findings = _findings()
+    ((at, found),) = _said(findings, (0.7, 0.7), 20)
+    assert (at, found.where) == (12, None)
+    assert _said(_findings(), (-0.4, -0.4), 40) == []
+
+
+def test_a_rank_slower_than_others_but_not_than_promised_is_told_so() -> None:
+    found = _said(_findings(), (-0.4, 0.0), 20)
+    assert [f.line.split(" (")[0] for _, f in found] == ["rank 1's compute takes 1.49 times as long as that of others"]
+
+
+def test_a_difference_must_be_beyond_what_windows_of_the_run_differ_by() -> None:
+    moods = Moods()
+    assert moods.like == LIKE
+    for i in range(20):
+        moods.window(_window((0.1 * (1.0, 1.25)[i % 2], 0.1)), (0, 1))
+    assert 0.25 < moods.like < 0.6
+    calm = Moods()
+    for i in range(20):
+        calm.window(_window((0.1 * (1.0, 1.02)[i % 2], 0.1)), (0, 1))
+    assert calm.like == LIKE
+
+
+def test_differences_that_come_and_go_last_for_nothing() -> None:
+    lasting = Lasting()
+    for i in range(30):
+        assert not lasting.holds("x", differs=i % 3 != 0, steps=5, seconds=2.0, borne_out=False)
+
+
+def test_the_shortest_of_three_probes_counts() -> None:
+    costs = Costs(2, 1)
+    for _ in range(4):
+        costs.observe(_window(), _Promise(), (0,), STEPS, ())
+    for seconds in (2.0, 0.02, 2.0, 0.06, 0.02, 0.06, 0.02):
+        costs.probed(Probe(compute_s=(0.02, seconds)), (0,), _Promise(), STEPS)
+    assert costs.ranks[1].ratio == pytest.approx(1.0, rel=0.1)
+    for _ in range(6):
+        costs.probed(Probe(compute_s=(0.02, 0.06)), (0,), _Promise(), STEPS)
+    assert costs.ranks[1].ratio == pytest.approx(3.0, rel=0.1)
+
+
+@pytest.mark.parametrize("trace", sorted(clean.TRACES.glob("*.gz")), ids=lambda p: p.name)
+def test_nothing_is_said_of_real_runs_that_nobody_disturbed(trace: Path) -> None:
+    assert clean.replay(trace)["false_alarms"] == []
+
+
+def test_a_run_whose_ranks_are_lost_saves_as_often_as_that_is_worth() -> None:
+    calm = SaveClock(10.0)
+    assert not calm.trained(9.0)
+    assert calm.trained(1.0)
+    calm.saved(1.0)
+    assert calm.interval_s == 10.0
+    assert SaveClock().interval_s == math.inf
+    lost = SaveClock(10.0, between_losses_s=50.0)
+    assert lost.trained(5.0)  # the first one tells how long it takes
+    lost.saved(0.25)
+    assert lost.interval_s == pytest.approx(5.0)
+    assert SaveClock(1.0, between_losses_s=50.0).interval_s == 1.0
+
+
+def test_a_loop_of_ones_own_waits_as_long_before_it_says_that_a_rank_is_slow() -> None:
+    mood, shared = _window((0.1, 0.2)), _window((0.1, 0.2), (0.0, 0.5))
+    compared = Compared(2)
+    assert [len(compared.window(w, STEPS)) for w in (*[mood] * 3, *[_window()] * 4)] == [0] * 7
+    assert any(compared.window(mood, STEPS) for _ in range(8))
+    again = Compared(2)
+    lines = [again.window(w, STEPS) for w in (_window(), _window(), shared, shared)]
+    assert lines[-1][0].startswith("slow: rank 1 takes 2 times as long as others")
