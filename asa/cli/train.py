@@ -97,7 +97,7 @@ def _train(args: Arguments, console: Console, path: Path, plan: Plan, out: Path)
             strategies=offered(),
             adapt=adapt,
             relieve=relieve,
-            regroup=partial(regroup, console) if settings.replan else None,
+            regroup=partial(regroup, console) if settings.replan or (plan.consistency and not args.no_replan) else None,
             on_event=lambda event: tell(event, console, progress, trained=not told),
             command=("train", *words),
             emulated=pretended,
@@ -311,7 +311,7 @@ VERBS = (
             ),
             Option(
                 name="schedule",
-                help="how the learning rate changes over the run: cosine, linear, constant, step or package.module:factory",
+                help="course of the learning rate: cosine, linear, constant, step or package.module:factory",
                 default="cosine",
                 metavar="NAME",
             ),
