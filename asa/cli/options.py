@@ -252,7 +252,7 @@ SOLVER = Option(name="solver", help="how to search", choices=("ilp", "dp", "exha
 OPTIMIZER = Option(name="optimizer", help="decides learning rate and state", choices=("sgd", "adamw"), default="sgd")
 COMPRESS = Option(
     name="compress",
-    help="what gradients become on their way between ranks; anything but none trains a little otherwise",
+    help="compress gradients between ranks; anything but none changes the training result slightly",
     choices=("none", "fp16", "bf16", "powersgd"),
 )
 SEED = Option(name="seed", help="of weights, sample order and masks", parse=seed, default=0, metavar="S")

@@ -21,10 +21,10 @@ OPTIONS = (
     ),
     o.option(o.GLOBAL_BATCH, help="with MODEL: samples per optimizer step, over all ranks (default: the profile's)"),
     o.option(o.CLUSTER, help="with MODEL: a preset, a measured cluster or a file (default: this machine)"),
-    o.option(o.PRECISION, help="with MODEL: of the profile that is measured first"),
-    o.option(o.INPUT, help="with MODEL: of what is profiled first"),
-    o.option(o.TOKENS, help="with MODEL: of a sequence, for what is profiled first"),
-    o.option(o.CLASSES, help="with MODEL: of what is profiled first"),
+    o.option(o.PRECISION, help="with MODEL: precision of the profile measured first"),
+    o.option(o.INPUT, help="with MODEL: size of one input, for the profile measured first"),
+    o.option(o.TOKENS, help="with MODEL: tokens of one sequence, for the profile measured first"),
+    o.option(o.CLASSES, help="with MODEL: number of classes, for the profile measured first"),
 )
 _OF_A_MODEL = tuple(option.field for option in OPTIONS)
 

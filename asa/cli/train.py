@@ -279,14 +279,14 @@ VERBS = (
             o.DATA_ROOT,
             Option(
                 name="download",
-                help="get official files that are missing",
+                help="download official files that are missing",
                 switch=True,
                 default=False,
                 needs=o.DATA_ROOT.needs,
                 harmless=True,
             ),
             Option(name="epochs", help="passes over the data", parse=o.count, default=1, metavar="E"),
-            Option(name="steps-per-epoch", help="end epochs early", parse=o.count, metavar="N"),
+            Option(name="steps-per-epoch", help="end every epoch after N steps", parse=o.count, metavar="N"),
             o.LEARNING_RATE,
             o.option(
                 o.OPTIMIZER,
@@ -305,13 +305,13 @@ VERBS = (
             ),
             Option(
                 name="metric",
-                help="what validation states: accuracy, top5 or package.module:factory of one figure a sample",
+                help="what validation reports: accuracy, top5 or package.module:factory of one figure a sample",
                 default="accuracy",
                 metavar="NAME",
             ),
             Option(
                 name="schedule",
-                help="how the learning rate falls: cosine, linear, constant, step or package.module:factory",
+                help="course of the learning rate: cosine, linear, constant, step or package.module:factory",
                 default="cosine",
                 metavar="NAME",
             ),
