@@ -58,7 +58,8 @@ def standing(plan: Plan) -> list[RenderableType]:
     if c.gap <= _PROVED:
         said.append(f"Proof    optimal in {seconds(c.solve_s)}: nothing in the space is faster")
     else:
-        said.append(f"Proof    {c.status} after {seconds(c.solve_s)}: at most {percent(c.gap)} could be saved")
+        most = f"at most {percent(c.gap)}" if c.gap >= 0.0005 else "less than 0.1 %"
+        said.append(f"Proof    {c.status} after {seconds(c.solve_s)}: {most} could be saved")
     if sure is not None and sure.finalists > 1 and plan.measured is None:
         said.append(f"Doubt    {100 * sure.p_best:.0f} % that it is the best of {sure.finalists}, or within 1 % of it")
     return [line(text) for text in said]
