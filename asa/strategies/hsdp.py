@@ -1,8 +1,9 @@
 """Data strategy ``hsdp``: sharded inside a group of neighbours (a node), replicated across groups.
 
 Inside a group it works like zero3: weights are gathered over the group's fast links only. Gradients are scattered
-inside and averaged across groups. Zhang et al. 2022, "MiCS: Near-linear Scaling for Training Gigantic
-Model on Public Cloud"; Zhao et al. 2023, "PyTorch FSDP", 3.2.2. Stock ``fully_shard`` on a mesh of two dimensions.
+inside the group, and each shard is averaged with the same shard of the other groups. Zhang et al. 2022, "MiCS:
+Near-linear Scaling for Training Gigantic Model on Public Cloud"; Zhao et al. 2023, "PyTorch FSDP", 3.2.2. Stock
+``fully_shard`` on a mesh of two dimensions.
 """
 
 from __future__ import annotations
