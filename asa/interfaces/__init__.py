@@ -1,1 +1,1 @@
-"""What the wings have in common: abstract strategies, schedules and executors. Declarations only, no torch."""
+"""Abstract base classes of strategies, schedules and executors. Declarations only, no torch."""

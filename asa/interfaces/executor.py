@@ -1,4 +1,4 @@
-"""What the adaptive loop needs of whatever runs the training; the real one and a test's fake both fit."""
+"""The interface between the scheduler's adaptive loop and the executor that trains; tests implement it with a fake."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from asa.ir.plan import Plan
 
 @noun
 class Placement:
-    """A plan and who runs it: process ``processes[i]`` of the run is rank ``i`` of the plan.
+    """A plan and the processes that run it: process ``processes[i]`` of the run is rank ``i`` of the plan.
 
-    Processes that are not named hold no state and compute nothing; they take part in votes, ``agree`` and ``save``.
+    Processes that are not listed are idle: no state, no computation. They take part in votes, ``agree`` and ``save``.
     """
 
     plan: Plan
@@ -27,7 +27,7 @@ class Placement:
 
 @noun
 class EpochOutcome:
-    """One epoch as the executor saw it. ``measurements``: of the steps since the plan in force took effect."""
+    """Results of one epoch. ``measurements`` covers the steps since the current plan took effect."""
 
     step: int
     seconds: float
@@ -40,10 +40,10 @@ class EpochOutcome:
 
 @noun
 class Probe:
-    """A small test of all processes at the same time, working and idle ones.
+    """Results of a short test that all processes, idle ones included, run at the same time.
 
-    ``compute_s``: by process, seconds for the same fixed piece of computing; only ratios between processes have a
-    meaning. ``links``: of collectives among all of them, or those of one host, one or more for every level of links.
+    ``compute_s``: seconds of the same fixed computation on each process; only ratios between processes are meaningful.
+    ``links``: timed collectives among all processes, or those of one host; at least one for every level of links.
     """
 
     compute_s: tuple[float, ...] = ()
@@ -51,17 +51,17 @@ class Probe:
 
 
 Look = Callable[[Measurements, int], None]
-"""Called on every process with the same figures, between two steps: what was measured since the last call under the
-plan in force, and the steps since the start of the run. It may call ``agree``, ``probe`` and ``migrate``."""
+"""Callback between two steps, called on every process with the same arguments: the measurements under the current plan
+since the last call, and the steps since the start of the run. It may call ``agree``, ``probe`` and ``migrate``."""
 
 
 class Executor(ABC):
-    """Trains under one plan at a time. Every process holds one; calls are collective."""
+    """Trains under one plan at a time. Every process has its own instance; all calls are collective."""
 
     @property
     @abstractmethod
     def plan(self) -> Plan:
-        """The plan in force."""
+        """The current plan."""
 
     @property
     def processes(self) -> tuple[int, ...]:
@@ -75,23 +75,23 @@ class Executor(ABC):
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Steps of a whole epoch; None where that is not known before its end."""
+        """Steps of a whole epoch; None if that is not known before the epoch ends."""
         return None
 
     @property
     def rebuild_s(self) -> float | None:
-        """Seconds that it took to build the first plan's part of the model; None where nobody timed it."""
+        """Seconds that building this process's part of the model took for the first plan; None if it was not timed."""
         return None
 
     @property
     def leads(self) -> bool:
-        """Whether this process decides for all: the one that solves again."""
+        """Whether this is the leading process, which runs the planner and decides for all."""
         return True
 
     @abstractmethod
     def run_epoch(self, epoch: int, look: Look | None = None) -> EpochOutcome:
-        """Train one epoch, validate, and say what it took. An executor that can stop between two steps calls ``look``
-        about once a line of its log, and goes on under whatever plan is in force afterwards."""
+        """Train one epoch, validate, and return the results. An executor that can stop between two steps calls ``look``
+        about once per log line, and continues under the plan that is current afterwards."""
 
     @abstractmethod
     def save(self, epoch: int) -> None:
@@ -99,13 +99,13 @@ class Executor(ABC):
 
     @abstractmethod
     def migrate(self, plan: Plan, processes: tuple[int, ...] | None = None) -> None:
-        """Continue under another plan, on ``processes`` (None: the first ones, in order): same weights, same optimizer
-        state, same sample order."""
+        """Continue under another plan on ``processes`` (None: the first ones, in order), with the same weights,
+        optimizer state and sample order."""
 
     @abstractmethod
     def agree(self, target: Placement | None) -> Placement | None:
-        """The leading process's target (or None) on every process."""
+        """Return the leading process's target (or None) on every process."""
 
     def probe(self) -> Probe:
-        """What all processes, idle ones included, can do right now; an empty one where this executor cannot tell."""
+        """Measure the speed of all processes, idle ones included; empty if this executor cannot."""
         return Probe()

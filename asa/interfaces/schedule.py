@@ -1,8 +1,8 @@
-"""A schedule is one page: in which order the ranks of a stage run the microbatches of a step.
+"""The interface of pipeline schedules: the order in which a stage runs the microbatches of a step. One file each.
 
-The order is data. The cost model bounds it, the simulator plays it, and the executor performs it: what is priced is
-what runs. A contract test holds every page to its word: each microbatch goes forward once and backward once, in that
-order, on every stage, and no more are in flight than declared.
+The order is data. The cost model bounds its makespan, the simulator replays it, and the executor runs it: what is
+priced is what runs. A contract test checks every schedule: each microbatch runs forward once and then backward once on
+every stage, and no more microbatches are in flight than declared.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from asa.ir.plan import ScheduleName
 
 @noun
 class Action:
-    """A microbatch (from 0) goes forward, or backward, through a stage."""
+    """Forward or backward of one microbatch (counted from 0) on a stage."""
 
     direction: Literal["forward", "backward"]
     microbatch: int
 
 
 class Schedule(ABC):
-    """Stages count from 0, the one that reads the data; ``stages`` is their number."""
+    """Order of microbatches on each of ``stages`` stages, counted from 0, the stage that reads the data."""
 
     identifier: ClassVar[ScheduleName]
 
     @abstractmethod
     def refusal(self, stages: int, num_microbatches: int) -> str:
-        """Why so many stages cannot run so many microbatches this way; empty when they can."""
+        """Why this schedule cannot run this number of stages and microbatches; empty if it can."""
 
     @abstractmethod
     def order(self, stage: int, stages: int, num_microbatches: int) -> tuple[Action, ...]:
-        """All of a step, as this stage does it."""
+        """All actions of one step on this stage, in order."""
 
     @abstractmethod
     def in_flight(self, stage: int, stages: int, num_microbatches: int) -> int:
-        """The most microbatches whose activations the stage holds at once."""
+        """The largest number of microbatches whose activations the stage holds at the same time."""

@@ -1,4 +1,4 @@
-"""What a tensor-parallel component's ranks hold and compute, however its activations lie between the split layers."""
+"""What one rank holds and computes of a tensor-parallel component, with or without sequence parallelism."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from asa.ir.traffic import Share
 
 
 def split_refusal(component: Component, degree: int) -> str:
-    """Why its weights cannot be split that far; empty when they can: nothing to split, or more ranks than its narrowest
-    cut has units."""
+    """Reason why the component's weights cannot be split over ``degree`` ranks: it has nothing to split, or its
+    narrowest split dimension has fewer units than that. Empty if they can."""
     split = component.split
     if split is None:
         return f"{component.name} cannot be split: {component.why_whole or 'no layer with a cut'}"
@@ -19,7 +19,7 @@ def split_refusal(component: Component, degree: int) -> str:
 
 
 def split_share(component: Component, degree: int) -> Share:
-    """The largest shard: uneven cuts round up, at the narrowest cut's granularity."""
+    """The largest shard. Uneven cuts round up, at the granularity of the narrowest split dimension."""
     split = component.split
     if split is None or degree == 1:
         fraction, parameters, flops, saved = 1.0, 0.0, 0.0, 0.0
@@ -27,7 +27,7 @@ def split_share(component: Component, degree: int) -> Share:
         fraction = largest_shard(split.max_degree, degree) / split.max_degree
         parameters, flops, saved = split.parameter_bytes, split.flops_per_sample, split.saved_bytes_per_sample
     lost = 1 - fraction
-    # Of what is cut the largest is so much less; of what is not, none is larger than all of it.
+    # A split tensor shrinks by the fraction; a tensor that is not split is at most all of the unsplit bytes.
     largest, uncut = component.largest_parameter_bytes, component.parameter_bytes - parameters
     return Share(
         parameter_bytes=component.parameter_bytes - lost * parameters,

@@ -1,8 +1,8 @@
-"""A strategy is one page: it declares what it holds and moves, and does it.
+"""The interface of strategies. Each strategy is one file that declares its memory and traffic, and implements them.
 
-The declaration (``share``, ``memory``, ``traffic``) knows no bandwidth; :mod:`asa.cost` prices it and knows no
-strategy. ``apply`` does what was declared, with torch, imported inside. A contract test holds every page to its
-word: degree 1 is silent, state never rises with degree, and the collectives of ``apply`` are those of ``traffic``.
+The declaration (``share``, ``memory``, ``traffic``) does not depend on bandwidth; :mod:`asa.cost` prices it without
+knowing the strategy. ``apply`` implements it with torch, imported inside. A contract test checks every strategy: at
+degree 1 it moves nothing, state never grows with degree, and the collectives of ``apply`` are those of ``traffic``.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from asa.sharding.axis import Axis
 
 OPTIMIZER_WORDS: dict[str, int] = {"sgd": 1, "adamw": 2}
-"""State words per parameter: momentum; first and second moment."""
+"""Words of optimizer state per parameter: momentum for SGD, first and second moment for AdamW."""
 
 SENT_BYTES = 1 << 20
-"""Updated parameters travel together, in copies of at most this size; a larger one by itself, where it is."""
+"""Updated parameters are sent together in copies of at most this size; a larger one is sent alone and in place."""
 
 
 class TensorStrategy(ABC):
@@ -36,11 +36,11 @@ class TensorStrategy(ABC):
 
     @abstractmethod
     def refusal(self, component: Component, degree: int) -> str:
-        """Why this component cannot be split that far; empty when it can."""
+        """Why this component cannot be split over ``degree`` ranks; empty if it can."""
 
     @abstractmethod
     def share(self, component: Component, degree: int) -> Share:
-        """What the rank with the most holds."""
+        """What the rank with the largest shard holds and computes."""
 
     @abstractmethod
     def traffic(self, component: Component, degree: int, samples: float) -> tuple[Collective, ...]:
@@ -48,50 +48,50 @@ class TensorStrategy(ABC):
 
     @abstractmethod
     def apply(self, module: nn.Module, axis: Axis) -> nn.Module:
-        """Split ``module`` (one traced component holding full weights) in place; returns what to call."""
+        """Split ``module`` (one traced component with full weights) in place, and return the module to call."""
 
 
 class DataStrategy(ABC):
-    """Spreads samples over ``degree`` ranks, and decides who keeps parameters, gradients and optimizer state."""
+    """Spreads samples over ``degree`` ranks, and decides which ranks hold parameters, gradients and optimizer state."""
 
     identifier: ClassVar[DataStrategyName]
 
     joint: ClassVar[bool] = False
-    """Whether what a component holds depends on what neighbours are run alike."""
+    """Whether the memory of a component depends on which neighbouring components run the same way."""
 
     prefetches: ClassVar[bool] = False
-    """Whether its weights are gathered while the neighbour before it computes, where a device has a stream for that."""
+    """Whether weights are gathered while the preceding component computes, on devices with a stream for it."""
 
     def of(self, choice: DataDegree) -> DataStrategy:
-        """The page of ``choice``: another one only where that says more than a degree."""
+        """The strategy configured for ``choice``; itself unless ``choice`` specifies more than a degree."""
         return self
 
     @abstractmethod
     def refusal(self, component: Component, degree: int) -> str:
-        """Why this component cannot be spread that far; empty when it can."""
+        """Why this component cannot be spread over ``degree`` ranks; empty if it can."""
 
     @abstractmethod
     def memory(self, share: Share, degree: int, optimizer: str) -> Memory:
-        """Bytes held by the rank with the most."""
+        """Bytes held by the rank that holds most."""
 
     def together(self, shares: Sequence[Share], degree: int, optimizer: str) -> float:
-        """Bytes of optimizer state of the rank with the most, of neighbours that are run alike, as one."""
+        """Bytes of optimizer state of the rank that holds most, for neighbouring components that run as one segment."""
         return sum(self.memory(s, degree, optimizer).optimizer for s in shares)
 
     def least(self, share: Share, degree: int, optimizer: str, others: float = float("inf")) -> float:
-        """Bytes of optimizer state that a component adds at least to what :meth:`together` says of any neighbours it is
-        run alike with: no sum of these is above that. ``others``: parameter bytes of all components that may be its
-        neighbours; for one component of a network at most, infinite for the rest."""
+        """Lower bound on a component's part of :meth:`together`, in bytes, whatever neighbours run the same way: sums
+        of these bounds never exceed it. ``others``: parameter bytes of all components that may be its neighbours; it
+        may be finite for at most one component of a network, and is infinite for the rest."""
         return self.memory(share, degree, optimizer).optimizer
 
     def left(self, share: Share, degree: int, num_microbatches: int) -> float:
-        """Bytes that are there from the component's backward until all of backward is over, where no neighbour in front
-        is run alike; beside state and what stays of gradients."""
+        """Bytes held from the component's backward until the whole backward ends, if the component before it does not
+        run the same way. State and the persistent part of gradients are not counted."""
         return 0.0
 
     def transient(self, share: Share, degree: int, beside: Adjacent) -> float:
-        """Bytes beside state, activations and the part of the gradients that stays, at the worst moment of the
-        component's backward; neighbours run the same way."""
+        """Peak bytes in the component's backward, without state, activations and the persistent part of gradients.
+        Neighbours run the same way."""
         return self.memory(share, degree, "sgd").transient
 
     @abstractmethod
@@ -100,15 +100,15 @@ class DataStrategy(ABC):
 
     @abstractmethod
     def apply(self, module: nn.Module, axis: Axis) -> nn.Module:
-        """Wrap ``module`` (neighbouring components of one layout, as one) for training on ``axis``."""
+        """Wrap ``module`` (a segment: neighbouring components with the same layout) for training on ``axis``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Strategies:
     """The strategies and schedules offered to the planner and the executor, by identifier.
 
-    ``checkpoint``: whether components may forget their activations and compute them again in backward; ``offload``:
-    whether they may keep their optimizer state on the host.
+    ``checkpoint``: whether components may recompute their activations in backward; ``offload``: whether they may keep
+    their optimizer state on the host.
     """
 
     data: dict[str, DataStrategy]

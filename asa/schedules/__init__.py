@@ -1,4 +1,4 @@
-"""One pipeline schedule a page. To add one: write its page, name it here; the contract test does the rest."""
+"""Pipeline schedules, one per file. To add one, write its file and list it here; the contract test checks it."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ SCHEDULES: tuple[type[Schedule], ...] = (OneForwardOneBackward, GPipe, Layers)
 
 
 def schedules() -> dict[str, Schedule]:
-    """Every schedule there is, by identifier."""
+    """All schedules, by identifier."""
     return {cls.identifier: cls() for cls in SCHEDULES}

@@ -1,4 +1,4 @@
-"""Schedule ``gpipe``: every microbatch forward, then every one backward.
+"""Schedule ``gpipe``: all microbatches run forward, then all run backward.
 
 Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism".
 """
@@ -17,18 +17,18 @@ def _order(num_microbatches: int) -> tuple[Action, ...]:
 
 
 class GPipe(Schedule):
-    """Fill, drain, and hold the activations of every microbatch."""
+    """All forwards before all backwards, so a stage holds the activations of every microbatch."""
 
     identifier = "gpipe"
 
     def refusal(self, stages: int, num_microbatches: int) -> str:
-        """Any number of either."""
+        """Empty: any number of stages and microbatches works."""
         return ""
 
     def order(self, stage: int, stages: int, num_microbatches: int) -> tuple[Action, ...]:
-        """All forwards, then all backwards, on every stage alike."""
+        """All forwards, then all backwards, the same on every stage."""
         return _order(num_microbatches)
 
     def in_flight(self, stage: int, stages: int, num_microbatches: int) -> int:
-        """All."""
+        """All microbatches of the step."""
         return num_microbatches

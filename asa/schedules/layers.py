@@ -1,6 +1,6 @@
-"""Schedule ``layers``: model parallelism by layers, one stage at work at a time.
+"""Schedule ``layers``: model parallelism by layers, one stage computes at a time.
 
-What splitting a model over devices by hand does: the whole batch passes through the stages, forward and back.
+This is the usual way to split a model over devices by hand: the whole batch passes through the stages in turn.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from asa.interfaces.schedule import Action, Schedule
 
 
 class Layers(Schedule):
-    """One microbatch, so nothing overlaps."""
+    """A single microbatch, so stages do not overlap."""
 
     identifier = "layers"
 
     def refusal(self, stages: int, num_microbatches: int) -> str:
-        """One microbatch only: several would be a pipeline."""
+        """Why not: only one microbatch is allowed; several would be a pipeline."""
         return "" if num_microbatches == 1 else f"layers runs 1 microbatch, asked {num_microbatches}"
 
     def order(self, stage: int, stages: int, num_microbatches: int) -> tuple[Action, ...]:
-        """Forward and back."""
+        """One forward and one backward."""
         return (Action(direction="forward", microbatch=0), Action(direction="backward", microbatch=0))
 
     def in_flight(self, stage: int, stages: int, num_microbatches: int) -> int:
-        """The one."""
+        """One microbatch."""
         return 1

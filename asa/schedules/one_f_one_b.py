@@ -1,4 +1,4 @@
-"""Schedule ``1f1b``: as soon as a microbatch has come back, the next one goes in.
+"""Schedule ``1f1b``: after the first forwards, each backward is followed by one forward.
 
 Narayanan et al. 2019, "PipeDream: Generalized Pipeline Parallelism for DNN Training"; the variant that flushes at the
 end of a step, Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters".
@@ -22,18 +22,19 @@ def _order(ahead: int, num_microbatches: int) -> tuple[Action, ...]:
 
 
 class OneForwardOneBackward(Schedule):
-    """A stage holds as many microbatches as there are stages from it to the last."""
+    """A stage has at most as many microbatches in flight as there are stages from it to the last one."""
 
     identifier = "1f1b"
 
     def refusal(self, stages: int, num_microbatches: int) -> str:
-        """Any number of either."""
+        """Empty: any number of stages and microbatches works."""
         return ""
 
     def order(self, stage: int, stages: int, num_microbatches: int) -> tuple[Action, ...]:
-        """Fill up to what may be in flight, then one backward and one forward in turn, then drain."""
+        """Forwards up to the in-flight limit, then one backward and one forward in turn, then the remaining
+        backwards."""
         return _order(self.in_flight(stage, stages, num_microbatches), num_microbatches)
 
     def in_flight(self, stage: int, stages: int, num_microbatches: int) -> int:
-        """One for every stage from here on."""
+        """One microbatch for every stage from this one to the last."""
         return min(num_microbatches, stages - stage)

@@ -1,4 +1,4 @@
-"""One parallelism a page. To add one: write its page, name it here, and the contract test holds it to its word."""
+"""Parallelism strategies, one per file. To add one, write its file and list it here; the contract test checks it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TENSOR: tuple[type[TensorStrategy], ...] = (Whole, TensorParallel, SequenceParal
 
 
 def offered() -> Strategies:
-    """Every strategy there is, for the planner to choose from and the executor to apply."""
+    """All strategies and schedules, for the planner to choose from and the executor to apply."""
     return Strategies(
         data={cls.identifier: cls() for cls in DATA},
         tensor={cls.identifier: cls() for cls in TENSOR},

@@ -1,8 +1,9 @@
 """Data strategy ``hsdp``: sharded inside a group of neighbours (a node), replicated across groups.
 
-As zero3 inside a group: weights are gathered over its fast links only. Gradients are scattered inside, and each part
-is averaged with the same part of the other groups. Zhang et al. 2022, "MiCS: Near-linear Scaling for Training Gigantic
-Model on Public Cloud"; Zhao et al. 2023, "PyTorch FSDP", 3.2.2. Stock ``fully_shard`` on a mesh of two dimensions.
+Inside a group it works like zero3: weights are gathered over the group's fast links only. Gradients are scattered
+inside the group, and each shard is averaged with the same shard of the other groups. Zhang et al. 2022, "MiCS:
+Near-linear Scaling for Training Gigantic Model on Public Cloud"; Zhao et al. 2023, "PyTorch FSDP", 3.2.2. Stock
+``fully_shard`` on a mesh of two dimensions.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 
 
 class HybridShard(DataStrategy):
-    """``fully_shard`` over ``shards`` neighbours of the data group, repeated from there on; over all of it where it is
-    not said."""
+    """``fully_shard`` over ``shards`` neighbours of the data group, replicated across such groups; over the whole data
+    group if ``shards`` is None."""
 
     identifier = "hsdp"
     joint = True
@@ -33,18 +34,18 @@ class HybridShard(DataStrategy):
         self.shards = shards
 
     def of(self, choice: DataDegree) -> HybridShard:
-        """Cut as far as ``choice`` says."""
+        """The strategy with the number of shards that ``choice`` specifies."""
         return HybridShard(choice.shards)
 
     def _inside(self, degree: int) -> int:
         return degree if self.shards is None else min(self.shards, degree)
 
     def refusal(self, component: Component, degree: int) -> str:
-        """Anything with parameters can be sharded; uneven dimensions are padded."""
+        """Empty: any component can be sharded; uneven dimensions are padded."""
         return ""
 
     def memory(self, share: Share, degree: int, optimizer: str) -> Memory:
-        """That of zero3 at the degree of a group: what is repeated across groups saves nothing."""
+        """Memory of zero3 at the degree of a group: replication across groups saves nothing."""
         size, inside = share.parameter_bytes, self._inside(degree)
         part = size / inside
         return Memory(
@@ -57,16 +58,16 @@ class HybridShard(DataStrategy):
         )
 
     def left(self, share: Share, degree: int, num_microbatches: int) -> float:
-        """The buffer that its gradients were scattered from, in place of gradients that were added up."""
+        """Bytes of the reduce-scatter buffer, which replaces accumulated gradients."""
         return left(share, self._inside(degree), num_microbatches)
 
     def transient(self, share: Share, degree: int, beside: Adjacent) -> float:
-        """Weights and gradients whole, in buffers of the neighbours' too (:mod:`asa.interfaces.units`)."""
+        """Bytes of whole weights and gradients, including buffers of the neighbours (:mod:`asa.interfaces.units`)."""
         return 0.0 if degree == 1 else released(share, self._inside(degree), beside)
 
     def traffic(self, share: Share, degree: int, stride: int) -> tuple[Collective, ...]:
-        """Inside a group two gathers of the weights per microbatch and one scatter of the gradients per step; across
-        groups one all_reduce of each rank's part of them."""
+        """Two gathers of the weights per microbatch and one reduce-scatter of the gradients per step inside a group;
+        one all_reduce of each rank's shard of the gradients across groups."""
         size, inside = share.parameter_bytes, self._inside(degree)
         across = degree // inside
         if degree == 1 or not size:
@@ -82,7 +83,7 @@ class HybridShard(DataStrategy):
         return tuple(found)
 
     def apply(self, module: nn.Module, axis: Axis) -> nn.Module:
-        """Shard every component of the segment as one unit over ``axis.parts``, the segment as their root."""
+        """Shard every component of the segment as one unit over ``axis.parts``; the segment is their root."""
         from asa.sharding.sharded import sharded
 
         return sharded(module, axis, release=True)

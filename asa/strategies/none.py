@@ -1,4 +1,4 @@
-"""Tensor strategy ``none``: the component whole on every rank."""
+"""Tensor strategy ``none``: every rank holds the whole component."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 
 class Whole(TensorStrategy):
-    """Nothing is split, nothing moves."""
+    """No tensor parallelism: nothing is split or communicated."""
 
     identifier = "none"
 
     def refusal(self, component: Component, degree: int) -> str:
-        """Only degree 1 makes sense."""
+        """Why not; only degree 1 is allowed."""
         return "" if degree == 1 else f"{component.name} is whole: tensor degree {degree} needs strategy 'tensor'"
 
     def share(self, component: Component, degree: int) -> Share:
-        """All of it."""
+        """The whole component."""
         return Share(
             parameter_bytes=component.parameter_bytes,
             largest_parameter_bytes=component.largest_parameter_bytes,
@@ -35,9 +35,9 @@ class Whole(TensorStrategy):
         )
 
     def traffic(self, component: Component, degree: int, samples: float) -> tuple[Collective, ...]:
-        """None."""
+        """No collectives."""
         return ()
 
     def apply(self, module: nn.Module, axis: Axis) -> nn.Module:
-        """The module itself."""
+        """Return the module unchanged."""
         return module

@@ -1,4 +1,4 @@
-"""Data strategy ``replicate``: every rank holds all of it; gradients are averaged in buckets during backward (DDP).
+"""Data strategy ``replicate``: every rank holds all state; gradients are averaged in buckets during backward (DDP).
 
 Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training".
 """
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 
 class Replicate(DataStrategy):
-    """Whole on every rank of the data group; buckets of gradients set out as they fill."""
+    """Whole on every rank of the data group; a bucket of gradients is all-reduced as soon as it is full."""
 
     identifier = "replicate"
 
     def refusal(self, component: Component, degree: int) -> str:
-        """Anything can be replicated."""
+        """Empty: any component can be replicated."""
         return ""
 
     def memory(self, share: Share, degree: int, optimizer: str) -> Memory:
-        """Gradients live inside the buckets, which last from step to step; each is
-        made outside and copied in, so the largest one exists twice for a moment. Those that several microbatches add up
-        stay outside, all of them, until the last one."""
+        """Memory with gradients stored in buckets that persist between steps. Each gradient is
+        computed outside and copied in, so the largest one exists twice for a moment. Gradients accumulated over several
+        microbatches all stay outside until the last microbatch."""
         size = share.parameter_bytes
         return Memory(
             parameters=size,
@@ -49,7 +49,7 @@ class Replicate(DataStrategy):
         return (Collective(op="all_reduce", phase="gradient", bytes=size, ranks=degree, stride=stride),)
 
     def apply(self, module: nn.Module, axis: Axis) -> nn.Module:
-        """Have its gradients averaged."""
+        """Have the gradients of ``module`` averaged."""
         from asa.sharding.replicated import replicated
 
         return replicated(module, axis)

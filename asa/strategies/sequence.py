@@ -1,9 +1,9 @@
-"""Tensor strategy ``sequence``: tensor parallel, and what is left whole between the split layers is cut by tokens.
+"""Tensor strategy ``sequence``: tensor parallelism; activations between the split layers are cut by tokens.
 
-Norms, residuals and dropout work on a rank's tokens; the all_reduce that ends a pair of split layers becomes a
-reduce_scatter by tokens, and in front of the next one they are gathered: the same bytes, and a part of the activations.
-Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", 4.2.2. Parameters lie as under
-``tensor``. Neighbours that run it alike hand tokens over as they are; elsewhere the boundary gathers or cuts them.
+Norms, residuals and dropout work on a rank's tokens. The all_reduce after a pair of split layers becomes a
+reduce_scatter by tokens, and tokens are gathered before the next pair: the same bytes, with a part of the activations.
+Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", 4.2.2. Parameters are split as
+under ``tensor``. Neighbours with the same layout pass tokens on as they are; other boundaries gather or cut them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 class SequenceParallel(TensorStrategy):
-    """Column, row and head splits, and tokens between them."""
+    """Column, row and head splits, with activations cut by tokens between them."""
 
     identifier = "sequence"
 
     def refusal(self, component: Component, degree: int) -> str:
-        """Refuses what tensor parallelism does, and what does not take its tokens cut."""
+        """Why not: tensor parallelism cannot split the component, or it cannot work on cut tokens."""
         refusal = split_refusal(component, degree)
         if refusal or component.split is None:
             return refusal
@@ -40,7 +40,7 @@ class SequenceParallel(TensorStrategy):
         return ""
 
     def share(self, component: Component, degree: int) -> Share:
-        """That of tensor parallelism, less the activations that the most tokens of a rank leave out."""
+        """The share under tensor parallelism, less the activations that the rank with the most tokens saves."""
         share, split = split_share(component, degree), component.split
         if degree == 1 or split is None or split.sequence is None:
             return share
@@ -48,8 +48,8 @@ class SequenceParallel(TensorStrategy):
         return replace(share, saved_bytes_per_sample=saved)
 
     def traffic(self, component: Component, degree: int, samples: float) -> tuple[Collective, ...]:
-        """Gathers and scatters of tokens, padded to the most that a rank has, and the sum of the gradients of what
-        works on tokens."""
+        """Gathers and scatters of tokens, padded to the largest shard, and the all-reduce of the gradients of
+        parameters that work on tokens."""
         split = component.split
         if degree == 1 or split is None or split.sequence is None:
             return ()
@@ -65,7 +65,7 @@ class SequenceParallel(TensorStrategy):
         return tuple(found)
 
     def apply(self, module: nn.Module, axis: Axis) -> nn.Module:
-        """Replace every split layer by this rank's shard of it, and join the tokens around them."""
+        """Replace every split layer by this rank's shard, and gather and scatter tokens around them."""
         from asa.sharding.tensor import split
         from asa.tracing.component import TracedComponent
 

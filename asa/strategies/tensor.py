@@ -1,8 +1,8 @@
 """Tensor strategy ``tensor``: weights of one component split over ranks that see the same samples.
 
-Linear layers by columns and rows, attention by heads, convolutions by output and input channels with their
-BatchNorm (Shoeybi et al. 2019, derived per component by :mod:`asa.sharding.propagate`). What a component may
-split, and the collectives inside it, come from its graph (:class:`asa.ir.graph.TensorSplit`).
+Linear layers split by columns and rows, attention by heads, convolutions by output and input channels with their
+BatchNorm (Shoeybi et al. 2019, derived per component by :mod:`asa.sharding.propagate`). What can be split in a
+component, and the collectives inside it, come from its graph (:class:`asa.ir.graph.TensorSplit`).
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class TensorParallel(TensorStrategy):
     identifier = "tensor"
 
     def refusal(self, component: Component, degree: int) -> str:
-        """Refuses what has nothing to split, and more ranks than its narrowest cut has units."""
+        """Why not: the component has nothing to split, or its narrowest split dimension has too few units."""
         return split_refusal(component, degree)
 
     def share(self, component: Component, degree: int) -> Share:
-        """The largest shard: uneven cuts round up, at the narrowest cut's granularity."""
+        """The largest shard. Uneven cuts round up, at the granularity of the narrowest split dimension."""
         return split_share(component, degree)
 
     def traffic(self, component: Component, degree: int, samples: float) -> tuple[Collective, ...]:
-        """The collectives inside; those at entry and exit belong to the boundaries."""
+        """Collectives inside the component; those at its entry and exit belong to the boundaries."""
         if degree == 1 or component.split is None:
             return ()
         return tuple(
@@ -43,7 +43,7 @@ class TensorParallel(TensorStrategy):
         )
 
     def apply(self, module: nn.Module, axis: Axis) -> nn.Module:
-        """Replace every split layer by this rank's shard of it."""
+        """Replace every split layer by this rank's shard."""
         from asa.sharding.tensor import split
         from asa.tracing.component import TracedComponent
 

@@ -1,7 +1,7 @@
-"""Data strategy ``zero1``: every rank holds the weights, each optimizer state is on one of them.
+"""Data strategy ``zero1``: every rank holds the weights; the optimizer state of each parameter is on one rank only.
 
-Gradients are averaged in buckets during backward, as in DDP; a rank then updates the parameters it owns and sends
-them to the others. Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
+Gradients are averaged in buckets during backward, as in DDP. Each rank then updates the parameters it owns and
+broadcasts them. Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 
 class SharedOptimizer(DataStrategy):
-    """Replicas (:mod:`asa.strategies.replicate`), optimizer state spread by parameter (:mod:`asa.sharding.updates`)."""
+    """Replicas (:mod:`asa.strategies.replicate`); optimizer state owned by parameter (:mod:`asa.sharding.updates`)."""
 
     identifier = "zero1"
     joint = True
 
     def refusal(self, component: Component, degree: int) -> str:
-        """Anything that can be replicated."""
+        """Empty: any component can be replicated."""
         return ""
 
     def memory(self, share: Share, degree: int, optimizer: str) -> Memory:
-        """Memory as replicated, but for the optimizer: parameters are owned, not cut. Small ones go in copies, a few of
-        every owner at a time."""
+        """Memory as replicated, except optimizer state: whole parameters are owned by ranks. Small parameters are
+        broadcast in copies, a few of every owner at a time."""
         size = share.parameter_bytes
         part = _most([share], degree)
         return Memory(
@@ -46,17 +46,18 @@ class SharedOptimizer(DataStrategy):
         )
 
     def together(self, shares: Sequence[Share], degree: int, optimizer: str) -> float:
-        """Parameters are owned over all neighbours."""
+        """Bytes of optimizer state; ownership is balanced over the parameters of all neighbours."""
         return OPTIMIZER_WORDS[optimizer] * _most(shares, degree)
 
     def least(self, share: Share, degree: int, optimizer: str, others: float = float("inf")) -> float:
-        """Its part, evenly; and of its largest parameter, which one rank owns, what the parts of all others leave."""
+        """Lower bound in bytes: an even share, or the largest parameter less what the even shares of all others
+        leave."""
         even = share.parameter_bytes / degree
         return OPTIMIZER_WORDS[optimizer] * max(even, share.largest_parameter_bytes - others / degree)
 
     def traffic(self, share: Share, degree: int, stride: int) -> tuple[Collective, ...]:
-        """One all_reduce of the gradients per step, overlapped with backward; every parameter broadcast by its owner
-        after the update."""
+        """One all_reduce of the gradients per step, overlapped with backward, and one broadcast of every parameter by
+        its owner after the update."""
         size = share.parameter_bytes
         if degree == 1 or not size:
             return ()
@@ -66,7 +67,7 @@ class SharedOptimizer(DataStrategy):
         )
 
     def apply(self, module: nn.Module, axis: Axis) -> nn.Module:
-        """Have its gradients averaged, and share the update out."""
+        """Have the gradients averaged and the update shared out among ranks."""
         from asa.sharding.replicated import replicated
         from asa.sharding.updates import share_update
 
@@ -74,11 +75,11 @@ class SharedOptimizer(DataStrategy):
 
 
 def _most(shares: Sequence[Share], degree: int) -> float:
-    """Bytes of the parameters that the owner of most has, of all in ``shares``.
+    """Upper bound on the parameter bytes that one rank owns, over all of ``shares``.
 
-    The largest are given away first, each to whoever has least (:func:`asa.sharding.updates.owners`). If the rank with
-    the most has more than one, its last was given it when each rank had one already: so that is no larger than the
-    (degree + 1)-th largest, and no rank had less than this one before (Graham 1969).
+    Parameters are assigned largest first, each to the rank that owns least (:func:`asa.sharding.updates.owners`). If
+    the rank that owns most has several, it got its last one when every rank had one already. So that one is at most the
+    (degree + 1)-th largest, and no rank owned less than this rank at that time (Graham 1969).
     """
     total = sum(s.parameter_bytes for s in shares)
     sizes = sorted((size for share in shares for size in _largest(share, degree + 1)), reverse=True)
@@ -89,7 +90,7 @@ def _most(shares: Sequence[Share], degree: int) -> float:
 
 
 def _largest(share: Share, count: int) -> list[float]:
-    """Bytes of the ``count`` largest parameters of a component, or more: of the first its size is known, of all their
-    sum."""
+    """Upper bounds on the ``count`` largest parameters of a component, in bytes: the largest is known, and the rest are
+    bounded by their sum."""
     most, rest = share.largest_parameter_bytes, max(0.0, share.parameter_bytes - share.largest_parameter_bytes)
     return [most, *(min(most, rest / i) for i in range(1, min(count, share.num_parameter_tensors)))]

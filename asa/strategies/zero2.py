@@ -1,8 +1,8 @@
-"""Data strategy ``zero2``: optimizer state and gradients sharded; weights gathered once a step.
+"""Data strategy ``zero2``: optimizer state and gradients are sharded; weights are gathered once a step.
 
-Like zero3, but gathered weights stay from the first forward of a step to its last backward: one gather per step
-whatever the number of microbatches, for one more copy of the weights. Rajbhandari et al. 2020, "ZeRO: Memory
-Optimizations Toward Training Trillion Parameter Models". Stock ``fully_shard``, one unit a component.
+It is zero3 with gathered weights kept from the first forward of a step to its last backward: one gather per step for
+any number of microbatches, at the price of one copy of the weights. Rajbhandari et al. 2020, "ZeRO: Memory
+Optimizations Toward Training Trillion Parameter Models". Stock ``fully_shard``, one unit per component.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class ShardedGradients(DataStrategy):
     prefetches = True
 
     def refusal(self, component: Component, degree: int) -> str:
-        """Anything with parameters can be sharded; uneven dimensions are padded."""
+        """Empty: any component can be sharded; uneven dimensions are padded."""
         return ""
 
     def memory(self, share: Share, degree: int, optimizer: str) -> Memory:
-        """One part in ``degree`` of the state; the gathered weights until the last backward is through the component,
-        whose gradients are whole while it computes. Gradients that several microbatches add up stay whole until the
-        last one scatters them."""
+        """Memory with state sharded over ``degree`` ranks, weights gathered until the component's last backward, and
+        whole gradients while it computes. Gradients accumulated over several microbatches stay whole until the last one
+        scatters them."""
         size = share.parameter_bytes
         part = size / degree
         return Memory(
@@ -48,15 +48,15 @@ class ShardedGradients(DataStrategy):
         )
 
     def left(self, share: Share, degree: int, num_microbatches: int) -> float:
-        """The buffer that its gradients were scattered from, in place of gradients that were added up."""
+        """Bytes of the reduce-scatter buffer, which replaces accumulated gradients."""
         return left(share, degree, num_microbatches)
 
     def transient(self, share: Share, degree: int, beside: Adjacent) -> float:
-        """Gradients whole, beside those of the neighbour behind (:mod:`asa.interfaces.units`)."""
+        """Bytes of whole gradients, with those of the component after it (:mod:`asa.interfaces.units`)."""
         return 0.0 if degree == 1 else gathered_once(share, degree, beside)
 
     def traffic(self, share: Share, degree: int, stride: int) -> tuple[Collective, ...]:
-        """One gather of the updated weights and one scatter of the gradients per step."""
+        """One gather of the updated weights and one reduce-scatter of the gradients per step."""
         size = share.parameter_bytes
         if degree == 1 or not size:
             return ()
@@ -66,7 +66,7 @@ class ShardedGradients(DataStrategy):
         )
 
     def apply(self, module: nn.Module, axis: Axis) -> nn.Module:
-        """Shard every component of the segment as one unit, the segment as their root."""
+        """Shard every component of the segment as one unit; the segment is their root."""
         from asa.sharding.sharded import sharded
 
         return sharded(module, axis, release=False)

@@ -1,8 +1,8 @@
-"""Data strategy ``zero3``: parameters, gradients and optimizer state sharded over the data group (FSDP).
+"""Data strategy ``zero3``: parameters, gradients and optimizer state are sharded over the data group (FSDP).
 
-Weights of a component are gathered before its forward and again before its backward; gradients are scattered as
-they are made. Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models";
-Zhao et al. 2023, "PyTorch FSDP". Stock ``fully_shard``, one unit a component.
+Weights of a component are gathered before its forward and again before its backward; gradients are scattered as they
+are computed. Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models";
+Zhao et al. 2023, "PyTorch FSDP". Stock ``fully_shard``, one unit per component.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class FullyShard(DataStrategy):
     prefetches = True
 
     def refusal(self, component: Component, degree: int) -> str:
-        """Anything with parameters can be sharded; uneven dimensions are padded."""
+        """Empty: any component can be sharded; uneven dimensions are padded."""
         return ""
 
     def memory(self, share: Share, degree: int, optimizer: str) -> Memory:
-        """One part in ``degree`` of the state; while the component computes, its weights and gradients whole. Gradients
-        that several microbatches add up stay whole until the last one scatters them."""
+        """Memory with state sharded over ``degree`` ranks; weights and gradients are whole while the component
+        computes. Gradients accumulated over several microbatches stay whole until the last one scatters them."""
         size = share.parameter_bytes
         part = size / degree
         return Memory(
@@ -46,15 +46,15 @@ class FullyShard(DataStrategy):
         )
 
     def left(self, share: Share, degree: int, num_microbatches: int) -> float:
-        """The buffer that its gradients were scattered from, in place of gradients that were added up."""
+        """Bytes of the reduce-scatter buffer, which replaces accumulated gradients."""
         return left(share, degree, num_microbatches)
 
     def transient(self, share: Share, degree: int, beside: Adjacent) -> float:
-        """Weights and gradients whole, in buffers of the neighbours' too (:mod:`asa.interfaces.units`)."""
+        """Bytes of whole weights and gradients, including buffers of the neighbours (:mod:`asa.interfaces.units`)."""
         return 0.0 if degree == 1 else released(share, degree, beside)
 
     def traffic(self, share: Share, degree: int, stride: int) -> tuple[Collective, ...]:
-        """Two gathers of the weights per microbatch, one scatter of the gradients per step."""
+        """Two gathers of the weights per microbatch and one reduce-scatter of the gradients per step."""
         size = share.parameter_bytes
         if degree == 1 or not size:
             return ()
@@ -65,7 +65,7 @@ class FullyShard(DataStrategy):
         )
 
     def apply(self, module: nn.Module, axis: Axis) -> nn.Module:
-        """Shard every component of the segment as one unit, the segment as their root."""
+        """Shard every component of the segment as one unit; the segment is their root."""
         from asa.sharding.sharded import sharded
 
         return sharded(module, axis, release=True)
