@@ -13,6 +13,7 @@ from asa.tracing import ties
 from asa.tracing.blocks import attends, describe, find_blocks, within
 from asa.tracing.called import UNCUT
 from asa.tracing.chain import BatchDims, TracedModel, batch_dims, side_names, structure_of
+from asa.tracing.again import repeatable
 from asa.tracing.component import TracedComponent, cut_out
 from asa.tracing.cuts import Cut, Observation, constants, find_cuts, in_both, observe, segments
 from asa.tracing.facts import ComponentFacts, measure
@@ -38,9 +39,9 @@ def _batches(example: Tensor) -> tuple[Tensor, Tensor]:
     return small, large
 
 
-def _pieces(program: Program, cuts: list[Cut], units: list[Unit], fixed: dict[fx.Node, Any]) -> _Graphs:
+def _pieces(program: Program, cuts: list[Cut], units: list[Unit], seen: tuple[Observation, Observation]) -> _Graphs:
     """One graph per unit, with the names of its side outputs."""
-    nodes = segments(program, cuts)
+    nodes, fixed, again = segments(program, cuts), constants(seen), repeatable(program, seen)
     crossings = [c.node for c in cuts]
     names = side_names(program)
     graphs = []
@@ -49,7 +50,7 @@ def _pieces(program: Program, cuts: list[Cut], units: list[Unit], fixed: dict[fx
         entry = crossings[unit.start - 1] if unit.start else program.placeholder
         main = crossings[unit.stop - 1] if unit.stop <= len(crossings) else program.outputs[-1]
         sides = [n for n in names if n in set(mine)]
-        graphs.append((cut_out(mine, entry, [main, *sides], fixed), tuple(names[n] for n in sides)))
+        graphs.append((cut_out(mine, entry, [main, *sides], fixed, again), tuple(names[n] for n in sides)))
     return graphs
 
 
@@ -129,7 +130,7 @@ def _components(
     blocks = find_blocks(model, summaries, set(opaque))
     units = merge(model, summaries, blocks, ("embedding", "head") if attends(model) else ("stem", "classifier"))
     while True:
-        graphs = [_pieces(p, c, units, constants(s)) for p, c, s in zip(programs, cuts, seen, strict=True)]
+        graphs = [_pieces(p, c, units, s) for p, c, s in zip(programs, cuts, seen, strict=True)]
         objects = [
             {t: programs[1].attributes[t] for t in _targets(b)} | {t: programs[0].attributes[t] for t in _targets(a)}
             for (a, _), (b, _) in zip(*graphs, strict=True)

@@ -19,6 +19,7 @@ import networkx as nx
 import torch
 from torch import fx, nn
 
+from asa.tracing.again import repeatable
 from asa.tracing.fused import fused_attention
 from asa.tracing.program import Program, origin
 from asa.tracing.remembered import Remembered
@@ -175,7 +176,7 @@ def find_cuts(program: Program, seen: tuple[Observation, Observation]) -> list[C
     """Every place where ``program`` may be cut, in order; ``seen`` are runs on two different batch sizes."""
     nodes = order(program)
     index = {n: i for i, n in enumerate(nodes)}
-    fixed = constants(seen)
+    fixed = {*constants(seen), *repeatable(program, seen)}
     *sides, main = program.outputs
     last_use = [
         max((index[u] for u in n.users if u.op != "output" and n not in fixed), default=i) for i, n in enumerate(nodes)
