@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from tracing_checks import assert_bitwise
 
 from asa.tracing import TracedModel, trace
 from asa.zoo.foreign import Logits
-from tracing_checks import assert_bitwise
 
 WIDTH, TOKENS = 8, 6
 
@@ -68,7 +68,8 @@ def test_what_follows_from_shapes_is_computed_again_behind_each_cut() -> None:
     torch.manual_seed(0)
     model = Model()
     traced = trace(model, torch.randn(2, TOKENS, 4), name="own")
-    assert len(traced.components) == 5 and not traced.notes
+    assert len(traced.components) == 5
+    assert not traced.notes
     assert_bitwise(model, traced, torch.randn(5, TOKENS, 4))
 
 
@@ -108,7 +109,8 @@ def test_causal_models_of_transformers_are_cut_at_every_block(kind: str) -> None
     alone = Logits(transformers.AutoModelForCausalLM.from_config(config), "input_ids").train()
     cut = copy.deepcopy(alone)
     traced = trace(cut, torch.randint(0, 32, (2, 8)), name=kind)
-    assert len(traced.components) == 4 and not traced.notes
+    assert len(traced.components) == 4
+    assert not traced.notes
     batches = torch.randint(0, 32, (3, 2, 4, 8))
     _train(alone, batches)
     _train_in_stages(cut, traced, batches)

@@ -18,13 +18,15 @@ from asa.tracing.program import Program
 from asa.tracing.shapes import about_shape
 from asa.tracing.tracer import hooked
 
-_PURE = frozenset(
-    "abs add and and_ arange bool bmm cat clamp contiguous cos cumsum diff div eq exp expand expand_as eye flatten flip "
-    "float floor floordiv full full_like ge getattr getitem gt int inv invert le linspace log logical_and logical_not "
-    "logical_or long lt masked_fill matmul maximum minimum mod movedim mul ne neg new_full new_ones new_zeros not_ "
-    "ones ones_like or or_ outer permute pow repeat reshape rsqrt sin sqrt squeeze stack sub sum to transpose tril triu "
-    "truediv type type_as unsqueeze view where zeros zeros_like".split()
-)
+_PURE = frozenset((
+    "abs", "add", "and", "and_", "arange", "bmm", "bool", "cat", "clamp", "contiguous", "cos", "cumsum", "diff",
+    "div", "eq", "exp", "expand", "expand_as", "eye", "flatten", "flip", "float", "floor", "floordiv", "full",
+    "full_like", "ge", "getattr", "getitem", "gt", "int", "inv", "invert", "le", "linspace", "log", "logical_and",
+    "logical_not", "logical_or", "long", "lt", "masked_fill", "matmul", "maximum", "minimum", "mod", "movedim",
+    "mul", "ne", "neg", "new_full", "new_ones", "new_zeros", "not_", "ones", "ones_like", "or", "or_", "outer",
+    "permute", "pow", "repeat", "reshape", "rsqrt", "sin", "sqrt", "squeeze", "stack", "sub", "sum", "to",
+    "transpose", "tril", "triu", "truediv", "type", "type_as", "unsqueeze", "view", "where", "zeros", "zeros_like",
+))  # fmt: skip
 """Functions and methods that draw no random number and write into nothing."""
 
 

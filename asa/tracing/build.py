@@ -10,10 +10,10 @@ from torch import Tensor, fx, nn
 
 from asa.errors import InvalidInputError
 from asa.tracing import ties
+from asa.tracing.again import repeatable
 from asa.tracing.blocks import attends, describe, find_blocks, within
 from asa.tracing.called import UNCUT
 from asa.tracing.chain import BatchDims, TracedModel, batch_dims, side_names, structure_of
-from asa.tracing.again import repeatable
 from asa.tracing.component import TracedComponent, cut_out
 from asa.tracing.cuts import Cut, Observation, constants, find_cuts, in_both, observe, segments
 from asa.tracing.facts import ComponentFacts, measure
