@@ -162,7 +162,8 @@ class Logits(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits of ``x``: pixels [N, C, H, W], or tokens int64 [N, T]."""
-        with _not_packed() if isinstance(x, fx.Proxy) else contextlib.nullcontext():
+        traced: Any = x
+        with _not_packed() if isinstance(traced, fx.Proxy) else contextlib.nullcontext():
             return self.model(**{self.reads: x}).logits  # type: ignore[no-any-return]
 
 
