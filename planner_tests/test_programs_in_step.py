@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from typing import Any
 
@@ -105,3 +107,13 @@ def test_ranks_that_part_are_warned_of_and_others_hear_nothing() -> None:
         assert any("hyperparameters of the optimizer differ" in line for line in by_loss)
         assert any("weights that all ranks hold alike" in line for line in drawn)
         assert not usual
+
+
+def test_settings_have_one_number_in_processes_that_share_no_memory() -> None:
+    """Ranks that a launcher starts do not share the address of None, of which ``hash`` is made before Python 3.12."""
+    code = "from asa.api.in_step import number_of; print(number_of((0.1, None, (0.9, None), 'sgd')))"
+    numbers = {
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        for _ in range(2)
+    }
+    assert len(numbers) == 1

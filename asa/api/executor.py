@@ -108,7 +108,9 @@ class UserExecutor(PlannedExecutor):
     def _worker_of(self, model: ParallelModel, scale: LossScale) -> Worker:
         understood_by_torch(model, job=True)
         optimizer = self._rebinding.apply(model)
-        discipline = model.plan.consistency
+        discipline = model.whole_plan.consistency
+        if discipline is not None and discipline.groups is not None:
+            raise UsageError(f"{discipline}: groups of ranks run under `asa train` only; leave groups out")
         if discipline is not None and discipline.served and self._max_norm is not None:
             raise UsageError(
                 f"max_norm is over all gradients of a step, and servers under {discipline} have them in slices; leave "

@@ -12,6 +12,7 @@ import contextlib
 import threading
 import time
 import warnings
+import zlib
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -96,7 +97,7 @@ class InStep:
         rates = [_plain(g.get("lr")) for o in optimizers for g in o.param_groups[:1]]
         weights = _size(model) if model is not None and number < _LOOKS else 0.0
         mine = torch.tensor(
-            [self.shared, self.updates, hash(settings) % (1 << 52), *(rates[:1] or [0.0]), weights, float(asks)],
+            [self.shared, self.updates, number_of(settings), *(rates[:1] or [0.0]), weights, float(asks)],
             dtype=torch.float64,
         )
         asked = self._hear()
@@ -179,6 +180,11 @@ def in_step(timeout_s: float) -> InStep:
     if not _one or _one[0].world is not dist.group.WORLD:  # a program may have formed another group since
         _one[:] = [InStep(timeout_s)]
     return _one[0]
+
+
+def number_of(settings: object) -> int:
+    """A number for plain ``settings`` that is the same in all processes: ``hash(None)`` and that of text are not."""
+    return zlib.crc32(repr(settings).encode())
 
 
 def _plain(value: Any) -> Any:

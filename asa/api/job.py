@@ -23,7 +23,7 @@ from asa.api.job_loss import LossWeight
 from asa.api.loop import cache_folder, how_called
 from asa.api.names import StateNames
 from asa.api.notes import check_exact, differing, trained_norms
-from asa.api.optimizers import Rebinding, check_shared, planned_as, whole_because
+from asa.api.optimizers import Rebinding, check_shared, whole_because
 from asa.api.optimizers import elementwise as known_elementwise
 from asa.api.placed import MEETING_S
 from asa.api.planned import Wishes, agreed_plan, checked_plan, would_be
@@ -43,6 +43,7 @@ from asa.executor.training.settings import TrainSettings
 from asa.ir import codec
 from asa.ir.cluster import Cluster
 from asa.ir.measurements import EpochRecord
+from asa.ir.optimizers import planned_as
 from asa.ir.plan import Plan
 from asa.ir.profile import Precision
 from asa.ir.units import time_span
@@ -155,9 +156,10 @@ class Job:
         rebinding = Rebinding(optimizer, model, elementwise=known_elementwise(optimizer, elementwise))
         same_weights(place, model)
         wishes = Wishes(
-            global_batch=batches.batch_size, optimizer=planned_as(optimizer), pipelines=True, strategies=strategies,
-            pins=pins, memory_bytes=memory_bytes, cluster=cluster, precision=precision, time_limit_s=time_limit_s,
-            cache=cache_folder(cache), whole_because=whole_because(optimizer, model, elementwise),
+            global_batch=batches.batch_size, optimizer=planned_as(type(optimizer).__name__), pipelines=True,
+            strategies=strategies, pins=pins, memory_bytes=memory_bytes, cluster=cluster, precision=precision,
+            time_limit_s=time_limit_s, cache=cache_folder(cache),
+            whole_because=whole_because(optimizer, model, elementwise),
             at_once=batch_norm == "exact" and bool(trained_norms(model)),
         )  # fmt: skip
         self._wishes, self._origins = wishes, None

@@ -17,7 +17,7 @@ from asa.api.coupling import coupled, warning_of
 from asa.api.in_step import in_step
 from asa.api.names import StateNames
 from asa.api.notes import differing, drawing, trained_norms
-from asa.api.optimizers import Rebinding, check_shared, others_over, planned_as, whole_because
+from asa.api.optimizers import Rebinding, check_shared, others_over, whole_because
 from asa.api.optimizers import elementwise as known_elementwise
 from asa.api.placed import PlacedLoader, PlacedModel, rows_here
 from asa.api.planned import Origins, Wishes, agreed_plan, checked_plan, usual_cache, would_be
@@ -31,6 +31,7 @@ from asa.executor.model.materialize import materialize
 from asa.executor.model.parallel import ParallelModel
 from asa.ir.cluster import Cluster
 from asa.ir.layout import Layout
+from asa.ir.optimizers import planned_as
 from asa.ir.plan import Plan
 from asa.ir.profile import Precision
 from asa.launch import give_back_freed_memory, launched
@@ -124,9 +125,9 @@ def parallelize(
         check_shared(each)
     same_weights(place, model)
     wishes = Wishes(
-        global_batch=batches.batch_size, optimizer=planned_as(optimizer), pipelines=False, strategies=strategies,
-        pins=pins, memory_bytes=memory_bytes, cluster=cluster, precision=precision, time_limit_s=time_limit_s,
-        cache=cache_folder(cache),
+        global_batch=batches.batch_size, optimizer=planned_as(type(optimizer).__name__), pipelines=False,
+        strategies=strategies, pins=pins, memory_bytes=memory_bytes, cluster=cluster, precision=precision,
+        time_limit_s=time_limit_s, cache=cache_folder(cache),
         whole_because=next(filter(None, (whole_because(o, model, elementwise) for o in optimizers)), ""),
     )  # fmt: skip
     call, why = how_called(place, model, batches, example_input)

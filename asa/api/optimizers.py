@@ -17,15 +17,10 @@ from asa.api.seen import Seen
 from asa.errors import UsageError
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.parameter_hooks import hooked
-from asa.executor.model.state import Held, held, stored
-from asa.ir.plan import OptimizerName
+from asa.executor.model.state import held, stored
+from asa.executor.training.optimizer import cut_parameters, doubt_about_parts, updates_parts
 from asa.sharding.parts import step_over_parts
 from asa.sharding.split import TensorPart
-
-_ELEMENTWISE = {
-    "SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "ASGD", "RMSprop", "Rprop",
-}  # fmt: skip
-"""Optimizers of ``torch.optim`` that update element by element, so that shards add up to wholes."""
 
 
 def elementwise(optimizer: Optimizer, declared: bool | None = None) -> bool:
@@ -33,13 +28,7 @@ def elementwise(optimizer: Optimizer, declared: bool | None = None) -> bool:
     says of it."""
     if declared is not None:
         return declared
-    kind = type(optimizer)
-    return kind.__name__ in _ELEMENTWISE and kind.__module__.startswith("torch.optim")
-
-
-def planned_as(optimizer: Optimizer) -> OptimizerName:
-    """What the planner takes it for: its state is one word a parameter, or two."""
-    return "sgd" if type(optimizer).__name__ in ("SGD", "Adagrad", "RMSprop") else "adamw"
+    return updates_parts(optimizer)
 
 
 def check_shared(optimizer: Optimizer) -> None:
@@ -74,20 +63,6 @@ def whole_because(optimizer: Optimizer, model: nn.Module, declared: bool | None)
     if declared is None and not type(optimizer).__module__.startswith("torch.optim"):
         return f"{kind} is not known to update element by element (say elementwise=True if it does)"
     return f"{kind} looks at all elements of a parameter"
-
-
-def check_parts(optimizer: Optimizer, name: str) -> None:
-    """Refuse, or doubt, an optimizer that is to update a part of parameter ``name``.
-
-    Raises:
-        UsageError: one of torch.optim of which it is known that it looks at all elements of a parameter.
-    """
-    kind = type(optimizer)
-    why = f"the plan cuts parameters ({name}), of which a rank updates a part"
-    instead = 'plan="auto" and strategies=("ddp",) keep them whole'
-    if kind.__module__.startswith("torch.optim"):
-        raise UsageError(f"{kind.__name__} looks at all elements of a parameter, and {why}; {instead}")
-    warnings.warn(f"{why}: right if {kind.__name__} updates element by element; else {instead}", stacklevel=2)
 
 
 class Rebinding:
@@ -136,9 +111,10 @@ class Rebinding:
             UsageError: the rank holds parts, and the optimizer needs wholes.
         """
         optimizer, updated = self.optimizer, {id(p) for p in model.updated}
-        cut = next((item.name for item in held(model) if item.name in self._group and _in_parts(item)), None)
+        cut = next((name for name in cut_parameters(model) if name in self._group), None)
         if cut is not None and not self._elementwise:
-            check_parts(optimizer, cut)
+            remedy = 'plan="auto" and strategies=("ddp",) keep them whole'
+            warnings.warn(doubt_about_parts(optimizer, cut, remedy), stacklevel=2)
         while self._undo:
             self._undo.pop()()
         found: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
@@ -167,10 +143,6 @@ class Rebinding:
         if seen is not None:
             understood_by_scalers(optimizer, model)
         return optimizer
-
-
-def _in_parts(item: Held) -> bool:
-    return isinstance(item.tensor, DTensor) or (item.shard is not None and item.axis.size > 1)
 
 
 def _share_updates(optimizer: Optimizer, model: ParallelModel) -> Callable[[], None]:

@@ -11,6 +11,7 @@ from asa.cli.console import Console
 from asa.cli.verb import Arguments
 from asa.errors import UsageError
 from asa.ir import codec
+from asa.ir.optimizers import planned_as
 from asa.ir.plan import Plan
 from asa.zoo.names import check
 
@@ -87,7 +88,7 @@ def planned(args: Arguments, console: Console) -> tuple[Path, Plan]:
         gpus=gpus,
         global_batch=args.global_batch or profile.global_batch,
         strategies=args.strategies,
-        optimizer=args.optimizer or "sgd",
+        optimizer=planned_as(args.optimizer or "sgd"),
         time_limit_s=usual_limit(gpus),
     )
     found = plan(profile, cluster, offered(), request)[0]

@@ -18,6 +18,7 @@ from asa.cli.verb import Arguments, Option, Verb
 from asa.errors import AsaError, InvalidInputError, NoCheckpointError, UsageError
 from asa.ir import codec
 from asa.ir.measurements import EpochRecord
+from asa.ir.optimizers import check_optimizer, planned_as
 from asa.ir.plan import Plan
 from asa.zoo import specs
 from asa.zoo.preload import ModelPreload
@@ -61,6 +62,8 @@ def _train(args: Arguments, console: Console, path: Path, plan: Plan, out: Path)
     if args.compress is not None and args.compress != plan.compression:
         console.say(f"asa: gradients travel as {args.compress}, predictions are for {plan.compression}")
         plan = replace(plan, compression=args.compress)
+    if args.optimizer is not None and planned_as(args.optimizer) != plan.optimizer:
+        console.say(f"asa: trained with {args.optimizer}; memory and updates are predicted for {plan.optimizer}")
     words = planned_here.words(args, path)
     settings = TrainSettings(
         out=str(out),
@@ -94,7 +97,7 @@ def _train(args: Arguments, console: Console, path: Path, plan: Plan, out: Path)
             strategies=offered(),
             adapt=adapt,
             relieve=relieve,
-            regroup=partial(regroup, console) if settings.replan else None,
+            regroup=partial(regroup, console) if settings.replan or (plan.consistency and not args.no_replan) else None,
             on_event=lambda event: tell(event, console, progress, trained=not told),
             command=("train", *words),
             emulated=pretended,
@@ -285,7 +288,15 @@ VERBS = (
             Option(name="epochs", help="passes over the data", parse=o.count, default=1, metavar="E"),
             Option(name="steps-per-epoch", help="end epochs early", parse=o.count, metavar="N"),
             o.LEARNING_RATE,
-            o.option(o.OPTIMIZER, default=None, help="sgd or adamw (default: the plan's)"),
+            o.option(
+                o.OPTIMIZER,
+                help="sgd, adamw, another of torch.optim that updates element by element (adam, rmsprop, ...), or "
+                "package.module:factory (default: the plan's)",
+                default=None,
+                choices=(),
+                parse=check_optimizer,
+                metavar="NAME",
+            ),
             Option(
                 name="loss",
                 help="cross_entropy, mse, bce or package.module:factory of a mean over samples",

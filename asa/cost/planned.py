@@ -243,12 +243,13 @@ def schedule_of(plan: Plan, strategies: Strategies) -> Schedule | None:
 
 
 def price_plan(plan: Plan, profile: Profile, cluster: Cluster, strategies: Strategies) -> Price:
-    """The price of ``plan``; on another kind of device than the profile's, from estimated times.
+    """The price of ``plan``, or of one group's where its ranks train in groups; on another kind of device than the
+    profile's, from estimated times.
 
     Raises:
         InvalidInputError: as for :func:`ways_of` and :func:`schedule_of`.
     """
-    cluster = cluster.ordered(plan.devices)
+    cluster, plan = cluster.ordered(plan.devices), plan.of_group() if plan.groups > 1 else plan
     used = on_device(profile, cluster)
     ways, schedule = ways_of(plan, profile, strategies), schedule_of(plan, strategies)
     times = times_of(used, strategies)

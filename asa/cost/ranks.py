@@ -40,6 +40,7 @@ class Ranks:
     """
 
     def __init__(self, plan: Plan, profile: Profile, cluster: Cluster, strategies: Strategies) -> None:
+        plan = plan.of_group() if plan.groups > 1 else plan
         self._plan, self._cluster, self._strategies = plan, cluster, strategies
         self._profile = on_device(profile, cluster)
         self._times = times_of(self._profile, strategies)

@@ -77,10 +77,10 @@ PARAMETERS: Mapping[DisciplineName, Mapping[str, Any]] = {
     "ps_bounded": {"servers": 1, "placement": "beside", "window": 3, "max_age": None, "momentum": None},
     "downpour": {"servers": 1, "placement": "beside", "period": 4, "momentum": None},
     "hogwild": {"momentum": None},
-    "local_sgd": {"period": 4, "growth": 0.0},
+    "local_sgd": {"period": 4, "growth": 0.0, "groups": None},
     "diloco": {
         "period": 50, "outer_rate": 0.7, "outer_momentum": 0.9, "fragments": 1, "message": "fp32", "quorum": None,
-        "grace_s": 1.0,
+        "grace_s": 1.0, "groups": None,
     },
     "fedavg": {"period": 10, "fraction": 1.0, "spread": 0.0, "message": "fp32"},
     "pipedream": {},
@@ -110,6 +110,8 @@ class Discipline:
         message: of what numbers a meeting's messages consist: ``fp32``, or ``int8`` with one scale a tensor.
         quorum: workers that a meeting needs; None for all. With fewer than all it waits ``grace_s`` seconds more.
         fraction: of the clients, how many take part in a round, above 0 and at most 1.
+        groups: of equally many ranks, each of which is one worker and trains under a synchronous plan of its own,
+            whatever is in it; ranks with the same place in their groups meet. None: every rank is a worker.
         spread: how unlike the clients' data are: 0 for alike, else classes are drawn from a Dirichlet distribution of
             concentration ``1 / spread``.
     """
@@ -130,6 +132,7 @@ class Discipline:
     grace_s: float = 0.0
     fraction: float = 1.0
     spread: float = 0.0
+    groups: int | None = None
 
     def __post_init__(self) -> None:
         name, allowed = self.name, PARAMETERS[self.name]
@@ -150,6 +153,7 @@ class Discipline:
             ),
             0,
         ) | dict.fromkeys(("period", "fragments", "quorum"), 1)
+        least["groups"] = 2
         least["servers"] = 1 if "servers" in allowed else 0
         for word, bound in least.items():
             value = getattr(self, word)
@@ -162,6 +166,8 @@ class Discipline:
             raise UsageError(f"{name}: outer_rate is {self.outer_rate}; it must be above 0")
         if not 0 < self.fraction <= 1:
             raise UsageError(f"{name}: fraction is {self.fraction}; it must be above 0 and at most 1")
+        if self.quorum is not None and self.groups is not None:
+            raise UsageError(f"{name}: a quorum counts workers of one rank each; leave out groups={self.groups}")
         if self.quorum is not None and self.fragments > 1:
             raise UsageError(
                 f"{name}: a quorum meets for all weights at once, asked for {self.fragments} fragments too"
@@ -225,11 +231,17 @@ class Discipline:
         return max(0.0, own - (1 - 1 / workers)) if self.momentum is None else self.momentum
 
     def workers(self, ranks: int) -> int:
-        """Ranks that train, of ``ranks``.
+        """Workers among ``ranks`` ranks: those that are no server, or their groups.
 
         Raises:
-            UsageError: there are more servers than ranks, or too few workers for the quorum.
+            UsageError: there are more servers than ranks, too few workers for the quorum, or no equal groups.
         """
+        if self.groups is not None:
+            if ranks % self.groups:
+                fitting = max((g for g in range(2, self.groups) if ranks % g == 0), default=None)
+                remedy = "leave groups out" if fitting is None else f"ask for groups={fitting}"
+                raise UsageError(f"{self.name}: {ranks} ranks do not make {self.groups} equal groups; {remedy}")
+            return self.groups
         own = self.servers if self.placement == "own" else 0
         if self.servers > ranks or own >= ranks:
             room = "ranks of their own beside at least 1 worker" if own else "ranks"

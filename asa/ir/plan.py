@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -296,6 +297,11 @@ class Plan:
             raise InvalidInputError("stages must use ranks 0..n-1, each once", where="$.stages")
         if not 1 <= len(ranks) <= self.gpus:
             raise InvalidInputError(f"stages use {len(ranks)} ranks of {self.gpus}", where="$.stages")
+        if len(ranks) * self.groups > self.gpus or self.global_batch % self.groups:
+            said = (
+                f"{self.groups} groups of {len(ranks)} ranks, for {self.gpus} devices and {self.global_batch} samples"
+            )
+            raise InvalidInputError(said, where="$.consistency.groups")
         if self.num_microbatches < 1 or self.global_batch < 1:
             raise InvalidInputError("num_microbatches and global_batch are at least 1", where="$.num_microbatches")
         if self.global_batch > MOST_SAMPLES:
@@ -334,8 +340,8 @@ class Plan:
             InvalidInputError: it does not.
         """
         promised = len(self.prediction.memory_bytes_per_rank)
-        if promised != self.num_ranks:
-            said = f"memory of {promised} ranks is predicted, stages use {self.num_ranks}"
+        if promised != self.num_ranks * self.groups:
+            said = f"memory of {promised} ranks is predicted, stages use {self.num_ranks * self.groups}"
             raise InvalidInputError(said, where="$.prediction.memory_bytes_per_rank")
 
     def __str__(self) -> str:
@@ -402,9 +408,20 @@ class Plan:
 
     @property
     def num_processes(self) -> int:
-        """Ranks, and servers with processes of their own."""
+        """Ranks of all groups, and servers with processes of their own."""
         served = self.consistency
-        return self.num_ranks + (served.servers if served is not None and served.placement == "own" else 0)
+        own = served.servers if served is not None and served.placement == "own" else 0
+        return self.num_ranks * self.groups + own
+
+    @property
+    def groups(self) -> int:
+        """Groups that each run what the stages and components say, on an equal share of the batch; 1 as a rule."""
+        return (self.consistency.groups if self.consistency is not None else None) or 1
+
+    def of_group(self) -> Plan:
+        """The synchronous plan that each of the ``groups`` runs, on its share of the global batch."""
+        count = self.groups
+        return replace(self, gpus=self.gpus // count, global_batch=self.global_batch // count, consistency=None)
 
     def fewest(self, rows: int, microbatches: int | None = None) -> int:
         """How many of a batch of ``rows`` the smallest shard has in one of its ``microbatches`` (the plan's own number

@@ -35,8 +35,10 @@ def render(plan: Plan, *, verbose: bool = False, shares: Sequence[float] = ()) -
 def headline(plan: Plan) -> RenderableType:
     """What is planned, on what, for which batch."""
     where = f"{plan.gpus} x {plan.device_type}"
-    if plan.num_ranks < plan.gpus:
-        where = f"{plan.num_ranks} of {where}"
+    if plan.num_ranks * plan.groups < plan.gpus:
+        where = f"{plan.num_ranks * plan.groups} of {where}"
+    if plan.groups > 1:
+        where += f" in {plan.groups} groups"
     return line(
         f"{plan.model_spec} on {where} ({plan.cluster}, {plan.origin}), batch {plan.global_batch}, {plan.precision}, "
         f"{plan.optimizer}" + (f", gradients as {plan.compression}" if plan.compression != "none" else ""),
@@ -56,7 +58,8 @@ def standing(plan: Plan) -> list[RenderableType]:
     if c.gap <= _PROVED:
         said.append(f"Proof    optimal in {seconds(c.solve_s)}: nothing in the space is faster")
     else:
-        said.append(f"Proof    {c.status} after {seconds(c.solve_s)}: at most {percent(c.gap)} could be saved")
+        most = f"at most {percent(c.gap)}" if c.gap >= 0.0005 else "less than 0.1 %"
+        said.append(f"Proof    {c.status} after {seconds(c.solve_s)}: {most} could be saved")
     if sure is not None and sure.finalists > 1 and plan.measured is None:
         said.append(f"Doubt    {100 * sure.p_best:.0f} % that it is the best of {sure.finalists}, or within 1 % of it")
     return [line(text) for text in said]

@@ -24,7 +24,7 @@ def conduct_of(model: ParallelModel, optimizer: Optimizer, votes: Votes) -> Cond
     Raises:
         UsageError: it does not run, or not under this plan.
     """
-    discipline = model.plan.consistency
+    discipline = model.whole_plan.consistency
     if discipline is None:
         return None
     check_plan(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,12 +17,17 @@ from asa.executor.model.state import full_gradients
 from asa.executor.model.step import Step, microbatch_rows, played
 from asa.ir.consistency import Discipline
 from asa.sharding.axis import Axis
+from asa.sharding.parts import local
 from asa.zoo.data import ImageSet
 
 
 class Conduct(ABC):
-    """One worker's side of a discipline: ``model`` under a plan of plain data parallelism, whose gradients are not
-    reduced, and the ``optimizer`` over it."""
+    """One worker's side of a discipline: ``model`` and the ``optimizer`` over it.
+
+    A worker is a rank of plain data parallelism, whose gradients are not reduced; or a group of ranks, in which
+    gradients are reduced as its own plan says. Then this is the part of one rank of the group, and it meets the ranks
+    with the same part in other groups.
+    """
 
     def __init__(self, discipline: Discipline, model: ParallelModel, optimizer: Optimizer) -> None:
         self.discipline, self.model, self.optimizer = discipline, model, optimizer
@@ -37,13 +43,19 @@ class Conduct(ABC):
     """Whether it takes other samples than its rows of the global batch."""
 
     def drawn(self, images: ImageSet, indices: Tensor, step: int) -> Tensor:
-        """``indices`` (int64 [rows], of the global batch) with what this worker trains on in its own places."""
+        """``indices`` (int64 [rows], of the global batch) with what this worker trains on in its own places; of those
+        only a group's, where workers are groups."""
         del images, step
-        return indices
+        return self.share(indices)
+
+    def share(self, indices: Tensor) -> Tensor:
+        """``indices`` [rows] of a batch that this worker's ranks divide among them."""
+        grouped = self.model.grouped
+        return indices if grouped is None else indices[grouped.rows(len(indices))]
 
     def played(self, *args: Any, **options: Any) -> Step:
         """:func:`asa.executor.model.step.played`, which leaves every worker's gradients its own."""
-        with self.model.no_sync():
+        with self.model.no_sync() if self.model.grouped is None else nullcontext():
             return played(*args, **options)
 
     def gradients(self) -> dict[str, Tensor]:
@@ -88,12 +100,17 @@ class Conduct(ABC):
 
     @property
     def axis(self) -> Axis:
-        """The workers."""
+        """The workers; of groups, the ranks that hold what this one holds."""
+        if self.model.grouped is not None:
+            return self.model.grouped.axis
         layout = self.model.layouts[0]
         return self.model.axis("gradient", layout.data_group(self.model.position.place))
 
     def rows(self, batch: int) -> int:
         """How many of ``batch`` samples this worker has."""
+        if self.model.grouped is not None:
+            mine = self.model.grouped.rows(batch)
+            return int(mine.stop - mine.start)
         return sum(part.kept.stop - part.kept.start for part in microbatch_rows(self.model, batch))
 
     def own_share(self, batch: int) -> float:
@@ -102,12 +119,28 @@ class Conduct(ABC):
 
     @torch.no_grad()
     def unscale(self, batch: int) -> None:
-        """Make gradients those of the mean over this worker's own rows."""
+        """Make gradients those of the mean over this worker's own rows, as those of a group are."""
+        if self.model.grouped is not None:
+            return
         share = self.own_share(batch)
         if share not in (0.0, 1.0):
             for p in self.model.parameters():
                 if p.grad is not None:
                     p.grad.div_(share)
+
+    def update(self, batch: int) -> None:
+        """An optimizer step of this worker's own, on its rows of ``batch`` samples."""
+        self.unscale(batch)
+        self.optimizer.step()
+        if self.model.grouped is not None:
+            self.model.share_updates()
+
+    def average_buffers(self) -> None:
+        """Make running statistics one over all workers (collective)."""
+        self.model.average_buffers()
+        if self.model.grouped is not None:
+            floats = [b for c in self.model.components for b in c.buffers() if b.is_floating_point()]
+            average(floats, self.axis)
 
 
 @torch.no_grad()
@@ -116,9 +149,10 @@ def average(tensors: list[Tensor], axis: Axis, weight: float = 1.0) -> None:
     there are ranks."""
     if axis.group is None or not tensors:
         return
+    tensors = [local(t.detach()) for t in tensors]
     for dtype in dict.fromkeys(t.dtype for t in tensors):
         alike = [t for t in tensors if t.dtype == dtype]
-        flat = torch.cat([t.detach().reshape(-1) for t in alike])
+        flat = torch.cat([t.reshape(-1) for t in alike])
         if weight != 1:
             flat *= weight
         dist.all_reduce(flat, group=axis.group)
@@ -133,9 +167,10 @@ def check_plan(model: ParallelModel) -> None:
     Raises:
         UsageError: components are split, staged, sharded or offloaded.
     """
-    plan, discipline = model.plan, model.plan.consistency
+    plan, discipline = model.plan, model.whole_plan.consistency
     assert discipline is not None
-    for c in plan.components if discipline.waiting != "pipelined" else ():
+    whole = discipline.waiting != "pipelined" and model.grouped is None
+    for c in plan.components if whole else ():
         if c.data.strategy != "replicate" or c.data.degree != plan.num_ranks or c.tensor.degree > 1 or c.offload:
             raise UsageError(
                 f"{discipline.name} runs on whole replicas; the plan has {c.name} as {c.data.text}, "

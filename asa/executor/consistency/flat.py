@@ -1,4 +1,4 @@
-"""The trained parameters of a worker as one row of numbers: what servers hold in slices, and what meetings average."""
+"""The trained parameters that a rank holds as one row: what servers hold in slices, and what meetings average."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from asa.errors import UsageError
+from asa.sharding.parts import local
 
 
 class FlatParameters:
@@ -31,25 +32,30 @@ class FlatParameters:
             named = ", ".join(sorted(str(k).removeprefix("torch.") for k in kinds))
             raise UsageError(f"parameters of {named}: workers that do not train in step need real ones of one dtype")
         self.dtype = kinds.pop()
-        self.sizes = [p.numel() for p in self.parameters]
+        self.sizes = [local(p).numel() for p in self.parameters]
         self.total = sum(self.sizes)
         self.groups: list[tuple[int, int]] = []
         start = 0
         for group in self.of_group:
-            stop = start + sum(p.numel() for p in group)
+            stop = start + sum(local(p).numel() for p in group)
             self.groups.append((start, stop))
             start = stop
 
     @torch.no_grad()
     def weights(self) -> Tensor:
         """A copy of the weights [total], on the host."""
-        return torch.cat([p.detach().reshape(-1) for p in self.parameters]).cpu()
+        return self.row().cpu()
+
+    @torch.no_grad()
+    def row(self, first: int = 0, last: int | None = None) -> Tensor:
+        """A copy of the weights of parameters ``first`` to ``last`` (exclusive), where they are."""
+        return torch.cat([local(p.detach()).reshape(-1) for p in self.parameters[first:last]])
 
     @torch.no_grad()
     def put(self, flat: Tensor, start: int = 0) -> None:
         """Make ``flat`` the weights from number ``start`` on."""
         at, stop = 0, start + flat.numel()
-        for p, size in zip(self.parameters, self.sizes, strict=True):
+        for p, size in zip((local(p.detach()) for p in self.parameters), self.sizes, strict=True):
             a, b = max(at, start), min(at + size, stop)
             if a < b and p.is_contiguous():
                 p.view(-1)[a - at : b - at].copy_(flat[a - start : b - start])

@@ -24,8 +24,7 @@ class LocalSteps(Conduct):
 
     def step(self, batch: int) -> None:
         """An update of one's own, and a meeting where the period is over."""
-        self.unscale(batch)
-        self.optimizer.step()
+        self.update(batch)
         self._since, self._mine, self._all = self._since + 1, self._mine + self.rows(batch), self._all + batch
         if self._since >= self.discipline.period_at(self.rate):
             self.meet()
@@ -34,14 +33,14 @@ class LocalSteps(Conduct):
         """Average weights, a worker's for as many samples as it had, and running statistics (collective)."""
         share = self._mine * self.axis.size / self._all
         average([p for p in self.model.parameters() if p.requires_grad], self.axis, share)
-        self.model.average_buffers()
+        self.average_buffers()
         self._since = self._mine = self._all = 0
 
     def settle(self) -> None:
         """A meeting, at which the optimizers' states are averaged, too."""
         if self._since:
             self.meet()
-        self.model.average_buffers()
+        self.average_buffers()
         average(self._moments(), self.axis)
 
     def _moments(self) -> list[Tensor]:

@@ -54,8 +54,7 @@ class OuterSteps(LocalSteps):
             self._weighed((turn - 1) % len(self._outer))
 
     def _inner_step(self, batch: int) -> None:
-        self.unscale(batch)
-        self.optimizer.step()
+        self.update(batch)
 
     def _weighed(self, fragment: int) -> None:
         """A meeting in which a worker counts for as many samples as it had since the last one (collective)."""
@@ -71,11 +70,13 @@ class OuterSteps(LocalSteps):
         if start == stop:  # more fragments than parameters
             return
         outer, (first, last) = self._outer[fragment], self._parts[fragment]
-        here = torch.cat([p.detach().reshape(-1) for p in self._flat.parameters[first:last]])
+        here = self._flat.row(first, last)
         outer.grad = self._mean(outer.detach() - here, self._flat.sizes[first:last])
         self._optimizers[fragment].step()
         outer.grad = None
         self._flat.put(outer.detach(), start)
+        if self.model.grouped is not None:
+            self.model.share_updates()
         self._moved[fragment] = False
 
     def _mean(self, moved: Tensor, sizes: list[int]) -> Tensor:
@@ -101,19 +102,24 @@ class OuterSteps(LocalSteps):
             if moved:
                 self._weighed(fragment)
         self._steps = 0
-        self.model.average_buffers()
+        self.average_buffers()
         average(self._moments(), self.axis)
 
     def state(self) -> dict[str, Tensor]:
-        """The outer optimizer's momentum, of all weights in one row."""
+        """The outer optimizer's momentum, of all weights in one row; in groups a row for each rank of one
+        (collective)."""
         found = [o.state.get(p, {}).get("momentum_buffer") for o, p in zip(self._optimizers, self._outer, strict=True)]
         if any(m is None for m in found):
             return {}
-        return {"outer.momentum": torch.cat([m.cpu() for m in found if m is not None])}
+        mine = {self._key(): torch.cat([m.cpu() for m in found if m is not None])}
+        return mine if self.model.grouped is None else self.model.grouped.united(mine)
+
+    def _key(self) -> str:
+        return "outer.momentum" if self.model.grouped is None else f"outer.momentum.{self.model.rank}"
 
     def load(self, state: dict[str, Tensor]) -> None:
         """Go on with the momentum of a run like this one."""
-        momentum = state.get("outer.momentum")
+        momentum = state.get(self._key())
         if momentum is None or momentum.numel() != self._flat.total:
             return
         for optimizer, p, (a, b) in zip(self._optimizers, self._outer, self._bounds, strict=True):

@@ -22,13 +22,14 @@ from torch import Tensor, nn
 
 from asa.errors import UsageError
 from asa.executor.consistency import conduct_of
+from asa.executor.consistency.conduct import Conduct
 from asa.executor.measuring import plainly
 from asa.executor.measuring.tolerance import DRIFT, compressed, distance
 from asa.executor.model.materialize import materialize
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.reasons import reasons
 from asa.executor.model.state import full_gradients, full_state
-from asa.executor.model.step import Step, microbatches_of, played
+from asa.executor.model.step import microbatches_of, played
 from asa.executor.model.votes import Votes
 from asa.executor.training.optimizer import build_optimizer
 from asa.instruments.devices import device_of_rank
@@ -129,7 +130,7 @@ def _run(
     for step in range(first, first + steps):
         x, y = _batch(plan, samples, step, dtype)
         model.zero_grad()
-        trace.losses.append(_step(model, x, y, step, permute, played if conduct is None else conduct.played))
+        trace.losses.append(_step(model, x, y, step, permute, conduct))
         # In float64 only one device's are wanted: they show how far fp32 is from the truth by itself.
         if step == first and (dtype == torch.float32 or (plan.num_ranks == 1 and not permute)):
             trace.gradients = full_gradients(model) if conduct is None else conduct.gradients()
@@ -151,17 +152,19 @@ def _run(
 
 
 def _step(
-    model: ParallelModel, x: Tensor, y: Tensor, step: int, permute: bool, play: Callable[..., Step] = played
+    model: ParallelModel, x: Tensor, y: Tensor, step: int, permute: bool, conduct: Conduct | None = None
 ) -> float:
     """Forward and backward of every microbatch; the mean loss over the whole batch."""
     samples = torch.arange(len(x))
     if permute:
         parts = [bounds(len(x), model.plan.num_microbatches, j) for j in range(model.plan.num_microbatches)]
         samples = torch.cat([samples[a:b].flip(0) for a, b in parts])
+    batch, samples = len(samples), samples if conduct is None else conduct.share(samples)
     x, y = x[samples].to(model.device), y[samples].to(model.device)
+    play = played if conduct is None else conduct.played
     loss = play(model, samples, step, lambda rows: x[rows], lambda rows: y[rows]).loss
-    share = loss.double().cpu().view(1) * float(model.counts_rows())
-    if model.plan.num_processes > 1:
+    share = loss.double().cpu().view(1) * float(model.counts_rows()) * len(samples) / batch
+    if model.whole_plan.num_processes > 1:
         dist.all_reduce(share)
     return float(share)
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from asa.errors import InvalidInputError, UsageError
+from asa.executor.model.grouped import Grouped
 from asa.executor.model.groups import Groups, Purpose, groups_of
 from asa.executor.model.modes import Modes
 from asa.executor.model.parallel import Links, ParallelModel, Placed, Segment
@@ -55,12 +56,14 @@ class _Surroundings:
     """What a rank of a plan has around it while its part is built."""
 
     def __init__(
-        self, plan: Plan, rank: int, timeout_s: float, outer: Layout | None, alike: bool, processes: tuple[int, ...]
-    ) -> None:
+        self, plan: Plan, rank: int, timeout_s: float, outer: Layout | None, alike: bool, processes: tuple[int, ...],
+        groups: Grouped | None,
+    ) -> None:  # fmt: skip
         self.alike = alike
         self.position = Position.of(plan, rank)
         self.rank, self.processes = rank, processes
-        self.groups = _groups(plan, rank, timeout_s, outer, processes)
+        self.groups = _groups(plan, rank, timeout_s, outer, processes) if groups is None else groups.own
+        self._across = groups
         self.outer = outer or whole(self.position.layouts[-1])
 
     def axis(self, places: tuple[int, ...], purpose: Purpose = "activation") -> Axis:
@@ -72,6 +75,12 @@ class _Surroundings:
 
     def data_axis(self, layout: Layout) -> Axis:
         return self.axis(layout.data_group(self.position.place), "gradient")
+
+    def samples_axis(self, layout: Layout) -> Axis:
+        """All ranks between which the samples of the whole batch are divided as this one has them."""
+        if self._across is None:
+            return self.data_axis(layout)
+        return self._across.all_of(self.position.world(layout.data_group(self.position.place)))
 
     def gradient_axis(self, layout: Layout, choice: DataDegree, compression: CompressionName) -> Axis:
         """The data axis as a page of ``asa.strategies`` takes it."""
@@ -249,6 +258,10 @@ def materialize(
             f"the plan has its workers train under {plan.consistency}, which `asa train`, `asa verify`, "
             "`asa bench` and asa.Job run; use one of those, or plan with other strategies"
         )
+    grouped = None
+    if plan.groups > 1:
+        plan, grouped = plan.of_group(), Grouped(plan, rank, timeout_s)
+        processes = grouped.processes
     modes = Modes()
     if isinstance(model, TracedModel):
         traced = model
@@ -271,7 +284,7 @@ def materialize(
     order = _orders(plan, strategies, position.stage)
     if prepare is not None:
         prepare(traced)
-    around = _Surroundings(plan, own, timeout_s, outer, alike, runs)
+    around = _Surroundings(plan, own, timeout_s, outer, alike, runs, grouped)
     links = _links(around, traced)
     context = SampleContext(seed=seed)
     found: dict[str, tuple[str, ...]] = {}
@@ -289,7 +302,7 @@ def materialize(
         tensor_axis = around.axis(layout.tensor_group(position.place))
         strategies.tensor[assignment.tensor.strategy].apply(component, tensor_axis)
         if batch_norm == "exact":
-            synchronise(component, around.data_axis(layout))
+            synchronise(component, around.samples_axis(layout))
         if stand_in is not None:
             stand_in(component, assignment, tensor_axis)
         if component.name in found:
@@ -307,6 +320,7 @@ def materialize(
         position=position, links=links, order=order, elsewhere=elsewhere,
     )  # fmt: skip
     made.modes, made.changed = modes, changed
+    made.grouped = grouped
     made.drawing = tuple(found)
     modes.restore(made.components)
     modes.check(made.components)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from asa.executor.model.grouped import Grouped
 from asa.executor.model.groups import Groups, Purpose, all_ranks
 from asa.executor.model.modes import Modes
 from asa.executor.model.position import Position
@@ -131,6 +132,8 @@ class ParallelModel:
         order: dict[int, tuple[Action, ...]], elsewhere: frozenset[str],
     ) -> None:  # fmt: skip
         self.plan, self.processes, self.device = plan, processes, device
+        self.grouped: Grouped | None = None
+        """The other groups of the run, where each runs this plan on its share of the batch."""
         self.traced, self.context = traced, context
         self.position, self.links, self.elsewhere = position, links, elsewhere
         self.layouts = position.layouts
@@ -151,6 +154,16 @@ class ParallelModel:
         self._rows: dict[int, list[slice]] = {}
         if device.type == "cuda":  # elsewhere FSDP waits for what it gathers
             self.gather_across()
+
+    @property
+    def whole_plan(self) -> Plan:
+        """The plan of the whole run: that of all groups, where there are several."""
+        return self.plan if self.grouped is None else self.grouped.plan
+
+    @property
+    def all_processes(self) -> tuple[int, ...]:
+        """The processes of the whole run, those of all groups in order."""
+        return self.processes if self.grouped is None else self.grouped.all_processes
 
     @property
     def components(self) -> list[TracedComponent]:
@@ -385,3 +398,5 @@ class ParallelModel:
         self.links.settle()
         if self._groups is not None:
             self._groups.close()
+        if self.grouped is not None:
+            self.grouped.close()

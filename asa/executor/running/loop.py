@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import NoReturn
 
@@ -27,7 +28,13 @@ from asa.executor.training.checkpointer import Checkpointer
 from asa.executor.training.clock import StepClock
 from asa.executor.training.epoch_timer import EpochTimer, Interval, who_is_late
 from asa.executor.training.logs import Announce
-from asa.executor.training.optimizer import build_optimizer, learning_rate, set_learning_rate
+from asa.executor.training.optimizer import (
+    build_optimizer,
+    cut_parameters,
+    doubt_about_parts,
+    learning_rate,
+    updates_parts,
+)  # fmt: skip
 from asa.executor.training.precision import LossScale
 from asa.executor.training.settings import TrainSettings
 from asa.executor.training.stopping import Patience, StopRequest
@@ -92,11 +99,16 @@ class TrainingExecutor(PlannedExecutor):
         optimizer = build_optimizer(
             self._optimizer,
             model.updated,
-            lr=settings.peak_learning_rate(self._optimizer),
+            lr=settings.lr,
             momentum=settings.momentum,
-            weight_decay=settings.decay(self._optimizer),
+            weight_decay=settings.weight_decay,
             offloaded=model.offloaded,
         )
+        if not updates_parts(optimizer):
+            for name in islice(cut_parameters(model), 1):
+                doubt = doubt_about_parts(optimizer, name, "a plan made with --strategies ddp keeps them whole")
+                self._announce({"event": "note", "message": doubt})
+        self._peaks = [float(group["lr"]) for group in optimizer.param_groups]
         aims = Aims.of(settings, model.plan.num_classes, model.device)
         self._falling = aims.schedule
         conduct = conduct_of(model, optimizer, self._votes)
@@ -216,11 +228,11 @@ class TrainingExecutor(PlannedExecutor):
         in_epoch = min(self._order.samples_per_epoch, self.steps_per_epoch * self.plan.global_batch)
         done = epoch * in_epoch + self._position - epoch * self._order.samples_per_epoch
         total = in_epoch * self._settings.epochs
-        peak = self._settings.peak_learning_rate(self._optimizer)
         warmup = self._settings.warm_up(self.steps_per_epoch * self._settings.epochs)
-        rate = learning_rate(done / total, peak, warmup=warmup, step=rows / total, falling=self._falling)
-        set_learning_rate(self._worker.optimizer, rate)
-        return rate
+        share = learning_rate(done / total, 1.0, warmup=warmup, step=rows / total, falling=self._falling)
+        for group, peak in zip(self._worker.optimizer.param_groups, self._peaks, strict=True):
+            group["lr"] = peak * share
+        return self._peaks[0] * share
 
     def _exchange(self, epoch: int, pace: EpochTimer, tally: LossCounter, rate: float) -> Interval:
         full = 0.0 if self._watch is None else self._watch.full()

@@ -27,6 +27,7 @@ from asa.instruments.devices import device_of_rank
 from asa.interfaces.executor import Executor
 from asa.interfaces.strategy import OPTIMIZER_WORDS, Strategies
 from asa.ir.measurements import EpochRecord
+from asa.ir.optimizers import planned_as
 from asa.ir.plan import Plan
 from asa.ir.shortage import Shortage
 from asa.ir.units import GIB
@@ -158,7 +159,7 @@ def _work(
             watch=watch,
         )
         made.append(executor)
-        words = 1 + OPTIMIZER_WORDS[settings.optimizer or job.plan.optimizer]
+        words = 1 + OPTIMIZER_WORDS[planned_as(settings.optimizer or job.plan.optimizer)]
         votes.once(lambda: check_space(folder.parent, words * sizes[0], settings.keep))
         if material.resume is not None:
             executor.restore(*material.resume)

@@ -24,12 +24,12 @@ class PlannedExecutor(Executor):
     @property
     def plan(self) -> Plan:
         """The plan in force."""
-        return self._worker.model.plan
+        return self._worker.model.whole_plan
 
     @property
     def processes(self) -> tuple[int, ...]:
         """The process that runs each rank of the plan."""
-        return self._worker.model.processes
+        return self._worker.model.all_processes
 
     @property
     def num_processes(self) -> int:

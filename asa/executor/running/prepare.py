@@ -19,6 +19,7 @@ from asa.executor.training import checkpoint
 from asa.executor.training.aims import Aims
 from asa.executor.training.checkpoint import Manifest
 from asa.executor.training.logs import RESULT, Announce, RunLog, Work
+from asa.executor.training.optimizer import try_out
 from asa.executor.training.settings import TrainSettings
 from asa.ir import codec
 from asa.ir.codec import fingerprint
@@ -68,6 +69,8 @@ def prepare(
     try:
         found = checkpoint.find(out / CHECKPOINTS) if resume else None
         train, test = open_images(plan, settings)
+        if settings.optimizer is not None:
+            try_out(settings.optimizer)
         Aims.of(settings, plan.num_classes).try_out(settings, train.labels, plan.num_classes)
         if found is not None:
             _check_resumable(found.manifest, plan, settings, len(train))
@@ -83,13 +86,13 @@ def prepare(
                 "event": "start",
                 "plan_fingerprint": fingerprint(plan),
                 "model": plan.model_spec,
-                "ranks": plan.num_ranks,
+                "ranks": plan.num_processes,
                 "device": device_type,
                 "global_batch": plan.global_batch,
                 "settings": codec.to_data(settings),
                 "data": [train.source, test.source],
                 "resumed_step": None if found is None else found.manifest.step,
-                "torchrun": torchrun_line(plan.num_ranks, command),
+                "torchrun": torchrun_line(plan.num_processes, command),
                 "out": str(out),
             }
         )
@@ -147,11 +150,13 @@ def _check_devices(plan: Plan, device_type: str) -> list[str]:
         return []
     if device_type == "cuda":
         have = cuda_devices()
-        if have < plan.num_ranks:
+        if have < plan.num_processes:
             remedy = f"plan with --gpus {have}" if have else "train with --device cpu"
-            raise UnavailableError(f"the plan needs {plan.num_ranks} CUDA devices, this machine has {have}; {remedy}")
-    elif plan.num_ranks > usable_cores():
-        return [f"{plan.num_ranks} ranks share {usable_cores()} cores: steps will take longer than predicted"]
+            raise UnavailableError(
+                f"the plan needs {plan.num_processes} CUDA devices, this machine has {have}; {remedy}"
+            )
+    elif plan.num_processes > usable_cores():
+        return [f"{plan.num_processes} ranks share {usable_cores()} cores: steps will take longer than predicted"]
     return []
 
 

@@ -46,7 +46,7 @@ class Checkpointer:
         faults.reached("checkpoint.begin")
         worker.settle()
         # Written before training goes on, by one rank: nobody else needs copies, and their memory is the model's.
-        writer = worker.model.processes[0]
+        writer = worker.model.all_processes[0]
         writes = self.votes.rank == writer
         tensors = {
             checkpoint.MODEL: full_state(worker.model, kept=writes, lent=True),
@@ -82,7 +82,7 @@ class Checkpointer:
         return path
 
     def _manifest(self, worker: Worker, step: int, position: int) -> Manifest:
-        plan = worker.model.plan
+        plan = worker.model.whole_plan
         return Manifest(
             run=self.run,
             created=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,14 +11,18 @@ import torch._dynamo  # every optimizer imports it when it is made: here, once, 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from asa.errors import InvalidInputError, UsageError
 from asa.executor.model.offload import HostCopies, attach
+from asa.executor.model.parallel import ParallelModel
+from asa.executor.model.state import held
 from asa.executor.training.settings import LEARNING_RATE, WEIGHT_DECAY
-from asa.ir.plan import OptimizerName
+from asa.ir.optimizers import OPTIMIZERS, check_optimizer
 from asa.sharding.parts import step_over_parts
+from asa.zoo.foreign import accepted, at_home, factory, first_line
 
 
 def build_optimizer(
-    name: OptimizerName,
+    name: str,
     parameters: Sequence[nn.Parameter],
     *,
     lr: float | None = None,
@@ -26,32 +30,93 @@ def build_optimizer(
     weight_decay: float | None = None,
     offloaded: Collection[nn.Parameter] = (),
 ) -> torch.optim.Optimizer:
-    """SGD with momentum, or AdamW; both update element by element, so shards add up to wholes.
+    """An optimizer over ``parameters``: SGD with momentum, AdamW, another of ``torch.optim`` by its name in small
+    letters, or what ``package.module:factory`` makes of them. None: its usual figure.
 
     One group for all parameters, and one for those that are ``offloaded``: their update is on the host. A rank may hold
     none: its optimizer then steps over an empty tensor.
+
+    Raises:
+        UsageError: there is none of that name. InvalidInputError: the factory fails, or makes none of torch's.
     """
-    rate = LEARNING_RATE[name] if lr is None else lr
-    decay = WEIGHT_DECAY[name] if weight_decay is None else weight_decay
     trained = [p for p in parameters if p.requires_grad]
     away = [p for p in trained if p in offloaded]
-    held = [p for p in trained if p not in offloaded] or [nn.Parameter(torch.empty(0))]
+    here = [p for p in trained if p not in offloaded] or [nn.Parameter(torch.empty(0))]
     # One fused kernel does it all and allocates nothing; torch has none for complex numbers.
-    fused = all(p.is_floating_point() for p in trained)
-    groups: list[dict[str, Any]] = [{"params": held, "fused": fused}]
+    fused = {"fused": all(p.is_floating_point() for p in trained)} if name in LEARNING_RATE else {}
+    groups: list[dict[str, Any]] = [{"params": here, **fused}]
     copies = HostCopies(away)
     if away:
-        groups.append({"params": list(copies.of.values()), "fused": fused})
-    made: torch.optim.Optimizer
-    if name == "sgd":
-        made = torch.optim.SGD(groups, lr=rate, momentum=momentum, weight_decay=decay)
-    else:
-        made = torch.optim.AdamW(groups, lr=rate, weight_decay=decay)
+        groups.append({"params": list(copies.of.values()), **fused})
+    made = _made(name, groups, lr=lr, momentum=momentum, weight_decay=weight_decay)
     if away:
         attach(made, copies)
-    if any(isinstance(p, DTensor) for p in held):
+    if any(isinstance(p, DTensor) for p in here):
         step_over_parts(made)
     return made
+
+
+def _made(name: str, groups: list[dict[str, Any]], *, momentum: float, **given: float | None) -> torch.optim.Optimizer:
+    asked = {key: value for key, value in given.items() if value is not None}
+    if name == "sgd":
+        usual = {"lr": LEARNING_RATE["sgd"], "weight_decay": WEIGHT_DECAY["sgd"], "momentum": momentum}
+        return torch.optim.SGD(groups, **usual | asked)  # type: ignore[arg-type]
+    if name == "adamw":
+        usual = {"lr": LEARNING_RATE["adamw"], "weight_decay": WEIGHT_DECAY["adamw"]}
+        return torch.optim.AdamW(groups, **usual | asked)  # type: ignore[arg-type]
+    if ":" not in name:
+        return getattr(torch.optim, OPTIMIZERS[check_optimizer(name)])(groups, **asked)  # type: ignore[no-any-return]
+    with at_home():
+        make = factory(name, "optimizer")
+        try:
+            found = make([p for group in groups for p in group["params"]], **accepted(make, asked))
+        except (Exception, SystemExit) as error:
+            raise InvalidInputError(f"optimizer {name!r} failed with {first_line(error)}") from None
+    if not isinstance(found, torch.optim.Optimizer):
+        raise InvalidInputError(f"optimizer {name!r}: the factory returned a {type(found).__name__}, no optimizer")
+    return found
+
+
+def updates_parts(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a part of a parameter is updated as the same part of the whole would be, as far as is known."""
+    kind = type(optimizer)
+    return kind.__name__ in OPTIMIZERS.values() and kind.__module__.startswith("torch.optim")
+
+
+def cut_parameters(model: ParallelModel) -> Iterator[str]:
+    """Names of parameters of which this rank updates a part."""
+    for item in held(model):
+        cut = isinstance(item.tensor, DTensor) or (item.shard is not None and item.axis.size > 1)
+        if cut and isinstance(item.tensor, nn.Parameter):
+            yield item.name
+
+
+def doubt_about_parts(optimizer: torch.optim.Optimizer, name: str, remedy: str) -> str:
+    """What is doubtful where ``optimizer`` updates a part of parameter ``name``; ``remedy`` keeps it whole.
+
+    Raises:
+        UsageError: one of torch.optim of which it is known that it looks at all elements of a parameter.
+    """
+    kind = type(optimizer)
+    why = f"the plan cuts parameters ({name}), of which a rank updates a part"
+    if kind.__module__.startswith("torch.optim"):
+        raise UsageError(f"{kind.__name__} looks at all elements of a parameter, and {why}; {remedy}")
+    return f"{why}: right if {kind.__name__} updates element by element; else {remedy}"
+
+
+def try_out(name: str) -> None:
+    """Whether the optimizer ``name`` can be made and takes a step.
+
+    Raises:
+        UsageError: its form. InvalidInputError: it fails.
+    """
+    p = nn.Parameter(torch.zeros(2, 2))
+    made = build_optimizer(name, [p])
+    p.grad = torch.ones_like(p)
+    try:
+        made.step()
+    except Exception as error:
+        raise InvalidInputError(f"optimizer {name!r}: a step failed with {first_line(error)}") from None
 
 
 def cosine(done: float) -> float:

@@ -6,6 +6,7 @@ from typing import Literal
 
 from asa.errors import UsageError
 from asa.ir.codec import later, noun
+from asa.ir.optimizers import check_optimizer
 from asa.ir.plan import OptimizerName
 from asa.zoo import specs
 
@@ -20,6 +21,7 @@ class TrainSettings:
     ``out`` is the run's directory; ``data`` names a data set (:mod:`asa.zoo.specs`), or is ``loader`` where
     batches are the user's own. ``warmup`` is the fraction of the run over which the learning rate rises (None: see
     :meth:`warm_up`).
+    ``optimizer``: a name of :mod:`asa.ir.optimizers`, or ``package.module:factory``.
     ``steps_per_epoch`` ends epochs early. ``log_every`` bounds the steps between two lines of the log; ranks also
     agree there whether to stop. ``timeout_s``: how long a rank waits for the others in any collective.
     ``replan`` says whether another plan may be taken between epochs. ``keep``: checkpoints kept.
@@ -36,7 +38,7 @@ class TrainSettings:
     epochs: int = 1
     steps_per_epoch: int | None = None
     lr: float | None = None
-    optimizer: OptimizerName | None = None
+    optimizer: str | None = None
     momentum: float = 0.9
     weight_decay: float | None = None
     label_smoothing: float = 0.0
@@ -65,6 +67,8 @@ class TrainSettings:
                 specs.check_form(self.data)
             except ValueError as error:
                 raise UsageError(str(error)) from None
+        if self.optimizer is not None:
+            check_optimizer(self.optimizer)
         counts = {"epochs": self.epochs, "steps_per_epoch": self.steps_per_epoch, "log_every": self.log_every}
         for name, value in {**counts, "keep": self.keep, "threads": self.threads}.items():
             if value is not None and value < 1:
@@ -92,7 +96,3 @@ class TrainSettings:
         if self.warmup is not None:
             return self.warmup
         return min(0.3, max(0.05, 100 / total_steps))
-
-    def decay(self, optimizer: OptimizerName) -> float:
-        """Weight decay, the same for every parameter: a rule by shape would differ between shards and wholes."""
-        return WEIGHT_DECAY[optimizer] if self.weight_decay is None else self.weight_decay

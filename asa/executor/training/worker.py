@@ -90,7 +90,7 @@ class Worker:
     def trainable(self, rows: int) -> bool:
         """Whether the last, short batch of an epoch gives every rank enough to compute on: two rows at once, or as
         many as a full batch does. BatchNorm cannot train on a single value."""
-        plan = self.model.plan
+        plan, rows = self.model.plan, rows // self.model.whole_plan.groups
         return plan.fewest(rows) >= min(2, plan.fewest(plan.global_batch)) > 0
 
     def train(self, images: ImageSet, indices: Tensor, *, epoch: int, step: int, tally: LossCounter) -> bool:
@@ -106,10 +106,11 @@ class Worker:
             torch.cuda.manual_seed(self.seed * 1_000_003 + step)
         self.clock.mark()
         faults.at_step(step)
+        batch = len(indices)
         if self.conduct is not None:
             if not self.conduct.takes_part:
                 self.clock.mark()
-                self.conduct.step(len(indices))
+                self.conduct.step(batch)
                 self.clock.mark()
                 return True
             indices = self.conduct.drawn(images, indices, step)
@@ -142,7 +143,7 @@ class Worker:
         updated = self.scale.unscale(self._held, self.votes)
         if updated and self.conduct is not None:
             faults.reached("optimizer")
-            self.conduct.step(len(indices))
+            self.conduct.step(batch)
         elif updated:
             faults.reached("optimizer")
             self.optimizer.step()
@@ -184,7 +185,7 @@ class Worker:
         """``following`` gives the next step's samples: what this rank reads may be gathered meanwhile."""
         own = self.conduct is not None and self.conduct.draws_own
         if self.ahead is not None and self.model.reads and not own:
-            indices = following()
+            indices = following() if self.conduct is None else self.conduct.share(following())
             self.ahead.expect(_rows_read(indices, microbatch_rows(self.model, len(indices))))
 
     def _fetch(self, images: ImageSet, indices: Tensor, epoch: int) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
@@ -216,23 +217,25 @@ class Worker:
     def validate(
         self, images: ImageSet, batch: int, given_up: Callable[[], bool] = lambda: False
     ) -> LossCounter | None:
-        """Loss and hits over every image, each counted once over all ranks. Batches are all of one size: the last is
-        filled up with images that are not counted. ``given_up`` is asked after every batch, on all ranks, which must
-        get one answer; None where it was yes."""
+        """Loss and hits over every image, each counted once over all ranks: a group of ranks has its share of them.
+        Batches are all of one size: the last is filled up with images that are not counted. ``given_up`` is asked after
+        every batch, on all ranks, which must get one answer; None where it was yes."""
         model, total = self.model, len(images)
+        mine = slice(0, total) if model.grouped is None else model.grouped.rows(total)
         tally = LossCounter(model.device)
         self.settle()
         model.eval()
-        for start in range(0, total, batch):
+        most = -(-total // model.whole_plan.groups)  # no group has more: all ranks meet as often
+        for start in range(mine.start, mine.start + most, batch):
             faults.reached("validation")
-            rows = torch.arange(start, start + batch).clamp_(max=total - 1)
+            rows = torch.arange(start, start + batch).clamp_(max=mine.stop - 1)
             read, kept = (slice(*r) for r in (model.input_rows(batch), model.output_rows(batch)))
             x = None
             if model.reads:
                 x, _ = fetch(images, rows[read], train=False, seed=self.seed, epoch=0, device=model.device)
             with autocast(self.precision, model.device):
                 output = model(x, rows, 0)
-            count = max(0, min(kept.stop, total - start) - kept.start)
+            count = max(0, min(kept.stop, mine.stop - start) - kept.start)
             if model.counts_rows() and count:
                 labels = images.labels[start + kept.start : start + kept.start + count].to(model.device)
                 logits = logits_of(output)[:count].float()

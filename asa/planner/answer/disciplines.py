@@ -5,14 +5,15 @@ They change what training converges to, so none is ever chosen among other strat
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 
 from asa.cost.planned import Price
 from asa.cost.step import StepCost
-from asa.errors import UsageError
+from asa.errors import AsaError, UsageError
 from asa.ir.consistency import CHANGES, WAITS_FOR, Discipline, is_discipline, parse
-from asa.ir.plan import Plan
+from asa.ir.plan import Baseline, Plan
 from asa.planner.pipeline.whole import row
 from asa.planner.space import consistency
 from asa.planner.space.candidate import Prices
@@ -29,12 +30,13 @@ def asked(request: Request) -> Discipline | None:
     named = [s for s in wanted if is_discipline(s)]
     if not named:
         return None
-    if len(wanted) > 1:
+    found = parse(named[0])
+    if len(named) > 1 or (len(wanted) > 1 and found.groups is None):
         raise UsageError(
             f"{named[0]} changes what training converges to and is not chosen among {len(wanted)} strategies; ask for "
             f"--strategies {named[0]} alone, or compare them with asa bench"
         )
-    return parse(named[0])
+    return found
 
 
 def planned(
@@ -42,6 +44,8 @@ def planned(
 ) -> list[Plan]:
     """Plans of ``request`` under ``discipline``: those of its workers that ``solve`` finds for plain data
     parallelism, and the discipline, with the step time that its clock says under ``prices``."""
+    if discipline.groups is not None:
+        return _grouped(discipline, request, solve, prices)
     workers, staged = discipline.workers(request.gpus), discipline.waiting == "pipelined"
     under = "single" if workers < 2 else "1f1b" if staged else "ddp"
     plain = solve(replace(request, strategies=(under,), gpus=workers))
@@ -52,6 +56,43 @@ def planned(
     elif ranks is not None:
         priced = consistency.disciplined(prices, ranks, discipline).price.cost
     return [_under(p, discipline, request.gpus, priced) for p in plain]
+
+
+def _grouped(
+    discipline: Discipline, request: Request, solve: Callable[[Request], list[Plan]], prices: Prices
+) -> list[Plan]:
+    """Plans of ``request`` whose groups of ranks each run what ``solve`` finds for its share of devices and batch,
+    among the other strategies asked for, if any are, and meet as ``discipline`` says."""
+    count, batch = discipline.workers(request.gpus), request.global_batch
+    if batch % count:
+        raise UsageError(
+            f"{discipline}: a global batch of {batch} does not divide over {count} groups; "
+            f"take --global-batch {max(1, batch // count) * count}"
+        )
+    inside = tuple(s for s in request.strategies or () if not is_discipline(s)) or None
+    gpus = request.gpus // count
+    found = solve(replace(request, strategies=inside, gpus=gpus, global_batch=batch // count))
+    baselines: tuple[Baseline, ...] = ()
+    with contextlib.suppress(AsaError):  # plain data parallelism may not fit
+        baselines = solve(replace(request, strategies=("ddp",)))[0].baselines
+    made = []
+    for plan in found:
+        cost, more = consistency.grouped(prices, plan, discipline)
+        under = _under(plan, discipline, request.gpus, cost)
+        group = f"each of the {count} groups of {plan.num_ranks} ranks runs {plan.strategy} on {batch // count} samples"
+        memory = tuple(m + n for m, n in zip(plan.prediction.memory_bytes_per_rank, more, strict=True))
+        prediction = replace(
+            under.prediction, samples_per_s=batch / cost.total_s if cost.total_s else 0.0,
+            memory_bytes_per_rank=memory * count,
+        )  # fmt: skip
+        certificate = replace(plan.certificate, space=f"inside a group; {discipline} was asked for by name")
+        made.append(
+            replace(
+                under, global_batch=batch, prediction=prediction, certificate=certificate, baselines=baselines,
+                confidence=None, notes=(*under.notes, group),
+            )
+        )  # fmt: skip
+    return made
 
 
 def undrained(prices: Prices) -> Price:

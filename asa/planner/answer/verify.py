@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from asa.cost.machine.estimate import on_device
 from asa.cost.planned import price_plan
 from asa.interfaces.strategy import Strategies
@@ -12,14 +14,16 @@ from asa.planner.answer.prediction import predict
 
 
 def verify(plan: Plan, profile: Profile, cluster: Cluster, strategies: Strategies) -> Prediction:
-    """The prediction of ``plan``, recomputed.
+    """The prediction of ``plan``, recomputed; of one whose ranks train in groups, a step of a group.
 
     Raises:
         InvalidInputError: the plan is of another model, or asks of a component what it refuses.
     """
     price = price_plan(plan, profile, cluster, strategies)
     widths = [len(s.ranks) for s in plan.stages]
-    return predict(price, on_device(profile, cluster), cluster, widths=widths, global_batch=plan.global_batch)
+    batch = plan.global_batch // plan.groups
+    found = predict(price, on_device(profile, cluster), cluster, widths=widths, global_batch=batch)
+    return replace(found, memory_bytes_per_rank=found.memory_bytes_per_rank * plan.groups)
 
 
 def step_shares(plan: Plan, profile: Profile, cluster: Cluster, strategies: Strategies) -> tuple[float, ...]:

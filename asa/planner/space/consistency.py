@@ -11,6 +11,7 @@ Prices are of time and memory alone: what stale weights cost in steps to a targe
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from asa.cost.consistency import Machine, Played, Server, Worker, play
@@ -25,6 +26,7 @@ from asa.ir.cluster import Cluster
 from asa.ir.codec import noun
 from asa.ir.consistency import Discipline, parse
 from asa.ir.layout import largest_shard
+from asa.ir.plan import Plan
 from asa.planner.space.candidate import Candidate, Prices
 
 TABLED = ("ps_sync", "ps_async", "ps_bounded")
@@ -126,6 +128,43 @@ def disciplined(prices: Prices, replicated: Candidate, discipline: Discipline) -
     return Disciplined(price=replace(plain, cost=cost, peak=held, stages=(stage,)), played=played, machine=made)
 
 
+def grouped(prices: Prices, plan: Plan, discipline: Discipline) -> tuple[StepCost, tuple[int, ...]]:
+    """A step of groups of ranks that each run ``plan`` on their share of the batch and meet as ``discipline`` says; and
+    the bytes that a rank of a group holds for that beyond what ``plan`` needs. A rank meets those with the same part
+    of the weights in the other groups, all at the same time."""
+    assert discipline.groups is not None
+    space, count, inside = prices.space, discipline.groups, plan.prediction
+    each, links = plan.num_ranks, Links(prices.space.cluster, prices.space.request.gpus)
+    held = [0.0] * each
+    for component, c in zip(space.profile.graph.components, plan.components, strict=True):
+        parts = c.tensor.degree * (c.data.degree if c.data.strategy == "zero3" else c.data.shards or 1)
+        for rank in plan.stages[c.stage].ranks:
+            held[rank] += component.parameter_bytes / parts
+    speeds = space.cluster.speeds(range(each * count)) or (1.0,) * (each * count)
+    slowest = [min(speeds[g * each : (g + 1) * each]) for g in range(count)]
+    machine = Machine(
+        workers=tuple(
+            Worker(step_s=inside.step_time_s * slowest[0] / slow, rows=float(plan.global_batch)) for slow in slowest
+        ),
+        spread=relative_deviation(space.profile),
+        meeting_s=links.taken("all_reduce", max(held), count, each),
+    )
+    played = play(discipline, machine, steps=max(_LEAST, min(_MOST, _CYCLES // count)) * discipline.period)
+    total = played.step_time_s
+    computed = min(total, inside.compute_s)
+    moved = min(total - computed, inside.exposed_communication_s + machine.meeting_s / discipline.period)
+    cost = StepCost(
+        total_s=total, compute_s=computed, exposed_s=moved, hidden_s=0.0, update_s=min(inside.update_s, computed),
+        overlap_s=0.0, bubble_s=total - computed - moved,
+    )  # fmt: skip
+    return cost, tuple(math.ceil(_for_meetings(discipline, h)) for h in held)
+
+
+def _for_meetings(discipline: Discipline, size: float) -> float:
+    """Bytes for meetings of ``size`` bytes of weights: the message, and where workers started and its momentum."""
+    return size * (1 + (discipline.name == "diloco") * 2)
+
+
 def _held(prices: Prices, plain: Peak, discipline: Discipline) -> Peak:
     """What the rank that holds most holds. A server keeps its part of the weights, their sum of gradients and the
     optimizer's state, which no worker has; a meeting of all weights needs as much again for the message, and an outer
@@ -135,7 +174,7 @@ def _held(prices: Prices, plain: Peak, discipline: Discipline) -> Peak:
     if discipline.servers:
         more = -words * size + ((words + 2) * size / discipline.servers if discipline.placement == "beside" else 0.0)
     elif discipline.waiting == "local":
-        more = size * (1 + (discipline.name == "diloco") * 2)
+        more = _for_meetings(discipline, size)
     else:
         more = 0.0
     return replace(plain, state=plain.state + more, total=plain.total + more)

@@ -1,0 +1,64 @@
+"""Groups of ranks that each run the same plan on a share of the batch, and meet now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from asa.executor.model.exchange import united
+from asa.executor.model.groups import Groups, Purpose, groups_of
+from asa.executor.model.position import Position
+from asa.ir.layout import bounds
+from asa.ir.plan import Plan
+from asa.sharding.axis import SOLO, Axis
+
+
+class Grouped:
+    """The group of process ``rank`` of a run under ``plan``, which is for all groups, and the axes that lead out of it.
+
+    Group g has the processes from ``g * n`` on, where n is the number of ranks of a group. Every process of the run
+    makes one (collective).
+    """
+
+    def __init__(self, plan: Plan, rank: int, timeout_s: float) -> None:
+        self.plan, self.count = plan, plan.groups
+        each = plan.num_ranks
+        self.index, place = divmod(rank, each)
+        self.processes = tuple(range(self.index * each, (self.index + 1) * each))
+        self.all_processes = tuple(range(plan.num_processes))
+        inner = plan.of_group()
+        wanted = groups_of(inner)
+        self.own: Groups | None = None
+        for g in range(self.count if wanted else 0):
+            members = tuple(range(g * each, (g + 1) * each))
+            made = Groups(place if g == self.index else None, wanted, timeout_s, members)
+            self.own = made if g == self.index else self.own
+        meeting: list[tuple[Purpose, tuple[int, ...]]] = [("gradient", self._everywhere((p,))) for p in range(each)]
+        for stage in inner.stages:
+            position = Position.of(inner, stage.ranks[0])
+            for layout in dict.fromkeys(position.layouts):
+                meeting += [("gradient", self._everywhere(position.world(g))) for g in layout.data_groups()]
+        self._outside = Groups(rank, list(dict.fromkeys(meeting)), timeout_s)
+        self.axis = self.all_of((place,))
+
+    def _everywhere(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """The processes that are ``ranks`` of any group's plan."""
+        return tuple(g * self.plan.num_ranks + r for g in range(self.count) for r in ranks)
+
+    def all_of(self, ranks: tuple[int, ...]) -> Axis:
+        """This process's axis among all that are ``ranks`` of their groups' plans."""
+        return self._outside.axis("gradient", self._everywhere(ranks)) if self.count > 1 else SOLO
+
+    def united(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What all ranks of this group hand in (CPU tensors, each name by one rank; collective)."""
+        everyone = tuple(range(len(self.processes)))
+        return united(mine, None if self.own is None else self.own.axis("state", everyone))
+
+    def rows(self, batch: int) -> slice:
+        """The rows of this group in a batch of so many samples."""
+        return slice(*bounds(batch, self.count, self.index))
+
+    def close(self) -> None:
+        """Leave the groups that lead out of this one."""
+        self._outside.close()

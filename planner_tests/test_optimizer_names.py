@@ -1,0 +1,103 @@
+"""Optimizers of ``asa train`` by name or factory: torch's own updates, or one line before anything is trained."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+import training
+from torch import nn
+
+from asa.errors import AsaError, InvalidInputError, UsageError
+from asa.executor.running.run import train
+from asa.executor.training.optimizer import build_optimizer, try_out
+from asa.ir.optimizers import OPTIMIZERS, planned_as
+from asa.ir.plan import TensorDegree
+from asa.scheduler import adapt
+from asa.strategies import offered
+
+
+@pytest.fixture(autouse=True)
+def mine(monkeypatch):
+    module = ModuleType("mine_of_optimizers")
+    module.plain = lambda parameters, lr=0.05: torch.optim.SGD(parameters, lr=lr)
+    module.foreign = lambda parameters, lr=0.05: _Own(parameters, lr=lr)
+    module.fails = lambda parameters: (_ for _ in ()).throw(ValueError("boom"))
+    module.three = lambda parameters: 3
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+class _Own(torch.optim.SGD):
+    pass
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_the_planner_counts_the_state_that_an_optimizer_keeps(name):
+    p = nn.Parameter(torch.ones(8))
+    made = build_optimizer(name, [p])
+    p.grad = torch.ones_like(p)
+    made.step()
+    words = sum(v.numel() == p.numel() for v in made.state[p].values() if isinstance(v, torch.Tensor))
+    assert words <= {"sgd": 1, "adamw": 2}[planned_as(name)]
+    assert type(made).__name__ == OPTIMIZERS[name]
+
+
+def test_its_own_rate_is_taken_where_none_is_given():
+    p = nn.Parameter(torch.ones(8))
+    assert build_optimizer("rmsprop", [p]).param_groups[0]["lr"] == 0.01
+    assert build_optimizer("mine_of_optimizers:plain", [p]).param_groups[0]["lr"] == 0.05
+    assert build_optimizer("mine_of_optimizers:plain", [p], lr=0.2).param_groups[0]["lr"] == 0.2
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "words"),
+    [
+        (
+            "adamm",
+            UsageError,
+            "no optimizer is called 'adamm'; there are sgd, adamw, adam, .* and package.module:factory",
+        ),
+        ("torch.optim:Gone", UsageError, "torch.optim has no 'Gone'"),
+        ("mine_of_optimizers:fails", InvalidInputError, "failed with ValueError: boom"),
+        ("mine_of_optimizers:three", InvalidInputError, "returned a int, no optimizer"),
+        ("torch.optim:LBFGS", InvalidInputError, "a step failed with TypeError"),
+    ],
+)
+def test_what_cannot_update_is_said_before_a_rank_starts(name, kind, words, tmp_path):
+    with pytest.raises(AsaError, match=words) as caught:
+        try_out(training.settings(tmp_path, optimizer=name).optimizer)
+    assert type(caught.value) is kind
+    assert "\n" not in str(caught.value)
+
+
+def _trained(out, optimizer, plan, **more):
+    settings = training.settings(out, epochs=2, steps_per_epoch=3, optimizer=optimizer, **more)
+    said: list[str] = []
+    events = {"note": lambda e: said.append(e["message"])}
+    found = train(
+        plan, settings, strategies=offered(), adapt=adapt, on_event=lambda e: events.get(e["event"], lambda _: None)(e)
+    )
+    return [e["train_loss"] for e in found["epochs"]], said
+
+
+def test_two_ranks_train_to_the_losses_of_one(tmp_path):
+    for name in ("rmsprop", "mine_of_optimizers:plain"):
+        one, _ = _trained(tmp_path / f"{name[:4]}-1", name, training.plan("logistic"))
+        two, _ = _trained(tmp_path / f"{name[:4]}-2", name, training.plan("logistic", ranks=2))
+        assert two == pytest.approx(one, rel=1e-5)
+
+
+def test_parts_of_parameters_are_refused_or_doubted(tmp_path):
+    split = training.plan(ranks=2, split=("classifier",))
+    assert split.components[-1].tensor == TensorDegree(strategy="tensor", degree=2)
+    with pytest.raises(UsageError, match=r"Adafactor looks at all elements of a parameter, .*--strategies ddp"):
+        _trained(tmp_path / "a", "torch.optim:Adafactor", split)
+    _, said = _trained(tmp_path / "b", "mine_of_optimizers:foreign", split)
+    assert any("right if _Own updates element by element" in line for line in said)
+    whole = dataclasses.replace(training.plan(ranks=2), optimizer="adamw")
+    losses, said = _trained(tmp_path / "c", "torch.optim:Adafactor", whole, lr=0.05)
+    assert losses[1] < losses[0]
+    assert not any("element" in line for line in said)
