@@ -77,9 +77,10 @@ def _ignores(module: nn.Module, node: fx.Node, data: list[fx.Node], seen: tuple[
         *(b for n, b in module.named_buffers() if n not in module._non_persistent_buffers_set),
     ]
     tensors = [n for n in node.all_input_nodes if n in seen[0].shapes]
+    shown = len(tensors) > len(data) or next(module.buffers(), None) is not None
     plain = len(tensors) < len(node.all_input_nodes) or any(n not in seen[0].floating for n in data)
     split = any(s.shapes[n][:1] != (s.batch,) for n in data if n in seen[0].shapes for s in seen)
-    if held or plain or split or hooked(module) or next(module.children(), None) is not None:
+    if held or not shown or plain or split or hooked(module) or next(module.children(), None) is not None:
         return False
 
     def said(filling: float) -> list[torch.Tensor]:
@@ -91,7 +92,10 @@ def _ignores(module: nn.Module, node: fx.Node, data: list[fx.Node], seen: tuple[
             for n in tensors
         }
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            drawn = torch.get_rng_state()
             value = probe(*fx.node.map_arg(node.args, inputs.get), **fx.node.map_arg(node.kwargs, inputs.get))
+            if not torch.equal(drawn, torch.get_rng_state()):
+                raise ValueError("it draws random numbers")
         leaves: list[torch.Tensor] = []
         fx.node.map_aggregate(value, lambda v: leaves.append(v) if isinstance(v, torch.Tensor) else None)
         return leaves

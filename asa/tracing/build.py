@@ -39,9 +39,11 @@ def _batches(example: Tensor) -> tuple[Tensor, Tensor]:
     return small, large
 
 
-def _pieces(program: Program, cuts: list[Cut], units: list[Unit], seen: tuple[Observation, Observation]) -> _Graphs:
+def _pieces(
+    program: Program, cuts: list[Cut], units: list[Unit], fixed: dict[fx.Node, Any], again: dict[fx.Node, Any]
+) -> _Graphs:
     """One graph per unit, with the names of its side outputs."""
-    nodes, fixed, again = segments(program, cuts), constants(seen), repeatable(program, seen)
+    nodes = segments(program, cuts)
     crossings = [c.node for c in cuts]
     names = side_names(program)
     graphs = []
@@ -118,7 +120,8 @@ def _components(
             break
         with mode(model, training):
             seen.append((observe(program, small), observe(program, large)))
-    cuts = in_both(find_cuts(programs[0], seen[0]), find_cuts(programs[1], seen[1]))
+    again = [repeatable(p, s) for p, s in zip(programs, seen, strict=True)]
+    cuts = in_both(*(find_cuts(p, s, a) for p, s, a in zip(programs, seen, again, strict=True)))
     nodes = [segments(p, c) for p, c in zip(programs, cuts, strict=True)]
     summaries = [describe([*a, *b], programs, cut) for a, b, cut in zip(*nodes, [*cuts[0], None], strict=True)]
     opaque = {**programs[0].opaque, **programs[1].opaque}
@@ -130,7 +133,7 @@ def _components(
     blocks = find_blocks(model, summaries, set(opaque))
     units = merge(model, summaries, blocks, ("embedding", "head") if attends(model) else ("stem", "classifier"))
     while True:
-        graphs = [_pieces(p, c, units, s) for p, c, s in zip(programs, cuts, seen, strict=True)]
+        graphs = [_pieces(p, c, units, constants(s), a) for p, c, s, a in zip(programs, cuts, seen, again, strict=True)]
         objects = [
             {t: programs[1].attributes[t] for t in _targets(b)} | {t: programs[0].attributes[t] for t in _targets(a)}
             for (a, _), (b, _) in zip(*graphs, strict=True)
