@@ -120,7 +120,7 @@ def test_the_floor_the_default_and_estimates():
     assert drift(replace(measured, provenance=replace(measured.provenance, origin="estimated"))) == 0
     assert drift(nouns.cluster(2)) == 0
     virtual = replace(measured, drift=STEADY, device=replace(measured.device, virtual=True))
-    assert drift(virtual) == constant("drift_floor_virtual")
+    assert drift(virtual) == constant(f"drift_floor_{measured.device.type}")  # what it showed itself, decision 0111
     assert loads(Profile, dumps(virtual), source="test").device.virtual
 
 

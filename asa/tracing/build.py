@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 
 from asa.errors import InvalidInputError
 from asa.tracing import ties
+from asa.tracing.again import repeatable
 from asa.tracing.blocks import attends, describe, find_blocks, within
 from asa.tracing.called import UNCUT
 from asa.tracing.chain import BatchDims, TracedModel, batch_dims, side_names, structure_of
@@ -38,7 +39,9 @@ def _batches(example: Tensor) -> tuple[Tensor, Tensor]:
     return small, large
 
 
-def _pieces(program: Program, cuts: list[Cut], units: list[Unit], fixed: dict[fx.Node, Any]) -> _Graphs:
+def _pieces(
+    program: Program, cuts: list[Cut], units: list[Unit], fixed: dict[fx.Node, Any], again: dict[fx.Node, Any]
+) -> _Graphs:
     """One graph per unit, with the names of its side outputs."""
     nodes = segments(program, cuts)
     crossings = [c.node for c in cuts]
@@ -49,7 +52,7 @@ def _pieces(program: Program, cuts: list[Cut], units: list[Unit], fixed: dict[fx
         entry = crossings[unit.start - 1] if unit.start else program.placeholder
         main = crossings[unit.stop - 1] if unit.stop <= len(crossings) else program.outputs[-1]
         sides = [n for n in names if n in set(mine)]
-        graphs.append((cut_out(mine, entry, [main, *sides], fixed), tuple(names[n] for n in sides)))
+        graphs.append((cut_out(mine, entry, [main, *sides], fixed, again), tuple(names[n] for n in sides)))
     return graphs
 
 
@@ -117,7 +120,8 @@ def _components(
             break
         with mode(model, training):
             seen.append((observe(program, small), observe(program, large)))
-    cuts = in_both(find_cuts(programs[0], seen[0]), find_cuts(programs[1], seen[1]))
+    again = [repeatable(p, s) for p, s in zip(programs, seen, strict=True)]
+    cuts = in_both(*(find_cuts(p, s, a) for p, s, a in zip(programs, seen, again, strict=True)))
     nodes = [segments(p, c) for p, c in zip(programs, cuts, strict=True)]
     summaries = [describe([*a, *b], programs, cut) for a, b, cut in zip(*nodes, [*cuts[0], None], strict=True)]
     opaque = {**programs[0].opaque, **programs[1].opaque}
@@ -129,7 +133,7 @@ def _components(
     blocks = find_blocks(model, summaries, set(opaque))
     units = merge(model, summaries, blocks, ("embedding", "head") if attends(model) else ("stem", "classifier"))
     while True:
-        graphs = [_pieces(p, c, units, constants(s)) for p, c, s in zip(programs, cuts, seen, strict=True)]
+        graphs = [_pieces(p, c, units, constants(s), a) for p, c, s, a in zip(programs, cuts, seen, again, strict=True)]
         objects = [
             {t: programs[1].attributes[t] for t in _targets(b)} | {t: programs[0].attributes[t] for t in _targets(a)}
             for (a, _), (b, _) in zip(*graphs, strict=True)

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, fx, nn
 
+from asa.tracing.again import copied_again
+
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
-def cut_out(nodes: list[fx.Node], entry: fx.Node, leaving: list[fx.Node], fixed: dict[fx.Node, Any]) -> fx.Graph:
+def cut_out(
+    nodes: list[fx.Node], entry: fx.Node, leaving: list[fx.Node], fixed: dict[fx.Node, Any],
+    again: Mapping[fx.Node, Any],
+) -> fx.Graph:  # fmt: skip
     """The graph of ``nodes``: reads ``entry``'s value, returns the values of ``leaving`` as a tuple.
 
     Parameters and buffers are read where they are first used, whichever component read them first in the model;
-    ``fixed`` values from outside become constants.
+    ``fixed`` values from outside become constants, and those of ``again`` are computed anew.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {entry: graph.placeholder("x")}
@@ -32,10 +37,10 @@ def cut_out(nodes: list[fx.Node], entry: fx.Node, leaving: list[fx.Node], fixed:
 
     def copied(node: fx.Node) -> Any:
         if node not in copies:
-            if node in fixed:
+            if node in fixed and not isinstance(fixed[node], torch.device):
                 return fixed[node]
-            assert node.op == "get_attr", f"{node} crosses a cut"
-            copies[node] = copy_of(node)
+            assert node in again or node.op == "get_attr", f"{node} crosses a cut"
+            copies[node] = copied_again(graph, copies[entry], node, again, copied) if node in again else copy_of(node)
         return copies[node]
 
     for node in nodes:

@@ -171,11 +171,14 @@ def _dominators(program: Program, fixed: Collection[fx.Node]) -> list[fx.Node]:
     return chain[:0:-1]
 
 
-def find_cuts(program: Program, seen: tuple[Observation, Observation]) -> list[Cut]:
-    """Every place where ``program`` may be cut, in order; ``seen`` are runs on two different batch sizes."""
+def find_cuts(
+    program: Program, seen: tuple[Observation, Observation], again: Collection[fx.Node] = ()
+) -> list[Cut]:  # fmt: skip
+    """Every place where ``program`` may be cut, in order; ``seen`` are runs on two different batch sizes, and what
+    ``again`` holds each side computes for itself."""
     nodes = order(program)
     index = {n: i for i, n in enumerate(nodes)}
-    fixed = constants(seen)
+    fixed = {*constants(seen), *again}
     *sides, main = program.outputs
     last_use = [
         max((index[u] for u in n.users if u.op != "output" and n not in fixed), default=i) for i, n in enumerate(nodes)

@@ -20,7 +20,7 @@ _ARITHMETIC = ("_operator", "builtins", "math")
 _METHODS = {"size", "dim", "ndimension", "is_floating_point", "is_complex"}
 
 
-def _about_shape(node: fx.Node) -> bool:
+def about_shape(node: fx.Node) -> bool:
     """Whether ``node`` turns a tensor into something that does not depend on its elements."""
     if node.op == "call_method":
         return node.target in _METHODS
@@ -32,7 +32,7 @@ def shape_only(node: fx.Node) -> bool:
     pending, seen = [node], set()
     while pending:
         one = pending.pop()
-        if one in seen or _about_shape(one):
+        if one in seen or about_shape(one):
             continue
         seen.add(one)
         if one.op != "call_function" or getattr(one.target, "__module__", "") not in _ARITHMETIC:

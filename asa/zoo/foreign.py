@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from types import ModuleType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from asa.errors import InvalidInputError, UnavailableError, UsageError, place_of
 from asa.zoo.inputs import Shape, of_tokens
@@ -162,7 +162,25 @@ class Logits(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits of ``x``: pixels [N, C, H, W], or tokens int64 [N, T]."""
-        return self.model(**{self.reads: x}).logits  # type: ignore[no-any-return]
+        traced: Any = x
+        with _not_packed() if isinstance(traced, fx.Proxy) else contextlib.nullcontext():
+            return self.model(**{self.reads: x}).logits  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def _not_packed() -> Iterator[None]:
+    """No mask is made for sequences packed into one row while a model is traced: positions are the model's own, and a
+    run, which looks at their values, makes none either and leaves the triangle to its attention."""
+    masks: Any = sys.modules.get("transformers.masking_utils")
+    before = getattr(masks, "find_packed_sequence_indices", None)
+    if before is None:
+        yield
+        return
+    masks.find_packed_sequence_indices = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        masks.find_packed_sequence_indices = before
 
 
 _TOKEN_MODELS = ("AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForSequenceClassification")

@@ -75,9 +75,7 @@ def drift(measured: Profile | Cluster) -> float:
     if measured.drift is None:
         # How far links measured hours apart differ is the error of their tables.
         return constant("drift_assumed") if isinstance(measured, Profile) else 0.0
-    shared = isinstance(measured, Profile) and measured.device.virtual
-    floor = constant("drift_floor_virtual" if shared else f"drift_floor_{measured.device.type}")
-    return max(floor, constant("drift_growth") * measured.drift.ahead)
+    return max(constant(f"drift_floor_{measured.device.type}"), constant("drift_growth") * measured.drift.ahead)
 
 
 def contention(cluster: Cluster, ranks: float, *, memory: bool = False) -> float:
