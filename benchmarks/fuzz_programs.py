@@ -148,7 +148,7 @@ def drawn(seed: int, number: int, ranks: int) -> Draw:
     if "exact_norm" in layers:  # one process needs two samples in every call
         batch, count = max(batch, 4), round(count)
     losses = ["mean", "mean", "smoothed", "squares", "second", *STRANGE, *([] if tokens else ["penalty"])]
-    found = Draw(
+    return Draw(
         number=number, layers=layers, width=r.choice([6, 8, 12]), heads=heads, tokens=tokens, frozen=r.random() < 0.25,
         loss=r.choice(losses), optimizer=optimizer,
         loop=r.choice(LOOPS),
@@ -157,7 +157,6 @@ def drawn(seed: int, number: int, ranks: int) -> Draw:
         data=tuple(r.choice(["replicate", "zero1", "zero2", "zero3"]) for _ in range(1 if alike else 4)),
         checkpoint=r.random() < 0.2,
     )  # fmt: skip
-    return found
 
 
 def made(draw: Draw) -> tuple[nn.Module, Any, DataLoader[Any]]:
@@ -360,7 +359,8 @@ def judged(draw: Draw, ranks: int) -> dict[str, Any]:
 def judged_all(draws: list[Draw], ranks: int) -> list[dict[str, Any]]:
     """The verdicts on draws. What was said of one whose numbers differ counts if they do not differ without that."""
     found = _compared(draws, ranks)
-    plainer = {i: without(draw, f["said"]) for i, (draw, f) in enumerate(zip(draws, found, strict=True)) if _off(f)}
+    apart = [i for i, f in enumerate(found) if f["verdict"] == "silent"]
+    plainer = {i: without(draws[i], found[i]["said"]) for i in apart}
     asked = {i: draw for i, draw in plainer.items() if draw is not None}
     again = judged_all(list(asked.values()), ranks) if asked else []
     for i, rest in zip(asked, again, strict=True):
@@ -369,10 +369,6 @@ def judged_all(draws: list[Draw], ranks: int) -> list[dict[str, Any]]:
         else:
             found[i]["without it"] = rest
     return found
-
-
-def _off(found: dict[str, Any]) -> bool:
-    return found["verdict"] == "silent"
 
 
 def without(draw: Draw, said: list[str]) -> Draw | None:

@@ -6,9 +6,9 @@ The programs are those of ``benchmarks/program_table``, in float64. Each trains 
 two forked ranks; the weights are compared. The record is resumed: what it has is not run again. Ranks run many
 programs, and are started anew where one of them broke or hung.
 
-``right``: the numbers of one process. ``warned``: others, and a warning or a line of ``asa`` named what differs. ``refused``: an
-error of ``asa``'s on every rank before the first update. ``silent``: others without a word. ``broken``: any other
-error, or an error behind the first update. ``hung``: no answer in time.
+``right``: the numbers of one process. ``warned``: others, and a warning or a line of ``asa`` named what differs.
+``refused``: an error of ``asa``'s on every rank before the first update. ``silent``: others without a word.
+``broken``: any other error, or an error behind the first update. ``hung``: no answer in time.
 """
 
 from __future__ import annotations
@@ -143,7 +143,8 @@ def trained_by_job(program: Program, usual: dict[str, Any], seconds: dict[str, f
     """The same by ``asa.Job`` under a pipeline, on the batches that the loop sees."""
     began = time.perf_counter()
     net, opt, batches = program.make()
-    steps = list(batches) * (1 if program.kind in ("timm", "torchvision") else 2)
+    epochs = 1 if program.kind in ("timm", "torchvision") else 2
+    steps = [batch for _ in range(epochs) for batch in batches]
     job = asa.Job(net, opt, batches, program.job_loss, strategies=("gpipe", "1f1b"), replan=False, **usual)  # type: ignore[arg-type]
     seconds["start"] = time.perf_counter() - began
     try:
