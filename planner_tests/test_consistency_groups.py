@@ -20,6 +20,9 @@ from asa.ir import codec
 from asa.ir.consistency import parse
 from asa.ir.plan import DataDegree, Plan
 from asa.launch import run_ranks
+from asa.report.jobs.job import per_node
+from asa.report.snippets import TOOLS
+from asa.report.whole import choose
 from asa.strategies import offered
 from asa.zoo.models import build
 
@@ -95,6 +98,18 @@ def test_groups_that_cannot_be_are_refused_in_one_line():
         parse("diloco:quorum=1:groups=2")
     with pytest.raises(UsageError, match="no parameter of ps_async"):
         parse("ps_async:groups=2")
+
+
+def test_other_tools_are_not_handed_half_of_a_discipline():
+    torch_ = TOOLS["torch"]
+    plain = training.plan(ranks=2, batch=24)
+    loose = replace(plain, consistency=parse("ps_async:placement=own"), gpus=3)
+    assert not any("together" in n for n in choose(plain, torch_.able, "torch", recompute=torch_.recompute).notes)
+    notes = choose(loose, torch_.able, "torch", recompute=torch_.recompute).notes
+    assert any("take every step together, the plan trains under ps_async" in n for n in notes)
+    assert per_node(loose, None, None) == 3
+    with pytest.raises(UsageError, match="--gpus 2 --global-batch 12"):
+        choose(_in_groups(plain, EVERY_STEP[0]), torch_.able, "torch", recompute=torch_.recompute)
 
 
 def test_data_parallelism_inside_is_what_the_degrees_say():

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import training
 
+from asa.errors import UsageError
 from asa.executor.running.run import train
 from asa.executor.training import checkpoint
 from asa.ir.consistency import parse
@@ -61,12 +62,33 @@ def test_a_killed_worker_is_not_missed_and_data_parallelism_goes_on_from_there(t
 @pytest.mark.parametrize("text", ["diloco:period=2", "ps_sync:placement=own"])
 def test_a_run_under_a_discipline_goes_on_as_if_it_had_not_ended(tmp_path, text):
     plan = under(text, 3 if "own" in text else 2)
-    whole = of(run(plan, tmp_path), "epoch")
+    events = run(plan, tmp_path)
+    (started,) = of(events, "start")
+    assert f"--nproc-per-node {plan.num_processes} " in started["torchrun"]
+    whole = of(events, "epoch")
     shutil.rmtree(tmp_path / "checkpoints" / "step_00000010")
     again = of(run(plan, tmp_path, resume=True), "epoch")
     assert [e["epoch"] for e in again] == [1]
     for figure in ("train_loss", "validation_loss"):
         assert again[0][figure] == pytest.approx(whole[1][figure], rel=1e-6)
+
+
+def test_a_lost_server_is_started_again_from_what_was_saved(tmp_path, monkeypatch):
+    monkeypatch.setenv(faults.VARIABLE, f"kill@rank=0,point=checkpoint.done,once={tmp_path / 'once'}")
+
+    def none_other(plan: Plan, ranks: int) -> Plan:
+        raise UsageError("no other")
+
+    events: list[dict[str, Any]] = []
+    settings = training.settings(tmp_path, steps_per_epoch=5, observe=False)
+    result = train(
+        under("ps_async", 2), settings, strategies=offered(), adapt=adapt, on_event=events.append, regroup=none_other
+    )
+    assert result["exit_code"] == 0
+    said = [e["message"] for e in of(events, "note")]
+    assert any("all 2 ranks are started again" in line for line in said)
+    assert any("step 5" in line for line in said), said
+    assert sorted({e["epoch"] for e in of(events, "epoch")}) == [0, 1]
 
 
 def test_one_worker_alone_has_nobody_to_wait_for_and_writes_its_log(tmp_path):

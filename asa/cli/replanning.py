@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from asa.cli.choose import origins
 from asa.cli.console import Console
-from asa.errors import AsaError, UnavailableError
+from asa.errors import AsaError, UnavailableError, UsageError
 from asa.ir import codec
 from asa.ir.cluster import Cluster
 from asa.ir.measurements import EpochRecord, Measurements
@@ -74,10 +74,13 @@ def regroup(console: Console, plan: Plan, ranks: int) -> Plan:
 
     Raises:
         InvalidInputError: the profile or the cluster it was made from is gone. InfeasibleError: nothing fits.
+        UsageError: the plan is under a discipline that was asked for by name: another would train otherwise.
     """
     from asa.scheduler.memory import Correction, plan_again
     from asa.strategies import offered
 
+    if plan.consistency is not None:
+        raise UsageError(f"{plan.consistency} was asked for by name, for {plan.num_processes} ranks")
     profile, cluster = origins(plan, console)
     as_before = Correction(scale=plan.memory_scale, memory_bytes=plan.memory_bytes)
     return plan_again(plan, as_before, ranks, profile, cluster, offered())

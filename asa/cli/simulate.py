@@ -21,6 +21,11 @@ def run(args: Arguments, console: Console) -> None:
     path, plan = places.newest_plan(args.plan)
     profile, cluster = origins(plan, console, args)
     found = simulate(plan, profile, cluster, offered())
+    if plan.consistency is not None:
+        inside = "a group's step" if plan.groups > 1 else "a step of its workers"
+        console.say(
+            f"asa: {plan.consistency}: this is {inside} as if they waited for one another, without servers and meetings"
+        )
     data = {
         "schema_version": codec.SCHEMA_VERSION,
         "kind": "timeline",

@@ -97,7 +97,7 @@ def _train(args: Arguments, console: Console, path: Path, plan: Plan, out: Path)
             strategies=offered(),
             adapt=adapt,
             relieve=relieve,
-            regroup=partial(regroup, console) if settings.replan else None,
+            regroup=partial(regroup, console) if settings.replan or (plan.consistency and not args.no_replan) else None,
             on_event=lambda event: tell(event, console, progress, trained=not told),
             command=("train", *words),
             emulated=pretended,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asa.ir.consistency import WAITS_FOR
 from asa.ir.plan import Plan
 from asa.report.grid import STAGED, grid_as
 from asa.zoo.sizes import shape_of
@@ -29,6 +30,14 @@ def lost(plan: Plan, name: str, tool: str) -> tuple[str, ...]:
     notes = []
     if plan.compression != "none":
         notes.append(f"{tool} sends gradients as they are, the plan as {plan.compression}")
+    if plan.consistency is not None:
+        waits = WAITS_FOR[plan.consistency.name]
+        notes.append(
+            f"{tool} has all ranks take every step together, the plan trains under {plan.consistency}: {waits}"
+        )
+    if plan.memory_format != "contiguous" or plan.compiled != "none":
+        ways = [w for w in (plan.memory_format, f"compiled: {plan.compiled}") if not w.endswith(("contiguous", "none"))]
+        notes.append(f"{tool} computes as the model is written, predictions are for {', '.join(ways)}")
     offloaded = sum(c.offload for c in plan.components)
     if offloaded:
         notes.append(

@@ -81,6 +81,11 @@ def choose(
     Raises:
         UsageError: none of them fits.
     """
+    if plan.groups > 1:
+        raise UsageError(
+            f"{tool} has no groups of ranks that train apart ({plan.consistency}); export the plan of one group: "
+            f"asa plan {plan.model_spec} --gpus {plan.num_ranks} --global-batch {plan.global_batch // plan.groups}"
+        )
     own, grid = name_of(plan), grid_of(plan)
     if own not in able and grid is not None and max(grid.tensor, grid.stages) > 1 and grids(grid):
         able, own = (*able, "hybrid"), "hybrid"

@@ -60,7 +60,7 @@ class Losses:
         self._saved, self._step, self._rank = saved, failure.step, failure.rank
         if chance and self._starts < MOST_STARTS:
             self._starts += 1
-            log({"event": "note", "message": f"{failure}; all {plan.num_ranks} ranks are started again"})
+            log({"event": "note", "message": f"{failure}; all {plan.num_processes} ranks are started again"})
             return replace(job, plan=plan)
         if failure.raised or plan.num_ranks == 1 or failure.rank is None:
             raise failure

@@ -86,13 +86,13 @@ def prepare(
                 "event": "start",
                 "plan_fingerprint": fingerprint(plan),
                 "model": plan.model_spec,
-                "ranks": plan.num_ranks,
+                "ranks": plan.num_processes,
                 "device": device_type,
                 "global_batch": plan.global_batch,
                 "settings": codec.to_data(settings),
                 "data": [train.source, test.source],
                 "resumed_step": None if found is None else found.manifest.step,
-                "torchrun": torchrun_line(plan.num_ranks, command),
+                "torchrun": torchrun_line(plan.num_processes, command),
                 "out": str(out),
             }
         )
@@ -150,11 +150,13 @@ def _check_devices(plan: Plan, device_type: str) -> list[str]:
         return []
     if device_type == "cuda":
         have = cuda_devices()
-        if have < plan.num_ranks:
+        if have < plan.num_processes:
             remedy = f"plan with --gpus {have}" if have else "train with --device cpu"
-            raise UnavailableError(f"the plan needs {plan.num_ranks} CUDA devices, this machine has {have}; {remedy}")
-    elif plan.num_ranks > usable_cores():
-        return [f"{plan.num_ranks} ranks share {usable_cores()} cores: steps will take longer than predicted"]
+            raise UnavailableError(
+                f"the plan needs {plan.num_processes} CUDA devices, this machine has {have}; {remedy}"
+            )
+    elif plan.num_processes > usable_cores():
+        return [f"{plan.num_processes} ranks share {usable_cores()} cores: steps will take longer than predicted"]
     return []
 
 

@@ -128,8 +128,8 @@ def _answer(
 
 def most_ranks(job: Job) -> int:
     """Ranks that the first plan could have had, of the devices that are here."""
-    gpus = max(job.plan.gpus, job.plan.num_ranks)
-    return max(job.plan.num_ranks, min(gpus, cuda_devices())) if job.device_type == "cuda" else gpus
+    gpus = max(job.plan.gpus, job.plan.num_processes)
+    return max(job.plan.num_processes, min(gpus, cuda_devices())) if job.device_type == "cuda" else gpus
 
 
 @dataclass(frozen=True, kw_only=True)

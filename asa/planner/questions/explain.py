@@ -114,7 +114,8 @@ def _prices(
     by_tokens = "sequence" in (*(c.tensor.strategy for c in plan.components), *forced)
     named = (*(("sequence",) if by_tokens else ()), *(("hsdp",) if "hsdp" in forced else ()))
     request = Request(
-        gpus=plan.gpus, global_batch=plan.global_batch, optimizer=plan.optimizer, compression=plan.compression,
+        gpus=plan.gpus // plan.groups, global_batch=plan.global_batch // plan.groups, optimizer=plan.optimizer,
+        compression=plan.compression,
         memory_bytes=plan.memory_bytes if memory_bytes is None else memory_bytes,
         strategies=("asa", *named) if named else None,
     )  # fmt: skip

@@ -30,7 +30,7 @@ def per_node(plan: Plan, cluster: Cluster | None, asked: int | None) -> int:
     Raises:
         UsageError: they do not come out even; torchrun starts as many on every machine.
     """
-    ranks = plan.num_ranks
+    ranks = plan.num_processes
     if asked is not None:
         most = asked
     elif cluster is None:
@@ -85,7 +85,7 @@ class Job:
     @property
     def nodes(self) -> int:
         """Machines."""
-        return self.plan.num_ranks // self.per_node
+        return self.plan.num_processes // self.per_node
 
     @property
     def gpu(self) -> bool:
@@ -135,5 +135,5 @@ def title(job: Job) -> str:
     kind, machines = "GPUs" if job.gpu else "cores", "machine" if job.nodes == 1 else "machines"
     return (
         f"{job.plan.model_spec}, strategy {job.plan.strategy}: {job.nodes} {machines} of {job.per_node} {kind}, "
-        f"{job.plan.num_ranks} ranks, global batch {job.plan.global_batch}"
+        f"{job.plan.num_processes} ranks, global batch {job.plan.global_batch}"
     )
