@@ -52,9 +52,9 @@ class InStep:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.shared = self.updates = 0
         self._timeout_s = timeout_s
-        self._group, self._sizes = (
-            dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) for _ in range(2)
-        )
+        within = timedelta(seconds=timeout_s)
+        self._group: Any = dist.new_group(backend="gloo", timeout=within)
+        self._sizes: Any = dist.new_group(backend="gloo", timeout=within)
         self._store: Any = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
         self._pending: tuple[Any, list[Tensor]] | None = None
         self._since: float | None = None
@@ -99,7 +99,7 @@ class InStep:
         wire = torch.tensor([float(mine)], dtype=torch.float64)
         found = [torch.empty_like(wire) for _ in range(self.ranks)]
         with self.together(FORWARD):
-            work = dist.all_gather(found, wire, group=self._sizes, async_op=True)
+            work: Any = dist.all_gather(found, wire, group=self._sizes, async_op=True)
             self._wait(work)
             work.wait()
         return [int(each) for each in found]
