@@ -40,8 +40,17 @@ STRANGE = ["weighted", "ignored", "masked", "hardest", "spread", "log_of_mean", 
 """Losses that are no plain means over samples; some say what they divide by."""
 LOOPS = ["usual", "accumulate", "clip", "schedule", "thaw", "two_backwards", "average", "again", "kept", "by_loss",
          "by_reduced_loss", "plateau", "chunks", "skips", "clip_values", "by_hand"]  # fmt: skip
-WORDS = ("not checked", "draws", "this rank's samples", "divides by its targets")
-"""In lines on standard error that say what differs."""
+EXPLAINED: tuple[tuple[str, dict[str, str]], ...] = (
+    ("the loss is no mean over samples", dict.fromkeys(STRANGE, "mean")),
+    ("is made beside the batch, by the sample's place", {"by_place": "mean"}),
+    ("computes a sample's output, or its gradient, from other samples", {"mixing": "linear"}),
+    ("with pieces of a batch", {"chunks": "usual"}),
+    ("hyperparameters of the optimizer differ", {"by_loss": "usual"}),
+    ("a number that is taken out of a tensor", {"by_loss": "usual"}),
+    ("asa.reduce(x) weighs the mean of a rank by its samples", {"by_reduced_loss": "usual"}),
+    ("targets are ignored by the loss for the first time", {"ignored": "mean"}),
+)
+"""What is said of numbers that are others, and what explains them then: without it, they are to be right."""
 ALLOWED = 1e-8
 """Largest relative distance of a tensor that rounding may explain: adaptive steps amplify what is near zero."""
 
@@ -139,7 +148,7 @@ def drawn(seed: int, number: int, ranks: int) -> Draw:
     if "exact_norm" in layers:  # one process needs two samples in every call
         batch, count = max(batch, 4), round(count)
     losses = ["mean", "mean", "smoothed", "squares", "second", *STRANGE, *([] if tokens else ["penalty"])]
-    found = Draw(
+    return Draw(
         number=number, layers=layers, width=r.choice([6, 8, 12]), heads=heads, tokens=tokens, frozen=r.random() < 0.25,
         loss=r.choice(losses), optimizer=optimizer,
         loop=r.choice(LOOPS),
@@ -148,10 +157,6 @@ def drawn(seed: int, number: int, ranks: int) -> Draw:
         data=tuple(r.choice(["replicate", "zero1", "zero2", "zero3"]) for _ in range(1 if alike else 4)),
         checkpoint=r.random() < 0.2,
     )  # fmt: skip
-    if found.loop == "chunks":  # every rank is to have two samples of every batch: ranks call the model alike
-        batch = max(batch, 2 * ranks)
-        found = replace(found, batch=batch, samples=batch * round(count))
-    return found
 
 
 def made(draw: Draw) -> tuple[nn.Module, Any, DataLoader[Any]]:
@@ -329,8 +334,7 @@ def spread(draw: Draw, plan: Plan) -> tuple[str, Any]:
         except Exception as error:
             return "broken", f"{type(error).__name__}: {error}"
     said = [str(w.message) for w in heard if w.category is UserWarning]
-    lines = [line for line in text.getvalue().splitlines() if any(w in line for w in WORDS)]
-    return "done", (state, said + lines)
+    return "done", (state, said + text.getvalue().splitlines())
 
 
 def spread_all(rank: int, draws: list[Draw], plans: list[Plan]) -> None:
@@ -353,7 +357,36 @@ def judged(draw: Draw, ranks: int) -> dict[str, Any]:
 
 
 def judged_all(draws: list[Draw], ranks: int) -> list[dict[str, Any]]:
-    """The verdicts on draws, which the same ranks run one after another as far as they stay in step."""
+    """The verdicts on draws. What was said of one whose numbers differ counts if they do not differ without that."""
+    found = _compared(draws, ranks)
+    apart = [i for i, f in enumerate(found) if f["verdict"] == "silent"]
+    plainer = {i: without(draws[i], found[i]["said"]) for i in apart}
+    asked = {i: draw for i, draw in plainer.items() if draw is not None}
+    again = judged_all(list(asked.values()), ranks) if asked else []
+    for i, rest in zip(asked, again, strict=True):
+        if rest["verdict"] in ("right", "warned"):
+            found[i]["verdict"] = "warned"
+        else:
+            found[i]["without it"] = rest
+    return found
+
+
+def without(draw: Draw, said: list[str]) -> Draw | None:
+    """The draw without what was ``said`` to differ; None where nothing in it was."""
+    named: dict[str, str] = {}
+    for words, instead in EXPLAINED:
+        if any(words in line for line in said):
+            named |= instead
+    found = replace(
+        draw, loss=named.get(draw.loss, draw.loss), loop=named.get(draw.loop, draw.loop),
+        layers=tuple(named.get(layer, layer) for layer in draw.layers),
+    )  # fmt: skip
+    return found if found != draw else None
+
+
+def _compared(draws: list[Draw], ranks: int) -> list[dict[str, Any]]:
+    """What the same ranks, running draws one after another as far as they stay in step, come to: ``silent`` is any
+    difference here."""
     found: list[dict[str, Any]] = []
     while len(found) < len(draws):
         left = draws[len(found) :]
@@ -396,8 +429,9 @@ def _verdict(draw: Draw, answers: list[tuple[str, Any]]) -> dict[str, Any]:
         if w.numel()
     )
     said = [text for _, (_, heard) in answers for text in heard]
-    verdict = "right" if worst[0] <= ALLOWED else "warned" if said else "silent"
-    return {"verdict": verdict, "distance": worst[0], "tensor": worst[1], "said": said[:1]}
+    verdict = "right" if worst[0] <= ALLOWED else "silent"
+    kept = [line for line in dict.fromkeys(said) if any(words in line for words, _ in EXPLAINED)]
+    return {"verdict": verdict, "distance": worst[0], "tensor": worst[1], "said": kept or said[-1:]}
 
 
 def main() -> None:

@@ -1,14 +1,14 @@
 """A table of training programs under every kind of plan, against one process: right, warned, refused, or wrong.
 
-    python -m benchmarks.programs [--only NAME] [--kind KIND] [--plans ddp,fsdp,tensor,mixed,job] [-o FILE]
+    python -m benchmarks.programs [--only NAME] [--kind KIND] [--plans ddp,fsdp,tensor,mixed,zero1,job] [-o FILE]
 
 The programs are those of ``benchmarks/program_table``, in float64. Each trains in this process and, under a plan, on
 two forked ranks; the weights are compared. The record is resumed: what it has is not run again. Ranks run many
 programs, and are started anew where one of them broke or hung.
 
-``right``: the numbers of one process. ``warned``: others, and a warning or a line of ``asa`` said so. ``refused``: an
-error of ``asa``'s on every rank before the first update. ``silent``: others without a word. ``broken``: any other
-error, or an error behind the first update. ``hung``: no answer in time.
+``right``: the numbers of one process. ``warned``: others, and a warning or a line of ``asa`` named what differs.
+``refused``: an error of ``asa``'s on every rank before the first update. ``silent``: others without a word.
+``broken``: any other error, or an error behind the first update. ``hung``: no answer in time.
 """
 
 from __future__ import annotations
@@ -44,8 +44,14 @@ RECORD = Path(__file__).parent / "records" / "programs.json"
 CLUSTER = str(Path(__file__).parent.parent / "profiles" / "cluster.local-gloo-2.json")
 Task = tuple[str, str]
 """Names of a program and of a plan."""
-_WORDS = ("not checked", "draws", "this rank's samples")
-"""What a line on standard error says of numbers that may be others."""
+NAMING = (
+    "draws random numbers", "draws its own", "taken out of a tensor", "in evaluation, too", "no mean over samples",
+    "by the sample's place", "differs between ranks", "differ between ranks", "from other samples", "with pieces of a",
+    "weighs the mean of", "ignored by the loss", "from what one device would give", "a hook on its gradient",
+    "keeps something from call to call", "no longer the same", "normalises over", "forward changes", "is not updated",
+    "was changed behind", "updates element by element",
+)  # fmt: skip
+"""Words in warnings and lines that name what differs from one process; that something was not checked is none."""
 
 
 def seeded() -> None:
@@ -87,6 +93,7 @@ _LAYOUTS = {
     "fsdp": (uniform(2, 1), "zero3"),
     "tensor": (uniform(1, 2), "replicate"),
     "mixed": (alternating(2), "replicate"),
+    "zero1": (uniform(2, 1), "zero1"),
 }
 
 
@@ -136,7 +143,8 @@ def trained_by_job(program: Program, usual: dict[str, Any], seconds: dict[str, f
     """The same by ``asa.Job`` under a pipeline, on the batches that the loop sees."""
     began = time.perf_counter()
     net, opt, batches = program.make()
-    steps = list(batches) * (1 if program.kind in ("timm", "torchvision") else 2)
+    epochs = 1 if program.kind in ("timm", "torchvision") else 2
+    steps = [batch for _ in range(epochs) for batch in batches]
     job = asa.Job(net, opt, batches, program.job_loss, strategies=("gpipe", "1f1b"), replan=False, **usual)  # type: ignore[arg-type]
     seconds["start"] = time.perf_counter() - began
     try:
@@ -170,20 +178,14 @@ def judged(program: Program, how: str, wanted: dict[str, Tensor]) -> dict[str, A
             found = {"verdict": kind, "why": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
         except Exception as error:
             found = {"verdict": "broken", "why": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
-    said = [str(w.message) for w in heard if w.category is UserWarning and "asa" in _source(w)]
-    said += [
-        line for line in text.getvalue().splitlines() if line.startswith("asa:") and any(w in line for w in _WORDS)
-    ]
+    lines = [line for line in text.getvalue().splitlines() if line.startswith("asa:")]
+    heard_of = [str(w.message) for w in heard if w.category is UserWarning]
+    said = [line for line in (*heard_of, *lines) if any(words in line for words in NAMING)]
     return {
         **found,
         "said": [s[:300] for s in said],
         "seconds": {k: round(v, 2) for k, v in seconds.items() if k != "updates"},
     }
-
-
-def _source(warning: warnings.WarningMessage) -> str:
-    # Warnings of asa's point at the program that is to heed them; torch's own point into torch.
-    return "" if "site-packages" in warning.filename else "asa"
 
 
 def rank_runs(rank: int, tasks: list[Task], wanted: dict[str, dict[str, Tensor]]) -> None:

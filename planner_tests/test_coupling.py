@@ -12,18 +12,7 @@ from torch.nn import functional as F
 
 from asa.api.calls import Call
 from asa.api.coupling import KEEPS, coupled
-
-
-class ByNorm(torch.autograd.Function):
-    """As it is; its gradient is divided by its norm."""
-
-    @staticmethod
-    def forward(_ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(_ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return gradient / gradient.norm()
+from benchmarks.program_table.strange import ByNorm
 
 
 class Clamped(ByNorm):

@@ -43,3 +43,13 @@ def test_gradients_that_are_not_averaged_would_be_found(monkeypatch: pytest.Monk
     found = fuzz.judged(draw, 2)
     assert found["distance"] > 1e-3
     assert "weights that all ranks hold alike are no longer the same" in found["said"][0]
+
+
+def test_only_what_names_a_difference_excuses_it() -> None:
+    fuzz = script()
+    draw = replace(fuzz.drawn(0, 1, 2), layers=("linear", "mixing"), loss="spread", loop="chunks")
+    assert (
+        fuzz.without(draw, ["whether the loss is a mean over samples was not checked", "gradients are dense"]) is None
+    )
+    rest = fuzz.without(draw, ["the loss is no mean over samples: ...", "is called with pieces of a batch (1 of ...)"])
+    assert (rest.loss, rest.loop, rest.layers) == ("mean", "usual", draw.layers)

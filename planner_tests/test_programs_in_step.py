@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import asa
 from asa.api import in_step
-from asa.errors import UsageError
+from asa.errors import AsaError, UsageError
 from asa.launch import run_ranks
 from planner_tests.programs import Program, State, classes, numbers
 
@@ -99,6 +99,35 @@ def test_a_rank_that_leaves_something_out_is_told_at_once(plan: str, at: int, wh
     program = _program(_skipped(at, what))
     with pytest.raises(UsageError, match="a branch of the loop took another way"):
         run_ranks(2, _heard, [program.loop], program.plan(plan), threads=1, timeout_s=60)
+
+
+def _called_again(rows: int) -> Any:
+    """A loop in which rank 0 calls the model once more, with the first ``rows`` samples, before one backward."""
+
+    def loop(net: Any, opt: Any, batches: Any) -> State:
+        for i, (x, y) in enumerate(batches):
+            opt.zero_grad()
+            loss = F.cross_entropy(net(x), y)
+            if i == 1 and torch.distributed.get_rank() == 0:
+                net(x[:rows])
+            loss.backward()
+            opt.step()
+        return {}
+
+    return loop
+
+
+def test_a_rank_that_calls_the_model_more_often_is_told_at_once() -> None:
+    program = _program(_called_again(1))
+    with pytest.raises(UsageError, match=r"waits in a (backward|call of the model).*took another way"):
+        run_ranks(2, _heard, [program.loop], program.plan("ddp"), threads=1, timeout_s=60)
+
+
+def test_ranks_that_wait_in_different_passes_end_with_a_line(capfd: pytest.CaptureFixture[str]) -> None:
+    program = _program(_called_again(3))
+    with pytest.raises(AsaError):
+        run_ranks(2, _heard, [program.loop], program.plan("tensor"), threads=1, timeout_s=60)
+    assert "took another way" in capfd.readouterr().err
 
 
 def test_ranks_that_part_are_warned_of_and_others_hear_nothing() -> None:

@@ -2,13 +2,15 @@
 
 A branch that a rank takes by a number of its own (``if loss.isnan(): continue``, a learning rate made of
 ``loss.item()``) makes ranks wait in vain, pair gradients of different batches, or part in silence. Counts are exchanged
-behind every batch, on a group of their own; where no exchange can come about because a rank waits inside a backward,
-that rank says so in the store, and the one that left it out finds it there.
+behind every batch, on a group of their own; where no exchange can come about because a rank waits inside a forward or
+backward, that rank says so in the store, and the one that left it out, or waits in another, finds it there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import threading
 import time
 import warnings
@@ -35,6 +37,7 @@ _ELEMENTS = 64
 _SAID = ("lr", "momentum", "betas", "weight_decay")
 _PATIENCE_S = 3.0
 """In a pass, before a rank says in the store where it is, and in waiting for the others, before it looks there."""
+FORWARD, BACKWARD = "a call of the model", "a backward"
 REMEDY = (
     "a branch of the loop took another way on some ranks, by a number of a rank's own (its loss, its metric): decide "
     "by one of all ranks, asa.reduce(x)"
@@ -49,10 +52,13 @@ class InStep:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.shared = self.updates = 0
         self._timeout_s = timeout_s
-        self._group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        within = timedelta(seconds=timeout_s)
+        self._group: Any = dist.new_group(backend="gloo", timeout=within)
+        self._sizes: Any = dist.new_group(backend="gloo", timeout=within)
         self._store: Any = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
         self._pending: tuple[Any, list[Tensor]] | None = None
         self._since: float | None = None
+        self._kind = ""
         self._told: set[str] = set()
         self._counted: WeakSet[Optimizer] = WeakSet()
         threading.Thread(target=self._watch, daemon=True).start()
@@ -68,14 +74,14 @@ class InStep:
         self.updates += 1
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """Around a forward or backward in which ranks wait for one another.
+    def together(self, kind: str) -> Iterator[None]:
+        """Around a forward or backward (``kind``) in which ranks wait for one another.
 
         Raises:
             WorkersFailedError: another rank is gone.
         """
         self.shared += 1
-        self._since = time.monotonic()
+        self._kind, self._since = kind, time.monotonic()
         try:
             with others_may_leave():
                 yield
@@ -83,6 +89,20 @@ class InStep:
             raise WorkersFailedError(f"{error}; {REMEDY}") from error
         finally:
             self._since = None
+
+    def rows(self, mine: int) -> list[int]:
+        """How many samples each rank calls the model with (collective).
+
+        Raises:
+            UsageError: another rank does something else. WorkersFailedError: one does not come.
+        """
+        wire = torch.tensor([float(mine)], dtype=torch.float64)
+        found = [torch.empty_like(wire) for _ in range(self.ranks)]
+        with self.together(FORWARD):
+            work: Any = dist.all_gather(found, wire, group=self._sizes, async_op=True)
+            self._wait(work)
+            work.wait()
+        return [int(each) for each in found]
 
     def behind_batch(
         self, model: ParallelModel | None, optimizers: Sequence[Optimizer], number: int, *, asks: bool, wait: bool
@@ -139,31 +159,43 @@ class InStep:
         work.get_future().add_done_callback(lambda _: arrived.set())
         began = time.monotonic()
         while not arrived.wait(_PATIENCE_S):
-            for rank in range(self.ranks):
-                inside = self._inside(rank)
-                if inside is not None and inside > self.shared:
-                    raise UsageError(
-                        f"rank {rank} waits in a forward or backward, its {inside}th, for rank {self.rank}, which went "
-                        f"on to the end of the batch with {self.shared}; {REMEDY}"
-                    )
+            if apart := self._apart():
+                raise UsageError(apart)
             if time.monotonic() - began > self._timeout_s:
-                raise WorkersFailedError(f"a rank did not come to the end of the batch within {self._timeout_s:g} s")
+                raise WorkersFailedError(f"a rank did not come to where the others are within {self._timeout_s:g} s")
 
-    def _inside(self, rank: int) -> int | None:
-        """The number of the pass that a rank says it waits in."""
-        key = f"asa/pass/{rank}"
-        return int(self._store.get(key)) if rank != self.rank and self._store.check([key]) else None
+    def _apart(self) -> str:
+        """What another rank waits in, where this one cannot come to it; empty where there is no such rank."""
+        for rank in range(self.ranks):
+            key = f"asa/pass/{rank}"
+            if rank == self.rank or not self._store.check([key]):
+                continue
+            number, kind = self._store.get(key).decode().split(" ", 1)
+            if self._since is None:
+                apart, here = int(number) > self.shared, f"went on to the end of the batch with {self.shared}"
+            else:
+                apart, here = int(number) == self.shared and kind != self._kind, f"is in {self._kind}"
+            if apart:
+                return f"rank {rank} waits in {kind}, its {number}th pass, for rank {self.rank}, which {here}; {REMEDY}"
+        return ""
 
     def _watch(self) -> None:
-        """In a thread: say in the store that this rank has been in one forward or backward for long."""
+        """In a thread: say in the store that this rank has been in one forward or backward for long; where another
+        waits in one of another kind, neither can go on, and this process ends."""
         said = 0
         with contextlib.suppress(Exception):  # the store is gone, and with it whoever would read
             while True:
                 time.sleep(min(1.0, _PATIENCE_S))
                 since, number = self._since, self.shared
-                if since is not None and number != said and time.monotonic() - since > _PATIENCE_S:
-                    self._store.set(f"asa/pass/{self.rank}", str(number))
+                if since is None or time.monotonic() - since < _PATIENCE_S:
+                    continue
+                if number != said:
+                    self._store.set(f"asa/pass/{self.rank}", f"{number} {self._kind}")
                     said = number
+                elif time.monotonic() - since > 2 * _PATIENCE_S and (apart := self._apart()) and self._since == since:
+                    sys.stderr.write(f"asa: error: {apart}\n")
+                    sys.stderr.flush()
+                    os._exit(UsageError.exit_code)
 
     def _warn(self, text: str) -> None:
         kind = text[:20]

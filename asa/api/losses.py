@@ -15,6 +15,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from asa.api.in_step import BACKWARD
 from asa.api.rank_context import RankContext
 from asa.api.said import say
 from asa.executor.model.votes import Votes
@@ -166,7 +167,7 @@ def listen(placed: PlacedModel) -> None:
         if found is None or found.terms is None or not found.training:
             theirs(tensors, *args, **options)
             return
-        with nullcontext() if found.pace is None else found.pace.together():
+        with nullcontext() if found.pace is None else found.pace.together(BACKWARD):
             after = found.terms.before(nodes, found.weight, found.rows)
             try:
                 if found.trial is None:

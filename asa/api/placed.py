@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from asa.api.batches import GlobalBatches, Share, moved
 from asa.api.calls import Call, lengths, plain
 from asa.api.clipping import clip, understood_by_torch
 from asa.api.generators import generators_now
-from asa.api.in_step import InStep
+from asa.api.in_step import FORWARD, InStep
 from asa.api.losses import Terms, listen, mark
 from asa.api.names import StateNames
 from asa.api.numbers import numbers_of_wholes
@@ -103,7 +104,7 @@ class PlacedModel(nn.Module):
         self.plan: Plan | None = None
         self.parts = nn.ModuleList([] if parallel is not None else [origin])
         self._independent = True
-        self._averages = False
+        self._averages = self._told_of_pieces = False
         self.adopt(parallel)
         self.__dict__["trial"] = Trial(self) if parallel is not None and place.ranks > 1 else None
         self.__dict__["terms"] = Terms(place.votes) if parallel is not None and place.ranks > 1 else None
@@ -192,7 +193,7 @@ class PlacedModel(nn.Module):
 
     def _together(self) -> contextlib.AbstractContextManager[None]:
         """Around a forward: ranks wait for one another in it where they hold parts."""
-        return contextlib.nullcontext() if self._averages or self.pace is None else self.pace.together()
+        return contextlib.nullcontext() if self._averages or self.pace is None else self.pace.together(FORWARD)
 
     def beside(self, value: Tensor) -> Tensor:
         """A tensor that the call made last left in an attribute of the model, as one of its outputs."""
@@ -269,8 +270,10 @@ class PlacedModel(nn.Module):
             return max(ranks, share.total), self.weight_now(), share.first
         if self._independent and not self.training:
             return rows * ranks, 1.0, 0
-        found = [int(each[0]) for each in self.place.votes.gather([float(rows)])]
+        found = [rows] if self.pace is None else self.pace.rows(rows)
         total = sum(found)
+        if share is not None and self.training and torch.is_grad_enabled() and rows < len(share.rows):
+            self._tell_of_pieces(rows, len(share.rows))
         wanted = [stop - start for start, stop in (bounds(total, ranks, r) for r in range(ranks))]
         if found != wanted and not self._independent:
             raise UsageError(
@@ -278,6 +281,18 @@ class PlacedModel(nn.Module):
                 "asa.parallelize returned, or give every rank as many"
             )
         return total, rows * ranks / max(total, 1), 0
+
+    def _tell_of_pieces(self, rows: int, mine: int) -> None:
+        """Warn once that a piece of a rank's samples is none of one device's."""
+        if not self._told_of_pieces:
+            self.__dict__["_told_of_pieces"] = True
+            warnings.warn(
+                f"the model is called with pieces of a batch ({rows} of this rank's {mine} samples): one device's "
+                "pieces hold other samples. A sum of means over pieces is another where ranks have unlike numbers of "
+                "samples, and what goes over the samples of a piece (BatchNorm, weighted losses, ratios) always is: "
+                "call the model with all that the loader yields, and have that yield less",
+                stacklevel=5,
+            )
 
     def begin(self, mode: bool) -> None:
         """Be in training or in evaluation, every module as it came."""

@@ -18,7 +18,7 @@ Made = tuple[nn.Module, Any, Any]
 """Model, optimizer, loader."""
 Loss = Callable[[Any, Any], Tensor]
 """From a model and a batch to a loss."""
-PLANS = ("ddp", "fsdp", "tensor", "mixed")
+PLANS = ("ddp", "fsdp", "tensor", "mixed", "zero1")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,9 @@ def _classes(net: Any = _net, count: int = 20, batch: int = 6) -> Made:
     return made(net(), normal(count, 8), torch.randint(3, (count,)), batch=batch)
 
 
-class _Normalised(torch.autograd.Function):
+class ByNorm(torch.autograd.Function):
+    """As it is; its gradient is divided by its norm."""
+
     @staticmethod
     def forward(_ctx: Any, x: Tensor) -> Tensor:
         return x.view_as(x)
@@ -119,7 +121,7 @@ MODELS: dict[str, Any] = {
     "less the mean of its batch, in training": lambda: Between(lambda m, h: h - h.mean(0) if m.training else h),
     "attention over the batch": lambda: Between(lambda _, h: (h @ h.T).softmax(-1) @ h),
     "batch_norm without statistics": lambda: Between(lambda _, h: F.batch_norm(h, None, None, training=True)),
-    "gradients normalised inside": lambda: Between(lambda _, h: _Normalised.apply(h)),
+    "gradients normalised inside": lambda: Between(lambda _, h: ByNorm.apply(h)),
     "gradients normalised by a hook": _hooked,
 }  # fmt: skip
 
@@ -145,17 +147,6 @@ def _late(from_step: int, every: int) -> Loss:
         return CE(out, batch[1]) + (out.std(0).sum() if other else 0)
 
     return loss
-
-
-def skipping(net: Any, opt: Any, batches: Any) -> None:
-    """Leaves out what a rank finds easy."""
-    for x, y in batches:
-        opt.zero_grad()
-        loss = CE(net(x), y)
-        if loss.item() < 1.1:
-            continue
-        loss.backward()
-        opt.step()
 
 
 def stopping(net: Any, opt: Any, batches: Any) -> None:
@@ -224,7 +215,7 @@ for _name, _loss in LOSSES.items():
     program("strange", f"loss {_name}", _classes, epochs(pairs(_loss)), _loss)
 for _name, _model in MODELS.items():
     program("strange", f"model {_name}", lambda model=_model: _classes(model), epochs(pairs(CE)), CE)  # type: ignore[misc]
-for _loop in (skipping, stopping, by_loss, evaluating, drawing, vector):
+for _loop in (stopping, by_loss, evaluating, drawing, vector):
     program("strange", f"loop {_loop.__name__}", _classes, _loop)
 program("strange", "loop freezing norms", lambda: _classes(_normed), freezing, batch_norm="exact")
 program(
