@@ -111,7 +111,7 @@ SAID: dict[str, tuple[Loop, str]] = {
     "logged": (
         _loop(lambda n, _, x, y: (lambda z: (z.item(), z)[1])(F.cross_entropy(n(x), y)), 1), "this rank's samples"
     ),
-    "a hook on an output": (_loop(lambda n, _, x, y: _hooked(n, x, y), 1), "a hook changes gradients"),
+    "a hook on an output": (_loop(lambda n, _, x, y: _hooked(n, x, y), 1), "has a hook on its gradient"),
 }  # fmt: skip
 QUIET: dict[str, Loop] = {
     "inputs by themselves": _loop(lambda n, _, x, y: F.cross_entropy(n(x.clamp(-1, 1) * 2 + 1), y.clone())),

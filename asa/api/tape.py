@@ -51,6 +51,8 @@ class Tape:
     """Whether its batch is over: what is kept of it enters another as what it is then."""
     taken: bool = False
     """Whether a number was taken out of torch."""
+    hooked: bool = False
+    """Whether a hook was put on the gradient of anything on it."""
 
     def follow(self, output: Tensor) -> Tensor:
         """``output`` as what is written down from now on."""
@@ -212,6 +214,9 @@ class Watched(Tensor):
         tapes = [t.tape for t in watched_in((args, options)) if not t.tape.closed]
         tape = min(tapes, key=lambda t: bool(t.strange), default=None)
         result = _plainly(func, args, options)
+        if func is Tensor.register_hook:
+            for each in tapes:
+                each.hooked = True
         if tape is None or tape.strange:
             return _unwatched(result, args, options)
         if func is Tensor.register_hook:

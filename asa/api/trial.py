@@ -127,6 +127,9 @@ class Trial:
         tape = loss.tape if isinstance(loss, Watched) and hasattr(loss, "tape") else None
         if tape is not None:
             tape.strange = tape.strange or strange
+        if self._tape is not None and self._tape.hooked and not self._hooks:
+            self._hooks = True
+            warnings.warn(f"an output of the model has a hook on its gradient, {_SEES_ITS_OWN}", stacklevel=5)
         form = _TRUSTED if self.trusted else "" if tape is None or strange else tape.form(loss)
         self.trusted = False
         number = float(zlib.crc32(form.encode())) if form else 0.0
@@ -191,16 +194,18 @@ class Trial:
         return bool(lines)
 
 
+_SEES_ITS_OWN = (
+    "which sees this rank's gradient before ranks have added theirs: one that is not linear (clamping, signs) gives "
+    "other numbers than one device"
+)
+
+
 def _look_for_hooks(placed: PlacedModel) -> bool:
     """Warn of a hook on the gradient of a parameter; whether there is one."""
     with torch._C.DisableTorchFunctionSubclass():  # a part of a parameter refuses what it does not know
         name = next((n for n, p in placed.named_parameters() if p._backward_hooks), None)
     if name is not None and placed.place.rank == 0:
-        warnings.warn(
-            f"{name} has a hook on its gradient, which sees this rank's gradient before ranks have added theirs: one "
-            "that is not linear (clamping, signs) gives other numbers than one device; change p.grad behind backward",
-            stacklevel=6,
-        )
+        warnings.warn(f"{name} has a hook on its gradient, {_SEES_ITS_OWN}; change p.grad after backward", stacklevel=6)
     return name is not None
 
 
