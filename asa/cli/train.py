@@ -153,6 +153,7 @@ def beside(plan: Plan, out: Path, console: Console) -> str:
 
 def tell(event: dict[str, Any], console: Console, progress: Report, *, trained: bool = True) -> None:
     """One event of a run, for people: epoch lines on stdout, the rest on stderr; not ``trained``: emulated."""
+    from asa.report.story import PREFIX, kind_of
     from asa.report.tables import folded
     from asa.report.training import epoch_line, replan_line
 
@@ -172,7 +173,7 @@ def tell(event: dict[str, Any], console: Console, progress: Report, *, trained: 
         case "note":
             console.say(f"asa: {event['message']}")
         case "finding":
-            console.line(folded(f"  {'over' if event.get('ended') else 'slow'}: {event['line']}"))
+            console.line(folded(f"  {PREFIX[kind_of(event)]}{event['line']}"))
         case "replan":
             console.line(folded(f"  {replan_line(event)}"))
         case _:

@@ -25,14 +25,23 @@ class Stretch:
     step_s: float
 
 
-PREFIX = {"finding": "slow: ", "over": "over: "}
+PREFIX = {"finding": "slow: ", "quick": "fast: ", "over": "over: "}
 """Beginning of a line on a happening, by its kind."""
+
+
+def kind_of(finding: Mapping[str, Any]) -> str:
+    """The kind of happening of a finding: something is slow, all ranks are faster than predicted, or it is over."""
+    if finding.get("ended"):
+        return "over"
+    everywhere = finding.get("where") is None and finding.get("cause") in ("compute", "everything")
+    return "quick" if everywhere and 0 < float(finding.get("factor", 1)) < 1 else "finding"
 
 
 @noun
 class Happening:
-    """What was found (``finding``) or is over (``over``), decided (``switch``, ``rollback``, ``keep``, ``wait``,
-    ``outcome``, ``memory``) or met (``start``, ``note``, ``end``) after ``step`` steps, in words."""
+    """What was found (``finding``, ``quick`` if all is faster than predicted) or is over (``over``), decided
+    (``switch``, ``rollback``, ``keep``, ``wait``, ``outcome``, ``memory``) or met (``start``, ``note``, ``end``) after
+    ``step`` steps, in words."""
 
     step: int
     epoch: int | None
@@ -99,7 +108,7 @@ class _Teller:
                     self._stepped(int(event["step"]), float(event["measurements"]["step_time"]["median"]))
             case "finding":
                 self._end()
-                self._note(event, "over" if event.get("ended") else "finding", str(event["line"]))
+                self._note(event, kind_of(event), str(event["line"]))
             case "replan":
                 self._decided(event)
             case "note":
