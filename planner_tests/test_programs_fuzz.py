@@ -26,8 +26,8 @@ def script() -> Any:
 
 
 OPEN = {(2, 18)}
-"""Not solved: a loss with weights by the place in the batch is not named in batches of three samples. The draw has another
-warning (a learning rate made of the loss), so that something is said, but not this."""
+"""Not solved: a loss with weights by the place in the batch is not named in batches of three samples. The draw has
+another warning (a learning rate made of the loss), so that something is said, but not this."""
 
 
 @pytest.mark.parametrize(("ranks", "count"), [(2, 20), (3, 4)])
