@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import multiprocessing
 import os
@@ -20,6 +19,7 @@ from asa.cli.replanning import regroup as planned_again
 from asa.errors import InfeasibleError, UsageError, WorkersFailedError
 from asa.executor.running import outdir
 from asa.executor.running.losses import Losses
+from asa.executor.running.member import Job
 from asa.executor.running.run import train
 from asa.executor.training import checkpoint
 from asa.executor.training.logs import RunLog
@@ -185,13 +185,6 @@ def test_what_a_launcher_starts_with_fewer_ranks_and_then_with_all_goes_on(tmp_p
     assert [(e["epoch"], e["measurements"]["num_ranks"]) for e in epochs] == [(0, 2), (1, 1), (2, 2)]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Job:
-    plan: Plan
-    settings: Any
-    device_type: str = "cpu"
-
-
 @pytest.mark.parametrize(
     ("losses", "starts", "ends"),
     [
@@ -206,12 +199,17 @@ def test_ranks_lost_by_chance_are_started_again_and_one_lost_for_good_is_not(
     tmp_path: Path, losses: list[tuple[int, int]], starts: int, ends: str
 ) -> None:
     log = RunLog(tmp_path)
-    job = _Job(plan=training.plan("logistic", ranks=2), settings=training.settings(tmp_path))
+    plan, settings = training.plan("logistic", ranks=2), training.settings(tmp_path)
+    job = Job(plan=plan, settings=settings, strategies=offered(), adapt=_no_epochs, device_type="cpu")
     answers, seen = Losses(_fewer), []
     for rank, step in losses:
         failure = WorkersFailedError(f"rank {rank} of 2 was killed", rank=rank, step=step, signal=9, lost=True)
-        seen.append(answers.answered(job, job.plan, failure, log).plan.num_ranks)  # type: ignore[arg-type]
+        seen.append(answers.answered(job, job.plan, failure, log).plan.num_ranks)
     assert seen == [2] * starts + ([1] if ends else [])
+
+
+def _no_epochs(*_: Any) -> Iterator[Any]:
+    return iter(())
 
 
 def _infeasible(_plan: Plan, _ranks: int) -> Plan:

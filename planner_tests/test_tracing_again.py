@@ -88,6 +88,52 @@ def test_a_trace_without_values_is_cut_in_the_same_places() -> None:
     assert len(traced.components) == 5
 
 
+class Distances(nn.Module):
+    """What every token is from every position: a table of a size that no machine has, if it is computed."""
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        return x + (x[:, :, None, 0] - positions[:, None]).softmax(-1).sum(-1, keepdim=True)
+
+
+class Counting(nn.Module):
+    """A rotation that keeps a count of its calls: a copy of it would count anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1), persistent=False)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        self.calls += 1
+        return positions[..., None].float() * self.calls
+
+
+class Shared(nn.Module):
+    """Two layers that share what ``between`` makes of what they read."""
+
+    def __init__(self, between: nn.Module) -> None:
+        super().__init__()
+        self.between = between
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.between(x, torch.arange(x.shape[1], device=x.device)[None])
+        for layer in self.layers:
+            x = layer(x) + made
+        return x
+
+
+def test_what_reads_values_is_told_without_computing_them() -> None:
+    with torch.device("meta"):
+        model = Shared(Distances())
+        traced = trace(model, torch.empty(2, 1 << 20, WIDTH), name="own")
+    assert len(traced.components) == 1
+
+
+def test_what_writes_into_its_own_state_is_not_computed_again() -> None:
+    traced = trace(Shared(Counting()), torch.randn(2, TOKENS, WIDTH), name="own")
+    assert len(traced.components) == 1
+
+
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 16, "tie_word_embeddings": False},
     "llama": {

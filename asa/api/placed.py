@@ -128,9 +128,7 @@ class PlacedModel(nn.Module):
         """The model's own output for this rank's samples, whatever the model takes. A model that is cut into components
         takes one tensor; called with anything else it runs whole from then on."""
         parallel, device = self.parallel, self.place.device
-        if self.trial is not None:
-            args, options = self.trial.handed((args, options))
-            self.trial.trusted = False
+        args, options = self._handed(args, options)
         args, options = moved(args, device), moved(options, device)
         if parallel is None:
             listen(self)
@@ -161,10 +159,18 @@ class PlacedModel(nn.Module):
 
         return parallel.traced.assemble(weighed(value), {name: weighed(side) for name, side in sides.items()})
 
+    def _handed(self, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the model is called with, in plain tensors: what it does with them is its own."""
+        if self.trial is not None:
+            args, options = self.trial.handed((args, options))
+            self.trial.trusted = False
+        return args, options
+
     def call(self, method: str | None, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """What a method (None: ``forward``) of a model that runs whole gives for this rank's samples."""
         parallel, share = self.parallel, self.share
         assert parallel is not None
+        args, options = self._handed(args, options)
         found = lengths((args, options))
         mine = None if share is None or not self.training else len(share.rows)
         rows = mine if mine is not None and (mine in found or not found) else next(iter(found), 1)

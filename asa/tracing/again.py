@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from asa.tracing.program import Program
 from asa.tracing.shapes import about_shape
@@ -60,6 +62,44 @@ def repeatable(program: Program, seen: tuple[Any, Any]) -> dict[fx.Node, Any]:
     return found
 
 
+_SHAPE_ONLY = frozenset((
+    "empty_like", "full_like", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "ones_like",
+    "zeros_like",
+))  # fmt: skip
+"""Operators that take nothing but shape and type of a tensor."""
+
+
+class _Reads(TorchDispatchMode):
+    """A context that notes what follows from the values of ``data``, of tensors without values; ``drew``: whether a
+    random number was asked for."""
+
+    def __init__(self, data: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.drew = False
+        self._kept = list(data)  # a storage that is gone lends its number to the next
+        self._followers = {t.untyped_storage()._cdata for t in data}
+
+    def follows(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` follows from the data."""
+        return tensor.untyped_storage()._cdata in self._followers
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        found = func(*args, **kwargs)
+        self.drew = self.drew or torch.Tag.nondeterministic_seeded in func.tags
+        if func.overloadpacket.__name__ in _SHAPE_ONLY:
+            return found
+        given = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
+        if any(map(self.follows, given)):
+            written = [
+                a for a, s in zip(args, func._schema.arguments, strict=False) if s.alias_info and s.alias_info.is_write
+            ]
+            made = [v for v in pytree.tree_leaves((found, written)) if isinstance(v, torch.Tensor)]
+            self._kept += made
+            self._followers |= {t.untyped_storage()._cdata for t in made}
+        return found
+
+
 def _answer(small: Any, large: Any, one: int, other: int) -> Any:
     if isinstance(small, torch.Size) and isinstance(large, torch.Size) and small != large:
         if small[:1] == (one,) and large[:1] == (other,) and small[1:] == large[1:]:
@@ -71,7 +111,8 @@ def _answer(small: Any, large: Any, one: int, other: int) -> Any:
 
 
 def _ignores(module: nn.Module, node: fx.Node, data: list[fx.Node], seen: tuple[Any, Any]) -> bool:
-    """Whether ``module`` takes nothing but shape and type of ``data``: it says the same when they are not a number."""
+    """Whether ``module`` takes nothing but shape and type of ``data``: nothing that it gives follows from values of
+    them, as a run without values shows."""
     held = [
         *module.parameters(),
         *(b for n, b in module.named_buffers() if n not in module._non_persistent_buffers_set),
@@ -83,28 +124,19 @@ def _ignores(module: nn.Module, node: fx.Node, data: list[fx.Node], seen: tuple[
     if held or not shown or plain or split or hooked(module) or next(module.children(), None) is not None:
         return False
 
-    def said(filling: float) -> list[torch.Tensor]:
-        probe = copy.deepcopy(module).to_empty(device="cpu")
-        for buffer in probe.buffers():
-            buffer.fill_(0.5)
-        inputs = {
-            n: torch.full(seen[0].shapes[n], filling if n in data else 1, dtype=seen[0].types[n], device="cpu")
-            for n in tensors
-        }
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            drawn = torch.get_rng_state()
-            value = probe(*fx.node.map_arg(node.args, inputs.get), **fx.node.map_arg(node.kwargs, inputs.get))
-            if not torch.equal(drawn, torch.get_rng_state()):
-                raise ValueError("it draws random numbers")
-        leaves: list[torch.Tensor] = []
-        fx.node.map_aggregate(value, lambda v: leaves.append(v) if isinstance(v, torch.Tensor) else None)
-        return leaves
-
+    probe = copy.deepcopy(module).to(device="meta")
+    inputs = {n: torch.empty(seen[0].shapes[n], dtype=seen[0].types[n], device="meta") for n in tensors}
+    reads = _Reads([inputs[n] for n in data if n in inputs])
+    versions = [b._version for b in probe.buffers()]
     try:
-        first, *others = (said(f) for f in (0.0, 1.0, float("nan")))
-    except Exception:  # whatever a module may raise on values that it never sees
+        with torch.no_grad(), reads:
+            value = probe(*fx.node.map_arg(node.args, inputs.get), **fx.node.map_arg(node.kwargs, inputs.get))
+    except Exception:  # whatever a module may raise of values that it does not get
         return False
-    return bool(first) and all(len(o) == len(first) and all(map(torch.equal, first, o)) for o in others)
+    leaves: list[torch.Tensor] = []
+    fx.node.map_aggregate(value, lambda v: leaves.append(v) if isinstance(v, torch.Tensor) else None)
+    same = versions == [b._version for b in probe.buffers()]
+    return bool(leaves) and same and not reads.drew and not any(map(reads.follows, leaves))
 
 
 def copied_again(

@@ -67,8 +67,9 @@ class Losses:
         manifest = checkpoint.newest_manifest(Path(job.settings.out) / CHECKPOINTS)
         kept = snapshots.newest(job.snapshots, fingerprint(plan))
         saved = max(kept, -1 if manifest is None else manifest.step) if kept or manifest is not None else -1
+        same = (failure.step, failure.rank) == (self._step, self._rank)
         chance = failure.step != self._step or (failure.rank != self._rank and not failure.raised)
-        if saved > self._saved or not self._starts:
+        if not self._starts or (saved > self._saved and not same):
             chance, self._starts = True, 0
         self._saved, self._step, self._rank = saved, failure.step, failure.rank
         if chance and self._starts < MOST_STARTS:
