@@ -250,6 +250,10 @@ def benches_and_checks_what_was_sealed(folder: Path) -> None:
     found = json.loads(asa("bench", "--models", *argv, cwd=folder).stdout)["results"]
     assert {r["strategy"] for r in found} >= {"ddp", "fsdp"}, found
     assert all(r["energy_j"] > 0 for r in found if r["step_time_s"]), found
+    _sealed(folder / "sealed")
+    argv = "bench --check-sealed --sealed sealed --gpus 2 --device cuda --budget 15s --json".split()
+    (cell,) = json.loads(asa(*argv, cwd=folder).stdout)["cells"]
+    assert cell["measured"]["median"] > 0, cell
 
 
 @scenario
@@ -496,47 +500,143 @@ def trains_a_loop_of_ones_own(folder: Path) -> None:
 
 @scenario
 def trains_a_loop_of_ones_own_under_a_launcher(folder: Path) -> None:
+    """Each strategy on two GPUs gives the weights of a plain loop on a core."""
+    _launched(2, _own_loops)
+
+
+@scenario
+def trains_a_model_of_several_inputs_under_a_launcher(folder: Path) -> None:
+    """What cannot be cut runs whole, and is measured as such."""
+    _launched(2, _two_inputs)
+
+
+@scenario
+def trains_a_job(folder: Path) -> None:
+    """A training that is handed over: an epoch on two GPUs, its state saved and read back."""
+    _launched(2, _job)
+
+
+def _launched(ranks: int, function: Callable[[], None]) -> None:
+    """``function`` on each of ``ranks`` processes that know each other as torchrun's do."""
     import socket
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     children = []
-    for rank in range(2):
+    for rank in range(ranks):
         pid = os.fork()
         if pid == 0:
             code = 1
             try:
                 os.environ |= {
-                    "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "standin",
+                    "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
+                    "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                    "TORCHELASTIC_RUN_ID": "standin",
                 }  # fmt: skip
-                _own_loop()
+                function()
                 code = 0
             except BaseException:
                 traceback.print_exc()
             finally:
+                sys.stderr.flush()
                 os._exit(code)
         children.append(pid)
-    assert [os.waitpid(pid, 0)[1] for pid in children] == [0, 0]
+    assert [os.waitpid(pid, 0)[1] for pid in children] == [0] * ranks
 
 
-def _own_loop(**options: Any) -> None:
+def _own() -> tuple[Any, Any, Any]:
+    import torch
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+    data = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randint(4, (64,)))
+    loader = torch.utils.data.DataLoader(data, batch_size=16)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01), loader
+
+
+def _epoch(model: Any, optimizer: Any, loader: Any) -> dict[str, Any]:
+    import torch
+
+    for x, y in loader:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return {name: value.cpu() for name, value in model.state_dict().items()}
+
+
+def _own_loop(**options: Any) -> dict[str, Any]:
+    import asa
+
+    model, optimizer, loader = asa.parallelize(*_own(), **options)
+    assert next(iter(loader))[0].device.type == "cuda"
+    state = _epoch(model, optimizer, loader)
+    model.close()
+    return state
+
+
+def _own_loops() -> None:
+    import torch
+
+    alone = _epoch(*_own())
+    for strategy in ("ddp", "zero1", "fsdp", "tensor"):
+        state = _own_loop(strategies=(strategy,), time_limit_s=5)
+        for name, value in alone.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-3, atol=1e-4, msg=f"{strategy}: {name}")
+    _own_loop(time_limit_s=5, cache=None)  # links are measured
+
+
+def _two_inputs() -> None:
     import torch
 
     import asa
 
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(16, 4))
-    data = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randint(4, (64,)))
-    loader = torch.utils.data.DataLoader(data, batch_size=16)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    model, optimizer, loader = asa.parallelize(model, optimizer, loader, **options)
-    for x, y in loader:
-        assert x.device.type == "cuda"
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
+    class Two(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.b = torch.nn.Linear(8, 4), torch.nn.Linear(8, 4)
+
+        def forward(self, x: Any, z: Any) -> Any:
+            return self.a(x) * self.b(z)
+
+    def trained(model: Any, optimizer: Any, loader: Any) -> Any:
+        for x, z, y in loader:
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(x, z), y).backward()
+            optimizer.step()
+        return {name: value.cpu() for name, value in model.state_dict().items()}
+
+    def made() -> tuple[Any, Any, Any]:
+        model = Two()
+        data = torch.utils.data.TensorDataset(torch.randn(32, 8), torch.randn(32, 8), torch.randn(32, 4))
+        loader = torch.utils.data.DataLoader(data, batch_size=8)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1), loader
+
+    alone = trained(*made())
+    for options in ({}, {"strategies": ("fsdp",)}):
+        placed = asa.parallelize(*made(), time_limit_s=5, **options)
+        for name, value in trained(*placed).items():
+            torch.testing.assert_close(value, alone[name], rtol=1e-3, atol=1e-4)
+        placed[0].close()
+
+
+def _job() -> None:
+    import torch
+
+    import asa
+
+    alone = _epoch(*_own())
+    for strategies in (("ddp",), ("gpipe",)):
+        folder = Path(strategies[0])
+        job = asa.Job(
+            *_own(), torch.nn.functional.cross_entropy, out=folder, strategies=strategies, time_limit_s=5, max_norm=1.0
+        )
+        job.run(epochs=1)
+        for name, value in job.state_dict().items():
+            torch.testing.assert_close(value.cpu(), alone[name], rtol=1e-3, atol=1e-4, msg=f"{strategies}: {name}")
+        job.close()
 
 
 def begin() -> None:
