@@ -68,8 +68,9 @@ def run(args: Arguments, console: Console) -> None:
         _write(study, args, rows, folder)
     made = _write(study, args, rows, folder)
     from asa.report import study as report
+    from asa.report import study_files
 
-    paths = report.write(made, folder)
+    paths = study_files.write(made, folder)
     console.result(codec.document(made), lambda: report.render(made))
     console.say(f"asa: wrote {folder / FILE}, {', '.join(p.name for p in paths)}")
 

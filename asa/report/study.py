@@ -11,7 +11,6 @@ from rich.console import RenderableType
 
 from asa.ir.study import Study
 from asa.report import study_figures as figures
-from asa.report.bench import write_csv
 from asa.report.study_figures import Figures
 from asa.report.tables import folded as wrapped
 from asa.report.tables import line, table
@@ -129,17 +128,6 @@ def _few(cells: Sequence[str], most: int = 4) -> str:
     cells = list(dict.fromkeys(cells))
     more = f" and {len(cells) - most} more" if len(cells) > most else ""
     return ", ".join(cells[:most]) + more
-
-
-def write(study: Study, folder: Path) -> list[Path]:
-    """``study.csv`` with every figure, ``study.md`` and ``study.tex`` with those one reads, and the page."""
-    from asa.report import study_page
-
-    rows = figures.of(study)
-    write_csv(folder / "study.csv", figures.COLUMNS, [figures.plain(f) for f in rows])
-    (folder / "study.md").write_text(markdown(study, rows), encoding="utf-8")
-    (folder / "study.tex").write_text(latex(study, rows), encoding="utf-8")
-    return [folder / "study.csv", folder / "study.md", folder / "study.tex", *study_page.write(study, folder)]
 
 
 READ = (

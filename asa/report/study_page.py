@@ -8,6 +8,7 @@ from pathlib import Path
 
 from asa.ir.study import Study
 from asa.report import drawing, page
+from asa.report import study as words
 from asa.report import study_figures as figures
 from asa.report.charts import Chart
 from asa.report.drawing import Row
@@ -56,8 +57,6 @@ def first_sentence(study: Study, rows: list[Figures]) -> str:
 
 def html(study: Study, rows: list[Figures], drawn: list[tuple[Chart, str]]) -> str:
     """The page; ``drawn`` are the figures with their inline SVG."""
-    from asa.report import study as words
-
     kept, made = words.columns(study, rows)
     table = [
         ("asa" if f.row.cell.strategy == "asa" else "missing" if f.row.result is None else "",

@@ -21,7 +21,8 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from asa.sharding.axis import Axis
-from asa.sharding.replicated import Bucket, Replicated, Wait
+from asa.sharding.bucket import Bucket, Wait
+from asa.sharding.replicated import Replicated
 from asa.sharding.sharded import Unreached
 from asa.sharding.waits import waits
 

@@ -10,7 +10,7 @@ gradients only.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersg
 
 from asa.ir.plan import POWERSGD_RANK
 from asa.sharding.axis import Axis
-
-if TYPE_CHECKING:
-    from asa.sharding.replicated import Bucket, Send
+from asa.sharding.bucket import Bucket, Send
 
 REDUCED: dict[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16}
 """Type of a gradient on its way, where that is all that changes."""

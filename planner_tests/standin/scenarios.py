@@ -251,7 +251,19 @@ def benches_and_checks_what_was_sealed(folder: Path) -> None:
     assert {r["strategy"] for r in found} >= {"ddp", "fsdp"}, found
     assert all(r["energy_j"] > 0 for r in found if r["step_time_s"]), found
     _sealed(folder / "sealed")
-    argv = "bench --check-sealed --sealed sealed --gpus 2 --device cuda --budget 15s --json".split()
+    argv = [
+        "bench",
+        "--check-sealed",
+        "--sealed",
+        "sealed",
+        "--gpus",
+        "2",
+        "--device",
+        "cuda",
+        "--budget",
+        "15s",
+        "--json",
+    ]
     (cell,) = json.loads(asa(*argv, cwd=folder).stdout)["cells"]
     assert cell["measured"]["median"] > 0, cell
 

@@ -35,8 +35,8 @@ from asa.ir.profile import Profile
 from asa.ir.traffic import Collective, Phase
 from asa.sharding import direct
 from asa.sharding.axis import Axis
+from asa.sharding.bucket import Bucket, Send, Wait
 from asa.sharding.collectives import all_gather, all_reduce, reduce_scatter
-from asa.sharding.replicated import Bucket, Send, Wait
 from asa.sharding.segment import forgo
 from asa.sharding.sharded import GATHERED_ONCE
 from asa.tracing import TracedModel

@@ -32,7 +32,7 @@ from asa.interfaces.strategy import Strategies
 from asa.ir.plan import Plan
 from asa.ir.profile import Precision, Stat
 from asa.ir.rehearsal import Spans
-from asa.sharding.replicated import Bucket, Wait
+from asa.sharding.bucket import Bucket, Wait
 from asa.sharding.transfer import Arrival, Link
 from asa.zoo.inputs import example
 

@@ -1,0 +1,21 @@
+"""The files that a study leaves: its figures for other programs, its tables for texts, its page for readers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from asa.ir.study import Study
+from asa.report import study as words
+from asa.report import study_figures as figures
+from asa.report import study_page
+from asa.report.bench import write_csv
+
+
+def write(study: Study, folder: Path) -> list[Path]:
+    """Returns the paths written in ``folder``: ``study.csv`` with every figure, ``study.md`` and ``study.tex`` with
+    those that are read, and the page."""
+    rows = figures.of(study)
+    write_csv(folder / "study.csv", figures.COLUMNS, [figures.plain(f) for f in rows])
+    (folder / "study.md").write_text(words.markdown(study, rows), encoding="utf-8")
+    (folder / "study.tex").write_text(words.latex(study, rows), encoding="utf-8")
+    return [folder / "study.csv", folder / "study.md", folder / "study.tex", *study_page.write(study, folder)]
