@@ -76,7 +76,6 @@ def test_the_slow_rank_is_named(tmp_path: Path, plan: Plan, slow: int, messages:
     assert measured == two[0]
     late, other = measured.per_rank[slow], measured.per_rank[1 - slow]
     assert late.own_s > 1.5 * other.own_s
-    assert other.waiting_s > other.own_s
     assert other.waiting_s > 3 * late.waiting_s
     assert measured.slowest is not None
     assert measured.slowest[0] == slow
