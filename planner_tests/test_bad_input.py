@@ -12,7 +12,7 @@ import nouns
 import pytest
 from refusals import refused, user_folder
 
-from asa.cli import entry, train
+from asa.cli import entry, places, train
 from asa.cli.settings import arguments
 from asa.ir import codec
 from asa.ir.plan import Stage
@@ -380,3 +380,29 @@ def test_what_is_proposed_next_can_be_done_here(kind, torch, first, monkeypatch)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if torch else None)
     assert _next(box)[0].startswith(first)
     assert ("asa launch slurm" in _next(box)) == (kind == "cuda")
+
+
+@pytest.mark.parametrize(
+    "argv", [("cluster", "measure", "--gpus", "2"), ("bench", "--models", "cnn"), ("profile", "cnn")]
+)
+def test_a_folder_that_cannot_be_written_is_told_before_anything_is_measured(argv, place, capsys, monkeypatch):
+    monkeypatch.setattr("asa.cli.bench_setup.device_of", lambda *_: pytest.fail("looked at devices"))
+    monkeypatch.setattr(places, "COMPARISONS", Path("/proc/runs"))
+    monkeypatch.setattr(places, "PROFILES", Path("/proc/profiles"))
+    said = refused(capsys, 5, *argv)
+    assert "cannot write /proc/" in said
+    assert "; choose another -" in said
+
+
+@pytest.mark.parametrize("argv", [("launch", "slurm", "p.json"), ("export", "p.json", "--to", "torch")])
+def test_a_full_disk_leaves_the_file_that_was_there(argv, place, capsys, monkeypatch):
+    codec.save(nouns.plan(), place / "p.json")
+    (place / "job").write_text("kept")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.chmod", full)
+    said = refused(capsys, 5, *argv, "-o", "job")
+    assert said.endswith("job: No space left on device; free some space, or work in a folder of another disk")
+    assert (place / "job").read_text() == "kept"

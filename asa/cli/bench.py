@@ -34,6 +34,12 @@ def run(args: Arguments, console: Console) -> None:
 
         sealed.run(args, console)
         return
+    folder = Path(args.out) if args.out else places.new_folder(places.COMPARISONS, "bench")
+    places.check_writable(folder / "bench.json", "--out")
+    from asa.zoo import names
+
+    for model in args.models:
+        names.check(model)
     import torch  # noqa: F401  first, so that an installation without it says so
 
     from asa.cli import bench_setup
@@ -42,12 +48,8 @@ def run(args: Arguments, console: Console) -> None:
     from asa.ir.bench import Bench
     from asa.report import bench_screen as report
     from asa.report import page
-    from asa.zoo import names
 
     created = c.now()
-    folder = Path(args.out) if args.out else places.new_folder(places.COMPARISONS, "bench")
-    for model in args.models:
-        names.check(model)
     device, gpus = bench_setup.device_of(args)
     bench_setup.check(args, folder, gpus)
     cluster = bench_setup.cluster_here(args, console, device, gpus)

@@ -54,11 +54,10 @@ def run_measure(args: Arguments, console: Console) -> None:
     from asa.profiler.interconnect import measure_cluster
     from asa.report import cluster as report
 
+    places.check_writable(Path(args.output) if args.output else places.PROFILES / "cluster.json", "-o")
     device, ranks = device_of(args)
     on_cuda = device == "cuda"
     ranks = ranks if on_cuda or args.gpus else usable_cores()
-    if args.output:
-        places.check_writable(Path(args.output), "-o")
     began = time.monotonic()
     with console.progress(f"measuring {ranks} ranks") as progress:
         made = measure_cluster(

@@ -71,8 +71,7 @@ def _snippet(args: Arguments, console: Console) -> dict[str, Any]:
     text = tool.write(choice.placed(plan), choice)
     if args.output:
         places.check_writable(Path(args.output), "-o")
-        Path(args.output).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.output).write_text(text, encoding="utf-8")
+        codec.write(text, Path(args.output))
         console.say(f"asa: wrote {args.output}")
     elif not console.as_json:
         for line in text.rstrip("\n").split("\n"):

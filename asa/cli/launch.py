@@ -24,6 +24,8 @@ _IMAGE = "asa:latest"
 
 _MOST_CARRIED = 900_000
 """Bytes beside the plan, of the 1 MiB that a ConfigMap may have."""
+_SCREEN = 100
+"""Lines of a job above which a file is proposed."""
 
 
 def run(args: Arguments, console: Console) -> None:
@@ -104,12 +106,13 @@ def _cluster(plan: Plan, args: Arguments, console: Console) -> Cluster | None:
 def _deliver(text: str, output: str | None, data: dict[str, object], console: Console, how: str) -> None:
     if output:
         places.check_writable(Path(output), "-o")
-        Path(output).parent.mkdir(parents=True, exist_ok=True)
-        Path(output).write_text(text, encoding="utf-8")
+        codec.write(text, Path(output))
         console.say(f"asa: wrote {output}; start it with `{how.format(shlex.quote(output))}`")
     elif not console.as_json:
         for line in text.rstrip("\n").split("\n"):
             console.line(line)
+        if text.count("\n") > _SCREEN:
+            console.say(f"asa: {text.count(chr(10))} lines; -o FILE writes them to a file")
     console.document(data)
 
 

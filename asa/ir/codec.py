@@ -164,7 +164,16 @@ def dumps(value: Any) -> str:
 
 
 def save(value: Any, path: Path) -> None:
-    """Write the document of ``value`` to ``path``, atomically: readers see the old file or the new one.
+    """Write the document of ``value`` to ``path``; see :func:`write`.
+
+    Raises:
+        OSError: it cannot be written; names ``path``.
+    """
+    write(dumps(value), path)
+
+
+def write(text: str, path: Path) -> None:
+    """Write ``text`` to ``path``, atomically: readers see the old file or the new one, also where the disk is full.
 
     Raises:
         OSError: it cannot be written; names ``path``.
@@ -172,8 +181,8 @@ def save(value: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
-        with os.fdopen(handle, "w") as stream:
-            stream.write(dumps(value))
+        with os.fdopen(handle, "w", encoding="utf-8", newline="") as stream:
+            stream.write(text)
         os.chmod(name, 0o644)
         os.replace(name, path)
     except OSError as error:  # a full disk names no file

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
+from asa.ir import codec
 from asa.ir.study import Study
 from asa.report import study_figures as figures
 from asa.report.bench import write_csv
@@ -137,8 +138,8 @@ def write(study: Study, folder: Path) -> list[Path]:
 
     rows = figures.of(study)
     write_csv(folder / "study.csv", figures.COLUMNS, [figures.plain(f) for f in rows])
-    (folder / "study.md").write_text(markdown(study, rows), encoding="utf-8")
-    (folder / "study.tex").write_text(latex(study, rows), encoding="utf-8")
+    codec.write(markdown(study, rows), folder / "study.md")
+    codec.write(latex(study, rows), folder / "study.tex")
     return [folder / "study.csv", folder / "study.md", folder / "study.tex", *study_page.write(study, folder)]
 
 
