@@ -95,6 +95,7 @@ def run(args: Arguments, console: Console) -> None:
     more = [Text(), report.several(plans)] if len(plans) > 1 else []
     found = None
     if args.frontier or args.price:
+        console.say("asa: the curve takes several more searches, each about as long as the first")
         found = _frontier(args, profile, cluster, request, plans[0])
         data["frontier"] = codec.to_data(found)
         more += curves.render(found)
