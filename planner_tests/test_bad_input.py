@@ -4,6 +4,7 @@ code."""
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import nouns
 import pytest
 from refusals import refused, user_folder
 
-from asa.cli import entry, train
+from asa.cli import entry, places, train
 from asa.cli.settings import arguments
 from asa.ir import codec
 from asa.ir.plan import Stage
@@ -310,3 +311,98 @@ def test_the_settings_of_several_commands_are_shown_by_the_word_they_begin_with(
 
 def test_a_model_of_torchvision_goes_by_its_name_alone(capsys):
     assert "go by their name alone, resnet18" in refused(capsys, 2, "profile", "torchvision:resnet18")
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "words"),
+    [
+        (("plan", "folder"), 2, "no model is called 'folder', and folder is a directory, not a file"),
+        (("plan", "loop"), 2, "loop is a link that leads nowhere, not a file"),
+        (("plan", "--cluster", "folder"), 3, "cannot use folder: it is a directory; name a cluster file or a preset"),
+        (("plan", "half.json"), 3, "half.json is not valid JSON: it ends too early, after 300 bytes; copy or write it"),
+        (("explain", "folder"), 3, "folder has no log.jsonl, so it is no run's folder; name one of runs/train/"),
+        (("plan", "--memory", "0"), 2, "--memory: 0 is not above 0"),
+        (("plan", "--memory", "2XB"), 2, "'2XB' is no amount of memory; write 80, 80GiB or 512MiB"),
+        (("simulate", "p.json", "--trace", "folder"), 5, "cannot write folder: it is a directory; choose another"),
+        (("train", "p.json", "--loss", "foo"), 2, "no loss is called 'foo'; there are cross_entropy, mse, bce and"),
+        (("train", "p.json", "--metric", "foo"), 2, "no metric is called 'foo'; there are accuracy, top5"),
+        (("train", "p.json", "--schedule", "nowhere:f"), 2, "schedule 'nowhere:f': no module 'nowhere' to import"),
+        (("profile", "gpt2", "--input", "3x32x32"), 2, "gpt2 reads tokens, not images; try --tokens 1024"),
+    ],
+)
+def test_what_is_no_file_and_what_is_no_name_is_told_at_once(argv, code, words, place, capsys, monkeypatch):
+    for late in ("asa.cli.train._train", "asa.cli.choose.measured"):
+        monkeypatch.setattr(late, lambda *_, **__: pytest.fail("began to work"))
+    (place / "folder").mkdir()
+    (place / "loop").symlink_to("loop")
+    (place / "half.json").write_text(codec.dumps(nouns.plan())[:300])
+    codec.save(nouns.plan(), place / "p.json")
+    assert words in refused(capsys, code, *argv)
+
+
+def test_names_that_are_told_at_once_are_those_that_training_has():
+    pytest.importorskip("torch")
+    from asa.executor.training import aims
+    from asa.zoo.names import AIMS
+
+    known = {"loss": aims.LOSSES, "metric": aims.METRICS, "schedule": aims.SCHEDULES}
+    assert {what: tuple(names) for what, names in known.items()} == AIMS
+
+
+def test_a_disk_that_fills_up_is_told_with_the_file_and_the_remedy(place, capsys, monkeypatch):
+    codec.save(nouns.plan(), place / "kept.json")
+    before = (place / "kept.json").read_bytes()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.chmod", full)
+        with pytest.raises(OSError, match=r"kept\.json"):
+            codec.save(nouns.plan(), place / "kept.json")
+        said = refused(capsys, 5, "plan", "--strategies", "ddp", "--time-limit", "0.1s")
+    assert "runs/plans/" in said
+    assert said.endswith("No space left on device; free some space, or work in a folder of another disk")
+    assert (place / "kept.json").read_bytes() == before
+    assert not list(place.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "torch", "first"),
+    [("cuda", True, "asa explain"), ("cpu", False, "asa explain"), ("cpu", True, "asa train")],
+)
+def test_what_is_proposed_next_can_be_done_here(kind, torch, first, monkeypatch):
+    from asa.cli.plan import _next
+
+    box = nouns.cluster()
+    box = dataclasses.replace(box, device=dataclasses.replace(box.device, type=kind))
+    monkeypatch.setattr("asa.cli.plan.driver", lambda: False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if torch else None)
+    assert _next(box)[0].startswith(first)
+    assert ("asa launch slurm" in _next(box)) == (kind == "cuda")
+
+
+@pytest.mark.parametrize(
+    "argv", [("cluster", "measure", "--gpus", "2"), ("bench", "--models", "cnn"), ("profile", "cnn")]
+)
+def test_a_folder_that_cannot_be_written_is_told_before_anything_is_measured(argv, place, capsys, monkeypatch):
+    monkeypatch.setattr("asa.cli.bench_setup.device_of", lambda *_: pytest.fail("looked at devices"))
+    monkeypatch.setattr(places, "COMPARISONS", Path("/proc/runs"))
+    monkeypatch.setattr(places, "PROFILES", Path("/proc/profiles"))
+    said = refused(capsys, 5, *argv)
+    assert "cannot write /proc/" in said
+    assert "; choose another -" in said
+
+
+@pytest.mark.parametrize("argv", [("launch", "slurm", "p.json"), ("export", "p.json", "--to", "torch")])
+def test_a_full_disk_leaves_the_file_that_was_there(argv, place, capsys, monkeypatch):
+    codec.save(nouns.plan(), place / "p.json")
+    (place / "job").write_text("kept")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.chmod", full)
+    said = refused(capsys, 5, *argv, "-o", "job")
+    assert said.endswith("job: No space left on device; free some space, or work in a folder of another disk")
+    assert (place / "job").read_text() == "kept"

@@ -139,7 +139,7 @@ def test_bus_bandwidth_is_nccl_tests():
 
 def test_an_epoch_line_says_what_came_of_it():
     said = training.epoch_line(nouns.epoch())
-    assert said == "epoch 2: loss 2.000, validation 1.500 (50.0 %), 12.0 s, 16.0/s\n    nothing to gain"
+    assert said == "epoch 2: loss 2.000, validation loss 1.500, accuracy 50.0 %, 12.0 s, 16.0/s\n    nothing to gain"
     words = "predicted 0.0105 s/step, measured 0.041 s (-74.3 %); solved again: this plan stays the best"
     long = training.epoch_line(replace(nouns.epoch(), verdict=replace(nouns.epoch().verdict, reason=words)))
     assert max(map(len, long.splitlines())) <= 80

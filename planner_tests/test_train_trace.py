@@ -123,8 +123,10 @@ def test_the_summary_says_predicted_and_measured_per_rank() -> None:
         "data_wait_share": 0.025,
     }
     step, first, last = summary(found)
-    assert step == "step: predicted 1.10 s, measured 1.00 s (+10.0 %, 9 steps); 2.5 % of the time waiting for data"
-    assert first == "memory of rank 0, 1: predicted 1.00 KiB, measured 1.00 KiB (+0.0 %)"
+    assert (
+        step == "step: predicted 1.10 s, measured 1.00 s (10.0 % too high, 9 steps); 2.5 % of the time waiting for data"
+    )
+    assert first == "memory of rank 0, 1: predicted 1.00 KiB, measured 1.00 KiB (as predicted)"
     assert last.startswith("memory of rank 2: predicted 2.00 KiB, measured 1.56 KiB")
     found["memory_bytes_per_rank"] = {"predicted": [5, 7], "measured": None}
     assert summary(found)[1] == "memory per rank: predicted 7 B, not tracked"

@@ -34,18 +34,22 @@ def run(args: Arguments, console: Console) -> None:
 
         sealed.run(args, console)
         return
+    folder = Path(args.out) if args.out else places.new_folder(places.COMPARISONS, "bench")
+    places.check_writable(folder / "bench.json", "--out")
+    from asa.zoo import names
+
+    for model in args.models:
+        names.check(model)
+    import torch  # noqa: F401  first, so that an installation without it says so
+
     from asa.cli import bench_setup
     from asa.cli import comparison as c
     from asa.errors import InfeasibleError
     from asa.ir.bench import Bench
     from asa.report import bench_screen as report
     from asa.report import page
-    from asa.zoo import names
 
     created = c.now()
-    folder = Path(args.out) if args.out else places.new_folder(places.COMPARISONS, "bench")
-    for model in args.models:
-        names.check(model)
     device, gpus = bench_setup.device_of(args)
     bench_setup.check(args, folder, gpus)
     cluster = bench_setup.cluster_here(args, console, device, gpus)
@@ -100,12 +104,12 @@ def one_of_each(args: Arguments) -> None:
 VERBS = (
     Verb(
         name="bench",
-        help="the same training under every strategy on the same ranks, data and seed, taking turns",
+        help="measure the same training under several strategies, side by side",
         run=run,
         options=(
             Option(
                 name="models",
-                help="models to compare on (default: resnet50)",
+                help="models to train (default: resnet50)",
                 parse=o.names,
                 default=("resnet50",),
                 metavar="A,B",
@@ -113,7 +117,7 @@ VERBS = (
             o.option(o.STRATEGIES, help="strategies to compare (default: single,ddp,tensor,hybrid,asa)"),
             o.option(
                 o.GPUS,
-                help="ranks (default: all CUDA devices, or the cores); several with --study",
+                help="number of ranks (default: all GPUs, or all cores); several with --study",
                 parse=o.counts,
                 metavar="N,N",
             ),
@@ -123,54 +127,59 @@ VERBS = (
                 parse=o.counts,
                 metavar="B,B",
             ),
-            Option(name="budget", help="time for measuring (default: 5m)", parse=o.budget, default=300.0, metavar="T"),
+            Option(
+                name="budget",
+                help="time for measuring: 90s, 10m (default: 5m)",
+                parse=o.budget,
+                default=300.0,
+                metavar="T",
+            ),
             Option(
                 name="study",
-                help="instead: a grid, resumed and merged into one table: hybrid, memory, pipeline, layers or "
-                "parameter-servers, as in the literature, or grid of what the other options list",
+                help="run a published comparison, or with grid all combinations of the other options; can be resumed",
                 choices=study_grid.known(),
                 metavar="NAME",
                 heeds=STUDY,
             ),
             Option(
                 name="epochs",
-                help="with --study: train for so many epochs, several: the cells after each (default: the study's)",
+                help="with --study: epochs to train; several: results after each (default: the study's)",
                 parse=o.counts,
                 metavar="E,E",
                 needs="study",
             ),
             Option(
                 name="dry-run",
-                help="with --study: say what would be run, and about how long it takes",
+                help="with --study: show what would run, and about how long it takes",
                 switch=True,
                 default=False,
                 needs="study",
             ),
             Option(
                 name="target-accuracy",
-                help="with --study: validation accuracy to count epochs, time and cost to, as in 0.9",
+                help="with --study: report epochs, time and cost to this accuracy, as in 0.9",
                 parse=o.share,
                 metavar="A",
                 needs="study",
             ),
             Option(
                 name="price",
-                help="with --study: of a device for an hour, for cost columns, as in 2.49",
+                help="with --study: price of one device for an hour, as in 2.49",
                 parse=o.price,
                 metavar="P",
                 needs="study",
             ),
             Option(
                 name="microbatches",
-                help="with --study: of a step, in pipelines, a power of two (default: as many as are fastest)",
+                help="with --study: microbatches of one step, a power of two (default: the fastest number)",
                 parse=o.count,
                 metavar="N",
                 needs="study",
             ),
             o.option(
                 o.DEVICE,
-                help="where to run; auto takes CUDA if there is one; an emulated one sleeps as long as its profile "
-                "says (X times as long)",
+                help="where to run; auto: CUDA if there is a GPU; emulated: sleep for the times in a profile, X times "
+                "as long",
                 choices=(),
                 parse=emulated.device,
                 metavar=emulated.METAVAR,
@@ -188,25 +197,25 @@ VERBS = (
             o.option(o.SEED, help=f"{o.SEED.help}; several with --study", parse=o.seeds, default=(0,), metavar="S,S"),
             Option(
                 name="check-sealed",
-                help="instead: measure what was foretold of machines like this one before anybody measured it",
+                help="measure what was predicted before for machines like this one, and score the predictions",
                 switch=True,
                 default=False,
                 heeds=("models", "gpus", "budget", "device", "seed", "sealed", "json"),
             ),
             Option(
                 name="sealed",
-                help="folder of sealed predictions, for --check-sealed (default: benchmarks/sealed)",
+                help="folder of those predictions, for --check-sealed (default: benchmarks/sealed)",
                 metavar="DIR",
                 needs="check_sealed",
             ),
             Option(
                 name="out",
-                help="folder to write to (default: runs/bench/bench-TIME, of a study runs/bench/study-NAME)",
+                help="folder for results (default: runs/bench/bench-TIME or runs/bench/study-NAME)",
                 metavar="DIR",
             ),
-            o.option(o.VERBOSE, help="spreads, communication, every paired ratio, and the versions"),
+            o.option(o.VERBOSE, help="show spreads, communication, every pair and all versions"),
             o.JSON,
         ),
-        details="Profiles and plans what it needs first; plans are written and hashed before anything is measured.",
+        details="Missing profiles and plans are made first. Plans are written and hashed before anything is measured.",
     ),
 )

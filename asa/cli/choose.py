@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -29,14 +30,16 @@ def named_cluster(name: str, gpus: int | None = None) -> Cluster:
         InvalidInputError: a file that cannot be used.
         UsageError: no preset of that name.
     """
+    from asa.cost.machine import presets
+
     if places.looks_like_file(name):
         return codec.load(Cluster, Path(name))
+    if os.path.lexists(name) and name not in presets.names():
+        raise InvalidInputError(f"cannot use {name}: {places.no_file(Path(name))}; name a cluster file or a preset")
     for folder in (places.PROFILES, places.SHIPPED):
         local = folder / f"{places.CLUSTER_PREFIX}{places.slug(name)}.json"
         if local.is_file():
             return codec.load(Cluster, local)
-    from asa.cost.machine import presets
-
     return presets.load(name, gpus)
 
 

@@ -54,11 +54,10 @@ def run_measure(args: Arguments, console: Console) -> None:
     from asa.profiler.interconnect import measure_cluster
     from asa.report import cluster as report
 
+    places.check_writable(Path(args.output) if args.output else places.PROFILES / "cluster.json", "-o")
     device, ranks = device_of(args)
     on_cuda = device == "cuda"
     ranks = ranks if on_cuda or args.gpus else usable_cores()
-    if args.output:
-        places.check_writable(Path(args.output), "-o")
     began = time.monotonic()
     with console.progress(f"measuring {ranks} ranks") as progress:
         made = measure_cluster(
@@ -81,29 +80,33 @@ def run_measure(args: Arguments, console: Console) -> None:
 
 
 VERBS = (
-    Verb(
-        name="cluster list", help="measured clusters and presets, each with its status", run=run_list, options=(o.JSON,)
-    ),
+    Verb(name="cluster list", help="list measured clusters and presets", run=run_list, options=(o.JSON,)),
     Verb(
         name="cluster show",
-        help="devices, links and bandwidth tables of one cluster, in the columns of nccl-tests",
+        help="show devices, links and bandwidths of one cluster, in the columns of nccl-tests",
         run=run_show,
         options=(
-            Option(name="cluster", help="preset name or file", positional=True, required=True, metavar="NAME|FILE"),
+            Option(
+                name="cluster",
+                help="name from `asa cluster list`, or a file",
+                positional=True,
+                required=True,
+                metavar="NAME|FILE",
+            ),
             o.JSON,
         ),
     ),
     Verb(
         name="cluster measure",
-        help="time collectives between the ranks of this machine, and how they slow each other down",
+        help="measure messages between the ranks of this machine",
         run=run_measure,
         options=(
-            o.option(o.GPUS, help="ranks (default: all CUDA devices, or all cores)"),
+            o.option(o.GPUS, help="number of ranks (default: all GPUs, or all cores)"),
             o.DEVICE,
-            Option(name="name", help="of the cluster (default: local-BACKEND-RANKS)", metavar="NAME"),
+            Option(name="name", help="name of the cluster (default: local-BACKEND-RANKS)", metavar="NAME"),
             Option(
                 name="time-limit",
-                help="about how long; every figure is still taken three times (default: 90s)",
+                help="approximate time for measuring: 90s, 10m (default: 90s)",
                 parse=o.budget,
                 default=90.0,
                 metavar="T",

@@ -43,11 +43,11 @@ def run(args: Arguments, console: Console) -> None:
 VERBS = (
     Verb(
         name="config show",
-        help="the settings that a variable or a file gave, with --all every one, and where its value comes from",
+        help="show settings from environment variables and files, and where each comes from",
         run=run,
         options=(
-            Option(name="verb", help="only this verb, or those that begin with it", positional=True, metavar="VERB"),
-            Option(name="all", help="those that have their defaults too (--json has them always)", switch=True),
+            Option(name="verb", help="only this command (default: all)", positional=True, metavar="VERB"),
+            Option(name="all", help="show settings with their default value, too", switch=True),
             o.JSON,
         ),
         details="A value comes from the flag, else ASA_<NAME>, else asa.toml or [tool.asa] of pyproject.toml, "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from asa.cli import options as o
@@ -43,6 +44,9 @@ def _looked(look: Callable[[Console], Check], console: Console) -> Check:
 
     try:
         return look(console)
+    except ModuleNotFoundError as error:
+        detail = f"not looked at: this needs {error.name}"
+        return Check(name=look.__name__.strip("_"), ok=False, detail=detail, needed=False)
     except (ImportError, RuntimeError, OSError) as error:
         why = f"cannot be told: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
         fix = f"pip install '{TRAINING}'" if isinstance(error, ImportError) else "repair torch first"
@@ -102,11 +106,14 @@ def _cuda(_: Console) -> Check:
 def _memory(_: Console) -> Check:
     import psutil
 
-    from asa.profiler.machine import total_memory
     from asa.report.checks import Check
     from asa.report.units import size
 
-    total, free = total_memory(), psutil.virtual_memory().available
+    total, free = psutil.virtual_memory().total, psutil.virtual_memory().available
+    with suppress(ModuleNotFoundError):  # which has torch, and knows of control groups
+        from asa.profiler.machine import total_memory
+
+        total = total_memory()
     fix = "close other programs, or choose a smaller model and batch"
     return Check(name="memory", ok=free > 2**31, detail=f"{size(free)} free of {size(total)}", fix=fix)
 

@@ -14,6 +14,15 @@ from asa.cli.console import Console
 from asa.cli.verbs import VERBS, verbs
 from asa.errors import AsaError, UnavailableError, UsageError, lacking
 
+_REMEDIES = {
+    errno.ENOSPC: "; free some space, or work in a folder of another disk",
+    errno.EDQUOT: "; free some space, or work in a folder of another disk",
+    errno.EROFS: "; work in a folder that can be written",
+    errno.EACCES: "; change its permissions, or work in another folder",
+    errno.EMFILE: "; raise the number of open files: ulimit -n 4096",
+}
+"""What to do about an error of the system that no part of the command foresaw."""
+
 
 def run(argv: Sequence[str]) -> int:
     """One command; returns the exit code and never raises."""
@@ -42,7 +51,8 @@ def run(argv: Sequence[str]) -> int:
             return _internal(console, error, debug)
         name = error.filename2 or error.filename
         where = f"{name}: " if name else ""
-        return _end(console, f"{where}{error.strerror or error}", UnavailableError.exit_code, debug)
+        remedy = _REMEDIES.get(error.errno or 0, "")
+        return _end(console, f"{where}{error.strerror or error}{remedy}", UnavailableError.exit_code, debug)
     except ModuleNotFoundError as error:
         if (error.name or "asa").partition(".")[0] == "asa":
             return _internal(console, error, debug)

@@ -67,6 +67,8 @@ def _tell(args: Arguments, console: Console) -> None:
             raise UsageError(
                 f"--{name.replace('_', '-')} asks of a plan, and {args.plan} is a run's folder; name its plan.json"
             )
+    if not (Path(args.plan) / LOG).exists():
+        raise InvalidInputError(f"{args.plan} has no {LOG}, so it is no run's folder; name one of {places.TRAINING}/")
     found = story(events(Path(args.plan) / LOG))
     if not found.happenings and not found.stretches:
         raise InvalidInputError(f"{Path(args.plan) / LOG} tells of no run")
@@ -109,24 +111,24 @@ def events(path: Path) -> Iterator[dict[str, Any]]:
 VERBS = (
     Verb(
         name="explain",
-        help="what each component costs in a plan, its next best choice, why not another strategy; or a run's story",
+        help="where the time of a plan goes and why not another strategy, or what happened in a run",
         run=run,
         options=(
             o.option(
                 o.PLAN,
-                help="plan file (default: the newest in runs/plans), or a run's folder: what was slow, what was done",
+                help="a plan file, or the folder of a run (default: the newest plan in runs/plans)",
                 metavar="PLAN|RUN",
             ),
             Option(
                 name="why-not",
-                help="a whole strategy (ddp), or COMPONENT=STRATEGY[@DEGREE] to force one choice",
+                help="compare with a strategy, as in ddp, or with one choice, as in 'classifier=zero3@2'",
                 metavar="STRATEGY",
             ),
             o.PROFILE,
-            o.option(o.CLUSTER, help="the cluster it was made for (default: found by its fingerprint)"),
+            o.option(o.CLUSTER, help="cluster that the plan was made for (default: found by fingerprint)"),
             o.MEMORY,
             o.REPORT,
-            o.option(o.VERBOSE, help="every component, and what each second of it goes to"),
+            o.option(o.VERBOSE, help="show every component, and what its time consists of"),
             o.JSON,
         ),
     ),

@@ -71,8 +71,7 @@ def _snippet(args: Arguments, console: Console) -> dict[str, Any]:
     text = tool.write(choice.placed(plan), choice)
     if args.output:
         places.check_writable(Path(args.output), "-o")
-        Path(args.output).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.output).write_text(text, encoding="utf-8")
+        codec.write(text, Path(args.output))
         console.say(f"asa: wrote {args.output}")
     elif not console.as_json:
         for line in text.rstrip("\n").split("\n"):
@@ -92,33 +91,33 @@ def _snippet(args: Arguments, console: Console) -> dict[str, Any]:
 VERBS = (
     Verb(
         name="export",
-        help="trained weights for plain PyTorch, or a plan in the words of another tool",
+        help="write trained weights for plain PyTorch, or a plan for another tool",
         run=run,
         options=(
             o.option(o.PLAN, unless="run"),
             Option(
                 name="to",
-                help="safetensors: weights of a run; the others: the plan",
+                help="safetensors: trained weights; the others: the plan for that tool",
                 choices=TARGETS,
                 default="safetensors",
             ),
             Option(
                 name="run",
-                help="folder of the run (default: the newest, of the plan if one is named)",
+                help="folder of the run (default: the newest run, of PLAN if given)",
                 metavar="DIR",
                 needs="to=safetensors",
             ),
             Option(
                 name="step",
-                help="the checkpoint after that step (default: the newest)",
+                help="take the checkpoint after step N (default: the newest)",
                 parse=o.count,
                 metavar="N",
                 needs="to=safetensors",
             ),
-            o.OUTPUT,
+            o.option(o.OUTPUT, help="file to write (default: weights into the run's folder, a plan to the screen)"),
             o.JSON,
         ),
-        details="The weights load into the model built without asa with load_state_dict(strict=True). A snippet says "
-        "in lines that begin with NOT EXPRESSED what the other tool cannot do.",
+        details="The weights load into the plain model with load_state_dict(strict=True). In the program for another "
+        "tool, lines that begin with NOT EXPRESSED say what that tool cannot do.",
     ),
 )

@@ -46,7 +46,7 @@ def condition(verb: Verb, o: Option) -> str:
     if not o.needs:
         return ""
     other, values = _needed(verb, o)
-    return "" if other.shown in o.help else f"only with {_setting(other)}{' or '.join(values)}"
+    return "" if other.shown in o.help else f"only with {_setting(other)}{' or '.join(values)}".rstrip()
 
 
 def _idle(line: str, o: Option, *, harmless: bool) -> None:

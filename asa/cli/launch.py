@@ -24,6 +24,8 @@ _IMAGE = "asa:latest"
 
 _MOST_CARRIED = 900_000
 """Bytes beside the plan, of the 1 MiB that a ConfigMap may have."""
+_SCREEN = 100
+"""Lines of a job above which a file is proposed."""
 
 
 def run(args: Arguments, console: Console) -> None:
@@ -104,12 +106,13 @@ def _cluster(plan: Plan, args: Arguments, console: Console) -> Cluster | None:
 def _deliver(text: str, output: str | None, data: dict[str, object], console: Console, how: str) -> None:
     if output:
         places.check_writable(Path(output), "-o")
-        Path(output).parent.mkdir(parents=True, exist_ok=True)
-        Path(output).write_text(text, encoding="utf-8")
+        codec.write(text, Path(output))
         console.say(f"asa: wrote {output}; start it with `{how.format(shlex.quote(output))}`")
     elif not console.as_json:
         for line in text.rstrip("\n").split("\n"):
             console.line(line)
+        if text.count("\n") > _SCREEN:
+            console.say(f"asa: {text.count(chr(10))} lines; -o FILE writes them to a file")
     console.document(data)
 
 
@@ -136,7 +139,7 @@ def words(text: str) -> tuple[str, ...]:
 VERBS = (
     Verb(
         name="launch",
-        help="a job script, manifest or driver that trains a plan on a cluster: Slurm, Kubernetes or Ray",
+        help="write a job for Slurm, Kubernetes or Ray that trains a plan",
         run=run,
         options=(
             Option(
@@ -150,59 +153,69 @@ VERBS = (
             o.PLAN,
             Option(
                 name="gpus-per-node",
-                help="ranks on a machine (default: by the plan's cluster)",
+                help="ranks on each machine (default: from the plan's cluster)",
                 parse=o.count,
                 metavar="N",
             ),
             o.option(
-                o.CLUSTER, help="whose innermost links make a machine (default: the plan's)", unless="gpus_per_node"
+                o.CLUSTER,
+                help="cluster that says how many devices a machine has (default: the plan's)",
+                unless="gpus_per_node",
             ),
             Option(
                 name="time",
-                help="the longest the job may take: 90m, 24h; Slurm: at least 5m",
+                help="time limit of the job, as in 90m or 24h; Slurm: at least 5m (default: none)",
                 parse=o.budget,
                 metavar="T",
             ),
-            Option(name="partition", help="of the machines", metavar="NAME", needs="system=slurm"),
-            Option(name="account", help="whom the job is charged to", metavar="NAME", needs="system=slurm"),
-            Option(name="qos", help="class of service", metavar="NAME", needs="system=slurm"),
+            Option(
+                name="partition",
+                help="partition (default: the site's)",
+                metavar="NAME",
+                needs="system=slurm",
+            ),
+            Option(name="account", help="account to charge (default: yours)", metavar="NAME", needs="system=slurm"),
+            Option(name="qos", help="quality of service (default: the site's)", metavar="NAME", needs="system=slurm"),
             Option(
                 name="cpus",
-                help="cores on each machine for all its ranks (default: 8 a GPU, Ray: 1; 1 a CPU rank)",
+                help="cores on each machine for all its ranks (default: 8 a GPU, with Ray 1; 1 a CPU rank)",
                 parse=o.count,
                 metavar="N",
             ),
             Option(
                 name="image",
-                help="container with asa in it (default for k8s: asa:latest; Slurm: through pyxis)",
+                help="container image with asa; Slurm: through pyxis (default for k8s: asa:latest)",
                 needs="system=slurm|k8s",
             ),
             Option(
                 name="volume",
-                help="claim of the volume that all pods mount (default: NAME-data)",
+                help="volume claim that all pods mount (default: NAME-data)",
                 metavar="C",
                 needs="system=k8s",
             ),
             Option(
                 name="restarts",
-                help="times that all ranks start again after one failed",
+                help="how often all ranks start again after a failure",
                 parse=o.natural,
                 default=3,
                 metavar="R",
             ),
             Option(
                 name="train",
-                help="further options of asa train, as in '--epochs 90 --data cifar100' (one word alone: "
-                "--train=--download)",
+                help="more options for `asa train`, as in '--epochs 90 --data cifar100', or --train=--download",
                 parse=words,
                 default=(),
                 metavar="WORDS",
             ),
-            Option(name="out", help="folder of the run, the same on all machines", metavar="DIR"),
-            o.OUTPUT,
+            Option(
+                name="out",
+                help="folder of the run, shared by all machines (default: runs/train/MODEL-ID)",
+                metavar="DIR",
+            ),
+            o.option(o.OUTPUT, help="file to write (default: the screen)"),
             o.JSON,
         ),
-        details="The job saves when it is asked to stop, queues or starts again and resumes. Plan and run must lie on "
-        "a folder that all machines share.",
+        details="If the job is stopped, it saves, starts again and resumes. All machines must share the folders of "
+        "plan and run.",
     ),
 )

@@ -58,8 +58,10 @@ def positive(text: str) -> float:
         value = float(text)
     except ValueError:
         raise ValueError(f"{text!r} is not a number") from None
-    if not 0 < value < math.inf:
-        raise ValueError(f"{text} is not above 0, or too large for a number")
+    if not value > 0:
+        raise ValueError(f"{text} is not above 0")
+    if value == math.inf:
+        raise ValueError(f"{text} is too large for a number")
     return value
 
 
@@ -85,6 +87,10 @@ def gibibytes(text: str) -> int:
     """
     found = re.fullmatch(r"\s*(.*?)\s*(TiB|GiB|MiB|KiB|TB|GB|MB|KB)?\s*", text, re.IGNORECASE | re.DOTALL)
     assert found is not None, "every text is a number and a unit, or no unit"
+    try:
+        float(found[1])
+    except ValueError:
+        raise ValueError(f"{text!r} is no amount of memory; write 80, 80GiB or 512MiB") from None
     value = positive(found[1]) * _UNITS[(found[2] or "GiB").lower()] / GIB
     if value > _MOST_GIB:
         raise ValueError(f"{text} GiB is above {_MOST_GIB}, more than any device has")
@@ -190,84 +196,91 @@ def option(base: Option, **changes: Any) -> Option:
     return dataclasses.replace(base, **changes)
 
 
-REPORT = Option(name="report", help="also draw it: report.html and figures in DIR", metavar="DIR")
-VERBOSE = Option(name="verbose", short="-v", help="show all of it", switch=True, default=False)
+REPORT = Option(name="report", help="write report.html and figures to DIR", metavar="DIR")
+VERBOSE = Option(name="verbose", short="-v", help="show everything", switch=True, default=False)
 JSON = Option(name="json", help="print one JSON document on stdout, everything else on stderr", switch=True)
 OUTPUT = Option(name="output", short="-o", help="file to write", metavar="FILE")
 DEVICE = Option(
-    name="device", help="where to run; auto takes CUDA if there is one", choices=("auto", "cpu", "cuda"), default="auto"
+    name="device", help="where to run; auto: CUDA if there is a GPU", choices=("auto", "cpu", "cuda"), default="auto"
 )
 MEMORY_FORMAT = Option(
     name="memory-format",
-    help="order of an image's numbers in memory",
+    help="order of image data in memory",
     choices=("contiguous", "channels_last"),
     default="contiguous",
 )
 COMPILE = Option(
     name="compile",
-    help="have torch.compile make kernels of every component, or also one CUDA graph of each",
+    help="use torch.compile on every component; graphs: also capture CUDA graphs",
     choices=("none", "components", "graphs"),
     default="none",
 )
 PRECISION = Option(
     name="precision", help="arithmetic of forward and backward", choices=("fp32", "bf16", "fp16"), default="fp32"
 )
-INPUT = Option(name="input", help="input size (default: the model's own, 3x32x32)", parse=shape, metavar="CxHxW")
+INPUT = Option(
+    name="input", help="size of one image (default: the model's own, mostly 3x32x32)", parse=shape, metavar="CxHxW"
+)
 TOKENS = Option(
     name="tokens",
-    help="tokens of a sequence, for models that read them (default: the model's own)",
+    help="tokens of one sequence, for language models (default: the model's own)",
     parse=count,
     metavar="T",
 )
 CLASSES = Option(
     name="classes",
-    help="number of classes, or size of the vocabulary (default: 100, that of a language model, or what a factory has "
-    "that takes no num_classes)",
+    help="number of classes, or size of the vocabulary (default: 100, or the model's own)",
     parse=count,
     metavar="K",
 )
 GLOBAL_BATCH = Option(name="global-batch", help="samples per optimizer step, over all ranks", parse=count, metavar="B")
-GPUS = Option(name="gpus", help="devices, one rank each (CPU: cores)", parse=count, metavar="N")
+GPUS = Option(name="gpus", help="number of devices, one rank each (CPU: cores)", parse=count, metavar="N")
 CLUSTER = Option(
     name="cluster",
-    help="preset name or file (default: the newest measured one for the device; `asa cluster list`)",
+    help="name from `asa cluster list`, or a file (default: the newest measured on such devices)",
     metavar="NAME|FILE",
 )
 MEMORY = Option(
     name="memory",
-    help="memory per device, in GiB, or with a unit: 80GB, 512MiB (default: the device's)",
+    help="memory per device in GiB, or with a unit: 80GB, 512MiB (default: all of it)",
     parse=gibibytes,
     metavar="GiB",
 )
 STRATEGIES = Option(
-    name="strategies", help="only these whole strategies, as in ddp,tensor,asa", parse=names, metavar="A,B"
+    name="strategies", help="consider only these, as in ddp,fsdp,asa (default: all)", parse=names, metavar="A,B"
 )
 PIN = Option(
     name="pin",
-    help="hold a component to a strategy, as in 'layer4.*=replicate@4' or 'classifier=tensor@2'; repeatable",
+    help="fix the strategy of components, as in 'layer4.*=zero3@4' or 'classifier=tensor@2'; repeatable",
     metavar="COMPONENT=STRATEGY@DEGREE",
     repeated=True,
 )
-SOLVER = Option(name="solver", help="how to search", choices=("ilp", "dp", "exhaustive"), default="ilp")
-OPTIMIZER = Option(name="optimizer", help="decides learning rate and state", choices=("sgd", "adamw"), default="sgd")
+SOLVER = Option(
+    name="solver",
+    help="search by an integer program, dynamic programming, or complete enumeration",
+    choices=("ilp", "dp", "exhaustive"),
+    default="ilp",
+)
+OPTIMIZER = Option(
+    name="optimizer", help="optimizer; decides memory and update time", choices=("sgd", "adamw"), default="sgd"
+)
 COMPRESS = Option(
     name="compress",
-    help="compress gradients between ranks; anything but none changes the training result slightly",
+    help="compress gradients between ranks; this changes results slightly",
     choices=("none", "fp16", "bf16", "powersgd"),
 )
-SEED = Option(name="seed", help="of weights, sample order and masks", parse=seed, default=0, metavar="S")
+SEED = Option(name="seed", help="seed of weights, sample order and dropout", parse=seed, default=0, metavar="S")
 DATA = Option(
     name="data",
-    help="what to train on: cifar100, cifar10, mnist, digits, synthetic, shapes (to segment), sentiment (text); "
-    "folder:DIR (images by class), coco:DIR (masks), csv:FILE, parquet:FILE, arrow:FILE, hf:NAME, or "
-    "package.module:factory of any dataset (default: cifar100)",
+    help="cifar100, cifar10, mnist, digits, synthetic, shapes, sentiment, folder:DIR, coco:DIR, csv:FILE, "
+    "parquet:FILE, arrow:FILE, hf:NAME, or package.module:factory (default: cifar100)",
     parse=data,
     default="cifar100",
     metavar="DATA",
 )
 DATA_ROOT = Option(
     name="data-root",
-    help="folder with the official files of the data set",
+    help="folder with the official files of the data set (default: the download cache, else made-up images)",
     metavar="DIR",
     needs="data=cifar100|cifar10|mnist",
     harmless=True,
@@ -277,11 +290,11 @@ LEARNING_RATE = Option(
 )
 PLAN = Option(name="plan", help="plan file (default: the newest in runs/plans)", positional=True, metavar="PLAN")
 PROFILE = Option(
-    name="profile", help="the profile it was made from (default: found by its fingerprint)", metavar="FILE"
+    name="profile", help="profile that the plan was made from (default: found by fingerprint)", metavar="FILE"
 )
 MODEL = Option(
     name="model",
-    help="a torchvision name, gpt2[:SIZE], llama:SIZE, timm:NAME, hf:NAME or package.module:factory",
+    help="a torchvision name, gpt2[:SIZE], llama:SIZE, timm:NAME, hf:NAME, or package.module:factory",
     positional=True,
     required=True,
     metavar="MODEL",

@@ -63,6 +63,11 @@ def looks_like_file(text: str) -> bool:
     return text.endswith(".json") or ("/" in text and ":" not in text) or Path(text).is_file()
 
 
+def no_file(path: Path) -> str:
+    """Why there is no file at ``path``, in words."""
+    return "it is a directory" if path.is_dir() else "it is a link that leads nowhere"
+
+
 def profiles(console: Console) -> list[tuple[Path, Profile]]:
     """Every profile that can be read, newest first by its own date; others are named on stderr and passed over."""
     wanted = _files(lambda p: not p.name.startswith(CLUSTER_PREFIX) and not p.name.endswith(STALENESS_SUFFIX))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asa.cli import options as o
 from asa.cli import places
 from asa.cli.console import Console
+from asa.cli.surroundings import driver
 from asa.cli.verb import Arguments, Option, Verb
+from asa.errors import TRAINING
 from asa.ir import codec
 
 if TYPE_CHECKING:
@@ -55,7 +58,8 @@ def run(args: Arguments, console: Console) -> None:
         profile, cluster = from_run.origins(args, console)
     else:
         profile, said = choose.profile(args, console, args.model, cluster, admit)
-        console.say(f"asa: {said}")
+        unnamed = args.model is None and said.endswith("(shipped)")
+        console.say(f"asa: {said}{'; no MODEL was named, and none was profiled here' if unnamed else ''}")
     device = profile.device
     cluster = cluster or choose.default_cluster(console, device, args.gpus)
     gpus = args.gpus or cluster.num_devices
@@ -91,6 +95,7 @@ def run(args: Arguments, console: Console) -> None:
     more = [Text(), report.several(plans)] if len(plans) > 1 else []
     found = None
     if args.frontier or args.price:
+        console.say("asa: the curve takes several more searches, each about as long as the first")
         found = _frontier(args, profile, cluster, request, plans[0])
         data["frontier"] = codec.to_data(found)
         more += curves.render(found)
@@ -110,7 +115,17 @@ def run(args: Arguments, console: Console) -> None:
         taken = explain(plans[0], profile, cluster, offered(), memory_bytes=args.memory)
         page = plan_page.write(plans[0], Path(args.report), taken, curves=found)
         console.say(f"asa: wrote {page}")
-    console.say("asa: next: asa train | asa explain --why-not ddp | asa plan --verify 3")
+    console.say(f"asa: next: {' | '.join(_next(cluster))}")
+
+
+def _next(cluster: Cluster) -> list[str]:
+    """Commands that make sense behind a plan for ``cluster``, on this machine and with this installation."""
+    asked = ["asa explain --why-not ddp"]
+    if cluster.device.type == "cuda" and not driver():
+        return [*asked, "asa simulate", "asa launch slurm"]
+    if importlib.util.find_spec("torch") is None:
+        return [*asked, "asa simulate", f"pip install '{TRAINING}', then asa train"]
+    return ["asa train", *asked, "asa plan --verify 3"]
 
 
 def _frontier(args: Arguments, profile: Profile, cluster: Cluster, request: Request, answer: Plan) -> Frontier:
@@ -140,91 +155,95 @@ VERBS = (
                 positional=True,
                 metavar="PROFILE|MODEL",
             ),
-            Option(
-                name="from-run",
-                help="plan with devices, links and times as the run in DIR has corrected them, for as many devices",
-                metavar="DIR",
-            ),
-            o.option(o.GPUS, help="devices to plan for (default: those of the cluster)"),
+            o.option(o.GPUS, help="number of devices, also of CPU cores (default: all of the cluster)"),
             o.CLUSTER,
             o.option(o.GLOBAL_BATCH, help="samples per optimizer step, over all devices (default: the profile's)"),
-            Option(
-                name="microbatches",
-                help="of a step, a power of two (default: as many as are fastest)",
-                parse=o.count,
-                metavar="N",
-            ),
             o.MEMORY,
             o.STRATEGIES,
             o.PIN,
-            o.SOLVER,
             o.OPTIMIZER,
-            Option(
-                name="offload",
-                help="optimizer state on the host: auto where plain data parallelism does not fit, always or never",
-                choices=("auto", "always", "never"),
-                default="auto",
-            ),
-            o.option(o.COMPRESS, default="none"),
+            o.option(o.OUTPUT, help="plan file to write (default: runs/plans/MODEL.CLUSTER.GPUS.json)"),
+            o.REPORT,
+            o.option(o.VERBOSE, help="show every strategy, the terms of the step and the course of the search"),
             Option(
                 name="verify",
-                help="run the K likeliest plans, plain data parallelism among them, against each other on this machine "
-                "and take the fastest",
+                help="measure the K most promising plans on this machine, always with DDP, and take the fastest",
                 parse=o.several,
                 metavar="K",
             ),
-            Option(name="budget", help="time for --verify (default: 60s)", parse=o.budget, metavar="T", needs="verify"),
             Option(
-                name="top", help="show the K best plans, by predicted time alone", parse=o.count, default=1, metavar="K"
+                name="budget",
+                help="time for --verify: 90s, 10m (default: 60s)",
+                parse=o.budget,
+                metavar="T",
+                needs="verify",
             ),
-            Option(name="frontier", help="also the curve of step time against memory per device", switch=True),
+            Option(name="top", help="show the K plans of least predicted time", parse=o.count, default=1, metavar="K"),
+            Option(name="frontier", help="show the best step time for each amount of memory per device", switch=True),
             Option(
                 name="price",
-                help="of one device for an hour, in any currency (2.49, 2.49/gpu-h): also time and cost of an epoch on "
-                "fewer devices",
+                help="price of one device for an hour, in any currency, as in 2.49: show time and cost of an epoch",
                 parse=o.price,
                 metavar="P",
             ),
             Option(
                 name="epoch-samples",
-                help="samples of an epoch, for --price (default: 50000, those of CIFAR)",
+                help="samples of one epoch, for --price (default: 50000, as in CIFAR)",
                 parse=o.count,
                 metavar="N",
                 needs="price",
             ),
             Option(
+                name="microbatches",
+                help="microbatches of one step, a power of two (default: the fastest number)",
+                parse=o.count,
+                metavar="N",
+            ),
+            Option(
+                name="offload",
+                help="keep optimizer state in the memory of the host; auto: only if DDP does not fit without",
+                choices=("auto", "always", "never"),
+                default="auto",
+            ),
+            o.option(o.COMPRESS, default="none"),
+            o.option(o.INPUT, help="size of one image, for a model that is profiled first (default: the model's own)"),
+            o.option(
+                o.TOKENS, help="tokens of one sequence, for a model that is profiled first (default: the model's own)"
+            ),
+            o.option(o.CLASSES, help="number of classes, for a model that is profiled first (default: 100)"),
+            o.option(o.PRECISION, help="arithmetic, for a model that is profiled first"),
+            o.option(
+                o.MEMORY_FORMAT,
+                default=None,
+                help="only profiles with this order of image data (default: the fastest measured)",
+            ),
+            o.option(
+                o.COMPILE, default=None, help="only profiles with this use of torch.compile (default: the fastest)"
+            ),
+            Option(
+                name="from-run",
+                help="use the times of devices and links that the run in DIR has measured, for as many devices",
+                metavar="DIR",
+            ),
+            Option(
                 name="consistency",
-                help="any: also what it takes and gains when workers need not take every step together",
+                help="any: also compare methods in which workers do not wait for each other at every step",
                 choices=("synchronous", "any"),
                 default="synchronous",
             ),
             Option(
                 name="target",
-                help="accuracy=0.9 or loss=0.5: also the time to it, where `asa profile MODEL --staleness` was run",
+                help="accuracy=0.9 or loss=0.5: show the time to it; needs `asa profile MODEL --staleness`",
                 parse=o.target,
                 metavar="WHAT=VALUE",
             ),
+            o.SOLVER,
             Option(
                 name="time-limit",
-                help="longest search, in seconds of a processor (default: 2s, 6s for more than 64 devices); on a busy "
-                "machine up to four times as long on the wall",
+                help="most processor time for the search; up to four times as long on a busy machine (default: 2s; "
+                "6s above 64 devices)",
                 parse=o.budget,
                 metavar="T",
-            ),
-            o.option(o.PRECISION, help="of a profile that is measured or estimated first"),
-            o.option(
-                o.MEMORY_FORMAT,
-                default=None,
-                help="as profiled (default: whatever was measured fastest)",
-            ),
-            o.option(o.COMPILE, default=None, help="as profiled (default: whatever was measured fastest)"),
-            o.option(o.INPUT, help="of a model that is profiled first"),
-            o.option(o.TOKENS, help="of a sequence, for a model that is profiled or estimated first"),
-            o.option(o.CLASSES, help="of a model that is profiled first"),
-            o.option(o.OUTPUT, help="file to write (default: runs/plans/MODEL.CLUSTER.GPUS.json)"),
-            o.REPORT,
-            o.option(
-                o.VERBOSE, help="every strategy with its refusal, what the step is made of, and how the search went"
             ),
             o.JSON,
         ),

@@ -17,14 +17,14 @@ from asa.zoo.names import check
 
 OPTIONS = (
     o.option(
-        o.STRATEGIES, help="with MODEL: only these whole strategies, or one discipline such as local_sgd:period=8"
+        o.STRATEGIES, help="with MODEL: choose among these, or one method such as local_sgd:period=8 (default: all)"
     ),
     o.option(o.GLOBAL_BATCH, help="with MODEL: samples per optimizer step, over all ranks (default: the profile's)"),
-    o.option(o.CLUSTER, help="with MODEL: a preset, a measured cluster or a file (default: this machine)"),
-    o.option(o.PRECISION, help="with MODEL: precision of the profile measured first"),
-    o.option(o.INPUT, help="with MODEL: size of one input, for the profile measured first"),
-    o.option(o.TOKENS, help="with MODEL: tokens of one sequence, for the profile measured first"),
-    o.option(o.CLASSES, help="with MODEL: number of classes, for the profile measured first"),
+    o.option(o.CLUSTER, help="with MODEL: name or file of a cluster (default: this machine)"),
+    o.option(o.PRECISION, help="with MODEL: arithmetic of forward and backward"),
+    o.option(o.INPUT, help="with MODEL: size of one image (default: the model's own)"),
+    o.option(o.TOKENS, help="with MODEL: tokens of one sequence (default: the model's own)"),
+    o.option(o.CLASSES, help="with MODEL: number of classes (default: 100)"),
 )
 _OF_A_MODEL = tuple(option.field for option in OPTIONS)
 

@@ -15,10 +15,12 @@ def run(args: Arguments, console: Console) -> None:
     from asa.cli import places
     from asa.cli.choose import measured
     from asa.report import profile as report
-    from asa.zoo.names import check
+    from asa.zoo.names import check, check_kind
 
     places.check_writable(Path(args.output) if args.output else places.PROFILES / "profile.json", "-o")
     check(args.model)
+    if args.input or args.tokens:
+        check_kind(args.model, bool(args.tokens))
     if args.staleness:
         from asa.cli import staleness
 
@@ -49,51 +51,53 @@ def run(args: Arguments, console: Console) -> None:
 VERBS = (
     Verb(
         name="profile",
-        help="time forward, backward and update of every component of a model on this machine",
+        help="measure forward, backward and update of every component of a model on this machine",
         run=run,
         options=(
             o.MODEL,
             o.INPUT,
             o.TOKENS,
             o.CLASSES,
-            o.option(o.GLOBAL_BATCH, help="largest batch to measure; smaller ones in powers of two (default: 64)"),
+            o.option(
+                o.GLOBAL_BATCH,
+                help="largest batch to measure, in samples; smaller ones, too (default: 64)",
+            ),
             o.DEVICE,
             o.PRECISION,
             o.MEMORY_FORMAT,
             o.COMPILE,
             Option(
                 name="max-tensor-degree",
-                help="measure shards of up to 1/N of a component's weights",
+                help="measure tensor parallelism up to this degree",
                 parse=o.count,
                 default=8,
                 metavar="N",
             ),
             Option(
                 name="time-limit",
-                help="stop measuring after T (default: 75s)",
+                help="stop measuring after this time: 90s, 10m (default: 75s)",
                 parse=o.budget,
                 default=75.0,
                 metavar="T",
             ),
             Option(
                 name="staleness",
-                help="then also train the model with gradients that come late and workers that seldom meet, on one "
-                "device: what that costs in steps to a target",
+                help="also measure, on one device, how late gradients and rare synchronisation slow down learning",
                 switch=True,
                 default=False,
             ),
             o.option(
                 o.DATA,
-                help="what --staleness trains on (default: digits)",
+                help="data set for --staleness (default: digits)",
                 default="digits",
                 needs="staleness",
             ),
             o.option(o.DATA_ROOT, needs="staleness"),
-            o.option(o.OPTIMIZER, help="that --staleness trains with", needs="staleness"),
+            o.option(o.OPTIMIZER, help="optimizer for --staleness", needs="staleness"),
             o.option(o.LEARNING_RATE, needs="staleness"),
             Option(
                 name="workers",
-                help="among which a global batch is shared for --staleness",
+                help="number of workers for --staleness",
                 parse=o.several,
                 default=4,
                 metavar="N",
@@ -101,7 +105,7 @@ VERBS = (
             ),
             Option(
                 name="seeds",
-                help="runs of every setting of --staleness",
+                help="number of runs for each setting of --staleness",
                 parse=o.count,
                 default=5,
                 metavar="N",
@@ -109,7 +113,7 @@ VERBS = (
             ),
             Option(
                 name="steps",
-                help="global batches of a run of --staleness",
+                help="length of each run of --staleness, in global batches",
                 parse=o.count,
                 default=200,
                 metavar="N",
@@ -117,7 +121,7 @@ VERBS = (
             ),
             Option(
                 name="staleness-limit",
-                help="begin no further run of --staleness after T (default: 5m)",
+                help="start no run of --staleness after this time: 90s, 10m (default: 5m)",
                 parse=o.budget,
                 default=300.0,
                 metavar="T",
@@ -128,7 +132,7 @@ VERBS = (
                 help="file to write (default: profiles/MODEL.DEVICE.PRECISION.json, or, where that is of another "
                 "input, MODEL.CxHxW-K... beside it)",
             ),
-            o.option(o.VERBOSE, help="every component, microbatch and tensor degree, and what was skipped"),
+            o.option(o.VERBOSE, help="show every component, microbatch and tensor degree, and what was skipped"),
             o.JSON,
         ),
         details="The profile goes to profiles/, where `asa plan` finds it.",

@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 OPTIONS = (
     Option(
         name="rehearse",
-        help="run only this rank of the plan, on one device, without the others: its compute time and memory",
+        help="run only this rank of the plan, alone on one device, for its compute time and memory",
         parse=o.natural,
         metavar="RANK",
         heeds=("plan", "gpus", "rehearsal_steps", "device", "seed", "json"),
         harmless=True,
     ),
-    o.option(o.GPUS, help="devices to plan a MODEL for; of a plan that is made, those it must be for"),
+    o.option(o.GPUS, help="number of devices to plan a MODEL for; a plan must be for this number (default: all here)"),
     Option(
         name="rehearsal-steps",
-        help="steps to rehearse, with --rehearse (default: 10)",
+        help="steps to run with --rehearse (default: 10)",
         parse=o.count,
         default=10,
         metavar="N",

@@ -46,7 +46,7 @@ def of(kind: str) -> dict[str, Any]:
 VERBS = (
     Verb(
         name="schema",
-        help="the JSON Schema of a file that asa writes and reads",
+        help="print the JSON Schema of a kind of file",
         run=run,
         options=(
             Option(
@@ -59,6 +59,6 @@ VERBS = (
             ),
             o.JSON,
         ),
-        details="Of the file: what `asa plan --json` prints beside it (alternatives, frontier) is not in it.",
+        details="The schema describes the file. `asa plan --json` can print more (alternatives, frontier).",
     ),
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import textwrap
 import tomllib
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
@@ -20,6 +21,20 @@ from asa.cli.verb import TRUE, Arguments, Option, Verb
 from asa.cli.verbs import VERBS, verbs
 from asa.errors import InvalidInputError, UsageError
 from asa.reading import read_text
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Help in two columns of 80; words with hyphens stay whole, as files and options have them."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        whole = " ".join(text.split())
+        return textwrap.fill(whole, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -39,11 +54,12 @@ def parser(verb: Verb) -> argparse.ArgumentParser:
     """The argparse parser of one verb; every value stays text and is absent unless given."""
     made = _Parser(
         prog=f"asa {verb.name}",
+        usage=_usage(verb),
         description=f"{verb.help[:1].upper()}{verb.help[1:]}.",
         epilog=verb.details or None,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_Formatter,
     )
     for o in verb.options:
         if o.positional:
@@ -61,6 +77,12 @@ def parser(verb: Verb) -> argparse.ArgumentParser:
                 action="append" if o.repeated else "store",
             )
     return made
+
+
+def _usage(verb: Verb) -> str:
+    """The form of a command: what has a place in it; options are listed below."""
+    places = [o.shown if o.required else f"[{o.shown}]" for o in verb.options if o.positional]
+    return " ".join([f"asa {verb.name}", *places, "[options]"])
 
 
 def arguments(verb: Verb, argv: Sequence[str], environment: Mapping[str, str] | None = None) -> Arguments:

@@ -18,6 +18,8 @@ def run(args: Arguments, console: Console) -> None:
     from asa.simulator import save_trace, simulate
     from asa.strategies import offered
 
+    if args.trace:
+        places.check_writable(Path(args.trace), "--trace")
     path, plan = places.newest_plan(args.plan)
     profile, cluster = origins(plan, console, args)
     found = simulate(plan, profile, cluster, offered())
@@ -44,13 +46,13 @@ def run(args: Arguments, console: Console) -> None:
 VERBS = (
     Verb(
         name="simulate",
-        help="the timeline of one step under a plan, from the same prices as the planner",
+        help="the timeline of one predicted step",
         run=run,
         options=(
             o.PLAN,
-            Option(name="trace", help="write a Chrome trace (.json or .json.gz) for Perfetto", metavar="FILE"),
+            Option(name="trace", help="trace file to write for Perfetto, .json or .json.gz", metavar="FILE"),
             o.PROFILE,
-            o.option(o.CLUSTER, help="the cluster it was made for (default: found by its fingerprint)"),
+            o.option(o.CLUSTER, help="cluster that the plan was made for (default: found by fingerprint)"),
             o.JSON,
         ),
     ),

@@ -23,6 +23,11 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def driver() -> bool:
+    """Whether a driver for NVIDIA's GPUs is loaded; asked of the kernel, which needs no torch."""
+    return Path("/proc/driver/nvidia/version").exists() or Path("/dev/dxg").exists()
+
+
 def shared_memory(_: Console) -> Check:
     """Room in ``/dev/shm``, through which ranks and loaders of one machine hand each other data."""
     folder = Path("/dev/shm")

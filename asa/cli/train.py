@@ -20,7 +20,7 @@ from asa.ir import codec
 from asa.ir.measurements import EpochRecord
 from asa.ir.optimizers import check_optimizer, planned_as
 from asa.ir.plan import Plan
-from asa.zoo import specs
+from asa.zoo import names, specs
 from asa.zoo.preload import ModelPreload
 
 if TYPE_CHECKING:
@@ -188,6 +188,8 @@ def plan_and_folder(args: Arguments, console: Console) -> tuple[Path, Plan, Path
         NoCheckpointError: nothing to resume.
         UnavailableError: the folder cannot be written.
     """
+    for what in names.AIMS:
+        names.check_aim(what, getattr(args, what))
     specs.check_there(args.data)
     if args.data_root and not args.download and not Path(args.data_root).exists():
         raise InvalidInputError(f"--data-root {args.data_root} does not exist")
@@ -272,11 +274,55 @@ VERBS = (
         options=(
             o.option(
                 o.PLAN,
-                help="plan file, or a model to plan for the devices here (default: the newest plan in runs/plans)",
+                help="a plan file, or a model to plan for this machine (default: the newest plan in runs/plans)",
                 metavar="PLAN|MODEL",
             ),
-            *planned_here.OPTIONS,
             o.DATA,
+            Option(name="epochs", help="passes over the data", parse=o.count, default=1, metavar="E"),
+            o.LEARNING_RATE,
+            o.option(
+                o.OPTIMIZER,
+                help="sgd, adamw, adam, rmsprop or another of torch.optim, or package.module:factory (default: the "
+                "plan's)",
+                default=None,
+                choices=(),
+                parse=check_optimizer,
+                metavar="NAME",
+            ),
+            o.SEED,
+            Option(
+                name="resume",
+                help="continue the run in --out, or the newest run, with that run's settings",
+                switch=True,
+                default=False,
+            ),
+            Option(name="out", help="folder of the run (default: runs/train/MODEL-TIME)", metavar="DIR"),
+            *REHEARSAL[1:2],
+            *planned_here.OPTIONS,
+            Option(
+                name="loss",
+                help="cross_entropy, mse, bce, or package.module:factory of a mean over samples",
+                default="cross_entropy",
+                metavar="NAME",
+            ),
+            Option(
+                name="metric",
+                help="figure for validation: accuracy, top5, or package.module:factory of one figure a sample",
+                default="accuracy",
+                metavar="NAME",
+            ),
+            Option(
+                name="schedule",
+                help="course of the learning rate: cosine, linear, constant, step, or package.module:factory",
+                default="cosine",
+                metavar="NAME",
+            ),
+            Option(
+                name="steps-per-epoch",
+                help="end every epoch after N steps (default: all data)",
+                parse=o.count,
+                metavar="N",
+            ),
             o.DATA_ROOT,
             Option(
                 name="download",
@@ -286,96 +332,57 @@ VERBS = (
                 needs=o.DATA_ROOT.needs,
                 harmless=True,
             ),
-            Option(name="epochs", help="passes over the data", parse=o.count, default=1, metavar="E"),
-            Option(name="steps-per-epoch", help="end every epoch after N steps", parse=o.count, metavar="N"),
-            o.LEARNING_RATE,
-            o.option(
-                o.OPTIMIZER,
-                help="sgd, adamw, another of torch.optim that updates element by element (adam, rmsprop, ...), or "
-                "package.module:factory (default: the plan's)",
-                default=None,
-                choices=(),
-                parse=check_optimizer,
-                metavar="NAME",
-            ),
-            Option(
-                name="loss",
-                help="cross_entropy, mse, bce or package.module:factory of a mean over samples",
-                default="cross_entropy",
-                metavar="NAME",
-            ),
-            Option(
-                name="metric",
-                help="what validation reports: accuracy, top5 or package.module:factory of one figure a sample",
-                default="accuracy",
-                metavar="NAME",
-            ),
-            Option(
-                name="schedule",
-                help="course of the learning rate: cosine, linear, constant, step or package.module:factory",
-                default="cosine",
-                metavar="NAME",
-            ),
-            o.option(o.COMPRESS, help=f"{o.COMPRESS.help} (default: the plan's)"),
-            o.SEED,
-            o.option(
-                o.DEVICE,
-                help="auto takes the plan's kind of device; an emulated one sleeps as long as its profile says "
-                "(X times as long), and nothing is trained",
-                choices=(),
-                parse=emulated.device,
-                metavar=emulated.METAVAR,
-            ),
-            *REHEARSAL,
-            Option(
-                name="resume",
-                help="continue the run in --out, or the newest; data, epochs, optimizer, learning rate and seed are "
-                "that run's where none are given",
-                switch=True,
-                default=False,
-            ),
-            Option(
-                name="no-replan",
-                help="keep the plan whatever is measured, and end with a rank that is lost",
-                switch=True,
-                default=False,
-            ),
-            Option(
-                name="no-observe",
-                help="do not note, step by step, what each rank computes and whom it waits for",
-                switch=True,
-                default=False,
-            ),
-            Option(
-                name="trace",
-                help="record N steps as a timeline beside the planned one, in the run's folder",
-                parse=o.count,
-                metavar="N",
-            ),
             Option(
                 name="save-every",
-                help="write a checkpoint inside an epoch, too, after so much training: 90s, 10m, never (default: 10m)",
+                help="also save inside an epoch, after this much training: 90s, 10m, never (default: 10m)",
                 parse=saving,
                 default=600.0,
                 metavar="T",
             ),
             Option(
-                name="timeout",
-                help="how long a rank waits for the others, or may give no sign of life, before it is taken for hung "
-                "(default: 5m)",
-                parse=o.budget,
-                default=300.0,
-                metavar="T",
+                name="no-replan",
+                help="keep the plan, even if devices become slow; end if a rank is lost",
+                switch=True,
+                default=False,
             ),
-            Option(name="tensorboard", help="write TensorBoard logs too", switch=True, default=False),
+            Option(
+                name="no-observe",
+                help="do not record, step by step, what each rank computes and for which rank it waits",
+                switch=True,
+                default=False,
+            ),
+            Option(
+                name="trace",
+                help="record N steps as a timeline for Perfetto, next to the planned one, in the run's folder",
+                parse=o.count,
+                metavar="N",
+            ),
+            Option(name="tensorboard", help="write TensorBoard logs", switch=True, default=False),
             Option(
                 name="track",
-                help="write curves for these trackers, too, on this machine: tensorboard, wandb (offline), mlflow",
+                help="write curves on this machine for tensorboard, wandb (offline) or mlflow",
                 parse=trackers,
                 default=(),
                 metavar="A,B",
             ),
-            Option(name="out", help="folder of the run (default: runs/train/MODEL-TIME)", metavar="DIR"),
+            Option(
+                name="timeout",
+                help="time without a sign of life after which a rank counts as hung: 90s, 10m (default: 5m)",
+                parse=o.budget,
+                default=300.0,
+                metavar="T",
+            ),
+            o.option(o.COMPRESS, help=f"{o.COMPRESS.help} (default: the plan's)"),
+            o.option(
+                o.DEVICE,
+                help="where to run; auto: as planned; emulated: sleep for the times in a profile, X times as long, "
+                "and train nothing",
+                choices=(),
+                parse=emulated.device,
+                metavar=emulated.METAVAR,
+            ),
+            *REHEARSAL[:1],
+            *REHEARSAL[2:],
             o.JSON,
         ),
         details="Everything goes to the run's folder: log.jsonl, checkpoints, plan.json, result.json. SIGTERM saves, "

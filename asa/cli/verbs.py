@@ -9,20 +9,20 @@ from asa.cli.verb import Verb
 from asa.errors import UsageError
 
 VERBS: dict[str, tuple[str, str]] = {
-    "profile": ("asa.cli.profile", "time every component of a model on this machine"),
-    "plan": ("asa.cli.plan", "choose how each component is spread over the devices"),
-    "train": ("asa.cli.train", "train under a plan, checking it after every epoch"),
-    "bench": ("asa.cli.bench", "the same training under every strategy, measured side by side"),
-    "verify": ("asa.cli.verify", "is training under a plan numerically the same as on one device?"),
-    "explain": ("asa.cli.explain", "why this plan, and why not another strategy"),
-    "simulate": ("asa.cli.simulate", "the timeline of a plan, without running it"),
-    "launch": ("asa.cli.launch", "a plan as a job for Slurm, Kubernetes or Ray"),
-    "export": ("asa.cli.export", "trained weights, or the plan, for other tools"),
+    "profile": ("asa.cli.profile", "measure every component of a model on this machine"),
+    "plan": ("asa.cli.plan", "choose a strategy for every component"),
+    "train": ("asa.cli.train", "train under a plan, and check its predictions"),
+    "bench": ("asa.cli.bench", "measure the same training under several strategies"),
+    "verify": ("asa.cli.verify", "check that a plan trains like one device"),
+    "explain": ("asa.cli.explain", "show where the time of a plan or of a run goes"),
+    "simulate": ("asa.cli.simulate", "show the timeline of a plan"),
+    "launch": ("asa.cli.launch", "write a job for Slurm, Kubernetes or Ray"),
+    "export": ("asa.cli.export", "write trained weights, or a plan for another tool"),
     "cluster": ("asa.cli.cluster", "list, show or measure devices and their links"),
-    "doctor": ("asa.cli.doctor", "what this machine can do, and how to repair what it cannot"),
-    "config": ("asa.cli.config", "show every setting and where its value comes from"),
-    "schema": ("asa.cli.schema", "the JSON Schema of a file that asa writes and reads"),
-    "completion": ("asa.cli.completion", "a script that completes commands in bash, zsh or fish"),
+    "doctor": ("asa.cli.doctor", "check this machine, and say how to repair it"),
+    "config": ("asa.cli.config", "show settings and where they come from"),
+    "schema": ("asa.cli.schema", "print the JSON Schema of a kind of file"),
+    "completion": ("asa.cli.completion", "print completion for bash, zsh or fish"),
 }
 """First word of a command: the module that has it, and its line in the overview."""
 

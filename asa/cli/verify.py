@@ -44,23 +44,23 @@ def run(args: Arguments, console: Console) -> int:
 VERBS = (
     Verb(
         name="verify",
-        help="train five steps under a plan, on one device and in a plain loop, and compare losses, gradients, weights",
+        help="train five steps under a plan and five on one device, and compare losses, gradients and weights",
         run=run,
         options=(
             o.PLAN,
-            o.option(o.DEVICE, help="where to run (default: the plan's kind of device)", default="auto"),
-            Option(name="samples", help="batch to compare on (default: small)", parse=o.count, metavar="N"),
+            o.option(o.DEVICE, help="where to run; auto: as planned", default="auto"),
+            Option(name="samples", help="samples of one batch (default: a few per rank)", parse=o.count, metavar="N"),
             o.SEED,
             Option(
                 name="timeout",
-                help="how long nothing may move before a side is taken for hung (default: 60s)",
+                help="time without progress after which a side counts as hung: 90s, 10m (default: 60s)",
                 parse=o.budget,
                 default=60.0,
                 metavar="T",
             ),
             o.JSON,
         ),
-        details="Exit code 1 where they differ by more than ten times the measured noise floor; a plan that compresses "
-        "gradients is never equivalent, and held to a tolerance instead.",
+        details="Exit code 1 if they differ by more than ten times the measured rounding noise. A plan that compresses "
+        "gradients is never equivalent; it is compared with a tolerance.",
     ),
 )

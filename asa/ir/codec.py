@@ -164,14 +164,30 @@ def dumps(value: Any) -> str:
 
 
 def save(value: Any, path: Path) -> None:
-    """Write the document of ``value`` to ``path``, atomically: readers see the old file or the new one."""
+    """Write the document of ``value`` to ``path``; see :func:`write`.
+
+    Raises:
+        OSError: it cannot be written; names ``path``.
+    """
+    write(dumps(value), path)
+
+
+def write(text: str, path: Path) -> None:
+    """Write ``text`` to ``path``, atomically: readers see the old file or the new one, also where the disk is full.
+
+    Raises:
+        OSError: it cannot be written; names ``path``.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
-        with os.fdopen(handle, "w") as stream:
-            stream.write(dumps(value))
+        with os.fdopen(handle, "w", encoding="utf-8", newline="") as stream:
+            stream.write(text)
         os.chmod(name, 0o644)
         os.replace(name, path)
+    except OSError as error:  # a full disk names no file
+        Path(name).unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
@@ -214,6 +230,11 @@ def parse(text: str, *, source: str) -> dict[str, Any]:
             text, parse_constant=_refuse_constant, parse_float=_finite, parse_int=_whole, object_pairs_hook=_unique
         )
     except (ValueError, RecursionError) as error:
+        if isinstance(error, json.JSONDecodeError) and error.pos >= len(text.rstrip()):
+            size = len(text.encode())
+            raise InvalidInputError(
+                f"{source} is not valid JSON: it ends too early, after {size} bytes; copy or write it again"
+            ) from None
         raise InvalidInputError(f"{source} is not valid JSON: {error}") from None
     if not isinstance(data, dict):
         raise InvalidInputError(f"{source} holds a JSON {type(data).__name__}, not an object")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Sequence
 from pathlib import Path
 
+from asa.ir import codec
 from asa.ir.bench import AccuracyPoint, Bench, BenchResult
 from asa.report.plan import summary
 from asa.report.units import NOTHING, error, percent, rate, seconds, size
@@ -198,8 +200,8 @@ def csv_rows(bench: Bench) -> list[tuple[object, ...]]:
 
 def write_csv(path: Path, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """A CSV file; None becomes an empty field."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as stream:
-        writer = csv.writer(stream, lineterminator="\n")
-        writer.writerow(columns)
-        writer.writerows(rows)
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(rows)
+    codec.write(text.getvalue(), path)

@@ -113,7 +113,7 @@ def versus(found: Difference) -> list[RenderableType]:
         said.append(line(f"{found.other} is {found.remark}"))
     if found.changed:
         count = f"{len(found.changed)} component{'s' if len(found.changed) > 1 else ''}"
-        said.append(line(f"{count} would run otherwise: {', '.join(found.changed)}"))
+        said.append(line(f"{count} would run differently: {', '.join(found.changed)}"))
     return said
 
 

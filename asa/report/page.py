@@ -50,7 +50,7 @@ def write(bench: Bench, folder: Path) -> list[Path]:
         files, svg = draw(chart, folder / "figures")
         paths += files
         drawn.append((chart, svg))
-    page.write_text(html(bench, drawn), encoding="utf-8")
+    codec.write(html(bench, drawn), page)
     return paths
 
 
@@ -168,7 +168,7 @@ def draw(chart: Chart, folder: Path) -> tuple[list[Path], str]:
         figure.savefig(file, format="svg", bbox_inches="tight", metadata={"Date": None})
         svg = titled(file.getvalue(), values)
         paths = [folder / f"{chart.name}.{kind}" for kind in ("svg", "pdf", "png", "csv")]
-        paths[0].write_text(svg, encoding="utf-8")
+        codec.write(svg, paths[0])
         figure.savefig(paths[1], format="pdf", bbox_inches="tight", metadata={"CreationDate": None})
         figure.savefig(paths[2], format="png", bbox_inches="tight", dpi=150)
     words.write_csv(paths[3], chart.columns, chart.rows)

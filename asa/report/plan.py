@@ -160,8 +160,8 @@ def _folded(plan: Plan, more: int) -> list[RenderableType]:
     for what, names in (
         (KEPT_OUT, [b.name for b in run if b.why_not == KEPT_OUT]),
         ("too large", [b.name for b in run if not b.fits and b.step_time_s is not None and b.why_not != KEPT_OUT]),
-        ("not to be had here", [b.name for b in run if not b.fits and b.step_time_s is None]),
-        ("only where asked for", [b.name for b in plan.baselines if _only_asked(b)]),
+        ("not possible here", [b.name for b in run if not b.fits and b.step_time_s is None]),
+        ("only on request", [b.name for b in plan.baselines if _only_asked(b)]),
     ):
         rest = f" and {len(names) - _NAMES} others" if len(names) > _NAMES else ""
         said += [f"{what}: {', '.join(names[:_NAMES])}{rest}"] if names else []

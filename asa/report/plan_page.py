@@ -28,7 +28,7 @@ def write(
     codec.save(plan, folder / "plan.json")
     drawn = [(c, page.draw(c, folder / "figures")[1]) for c in charts(plan, found, other, curves)]
     path = folder / "report.html"
-    path.write_text(html(plan, drawn), encoding="utf-8")
+    codec.write(html(plan, drawn), path)
     return path
 
 

@@ -7,6 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from asa.ir import codec
 from asa.ir.plan import Plan
 from asa.report import drawing, page, plan_drawing, plan_page
 from asa.report.charts import Chart
@@ -21,7 +22,7 @@ def write(found: Story, events: Iterable[Mapping[str, Any]], folder: Path, plan:
     """``report.html`` with ``figures/`` beside it in ``folder``; returns the page's path."""
     drawn = [(c, page.draw(c, folder / "figures")[1]) for c in charts(list(events), plan)]
     path = folder / "report.html"
-    path.write_text(html(found, drawn, folder.name), encoding="utf-8")
+    codec.write(html(found, drawn, folder.name), path)
     return path
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from asa.ir import codec
 from asa.ir.study import Study
 from asa.report import study as words
 from asa.report import study_figures as figures
@@ -16,6 +17,6 @@ def write(study: Study, folder: Path) -> list[Path]:
     those that are read, and the page."""
     rows = figures.of(study)
     write_csv(folder / "study.csv", figures.COLUMNS, [figures.plain(f) for f in rows])
-    (folder / "study.md").write_text(words.markdown(study, rows), encoding="utf-8")
-    (folder / "study.tex").write_text(words.latex(study, rows), encoding="utf-8")
+    codec.write(words.markdown(study, rows), folder / "study.md")
+    codec.write(words.latex(study, rows), folder / "study.tex")
     return [folder / "study.csv", folder / "study.md", folder / "study.tex", *study_page.write(study, folder)]

@@ -6,6 +6,7 @@ from dataclasses import replace
 from html import escape
 from pathlib import Path
 
+from asa.ir import codec
 from asa.ir.study import Study
 from asa.report import drawing, page
 from asa.report import study as words
@@ -20,7 +21,7 @@ def write(study: Study, folder: Path) -> list[Path]:
     rows = figures.of(study)
     drawn = [(chart, page.draw(chart, folder / "figures")[1]) for chart in charts(rows) if chart.rows]
     path = folder / "report.html"
-    path.write_text(html(study, rows, drawn), encoding="utf-8")
+    codec.write(html(study, rows, drawn), path)
     return [path]
 
 

@@ -9,14 +9,15 @@ from rich.console import RenderableType
 
 from asa.ir.measurements import EpochRecord
 from asa.report.tables import folded, table
-from asa.report.units import error, percent, rate, seconds, size
+from asa.report.units import NOTHING, error, percent, rate, seconds, size
 
 
 def epoch_line(record: EpochRecord, *, trained: bool = True) -> str:
     """One epoch: loss, accuracy, speed; below it the slowest rank, and the scheduler's words on predicted against
     measured."""
     learnt = (
-        f"loss {record.train_loss:.3f}, validation {record.validation_loss:.3f} ({percent(record.validation_accuracy)})"
+        f"loss {record.train_loss:.3f}, validation loss {record.validation_loss:.3f}, "
+        f"accuracy {percent(record.validation_accuracy)}"
         if trained
         else "emulated, nothing trained"
     )
@@ -82,12 +83,26 @@ def epochs(records: Sequence[EpochRecord]) -> RenderableType:
     return made
 
 
+def _said(predicted: float | None, measured: float | None) -> str:
+    """The error of a prediction in words.
+
+    >>> _said(1.1, 1.0), _said(0.5, 1.0), _said(None, 1.0)
+    ('10.0 % too high', '50.0 % too low', 'no comparison')
+    """
+    text = error(predicted, measured)
+    if text == NOTHING:
+        return "no comparison"
+    if text[1:] == "0.0 %":
+        return "as predicted"
+    return f"{text[1:]} too {'high' if text[0] == '+' else 'low'}"
+
+
 def summary(found: Mapping[str, Any]) -> list[str]:
     """What the run made of the plan's prediction (``summary`` of ``result.json``): step, memory per rank, waiting."""
     step, memory = found["step_time_s"], found["memory_bytes_per_rank"]
     lines = [
         f"step: predicted {seconds(step['predicted'])}, measured {seconds(step['measured'])} "
-        f"({error(step['predicted'], step['measured'])}, {step['n']} steps); "
+        f"({_said(step['predicted'], step['measured'])}, {step['n']} steps); "
         f"{percent(found['data_wait_share'])} of the time waiting for data"
     ]
     predicted, measured = memory["predicted"], memory["measured"]
@@ -96,7 +111,7 @@ def summary(found: Mapping[str, Any]) -> list[str]:
     pairs = [(p, m) for p, m in zip(predicted, measured, strict=True)]
     ranks: dict[tuple[str, str, str], list[int]] = {}
     for rank, (p, m) in enumerate(pairs):
-        ranks.setdefault((size(p), size(m), error(p, m)), []).append(rank)
+        ranks.setdefault((size(p), size(m), _said(p, m)), []).append(rank)
     for (p, m, off), who in ranks.items():
         lines.append(f"memory of rank {', '.join(map(str, who))}: predicted {p}, measured {m} ({off})")
     return lines

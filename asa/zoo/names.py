@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import sys
 from difflib import get_close_matches
@@ -78,6 +79,27 @@ def check_size(spec: str) -> None:
         )
 
 
+AIMS = {
+    "loss": ("cross_entropy", "mse", "bce"),
+    "metric": ("accuracy", "top5"),
+    "schedule": ("cosine", "linear", "constant", "step"),
+}
+"""What training goes by, and the names it may have."""
+
+
+def check_aim(what: str, spec: str) -> None:
+    """Whether there may be a ``what`` (a key of :data:`AIMS`) called ``spec``, without importing it.
+
+    Raises:
+        UsageError: there is no such name and no such module.
+    """
+    if spec in AIMS[what]:
+        return
+    if ":" not in spec:
+        raise UsageError(f"no {what} is called {spec!r}; there are {', '.join(AIMS[what])} and package.module:factory")
+    check_module(spec, spec.partition(":")[0], what)
+
+
 def check_kind(spec: str, tokens: bool) -> None:
     """Refuse tokens for a model that reads images, and the other way round, where the name says which it is.
 
@@ -100,23 +122,25 @@ def check_installed(package: str, spec: str) -> None:
         raise UnavailableError(f"model {spec!r} needs the package {package}: pip install {package}")
 
 
-def check_module(spec: str, name: str) -> None:
+def check_module(spec: str, name: str, what: str = "model") -> None:
     """Whether there is a module to import for ``package.module:factory``, and the factory in its source.
+
+    ``what`` it is to make, for the message.
 
     Raises:
         UsageError: there is none, or ``spec`` is not of that form.
     """
     if name.endswith(".py") or "/" in name:
         module = name.removesuffix(".py").strip("./").replace("/", ".")
-        raise UsageError(f"model {spec!r} names a file; name its module: {module}:{spec.partition(':')[2]}")
+        raise UsageError(f"{what} {spec!r} names a file; name its module: {module}:{spec.partition(':')[2]}")
     if not all(part.isidentifier() for part in spec.replace(":", ".", 1).split(".")):
-        raise UsageError(f"model {spec!r} is not of the form package.module:factory")
+        raise UsageError(f"{what} {spec!r} is not of the form package.module:factory")
     first = name.partition(".")[0]
     here = Path.cwd()
     found = first in sys.modules or (here / first).is_dir() or any(here.glob(f"{first}.*"))
     if not found and importlib.util.find_spec(first) is None:
-        raise UsageError(f"model {spec!r}: no module {name!r} to import from here or the installed packages")
-    check_defined(spec, name, spec.partition(":")[2])
+        raise UsageError(f"{what} {spec!r}: no module {name!r} to import from here or the installed packages")
+    check_defined(spec, name, spec.partition(":")[2], what)
 
 
 def unknown(spec: str, known: frozenset[str]) -> NoReturn:
@@ -130,6 +154,9 @@ def unknown(spec: str, known: frozenset[str]) -> NoReturn:
     if not near and ("-" in spec or "/" in spec):  # as the Hugging Face hub calls its models
         near = [f"hf:{spec}", *(own for own in OWN if own in wanted)]
     hint = f"; did you mean {', '.join(near)}?" if near else "; `package.module:factory` names one of your own"
+    if os.path.lexists(spec):
+        what = "a directory" if os.path.isdir(spec) else "a link that leads nowhere"
+        hint = f", and {spec} is {what}, not a file"
     raise UsageError(f"no model is called {spec!r}{hint}")
 
 

@@ -15,7 +15,7 @@ _OPAQUE = frozenset({"globals", "setattr", "exec", "eval", "__getattr__", "modul
 """Words of a source that may define names nobody can read there."""
 
 
-def check_defined(spec: str, module: str, attribute: str) -> None:
+def check_defined(spec: str, module: str, attribute: str, what: str = "model") -> None:
     """Refuse ``package.module:factory`` where the source says that there is no such module or name.
 
     Raises:
@@ -30,7 +30,7 @@ def check_defined(spec: str, module: str, attribute: str) -> None:
             return
         places = [found for place in places for found in _inside(place, part)]
         if not places:
-            raise UsageError(f"model {spec!r}: no module {module!r} to import from here or the installed packages")
+            raise UsageError(f"{what} {spec!r}: no module {module!r} to import from here or the installed packages")
     sources = [place / "__init__.py" if place.is_dir() else place for place in places]
     # Several places of one name, or an extension module: the import decides.
     if len(sources) != 1 or sources[0].suffix != ".py":
@@ -39,7 +39,7 @@ def check_defined(spec: str, module: str, attribute: str) -> None:
     if known is not None and name not in known and not any(_inside(place, name) for place in places):
         near = get_close_matches(name, [n for n in known if not n.startswith("_")], n=3)
         hint = f"; did you mean {', '.join(near)}?" if near else ""
-        raise UsageError(f"model {spec!r}: {module} has no {attribute!r}{hint}")
+        raise UsageError(f"{what} {spec!r}: {module} has no {attribute!r}{hint}")
 
 
 def _installed(package: str) -> list[Path]:
