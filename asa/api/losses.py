@@ -7,6 +7,7 @@ divides by that of all. Its node in autograd's graph says both, wherever the los
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
 _MARK = "asa"
 _MOST_NODES, _MOST_TERMS = 2048, 8
-"""Nodes below a loss that are looked at, and terms that are looked for."""
-_MEAN = 1
+"""Nodes below a loss that are looked at where its model is found among them, and terms that are looked for."""
+_MEANS, _MEAN = ("NllLossBackward0", "NllLoss2DBackward0"), 1
 
 
 class Terms:
@@ -110,13 +111,13 @@ def mark(output: Tensor, placed: PlacedModel) -> None:
 def found_below(roots: Iterable[Tensor]) -> tuple[PlacedModel | None, list[Any], int]:
     """The model that ``roots`` come of, None where they come of none that was placed; and the nodes of ``nll_loss`` and
     ``cross_entropy`` on the way to it, if they take a mean, in one order; and a number for the form of the graph."""
-    pending = [r.grad_fn for r in roots if isinstance(r, Tensor) and r.grad_fn is not None]
+    pending = deque(r.grad_fn for r in roots if isinstance(r, Tensor) and r.grad_fn is not None)
     seen: set[Any] = set()
     model: PlacedModel | None = None
     terms: list[Any] = []
     names: list[str] = []
-    while pending and len(seen) < _MOST_NODES:
-        node: Any = pending.pop(0)
+    while pending and (len(seen) < _MOST_NODES or model is None):
+        node: Any = pending.popleft()
         if node is None or node in seen:
             continue
         seen.add(node)
@@ -126,9 +127,9 @@ def found_below(roots: Iterable[Tensor]) -> tuple[PlacedModel | None, list[Any],
             if not marked[1]:
                 continue
         names.append(node.name())
-        if names[-1].startswith("NllLoss") and node._saved_reduction == _MEAN:
+        if names[-1] in _MEANS and node._saved_reduction == _MEAN:
             terms.append(node)
-        pending += [following for following, _ in node.next_functions]
+        pending.extend(following for following, _ in node.next_functions)
     return model, terms, hash(tuple(names))
 
 
@@ -140,6 +141,19 @@ def _weight(node: Any) -> float:
 def _odd(node: Any, rows: int) -> bool:
     targets = node._saved_target
     return node._saved_weight is not None or targets.numel() != rows or _weight(node) != targets.numel()
+
+
+def _other_batches(placed: PlacedModel) -> None:
+    """Have gradients averaged that come of a batch in evaluation that is none of the loader's; say once how."""
+    if placed.parallel is not None:
+        placed.parallel.reduction.begin()
+    if not placed.told_of_others and placed.place.ranks > 1:
+        placed.__dict__["told_of_others"] = True
+        warnings.warn(
+            "gradients are taken in evaluation of other samples than the loader yielded last: the mean of every rank "
+            "counts alike, however many samples it is of, and whether the loss is a mean over samples was not checked",
+            stacklevel=4,
+        )
 
 
 _heard: list[Any] = []
@@ -164,7 +178,11 @@ def listen(placed: PlacedModel) -> None:
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         with torch._C.DisableTorchFunctionSubclass():
             found, nodes, graph = found_below(roots)
-        if found is None or found.terms is None or not found.training:
+        if found is None or found.terms is None:
+            theirs(tensors, *args, **options)
+            return
+        if not found.learned:
+            _other_batches(found)
             theirs(tensors, *args, **options)
             return
         with nullcontext() if found.pace is None else found.pace.together(BACKWARD):
