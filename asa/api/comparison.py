@@ -57,9 +57,7 @@ class Comparison:
     def _prepare(self) -> str:
         tape, votes = self._tape, self._votes
         device = self._loss.device
-        reason = tape.strange
-        if not reason and tape.places.get(id(self._loss)) is None:
-            reason = "part of it is computed where it cannot be followed"
+        reason = tape.why_not(self._loss)
         if any(leaf._version != v for leaf, v in zip(tape.leaves, tape.versions, strict=True)):
             reason = "what it is computed from is changed in place"
         if any(o._version != v for o, v in zip(tape.outputs, tape.changed, strict=True)):

@@ -80,11 +80,11 @@ class Terms:
             if total > 0 and weight:
                 factor = mine[1 + i] * self._votes.num_ranks / (total * weight)
                 # With no target of its own a rank's mean is 0/0; its share of the whole batch's is nothing.
-                handles.append(node.register_prehook(_times(factor)))
+                handles += [n.register_prehook(_times(factor)) for n in (node, *_smoothing(node))]
         if not all(mine[1 : 1 + len(nodes)]) and weight:
             for node, own in zip(nodes, mine[1:], strict=False):
                 if not own:
-                    handles.append(node.register_hook(_nothing))
+                    handles += [n.register_hook(_nothing) for n in (node, *_smoothing(node))]
 
         def after() -> None:
             for handle in handles:
@@ -99,6 +99,24 @@ def _times(factor: float) -> Callable[[Any], Any]:
 
 def _nothing(inputs: Any, _outputs: Any) -> Any:
     return tuple(None if g is None else torch.zeros_like(g) for g in inputs)
+
+
+_SMOOTHED = ("DivBackward0", "SumBackward0", "MaskedFillBackward0", "NegBackward0", "SumBackward1")
+_BESIDE = "asa_beside"
+
+
+def _smoothing(node: Any) -> list[Any]:
+    """The quotients that label smoothing adds to a cross-entropy, and that are divided by what it is divided by."""
+    return [n for n in node.metadata.get(_BESIDE, ()) if float(n._saved_other) == _weight(node)]
+
+
+def _smoothed(node: Any) -> Any:
+    """The logarithms of the softmax whose mean over classes ``node`` is that of label smoothing; None if it is none."""
+    for name in _SMOOTHED:
+        if node is None or node.name() != name:
+            return None
+        node = node.next_functions[0][0]
+    return node.next_functions[0][0] if node is not None and node.name() == "MulBackward0" else node
 
 
 def mark(output: Tensor, placed: PlacedModel) -> None:
@@ -116,6 +134,7 @@ def found_below(roots: Iterable[Tensor]) -> tuple[PlacedModel | None, list[Any],
     model: PlacedModel | None = None
     terms: list[Any] = []
     names: list[str] = []
+    beside: dict[Any, list[Any]] = {}
     while pending and (len(seen) < _MOST_NODES or model is None):
         node: Any = pending.popleft()
         if node is None or node in seen:
@@ -129,7 +148,11 @@ def found_below(roots: Iterable[Tensor]) -> tuple[PlacedModel | None, list[Any],
         names.append(node.name())
         if names[-1] in _MEANS and node._saved_reduction == _MEAN:
             terms.append(node)
+        elif names[-1] == _SMOOTHED[0] and (of := _smoothed(node)) is not None:
+            beside.setdefault(of, []).append(node)
         pending.extend(following for following, _ in node.next_functions)
+    for term in terms if beside else ():
+        term.metadata[_BESIDE] = beside.get(term.next_functions[0][0], [])
     return model, terms, hash(tuple(names))
 
 

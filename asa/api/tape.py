@@ -106,13 +106,17 @@ class Tape:
 
     def form(self, loss: Tensor) -> str:
         """What ``loss`` is computed by, without numbers and sizes; empty where that is not known."""
-        if self.strange or id(loss) not in self.places:
+        if self.why_not(loss):
             return ""
-        needed, places = self.needed([loss])
-        if places & self.apart:
-            self.strange = "it is computed sample by sample"
-            return ""
-        return repr([getattr(o[0], "__name__", str(o[0])) for o in needed])
+        return repr([getattr(o[0], "__name__", str(o[0])) for o in self.needed([loss])[0]])
+
+    def why_not(self, loss: Tensor) -> str:
+        """Why it is not known what ``loss`` is computed by; empty where it is."""
+        if not self.strange and id(loss) not in self.places:
+            return "part of it is computed where it cannot be followed"
+        if not self.strange and self.apart and self.needed([loss])[1] & self.apart:
+            return "it is computed sample by sample"
+        return self.strange
 
     def needed(self, tensors: Iterable[Tensor]) -> tuple[list[tuple[Callable[..., Any], Any, Any, Any]], set[int]]:
         """The operations that ``tensors`` come of, in order, and the places of all that goes into them."""

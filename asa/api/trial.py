@@ -136,6 +136,7 @@ class Trial:
             self._hooks = True
             warnings.warn(f"an output of the model has a hook on its gradient, {_SEES_ITS_OWN}", stacklevel=5)
         form = "" if tape is None or strange else tape.form(loss)
+        why = strange or ("" if self._tape is None else self._tape.strange) if tape is None else tape.why_not(loss)
         form, self.trusted = form or (_TRUSTED if self.trusted else ""), False
         number = float(zlib.crc32(form.encode())) if form else 0.0
         at = -1.0 if placed.share is None else float(placed.share.first)
@@ -155,7 +156,6 @@ class Trial:
         if not new or form == _TRUSTED or tape is None or len(set(forms)) > 1 or not form:
             backward()
             if new and set(forms) != {float(zlib.crc32(_TRUSTED.encode()))}:
-                why = strange or ("" if self._tape is None else self._tape.strange)
                 unlike = "ranks compute it in different ways" if all(forms) and len(set(forms)) > 1 else ""
                 self._tell(Difference(unknown=why or unlike or "it cannot be followed"), loss.dtype, placed)
         else:
@@ -226,13 +226,14 @@ def tolerance(dtype: torch.dtype) -> float:
 def told(found: Difference, dtype: torch.dtype) -> list[str]:
     """What differs, in a line each; nothing where it is the same."""
     said = []
-    if found.own is not None:
+    differs = found.gradients > tolerance(dtype)
+    if found.own is not None and not (differs and found.own.is_integer()):  # a count of samples is named below
         said.append(
             f"a number that differs between ranks ({found.own:.6g} on rank 0) goes into the loss or the inputs: one "
             "that was taken out of torch (.item()) is of a rank's own samples, and one that is drawn is a rank's own; "
             "asa.reduce makes it that of the batch"
         )
-    if found.repeated or (found.stepped and found.gradients > tolerance(dtype)):
+    if found.repeated or (found.stepped and differs):
         said.append(
             "a tensor with a row for each sample is made beside the batch, by the sample's place in it, and is the "
             "same on all ranks: one device has one for the whole batch; make it in the loader's collate_fn"
@@ -242,7 +243,7 @@ def told(found: Difference, dtype: torch.dtype) -> list[str]:
             f"what the model is given differs by {found.inputs:.1%} from what one device would give it: it is made of "
             "other samples of the batch, or drawn, and each rank has its own; make it in the loader's collate_fn"
         )
-    elif found.gradients > tolerance(dtype):
+    elif differs:
         sizes = (abs(found.loss_whole), abs(found.loss_parts), 1e-30)
         loss = abs(found.loss_whole - found.loss_parts) / max(sizes)
         said.append(
