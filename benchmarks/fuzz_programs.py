@@ -454,8 +454,8 @@ def main() -> None:
     numbers = [args.only] if args.only is not None else range(args.first, args.first + args.count)
     verdicts: Counter[str] = Counter()
     rows = []
-    for first in range(0, len(numbers), 25):
-        draws = [drawn(args.seed, number, args.ranks) for number in numbers[first : first + 25]]
+    for first in range(0, len(numbers), 10):
+        draws = [drawn(args.seed, number, args.ranks) for number in numbers[first : first + 10]]
         for draw, found in zip(draws, judged_all(draws, args.ranks), strict=True):
             verdicts[found["verdict"]] += 1
             rows.append({"seed": args.seed, "ranks": args.ranks, **asdict(draw), **found})

@@ -17,6 +17,8 @@ from asa.executor.model.votes import Votes
 _TAKEN = "it is computed with tensors that are made of what was taken out of torch (numpy(), tolist())"
 _ARITHMETIC = {f"{before}{name}{after}" for name in ("mul", "add", "sub", "div", "truediv", "floordiv", "pow", "mod")
                for before, after in (("", ""), ("__", "__"), ("__r", "__"), ("__i", "__"), ("", "_"))}  # fmt: skip
+_SURELY = 1e-3
+"""By how much two readings are to be apart to be two."""
 _ROUNDING = 1e-10
 """By how much a reading is to be nearer than one that is preferred."""
 
@@ -48,7 +50,7 @@ class Comparison:
         self._votes, self._tape, self._loss, self._weight = votes, tape, loss, weight
         self._seen: dict[int, Tensor] = {}
         self._wholes: list[tuple[dict[int, Tensor], bool, bool]] = []
-        self._repeated = self._stepped = False
+        self._repeated = self._stepped = self._counts = False
         self._doubt = ""
         self._apart_by: float | None = None
         """What a tensor that has no rows, and is another on every rank, is on rank 0."""
@@ -151,18 +153,20 @@ class Comparison:
         """The first number that the program computes with and that is another on some rank (collective).
         ``whole_ones``: whether whole numbers count, which may be those of a rank's samples."""
         kinds = (float, int) if whole_ones else (float,)
-        numbers = [
+        every = [
             n
             for function, args, options, _ in self._tape.needed([self._loss, *self._tape.given])[0]
             for n in pytree.tree_leaves((args, options))
-            if type(n) in kinds and (type(n) is float or getattr(function, "__name__", "") in _ARITHMETIC)
+            if type(n) is float or (type(n) is int and getattr(function, "__name__", "") in _ARITHMETIC)
         ]
+        self._counts = self._tape.rows in (n for n in every if type(n) is int)
+        numbers = [n for n in every if type(n) in kinds]
         if len({v[0] for v in self._votes.gather([float(zlib.crc32(repr(numbers).encode()))])}) == 1:
             return None
-        every = self._votes.exchange([repr(n) for n in numbers])
-        apart = (i for i, each in enumerate(zip(*every, strict=False)) if len(set(each)) > 1)
+        by_rank = self._votes.exchange([repr(n) for n in numbers])
+        apart = (i for i, each in enumerate(zip(*by_rank, strict=False)) if len(set(each)) > 1)
         at = next(apart, None)
-        return None if at is None else float(every[0][at])
+        return None if at is None else float(by_rank[0][at])
 
     def grown(self) -> list[Callable[[int], int]]:
         """What whole numbers in a program may mean: themselves, this rank's samples, or so many times those."""
@@ -176,7 +180,7 @@ class Comparison:
             lambda n: n // mine * total if n in numbers and n % mine == 0 else n,
         ]
 
-    def whole(self) -> list[tuple[float, list[Tensor], list[tuple[Tensor, Tensor]], bool, bool]]:
+    def whole(self) -> list[tuple[float, list[Tensor], list[tuple[Tensor, Tensor]], bool, bool, int]]:
         """The loss of the whole batch, the gradients of this rank's rows of the outputs, and its rows of what the model
         would be given beside what it was given: by every reading of the program that runs; and whether that takes
         tensors that differ between ranks for what they are here."""
@@ -194,7 +198,7 @@ class Comparison:
             return whole[first * per : (first + counted) * per]
 
         for values, own_ones, repeated in self._wholes:
-            for number in self.grown():
+            for grown, number in enumerate(self.grown()):
                 held = {k: v.clone() for k, v in values.items()}
                 outputs = []
                 for o in tape.outputs:
@@ -217,7 +221,7 @@ class Comparison:
                         plain = t.detach().as_subclass(Tensor)
                         pairs.append((mine(there.detach()), plain if counted else plain[:0]))
                 rows = [mine(torch.zeros_like(e) if g is None else g) for e, g in zip(outputs, gradients, strict=True)]
-                found.append((float(done[at].detach().sum()), rows, pairs, own_ones, repeated))
+                found.append((float(done[at].detach().sum()), rows, pairs, own_ones, repeated, grown))
         return found
 
     def difference(self, received: list[Tensor | None]) -> Difference:
@@ -232,7 +236,9 @@ class Comparison:
         count = int(min(v[0] for v in votes.gather([float(len(readings))])))
         if not count:
             return Difference(unknown="it cannot be done again with a whole batch")
-        for value, rows, pairs, own_ones, repeated in readings[:count]:
+        by_grown: dict[int, float] = {}
+        taken = 0
+        for value, rows, pairs, own_ones, repeated, grown in readings[:count]:
             gradients = [
                 (torch.zeros_like(want) if got is None or not share else got.detach().to(want) * share, want)
                 for got, want in zip(received, rows, strict=True)
@@ -243,9 +249,15 @@ class Comparison:
                 own=self._apart_by if own_ones and self._own is None else self._own,
                 repeated=repeated,
             )  # fmt: skip
+            by_grown[grown] = min(found.gradients, by_grown.get(grown, found.gradients))
             if best is None or max(found.gradients, found.inputs) < max(best.gradients, best.inputs) - _ROUNDING:
-                best = found
+                best, taken = found, grown
         assert best is not None
+        if self._counts and taken == 0 and by_grown.get(1, 0.0) > best.gradients + _SURELY:
+            self._doubt = self._doubt or (
+                f"it is computed with the number {self._tape.rows}, which is also that of this rank's samples, of "
+                "which one device has more"
+            )
         return replace(best, stepped=self._stepped, doubt=self._doubt)
 
     def _apart(self, pairs: list[tuple[Tensor, Tensor]]) -> float:

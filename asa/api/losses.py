@@ -10,6 +10,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from math import isclose
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -107,7 +108,7 @@ _BESIDE = "asa_beside"
 
 def _smoothing(node: Any) -> list[Any]:
     """The quotients that label smoothing adds to a cross-entropy, and that are divided by what it is divided by."""
-    return [n for n in node.metadata.get(_BESIDE, ()) if float(n._saved_other) == _weight(node)]
+    return [n for n in node.metadata.get(_BESIDE, ()) if isclose(float(n._saved_other), _weight(node), rel_tol=1e-5)]
 
 
 def _smoothed(node: Any) -> Any:
