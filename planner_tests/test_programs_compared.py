@@ -152,7 +152,7 @@ SAID: dict[str, tuple[Loop, str]] = {
     ),
     "times its samples": (_loop(lambda n, _, x, y: F.cross_entropy(n(x), y) * len(y), 1), "also that of this rank's"),
     "a long graph": (
-        _loop(lambda n, _, x, y: F.cross_entropy(reduce(lambda z, _: z + 0.001, range(2500), n(x)), y, reduction="sum"), 1),
+        _loop(lambda n, _, x, y: F.nll_loss(reduce(lambda z, _: z + 0.001, range(2500), n(x)), y, reduction="sum"), 1),
         "no mean over samples",
     ),
     "a penalty on the mean's gradient": (_loop(lambda n, _, x, y: _penalised(n, x, y), 1), "not checked"),

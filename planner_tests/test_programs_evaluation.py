@@ -25,7 +25,7 @@ def _weighted(net: Any, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _in_evaluation(net: Any, opt: Any, batches: Any) -> State:
-    """All of it, in batches of six, the last of five; its loss counts by its targets."""
+    """All of it, in batches of five, the last of two; its loss counts by its targets."""
     net.eval()
     for _ in range(2):
         for x, y in batches:
@@ -51,7 +51,7 @@ def _turned_between(net: Any, opt: Any, batches: Any) -> State:
 
 @pytest.mark.parametrize("loop", [_in_evaluation, _turned_between])
 def test_training_in_evaluation_mode_is_that_of_one_process(loop: Any) -> None:
-    program = Program(model=_net, x=numbers(17, 5), y=classes(17, 3), batch=6, loop=loop)
+    program = Program(model=_net, x=numbers(17, 5), y=classes(17, 3), batch=5, loop=loop)
     wanted = program.alone()
     for plan, states in program.spread(["ddp", "fsdp", "tensor", "mixed", "zero1"]).items():
         for state in states:

@@ -293,9 +293,10 @@ class PlacedModel(nn.Module):
         """
         share = self.share
         ranks = self.place.ranks
-        if share is not None and self.learns and len(share.rows) == rows:
+        all_have_all = share is not None and rows == share.total > 1 and ranks > 1 and not self._independent
+        if share is not None and self.learns and len(share.rows) == rows and (self.training or not all_have_all):
             # Of a small batch some compute a sample that is another's, and does not count.
-            if rows == share.total > 1 and ranks > 1 and not self._independent:
+            if all_have_all:
                 raise UsageError(
                     f"a batch of {rows} samples leaves a rank fewer than two, and BatchNorm trains on two or more: use "
                     "drop_last=True, or batch_norm='exact'"

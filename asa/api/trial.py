@@ -200,7 +200,7 @@ class Trial:
             say(placed.place, f"whether the loss is a mean over samples was not checked: {why}")
         for line in lines:
             warnings.warn(line, stacklevel=6)
-        return bool(lines or why)
+        return bool(lines or found.unknown)
 
 
 _SEES_ITS_OWN = (
