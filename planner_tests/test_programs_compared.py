@@ -207,3 +207,20 @@ def test_what_sees_other_samples_is_named_and_nothing_else_is() -> None:
                 assert len(lines) == 1, (name, lines)
         for name, lines in zip(QUIET, rank[len(SAID) :], strict=True):
             assert not lines, (name, lines)
+
+
+def _looked_again(_rank: int, plan: Any) -> int:
+    """Times that looking at the losses of the usual loop began again, in 30 batches."""
+    program = Program(
+        model=_program(QUIET["indexed by place"]).model, x=numbers(60, 5), y=classes(60, 3), batch=2, loop=lambda *_: {}
+    )  # fmt: skip
+    net, opt, batches = asa.parallelize(*program.made(), plan=plan)
+    _loop(lambda n, _, x, y: F.cross_entropy(n(x), y), 1)(net, opt, batches)
+    net.close()
+    assert net.trial is not None
+    return net.trial._asked
+
+
+def test_a_loss_that_is_no_longer_looked_at_is_no_other_loss() -> None:
+    plan = _program(QUIET["indexed by place"]).plan("ddp")
+    assert run_ranks(2, _looked_again, plan, threads=1, timeout_s=60) == [0, 0]

@@ -84,6 +84,7 @@ RIGHT: dict[str, Loss] = {
     "nll": lambda m, x, y: F.nll_loss(m(x[:, 0]).log_softmax(1), y[:, 0].clamp(0), weight=WEIGHTS),
     "plain": lambda m, x, y: F.mse_loss(m(x[:, 0]), smooth(y)),
     "a mean by hand": lambda m, x, y: (m(x[:, 0]) - smooth(y)).square().sum(1).sum() / len(x),
+    "times one by its samples": lambda m, x, y: (m(x[:, 0]) - smooth(y)).square().sum() * (1 / len(x)),
     "summed pixels": lambda m, x, y: (m(x) ** 2).sum(dim=(1, 2)).mean() / 3,
     "binary": lambda m, x, y: F.binary_cross_entropy_with_logits(m(x[:, 0]), smooth(y), pos_weight=WEIGHTS),
     "summed over a count": averaged,

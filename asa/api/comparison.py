@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -79,7 +80,7 @@ class Comparison:
         if len({f[1] for f in found}) > 1:
             return "ranks compute it in different ways"
         rows = [int(f[3]) for f in found]
-        self._own = self._own_number(whole_ones=len({f[2] for f in found}) == 1)
+        self._own = self._own_number([f[2] for f in found])
         taken = any(f[4] for f in found)
         fixed: dict[int, Tensor] = {}
         alike: dict[int, Tensor] = {}
@@ -149,10 +150,10 @@ class Comparison:
         self._repeated = True
         return None
 
-    def _own_number(self, *, whole_ones: bool) -> float | None:
-        """The first number that the program computes with and that is another on some rank (collective).
-        ``whole_ones``: whether whole numbers count, which may be those of a rank's samples."""
-        kinds = (float, int) if whole_ones else (float,)
+    def _own_number(self, rows: list[float]) -> float | None:
+        """The first number that the program computes with and that is another on some rank (collective). ``rows``: of
+        every rank; where they are not the same, whole numbers and one by them may be."""
+        kinds = (float, int) if len(set(rows)) == 1 else (float,)
         every = [
             n
             for function, args, options, _ in self._tape.needed([self._loss, *self._tape.given])[0]
@@ -164,20 +165,21 @@ class Comparison:
         if len({v[0] for v in self._votes.gather([float(zlib.crc32(repr(numbers).encode()))])}) == 1:
             return None
         by_rank = self._votes.exchange([repr(n) for n in numbers])
-        apart = (i for i, each in enumerate(zip(*by_rank, strict=False)) if len(set(each)) > 1)
+        parts = [repr(1 / r) for r in rows]
+        apart = (i for i, n in enumerate(zip(*by_rank, strict=False)) if len(set(n)) > 1 and list(n) != parts)
         at = next(apart, None)
         return None if at is None else float(by_rank[0][at])
 
-    def grown(self) -> list[Callable[[int], int]]:
-        """What whole numbers in a program may mean: themselves, this rank's samples, or so many times those."""
+    def grown(self) -> list[Callable[[Any], Any]]:
+        """What numbers in a program may mean: themselves, this rank's samples, one by those, or so many times those."""
         mine, total = self._tape.rows, sum(self._rows)
         tensors = [t for t in self._tape.kept if isinstance(t, Tensor) and t.dim()]
         sizes, numbers = {int(t.shape[0]) for t in tensors}, {t.numel() for t in tensors}
         return [
             lambda n: n,
-            lambda n: total if n == mine else n,
-            lambda n: n // mine * total if n in sizes and n % mine == 0 else n,
-            lambda n: n // mine * total if n in numbers and n % mine == 0 else n,
+            lambda n: total if n == mine else 1 / total if type(n) is float and n == 1 / mine else n,
+            lambda n: n // mine * total if type(n) is int and n in sizes and n % mine == 0 else n,
+            lambda n: n // mine * total if type(n) is int and n in numbers and n % mine == 0 else n,
         ]
 
     def whole(self) -> list[tuple[float, list[Tensor], list[tuple[Tensor, Tensor]], bool, bool, int]]:

@@ -103,7 +103,8 @@ def _nothing(inputs: Any, _outputs: Any) -> Any:
 
 
 _SMOOTHED = ("DivBackward0", "SumBackward0", "MaskedFillBackward0", "NegBackward0", "SumBackward1")
-_BESIDE = "asa_beside"
+_BESIDE, _FOLLOWED = "asa_beside", "AliasBackward0"
+"""In a node's metadata: what is beside it; and what following a tensor (:mod:`asa.api.tape`) adds to a graph."""
 
 
 def _smoothing(node: Any) -> list[Any]:
@@ -154,7 +155,7 @@ def found_below(roots: Iterable[Tensor]) -> tuple[PlacedModel | None, list[Any],
         pending.extend(following for following, _ in node.next_functions)
     for term in terms if beside else ():
         term.metadata[_BESIDE] = beside.get(term.next_functions[0][0], [])
-    return model, terms, hash(tuple(names))
+    return model, terms, hash(tuple(n for n in names if n != _FOLLOWED))
 
 
 def _weight(node: Any) -> float:

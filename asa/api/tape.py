@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 MOST_BYTES = 1 << 28
@@ -142,6 +142,9 @@ class Tape:
             if not isinstance(leaf, Tensor):
                 return leaf
             same = next((g for g in given if g is leaf), None)
+            if same is None and not isinstance(leaf, Watched) and type(leaf) not in (Tensor, nn.Parameter):
+                self.strange = f"part of it is a {type(leaf).__name__}, which cannot be followed"
+                return leaf
             if same is None:
                 same = leaf.as_subclass(Watched)
                 same.tape = self  # type: ignore[attr-defined]
@@ -186,7 +189,7 @@ class Tape:
             self._leaf(leaf)
         return Place(self.places[id(leaf)])
 
-    def again(self, values: dict[int, Tensor], number: Callable[[int], int]) -> dict[int, Tensor]:
+    def again(self, values: dict[int, Tensor], number: Callable[[Any], Any]) -> dict[int, Tensor]:
         """What is at every place with ``values`` at those of outputs and leaves; whole numbers become those of
         ``number``. It ends with an operation that cannot be done so."""
         found = dict(values)
@@ -199,7 +202,7 @@ class Tape:
                 return slice(first, last, leaf.step)
             if isinstance(leaf, range):
                 return range(number(leaf.start), number(leaf.stop), leaf.step)
-            return number(leaf) if type(leaf) is int else leaf
+            return number(leaf) if type(leaf) in (int, float) else leaf
 
         for function, args, options, places in self.operations:
             try:
