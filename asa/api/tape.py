@@ -367,9 +367,10 @@ def _run_as_written() -> None:
     def run(self: Any, frame: Any, *rest: Any) -> Any:
         if next(watched_in(list(frame.f_locals.values())), None) is None:
             return theirs(self, frame, *rest)
-        from torch._dynamo.types import ConvertFrameReturn
-
-        return ConvertFrameReturn(apply_to_code=False, skip_reason="a tensor in it is written down")
+        kinds: Any = sys.modules["torch._dynamo.types"]
+        once = kinds.FrameExecStrategy(kinds.FrameAction.SKIP, kinds.FrameAction.SKIP)
+        why = "a tensor in it is written down"
+        return kinds.ConvertFrameReturn(frame_exec_strategy=once, apply_to_code=False, skip_reason=why)
 
     run.asa = True  # type: ignore[attr-defined]
     wrapper.__call__ = run
