@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import subprocess
 import sys
-import time
 import warnings
 from typing import Any
 
@@ -128,22 +126,6 @@ def _normed() -> Program:
 def test_a_rank_that_skips_a_batch_under_exact_norms_is_told_at_once() -> None:
     with pytest.raises(UsageError, match="a branch of the loop took another way"):
         run_ranks(2, _skipping_under_exact_norms, _normed().plan("ddp"), threads=1, timeout_s=60)
-
-
-def _caught(_rank: int, plan: Any) -> None:
-    """Rank 0 leaves a batch out, and goes on when it hears of it: it neither trains nor ends."""
-    program = _program(_skipped(1, "backward"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(in_step, "_PATIENCE_S", 0.3)
-        with contextlib.suppress(UsageError):
-            program.loop(*asa.parallelize(*program.made(), plan=plan))
-        time.sleep(20)
-
-
-def test_a_rank_does_not_wait_for_one_that_caught_its_error(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(AsaError, match="exited with code 2"):
-        run_ranks(2, _caught, _program(_usual).plan("ddp"), threads=1, timeout_s=60)
-    assert "stopped with an error" in capfd.readouterr().err
 
 
 def _called_again(rows: int) -> Any:

@@ -77,7 +77,7 @@ RIGHT: dict[str, Loss] = {
     "ignored targets": lambda m, x, y: F.cross_entropy(m(x).transpose(1, 2), y),
     "ignored and flattened": lambda m, x, y: F.cross_entropy(m(x).view(-1, CLASSES), y.view(-1)),
     "weights, smoothed": lambda m, x, y: F.cross_entropy(m(x[:, 0]), y[:, 0], weight=WEIGHTS, label_smoothing=0.2),
-    "ignored and smoothed": lambda m, x, y: F.cross_entropy(m(x).transpose(1, 2), y, label_smoothing=0.2),
+    "ignored and smoothed": lambda m, x, y: F.cross_entropy(m(x).flatten(0, 1), y.flatten(), label_smoothing=0.2),
     "two terms": lambda m, x, y: (
         F.cross_entropy(m(x[:, 0]), y[:, 0].clamp(0), weight=WEIGHTS) + 0.3 * F.cross_entropy(m(x[:, 1]), y[:, 1])
     ),

@@ -153,7 +153,7 @@ def mean_over(total: Tensor, count: Tensor | float) -> Tensor:
         UsageError: no model was called yet.
     """
     placed = _spread(differentiated=True)
-    number = float(count)
+    number = float(_plain(count) if isinstance(count, Tensor) else count)
     if placed is None:
         return total / number
     weight, ranks = placed.weight_now(), placed.place.ranks
