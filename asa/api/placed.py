@@ -12,7 +12,6 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
@@ -462,11 +461,11 @@ class PlacedModel(nn.Module):
         """What parameters there are: of the model as it was handed in, and of what runs here."""
         assert self.parallel is not None
         parts = self.parallel.components
-        sharded = [any(isinstance(p, DTensor) for p in c.parameters()) for c in parts]
+        apart = any(map(replaced, self.parallel.plan.components))  # other objects come and go in their place
         runs = [
-            tuple(id(p) for _, p in c.named_parameters(remove_duplicate=False)) if not apart
-            else (sum(1 for _ in c.parameters()),)
-            for c, apart in zip(parts, sharded, strict=True)
+            (sum(1 for _ in c.parameters()),) if apart
+            else tuple(id(p) for _, p in c.named_parameters(remove_duplicate=False))
+            for c in parts
         ]  # fmt: skip
         return [tuple(id(p) for _, p in self.origin.named_parameters(remove_duplicate=False)), *runs]
 
