@@ -460,14 +460,13 @@ class PlacedModel(nn.Module):
     def _held(self) -> list[tuple[int, ...]]:
         """What parameters there are: of the model as it was handed in, and of what runs here."""
         assert self.parallel is not None
-        parts = self.parallel.components
         apart = any(map(replaced, self.parallel.plan.components))  # other objects come and go in their place
-        runs = [
-            (sum(1 for _ in c.parameters()),) if apart
-            else tuple(id(p) for _, p in c.named_parameters(remove_duplicate=False))
-            for c in parts
-        ]  # fmt: skip
-        return [tuple(id(p) for _, p in self.origin.named_parameters(remove_duplicate=False)), *runs]
+        return [
+            (sum(1 for _ in m.parameters()),)
+            if apart
+            else tuple(id(p) for _, p in m.named_parameters(remove_duplicate=False))
+            for m in (self.origin, *self.parallel.components)
+        ]
 
     def remember(self) -> None:
         """Take note of what parameters there are."""
