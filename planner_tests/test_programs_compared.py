@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -48,6 +49,20 @@ def _attacked(net: Any, x: Tensor, y: Tensor) -> Tensor:
     x = x.clone().requires_grad_()
     (slope,) = torch.autograd.grad(F.cross_entropy(net(x), y), x)
     return F.cross_entropy(net((x + 0.5 * slope).detach()), y)
+
+
+def _penalised(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    loss = F.cross_entropy(net(x), y)
+    (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+    return loss + slope.square().sum(1).mean()
+
+
+def _measured(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Beside the loss, things that are looked at sample by sample."""
+    z = net(x)
+    assert len({int(k) for k in z.argmax(1)} | {max(y), min(y)}) > 0
+    return F.cross_entropy(z, y)
 
 
 class _Late:
@@ -108,9 +123,39 @@ SAID: dict[str, tuple[Loop, str]] = {
     ),
     "gradients of the inputs": (_loop(lambda n, _, x, y: _attacked(n, x, y), 1), "not checked"),
     "from one step on": (_loop(_Late(), 8), "no mean over samples"),
+    "measured": (_loop(lambda n, _, x, y: _measured(n, x, y), 1), "this rank's samples"),
+    "logged by a format": (
+        _loop(lambda n, _, x, y: (lambda z: (f"{z:.3f} {z}", z)[1])(F.cross_entropy(n(x), y)), 1), "this rank's samples"
+    ),
     "logged": (
         _loop(lambda n, _, x, y: (lambda z: (z.item(), z)[1])(F.cross_entropy(n(x), y)), 1), "this rank's samples"
     ),
+    "pieces of one sample": (
+        _loop(lambda n, _, x, y: sum(F.cross_entropy(*p) for p in zip(n(x).chunk(3), y.chunk(3), strict=True)), 1),
+        "not checked: it is computed sample by sample",
+    ),
+    "weights made by numpy": (
+        _loop(lambda n, _, x, y: (_each(n(x), y) * torch.from_numpy(1.0 / (1 + y.numpy().cumsum()))).mean(), 1),
+        "not checked: it is computed with tensors that are made of what was taken out of torch",
+    ),
+    "a whole number of a rank's own": (
+        _loop(lambda n, _, x, y: (lambda r: r * int(10 * r.detach()))(F.cross_entropy(n(x), y)), 1),
+        "a number that differs between ranks",
+    ),
+    "a branch by a tensor": (
+        _loop(lambda n, _, x, y: (lambda r: r * (2 if r > r.detach().round(decimals=1) else 1))(
+            F.cross_entropy(n(x), y)), 4), "this rank's samples"
+    ),
+    "a sum beside gathered outputs": (
+        _loop(lambda n, _, x, y: (lambda z: (asa.gather(z) - 1).square().mean() + _each(z, y).sum())(n(x)), 1),
+        "no mean over samples",
+    ),
+    "times its samples": (_loop(lambda n, _, x, y: F.cross_entropy(n(x), y) * len(y), 1), "also that of this rank's"),
+    "a long graph": (
+        _loop(lambda n, _, x, y: F.nll_loss(reduce(lambda z, _: z + 0.001, range(2500), n(x)), y, reduction="sum"), 1),
+        "no mean over samples",
+    ),
+    "a penalty on the mean's gradient": (_loop(lambda n, _, x, y: _penalised(n, x, y), 1), "not checked"),
     "a hook on an output": (_loop(lambda n, _, x, y: _hooked(n, x, y), 1), "has a hook on its gradient"),
 }  # fmt: skip
 QUIET: dict[str, Loop] = {
@@ -119,6 +164,9 @@ QUIET: dict[str, Loop] = {
         lambda n, _, x, y: (lambda z: (F.cross_entropy(z, y).backward(retain_graph=True), z.square().mean())[1])(n(x))
     ),
     "indexed by place": _loop(lambda n, _, x, y: -n(x).log_softmax(1)[torch.arange(len(y)), y].mean()),
+    "gathered": _loop(lambda n, _, x, y: asa.gather(n(x)).std(0).sum() + asa.reduce(_each(n(x), y).mean())),
+    "divided by a count of all": _loop(lambda n, _, x, y: asa.mean_over(_each(n(x), y)[y > 0].sum(), (y > 0).sum())),
+    "counted on from rank to rank": _loop(lambda n, _, x, y: (n(x) + 0 * torch.arange(len(y))[:, None]).mean()),
     "divided by how many numbers there are": _loop(lambda n, _, x, y: n(x).square().sum() / n(x).numel()),
 }
 
@@ -155,5 +203,24 @@ def test_what_sees_other_samples_is_named_and_nothing_else_is() -> None:
     for rank in run_ranks(2, _heard, loops, plan, threads=1, timeout_s=60):
         for (name, (_, words)), lines in zip(SAID.items(), rank, strict=False):
             assert any(words in line for line in lines), (name, lines)
+            if words == "this rank's samples" and "branch" not in name:
+                assert len(lines) == 1, (name, lines)
         for name, lines in zip(QUIET, rank[len(SAID) :], strict=True):
             assert not lines, (name, lines)
+
+
+def _looked_again(_rank: int, plan: Any) -> int:
+    """Times that looking at the losses of the usual loop began again, in 30 batches."""
+    program = Program(
+        model=_program(QUIET["indexed by place"]).model, x=numbers(60, 5), y=classes(60, 3), batch=2, loop=lambda *_: {}
+    )  # fmt: skip
+    net, opt, batches = asa.parallelize(*program.made(), plan=plan)
+    _loop(lambda n, _, x, y: F.cross_entropy(n(x), y), 1)(net, opt, batches)
+    net.close()
+    assert net.trial is not None
+    return net.trial._asked
+
+
+def test_a_loss_that_is_no_longer_looked_at_is_no_other_loss() -> None:
+    plan = _program(QUIET["indexed by place"]).plan("ddp")
+    assert run_ranks(2, _looked_again, plan, threads=1, timeout_s=60) == [0, 0]

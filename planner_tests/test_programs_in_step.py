@@ -101,6 +101,33 @@ def test_a_rank_that_leaves_something_out_is_told_at_once(plan: str, at: int, wh
         run_ranks(2, _heard, [program.loop], program.plan(plan), threads=1, timeout_s=60)
 
 
+def _skipping_under_exact_norms(_rank: int, plan: Any) -> None:
+    """Rank 0 leaves out one backward, behind a forward in which norms see the samples of all ranks."""
+    program = _normed()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(in_step, "_PATIENCE_S", 0.3)
+        net, opt, batches = asa.parallelize(*program.made(), plan=plan, batch_norm="exact")
+        for i, (x, y) in enumerate(batches):
+            opt.zero_grad()
+            loss = F.cross_entropy(net(x), y)
+            if i == 1 and torch.distributed.get_rank() == 0:
+                continue
+            loss.backward()
+            opt.step()
+
+
+def _normed() -> Program:
+    return Program(
+        model=lambda: nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Linear(8, 3)), x=numbers(36, 5),
+        y=classes(36, 3), loop=_usual,
+    )  # fmt: skip
+
+
+def test_a_rank_that_skips_a_batch_under_exact_norms_is_told_at_once() -> None:
+    with pytest.raises(UsageError, match="a branch of the loop took another way"):
+        run_ranks(2, _skipping_under_exact_norms, _normed().plan("ddp"), threads=1, timeout_s=60)
+
+
 def _called_again(rows: int) -> Any:
     """A loop in which rank 0 calls the model once more, with the first ``rows`` samples, before one backward."""
 

@@ -76,12 +76,15 @@ RIGHT: dict[str, Loss] = {
     "class weights": lambda m, x, y: F.cross_entropy(m(x[:, 0]), y[:, 0].clamp(0), weight=WEIGHTS),
     "ignored targets": lambda m, x, y: F.cross_entropy(m(x).transpose(1, 2), y),
     "ignored and flattened": lambda m, x, y: F.cross_entropy(m(x).view(-1, CLASSES), y.view(-1)),
+    "weights, smoothed": lambda m, x, y: F.cross_entropy(m(x[:, 0]), y[:, 0], weight=WEIGHTS, label_smoothing=0.2),
+    "ignored and smoothed": lambda m, x, y: F.cross_entropy(m(x).flatten(0, 1), y.flatten(), label_smoothing=0.2),
     "two terms": lambda m, x, y: (
         F.cross_entropy(m(x[:, 0]), y[:, 0].clamp(0), weight=WEIGHTS) + 0.3 * F.cross_entropy(m(x[:, 1]), y[:, 1])
     ),
     "nll": lambda m, x, y: F.nll_loss(m(x[:, 0]).log_softmax(1), y[:, 0].clamp(0), weight=WEIGHTS),
     "plain": lambda m, x, y: F.mse_loss(m(x[:, 0]), smooth(y)),
     "a mean by hand": lambda m, x, y: (m(x[:, 0]) - smooth(y)).square().sum(1).sum() / len(x),
+    "times one by its samples": lambda m, x, y: (m(x[:, 0]) - smooth(y)).square().sum() * (1 / len(x)),
     "summed pixels": lambda m, x, y: (m(x) ** 2).sum(dim=(1, 2)).mean() / 3,
     "binary": lambda m, x, y: F.binary_cross_entropy_with_logits(m(x[:, 0]), smooth(y), pos_weight=WEIGHTS),
     "summed over a count": averaged,

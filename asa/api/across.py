@@ -7,6 +7,7 @@ back gradients of that.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -27,6 +28,14 @@ def _plain(x: Tensor) -> Tensor:
     return x.as_subclass(Tensor) if isinstance(x, Watched) else x
 
 
+def _written(result: Tensor, given: Tensor, alone: Callable[[Tensor], Tensor]) -> Tensor:
+    """``result``, on the tape of ``given`` as what ``alone`` makes of that in one process."""
+    if not isinstance(given, Watched) or given.tape.closed or given.tape.strange:
+        return result
+    found: Tensor = given.tape.note(alone, (given,), {}, result)
+    return found
+
+
 def _spread(*, differentiated: bool) -> PlacedModel | None:
     """The model whose batch is being worked on, None where there is one rank. ``differentiated``: whether what is asked
     for enters a loss, so that the program knows what its loss is.
@@ -44,6 +53,10 @@ def _spread(*, differentiated: bool) -> PlacedModel | None:
     if placed.trial is not None and differentiated:
         placed.trial.trusted = True
     return placed
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x.clone()
 
 
 class _Rows(torch.autograd.Function):
@@ -100,7 +113,7 @@ def gather(x: Tensor) -> Tensor:
     placed = _spread(differentiated=True)
     if placed is None:
         return x
-    return _Rows.apply(_plain(x), placed.place.votes, placed.weight_now())  # type: ignore[no-any-return]
+    return _written(_Rows.apply(_plain(x), placed.place.votes, placed.weight_now()), x, _as_it_is)
 
 
 def reduce(x: Tensor | float, op: Literal["mean", "sum"] = "mean") -> Tensor:
@@ -121,12 +134,12 @@ def reduce(x: Tensor | float, op: Literal["mean", "sum"] = "mean") -> Tensor:
         return value
     weight = placed.weight_now()
     share = weight / placed.place.ranks if op == "mean" else float(weight > 0)
-    value = _plain(value)
+    given, value = value, _plain(value)
     if op == "mean" and not value.dim() and placed.terms is not None and placed.terms.counting:
         placed.terms.tell_of_means(placed.place)
     if share != 1:
         value = value * share if op == "mean" or value.is_floating_point() else value * int(share)
-    return _Sum.apply(value, placed.place.votes, weight)  # type: ignore[no-any-return]
+    return _written(_Sum.apply(value, placed.place.votes, weight), given, _as_it_is)
 
 
 def mean_over(total: Tensor, count: Tensor | float) -> Tensor:
@@ -140,10 +153,11 @@ def mean_over(total: Tensor, count: Tensor | float) -> Tensor:
         UsageError: no model was called yet.
     """
     placed = _spread(differentiated=True)
-    number = float(count)
+    number = float(_plain(count) if isinstance(count, Tensor) else count)
     if placed is None:
         return total / number
     weight, ranks = placed.weight_now(), placed.place.ranks
     counts = placed.place.votes.gather([number if weight else 0.0])
     whole = sum(c[0] for c in counts)
-    return _plain(total) * (ranks / (whole * weight) if weight and whole else 0.0)
+    mine = _plain(total) * (ranks / (whole * weight) if weight and whole else 0.0)
+    return _written(mine, total, lambda sums: sums / whole if whole else sums * 0.0)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,11 @@ from torch.utils import _pytree as pytree
 from asa.api.tape import MOST_BYTES, Tape
 from asa.executor.model.votes import Votes
 
+_TAKEN = "it is computed with tensors that are made of what was taken out of torch (numpy(), tolist())"
+_ARITHMETIC = {f"{before}{name}{after}" for name in ("mul", "add", "sub", "div", "truediv", "floordiv", "pow", "mod")
+               for before, after in (("", ""), ("__", "__"), ("__r", "__"), ("__i", "__"), ("", "_"))}  # fmt: skip
+_SURELY = 1e-3
+"""By how much two readings are to be apart to be two."""
 _ROUNDING = 1e-10
 """By how much a reading is to be nearer than one that is preferred."""
 
@@ -23,8 +29,9 @@ class Difference:
     """How a loss on the parts differs from that on the whole. ``loss_parts`` is the mean over the samples of what ranks
     have, ``loss_whole`` that of the whole batch, ``gradients`` the largest relative distance of an output's gradient,
     ``inputs`` that of what the model is given. ``own``: a number in the program that is another on every rank.
-    ``repeated``: whether a tensor with rows, made beside the batch, is the same on every rank. ``unknown``: why it
-    could not be told."""
+    ``repeated``: whether a tensor with rows, made beside the batch, is the same on every rank; ``stepped``: whether one
+    was read as going on from rank to rank. ``doubt``: why a difference may not show. ``unknown``: why it could not be
+    told."""
 
     loss_parts: float = 0.0
     loss_whole: float = 0.0
@@ -32,6 +39,8 @@ class Difference:
     inputs: float = 0.0
     own: float | None = None
     repeated: bool = False
+    stepped: bool = False
+    doubt: str = ""
     unknown: str = ""
 
 
@@ -42,7 +51,8 @@ class Comparison:
         self._votes, self._tape, self._loss, self._weight = votes, tape, loss, weight
         self._seen: dict[int, Tensor] = {}
         self._wholes: list[tuple[dict[int, Tensor], bool, bool]] = []
-        self._repeated = False
+        self._repeated = self._stepped = self._counts = False
+        self._doubt = ""
         self._apart_by: float | None = None
         """What a tensor that has no rows, and is another on every rank, is on rank 0."""
         self.unknown = self._prepare()
@@ -50,9 +60,7 @@ class Comparison:
     def _prepare(self) -> str:
         tape, votes = self._tape, self._votes
         device = self._loss.device
-        reason = tape.strange
-        if not reason and tape.places.get(id(self._loss)) is None:
-            reason = "part of it is computed where it cannot be followed"
+        reason = tape.why_not(self._loss)
         if any(leaf._version != v for leaf, v in zip(tape.leaves, tape.versions, strict=True)):
             reason = "what it is computed from is changed in place"
         if any(o._version != v for o, v in zip(tape.outputs, tape.changed, strict=True)):
@@ -65,15 +73,15 @@ class Comparison:
             reason = f"its whole batch has {size / 2**20:.0f} MiB of outputs"
         if not reason and any(not _cut(t, tape.rows) for t in tape.values):
             reason = "an output of the model has no row for each sample"
-        self._floats = [n for o in tape.operations for n in pytree.tree_leaves(o[1:3]) if type(n) is float]
-        written = float(zlib.crc32(repr(self._floats).encode()))
-        found = votes.gather([float(bool(reason)), float(len(leaves)), float(tape.rows), written])
+        mine = [float(tape.rows), float(tape.rows if self._weight else 0), float(tape.taken_whole)]
+        found = votes.gather([float(bool(reason)), float(len(leaves)), *mine])
         if any(f[0] for f in found):
             return reason or "another rank could not follow it"
         if len({f[1] for f in found}) > 1:
             return "ranks compute it in different ways"
-        self._own = self._own_number() if len({f[3] for f in found}) > 1 else None
-        rows = [int(f[2]) for f in found]
+        rows = [int(f[3]) for f in found]
+        self._own = self._own_number([f[2] for f in found])
+        taken = any(f[4] for f in found)
         fixed: dict[int, Tensor] = {}
         alike: dict[int, Tensor] = {}
         summed: dict[int, Tensor] = {}
@@ -84,18 +92,16 @@ class Comparison:
             at = places[number]
             plain = tensor.detach().as_subclass(Tensor)
             if votes.everyone(cut):
-                parts = gathered(votes, plain.cpu())
+                parts = gathered(votes, plain.cpu() if self._weight else plain.cpu()[:0])
                 wholes[at] = torch.cat(parts).to(device)
+                parts = [p for p, count in zip(parts, rows, strict=True) if count]
                 if number >= len(tape.outputs) and all(
                     p.shape == parts[0].shape and torch.equal(p, parts[0]) for p in parts
                 ):
                     alike[at] = plain
-                    if number >= made and not self._repeated and bool((plain != plain[:1]).any()):
-                        count = len(plain) // tape.rows * sum(int(f[2]) for f in found)
-                        if torch.equal(plain, torch.arange(len(plain), device=plain.device, dtype=plain.dtype)):
-                            wholes[at] = torch.arange(count, device=plain.device, dtype=plain.dtype)
-                        else:
-                            self._repeated = True
+                if number >= made and len(parts) > 1:
+                    whole = self._by_place(parts, len(wholes[at]), taken=taken)
+                    wholes[at] = wholes[at] if whole is None else whole.to(device)
             else:
                 fixed[at] = plain
                 known = plain.double().reshape(-1) if type(plain) is Tensor and plain.layout is torch.strided else None
@@ -118,26 +124,65 @@ class Comparison:
         self._rows = rows
         return ""
 
-    def _own_number(self) -> float | None:
-        """The first number in the program that is another on some rank (collective)."""
-        every = self._votes.exchange([repr(n) for n in self._floats])
-        apart = (i for i, each in enumerate(zip(*every, strict=False)) if len(set(each)) > 1)
-        at = next(apart, None)
-        return None if at is None else float(every[0][at])
+    def _by_place(self, parts: list[Tensor], count: int, *, taken: bool) -> Tensor | None:
+        """What a tensor made beside the batch, of which ranks have ``parts``, is for a whole batch of ``count`` rows,
+        where it goes by the sample's place in equal steps. Notes what else such a tensor says. ``taken``: whether it
+        may be made of numbers of the batch, outside of torch."""
+        longest = max(parts, key=len)
+        fewest = min(map(len, parts))
+        if not all(p.shape[1:] == longest.shape[1:] and torch.equal(p, longest[: len(p)]) for p in parts):
+            self._doubt = self._doubt or (_TAKEN if taken else "")
+            return None
+        if len(longest) == 1:
+            self._doubt = self._doubt or (
+                "a tensor that is made beside the batch has one row on every rank, and may go by the sample's place"
+            )
+            return None
+        if not bool((longest != longest[:1]).any()):
+            return None
+        if taken and not bool((longest[:fewest] != longest[:1]).any()):
+            self._doubt = self._doubt or _TAKEN
+            return None
+        steps = longest[1:] - longest[:-1] if longest.dtype is not torch.bool else longest
+        if longest.dim() == 1 and longest.dtype is not torch.bool and bool((steps == steps[0]).all()):
+            self._stepped = self._stepped or bool(longest[0] != 0) or bool(steps[0] != 1)
+            return longest[0] + steps[0] * torch.arange(count, dtype=longest.dtype)
+        self._repeated = True
+        return None
 
-    def grown(self) -> list[Callable[[int], int]]:
-        """What whole numbers in a program may mean: themselves, this rank's samples, or so many times those."""
+    def _own_number(self, rows: list[float]) -> float | None:
+        """The first number that the program computes with and that is another on some rank (collective). ``rows``: of
+        every rank; where they are not the same, whole numbers and one by them may be."""
+        kinds = (float, int) if len(set(rows)) == 1 else (float,)
+        every = [
+            n
+            for function, args, options, _ in self._tape.needed([self._loss, *self._tape.given])[0]
+            for n in pytree.tree_leaves((args, options))
+            if type(n) is float or (type(n) is int and getattr(function, "__name__", "") in _ARITHMETIC)
+        ]
+        self._counts = self._tape.rows in (n for n in every if type(n) is int)
+        numbers = [n for n in every if type(n) in kinds]
+        if len({v[0] for v in self._votes.gather([float(zlib.crc32(repr(numbers).encode()))])}) == 1:
+            return None
+        by_rank = self._votes.exchange([repr(n) for n in numbers])
+        parts = [repr(1 / r) for r in rows]
+        apart = (i for i, n in enumerate(zip(*by_rank, strict=False)) if len(set(n)) > 1 and list(n) != parts)
+        at = next(apart, None)
+        return None if at is None else float(by_rank[0][at])
+
+    def grown(self) -> list[Callable[[Any], Any]]:
+        """What numbers in a program may mean: themselves, this rank's samples, one by those, or so many times those."""
         mine, total = self._tape.rows, sum(self._rows)
         tensors = [t for t in self._tape.kept if isinstance(t, Tensor) and t.dim()]
         sizes, numbers = {int(t.shape[0]) for t in tensors}, {t.numel() for t in tensors}
         return [
             lambda n: n,
-            lambda n: total if n == mine else n,
-            lambda n: n // mine * total if n in sizes and n % mine == 0 else n,
-            lambda n: n // mine * total if n in numbers and n % mine == 0 else n,
+            lambda n: total if n == mine else 1 / total if type(n) is float and n == 1 / mine else n,
+            lambda n: n // mine * total if type(n) is int and n in sizes and n % mine == 0 else n,
+            lambda n: n // mine * total if type(n) is int and n in numbers and n % mine == 0 else n,
         ]
 
-    def whole(self) -> list[tuple[float, list[Tensor], list[tuple[Tensor, Tensor]], bool, bool]]:
+    def whole(self) -> list[tuple[float, list[Tensor], list[tuple[Tensor, Tensor]], bool, bool, int]]:
         """The loss of the whole batch, the gradients of this rank's rows of the outputs, and its rows of what the model
         would be given beside what it was given: by every reading of the program that runs; and whether that takes
         tensors that differ between ranks for what they are here."""
@@ -148,12 +193,14 @@ class Comparison:
         given = [t for t in tape.given if id(t) not in own and _cut(t, tape.rows)]
         found = []
 
+        counted = self._rows[self._votes.rank]
+
         def mine(whole: Tensor) -> Tensor:
             per = len(whole) // total
-            return whole[first * per : (first + tape.rows) * per]
+            return whole[first * per : (first + counted) * per]
 
         for values, own_ones, repeated in self._wholes:
-            for number in self.grown():
+            for grown, number in enumerate(self.grown()):
                 held = {k: v.clone() for k, v in values.items()}
                 outputs = []
                 for o in tape.outputs:
@@ -173,9 +220,10 @@ class Comparison:
                 for t in given:
                     there = done.get(tape.place_of(t))
                     if there is not None and there.dim() and len(there) * tape.rows == len(t) * total:
-                        pairs.append((mine(there.detach()), t.detach().as_subclass(Tensor)))
+                        plain = t.detach().as_subclass(Tensor)
+                        pairs.append((mine(there.detach()), plain if counted else plain[:0]))
                 rows = [mine(torch.zeros_like(e) if g is None else g) for e, g in zip(outputs, gradients, strict=True)]
-                found.append((float(done[at].detach().sum()), rows, pairs, own_ones, repeated))
+                found.append((float(done[at].detach().sum()), rows, pairs, own_ones, repeated, grown))
         return found
 
     def difference(self, received: list[Tensor | None]) -> Difference:
@@ -190,9 +238,11 @@ class Comparison:
         count = int(min(v[0] for v in votes.gather([float(len(readings))])))
         if not count:
             return Difference(unknown="it cannot be done again with a whole batch")
-        for value, rows, pairs, own_ones, repeated in readings[:count]:
+        by_grown: dict[int, float] = {}
+        taken = 0
+        for value, rows, pairs, own_ones, repeated, grown in readings[:count]:
             gradients = [
-                (torch.zeros_like(want) if got is None else got.detach().to(want) * share, want)
+                (torch.zeros_like(want) if got is None or not share else got.detach().to(want) * share, want)
                 for got, want in zip(received, rows, strict=True)
             ]
             found = Difference(
@@ -201,10 +251,16 @@ class Comparison:
                 own=self._apart_by if own_ones and self._own is None else self._own,
                 repeated=repeated,
             )  # fmt: skip
+            by_grown[grown] = min(found.gradients, by_grown.get(grown, found.gradients))
             if best is None or max(found.gradients, found.inputs) < max(best.gradients, best.inputs) - _ROUNDING:
-                best = found
+                best, taken = found, grown
         assert best is not None
-        return best
+        if self._counts and taken == 0 and by_grown.get(1, 0.0) > best.gradients + _SURELY:
+            self._doubt = self._doubt or (
+                f"it is computed with the number {self._tape.rows}, which is also that of this rank's samples, of "
+                "which one device has more"
+            )
+        return replace(best, stepped=self._stepped, doubt=self._doubt)
 
     def _apart(self, pairs: list[tuple[Tensor, Tensor]]) -> float:
         """How far all ranks' tensors are from what is wanted, relative to that (collective)."""

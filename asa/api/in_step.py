@@ -37,7 +37,7 @@ _ELEMENTS = 64
 _SAID = ("lr", "momentum", "betas", "weight_decay")
 _PATIENCE_S = 3.0
 """In a pass, before a rank says in the store where it is, and in waiting for the others, before it looks there."""
-FORWARD, BACKWARD = "a call of the model", "a backward"
+FORWARD, BACKWARD, _LEFT = "a call of the model", "a backward", "no pass any more"
 REMEDY = (
     "a branch of the loop took another way on some ranks, by a number of a rank's own (its loss, its metric): decide "
     "by one of all ranks, asa.reduce(x)"
@@ -60,6 +60,7 @@ class InStep:
         self._since: float | None = None
         self._kind = ""
         self._told: set[str] = set()
+        self._left = False
         self._counted: WeakSet[Optimizer] = WeakSet()
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -139,6 +140,7 @@ class InStep:
         every = [each.tolist() for each in found]
         if len({tuple(e[:2]) for e in every}) > 1:
             said = ", ".join(f"rank {r} {int(e[0])} and {int(e[1])}" for r, e in enumerate(every))
+            self._leave()
             raise UsageError(f"ranks differ in how many passes they shared and updates they made: {said}; {REMEDY}")
         if len({e[2] for e in every}) > 1:
             self._warn(
@@ -160,9 +162,22 @@ class InStep:
         began = time.monotonic()
         while not arrived.wait(_PATIENCE_S):
             if apart := self._apart():
+                self._leave()
                 raise UsageError(apart)
             if time.monotonic() - began > self._timeout_s:
                 raise WorkersFailedError(f"a rank did not come to where the others are within {self._timeout_s:g} s")
+
+    def _leave(self) -> None:
+        """Say in the store that this rank stops: one that waits for it in a pass ends, too, wherever this one goes."""
+        self._left = True
+        with contextlib.suppress(Exception):
+            self._store.set(f"asa/pass/{self.rank}", f"0 {_LEFT}")
+
+    def begin(self) -> None:
+        """Another program begins, on all ranks."""
+        if self._left:
+            self._left = False
+            self._store.set(f"asa/pass/{self.rank}", "0 ")
 
     def _apart(self) -> str:
         """What another rank waits in, where this one cannot come to it; empty where there is no such rank."""
@@ -171,6 +186,8 @@ class InStep:
             if rank == self.rank or not self._store.check([key]):
                 continue
             number, kind = self._store.get(key).decode().split(" ", 1)
+            if kind == _LEFT:
+                return f"rank {rank} stopped with an error, and rank {self.rank} waits for it; {REMEDY}"
             if self._since is None:
                 apart, here = int(number) > self.shared, f"went on to the end of the batch with {self.shared}"
             else:
@@ -211,6 +228,7 @@ def in_step(timeout_s: float) -> InStep:
     """That of this process, made now where there is none (collective)."""
     if not _one or _one[0].world is not dist.group.WORLD:  # a program may have formed another group since
         _one[:] = [InStep(timeout_s)]
+    _one[0].begin()
     return _one[0]
 
 

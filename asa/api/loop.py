@@ -207,6 +207,7 @@ def parallelize(
             "components; leave out plan= and strategies= to have the model run whole",
             stacklevel=2,
         )
+    placed.remember()
     give_back_freed_memory()  # the model was traced and cut up
     return placed, optimizer, PlacedLoader(batches, placed)
 

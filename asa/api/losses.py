@@ -7,8 +7,10 @@ divides by that of all. Its node in autograd's graph says both, wherever the los
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from math import isclose
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -25,8 +27,8 @@ if TYPE_CHECKING:
 
 _MARK = "asa"
 _MOST_NODES, _MOST_TERMS = 2048, 8
-"""Nodes below a loss that are looked at, and terms that are looked for."""
-_MEAN = 1
+"""Nodes below a loss that are looked at where its model is found among them, and terms that are looked for."""
+_MEANS, _MEAN = ("NllLossBackward0", "NllLoss2DBackward0"), 1
 
 
 class Terms:
@@ -79,11 +81,11 @@ class Terms:
             if total > 0 and weight:
                 factor = mine[1 + i] * self._votes.num_ranks / (total * weight)
                 # With no target of its own a rank's mean is 0/0; its share of the whole batch's is nothing.
-                handles.append(node.register_prehook(_times(factor)))
+                handles += [n.register_prehook(_times(factor)) for n in (node, *_smoothing(node))]
         if not all(mine[1 : 1 + len(nodes)]) and weight:
             for node, own in zip(nodes, mine[1:], strict=False):
                 if not own:
-                    handles.append(node.register_hook(_nothing))
+                    handles += [n.register_hook(_nothing) for n in (node, *_smoothing(node))]
 
         def after() -> None:
             for handle in handles:
@@ -100,6 +102,25 @@ def _nothing(inputs: Any, _outputs: Any) -> Any:
     return tuple(None if g is None else torch.zeros_like(g) for g in inputs)
 
 
+_SMOOTHED = ("DivBackward0", "SumBackward0", "MaskedFillBackward0", "NegBackward0", "SumBackward1")
+_BESIDE, _FOLLOWED = "asa_beside", "AliasBackward0"
+"""In a node's metadata: what is beside it; and what following a tensor (:mod:`asa.api.tape`) adds to a graph."""
+
+
+def _smoothing(node: Any) -> list[Any]:
+    """The quotients that label smoothing adds to a cross-entropy, and that are divided by what it is divided by."""
+    return [n for n in node.metadata.get(_BESIDE, ()) if isclose(float(n._saved_other), _weight(node), rel_tol=1e-5)]
+
+
+def _smoothed(node: Any) -> Any:
+    """The logarithms of the softmax whose mean over classes ``node`` is that of label smoothing; None if it is none."""
+    for name in _SMOOTHED:
+        if node is None or node.name() != name:
+            return None
+        node = node.next_functions[0][0]
+    return node.next_functions[0][0] if node is not None and node.name() == "MulBackward0" else node
+
+
 def mark(output: Tensor, placed: PlacedModel) -> None:
     """Have autograd's graph say that ``output`` is one of ``placed``; of a loss inside, look further."""
     node: Any = output.grad_fn
@@ -110,13 +131,14 @@ def mark(output: Tensor, placed: PlacedModel) -> None:
 def found_below(roots: Iterable[Tensor]) -> tuple[PlacedModel | None, list[Any], int]:
     """The model that ``roots`` come of, None where they come of none that was placed; and the nodes of ``nll_loss`` and
     ``cross_entropy`` on the way to it, if they take a mean, in one order; and a number for the form of the graph."""
-    pending = [r.grad_fn for r in roots if isinstance(r, Tensor) and r.grad_fn is not None]
+    pending = deque(r.grad_fn for r in roots if isinstance(r, Tensor) and r.grad_fn is not None)
     seen: set[Any] = set()
     model: PlacedModel | None = None
     terms: list[Any] = []
     names: list[str] = []
-    while pending and len(seen) < _MOST_NODES:
-        node: Any = pending.pop(0)
+    beside: dict[Any, list[Any]] = {}
+    while pending and (len(seen) < _MOST_NODES or model is None):
+        node: Any = pending.popleft()
         if node is None or node in seen:
             continue
         seen.add(node)
@@ -126,10 +148,14 @@ def found_below(roots: Iterable[Tensor]) -> tuple[PlacedModel | None, list[Any],
             if not marked[1]:
                 continue
         names.append(node.name())
-        if names[-1].startswith("NllLoss") and node._saved_reduction == _MEAN:
+        if names[-1] in _MEANS and node._saved_reduction == _MEAN:
             terms.append(node)
-        pending += [following for following, _ in node.next_functions]
-    return model, terms, hash(tuple(names))
+        elif names[-1] == _SMOOTHED[0] and (of := _smoothed(node)) is not None:
+            beside.setdefault(of, []).append(node)
+        pending.extend(following for following, _ in node.next_functions)
+    for term in terms if beside else ():
+        term.metadata[_BESIDE] = beside.get(term.next_functions[0][0], [])
+    return model, terms, hash(tuple(n for n in names if n != _FOLLOWED))
 
 
 def _weight(node: Any) -> float:
@@ -140,6 +166,19 @@ def _weight(node: Any) -> float:
 def _odd(node: Any, rows: int) -> bool:
     targets = node._saved_target
     return node._saved_weight is not None or targets.numel() != rows or _weight(node) != targets.numel()
+
+
+def _other_batches(placed: PlacedModel) -> None:
+    """Have gradients averaged that come of a batch in evaluation that is none of the loader's; say once how."""
+    if placed.parallel is not None:
+        placed.parallel.reduction.begin()
+    if not placed.told_of_others and placed.place.ranks > 1:
+        placed.__dict__["told_of_others"] = True
+        warnings.warn(
+            "gradients are taken in evaluation of other samples than the loader yielded last: the mean of every rank "
+            "counts alike, however many samples it is of, and whether the loss is a mean over samples was not checked",
+            stacklevel=4,
+        )
 
 
 _heard: list[Any] = []
@@ -164,7 +203,11 @@ def listen(placed: PlacedModel) -> None:
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         with torch._C.DisableTorchFunctionSubclass():
             found, nodes, graph = found_below(roots)
-        if found is None or found.terms is None or not found.training:
+        if found is None or found.terms is None:
+            theirs(tensors, *args, **options)
+            return
+        if not found.learned:
+            _other_batches(found)
             theirs(tensors, *args, **options)
             return
         with nullcontext() if found.pace is None else found.pace.together(BACKWARD):

@@ -17,7 +17,8 @@ class Demands:
     """What a backward through a model may be asked for."""
 
     def __init__(self, model: ParallelModel) -> None:
-        self._apart = any(replaced(a) for a in model.plan.components)
+        layouts = {(layout.data, layout.tensor) for layout in model.layouts}
+        self._apart = any(replaced(a) for a in model.plan.components) or len(layouts) > 1
         wide = any(a.data.degree > 1 for a in model.plan.components)
         self._components = model.components if wide else []
 

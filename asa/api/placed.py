@@ -85,6 +85,11 @@ class PlacedModel(nn.Module):
     """What steps take is watched by it; None where nobody looks."""
     left: float
     """By what outputs were weighed in the call made last."""
+    learned: bool
+    """Whether the call made last with gradients was of a batch whose mean is weighed."""
+    told_of_others: bool
+    held: list[tuple[int, ...]] | None
+    """What parameters there were when the model was spread (numbers of objects)."""
     pace: InStep | None
     """What ranks tell each other behind every batch; None alone."""
     optimizers: Sequence[Optimizer]
@@ -100,11 +105,11 @@ class PlacedModel(nn.Module):
     ) -> None:
         super().__init__()
         self.__dict__.update(place=place, share=None, calls=0, names=names, again=again, weight=1.0, rows=0, watch=None)
-        self.__dict__.update(pace=None, optimizers=(), left=1.0)
+        self.__dict__.update(pace=None, optimizers=(), left=1.0, learned=True, told_of_others=False, held=None)
         self.plan: Plan | None = None
         self.parts = nn.ModuleList([] if parallel is not None else [origin])
         self._independent = True
-        self._averages = self._told_of_pieces = False
+        self._averages = self._alone = self._told_of_pieces = False
         self.adopt(parallel)
         self.__dict__["trial"] = Trial(self) if parallel is not None and place.ranks > 1 else None
         self.__dict__["terms"] = Terms(place.votes) if parallel is not None and place.ranks > 1 else None
@@ -123,6 +128,9 @@ class PlacedModel(nn.Module):
             refuse_hooks(parallel.parameters())
             self._independent = all(layout.data == self.place.ranks for layout in parallel.layouts)
             self.__dict__["_averages"] = self._independent and not any(map(replaced, parallel.plan.components))
+            self.__dict__["_alone"] = self._averages and not any(
+                synchronised(c, perhaps=True) for c in parallel.components
+            )
 
     def forward(self, *args: Any, **options: Any) -> Any:
         """The model's own output for this rank's samples, whatever the model takes. A model that is cut into components
@@ -133,6 +141,7 @@ class PlacedModel(nn.Module):
         if parallel is None:
             listen(self)
             return self.parts[0](*args, **options)
+        self._prepared()
         if parallel.called:
             return self.call(None, args, options)
         x = args[0] if len(args) == 1 and not options else None
@@ -171,8 +180,9 @@ class PlacedModel(nn.Module):
         parallel, share = self.parallel, self.share
         assert parallel is not None
         args, options = self._handed(args, options)
+        self._prepared()
         found = lengths((args, options))
-        mine = None if share is None or not self.training else len(share.rows)
+        mine = None if share is None or not self.learns else len(share.rows)
         rows = mine if mine is not None and (mine in found or not found) else next(iter(found), 1)
         total, weight, first = self._total(rows)
         if share is not None and rows == mine:
@@ -197,9 +207,20 @@ class PlacedModel(nn.Module):
             lambda leaf: self._weighed(leaf, left, rows) if isinstance(leaf, Tensor) else leaf, output
         )  # fmt: skip
 
+    @property
+    def learns(self) -> bool:
+        """Whether gradients of a call may be asked for: in training, and of what the loader yields in evaluation, too,
+        where many a program trains (frozen statistics, no dropout)."""
+        return self.training or (torch.is_grad_enabled() and self.share is not None)
+
+    def _prepared(self) -> None:
+        """Have gradients averaged that are asked for in evaluation."""
+        if self.parallel is not None and self.learns and not self.training:
+            self.parallel.reduction.begin()
+
     def _together(self) -> contextlib.AbstractContextManager[None]:
-        """Around a forward: ranks wait for one another in it where they hold parts."""
-        return contextlib.nullcontext() if self._averages or self.pace is None else self.pace.together(FORWARD)
+        """Around a forward: ranks wait for one another in it where they hold parts, or norms see all samples."""
+        return contextlib.nullcontext() if self._alone or self.pace is None else self.pace.together(FORWARD)
 
     def beside(self, value: Tensor) -> Tensor:
         """A tensor that the call made last left in an attribute of the model, as one of its outputs."""
@@ -219,6 +240,7 @@ class PlacedModel(nn.Module):
         training = self.training
         self.adopt(self.again(self, why))
         self.__dict__["again"] = None
+        self.remember()
         self.train(training)
 
     def _weight_of_outputs(self, weight: float, total: int) -> float:
@@ -233,7 +255,11 @@ class PlacedModel(nn.Module):
 
     def _called(self, weight: float, rows: int) -> None:
         if self.training:
-            self.__dict__.update(calls=self.calls + 1, weight=weight, rows=rows)
+            self.__dict__["calls"] = self.calls + 1
+        if self.learns:
+            self.__dict__.update(weight=weight, rows=rows)
+        if torch.is_grad_enabled():
+            self.__dict__["learned"] = self.training or (self.share is not None and len(self.share.rows) == rows)
         listen(self)
 
     @property
@@ -256,7 +282,7 @@ class PlacedModel(nn.Module):
         assert self.demands is not None
         left = leaving(tensor, weight, self.demands)
         mark(left, self)
-        followed = self.trial is not None and self.training and torch.is_grad_enabled()
+        followed = self.trial is not None and self.learns and torch.is_grad_enabled()
         return self.trial.follow(left, rows) if followed and self.trial is not None else left
 
     def _total(self, rows: int) -> tuple[int, float, int]:
@@ -266,9 +292,10 @@ class PlacedModel(nn.Module):
         """
         share = self.share
         ranks = self.place.ranks
-        if share is not None and self.training and len(share.rows) == rows:
+        all_have_all = share is not None and rows == share.total > 1 and ranks > 1 and not self._independent
+        if share is not None and self.learns and len(share.rows) == rows and (self.training or not all_have_all):
             # Of a small batch some compute a sample that is another's, and does not count.
-            if rows == share.total > 1 and ranks > 1 and not self._independent:
+            if all_have_all:
                 raise UsageError(
                     f"a batch of {rows} samples leaves a rank fewer than two, and BatchNorm trains on two or more: use "
                     "drop_last=True, or batch_norm='exact'"
@@ -430,12 +457,39 @@ class PlacedModel(nn.Module):
                 "activations: pad batches to one length in collate_fn, or plan with strategies=('ddp',)"
             )
 
+    def _held(self) -> list[tuple[int, ...]]:
+        """What parameters there are: of the model as it was handed in, and of what runs here."""
+        assert self.parallel is not None
+        apart = any(map(replaced, self.parallel.plan.components))  # other objects come and go in their place
+        return [
+            (sum(1 for _ in m.parameters()),)
+            if apart
+            else tuple(id(p) for _, p in m.named_parameters(remove_duplicate=False))
+            for m in (self.origin, *self.parallel.components)
+        ]
+
+    def remember(self) -> None:
+        """Take note of what parameters there are."""
+        self.__dict__["held"] = self._held()
+
+    def unchanged(self) -> None:
+        """Refuse another parameter in the place of one that was spread.
+
+        Raises:
+            UsageError: as said.
+        """
+        if self.parallel is not None and self.training and self.held is not None and self.held != self._held():
+            raise UsageError(
+                "a parameter of the model was replaced or tied behind asa.parallelize, and what runs on the ranks was "
+                "made before: do it before the call"
+            )
+
     def batch_ended(self, number: int, *, last: bool, indexed: bool) -> None:
         """Hear whether the other ranks did the same with batch ``number`` of an epoch (collective)."""
         if self.pace is None or self.parallel is None:
             return
         # Where a rank that is ahead would meet the others in something else, it hears of them first.
-        wait = last or not indexed or not self._averages
+        wait = last or not indexed or not self._alone
         asks = self.trial is not None and self.trial.asks
         if self.pace.behind_batch(
             self.parallel if self._independent else None, self.optimizers, number, asks=asks, wait=wait
@@ -469,6 +523,7 @@ class PlacedLoader:
     def __iter__(self) -> Iterator[Any]:
         device, trial = self._model.place.device, self._model.trial
         looks = 2  # batches behind which the generators are looked at
+        self._model.unchanged()
         self._model.batch_ended(0, last=True, indexed=self._batches.indexed)
         if trial is not None:
             trial.epoch_began()
@@ -485,6 +540,8 @@ class PlacedLoader:
                         self._told_parts = True
                         say(self._model.place, "the loader yields this rank's samples in evaluation, too: add up over "
                             "ranks by asa.reduce(x, 'sum'), or evaluate on a loader of your own")  # fmt: skip
+                    if trial is not None:
+                        trial.batch_over()
                     yield batch
                     self._model.batch_ended(number, last=False, indexed=self._batches.indexed)
                     continue

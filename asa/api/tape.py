@@ -7,12 +7,13 @@ than on the whole. Nothing in a program says which it is; so it is tried.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 MOST_BYTES = 1 << 28
@@ -44,6 +45,8 @@ class Tape:
     places: dict[int, int] = field(default_factory=dict)
     kept: list[Any] = field(default_factory=list)
     """By place: what was seen there. Places number outputs, leaves and results."""
+    apart: set[int] = field(default_factory=set)
+    """Places of single samples that were taken out of a batch."""
     bytes: int = 0
     strange: str = ""
     """Why it does not say everything."""
@@ -51,6 +54,8 @@ class Tape:
     """Whether its batch is over: what is kept of it enters another as what it is then."""
     taken: bool = False
     """Whether a number was taken out of torch."""
+    taken_whole: bool = False
+    """Whether a tensor was, with all its numbers."""
     hooked: bool = False
     """Whether a hook was put on the gradient of anything on it."""
 
@@ -100,10 +105,28 @@ class Tape:
         return pytree.tree_map(plain, inputs)
 
     def form(self, loss: Tensor) -> str:
-        """What is computed, without numbers and sizes; empty where that is not known."""
-        if self.strange or id(loss) not in self.places:
+        """What ``loss`` is computed by, without numbers and sizes; empty where that is not known."""
+        if self.why_not(loss):
             return ""
-        return repr([getattr(o[0], "__name__", str(o[0])) for o in self.operations])
+        return repr([getattr(o[0], "__name__", str(o[0])) for o in self.needed([loss])[0]])
+
+    def why_not(self, loss: Tensor) -> str:
+        """Why it is not known what ``loss`` is computed by; empty where it is."""
+        if not self.strange and id(loss) not in self.places:
+            return "part of it is computed where it cannot be followed"
+        if not self.strange and self.apart and self.needed([loss])[1] & self.apart:
+            return "it is computed sample by sample"
+        return self.strange
+
+    def needed(self, tensors: Iterable[Tensor]) -> tuple[list[tuple[Callable[..., Any], Any, Any, Any]], set[int]]:
+        """The operations that ``tensors`` come of, in order, and the places of all that goes into them."""
+        places = {self.places[id(t)] for t in tensors if id(t) in self.places}
+        found = []
+        for operation in reversed(self.operations):
+            if any(p.index in places for p in pytree.tree_leaves(operation[3]) if isinstance(p, Place)):
+                found.append(operation)
+                places |= {p.index for p in pytree.tree_leaves(operation[1:3]) if isinstance(p, Place)}
+        return found[::-1], places
 
     def _place(self, tensor: Tensor) -> int:
         self.places[id(tensor)] = len(self.kept)
@@ -119,6 +142,9 @@ class Tape:
             if not isinstance(leaf, Tensor):
                 return leaf
             same = next((g for g in given if g is leaf), None)
+            if same is None and not isinstance(leaf, Watched) and type(leaf) not in (Tensor, nn.Parameter):
+                self.strange = f"part of it is a {type(leaf).__name__}, which cannot be followed"
+                return leaf
             if same is None:
                 same = leaf.as_subclass(Watched)
                 same.tape = self  # type: ignore[attr-defined]
@@ -147,6 +173,7 @@ class Tape:
         self.kept.clear()
         self.places.clear()
         self.received.clear()
+        self.apart.clear()
 
     def _leaf(self, leaf: Tensor) -> None:
         self.leaves.append(leaf)
@@ -162,7 +189,7 @@ class Tape:
             self._leaf(leaf)
         return Place(self.places[id(leaf)])
 
-    def again(self, values: dict[int, Tensor], number: Callable[[int], int]) -> dict[int, Tensor]:
+    def again(self, values: dict[int, Tensor], number: Callable[[Any], Any]) -> dict[int, Tensor]:
         """What is at every place with ``values`` at those of outputs and leaves; whole numbers become those of
         ``number``. It ends with an operation that cannot be done so."""
         found = dict(values)
@@ -175,7 +202,7 @@ class Tape:
                 return slice(first, last, leaf.step)
             if isinstance(leaf, range):
                 return range(number(leaf.start), number(leaf.stop), leaf.step)
-            return number(leaf) if type(leaf) is int else leaf
+            return number(leaf) if type(leaf) in (int, float) else leaf
 
         for function, args, options, places in self.operations:
             try:
@@ -183,7 +210,10 @@ class Tape:
                 result = function(*new_args, **new_options)
             except Exception:  # numbers that fit no shape
                 continue
-            for place, value in zip(pytree.tree_leaves(places), pytree.tree_leaves(result), strict=False):
+            made = pytree.tree_leaves(places), pytree.tree_leaves(result)
+            if len(made[0]) != len(made[1]):  # other pieces than there were
+                continue
+            for place, value in zip(*made, strict=True):
                 if isinstance(place, Place):
                     found[place.index] = value
         return found
@@ -221,20 +251,23 @@ class Watched(Tensor):
             return _unwatched(result, args, options)
         if func is Tensor.register_hook:
             tape.strange = "a hook changes gradients on the way"
-        if _sample_by_sample(func, args, tape.rows, result):
-            tape.strange = "it is computed sample by sample"
+        apart = _sample_by_sample(func, args, tape.rows, result)
         if func == _GRAD and isinstance(result, Tensor):
             tape.strange = "gradients of what the model is given are those of a rank's mean, not of the batch's"
         if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):
             return result
         if getattr(func, "__name__", "") == "__get__" and not _shown(result, args):
             return result
-        return tape.note(func, args, options, result)
+        found = tape.note(func, args, options, result)
+        if apart:
+            tape.apart.update(tape.places[id(leaf)] for leaf in pytree.tree_leaves(found) if id(leaf) in tape.places)
+        return found
 
-    def _taken(self) -> Tensor:
+    def _taken(self, *, whole: bool = False) -> Tensor:
         tape = getattr(self, "tape", None)
         if tape is not None:
             tape.taken = True
+            tape.taken_whole = tape.taken_whole or whole
         return self.as_subclass(Tensor)
 
     def item(self) -> Any:
@@ -243,17 +276,37 @@ class Watched(Tensor):
 
     def tolist(self) -> Any:
         """Numbers of Python's."""
-        return self._taken().tolist()
+        return self._taken(whole=bool(self.dim())).tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
         """An array."""
-        return self._taken().numpy(force=force)
+        return self._taken(whole=True).numpy(force=force)
 
-    def __array__(self, *args: Any, **options: Any) -> Any:
-        return self._taken().__array__(*args, **options)
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        found = self._taken(whole=True).numpy()
+        return found if dtype is None and not copy else found.astype(dtype or found.dtype, copy=bool(copy))
 
     def __float__(self) -> float:
         return float(self._taken())
+
+    def __int__(self) -> int:
+        return int(self._taken())
+
+    def __index__(self) -> int:
+        return self._taken().__index__()
+
+    def __complex__(self) -> complex:
+        return complex(self._taken())
+
+    def __bool__(self) -> bool:
+        by = sys._getframe(1).f_globals.get("__name__", "")
+        return bool(self.as_subclass(Tensor) if by.partition(".")[0] == "torch" else self._taken())
+
+    def __format__(self, spec: str) -> str:
+        return format(self._taken(), spec)
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        return self.as_subclass(Tensor).__repr__(**options)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and files hold a plain tensor."""
@@ -271,11 +324,15 @@ def _unwatched(result: Any, args: Any, options: Any) -> Any:
     return pytree.tree_map(plain, result)
 
 
+_APART = ("unbind", "__iter__", "split", "chunk", "tensor_split", "vsplit", "unsafe_chunk", "unsafe_split")
+
+
 def _sample_by_sample(func: Any, args: Any, rows: int, result: Any) -> bool:
     """Whether a batch is taken apart, so that what follows is written once for each of this rank's samples."""
     name = getattr(func, "__name__", "")
-    if name in ("unbind", "__iter__"):
-        return rows > 1 and isinstance(result, tuple | list) and len(result) == rows
+    if name in _APART:
+        pieces = isinstance(result, tuple | list) and rows > 1 and len(result) == rows
+        return pieces and (result[0].dim() < args[0].dim() or len(result[0]) < len(args[0]))
     if name != "__getitem__" or not args[0].dim() or len(args[0]) != rows:
         return False
     key = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
@@ -299,8 +356,29 @@ def watched_in(values: Any) -> Iterator[Watched]:
             yield leaf
 
 
+def _run_as_written() -> None:
+    """Have ``torch.compile``, where a program uses it, leave alone what is handed tensors that are written down."""
+    module = sys.modules.get("torch._dynamo.convert_frame")
+    wrapper: Any = getattr(module, "CatchErrorsWrapper", None)
+    if wrapper is None or hasattr(wrapper.__call__, "asa"):
+        return
+    theirs = wrapper.__call__
+
+    def run(self: Any, frame: Any, *rest: Any) -> Any:
+        if next(watched_in(list(frame.f_locals.values())), None) is None:
+            return theirs(self, frame, *rest)
+        kinds: Any = sys.modules["torch._dynamo.types"]
+        once = kinds.FrameExecStrategy(kinds.FrameAction.SKIP, kinds.FrameAction.SKIP)
+        why = "a tensor in it is written down"
+        return kinds.ConvertFrameReturn(frame_exec_strategy=once, apply_to_code=False, skip_reason=why)
+
+    run.asa = True  # type: ignore[attr-defined]
+    wrapper.__call__ = run
+
+
 def functions_followed(on: bool) -> None:
     """Have autograd functions of a program's own written down as one operation each, or leave them alone."""
+    _run_as_written()
     base: Any = torch.autograd.Function
     theirs = base.__dict__["apply"]
     if hasattr(theirs, "asa"):

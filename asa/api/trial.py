@@ -39,7 +39,8 @@ class Trial:
         self._left = _WINDOW
         self._seen: Counter[tuple[float, ...]] = Counter()
         self._compared = self._unfinished = 0
-        self._said = self._hooks = self._said_own = False
+        self._said: set[str] = set()
+        self._hooks = self._said_own = False
         self._tape: Tape | None = None
         self._graphs: set[int] = set()
         self._asked = 0
@@ -111,7 +112,7 @@ class Trial:
             functions_followed(True)
             self._tape = Tape(rows)
         if self._tape.rows != rows:
-            self._tape.strange = self._tape.strange or "a batch goes through the model in pieces"
+            self._tape.strange = self._tape.strange or "the model is called with other samples than those of a batch"
         return output if self._tape.strange else self._tape.follow(output)
 
     def around(self, loss: Tensor, backward: Callable[[], None], strange: str = "") -> None:
@@ -119,6 +120,10 @@ class Trial:
         be compared."""
         placed = self._placed()
         if placed is None or not self.watching:
+            if self._left > 0 and self._unfinished >= _MOST_UNFINISHED:
+                unseen = f"of more than {_MOST_UNFINISHED} calls of the model before it, none had a backward"
+                self._tell(Difference(unknown=unseen), loss.dtype, placed)
+                self._unfinished = 0
             backward()
             return
         self._left -= 1
@@ -130,8 +135,9 @@ class Trial:
         if self._tape is not None and self._tape.hooked and not self._hooks:
             self._hooks = True
             warnings.warn(f"an output of the model has a hook on its gradient, {_SEES_ITS_OWN}", stacklevel=5)
-        form = _TRUSTED if self.trusted else "" if tape is None or strange else tape.form(loss)
-        self.trusted = False
+        form = "" if tape is None or strange else tape.form(loss)
+        why = strange or ("" if self._tape is None else self._tape.strange) if tape is None else tape.why_not(loss)
+        form, self.trusted = form or (_TRUSTED if self.trusted else ""), False
         number = float(zlib.crc32(form.encode())) if form else 0.0
         at = -1.0 if placed.share is None else float(placed.share.first)
         every = placed.place.votes.gather([number, placed.weight, at])
@@ -141,15 +147,15 @@ class Trial:
                 f"on): {REMEDY}"
             )
         forms = tuple(f[0] for f in every)
-        # Where there are fewer samples than ranks, some repeat one of another's, which counts for nothing.
-        new = all(f[1] for f in every) and self._seen[forms] < _TIMES and self._compared < _MOST_COMPARED
+        new = self._seen[forms] < _TIMES and self._compared < _MOST_COMPARED
+        if self._compared >= _MOST_COMPARED and not self._seen[forms]:
+            self._tell(Difference(unknown="it takes more forms than are compared"), loss.dtype, placed)
         if not self._seen[forms]:
             self._left = max(self._left, _WINDOW)
         self._seen[forms] += 1
         if not new or form == _TRUSTED or tape is None or len(set(forms)) > 1 or not form:
             backward()
             if new and set(forms) != {float(zlib.crc32(_TRUSTED.encode()))}:
-                why = strange or ("" if self._tape is None else self._tape.strange)
                 unlike = "ranks compute it in different ways" if all(forms) and len(set(forms)) > 1 else ""
                 self._tell(Difference(unknown=why or unlike or "it cannot be followed"), loss.dtype, placed)
         else:
@@ -161,6 +167,10 @@ class Trial:
             if self._tell(found, loss.dtype, placed):
                 self._seen[forms] = _TIMES
         self._rest()
+
+    def batch_over(self) -> None:
+        """A batch of the loader is over."""
+        self._close()
 
     def _close(self) -> None:
         """From here on what is kept of a batch is a tensor like any other."""
@@ -183,15 +193,14 @@ class Trial:
 
     def _tell(self, found: Difference, dtype: torch.dtype, placed: PlacedModel | None) -> bool:
         """Warn of a difference; say it once where there was none to be found. Whether anything was to be said."""
-        if found.unknown:
-            if not self._said and placed is not None:
-                say(placed.place, f"whether the loss is a mean over samples was not checked: {found.unknown}")
-            self._said = True
-            return True
-        lines = told(found, dtype)
+        lines = [] if found.unknown else told(found, dtype)
+        why = found.unknown or ("" if lines else found.doubt)
+        if why and why not in self._said and placed is not None:
+            self._said.add(why)
+            say(placed.place, f"whether the loss is a mean over samples was not checked: {why}")
         for line in lines:
             warnings.warn(line, stacklevel=6)
-        return bool(lines)
+        return bool(lines or found.unknown)
 
 
 _SEES_ITS_OWN = (
@@ -217,13 +226,14 @@ def tolerance(dtype: torch.dtype) -> float:
 def told(found: Difference, dtype: torch.dtype) -> list[str]:
     """What differs, in a line each; nothing where it is the same."""
     said = []
-    if found.own is not None:
+    differs = found.gradients > tolerance(dtype)
+    if found.own is not None and not (differs and found.own.is_integer()):  # a count of samples is named below
         said.append(
             f"a number that differs between ranks ({found.own:.6g} on rank 0) goes into the loss or the inputs: one "
             "that was taken out of torch (.item()) is of a rank's own samples, and one that is drawn is a rank's own; "
             "asa.reduce makes it that of the batch"
         )
-    if found.repeated:
+    if found.repeated or (found.stepped and differs):
         said.append(
             "a tensor with a row for each sample is made beside the batch, by the sample's place in it, and is the "
             "same on all ranks: one device has one for the whole batch; make it in the loader's collate_fn"
@@ -233,7 +243,7 @@ def told(found: Difference, dtype: torch.dtype) -> list[str]:
             f"what the model is given differs by {found.inputs:.1%} from what one device would give it: it is made of "
             "other samples of the batch, or drawn, and each rank has its own; make it in the loader's collate_fn"
         )
-    elif found.gradients > tolerance(dtype):
+    elif differs:
         sizes = (abs(found.loss_whole), abs(found.loss_parts), 1e-30)
         loss = abs(found.loss_whole - found.loss_parts) / max(sizes)
         said.append(

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
+from asa.errors import UsageError
 from asa.sharding.axis import Axis
 from asa.sharding.bucket import Bucket, Wait
 from asa.sharding.replicated import Replicated
@@ -45,6 +46,8 @@ class Averaging:
         self._parameters = [p for r in replicas for p in r.parameters]
         self._trained: list[bool] | None = None
         self._handles: list[RemovableHandle] = []
+        self._ours: set[nn.Parameter] = set()
+        """Parameters that have a hook of this object's."""
         self._buckets: list[tuple[Replicated, Bucket]] = []
         self._waits: list[Wait] = []
         self._placed: set[tuple[int, int]] = set()
@@ -58,7 +61,16 @@ class Averaging:
             each.at_the_end(self._ended)
 
     def refresh(self) -> None:
-        """Before a forward: take note of what is trained now."""
+        """Before a forward: take note of what is trained now.
+
+        Raises:
+            UsageError: something of the program's own is done when a gradient has been accumulated.
+        """
+        if any(len(p._post_accumulate_grad_hooks or ()) > (p in self._ours) for p in self._parameters):
+            raise UsageError(
+                "a hook on a parameter that runs when its gradient has been accumulated runs before ranks add theirs "
+                "to it; do after loss.backward() what it does, or plan with strategies=('fsdp',)"
+            )
         trained = [p.requires_grad for p in self._parameters]
         if trained == self._trained:
             return
@@ -72,6 +84,7 @@ class Averaging:
             for i, p in enumerate(bucket.parameters):
                 self._handles.append(p.register_post_accumulate_grad_hook(partial(_arrived, this, number, i)))
         self._sparse = [(r, p) for r in reversed(self._replicas) for p in r.sparse if p.requires_grad]
+        self._ours = {p for _, b in self._buckets for p in b.parameters} | {p for _, p in self._sparse}
         for _, p in self._sparse:
             self._handles.append(p.register_post_accumulate_grad_hook(partial(_began, this)))
 

@@ -197,11 +197,12 @@ def synchronise(component: TracedComponent, axis: Axis) -> None:
         component.forward = _Within(component, axis)  # type: ignore[assignment]
 
 
-def synchronised(component: TracedComponent) -> bool:
+def synchronised(component: TracedComponent, *, perhaps: bool = False) -> bool:
     """Whether ranks meet in a BatchNorm of ``component``, in backward too; of code that is not torch's known behind its
-    first forward."""
+    first forward, before that only whether they do ``perhaps``."""
     run = component.__dict__.get("forward")
-    return (isinstance(run, _Within) and run.met) or any(type(m) is SynchronisedBatchNorm for m in component.modules())
+    within = isinstance(run, _Within) and (perhaps or run.met)
+    return within or any(type(m) is SynchronisedBatchNorm for m in component.modules())
 
 
 def _calls(component: TracedComponent) -> bool:
