@@ -24,7 +24,7 @@ from asa.scheduler.expected import Expected
 from asa.scheduler.exposed import Exposed
 from asa.scheduler.findings import Finding, Findings, awry
 from asa.scheduler.lasting import Lasting
-from asa.scheduler.model import Model, rung, same
+from asa.scheduler.model import Asked, Model, rung, same
 from asa.scheduler.policy import Policy, seconds
 
 _CLEAR = 5
@@ -105,6 +105,8 @@ class Decider:
         self._priced: tuple[Placement, Slowness, float] | None = None
         self._next_s: float | None = None
         self._windows = 0
+        self._search_beside: tuple[Asked, Slowness] | None = None
+        self._missed = 0
 
     def window(
         self, current: Placement, measured: Measurements, *, steps: int, left: int | None, probe: Probe | None = None
@@ -116,6 +118,8 @@ class Decider:
         if -1 in bad:
             return None
         steps = max(1, min(steps, measured.step_time.n))
+        if self._search_beside is not None:  # it takes time of the cores: these steps say nothing of the machine
+            return self._answered(self._search_beside, current, measured, steps, left)
         expected = self._expectation(current)
         exposed = self._exposed.level(current, measured, expected, self.costs.slowness(), steps)
         self.costs.observe(measured, expected, current.processes, steps, bad, exposed)
@@ -148,9 +152,32 @@ class Decider:
             return None
         if self._groups.believed != self._groups.seen:  # what ranks will take is not known yet
             return None
-        if slowness.apart(self._solved) > LIKE or heavy:
-            self._search(current, measured, slowness)
+        if (slowness.apart(self._solved) > LIKE or heavy) and not self._search(current, measured, slowness):
+            self._missed = steps
+            return None
         return self._weigh(current, measured, slowness, steps, left)
+
+    def _answered(
+        self, asked: tuple[Asked, Slowness], current: Placement, measured: Measurements, steps: int, left: int | None
+    ) -> Change | None:
+        """What a search beside training came to, once it has ended."""
+        search, slowness = asked
+        self._missed += steps
+        try:
+            solved, failed = search.found(), ""
+        except AsaError as error:
+            solved, failed = [], f"no other plan: {error}"
+        if solved is None:
+            return None
+        self._search_beside = None
+        self._choose(current, slowness, solved, failed)
+        return self._weigh(current, measured, slowness, self._missed, left)
+
+    def close(self) -> None:
+        """End a search that still goes on."""
+        if self._search_beside is not None:
+            self._search_beside[0].stop()
+            self._search_beside = None
 
     def corrected(self, current: Placement) -> Slowness:
         """All that was learnt, what is left of the step under ``current`` included."""
@@ -218,25 +245,33 @@ class Decider:
         pace = self.costs.pace
         return self._expectation(current).step_s * pace.ratio if pace.known else typical(measured)
 
-    def _search(self, current: Placement, measured: Measurements, slowness: Slowness) -> None:
-        """Look for a faster plan under ``slowness``; the current one is among those that are known."""
-        self._solved, before = slowness, self._option
-        self._option = None
-        options = [p for p in self._known if not same(p, current)]
-        if not any(same(p, current) for p in self._known):
-            self._known.append(current)
-        priced = self._price(current, slowness)
+    def _search(self, current: Placement, measured: Measurements, slowness: Slowness) -> bool:
+        """Look for a faster plan under ``slowness``. False: beside training, and the answer comes later."""
+        self._solved = slowness
+        solved: list[Placement] = []
         failed = ""
         try:
+            if self.model.apart is not None:
+                self._search_beside = self.model.apart(current, measured, slowness), slowness
+                return False
             solved = self.model.best(current, measured, slowness)
         except AsaError as error:
             failed = f"no other plan: {error}"
         except Exception as error:  # a search that breaks does not end a run that trains
             failed = f"no other plan: the search broke with {type(error).__name__}: {error}"
-        else:
+        self._choose(current, slowness, solved, failed)
+        return True
+
+    def _choose(self, current: Placement, slowness: Slowness, solved: list[Placement], failed: str) -> None:
+        """The fastest under ``slowness`` of the plans ``solved`` and those that ran before."""
+        before, self._option = self._option, None
+        known = [p for p in self._known if not same(p, current)]
+        if not any(same(p, current) for p in self._known):
+            self._known.append(current)
+        priced = self._price(current, slowness)
+        if solved:
             self.bound = max(0.0, 1 - solved[0].plan.certificate.lower_bound_s / priced)
-            options = [*options, *solved]
-        options = [p for p in options if not same(p, current)]
+        options = [p for p in (*known, *solved) if not same(p, current)]
         kept = ""
         if self.policy.keep_batch_norm:
             allowed = [p for p in options if not self._norms(current, p)]

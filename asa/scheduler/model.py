@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from asa.cost.machine.slower import slower_profile
 from asa.cost.planned import price_plan
@@ -31,15 +32,32 @@ Solve = Callable[[Plan, Measurements, Profile, Cluster, int], Plan]
 was measured. Raises :class:`asa.errors.InfeasibleError` where none fits."""
 
 
+class Asked(Protocol):
+    """A search for another plan that goes on beside training."""
+
+    def found(self) -> list[Placement] | None:
+        """What :meth:`Model.best` answers; None while that is not known.
+
+        Raises:
+            AsaError: nothing fits, or the search broke.
+        """
+        ...
+
+    def stop(self) -> None:
+        """End the search."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Model:
     """The files that the run's plan was made from, the strategies there are, and how to solve again (see
-    :data:`Solve`)."""
+    :data:`Solve`). ``apart``: starts the same search as :meth:`best` beside training; None to wait for it."""
 
     profile: Profile
     cluster: Cluster
     strategies: Strategies
     solve: Solve
+    apart: Callable[[Placement, Measurements, Slowness], Asked] | None = None
 
     def expected(self, plan: Plan, processes: Sequence[int]) -> Expected:
         """What ``plan`` on ``processes`` should take by the original files."""
