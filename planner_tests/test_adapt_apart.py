@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -17,8 +19,7 @@ from asa.interfaces.executor import Placement
 from asa.ir.cluster import Cluster
 from asa.ir.measurements import Measurements
 from asa.scheduler import Model, Policy, adapt
-from asa.scheduler.costs import Slowness
-from asa.scheduler.model import same
+from asa.scheduler.model import Answer, Question, same
 from asa.simulator.world import World
 from asa.strategies import offered
 
@@ -29,7 +30,7 @@ _TAKES = 4
 class _Beside:
     """A search that is over after so many looks."""
 
-    def __init__(self, answer: list[Placement] | Exception, log: list[_Beside]) -> None:
+    def __init__(self, answer: Answer | Exception, log: list[_Beside]) -> None:
         self.answer, self.looks, self.stopped = answer, 0, False
         log.append(self)
 
@@ -37,7 +38,7 @@ class _Beside:
     def goes_on(self) -> bool:
         return self.looks < _TAKES and not self.stopped
 
-    def found(self) -> list[Placement] | None:
+    def found(self) -> Answer | None:
         self.looks += 1
         if self.goes_on:
             return None
@@ -69,8 +70,8 @@ class _Taken(World):
 def _beside(error: Exception | None = None) -> tuple[_Taken, list[_Beside], list[dict[str, Any]], Model]:
     plain, searches, events = _model(2), list[_Beside](), list[dict[str, Any]]()
 
-    def apart(current: Placement, measured: Measurements, slowness: Slowness) -> _Beside:
-        return _Beside(error or plain.best(current, measured, slowness), searches)
+    def apart(question: Question) -> _Beside:
+        return _Beside(error or plain.answer(question), searches)
 
     world = _world(2, _slowness(2, rank=1, by=4.0), kind=_Taken)
     world.searches = searches
@@ -106,39 +107,50 @@ def test_a_run_that_ends_ends_its_search() -> None:
     assert [s.stopped for s in searches] == [True]
 
 
-def _asked(cluster: Cluster) -> tuple[Apart, Placement, Measurements, Slowness]:
-    now = Placement(plan=_first(2), processes=(0, 1))
-    truth = _slowness(2, rank=1, by=4.0)
-    measured = _silent(_world(2, truth))
-    return Apart(PROFILE, cluster, now, measured, truth), now, measured, truth
+def _asked(cluster: Cluster) -> tuple[Apart, Question]:
+    now, truth = Placement(plan=_first(2), processes=(0, 1)), _slowness(2, rank=1, by=4.0)
+    question = Question(
+        current=now, known=(), measured=_silent(_world(2, truth)), slowness=truth, deviations=((0.01, 0.02), (0.05,)),
+        draws=5, seed=3,
+    )  # fmt: skip
+    return Apart(PROFILE, cluster, question), question
 
 
-def _answer(search: Apart) -> list[Placement]:
+def _answer(search: Apart) -> Answer:
     while (found := search.found()) is None:
         time.sleep(0.02)
     return found
 
 
 def test_another_process_finds_what_this_one_would() -> None:
-    search, now, measured, truth = _asked(nouns.cluster(2))
+    search, question = _asked(nouns.cluster(2))
     assert search.found() is None
     model = Model(profile=PROFILE, cluster=nouns.cluster(2), strategies=offered(), solve=solve_again)
-    here = model.best(now, measured, truth)
-    there = _answer(search)
-    assert len(there) == len(here)
-    assert all(same(a, b) for a, b in zip(here, there, strict=True))
+    here, there = model.answer(question), _answer(search)
+    assert [len(a.placements) for a in (here, there)] == [1 + len(here.found)] * 2
+    assert all(same(a, b) for a, b in zip(here.placements, there.placements, strict=True))
+    assert there.draws == here.draws
+    assert len(set(there.draws)) == 5
+
+
+def test_the_process_that_searches_needs_no_torch() -> None:
+    code = (
+        "import sys\nimport asa.cli.apart, asa.cli.replanning, asa.scheduler.memory, asa.scheduler.model\n"
+        "from asa.strategies import offered\noffered()\nassert 'torch' not in sys.modules"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_what_comes_to_grief_there_is_said_here() -> None:
     cluster = nouns.cluster(2)
     small = dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, memory_bytes=1 << 10))
-    search, *_ = _asked(small)
+    search, _ = _asked(small)
     with pytest.raises(InfeasibleError):
         _answer(search)
-    killed, *_ = _asked(cluster)
+    killed, _ = _asked(cluster)
     killed._process.kill()
     with pytest.raises(UnavailableError, match="the search broke"):
         _answer(killed)
-    stopped, *_ = _asked(cluster)
+    stopped, _ = _asked(cluster)
     stopped.stop()
     assert stopped._process.returncode is not None

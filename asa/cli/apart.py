@@ -16,13 +16,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 from asa.errors import AsaError, InfeasibleError, UnavailableError
-from asa.interfaces.executor import Placement
 from asa.ir.cluster import Cluster
-from asa.ir.measurements import Measurements
 from asa.ir.profile import Profile
-from asa.scheduler.costs import Slowness
+from asa.scheduler.model import Answer, Question
 
 _NICE = 6
 _LIMIT_S = 120.0
@@ -30,24 +29,25 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Apart:
-    """``Model.best`` on ``profile`` and ``cluster``, computed by a process that is started here."""
+    """``Model.answer`` on ``profile`` and ``cluster``, computed by a process that is started here."""
 
-    def __init__(
-        self, profile: Profile, cluster: Cluster, current: Placement, measured: Measurements, slowness: Slowness
-    ) -> None:
+    def __init__(self, profile: Profile, cluster: Cluster, question: Question) -> None:
+        from asa.launch import faults
+
+        faults.reached("replan.solve")
         self._began = time.monotonic()
         self._answer = tempfile.TemporaryFile()  # noqa: SIM115
-        with tempfile.TemporaryFile() as question:
-            pickle.dump((os.getpid(), _cores(), profile, cluster, current, measured, slowness), question)
-            question.seek(0)
+        with tempfile.TemporaryFile() as asked:
+            pickle.dump((os.getpid(), _cores(), profile, cluster, question), asked)
+            asked.seek(0)
             environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "asa.cli.apart"], stdin=question, stdout=self._answer,
+                [sys.executable, "-m", "asa.cli.apart"], stdin=asked, stdout=self._answer,
                 stderr=subprocess.DEVNULL, env=environment,
             )  # fmt: skip
 
-    def found(self) -> list[Placement] | None:
-        """The plans that were found; None while the search goes on.
+    def found(self) -> Answer | None:
+        """What was found; None while the search goes on.
 
         Raises:
             InfeasibleError: nothing fits. UnavailableError: the search broke, or took too long.
@@ -62,7 +62,7 @@ class Apart:
             data = self._answer.read()
         if self._process.returncode != 0 or not data:
             raise UnavailableError(f"the search broke (exit status {self._process.returncode})")
-        found: list[Placement] | str = pickle.loads(data)  # this program's own child, by a file without a name
+        found: Answer | str = pickle.loads(data)  # this program's own child, by a file without a name
         if isinstance(found, str):
             raise InfeasibleError(found)
         return found
@@ -83,23 +83,25 @@ def _cores() -> set[int]:
 
 def main() -> None:
     """Read a question from standard input, and write the answer to standard output."""
-    parent, cores, profile, cluster, current, measured, slowness = pickle.load(sys.stdin.buffer)
+    parent, cores, profile, cluster, question = pickle.load(sys.stdin.buffer)
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(_NICE)
+    with contextlib.suppress(OSError):  # where memory runs out, rather the search than a rank
+        Path("/proc/self/oom_score_adj").write_text("1000")
     with contextlib.suppress(OSError, AttributeError, ValueError):
         os.sched_setaffinity(0, cores)
     from asa.cli.replanning import solve_again
     from asa.scheduler.model import Model
     from asa.strategies import offered
 
-    found: list[Placement] | str
+    found: Answer | str
     try:
         model = Model(profile=profile, cluster=cluster, strategies=offered(), solve=solve_again)
-        found = model.best(current, measured, slowness)
+        found = model.answer(question)
     except AsaError as error:
         found = str(error)
     sys.stdout.buffer.write(pickle.dumps(found))

@@ -65,11 +65,9 @@ def solve_again(plan: Plan, measured: Measurements, profile: Profile, cluster: C
     Raises:
         InfeasibleError: none fits; names the number that binds.
     """
-    from asa.launch import faults
     from asa.scheduler.memory import observed, plan_again
     from asa.strategies import offered
 
-    faults.reached("replan.solve")
     correction = observed(plan, measured, profile, cluster, offered())
     return plan_again(plan, correction, gpus, profile, cluster, offered(), time_limit_s=SOLVE_S)
 

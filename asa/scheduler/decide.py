@@ -24,7 +24,7 @@ from asa.scheduler.expected import Expected
 from asa.scheduler.exposed import Exposed
 from asa.scheduler.findings import Finding, Findings, awry
 from asa.scheduler.lasting import Lasting
-from asa.scheduler.model import Asked, Model, rung, same
+from asa.scheduler.model import Answer, Asked, Model, Question, rung, same
 from asa.scheduler.policy import Policy, seconds
 
 _CLEAR = 5
@@ -107,6 +107,7 @@ class Decider:
         self._windows = 0
         self._search_beside: tuple[Asked, Slowness] | None = None
         self._missed = 0
+        self._drawn: Answer | None = None
 
     def window(
         self, current: Placement, measured: Measurements, *, steps: int, left: int | None, probe: Probe | None = None
@@ -163,14 +164,15 @@ class Decider:
         """What a search beside training came to, once it has ended."""
         search, slowness = asked
         self._missed += steps
+        answer, failed = None, ""
         try:
-            solved, failed = search.found(), ""
+            answer = search.found()
+            if answer is None:
+                return None
         except AsaError as error:
-            solved, failed = [], f"no other plan: {error}"
-        if solved is None:
-            return None
-        self._search_beside = None
-        self._choose(current, slowness, solved, failed)
+            failed = f"no other plan: {error}"
+        self._search_beside, self._drawn = None, answer
+        self._choose(current, slowness, [] if answer is None else answer.found, failed)
         return self._weigh(current, measured, slowness, self._missed, left)
 
     def close(self) -> None:
@@ -252,7 +254,11 @@ class Decider:
         failed = ""
         try:
             if self.model.apart is not None:
-                self._search_beside = self.model.apart(current, measured, slowness), slowness
+                question = Question(
+                    current=current, known=tuple(p for p in self._known if not same(p, current)), measured=measured,
+                    slowness=slowness, deviations=self.costs.deviations(), draws=self.policy.draws, seed=self._windows,
+                )  # fmt: skip
+                self._search_beside = self.model.apart(question), slowness
                 return False
             solved = self.model.best(current, measured, slowness)
         except AsaError as error:
@@ -313,6 +319,9 @@ class Decider:
             return None
         if option.steps < 2 * option.asked_at:  # the answer hardly differs from the last one
             return None
+        if self._drawn is None and self.model.apart is not None and not self._search(current, measured, slowness):
+            self._missed = 0
+            return None
         horizon = option.steps if left is None else left
         sure = self._confidence(current, option, slowness, step_s, horizon)
         if sure < self.policy.confidence:
@@ -339,7 +348,12 @@ class Decider:
         """The part of joint draws of the factors in which the change pays over ``horizon`` steps."""
         policy, seed = self.policy, self._windows
         noise = random.Random(-seed)
-        drawn = self.model.draws(self.costs, slowness, (current, option.target), policy.draws, seed)
+        answer, self._drawn, pair = self._drawn, None, (current, option.target)
+        if answer is None:
+            drawn = self.model.draws(self.costs.deviations(), slowness, pair, policy.draws, seed)
+        else:
+            one, two = (next(i for i, p in enumerate(answer.placements) if same(p, q)) for q in pair)
+            drawn = [(row[one], row[two]) for row in answer.draws]
         base = option.ratio / (self.model.step_s(option.target, slowness) / self._price(current, slowness))
         won = 0
         for now, other in drawn:
