@@ -355,11 +355,19 @@ class Decider:
             one, two = (next(i for i, p in enumerate(answer.placements) if same(p, q)) for q in pair)
             drawn = [(row[one], row[two]) for row in answer.draws]
         base = option.ratio / (self.model.step_s(option.target, slowness) / self._price(current, slowness))
-        won = 0
+        doubt, won = self._untried(current, option.target, slowness), 0
+        base, error = base * math.exp(doubt), math.hypot(policy.model_error, doubt)
         for now, other in drawn:
-            ratio = base * other / now * math.exp(noise.gauss(0, policy.model_error))
+            ratio = base * other / now * math.exp(noise.gauss(0, error))
             won += (1 - ratio) * step_s * horizon > option.cost_s
         return won / len(drawn)
+
+    def _untried(self, current: Placement, target: Placement, slowness: Slowness) -> float:
+        """By how much, as a logarithm, a plan for other ranks that never ran here may take longer than it is priced at,
+        give or take as much: where all ranks are faster than promised, the machine is, or the plan in force alone."""
+        known = any(same(target, p) for p in self._known)
+        other = rung(current, target) in ("fewer", "more")
+        return max(0.0, -slowness.common) / 2 if other and not known else 0.0
 
     def _review(self, probation: _Probation, measured: Measurements, steps: int) -> Change | None:
         """The first steps after a change: did it help?"""
