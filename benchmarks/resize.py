@@ -4,10 +4,10 @@
     python benchmarks/resize.py plan.json [--epochs 12] [--steps 40] [-o RECORD]
 
 Every rank is a node with an agent of its own (``torchrun --nnodes 3:4 --nproc-per-node 1``). Once the first epoch is
-done, the last agent and its rank are killed; ten lines of the log after the run goes on, the agent is started again.
+saved, the last agent and its rank are killed; ten lines of the log after the run goes on, the agent is started again.
 *Back*: seconds from the kill (or the start of the agent) to the next line of the log on the other number of ranks;
-*torchrun*: the part of them until the ranks are started again, which is the launcher's. At the end, steps and samples
-of every epoch are counted: the global batch stays, and no sample is lost or seen twice.
+*started*: the part of them until the new ranks begin, in which torchrun finds out, meets and starts processes, and
+those import. The steps at the end of every epoch tell that the global batch stayed, and that none was left out.
 """
 
 from __future__ import annotations
@@ -100,10 +100,10 @@ def examine(plan_file: Path, args: argparse.Namespace, folder: Path) -> dict[str
         first = lines(log)[0]
         start = [e for e in log if e["event"] == "start"][-1]
         until("ten lines", lambda log: len(lines(log)) >= LINES or log[-1]["event"] == "end")
-        return {"back_s": first["time"] - since, "torchrun_s": start["time"] - since, "step": first["step"]}
+        return {"back_s": first["time"] - since, "started_s": start["time"] - since, "step": first["step"]}
 
     try:
-        before = until("epoch", lambda log: any(e["event"] == "epoch" for e in log))
+        before = until("checkpoint", lambda log: any(e["event"] == "checkpoint" for e in log))
         lost = time.time()
         kill(agents[-1])
         row: dict[str, Any] = {"fewer": back(lost, sum(e["event"] == "start" for e in before))}
