@@ -30,7 +30,7 @@ from asa.ir import codec
 from asa.ir.plan import Plan
 
 LINES = 10
-CONF = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=2,join_timeout=120"
+CONF = "last_call_timeout=1,keep_alive_interval=2,keep_alive_max_attempt=3,join_timeout=120"
 
 
 def free_port() -> int:
