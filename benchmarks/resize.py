@@ -44,7 +44,8 @@ def agent(plan: Path, out: Path, args: argparse.Namespace, ranks: int, port: int
     """One node: an agent with one rank, in a process group of its own."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nnodes", f"{ranks - 1}:{ranks}", "--nproc-per-node", "1",
-        "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "resize", "--rdzv-conf", CONF,
+        "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "resize",
+        "--rdzv-conf", f"{CONF},is_host={name == 'agent0'}",
         "--max-restarts", "5", "-m", "asa", "train", str(plan), "--data", "synthetic", "--epochs", str(args.epochs),
         "--steps-per-epoch", str(args.steps), "--lr", "0.01", "--out", str(out), "--timeout", "20s",
     ]  # fmt: skip
