@@ -537,3 +537,20 @@ def test_slow_links_are_found_wherever_in_a_window_they_begin(begins: int, seed:
     found = [e for e in events if e["event"] == "finding"]
     assert [e["cause"] for e in found][:1] == ["link"]
     assert found[0]["step"] <= begins + 20
+
+
+@pytest.mark.parametrize(("by", "ranks"), [(1.7, {2}), (2.0, set()), (2.3, set()), (3.0, {1}), (4.0, {1})])
+def test_a_plan_that_is_faster_than_promised_does_not_speak_for_one_on_fewer_ranks(by: float, ranks: set[int]) -> None:
+    class Better(World):
+        """Two ranks take 0.65 of what is promised of them; one takes what is promised."""
+
+        def _truth(self, placement: Placement, step: int) -> tuple[float, tuple[float, ...], tuple[Transfer, ...]]:
+            step_s, own, sent = super()._truth(placement, step)
+            share = 0.65 if len(placement.processes) == 2 else 1.0
+            return share * step_s, tuple(share * s for s in own), sent
+
+    world = _world(2, _slowness(2, rank=1, by=by), kind=Better, ends=10**9)
+    _, events = _run(world, 6)
+    assert {len(target.processes) for _, _, target in world.moves} == ranks
+    assert "rollback" not in _kinds(events)
+    assert all(world.true_step_s(new, BEGINS) < world.true_step_s(old, BEGINS) for _, old, new in world.moves)

@@ -244,6 +244,27 @@ def test_the_model_is_corrected_to_what_was_needed_and_the_next_plan_to_less() -
         relieve(profile, cluster, dataclasses.replace(found, room_bytes=1 << 10), 1, 2)
 
 
+def test_fewer_ranks_have_more_of_the_memory_that_a_host_has_for_all() -> None:
+    profile, cluster = _wide(1.0)
+    plan = solve(profile, cluster, offered(), Request(gpus=2, global_batch=256, strategies=("ddp",)))[0]
+    alone = solve(profile, cluster, offered(), Request(gpus=1, global_batch=256))[0]
+    promised = max(plan.prediction.memory_bytes_per_rank)
+    base = 2 * max(alone.prediction.memory_bytes_per_rank)
+    killed = Shortage(
+        plan=dataclasses.replace(plan, memory_bytes=1 << 12), rank=1, step=3, cause="killed", used_bytes=None,
+        asked_bytes=0, room_bytes=None, free_bytes=2 * (promised + base),
+    )  # fmt: skip
+    new = relieve(profile, cluster, killed, 1, 2)
+    assert new.num_ranks == 1, "nothing fits on two"
+    assert new.memory_bytes == pytest.approx(0.95 * (promised + promised + base), rel=1e-6)
+    # Each process has as much as all of them had, less what one has without a model.
+    second = relieve(profile, cluster, killed, 2, 2)
+    assert second.memory_bytes == pytest.approx(0.85 * (promised + promised + base), rel=1e-6)
+    for other in (dataclasses.replace(killed, free_bytes=None), dataclasses.replace(killed, cause="tight")):
+        with pytest.raises(InfeasibleError, match="GiB"):
+            relieve(profile, cluster, other, 1, 2)
+
+
 def _scarce() -> tuple[Profile, Cluster, Plan]:
     """A profile that promises half of what a step takes, its cluster, and the plan they lead to."""
     profile, cluster = _wide(0.5)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from asa.cli.choose import origins
 from asa.cli.console import Console
-from asa.errors import AsaError, UnavailableError, UsageError
+from asa.errors import AsaError, InfeasibleError, UnavailableError, UsageError
 from asa.ir import codec
 from asa.ir.cluster import Cluster
 from asa.ir.measurements import EpochRecord, Measurements
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 CORRECTED_PROFILE = "corrected.profile.json"
 CORRECTED_CLUSTER = "corrected.cluster.json"
 SOLVE_S = 1.0
-"""Seconds of search, while all ranks wait for the answer."""
+"""Seconds of search, beside training."""
 
 
 def adapting(plan: Plan, console: Console, *, replan: bool, out: Path | None = None) -> tuple[Adapt, Relieve | None]:
@@ -48,7 +48,12 @@ def adapting(plan: Plan, console: Console, *, replan: bool, out: Path | None = N
     except AsaError as error:
         console.say(f"asa: no re-planning: {error}")
         return adapt, None
-    model = Model(profile=profile, cluster=cluster, strategies=offered(), solve=solve_again)
+    from asa.cli.apart import Apart
+
+    model = Model(
+        profile=profile, cluster=cluster, strategies=offered(), solve=solve_again,
+        apart=partial(Apart, profile, cluster),
+    )  # fmt: skip
     keep = None if out is None else partial(keep_corrected, model, out)
     return partial(adapt, model=model, keep=keep), partial(relieve, profile, cluster)
 
@@ -60,11 +65,9 @@ def solve_again(plan: Plan, measured: Measurements, profile: Profile, cluster: C
     Raises:
         InfeasibleError: none fits; names the number that binds.
     """
-    from asa.launch import faults
     from asa.scheduler.memory import observed, plan_again
     from asa.strategies import offered
 
-    faults.reached("replan.solve")
     correction = observed(plan, measured, profile, cluster, offered())
     return plan_again(plan, correction, gpus, profile, cluster, offered(), time_limit_s=SOLVE_S)
 
@@ -87,16 +90,25 @@ def regroup(console: Console, plan: Plan, ranks: int) -> Plan:
 
 
 def relieve(profile: Profile, cluster: Cluster, shortage: Shortage, attempt: int, gpus: int) -> Plan:
-    """The best plan for at most ``gpus`` ranks that a memory model corrected by ``shortage`` allows.
+    """The best plan for at most ``gpus`` ranks that a memory model corrected by ``shortage`` allows; where none is left
+    for as many ranks as ran out of it, one for fewer, which have more of the memory of their host each.
 
     Raises:
         InfeasibleError: none; names the number that binds.
     """
-    from asa.scheduler.memory import corrected, plan_again
+    from asa.scheduler.memory import among, corrected, plan_again
     from asa.strategies import offered
 
     correction = corrected(shortage, attempt, profile, cluster, offered())
-    return plan_again(shortage.plan, correction, gpus, profile, cluster, offered())
+    try:
+        return plan_again(shortage.plan, correction, gpus, profile, cluster, offered())
+    except InfeasibleError:
+        for ranks in range(shortage.plan.num_ranks - 1, 0, -1):
+            more = among(ranks, correction, shortage, attempt)
+            if more is not None:
+                with contextlib.suppress(InfeasibleError):
+                    return plan_again(shortage.plan, more, ranks, profile, cluster, offered())
+        raise
 
 
 def keep_corrected(model: Model, out: Path, slowness: Slowness) -> None:

@@ -68,6 +68,17 @@ def rooms(device: torch.device) -> list[Room]:
     return found
 
 
+def free_on_host() -> int | None:
+    """Bytes that processes of this host may take beside what all of them hold: of its memory, and of this process's
+    control group. None where the system does not tell."""
+    host = _numbers(Path("/proc/meminfo"))
+    free = [host["MemAvailable"]] if "MemAvailable" in host else []
+    group = _group()
+    if group is not None:
+        free.append(max(0, group[1] - group[0]))
+    return min(free, default=None)
+
+
 def _on_cuda(device: torch.device) -> Room:
     """The caching allocator gives back what it holds in reserve before it fails."""
     free, _ = torch.cuda.mem_get_info(device)

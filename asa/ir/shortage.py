@@ -6,7 +6,7 @@ import errno
 import re
 from typing import Literal
 
-from asa.ir.codec import noun
+from asa.ir.codec import later, noun
 from asa.ir.plan import Plan
 
 _SIGNS = re.compile(
@@ -26,6 +26,9 @@ class Shortage:
     Bytes that the model and its training take, what the process had before aside: ``used_bytes`` the most the rank had
     of them (on CUDA the allocator's active peak, on a CPU what the process held), ``asked_bytes`` what it asked for in
     vain on top, ``room_bytes`` the most it could have had. None where it is not known.
+
+    ``free_bytes``: what all ranks of one host can have between them, with what each of their processes has without a
+    model: what was free once they had ended. None where ranks share no memory, or where it is not known.
     """
 
     plan: Plan
@@ -35,6 +38,7 @@ class Shortage:
     used_bytes: int | None
     asked_bytes: int
     room_bytes: int | None
+    free_bytes: int | None = later()
 
     @property
     def promised_bytes(self) -> int:

@@ -24,7 +24,7 @@ from asa.scheduler.expected import Expected
 from asa.scheduler.exposed import Exposed
 from asa.scheduler.findings import Finding, Findings, awry
 from asa.scheduler.lasting import Lasting
-from asa.scheduler.model import Model, rung, same
+from asa.scheduler.model import Answer, Asked, Model, Question, rung, same
 from asa.scheduler.policy import Policy, seconds
 
 _CLEAR = 5
@@ -105,6 +105,9 @@ class Decider:
         self._priced: tuple[Placement, Slowness, float] | None = None
         self._next_s: float | None = None
         self._windows = 0
+        self._search_beside: tuple[Asked, Slowness] | None = None
+        self._missed = 0
+        self._drawn: Answer | None = None
 
     def window(
         self, current: Placement, measured: Measurements, *, steps: int, left: int | None, probe: Probe | None = None
@@ -116,6 +119,8 @@ class Decider:
         if -1 in bad:
             return None
         steps = max(1, min(steps, measured.step_time.n))
+        if self._search_beside is not None:  # it takes time of the cores: these steps say nothing of the machine
+            return self._answered(self._search_beside, current, measured, steps, left)
         expected = self._expectation(current)
         exposed = self._exposed.level(current, measured, expected, self.costs.slowness(), steps)
         self.costs.observe(measured, expected, current.processes, steps, bad, exposed)
@@ -148,9 +153,33 @@ class Decider:
             return None
         if self._groups.believed != self._groups.seen:  # what ranks will take is not known yet
             return None
-        if slowness.apart(self._solved) > LIKE or heavy:
-            self._search(current, measured, slowness)
+        if (slowness.apart(self._solved) > LIKE or heavy) and not self._search(current, measured, slowness):
+            self._missed = steps
+            return None
         return self._weigh(current, measured, slowness, steps, left)
+
+    def _answered(
+        self, asked: tuple[Asked, Slowness], current: Placement, measured: Measurements, steps: int, left: int | None
+    ) -> Change | None:
+        """What a search beside training came to, once it has ended."""
+        search, slowness = asked
+        self._missed += steps
+        answer, failed = None, ""
+        try:
+            answer = search.found()
+            if answer is None:
+                return None
+        except AsaError as error:
+            failed = f"no other plan: {error}"
+        self._search_beside, self._drawn = None, answer
+        self._choose(current, slowness, [] if answer is None else answer.found, failed)
+        return self._weigh(current, measured, slowness, self._missed, left)
+
+    def close(self) -> None:
+        """End a search that still goes on."""
+        if self._search_beside is not None:
+            self._search_beside[0].stop()
+            self._search_beside = None
 
     def corrected(self, current: Placement) -> Slowness:
         """All that was learnt, what is left of the step under ``current`` included."""
@@ -218,25 +247,37 @@ class Decider:
         pace = self.costs.pace
         return self._expectation(current).step_s * pace.ratio if pace.known else typical(measured)
 
-    def _search(self, current: Placement, measured: Measurements, slowness: Slowness) -> None:
-        """Look for a faster plan under ``slowness``; the current one is among those that are known."""
-        self._solved, before = slowness, self._option
-        self._option = None
-        options = [p for p in self._known if not same(p, current)]
-        if not any(same(p, current) for p in self._known):
-            self._known.append(current)
-        priced = self._price(current, slowness)
+    def _search(self, current: Placement, measured: Measurements, slowness: Slowness) -> bool:
+        """Look for a faster plan under ``slowness``. False: beside training, and the answer comes later."""
+        self._solved = slowness
+        solved: list[Placement] = []
         failed = ""
         try:
+            if self.model.apart is not None:
+                question = Question(
+                    current=current, known=tuple(p for p in self._known if not same(p, current)), measured=measured,
+                    slowness=slowness, deviations=self.costs.deviations(), draws=self.policy.draws, seed=self._windows,
+                )  # fmt: skip
+                self._search_beside = self.model.apart(question), slowness
+                return False
             solved = self.model.best(current, measured, slowness)
         except AsaError as error:
             failed = f"no other plan: {error}"
         except Exception as error:  # a search that breaks does not end a run that trains
             failed = f"no other plan: the search broke with {type(error).__name__}: {error}"
-        else:
+        self._choose(current, slowness, solved, failed)
+        return True
+
+    def _choose(self, current: Placement, slowness: Slowness, solved: list[Placement], failed: str) -> None:
+        """The fastest under ``slowness`` of the plans ``solved`` and those that ran before."""
+        before, self._option = self._option, None
+        known = [p for p in self._known if not same(p, current)]
+        if not any(same(p, current) for p in self._known):
+            self._known.append(current)
+        priced = self._price(current, slowness)
+        if solved:
             self.bound = max(0.0, 1 - solved[0].plan.certificate.lower_bound_s / priced)
-            options = [*options, *solved]
-        options = [p for p in options if not same(p, current)]
+        options = [p for p in (*known, *solved) if not same(p, current)]
         kept = ""
         if self.policy.keep_batch_norm:
             allowed = [p for p in options if not self._norms(current, p)]
@@ -278,6 +319,9 @@ class Decider:
             return None
         if option.steps < 2 * option.asked_at:  # the answer hardly differs from the last one
             return None
+        if self._drawn is None and self.model.apart is not None and not self._search(current, measured, slowness):
+            self._missed = 0
+            return None
         horizon = option.steps if left is None else left
         sure = self._confidence(current, option, slowness, step_s, horizon)
         if sure < self.policy.confidence:
@@ -304,13 +348,26 @@ class Decider:
         """The part of joint draws of the factors in which the change pays over ``horizon`` steps."""
         policy, seed = self.policy, self._windows
         noise = random.Random(-seed)
-        drawn = self.model.draws(self.costs, slowness, (current, option.target), policy.draws, seed)
+        answer, self._drawn, pair = self._drawn, None, (current, option.target)
+        if answer is None:
+            drawn = self.model.draws(self.costs.deviations(), slowness, pair, policy.draws, seed)
+        else:
+            one, two = (next(i for i, p in enumerate(answer.placements) if same(p, q)) for q in pair)
+            drawn = [(row[one], row[two]) for row in answer.draws]
         base = option.ratio / (self.model.step_s(option.target, slowness) / self._price(current, slowness))
-        won = 0
+        doubt, won = self._untried(current, option.target, slowness), 0
+        base, error = base * math.exp(doubt), math.hypot(policy.model_error, doubt)
         for now, other in drawn:
-            ratio = base * other / now * math.exp(noise.gauss(0, policy.model_error))
+            ratio = base * other / now * math.exp(noise.gauss(0, error))
             won += (1 - ratio) * step_s * horizon > option.cost_s
         return won / len(drawn)
+
+    def _untried(self, current: Placement, target: Placement, slowness: Slowness) -> float:
+        """By how much, as a logarithm, a plan for other ranks that never ran here may take longer than it is priced at,
+        give or take as much: where all ranks are faster than promised, the machine is, or the plan in force alone."""
+        known = any(same(target, p) for p in self._known)
+        other = rung(current, target) in ("fewer", "more")
+        return max(0.0, -slowness.common) / 2 if other and not known else 0.0
 
     def _review(self, probation: _Probation, measured: Measurements, steps: int) -> Change | None:
         """The first steps after a change: did it help?"""

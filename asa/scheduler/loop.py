@@ -150,34 +150,38 @@ def adapt(
     costs after every epoch, on the rank that leads.
     """
     loop = _Loop(executor, announce, model, policy or Policy(), following)
-    for epoch in epochs:
-        loop.begin(epoch, epochs)
-        outcome = executor.run_epoch(epoch, loop.look)
-        # Steps count from the start of the run, also after a resume.
-        loop.total = outcome.step * epochs.stop // (epoch + 1)
-        agreed = None if loop.looked else loop.judge(outcome.measurements, outcome.step)
-        loop.changed = loop.changed or agreed is not None
-        record = EpochRecord(
-            epoch=epoch,
-            step=outcome.step,
-            seconds=outcome.seconds,
-            train_loss=outcome.train_loss,
-            validation_loss=outcome.validation_loss,
-            validation_accuracy=outcome.validation_accuracy,
-            learning_rate=outcome.learning_rate,
-            measurements=finite(outcome.measurements),
-            verdict=loop.verdict(outcome.measurements),
-        )
-        # The record before the checkpoint that makes a run go on behind this epoch, the checkpoint before a change of
-        # plan: whatever ends the run in between, nothing is lost.
-        announce({"event": "epoch", **codec.to_data(record), "line": record.verdict.reason})
-        executor.save(epoch)
-        if agreed is not None and not loop.move(agreed):
-            record = replace(record, verdict=replace(record.verdict, action="keep"))
-        if keep is not None and loop.decider is not None:
-            current = Placement(plan=executor.plan, processes=executor.processes)
-            keep(loop.decider.corrected(current))
-        yield record
+    try:
+        for epoch in epochs:
+            loop.begin(epoch, epochs)
+            outcome = executor.run_epoch(epoch, loop.look)
+            # Steps count from the start of the run, also after a resume.
+            loop.total = outcome.step * epochs.stop // (epoch + 1)
+            agreed = None if loop.looked else loop.judge(outcome.measurements, outcome.step)
+            loop.changed = loop.changed or agreed is not None
+            record = EpochRecord(
+                epoch=epoch,
+                step=outcome.step,
+                seconds=outcome.seconds,
+                train_loss=outcome.train_loss,
+                validation_loss=outcome.validation_loss,
+                validation_accuracy=outcome.validation_accuracy,
+                learning_rate=outcome.learning_rate,
+                measurements=finite(outcome.measurements),
+                verdict=loop.verdict(outcome.measurements),
+            )
+            # The record before the checkpoint that makes a run go on behind this epoch, the checkpoint before a change
+            # of plan: whatever ends the run in between, nothing is lost.
+            announce({"event": "epoch", **codec.to_data(record), "line": record.verdict.reason})
+            executor.save(epoch)
+            if agreed is not None and not loop.move(agreed):
+                record = replace(record, verdict=replace(record.verdict, action="keep"))
+            if keep is not None and loop.decider is not None:
+                current = Placement(plan=executor.plan, processes=executor.processes)
+                keep(loop.decider.corrected(current))
+            yield record
+    finally:
+        if loop.decider is not None:
+            loop.decider.close()
 
 
 __all__ = ["Announce", "adapt"]

@@ -75,6 +75,21 @@ def corrected(
     return Correction(scale=scale, memory_bytes=max(1, min(device, needed(cluster.device, limit, plan.num_ranks))))
 
 
+def among(ranks: int, correction: Correction, shortage: Shortage, attempt: int) -> Correction | None:
+    """``correction`` for ``ranks`` ranks, fewer than ran out of the memory of their host; None where that is not what
+    ran out.
+
+    All that was free is shared by processes that each hold something without a model, too: its even part, less what
+    the plan promised. Fewer of them have as much more each as their even parts are larger.
+    """
+    free, plan = shortage.free_bytes, shortage.plan
+    if free is None or shortage.cause != "killed" or correction.memory_bytes is None:
+        return None
+    promised, less = max(plan.prediction.memory_bytes_per_rank), _LESS[min(attempt, len(_LESS)) - 1]
+    base = max(0.0, free / plan.num_ranks - promised)
+    return replace(correction, memory_bytes=max(1, int(less * (free / ranks - base))))
+
+
 def _needed(shortage: Shortage, cluster: Cluster) -> int | None:
     """The least that the rank needs, by the prediction's own count: a host tells what a process holds, not what of that
     is alive."""

@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from asa.cost.machine.slower import slower_profile
 from asa.cost.planned import price_plan
@@ -23,7 +24,7 @@ from asa.ir.cluster import MOST_SLOWDOWN, Cluster, RankDevice
 from asa.ir.measurements import Measurements
 from asa.ir.plan import Plan
 from asa.ir.profile import Profile
-from asa.scheduler.costs import Costs, Slowness
+from asa.scheduler.costs import Slowness
 from asa.scheduler.expected import Expected
 
 Solve = Callable[[Plan, Measurements, Profile, Cluster, int], Plan]
@@ -31,15 +32,60 @@ Solve = Callable[[Plan, Measurements, Profile, Cluster, int], Plan]
 was measured. Raises :class:`asa.errors.InfeasibleError` where none fits."""
 
 
+Deviations = tuple[tuple[float, ...], tuple[float, ...]]
+"""Standard deviations of the logarithms of factors, by process and by level."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """Is another plan faster than ``current`` under ``slowness``? ``known``: plans that ran before. ``draws``: how many
+    joint draws of the factors, which are known as well as ``deviations`` says."""
+
+    current: Placement
+    known: tuple[Placement, ...]
+    measured: Measurements
+    slowness: Slowness
+    deviations: Deviations
+    draws: int
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The best plans ``found`` (see :meth:`Model.best`), and seconds of a step of each of ``placements``, which are the
+    current plan, the known ones and those, under every one of the ``draws``."""
+
+    found: list[Placement]
+    placements: list[Placement]
+    draws: list[tuple[float, ...]]
+
+
+class Asked(Protocol):
+    """A search for another plan that goes on beside training."""
+
+    def found(self) -> Answer | None:
+        """What :meth:`Model.answer` returns; None while that is not known.
+
+        Raises:
+            AsaError: nothing fits, or the search broke.
+        """
+        ...
+
+    def stop(self) -> None:
+        """End the search."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Model:
     """The files that the run's plan was made from, the strategies there are, and how to solve again (see
-    :data:`Solve`)."""
+    :data:`Solve`). ``apart``: has :meth:`answer` computed beside training; None to wait for it."""
 
     profile: Profile
     cluster: Cluster
     strategies: Strategies
     solve: Solve
+    apart: Callable[[Question], Asked] | None = None
 
     def expected(self, plan: Plan, processes: Sequence[int]) -> Expected:
         """What ``plan`` on ``processes`` should take by the original files."""
@@ -138,12 +184,27 @@ class Model:
         )
         return Placement(plan=found, processes=order[: found.num_ranks])
 
+    def answer(self, question: Question) -> Answer:
+        """The answer to a question, computed here.
+
+        Raises:
+            InfeasibleError: nothing fits.
+        """
+        q = question
+        found = self.best(q.current, q.measured, q.slowness)
+        placements = [q.current, *q.known, *found]
+        return Answer(
+            found=found,
+            placements=placements,
+            draws=self.draws(q.deviations, q.slowness, placements, q.draws, q.seed),
+        )
+
     def draws(
-        self, costs: Costs, slowness: Slowness, placements: Sequence[Placement], count: int, seed: int
+        self, deviations: Deviations, slowness: Slowness, placements: Sequence[Placement], count: int, seed: int
     ) -> list[tuple[float, ...]]:
         """Seconds of a step of each placement under ``count`` joint draws of the factors: the same for all of them."""
         generator = random.Random(seed)
-        ranks, levels = costs.deviations()
+        ranks, levels = deviations
         kinds = sorted(set(slowness.ranks))
         members = {k: [p for p, r in enumerate(slowness.ranks) if r == k] for k in kinds}
         found = []

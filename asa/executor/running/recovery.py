@@ -32,7 +32,7 @@ from asa.executor.running.prepare import Material, write_plan
 from asa.executor.training import checkpoint
 from asa.executor.training.logs import Event, RunLog
 from asa.executor.training.snapshots import newest
-from asa.instruments.room import kernel_kills
+from asa.instruments.room import free_on_host, kernel_kills
 from asa.ir import codec
 from asa.ir.codec import fingerprint
 from asa.ir.plan import Plan
@@ -91,7 +91,7 @@ def _shortage(error: WorkersFailedError, job: Job, log: RunLog, kernel: bool) ->
         return None
     return Shortage(
         plan=_in_force(job, log), rank=error.rank, step=0, cause="killed", used_bytes=None, asked_bytes=0,
-        room_bytes=None,
+        room_bytes=None, free_bytes=free_on_host() if job.device_type == "cpu" else None,
     )  # fmt: skip
 
 

@@ -1,0 +1,111 @@
+"""A search for another plan in a process of its own, beside training: ranks never wait for it.
+
+The process has a lower priority than ranks and may use all cores of the run. It gets a quarter of a core that a rank
+keeps busy (``_NICE``), which is the least that the search's own limit counts on
+(docs/decisions/0081-the-limit-counts-work.md), and all of the time in which ranks wait for each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from asa.errors import AsaError, InfeasibleError, UnavailableError
+from asa.ir.cluster import Cluster
+from asa.ir.profile import Profile
+from asa.scheduler.model import Answer, Question
+
+_NICE = 6
+_LIMIT_S = 120.0
+_PR_SET_PDEATHSIG = 1
+
+
+class Apart:
+    """``Model.answer`` on ``profile`` and ``cluster``, computed by a process that is started here."""
+
+    def __init__(self, profile: Profile, cluster: Cluster, question: Question) -> None:
+        from asa.launch import faults
+
+        faults.reached("replan.solve")
+        self._began = time.monotonic()
+        self._answer = tempfile.TemporaryFile()  # noqa: SIM115
+        with tempfile.TemporaryFile() as asked:
+            pickle.dump((os.getpid(), _cores(), profile, cluster, question), asked)
+            asked.seek(0)
+            environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "asa.cli.apart"], stdin=asked, stdout=self._answer,
+                stderr=subprocess.DEVNULL, env=environment,
+            )  # fmt: skip
+
+    def found(self) -> Answer | None:
+        """What was found; None while the search goes on.
+
+        Raises:
+            InfeasibleError: nothing fits. UnavailableError: the search broke, or took too long.
+        """
+        if self._process.poll() is None:
+            if time.monotonic() - self._began < _LIMIT_S:
+                return None
+            self.stop()
+            raise UnavailableError(f"the search took longer than {_LIMIT_S:.0f} s")
+        with self._answer:
+            self._answer.seek(0)
+            data = self._answer.read()
+        if self._process.returncode != 0 or not data:
+            raise UnavailableError(f"the search broke (exit status {self._process.returncode})")
+        found: Answer | str = pickle.loads(data)  # this program's own child, by a file without a name
+        if isinstance(found, str):
+            raise InfeasibleError(found)
+        return found
+
+    def stop(self) -> None:
+        """End the search: nobody asks for its answer any more."""
+        self._answer.close()
+        self._process.kill()
+        self._process.wait()
+
+
+def _cores() -> set[int]:
+    """Cores that the run may use: those of whoever started this rank, which is bound to one."""
+    with contextlib.suppress(OSError, AttributeError):
+        return os.sched_getaffinity(os.getppid()) | os.sched_getaffinity(0)
+    return set()
+
+
+def main() -> None:
+    """Read a question from standard input, and write the answer to standard output."""
+    parent, cores, profile, cluster, question = pickle.load(sys.stdin.buffer)
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.nice(_NICE)
+    with contextlib.suppress(OSError):  # where memory runs out, rather the search than a rank
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    with contextlib.suppress(OSError, AttributeError, ValueError):
+        os.sched_setaffinity(0, cores)
+    from asa.cli.replanning import solve_again
+    from asa.scheduler.model import Model
+    from asa.strategies import offered
+
+    found: Answer | str
+    try:
+        model = Model(profile=profile, cluster=cluster, strategies=offered(), solve=solve_again)
+        found = model.answer(question)
+    except AsaError as error:
+        found = str(error)
+    sys.stdout.buffer.write(pickle.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

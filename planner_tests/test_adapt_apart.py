@@ -1,0 +1,156 @@
+"""A search for another plan goes on beside training: ranks train on meanwhile, and its steps say nothing of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import time
+from typing import Any
+
+import nouns
+import pytest
+from test_adapt_laws import BEGINS, PROFILE, WINDOW, _back, _first, _kinds, _lines, _model, _silent, _slowness, _world
+
+from asa.cli.apart import Apart
+from asa.cli.replanning import solve_again
+from asa.errors import InfeasibleError, UnavailableError
+from asa.interfaces.executor import Placement
+from asa.ir.cluster import Cluster
+from asa.ir.measurements import Measurements
+from asa.scheduler import Model, Policy, adapt
+from asa.scheduler.model import Answer, Question, same
+from asa.simulator.world import World
+from asa.strategies import offered
+
+_TAKES = 4
+"""Looks that a search lasts."""
+
+
+class _Beside:
+    """A search that is over after so many looks."""
+
+    def __init__(self, answer: Answer | Exception, log: list[_Beside]) -> None:
+        self.answer, self.looks, self.stopped = answer, 0, False
+        log.append(self)
+
+    @property
+    def goes_on(self) -> bool:
+        return self.looks < _TAKES and not self.stopped
+
+    def found(self) -> Answer | None:
+        self.looks += 1
+        if self.goes_on:
+            return None
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+    def stop(self) -> None:
+        self.stopped = True
+
+
+class _Taken(World):
+    """While a search goes on, rank 0 seems to take three times as long, and others have its core."""
+
+    searches: list[_Beside]
+
+    def _measured(self, steps: int) -> Measurements:
+        found = super()._measured(steps)
+        if not any(s.goes_on for s in self.searches):
+            return found
+        first, *rest = found.per_rank
+        first = dataclasses.replace(first, own_s=3 * found.step_time.median, mean_own_s=None, stolen_share=0.7)
+        step = dataclasses.replace(
+            found.step_time, **dict.fromkeys(("median", "p10", "p90"), 4 * found.step_time.median)
+        )
+        return dataclasses.replace(found, per_rank=(first, *rest), step_time=step, mean_step_s=None)
+
+
+def _beside(error: Exception | None = None) -> tuple[_Taken, list[_Beside], list[dict[str, Any]], Model]:
+    plain, searches, events = _model(2), list[_Beside](), list[dict[str, Any]]()
+
+    def apart(question: Question) -> _Beside:
+        return _Beside(error or plain.answer(question), searches)
+
+    world = _world(2, _slowness(2, rank=1, by=4.0), kind=_Taken)
+    world.searches = searches
+    return world, searches, events, dataclasses.replace(plain, apart=apart)
+
+
+def test_ranks_train_on_while_another_plan_is_looked_for_and_what_that_takes_is_not_blamed_on_them() -> None:
+    world, searches, events, model = _beside()
+    list(adapt(world, range(8), events.append, model=model, policy=Policy(rebuild_s=0.2)))
+    assert all(s.looks == _TAKES for s in searches)
+    assert not any("rank 0" in line for line in _lines(events))
+    assert _kinds(events) == ["switch", "outcome", "switch", "outcome"]
+    (step, _, target), _ = world.moves
+    assert BEGINS + _TAKES * WINDOW <= step <= BEGINS + (_TAKES + 3) * WINDOW
+    assert target.processes == (0,)
+    assert _back(world)
+
+
+def test_a_search_beside_training_that_breaks_keeps_the_plan() -> None:
+    world, searches, events, model = _beside(UnavailableError("the search broke (exit status -9)"))
+    list(adapt(world, range(3), events.append, model=model, policy=Policy(rebuild_s=0.2)))
+    assert searches
+    assert world.moves == []
+    assert "no other plan: the search broke (exit status -9)" in [e["why"] for e in events if e["event"] == "replan"]
+
+
+def test_a_run_that_ends_ends_its_search() -> None:
+    world, searches, events, model = _beside()
+    epochs = adapt(world, range(8), events.append, model=model, policy=Policy(rebuild_s=0.2))
+    while not searches:
+        next(epochs)
+    epochs.close()  # type: ignore[attr-defined]
+    assert [s.stopped for s in searches] == [True]
+
+
+def _asked(cluster: Cluster) -> tuple[Apart, Question]:
+    now, truth = Placement(plan=_first(2), processes=(0, 1)), _slowness(2, rank=1, by=4.0)
+    question = Question(
+        current=now, known=(), measured=_silent(_world(2, truth)), slowness=truth, deviations=((0.01, 0.02), (0.05,)),
+        draws=5, seed=3,
+    )  # fmt: skip
+    return Apart(PROFILE, cluster, question), question
+
+
+def _answer(search: Apart) -> Answer:
+    while (found := search.found()) is None:
+        time.sleep(0.02)
+    return found
+
+
+def test_another_process_finds_what_this_one_would() -> None:
+    search, question = _asked(nouns.cluster(2))
+    assert search.found() is None
+    model = Model(profile=PROFILE, cluster=nouns.cluster(2), strategies=offered(), solve=solve_again)
+    here, there = model.answer(question), _answer(search)
+    assert [len(a.placements) for a in (here, there)] == [1 + len(here.found)] * 2
+    assert all(same(a, b) for a, b in zip(here.placements, there.placements, strict=True))
+    assert there.draws == here.draws
+    assert len(set(there.draws)) == 5
+
+
+def test_the_process_that_searches_needs_no_torch() -> None:
+    code = (
+        "import sys\nimport asa.cli.apart, asa.cli.replanning, asa.scheduler.memory, asa.scheduler.model\n"
+        "from asa.strategies import offered\noffered()\nassert 'torch' not in sys.modules"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_what_comes_to_grief_there_is_said_here() -> None:
+    cluster = nouns.cluster(2)
+    small = dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, memory_bytes=1 << 10))
+    search, _ = _asked(small)
+    with pytest.raises(InfeasibleError):
+        _answer(search)
+    killed, _ = _asked(cluster)
+    killed._process.kill()
+    with pytest.raises(UnavailableError, match="the search broke"):
+        _answer(killed)
+    stopped, _ = _asked(cluster)
+    stopped.stop()
+    assert stopped._process.returncode is not None
