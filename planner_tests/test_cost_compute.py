@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
+from itertools import product
 
 import fake_strategies
 import nouns
@@ -11,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asa.cost.pricing import times_of
-from asa.cost.work.chain_times import ChainTimes
 from asa.cost.work.compute import deviation, standard_error
 from asa.cost.work.spread import contention, expected_maximum, relative_deviation, slowest_rank
 from asa.ir.cluster import Contention
@@ -66,10 +67,9 @@ def test_memory_of_a_degree_seen_at_one_microbatch_falls_as_that_of_the_whole_co
     )
     profile = replace(PROFILE, timings=(*(t for t in PROFILE.timings if t.component != HEAD.name), *kept))
     times = times_of(profile, fake_strategies.PLAIN)
-    found, chain = times.work(HEAD, 16, 2), ChainTimes(times, [HEAD]).sizes(16, 2)[:, 0]
+    found = times.work(HEAD, 16, 2)
     assert found.saved_bytes == pytest.approx(1200)
     assert found.transient_bytes == pytest.approx(1216 / 2)  # 577 by the ratio alone
-    assert chain.tolist() == [found.saved_bytes, found.transient_bytes]
     assert times.work(HEAD, 64, 2).transient_bytes == 600
 
 
@@ -133,16 +133,84 @@ def test_a_step_waits_for_the_slowest_of_more_ranks():
     assert relative_deviation(PROFILE) > 0
 
 
-@pytest.mark.parametrize(("kept", "split"), [((1, 2, 4, 8), (1, 2, 4, 8)), ((8,), (8,)), ((1, 2, 8), (4, 8))])
-def test_all_components_at_once_take_what_each_of_them_does(kept, split):
-    timings = [t for t in PROFILE.timings if t.microbatch in (kept if t.tensor_degree == 1 else split)]
-    profile = replace(PROFILE, timings=tuple(timings))
+FIELDS = ("forward_s", "backward_s", "saved_bytes", "transient_bytes", "unmade_bytes")
+
+
+def line(xs: list[int], ys: list[float], x: float) -> float:
+    at = min(max(sum(known < x for known in xs), 1), len(xs) - 1)
+    slope = (ys[at] - ys[at - 1]) / (xs[at] - xs[at - 1])
+    return ys[-1] + max(0.0, slope) * (x - xs[-1]) if x > xs[-1] else ys[at - 1] + slope * (x - xs[at - 1])
+
+
+class OneByOne:
+    """The same laws once more, a number at a time, from nothing but the profile: an oracle for the arrays."""
+
+    def __init__(self, profile, share):
+        self.floor, self.share, self.known = profile.dispatch_floor_s, share, {}
+        for t in profile.timings:
+            figures = (t.forward.median, t.backward.median, t.saved_bytes, t.transient_bytes, t.unmade_bytes)
+            self.known.setdefault((t.component, t.tensor_degree), {})[t.microbatch] = figures
+
+    def at(self, name, degree, samples):
+        points = sorted(self.known[name, degree].items())
+        xs, found = [x for x, _ in points], []
+        for k, ys in enumerate(zip(*(values for _, values in points), strict=True)):
+            floor = 0.0 if k > 1 else self.floor if len(xs) > 1 else min(self.floor, ys[0])
+            one = len(xs) == 1
+            y = floor + (ys[0] - floor) * samples / xs[0] if one else max(floor, line(xs, ys, samples))
+            found.append(min(y, max(ys)) if k == 4 else y)
+        return found
+
+    def measured(self, name, degree, samples):
+        least, found = min(self.known[name, degree]), self.at(name, degree, samples)
+        if degree == 1 or samples >= least or min(self.known[name, 1]) >= least:
+            return found
+        small, large = self.at(name, 1, samples), self.at(name, 1, least)
+        falls = [e * (a / b if b else 1) for e, a, b in zip(self.at(name, degree, least), small, large, strict=True)]
+        if len(self.known[name, degree]) == 1:
+            found[2:] = falls[2], max(falls[3], small[3] / degree), falls[4]
+        return [max(self.floor, falls[0]), max(self.floor, falls[1]), *found[2:]]
+
+    def work(self, component, degree, samples):
+        name, degrees = component.name, sorted(d for n, d in self.known if n == component.name)
+        if degree in degrees:
+            return self.measured(name, degree, samples)
+        below = max(d for d in degrees if d < degree)
+        above = next((d for d in degrees if d > degree), None)
+        share, first = self.share(component, degree), self.share(component, below)
+        high, last = [self.floor, self.floor, 0, 0, 0], 0.0
+        if above is not None:
+            high, last = self.measured(name, above, samples), self.share(component, above)
+        mix = (first - share) / (first - last)
+        floors = (self.floor, self.floor, 0, 0, 0)
+        both = zip(self.measured(name, below, samples), high, floors, strict=True)
+        return [max(floor, a + mix * (b - a)) for a, b, floor in both]
+
+
+@pytest.mark.parametrize(
+    ("kept", "split"), [((1, 2, 4, 8), (1, 2, 4, 8)), ((8,), (8,)), ((1, 2, 8), (4, 8)), ((1, 4, 8), (8,))]
+)
+@pytest.mark.parametrize("degrees", [(1, 2), (1, 4), (1, 2, 4)])
+def test_all_components_at_once_take_what_each_of_them_does(kept, split, degrees):
+    rng, timings = random.Random(7), []
+    for t in PROFILE.timings:
+        for degree in degrees[1:] if t.tensor_degree == 2 else (1,) if t.tensor_degree == 1 else ():
+            if t.microbatch in (kept if degree == 1 else split):
+                own = {
+                    n: nouns.stat(rng.uniform(0.5, 1.5) * t.forward.median / degree) for n in ("forward", "backward")
+                }
+                sizes = {n: rng.randrange(1, 10**6) for n in ("saved_bytes", "transient_bytes")}
+                unmade = rng.randrange(sizes["transient_bytes"])
+                timings.append(replace(t, tensor_degree=degree, **own, **sizes, unmade_bytes=unmade))
+    profile = replace(PROFILE, timings=tuple(timings), dispatch_floor_s=2e-3)
     times, components = times_of(profile, fake_strategies.PLAIN), profile.graph.components
-    together = ChainTimes(times, components)
-    for samples in (1, 3, 8, 100):
-        for degree in (1, 2, 3, 4, 7):
-            found = together.both(samples, degree)
-            for c, seconds in zip(components, found, strict=True):
-                if degree == 1 or c.split is not None:
-                    work = times.work(c, samples, degree)
-                    assert seconds == work.forward_s + work.backward_s, (c.name, samples, degree)
+    tensor = fake_strategies.PLAIN.tensor["tensor"]
+    oracle = OneByOne(profile, lambda c, d: tensor.share(c, d).flops_per_sample / c.flops_per_sample if d > 1 else 1.0)
+    for samples, degree in product((1, 3, 8, 100), (1, 2, 3, 4, 7)):
+        both = times.both(samples, degree)
+        for i, c in enumerate(components):
+            if degree == 1 or c.split is not None:
+                work = times.work(c, samples, degree)
+                found = [getattr(work, name) for name in FIELDS]
+                assert found == pytest.approx(oracle.work(c, degree, samples), rel=1e-12), (c.name, samples, degree)
+                assert both[i] == work.forward_s + work.backward_s

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from asa.cost.memory.peak import Footprint, peak
 from asa.cost.pipeline import StageTimes
 from asa.cost.planned import Price, StagePrice
-from asa.cost.step import BoundaryCost, ComponentCost, StepCost, overlapped, step
+from asa.cost.step import BoundaryCost, ComponentCost, StepCost, step
 from asa.cost.traffic.buckets import bucket_bytes, releases
 from asa.ir.cluster import Overlap
 from asa.ir.units import MIB
@@ -104,7 +104,7 @@ def test_without_slowdown_it_is_the_two_machine_flow_shop(stage):
         done += c.window_s
         makespan = max(makespan, done) + c.prompt_sync_s
     makespan = max(makespan, done)
-    total = sum(c.window_s + c.prompt_sync_s for c in components) - overlapped(components, Overlap())
+    total = sum(c.window_s + c.prompt_sync_s for c in components) - step(components, [], Overlap()).overlap_s
     assert total == pytest.approx(makespan)
 
 

@@ -21,8 +21,7 @@ from asa.cost.traffic.launching import Launches, awaited
 from asa.cost.traffic.prefetch import Gathers, Hidden, hidden
 from asa.cost.traffic.sharing import alongside
 from asa.cost.way import Way
-from asa.cost.work.chain_times import ChainTimes
-from asa.cost.work.compute import adding
+from asa.cost.work.compute import Times, adding
 from asa.cost.work.offload import host_update
 from asa.cost.work.spread import waitings
 from asa.interfaces.strategy import OPTIMIZER_WORDS, DataStrategy
@@ -64,7 +63,7 @@ class Menu:
     component and a way with one."""
 
     def __init__(
-        self, graph: LayerGraph, states: States, times: ChainTimes, optimizer: OptimizerName,
+        self, graph: LayerGraph, states: States, times: Times, optimizer: OptimizerName,
         ways: Sequence[Sequence[Way]], forgetting: Callable[[int, Way], bool],
     ) -> None:  # fmt: skip
         self._graph, self._states, self._times = graph, states, times

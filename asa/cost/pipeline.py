@@ -11,8 +11,8 @@ The step ends with the last stage to finish: ranks wait for each other between s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, reduce
 from typing import Any
 
 import numpy as np
@@ -67,25 +67,9 @@ def makespan(
     num_microbatches: int,
 ) -> float:
     """The time of a step. ``transfers[i]`` is one microbatch from stage i to the next, and its gradient back."""
-    count = len(stages)
-    now = [0.0] * count
-    ahead_free, back_free = [0.0] * count, [0.0] * count
-    arrived = [[0.0] * num_microbatches for _ in stages]
-    returned = [[0.0] * num_microbatches for _ in stages]
-    for s, ahead, k, last in program(schedule, count, num_microbatches):
-        clock, stage = now[s], stages[s]
-        if ahead:
-            clock = max(clock, arrived[s][k]) + stage.forward
-            if s + 1 < count:
-                ahead_free[s] = arrived[s + 1][k] = max(clock, ahead_free[s]) + transfers[s][0]
-        else:
-            clock = max(clock, returned[s][k]) + stage.backward
-            if last:
-                clock += stage.last_backward_extra
-            if s:
-                back_free[s] = returned[s - 1][k] = max(clock, back_free[s]) + transfers[s - 1][1]
-        now[s] = clock
-    return max(clock + stage.after for clock, stage in zip(now, stages, strict=True))
+    times = [(s.forward, s.backward, s.last_backward_extra, s.after) for s in stages]
+    found: float = _played(times, transfers, schedule, num_microbatches, max)
+    return found
 
 
 def makespans(times: Any, transfers: Any, schedule: Schedule, num_microbatches: int) -> Any:
@@ -94,30 +78,35 @@ def makespans(times: Any, transfers: Any, schedule: Schedule, num_microbatches: 
     ``times`` has shape (stages, 4, pipelines): forward, backward, last_backward_extra, after; ``transfers`` has shape
     (stages - 1, 2, pipelines). Returns one time per pipeline.
     """
-    count, _, width = times.shape
-    now = np.zeros((count, width))
-    ahead_free, back_free = np.zeros((count, width)), np.zeros((count, width))
+    return _played([[*x] for x in times], [[*x] for x in transfers], schedule, num_microbatches, np.maximum)
+
+
+def _played(times: Any, transfers: Any, schedule: Schedule, num_microbatches: int, later: Callable[..., Any]) -> Any:
+    """The clock, of numbers or of arrays; ``later``: the greater of two."""
+    count = len(times)
+    now, ahead_free, back_free = [0.0] * count, [0.0] * count, [0.0] * count
     arrived: dict[tuple[int, int], Any] = {}
     returned: dict[tuple[int, int], Any] = {}
     for s, ahead, k, last in program(schedule, count, num_microbatches):
         clock = now[s]
         if ahead:
-            if s:
-                np.maximum(clock, arrived.pop((s, k)), out=clock)
-            clock += times[s, 0]
+            clock = later(clock, arrived.pop((s, k))) if s else clock
+            clock += times[s][0]
             if s + 1 < count:
-                arrived[s + 1, k] = np.maximum(clock, ahead_free[s]) + transfers[s, 0]
-                ahead_free[s] = arrived[s + 1, k]
+                sent = later(clock, ahead_free[s])
+                sent += transfers[s][0]
+                ahead_free[s] = arrived[s + 1, k] = sent
         else:
-            if s + 1 < count:
-                np.maximum(clock, returned.pop((s, k)), out=clock)
-            clock += times[s, 1]
+            clock = later(clock, returned.pop((s, k))) if s + 1 < count else clock
+            clock += times[s][1]
             if last:
-                clock += times[s, 2]
+                clock += times[s][2]
             if s:
-                returned[s - 1, k] = np.maximum(clock, back_free[s]) + transfers[s - 1, 1]
-                back_free[s] = returned[s - 1, k]
-    return (now + times[:, 3]).max(axis=0)
+                sent = later(clock, back_free[s])
+                sent += transfers[s - 1][1]
+                back_free[s] = returned[s - 1, k] = sent
+        now[s] = clock
+    return reduce(later, (clock + own[3] for clock, own in zip(now, times, strict=True)))
 
 
 @lru_cache(maxsize=16384)

@@ -24,7 +24,6 @@ from asa.cost.traffic.launching import Launches, Launching, awaited, launched
 from asa.cost.traffic.prefetch import Hidden, hidden
 from asa.cost.traffic.sharing import alongside
 from asa.cost.way import Alone, Spread, Way
-from asa.cost.work.chain_times import ChainTimes
 from asa.cost.work.compute import Times, Work, adding
 from asa.cost.work.offload import host_update
 from asa.cost.work.spread import contention, slowest_rank, waiting, working
@@ -67,7 +66,6 @@ class Pricer:
         speeds: tuple[float, ...] = (),
         spare: tuple[float, ...] = (),
         states: States | None = None,
-        chain: ChainTimes | None = None,
     ) -> None:
         busy = width if busy is None else busy
         self.shards = Shards(
@@ -83,7 +81,6 @@ class Pricer:
         self.busy = busy
         self.num_microbatches = num_microbatches
         self.times = times
-        self.chain = chain or ChainTimes(times, profile.graph.components)
         self.states = states or States(
             profile.graph, times, cluster, strategies, Links(cluster, width, busy), optimizer, compression
         )
@@ -119,7 +116,7 @@ class Pricer:
             longest = [self.longest(c, layout) for c in components]
             taken = np.array([(work.forward_s * slow, work.backward_s * slow) for work, slow in longest])
         else:
-            taken = self.chain.passes(samples, layout.tensor).T * self.slowed(samples)
+            taken = self.times.passes(samples, layout.tensor).T * self.slowed(samples)
         floors = np.array([(x, 2 * x) for x in map(self.times.launch, components)])
         return np.maximum(0.0, taken - floors - [self.states.most_launched(i, layout) for i in range(len(components))])
 

@@ -113,21 +113,21 @@ class StepCost:
     bubble_s: float = 0.0
 
 
-def overlapped(components: Sequence[ComponentCost], overlap: Overlap) -> float:
-    """Seconds during which both streams work (tau of the module)."""
-    sp, sc = overlap.compute_slowdown, overlap.communication_slowdown
-    pieces = [(i, c.prompt_sync_s) for i, c in enumerate(components)]
-    pieces += [(c.release, c.late_sync_s) for c in components]
-    released_at = [0.0] * len(components)
-    for at, size in pieces:
-        released_at[at] += size
-    before, after = 0.0, sum(released_at)
-    best = sc * after
-    for k, component in enumerate(components):
-        after -= released_at[k]
-        best = min(best, sp * before + sc * after)
-        before += component.window_s
-    return max(0.0, best)
+def side_by_side(
+    windows: Sequence[float], prompt: Sequence[float], late: Sequence[float], release: Sequence[int], sp: float,
+    sc: float,
+) -> float:  # fmt: skip
+    """Seconds during which both streams work (tau of the module), of components with such backward windows, prompt and
+    late synchronisation; the latter leaves after component ``release``."""
+    leaving = list(prompt)
+    for at, size in zip(release, late, strict=True):
+        leaving[at] += size
+    before, behind, found = 0.0, sum(leaving), float("inf")
+    for window, own in zip(windows, leaving, strict=True):
+        behind -= own
+        found = min(found, sp * before + sc * behind)
+        before += window
+    return max(0.0, found)
 
 
 def hidden_from(windows: Any, leaving: Any, sp: float, sc: float) -> Any:
@@ -143,7 +143,11 @@ def step(components: Sequence[ComponentCost], boundaries: Sequence[BoundaryCost]
     sync = sum(c.sync_s for c in components)
     blocking = sum(c.blocking_s + c.update_communication_s for c in components) + sum(b.blocking_s for b in boundaries)
     if overlap.saving >= 0:
-        both = overlapped(components, overlap)
+        both = side_by_side(
+            [c.window_s for c in components], [c.prompt_sync_s for c in components],
+            [c.late_sync_s for c in components], [c.release for c in components],
+            overlap.compute_slowdown, overlap.communication_slowdown,
+        )  # fmt: skip
     else:
         both = overlap.communication_slowdown * sync
     total = compute + sync + blocking - overlap.saving * both

@@ -11,9 +11,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
+
+import numpy as np
 
 from asa.cost.constants import constant
 from asa.ir.codec import noun
@@ -45,19 +47,20 @@ def standard_error(stat: Stat) -> float:
     return 1.2533 * deviation(stat) / math.sqrt(stat.n)
 
 
-def _line(xs: list[float], ys: list[float], x: float) -> float:
-    """Piecewise affine through (xs, ys); beyond the ends along the outermost pair, never falling beyond the last."""
+def _line(xs: list[float], ys: Any, x: float) -> Any:
+    """Piecewise affine through (xs, ys); beyond the ends along the outermost pair, never falling beyond the last. The
+    last axis of ``ys`` is that of ``xs``."""
     if len(xs) == 1:
-        return ys[0]
+        return ys[..., 0]
     at = min(max(bisect_left(xs, x), 1), len(xs) - 1)
-    slope = (ys[at] - ys[at - 1]) / (xs[at] - xs[at - 1])
+    slope = (ys[..., at] - ys[..., at - 1]) / (xs[at] - xs[at - 1])
     if x > xs[-1]:
-        return ys[-1] + max(0.0, slope) * (x - xs[-1])
-    return ys[at - 1] + slope * (x - xs[at - 1])
+        return ys[..., -1] + np.maximum(0.0, slope) * (x - xs[-1])
+    return ys[..., at - 1] + slope * (x - xs[at - 1])
 
 
-def _ratio(a: float, b: float) -> float:
-    return a / b if b > 0 else 1.0
+def _ratio(small: Any, large: Any) -> Any:
+    return np.divide(small, large, out=np.ones_like(large), where=large > 0)
 
 
 @noun
@@ -73,57 +76,87 @@ class Work:
     unmade_bytes: float = 0.0
 
 
+_QUANTITIES = tuple(f.name for f in fields(Work))
+_SECONDS, _ERRORS, _BYTES = slice(0, 2), slice(2, 4), slice(4, 7)
+"""Rows of arrays with a row for each field of :class:`Work`."""
+_TRANSIENT, _UNMADE = _QUANTITIES.index("transient_bytes"), _QUANTITIES.index("unmade_bytes")
+
+
 class Grid:
-    """What was measured of one component at one tensor degree, by microbatch: medians in seconds, bytes."""
+    """What was measured at one tensor degree of components with the same microbatches ``xs``: ``timings``, a list for
+    each component."""
 
-    def __init__(self, timings: list[Timing]) -> None:
-        self.timings = timings
-        self.xs = [float(t.microbatch) for t in timings]
-        self.forward = [t.forward.median for t in timings]
-        self.backward = [t.backward.median for t in timings]
-        self.saved = [float(t.saved_bytes) for t in timings]
-        self.transient = [float(t.transient_bytes) for t in timings]
-        self.unmade = [float(t.unmade_bytes) for t in timings]
-        self._errors: dict[int, tuple[float, float]] = {}
+    def __init__(self, timings: Sequence[list[Timing]]) -> None:
+        self._timings = timings
+        self.xs = [float(t.microbatch) for t in timings[0]]
+        measured = [[_figures(t) for t in own] for own in timings]
+        self._times, self._sizes = np.split(np.array(measured, dtype=float).transpose(2, 0, 1), [2])
+        self._errors: dict[int, Any] = {}
 
-    def nearest(self, samples: int) -> int:
+    def at(self, samples: int, floor: float) -> Any:
+        """Work of ``samples`` samples: quantity x component. One point fixes only what lies above the ``floor``."""
+        xs, times, sizes = self.xs, _line(self.xs, self._times, samples), _line(self.xs, self._sizes, samples)
+        found = np.empty((len(_QUANTITIES), times.shape[1]))
+        if len(xs) == 1:
+            least = np.minimum(floor, times)
+            found[_SECONDS], found[_BYTES] = least + (times - least) * samples / xs[0], sizes * samples / xs[0]
+        else:
+            found[_SECONDS], found[_BYTES] = np.maximum(floor, times), np.maximum(0.0, sizes)
+        found[_UNMADE] = np.minimum(found[_UNMADE], self._sizes[-1].max(axis=-1))
+        nearest = self._nearest(samples)
+        scale = max(0.0, samples / xs[nearest]) if len(xs) == 1 or samples > xs[-1] else 1.0
+        found[_ERRORS] = scale * self._error(nearest)
+        return found
+
+    def _nearest(self, samples: int) -> int:
         """The entry whose microbatch is closest in proportion, the smaller one of two."""
         at = bisect_left(self.xs, samples)
         among = range(max(0, at - 1), min(at + 1, len(self.xs)))
-        return min(among, key=lambda k: abs(math.log(self.timings[k].microbatch / samples)))
+        return min(among, key=lambda k: abs(math.log(self.xs[k] / samples)))
 
-    def errors(self, k: int) -> tuple[float, float]:
-        """Standard error and deviation of forward and backward of entry ``k``. Seconds."""
+    def _error(self, k: int) -> Any:
+        """Standard error and deviation of forward and backward of entry ``k``, in seconds: kind x component."""
         if k not in self._errors:
-            t = self.timings[k]
-            self._errors[k] = (
-                math.hypot(standard_error(t.forward), standard_error(t.backward)),
-                math.hypot(deviation(t.forward), deviation(t.backward)),
-            )
+            both = [(own[k].forward, own[k].backward) for own in self._timings]
+            self._errors[k] = np.array([[math.hypot(*map(of, x)) for x in both] for of in (standard_error, deviation)])
         return self._errors[k]
 
 
+def _figures(t: Timing) -> tuple[float, ...]:
+    return (t.forward.median, t.backward.median, t.saved_bytes, t.transient_bytes, t.unmade_bytes)
+
+
+@dataclass
+class _Alike:
+    """Components (by index) measured at the same tensor degrees and microbatches, and what was measured by degree."""
+
+    index: Any
+    degrees: list[int]
+    grids: dict[int, Grid]
+
+    def reaches_below(self, degree: int) -> bool:
+        """Whether the whole components were measured at smaller microbatches than a tensor degree of them."""
+        return degree > 1 and 1 in self.grids and self.grids[1].xs[0] < self.grids[degree].xs[0]
+
+
 class Times:
-    """A profile's timings, indexed. ``flops_share(component, degree)`` is what the busiest tensor rank computes."""
+    """A profile's timings, indexed. ``flops_share(component, degree)`` is what the busiest tensor rank computes.
+
+    All components are looked up at once, those measured alike in one array; one component is a column.
+    """
 
     def __init__(self, profile: Profile, flops_share: Callable[[Component, int], float]) -> None:
         self.floor = profile.dispatch_floor_s
         self.unmade = any(t.unmade_bytes for t in profile.timings)
-        self.share = flops_share
-        self._timings: dict[tuple[str, int], list[Timing]] = defaultdict(list)
-        for timing in profile.timings:
-            self._timings[timing.component, timing.tensor_degree].append(timing)
-        for found in self._timings.values():
-            found.sort(key=lambda t: t.microbatch)
-        self._grids: dict[tuple[str, int], Grid] = {}
+        self._components = profile.graph.components
+        self._places = {c.name: i for i, c in enumerate(self._components)}
+        self._flops_share = flops_share
+        self._shares: dict[int, Any] = {}
+        self._timings, self._token_timings = _indexed(profile.timings), _indexed(profile.by_tokens or ())
+        self._token_grids = {key: Grid([found]) for key, found in self._token_timings.items()}
+        self._groups = self._alike()
+        self._every: dict[tuple[int, int], Any] = {}
         self._known: dict[tuple[str, int, int, bool], Work] = {}
-        by_tokens: dict[tuple[str, int], list[Timing]] = defaultdict(list)
-        for timing in sorted(profile.by_tokens or (), key=lambda t: t.microbatch):
-            by_tokens[timing.component, timing.tensor_degree].append(timing)
-        self._token_grids = {key: Grid(found) for key, found in by_tokens.items()}
-        self._degrees: dict[str, list[int]] = defaultdict(list)
-        for name, degree in sorted(self._timings):
-            self._degrees[name].append(degree)
         self._ratios: dict[int, float] = {}
         self._updates: dict[tuple[str, int, str], Stat] = {
             (u.component, u.tensor_degree, u.optimizer): u.step for u in profile.updates
@@ -135,9 +168,21 @@ class Times:
         self._whole_at = [math.log(w.microbatch) for w in whole]
         self._whole_ratio = [w.whole.median / w.components_s for w in whole if w.components_s > 0]
 
-    def degrees(self, name: str) -> list[int]:
-        """Tensor degrees at which a component was measured, rising."""
-        return self._degrees[name]
+    def _alike(self) -> list[_Alike]:
+        measured: dict[str, list[int]] = defaultdict(list)
+        for name, degree in sorted(self._timings):
+            measured[name].append(degree)
+        groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
+        for i, c in enumerate(self._components):
+            degrees = measured[c.name]
+            groups[tuple((d, *(t.microbatch for t in self._timings[c.name, d])) for d in degrees)].append(i)
+        found = []
+        for index in groups.values():
+            names = [self._components[i].name for i in index]
+            degrees = measured[names[0]]
+            grids = {d: Grid([self._timings[n, d] for n in names]) for d in degrees}
+            found.append(_Alike(np.array(index), degrees, grids))
+        return found
 
     def launch(self, component: Component) -> float:
         """Seconds of the host of a device apart to launch a forward of the component, however small it is."""
@@ -145,17 +190,12 @@ class Times:
 
     def signature(self, component: Component) -> tuple[object, ...]:
         """What two components have in common that always take as long as each other."""
-        name, tokens = component.name, self._token_grids
-        grids = [self.grid(name, d) for d in self._degrees[name]]
-        grids += [tokens[key] for key in sorted(tokens) if key[0] == name]
-        times = [(tuple(g.xs), tuple(g.forward), tuple(g.backward)) for g in grids]
-        return (self.launch(component), *self._degrees[name], *times)
-
-    def grid(self, name: str, degree: int) -> Grid:
-        """What was measured of a component at a tensor degree."""
-        if (name, degree) not in self._grids:
-            self._grids[name, degree] = Grid(self._timings[name, degree])
-        return self._grids[name, degree]
+        times = (
+            tuple((k, *((t.microbatch, t.forward.median, t.backward.median) for t in own[component.name, k]))
+                  for name, k in sorted(own) if name == component.name)
+            for own in (self._timings, self._token_timings)
+        )  # fmt: skip
+        return (self.launch(component), *times)
 
     def work(self, component: Component, samples: int, degree: int, *, by_tokens: bool = False) -> Work:
         """Forward and backward of ``samples`` samples at a tensor degree, alone on the device. ``by_tokens``: of a
@@ -163,108 +203,84 @@ class Times:
         latter's."""
         key = (component.name, samples, degree, by_tokens)
         if key not in self._known:
-            found = self._work(component, samples, degree)
+            column = self.every(samples, degree)[:, self._places[component.name]]
             if by_tokens and (component.name, degree) in self._token_grids:
-                timed = self._at(self._token_grids[component.name, degree], samples)
-                found = replace(
-                    timed, saved_bytes=found.saved_bytes, transient_bytes=found.transient_bytes,
-                    unmade_bytes=found.unmade_bytes,
-                )  # fmt: skip
-            self._known[key] = found
+                timed = self._token_grids[component.name, degree].at(samples, self.floor)[:, 0]
+                timed[_BYTES] = column[_BYTES]
+                column = timed
+            self._known[key] = Work(**dict(zip(_QUANTITIES, column.tolist(), strict=True)))
         return self._known[key]
 
-    def by_tokens(self, degree: int) -> list[str]:
-        """Components that were measured at a tensor degree with their tokens cut."""
-        return [name for name, measured in self._token_grids if measured == degree]
+    def every(self, samples: int, degree: int) -> Any:
+        """Work of every component, as of :meth:`work`: quantity x component. What cannot be split counts as whole."""
+        if (samples, degree) not in self._every:
+            found = np.empty((len(_QUANTITIES), len(self._components)))
+            for group in self._groups:
+                found[:, group.index] = self._between(group, samples, degree)
+            found.flags.writeable = False
+            self._every[samples, degree] = found
+        return self._every[samples, degree]
 
-    def _work(self, component: Component, samples: int, degree: int) -> Work:
-        degrees = self._degrees[component.name]
-        if degree in degrees:
-            return self._measured(component.name, samples, degree)
-        at = bisect_left(degrees, degree)
-        low = self._measured(component.name, samples, degrees[max(0, at - 1)])
-        share = self.share(component, degree)
-        first = self.share(component, degrees[max(0, at - 1)])
-        if at < len(degrees):
-            high = self._measured(component.name, samples, degrees[at])
-            last = self.share(component, degrees[at])
-            mix = (first - share) / (first - last) if first > last else 0.0
-        else:
-            # Beyond the highest degree measured, what exceeds the floor shrinks with the share.
-            floor = self.floor
-            high = Work(
-                forward_s=floor, backward_s=floor, error_s=low.error_s, deviation_s=low.deviation_s, saved_bytes=0.0,
-                transient_bytes=0.0,
-            )  # fmt: skip
-            mix = 1 - share / first if first > 0 else 0.0
-        mix = min(1.0, max(0.0, mix))
+    def passes(self, samples: int, degree: int) -> Any:
+        """Seconds of forward and of backward: pass x component."""
+        return self.every(samples, degree)[_SECONDS]
 
-        def between(field: str) -> float:
-            a, b = getattr(low, field), getattr(high, field)
-            return float(max(0.0, a + mix * (b - a)))
+    def both(self, samples: int, degree: int) -> Any:
+        """Seconds of forward and backward together, per component."""
+        forward, backward = self.passes(samples, degree)
+        return forward + backward
 
-        return Work(
-            forward_s=max(self.floor, between("forward_s")),
-            backward_s=max(self.floor, between("backward_s")),
-            error_s=between("error_s"),
-            deviation_s=between("deviation_s"),
-            saved_bytes=between("saved_bytes"),
-            transient_bytes=between("transient_bytes"),
-            unmade_bytes=between("unmade_bytes"),
-        )
+    def sizes(self, samples: int, degree: int) -> Any:
+        """Bytes saved for backward and transient beside it: kind x component."""
+        return self.every(samples, degree)[_BYTES][:2]
 
-    def _measured(self, name: str, samples: int, degree: int) -> Work:
-        found = self._at(self.grid(name, degree), samples)
-        least = self.grid(name, degree).xs[0]
-        if samples >= least or not self.reaches_below(name, degree):
+    def least(self, samples: int, degree: int) -> Any:
+        """Seconds of :meth:`both`, with tokens cut, too, where that is faster."""
+        found = self.both(samples, degree)
+        for name, measured in self._token_grids:
+            if measured == degree:
+                work = self.work(self._components[self._places[name]], samples, degree, by_tokens=True)
+                found[self._places[name]] = min(found[self._places[name]], work.forward_s + work.backward_s)
+        return found
+
+    def _between(self, x: _Alike, samples: int, degree: int) -> Any:
+        if degree in x.grids:
+            return self._measured(x, samples, degree)
+        at = bisect_left(x.degrees, degree)
+        below = x.degrees[max(0, at - 1)]
+        low, share, first = self._measured(x, samples, below), self._share(x, degree), self._share(x, below)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            if at < len(x.degrees):
+                high, last = self._measured(x, samples, x.degrees[at]), self._share(x, x.degrees[at])
+                mix = np.where(first > last, (first - share) / (first - last), 0.0)
+            else:  # Beyond the highest degree measured, what exceeds the floor shrinks with the share.
+                high = low.copy()
+                high[_SECONDS], high[_BYTES] = self.floor, 0.0
+                mix = np.where(first > 0, 1 - share / first, 0.0)
+        found = np.maximum(0.0, low + np.minimum(1.0, np.maximum(0.0, mix)) * (high - low))
+        found[_SECONDS] = np.maximum(self.floor, found[_SECONDS])
+        return found
+
+    def _measured(self, x: _Alike, samples: int, degree: int) -> Any:
+        grid = x.grids[degree]
+        found, least = grid.at(samples, self.floor), int(grid.xs[0])
+        if samples >= least or not x.reaches_below(degree):
             return found
-        edge = self._at(self.grid(name, degree), int(least))
-        small, large = self._measured(name, samples, 1), self._measured(name, int(least), 1)
-        if len(self.grid(name, degree).xs) == 1:
+        small, large = self._measured(x, samples, 1), self._measured(x, least, 1)
+        falls = grid.at(least, self.floor) * _ratio(small, large)
+        if len(grid.xs) == 1:
             # What does not depend on samples is not to be seen from one point; of what is transient a rank may have
             # less than its part at large microbatches only, where the peak is another moment.
-            passing = edge.transient_bytes * _ratio(small.transient_bytes, large.transient_bytes)
-            found = replace(
-                found,
-                saved_bytes=edge.saved_bytes * _ratio(small.saved_bytes, large.saved_bytes),
-                transient_bytes=max(passing, small.transient_bytes / degree),
-                unmade_bytes=edge.unmade_bytes * _ratio(small.unmade_bytes, large.unmade_bytes),
-            )
-        return replace(
-            found,
-            forward_s=max(self.floor, edge.forward_s * _ratio(small.forward_s, large.forward_s)),
-            backward_s=max(self.floor, edge.backward_s * _ratio(small.backward_s, large.backward_s)),
-        )
+            found[_BYTES] = falls[_BYTES]
+            found[_TRANSIENT] = np.maximum(found[_TRANSIENT], small[_TRANSIENT] / degree)
+        found[_SECONDS] = np.maximum(self.floor, falls[_SECONDS])
+        return found
 
-    def reaches_below(self, name: str, degree: int) -> bool:
-        """Whether the whole component was measured at smaller microbatches than a tensor degree of it."""
-        whole = 1 in self._degrees[name]
-        return degree > 1 and whole and self.grid(name, 1).xs[0] < self.grid(name, degree).xs[0]
-
-    def _at(self, found: Grid, samples: int) -> Work:
-        xs, floor = found.xs, self.floor
-
-        def time(ys: list[float]) -> float:
-            if len(xs) == 1:  # One point fixes only what lies above the floor.
-                least = min(floor, ys[0])
-                return least + (ys[0] - least) * samples / xs[0]
-            return max(floor, _line(xs, ys, samples))
-
-        def size(ys: list[float]) -> float:
-            return ys[0] * samples / xs[0] if len(xs) == 1 else max(0.0, _line(xs, ys, samples))
-
-        nearest = found.nearest(samples)
-        error, spread = found.errors(nearest)
-        scale = max(0.0, samples / xs[nearest]) if len(xs) == 1 or samples > xs[-1] else 1.0
-        return Work(
-            forward_s=time(found.forward),
-            backward_s=time(found.backward),
-            error_s=scale * error,
-            deviation_s=scale * spread,
-            saved_bytes=size(found.saved),
-            transient_bytes=size(found.transient),
-            unmade_bytes=min(size(found.unmade), max(found.unmade)),
-        )
+    def _share(self, x: _Alike, degree: int) -> Any:
+        if degree not in self._shares:
+            shares = [1.0 if c.split is None else self._flops_share(c, degree) for c in self._components]
+            self._shares[degree] = np.array(shares)
+        return self._shares[degree][x.index]
 
     def whole_ratio(self, samples: int) -> float:
         """Whole step over the sum of components, as measured at the nearest microbatches (1 where it was not).
@@ -275,7 +291,7 @@ class Times:
             return 1.0
         if samples not in self._ratios:
             x = min(max(math.log(samples), self._whole_at[0]), self._whole_at[-1])
-            self._ratios[samples] = min(1.1, max(1 / 1.1, _line(self._whole_at, self._whole_ratio, x)))
+            self._ratios[samples] = min(1.1, max(1 / 1.1, float(_line(self._whole_at, np.array(self._whole_ratio), x))))
         return self._ratios[samples]
 
     def update(
@@ -309,3 +325,11 @@ class Times:
         split = component.split
         divisible = 0.0 if split is None else float(split.parameter_bytes)
         return max(1.0, component.parameter_bytes - divisible * (1 - 1 / degree))
+
+
+def _indexed(timings: Iterable[Timing]) -> dict[tuple[str, int], list[Timing]]:
+    """By component and tensor degree, with rising microbatches."""
+    found: dict[tuple[str, int], list[Timing]] = defaultdict(list)
+    for timing in sorted(timings, key=lambda t: t.microbatch):
+        found[timing.component, timing.tensor_degree].append(timing)
+    return found

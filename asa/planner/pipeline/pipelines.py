@@ -13,6 +13,7 @@ from itertools import accumulate, pairwise
 from typing import Protocol
 
 from asa.cost.pipeline import StageTimes, makespan
+from asa.cost.step import side_by_side
 from asa.interfaces.schedule import Schedule
 from asa.ir.layout import Layout
 from asa.planner.stage.problem import Chain, Choice, Problem
@@ -114,20 +115,15 @@ class Pipelined:
 
 def stage_times(problem: Problem, choice: Choice) -> StageTimes:
     """One stage under ``choice`` as the clock of a pipeline sees it, in ms (:mod:`asa.cost.step` has the formulas)."""
-    m, n = problem.num_microbatches, len(problem)
+    m = problem.num_microbatches
     picked = [problem.configs[i][c] for i, c in enumerate(choice)]
     joints = [problem.edges[i][a.layout, b.layout] for i, (a, b) in enumerate(pairwise(picked))]
     forward = sum(x.forward for x in picked) + sum(x.forward for x in joints)
     backward = sum(x.backward for x in picked) + sum(x.backward for x in joints)
-    leaving = [c.prompt for c in picked]
-    for c, release in zip(picked, problem.release, strict=True):
-        leaving[release] += c.late
-    before, behind, both = 0.0, sum(leaving), float("inf")
-    for k in range(n):
-        behind -= leaving[k]
-        both = min(both, problem.sp * before + problem.sc * behind)
-        before += picked[k].window
-    both = max(0.0, both) if problem.saving > 0 else 0.0
+    both = 0.0
+    if problem.saving > 0:
+        prompt, late = [c.prompt for c in picked], [c.late for c in picked]
+        both = side_by_side([c.window for c in picked], prompt, late, problem.release, problem.sp, problem.sc)
     extra = sum(c.bucket for c in picked) + both * (1 - 1 / problem.sp)
     total = sum(c.work for c in picked) + sum(e.cost for e in joints) - problem.saving * both
     return StageTimes(

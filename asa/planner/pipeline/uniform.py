@@ -75,7 +75,7 @@ class Uniform:
         return times, self._peak(start, stop, entries[3:], outlet[3:], in_flight)
 
     def _overlapped(self, start: int, stop: int) -> float:
-        """:func:`asa.cost.step.overlapped` of a stage."""
+        """:func:`asa.cost.step.side_by_side` of a stage."""
         x, own = self.priced, slice(start, stop)
         sp, sc = self.overlap.compute_slowdown, self.overlap.communication_slowdown
         released = x.prompt[own].copy()

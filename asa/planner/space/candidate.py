@@ -14,7 +14,6 @@ from asa.cost.planned import Price, StagePrice, price, ways_of
 from asa.cost.pricing import Pricer, Way, times_of
 from asa.cost.shards import Shards
 from asa.cost.states import States
-from asa.cost.work.chain_times import ChainTimes
 from asa.cost.work.compute import Times
 from asa.cost.work.spread import slowest_rank, working
 from asa.interfaces.strategy import Strategies
@@ -98,9 +97,6 @@ class Prices:
     def __init__(self, space: Space, known: Prices | None = None) -> None:
         self.space = space
         self._times: Times = times_of(space.profile, space.strategies) if known is None else known._times
-        self._chain_times: ChainTimes = (
-            ChainTimes(self._times, space.profile.graph.components) if known is None else known._chain_times
-        )
         self.fewest = np.array([space.fewest_samples(i) for i in range(len(space.profile.graph))])
         self._slow: dict[float, float] = {}
         self._computes: dict[tuple[int, int, bool], np.ndarray] = {} if known is None else known._computes
@@ -159,7 +155,6 @@ class Prices:
                 speeds=speeds,
                 spare=spare,
                 states=self._states.get((width, working)),
-                chain=self._chain_times,
             )
             self._states.setdefault((width, working), self._pricers[key].states)
         return self._pricers[key]
@@ -184,7 +179,7 @@ class Prices:
         """These ways of all components, on stages of which ``pricer`` prices some; ``forgetting`` as for
         :class:`asa.cost.menu.Menu`."""
         return Menu(
-            self.space.profile.graph, pricer.states, self._chain_times, self.space.request.optimizer, ways,
+            self.space.profile.graph, pricer.states, self._times, self.space.request.optimizer, ways,
             forgetting=forgetting or (lambda _i, _way: True),
         )  # fmt: skip
 
@@ -230,7 +225,7 @@ class Prices:
             shard = (largest_shard(microbatch, layout.data), layout.tensor, smallest // layout.data)
             if shard[2] and shard not in seen:
                 seen.add(shard)
-                least = np.minimum(least, np.where(self.fewest <= shard[2], self._alone(*shard[:2]), np.inf))
+                least = np.minimum(least, np.where(self.fewest <= shard[2], self.alone_on(*shard[:2]), np.inf))
         self._leasts[key] = least
         return least
 
@@ -239,7 +234,7 @@ class Prices:
         fewest = min(layout.fewest(size) for size in cut.sizes)
         if fewest < 1:
             return np.full(len(self.fewest), np.inf)
-        taken = [self._alone(n, layout.tensor) / speed for n, speed in cut.timed(layout)]
+        taken = [self.alone_on(n, layout.tensor) / speed for n, speed in cut.timed(layout)]
         return np.where(self.fewest <= fewest, np.max(taken, axis=0), np.inf)
 
     def alone(self, layouts: Sequence[Layout], num_microbatches: int, busy: int) -> np.ndarray:
@@ -249,7 +244,7 @@ class Prices:
         for layout in dict.fromkeys(layouts):
             pricer = self.pricer(layout.width, num_microbatches, busy)
             samples = pricer.local(layout)
-            times = self._chain_times.least if layout.sequence else self._chain_times.both
+            times = self._times.least if layout.sequence else self._times.both
             taken = times(samples, layout.tensor) * pricer.slowed(samples)
             found = np.where([x is layout or x == layout for x in layouts], taken, found)
         return found
@@ -276,17 +271,12 @@ class Prices:
     def alone_on(self, samples: int, tensor: int) -> np.ndarray:
         """Per component the seconds of forward and backward of ``samples`` on one rank of the profile's device that
         nobody else is beside, split ``tensor`` ways; infinite where it cannot be."""
-        return self._alone(samples, tensor)
-
-    def _alone(self, samples: int, tensor: int) -> np.ndarray:
-        """Per component forward and backward on one rank of a device that does nothing else."""
         key = (samples, tensor, self.space.by_tokens)
         if key not in self._computes:
             if tensor not in self._splits:
                 count = len(self.space.profile.graph)
                 self._splits[tensor] = np.array([self.space.splits(i, tensor) for i in range(count)])
-            times = self._chain_times
-            found = (times.least if self.space.by_tokens else times.both)(samples, tensor)
+            found = (self._times.least if self.space.by_tokens else self._times.both)(samples, tensor)
             found = found * self._times.whole_ratio(samples)
             self._computes[key] = np.where(self._splits[tensor], found, np.inf)
         return self._computes[key]
