@@ -1,7 +1,7 @@
-"""What a run minimises, what it is scored by and how its learning rate falls: by name, or from the user's own function.
+"""Loss, metric and learning rate schedule of a run: by name, or from the user's own function.
 
-``package.module:factory`` is called, with ``num_classes`` where it takes that, and returns the function itself; so
-``torch.nn:MultiMarginLoss`` is a loss. Losses are means over samples: shards and microbatches add up to no other kind.
+``package.module:factory`` is called, with ``num_classes`` if it takes that, and returns the function itself; so
+``torch.nn:MultiMarginLoss`` is a loss. A loss must be a mean over samples: only then do shards and microbatches add up.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ SCHEDULES: Mapping[str, Callable[[float], float]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Aims:
-    """What the names in a run's settings mean."""
+    """The functions behind the names in a run's settings."""
 
     criterion: Criterion | None
     score: Score
@@ -64,7 +64,7 @@ class Aims:
 
     @classmethod
     def of(cls, settings: TrainSettings, num_classes: int, device: torch.device | None = None) -> Aims:
-        """The aims of ``settings``; modules among them on ``device``.
+        """The loss, metric and schedule of ``settings``; modules among them are moved to ``device``.
 
         Raises:
             UsageError: an unknown name. InvalidInputError: a module that cannot be imported, a factory that fails.
@@ -77,11 +77,12 @@ class Aims:
         )
 
     def try_out(self, settings: TrainSettings, labels: Tensor, num_classes: int) -> None:
-        """Whether they give what training needs, on ``labels`` (int64 [n, ...]) and made-up logits.
+        """Check the functions on ``labels`` (int64 [n, ...]) and random logits.
 
         Raises:
-            InvalidInputError: one fails, the loss is no mean over samples, the metric no figure a sample, the schedule
-                no number.
+            InvalidInputError: one fails, the loss is not a mean over samples, the metric is not one number per sample,
+                or the
+                schedule returns no number.
         """
         labels = labels[:_PROBED].flatten() if labels.dim() == 2 else labels[:_PROBED]
         maps = (len(labels), num_classes, *labels.shape[1:])

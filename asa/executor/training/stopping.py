@@ -1,4 +1,4 @@
-"""A polite end: SIGTERM is noted here, and the ranks agree on the step at which they stop."""
+"""Graceful stop: SIGTERM is recorded, and the ranks agree on the step at which they stop."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ PATIENCE_S = 10.0
 
 
 class Patience:
-    """In a validation: ``asked`` to stop, the ranks save at once, go on, and give up if that takes long.
+    """Handles a stop during validation: when ``asked`` to stop, the ranks save at once, continue, and give up if
+    validation takes too long.
 
-    ``save`` is collective, and so is :meth:`exhausted`, called once a batch.
+    ``save`` is collective, and so is :meth:`exhausted`, which is called once a batch.
     """
 
     def __init__(self, votes: Votes, asked: Callable[[], bool], save: Callable[[], object]) -> None:
@@ -35,7 +36,7 @@ class Patience:
         self._saved: float | None = None
 
     def exhausted(self) -> bool:
-        """Whether to give up: the same on all ranks."""
+        """Whether to give up the validation; the same on all ranks."""
         self._batches += 1
         if self._batches < self._until_vote:
             return False
@@ -51,7 +52,7 @@ class Patience:
 
 
 class StopRequest:
-    """Whether this rank was asked to stop."""
+    """Records whether this rank was asked to stop."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -66,7 +67,8 @@ class StopRequest:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopRequest]:
-        """Note SIGTERM within; outside the main thread, where Python allows no handlers, nothing is heard."""
+        """Context in which SIGTERM is recorded. Outside the main thread Python allows no handlers, and signals are not
+        seen."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
