@@ -1,7 +1,7 @@
-"""What every component can compute again by itself: masks, positions and rotations that follow from shapes alone.
+"""Values that every component can recompute by itself: masks, positions and rotations that follow from shapes alone.
 
-A model computes them once and hands them to all its blocks, so beside the hidden state they are alive at every cut.
-They depend on no element of the input: each component makes those that it reads from the shape of its own input.
+A model computes them once and passes them to all its blocks, so they are alive at every cut beside the hidden state.
+They depend on no element of the input: each component recomputes those that it reads from the shape of its own input.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _PURE = frozenset((
 
 
 class Batch:
-    """What stands for the number of samples among the entries of a shape."""
+    """Placeholder for the number of samples among the entries of a shape."""
 
 
 def repeatable(program: Program, seen: tuple[Any, Any]) -> dict[fx.Node, Any]:
-    """The nodes that depend on no data, and of questions about shapes their answer, with :class:`Batch` where it is the
-    number of samples. ``seen``: what runs on two batch sizes showed (:class:`asa.tracing.cuts.Observation`)."""
+    """Nodes that depend on no data. For questions about shapes, with their answer, in which :class:`Batch` stands for
+    the number of samples. ``seen``: observations on two batch sizes (:class:`asa.tracing.cuts.Observation`)."""
     found: dict[fx.Node, Any] = {}
     written = {storage for _, storage in seen[0].writes}
     for node in program.graph.nodes:
@@ -70,8 +70,8 @@ _SHAPE_ONLY = frozenset((
 
 
 class _Reads(TorchDispatchMode):
-    """A context that notes what follows from the values of ``data``, of tensors without values; ``drew``: whether a
-    random number was asked for."""
+    """Context that tracks which tensors follow from the values of ``data``; all are tensors without values. ``drew``:
+    whether a random number was requested."""
 
     def __init__(self, data: list[torch.Tensor]) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class _Reads(TorchDispatchMode):
         self._followers = {t.untyped_storage()._cdata for t in data}
 
     def follows(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` follows from the data."""
+        """Whether ``tensor`` depends on the data."""
         return tensor.untyped_storage()._cdata in self._followers
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -111,8 +111,8 @@ def _answer(small: Any, large: Any, one: int, other: int) -> Any:
 
 
 def _ignores(module: nn.Module, node: fx.Node, data: list[fx.Node], seen: tuple[Any, Any]) -> bool:
-    """Whether ``module`` takes nothing but shape and type of ``data``: nothing that it gives follows from values of
-    them, as a run without values shows."""
+    """Whether ``module`` uses only shape and type of ``data``: none of its outputs depends on their values, as a run
+    without values shows."""
     held = [
         *module.parameters(),
         *(b for n, b in module.named_buffers() if n not in module._non_persistent_buffers_set),
@@ -142,7 +142,7 @@ def _ignores(module: nn.Module, node: fx.Node, data: list[fx.Node], seen: tuple[
 def copied_again(
     graph: fx.Graph, entry: fx.Node, node: fx.Node, answers: Mapping[fx.Node, Any], copied: Callable[[fx.Node], Any]
 ) -> Any:
-    """``node`` in the graph of a component that reads ``entry``; ``copied`` gives what it is computed from."""
+    """Copy ``node`` into the graph of a component that reads ``entry``; ``copied`` maps its inputs."""
     answer = answers[node]
 
     def function(target: Any, *args: Any) -> fx.Node:

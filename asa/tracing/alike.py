@@ -1,4 +1,4 @@
-"""Which components are equal but for their names: what one of them weighs, and how it splits, all of them do."""
+"""Finds components that are equal except for their names; facts and splits of one hold for all of them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _FIRST, _LAST = 2, 1
 
 
 def signature(component: TracedComponent) -> str:
-    """Equal for components that compute the same on inputs of the same shape, on tensors of the same shapes, however
-    often they drop what they drop."""
+    """A digest that is equal for components with the same computation on inputs and tensors of the same shapes, apart
+    from dropout rates."""
     digest = hashlib.sha256()
     digest.update(repr((component.input_shape, component.input_dtype, component.side_outputs())).encode())
     order: dict[int, int] = {}
@@ -63,7 +63,7 @@ def _settings(module: nn.Module) -> str:
 
 
 class _Number(str):
-    """A node by its place."""
+    """Name of a node by its position."""
 
     __slots__ = ()
 
@@ -76,7 +76,8 @@ def _found(component: TracedComponent, path: str) -> Any:
 
 
 def _thing(component: TracedComponent, thing: Any, order: dict[int, int]) -> str:
-    """A module or tensor by what decides its work; the same one, used again, by its place among all."""
+    """Description of a module or tensor by what determines its work; a repeated use is marked by the first one's
+    number."""
     place = order.setdefault(id(thing), len(order))
     if isinstance(thing, Tensor):
         return f"{place} {_tensor(thing, component)}"
@@ -93,12 +94,9 @@ def _tensor(tensor: Tensor, component: TracedComponent) -> str:
 
 
 def stand_ins(kinds: Sequence[Hashable]) -> list[int]:
-    """Per item the index of one that is equal and has equal neighbours: its own but inside rows of repeated groups.
+    """For each item, the index of an equal one with equal neighbours: its own, except inside rows of repeated groups.
 
-    >>> stand_ins("abbbbbbc")
-    [0, 1, 2, 2, 2, 2, 6, 7]
-    >>> stand_ins("abababababc")
-    [0, 1, 2, 3, 2, 3, 2, 3, 8, 9, 10]
+    >>> stand_ins("abbbbbbc") [0, 1, 2, 2, 2, 2, 6, 7] >>> stand_ins("abababababc") [0, 1, 2, 3, 2, 3, 2, 3, 8, 9, 10]
     """
     found = list(range(len(kinds)))
     i = 0
