@@ -1,7 +1,7 @@
-"""Parameters that every rank of a data group holds whole: their gradients are averaged in buckets.
+"""Averages the gradients of parameters that all ranks of a data group hold whole, in buckets.
 
-The buckets of a rank fill from the last parameter to the first, as backward goes, and each sets out when it is full and
-those before it have set out. What is not full at the end of backward sets out then. So all ranks send alike, whichever
+The buckets of a rank fill from the last parameter to the first, as backward goes, and each is sent when it is full and
+those before it were sent. The others are sent at the end of backward. So all ranks send in the same order, whichever
 parameters their own samples reached (:mod:`asa.sharding.averaging`).
 """
 
@@ -29,10 +29,10 @@ _REPLICATED = "asa_replicated"
 
 
 class Bucket:
-    """Gradients that travel together, of ``parameters`` of one type in the order in which they lie in ``flat``.
+    """Gradients that are sent in one message, for ``parameters`` of one type in their order in ``flat``.
 
-    A gradient that has been placed is a view of ``flat``. That memory is used again in the next step, unless somebody
-    else still holds such a view: what a program has kept of an earlier step stays what it was.
+    A gradient that has been placed is a view of ``flat``. That memory is used again in the next step, unless another
+    reference to such a view exists: gradients that a program has kept from an earlier step do not change.
     """
 
     def __init__(self, number: int, parameters: list[nn.Parameter], *, last: bool) -> None:
@@ -48,7 +48,7 @@ class Bucket:
         self.waiting = len(parameters)
 
     def begin(self) -> None:
-        """Before the first gradient of a backward is placed."""
+        """Prepare for the first gradient of a backward."""
         self.waiting = len(self.parameters)
         if self.flat.numel() == self._length:
             where = self.flat.untyped_storage().data_ptr()
@@ -59,12 +59,12 @@ class Bucket:
         self._known = _references(self.flat)
 
     def view(self, i: int) -> Tensor:
-        """Where the gradient of parameter ``i`` lies in ``flat``, strided like the parameter."""
+        """The view of ``flat`` for the gradient of parameter ``i``, strided like the parameter."""
         p, start = self.parameters[i], self._starts[i]
         return self.flat.as_strided(p.size(), self._strides[i], start)
 
     def place(self, i: int) -> None:
-        """Have the gradient of parameter ``i`` lie in ``flat``."""
+        """Move the gradient of parameter ``i`` into ``flat``."""
         p = self.parameters[i]
         gradient = p.grad
         assert gradient is not None
@@ -79,16 +79,16 @@ class Bucket:
             p.grad = view
 
     def absent(self, i: int) -> None:
-        """Have a zero lie in ``flat`` for parameter ``i``, to which no sample of this rank led: a negative one, as a
-        sum is only if all its addends are (IEEE 754)."""
+        """Fill in negative zeros for parameter ``i``, which no sample of this rank reached; a sum is negative zero only
+        if all addends are (IEEE 754)."""
         self.view(i).fill_(-0.0)
 
     def mark(self) -> None:
-        """Have no gradient begin with a negative zero."""
+        """Make sure that no gradient begins with a negative zero."""
         self.flat.index_add_(0, self._firsts, self.flat.new_zeros(len(self._firsts)))
 
     def absent_everywhere(self, i: int) -> bool:
-        """Whether no rank had a gradient of parameter ``i``, which was absent here, once the bucket is summed."""
+        """Whether no rank had a gradient of parameter ``i``, which was absent here; call after the bucket is summed."""
         start = self._starts[i]
         first = self.flat[start : start + 1]
         real = first.real if first.is_complex() else first
@@ -96,7 +96,7 @@ class Bucket:
 
 
 def _dense(p: Tensor) -> bool:
-    """Whether the elements of ``p`` fill a stretch of memory, in whatever order of dimensions."""
+    """Whether the elements of ``p`` fill a contiguous piece of memory, in any order of dimensions."""
     length = 1
     for stride, size in sorted((stride, size) for stride, size in zip(p.stride(), p.shape, strict=True) if size > 1):
         if stride != length:
@@ -114,7 +114,8 @@ def _references(tensor: Tensor) -> int:
 
 
 class Replicated:
-    """What of ``module`` is averaged over ``axis``. ``send`` may be replaced; ``parameters``: all, trained or not.
+    """The parameters of ``module`` whose gradients are averaged over ``axis``. ``send`` may be replaced;
+    ``parameters``: all, trained or not.
 
     ``sparse``: those whose gradients have values for some rows only (:class:`torch.nn.Embedding` with ``sparse``).
     """
@@ -127,7 +128,7 @@ class Replicated:
         self.send: Send = sender(axis)
 
     def buckets(self) -> list[Bucket]:
-        """Buckets of the parameters that are trained now, in the order in which they set out."""
+        """Buckets of the parameters that are currently trained, in the order in which they are sent."""
         sparse = set(self.sparse)
         found: list[list[nn.Parameter]] = []
         size, limit = 0, _FIRST_BYTES
@@ -144,8 +145,8 @@ class Replicated:
 
 
 def sender(axis: Axis) -> Send:
-    """How buckets are averaged over ``axis``: as its compression says, through memory that the ranks share where they
-    share any, and by messages elsewhere."""
+    """A function that averages buckets over ``axis``: compressed if it has a compression, otherwise through shared
+    memory if the ranks have it, otherwise by messages."""
     if axis.compression != "none":
         return compressed(axis)
     group = axis.group
@@ -174,8 +175,8 @@ def _done() -> None:
 
 
 def replicated(module: nn.Module, axis: Axis, *, only: Collection[nn.Parameter] | None = None) -> nn.Module:
-    """``module``, which is to have its gradients averaged over ``axis`` (those of the parameters in ``only``, where not
-    all), its weights now those of the first rank there unless they are known to be alike (collective)."""
+    """Prepare ``module`` for averaging its gradients over ``axis`` (those of the parameters ``only``, if not all), and
+    return it. Weights are set to those of the first rank, unless they are known to be equal (collective)."""
     if axis.size == 1 or axis.group is None or next(module.parameters(), None) is None:
         return module
     if not axis.alike:
@@ -185,7 +186,7 @@ def replicated(module: nn.Module, axis: Axis, *, only: Collection[nn.Parameter] 
 
 
 def replicated_of(module: nn.Module) -> Replicated | None:
-    """What of ``module`` is averaged, if anything is."""
+    """The :class:`Replicated` of ``module``; None if nothing of it is averaged."""
     found: Replicated | None = module.__dict__.get(_REPLICATED)
     return found
 
