@@ -1,4 +1,4 @@
-"""How a device is made to compute a component: choices that change times, and results by rounding alone."""
+"""Ways for a device to compute a component: they change times, and results only by rounding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ launch each."""
 
 
 def execution(memory_format: MemoryFormat, compiled: Compiled) -> str:
-    """In a few words; empty for torch's defaults.
+    """Description of the settings in a few words; empty for torch's defaults.
 
     >>> execution("contiguous", "none"), execution("channels_last", "components")
     ('', 'channels_last, compiled')

@@ -1,5 +1,5 @@
-"""Names for powers, so that no number needs a comment. Nouns hold plain seconds, bytes and FLOPs; bytes are written out
-here for the errors of every room, and the rest in ``asa.report``."""
+"""Named units. Records contain plain seconds, bytes and FLOPs; bytes are formatted here for error messages of all
+packages, other units in ``asa.report``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def time_span(text: str) -> float:
     (90.0, 5400.0, 0.5)
 
     Raises:
-        ValueError: it is none, or not above 0.
+        ValueError: it is not a time span, or not above 0.
     """
     found = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([smh]?)", text.strip())
     if not found:
@@ -50,7 +50,7 @@ def time_span(text: str) -> float:
 
 
 def binary(value: float) -> str:
-    """Bytes in the binary unit that suits.
+    """Bytes as text, in the binary unit that fits.
 
     >>> [binary(v) for v in (17, 2048, 3.5 * 1024**2, 80 * 1024**3)]
     ['17 B', '2.00 KiB', '3.50 MiB', '80.0 GiB']
@@ -62,7 +62,7 @@ def binary(value: float) -> str:
 
 
 def figures(value: float) -> str:
-    """Three significant figures; whole numbers from a hundred up."""
+    """Number as text with three significant digits; whole numbers from a hundred up."""
     magnitude = abs(value)
     if magnitude >= 99.95:
         return f"{value:.0f}"

@@ -5,12 +5,14 @@ rank reaches a point that meets all conditions (omitted ones always hold). ``onc
 restarts: the file is then created, with a line that says what happened. Without ``ASA_FAULT`` nothing is looked up.
 
 ==================  ==================================================================================================
-``exception:TEXT``  a ``RuntimeError`` ``memory``          a ``MemoryError`` ``disk``            an ``OSError``: no
-space left on device ``kill``            SIGKILL; ``segfault``: SIGSEGV; ``stop``: SIGSTOP; ``term``: SIGTERM;
-``signal:NAME``: any other ``parent:NAME``     that signal to the process that started the ranks (SIGKILL if not named)
-``exit:CODE``       exit without a report, with code 0 if not given ``hang:SECONDS``    sleeps, for a day if not given;
-``gil``: the same while holding the interpreter lock ==================
-==================================================================================================
+``exception:TEXT``  a ``RuntimeError``
+``memory``          a ``MemoryError``
+``disk``            an ``OSError``: no space left on device
+``kill``            SIGKILL; ``segfault``: SIGSEGV; ``stop``: SIGSTOP; ``term``: SIGTERM; ``signal:NAME``: any other
+``parent:NAME``     that signal to the process that started the ranks (SIGKILL if not named)
+``exit:CODE``       exit without a report, with code 0 if not given
+``hang:SECONDS``    sleeps, for a day if not given; ``gil``: the same while holding the interpreter lock
+==================  ==================================================================================================
 
 Points: ``rendezvous`` (on joining the others), ``restore``, ``data``, ``forward``, ``backward``, ``all_reduce``
 (gradients are ready), ``optimizer``, ``validation``, ``checkpoint.begin`` (on every rank; the others on rank 0, which

@@ -11,7 +11,8 @@ from asa.ir.profile import DeviceRecord, Precision, Profile
 def slug(text: str) -> str:
     """``text`` as a part of a file name: lower case, with ``-`` for all characters but letters, digits and ``_-``.
 
-    >>> slug("timm:resnet50.a1"), slug("NVIDIA H100 80GB HBM3") ('timm-resnet50-a1', 'nvidia-h100-80gb-hbm3')
+    >>> slug("timm:resnet50.a1"), slug("NVIDIA H100 80GB HBM3")
+    ('timm-resnet50-a1', 'nvidia-h100-80gb-hbm3')
     """
     return re.sub(r"[^a-z0-9_-]+", "-", text.lower()).strip("-") or "unnamed"
 

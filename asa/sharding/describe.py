@@ -208,8 +208,8 @@ def layer_graph(traced: TracedModel, *, model: str, input_shape: tuple[int, ...]
 def folded(notes: Sequence[str]) -> tuple[str, ...]:
     """The first few of the ``notes`` made by :func:`asa.tracing.trace`, and the number of others.
 
-    >>> folded(["a is one call: why", "b is one call: so", "c", "d", "e"]) ('a is one call: why', 'b is one call: so',
-    'c', 'and 2 more of the kind')
+    >>> folded(["a is one call: why", "b is one call: so", "c", "d", "e"])
+    ('a is one call: why', 'b is one call: so', 'c', 'and 2 more of the kind')
     """
     more = len(notes) - _NOTES
     return (*notes[:_NOTES], *([f"and {more} more of the kind"] if more > 0 else []))

@@ -66,8 +66,8 @@ def drawing(components: Iterable[TracedComponent], batch: Tensor) -> dict[str, t
 def told(found: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
     """One sentence about the result of :func:`drawing`; empty if there are no such components.
 
-    >>> told({"head": ("randn_like",)}) ('head draws random numbers of its own (randn_like): what training computes
-    depends on the plan',)
+    >>> told({"head": ("randn_like",)})
+    ('head draws random numbers of its own (randn_like): what training computes depends on the plan',)
     """
     if not found:
         return ()
@@ -80,6 +80,7 @@ def told(found: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
 def several(names: Sequence[str]) -> str:
     """The first three names, and the number of others.
 
-    >>> several(["a", "b", "c", "d", "e"]) 'a, b, c and 2 more'
+    >>> several(["a", "b", "c", "d", "e"])
+    'a, b, c and 2 more'
     """
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

@@ -20,7 +20,8 @@ def owners(sizes: Sequence[int], ranks: int) -> list[int]:
     """Owner of each item: the largest first, each to the rank with the least so far (Graham 1969: at most 4/3 of the
     optimum).
 
-    >>> owners([5, 1, 4, 2], 2) [0, 0, 1, 1]
+    >>> owners([5, 1, 4, 2], 2)
+    [0, 0, 1, 1]
     """
     held = [0] * ranks
     found = [0] * len(sizes)

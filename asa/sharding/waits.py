@@ -141,7 +141,8 @@ class Waits:
 def level_of(ranks: Sequence[int]) -> int:
     """Level of the links between processes ``ranks``: 0 within a host; 1 across hosts, if a host has several processes.
 
-    >>> level_of([0, 1])  # both on one host, or each on a host of its own 0
+    >>> level_of([0, 1])  # both on one host, or each on a host of its own
+    0
     """
     per_host = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     return int(per_host > 1 and min(ranks) // per_host != max(ranks) // per_host)

@@ -96,7 +96,10 @@ def _tensor(tensor: Tensor, component: TracedComponent) -> str:
 def stand_ins(kinds: Sequence[Hashable]) -> list[int]:
     """For each item, the index of an equal one with equal neighbours: its own, except inside rows of repeated groups.
 
-    >>> stand_ins("abbbbbbc") [0, 1, 2, 2, 2, 2, 6, 7] >>> stand_ins("abababababc") [0, 1, 2, 3, 2, 3, 2, 3, 8, 9, 10]
+    >>> stand_ins("abbbbbbc")
+    [0, 1, 2, 2, 2, 2, 6, 7]
+    >>> stand_ins("abababababc")
+    [0, 1, 2, 3, 2, 3, 2, 3, 8, 9, 10]
     """
     found = list(range(len(kinds)))
     i = 0

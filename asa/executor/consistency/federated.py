@@ -132,7 +132,9 @@ def clients(labels: Sequence[int], count: int, spread: float, seed: int) -> list
     Raises:
         UsageError: there are fewer samples than clients.
 
-    >>> parts = clients([0, 1] * 50, 4, spread=2.0, seed=0) >>> sorted(sum(parts, [])) == list(range(100)) True
+    >>> parts = clients([0, 1] * 50, 4, spread=2.0, seed=0)
+    >>> sorted(sum(parts, [])) == list(range(100))
+    True
     """
     if len(labels) < count:
         raise UsageError(f"{len(labels)} samples are too few for {count} clients")

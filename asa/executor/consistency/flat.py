@@ -93,7 +93,8 @@ class FlatParameters:
 def slices(total: int, parts: int) -> list[tuple[int, int]]:
     """Start and stop of each of ``parts`` nearly equal slices of ``total`` elements.
 
-    >>> slices(10, 3) [(0, 3), (3, 6), (6, 10)]
+    >>> slices(10, 3)
+    [(0, 3), (3, 6), (6, 10)]
     """
     return [(total * i // parts, total * (i + 1) // parts) for i in range(parts)]
 

@@ -129,7 +129,8 @@ class OuterSteps(LocalSteps):
 def fragments(sizes: list[int], count: int) -> list[tuple[int, int]]:
     """First and last (exclusive) parameter of each of ``count`` fragments with about equally many elements.
 
-    >>> fragments([4, 1, 1, 2], 2), fragments([9, 1], 3) ([(0, 1), (1, 4)], [(0, 1), (1, 1), (1, 2)])
+    >>> fragments([4, 1, 1, 2], 2), fragments([9, 1], 3)
+    ([(0, 1), (1, 4)], [(0, 1), (1, 1), (1, 2)])
     """
     total, before, cuts = sum(sizes), 0, [0]
     for i, size in enumerate(sizes):

@@ -134,7 +134,8 @@ _PLAIN: dict[str, Callable[[float], Any]] = {"int": int, "float": float, "bool":
 def stored(key: str, value: object) -> tuple[str, Tensor]:
     """An entry of optimizer state as a tensor; for a plain number, the key records its type.
 
-    >>> stored("step", 3) ('step:int', tensor(3))
+    >>> stored("step", 3)
+    ('step:int', tensor(3))
 
     Raises:
         UsageError: it is neither a tensor nor a number.

@@ -133,7 +133,8 @@ def learning_rate(
     It rises linearly to ``peak`` over the fraction ``warmup``, and then follows ``falling`` over the rest of the run.
     ``step`` is the progress of one step: the rate rises by the end of a step, so that no step has a rate of 0.
 
-    >>> [learning_rate(p / 10, 1.0, warmup=0.2, step=0.1) for p in (0, 1, 2, 6)] [0.5, 1.0, 1.0, 0.5]
+    >>> [learning_rate(p / 10, 1.0, warmup=0.2, step=0.1) for p in (0, 1, 2, 6)]
+    [0.5, 1.0, 1.0, 0.5]
     """
     if progress < warmup:
         return peak * min(1.0, (progress + step) / warmup)
