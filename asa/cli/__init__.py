@@ -1,10 +1,11 @@
-"""The command line: parse, call, print. One module a verb; what is heavy is imported inside the verb."""
+"""The command line: parses options, calls the library, prints. One module per command; heavy imports are inside
+commands."""
 
 from __future__ import annotations
 
 
 def main() -> None:
-    """The console script ``asa``; ends the process with the exit code of :mod:`asa.errors`."""
+    """Run the console script ``asa``; ends the process with an exit code of :mod:`asa.errors`."""
     import os
     import sys
     from contextlib import suppress

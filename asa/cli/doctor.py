@@ -1,4 +1,4 @@
-"""``asa doctor``: what this machine can do, and how to repair what it cannot."""
+"""``asa doctor``: checks what this machine can do, and says how to repair the rest."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SHOWN = 4
 
 
 def run(_: Arguments, console: Console) -> int:
-    """Look at everything; 5 if something needed is missing."""
+    """Run all checks; returns exit code 5 if something needed is missing."""
     from asa.report.checks import render
 
     found = [_looked(look, console) for look in LOOKS]
@@ -38,7 +38,7 @@ def run(_: Arguments, console: Console) -> int:
 
 
 def _looked(look: Callable[[Console], Check], console: Console) -> Check:
-    """One check; where it cannot even be made (there is no torch), that."""
+    """Run one check; if it fails itself (for instance without torch), return that as its result."""
     from asa.report.checks import Check
 
     try:
@@ -133,7 +133,7 @@ def _meet(rank: int) -> float:
 
 
 def _solver(_: Console) -> Check:
-    """Solves a problem of two variables by the very calls that a plan makes."""
+    """Check the solver: solve a problem of two variables with the same calls as a plan."""
     from importlib import metadata
 
     from asa.errors import AsaError
@@ -154,7 +154,7 @@ def _solver(_: Console) -> Check:
 
 
 def _two_variables() -> Problem:
-    """One component that takes 4 ms one way and 3 ms another."""
+    """A problem with one component that takes 4 ms in one way and 3 ms in another."""
     from asa.ir.layout import Layout
     from asa.ir.plan import DataDegree, TensorDegree
     from asa.planner.stage.problem import Config, Problem
@@ -187,7 +187,7 @@ def _clusters(console: Console) -> Check:
 
 
 def _few(files: list[str]) -> str:
-    """The first files by name, and how many more there are."""
+    """The first files by name, and the number of others."""
     more = f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""
     return ", ".join(files[:_SHOWN]) + more or "none"
 

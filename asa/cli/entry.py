@@ -1,4 +1,4 @@
-"""From words to a verb, and from whatever happens to an exit code and one line."""
+"""Dispatch of the command line to a command, and conversion of every outcome to an exit code and one line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asa.errors import AsaError, UnavailableError, UsageError, lacking
 
 
 def run(argv: Sequence[str]) -> int:
-    """One command; returns the exit code and never raises."""
+    """Run one command; returns the exit code and never raises."""
     from asa.cli.settings import wants_json
 
     console = Console(as_json=wants_json(argv, os.environ))
@@ -52,7 +52,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def dispatch(argv: Sequence[str], console: Console) -> int | None:
-    """Find the verb, read its options, run it."""
+    """Find the command, parse its options, run it."""
     from asa.cli.settings import arguments
 
     words = list(argv)
@@ -81,7 +81,7 @@ def dispatch(argv: Sequence[str], console: Console) -> int | None:
 
 
 def overview() -> str:
-    """What ``asa --help`` prints; imports no verb."""
+    """Text of ``asa --help``; imports no command."""
     return _listing("asa", [(name, text) for name, (_, text) in VERBS.items()])
 
 
@@ -120,7 +120,7 @@ def _end(console: Console, message: str, code: int, debug: bool) -> int:
 
 @contextmanager
 def _quiet_libraries(debug: bool) -> Iterator[None]:
-    """Warnings of libraries are for developers; asa's own log goes to stderr."""
+    """Context that hides warnings of libraries, which are for developers; asa's own log goes to stderr."""
     import logging
     import warnings
 

@@ -24,7 +24,7 @@ FILES = {
 
 
 def run(args: Arguments, console: Console) -> None:
-    """Print the schema: the types are the schema, nothing is written down twice."""
+    """Print the schema, which is made from the types."""
     from asa.ir import codec
 
     found = of(args.kind)

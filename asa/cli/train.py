@@ -1,4 +1,4 @@
-"""``asa train``: train under a plan, predicted against measured after every epoch."""
+"""``asa train``: trains under a plan, and compares prediction and measurement after every epoch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NOTABLE = 0.05
 
 
 def run(args: Arguments, console: Console) -> None:
-    """Find the plan, hand it to the executor with the loop over epochs, and say what happens."""
+    """Find the plan, pass it to the executor with the loop over epochs, and print events."""
     # Before torch is imported, as a rule: what is wrong here is said at once.
     path, plan, out = plan_and_folder(args, console)
     if args.origin["gpus"] == "flag" and args.gpus != plan.gpus:  # a file's is for every command, and other plans
@@ -118,7 +118,7 @@ def _train(args: Arguments, console: Console, path: Path, plan: Plan, out: Path)
 
 
 def work_of(plan: Plan, console: Console) -> Work | None:
-    """FLOPs of a sample and of a device, for MFU; None where the profile or the cluster of the plan is gone."""
+    """FLOPs of a sample and of a device, for MFU; None if the profile or the cluster of the plan is missing."""
     from asa.cli.choose import origins
     from asa.cli.comparison import flops_per_sample, peak_flops
     from asa.executor.training.logs import Work
@@ -131,7 +131,7 @@ def work_of(plan: Plan, console: Console) -> Work | None:
 
 
 def beside(plan: Plan, out: Path, console: Console) -> str:
-    """Put what was planned and what was measured into one trace; says where it is."""
+    """Combine planned and measured timelines in one trace; returns a sentence with its path."""
     from asa.cli.choose import origins
     from asa.report import trace
 
@@ -152,7 +152,7 @@ def beside(plan: Plan, out: Path, console: Console) -> str:
 
 
 def tell(event: dict[str, Any], console: Console, progress: Report, *, trained: bool = True) -> None:
-    """One event of a run, for people: epoch lines on stdout, the rest on stderr; not ``trained``: emulated."""
+    """Print one event of a run for people: epoch lines to stdout, the rest to stderr. ``trained`` False: emulated."""
     from asa.report.story import PREFIX, kind_of
     from asa.report.tables import folded
     from asa.report.training import epoch_line, replan_line
@@ -181,7 +181,7 @@ def tell(event: dict[str, Any], console: Console, progress: Report, *, trained: 
 
 
 def plan_and_folder(args: Arguments, console: Console) -> tuple[Path, Plan, Path]:
-    """The plan with its file, and the run's folder: a new one, or with ``--resume`` the one named or the newest.
+    """The plan with its file, and the run's folder: a new one, or with ``--resume`` the named or newest one.
 
     Raises:
         InvalidInputError: no plan, or one that cannot be used; no folder of data.
@@ -220,8 +220,8 @@ _RECALLED = (
 
 
 def recall(args: Arguments, out: Path, console: Console) -> None:
-    """What the run in ``out`` was last given, for what this command line (and the environment) leaves open: the rest of
-    a run is that run's, whatever a configuration file has for new ones."""
+    """Fill in settings that command line and environment leave open from the run in ``out``. They take precedence over
+    a configuration file, which is for new runs."""
     from asa.executor.running.given import recalled
 
     known, notes = recalled(out)
@@ -244,7 +244,7 @@ def recall(args: Arguments, out: Path, console: Console) -> None:
 
 
 def saving(text: str) -> float | None:
-    """A time span, or None for ``never``."""
+    """Parse a time span, or ``never`` as None."""
     return None if text.strip() == "never" else o.budget(text)
 
 
@@ -252,7 +252,7 @@ TRACKERS = ("tensorboard", "wandb", "mlflow")
 
 
 def trackers(text: str) -> tuple[str, ...]:
-    """Names of trackers, each once.
+    """Parse names of trackers; duplicates are removed.
 
     Raises:
         UsageError: an unknown one.

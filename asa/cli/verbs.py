@@ -1,4 +1,4 @@
-"""Every command there is, and the module that has it; one is imported when it is asked for."""
+"""All commands with their modules, each imported when it is called."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ VERBS: dict[str, tuple[str, str]] = {
 
 
 def verbs(word: str) -> tuple[Verb, ...]:
-    """The verbs that begin with ``word``.
+    """The commands whose first word is ``word``.
 
     Raises:
-        UsageError: there is none; names the nearest.
+        UsageError: there is none; names the most similar.
     """
     if word not in VERBS:
         near = get_close_matches(word, VERBS, n=1)

@@ -1,4 +1,4 @@
-"""``asa verify``: is training under a plan numerically the same as on one device?"""
+"""``asa verify``: checks that training under a plan is numerically the same as on one device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from asa.ir import codec
 
 
 def run(args: Arguments, console: Console) -> int:
-    """Train a few steps both ways, compare, show; 1 if they differ.
+    """Train a few steps both ways, compare and show the result; returns 1 if they differ.
 
     Raises:
         UnavailableError: too few CUDA devices.
