@@ -1,4 +1,4 @@
-"""A plan as a manifest for Kubernetes: https://kubernetes.io/docs/concepts/workloads/controllers/job/."""
+"""Manifest that runs a plan on Kubernetes: https://kubernetes.io/docs/concepts/workloads/controllers/job/."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _indented(text: str, spaces: int) -> str:
 
 def kubernetes(job: Job) -> str:
     """A manifest for ``kubectl apply``: the plan as a ConfigMap, a headless service, and an indexed Job (Kubernetes
-    1.31 or newer). A pod that was evicted is replaced and does not count as a failure.
+    1.31 or newer). An evicted pod is replaced and does not count as a failure.
 
     Raises:
         UsageError: no image was named.
@@ -138,7 +138,7 @@ spec:
 
 
 def _memory_gib(job: Job) -> int:
-    """Memory of the host for all ranks of a pod; where ranks compute on it, with what the plan predicts."""
+    """GiB of host memory for all ranks of a pod; for CPU ranks, including the plan's predicted memory."""
     ranks = job.plan.prediction.memory_bytes_per_rank
     own = 0 if job.gpu else max(ranks, default=0) * job.per_node
     return math.ceil(own / GIB) + job.per_node * (_PROCESS_GIB + _SHARED_GIB)

@@ -1,4 +1,4 @@
-"""A plan as a script for Slurm. Options: https://slurm.schedmd.com/sbatch.html."""
+"""Script that runs a plan under Slurm. Options: https://slurm.schedmd.com/sbatch.html."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def _clock(seconds: float) -> str:
 
 
 def slurm(job: Job) -> str:
-    """A script for ``sbatch``. It asks for its signal in time, saves, and queues itself again.
+    """A script for ``sbatch``. It requests a signal before its time limit, saves, and queues itself again.
 
     Raises:
-        UsageError: the signal would come before anything is done.
+        UsageError: the time limit is too short to do anything before the signal.
     """
     if job.limit_s is not None and job.limit_s < _LEAST_S:
         raise UsageError(

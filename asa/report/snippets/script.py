@@ -54,7 +54,7 @@ _RECOMPUTE = """\
 
 
 def torch_script(plan: Plan, choice: Choice) -> str:
-    """The script; synthetic batches stand where the user's data go."""
+    """The script, with synthetic batches in place of the user's data."""
     return _pipeline(plan, choice) if choice.name in _SCHEDULES else _one_stage(plan, choice)
 
 
@@ -168,7 +168,7 @@ def _one_stage(plan: Plan, choice: Choice) -> str:
 
 
 def _cut(plan: Plan, name: str) -> tuple[int, int]:
-    """Global batch, and into how many microbatches it is cut: every rank has a row of each."""
+    """Global batch, and its number of microbatches: every rank has a row of each."""
     if name in _SCHEDULES:
         return even_batch(plan, name), plan.num_microbatches
     shards = parts_of(plan, name) // plan.num_microbatches
