@@ -1,4 +1,4 @@
-"""From sample indices to what the model eats: gather, augment, normalise, on the device that is asked for."""
+"""Makes model inputs from sample indices: gathers, augments and normalizes on the requested device."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ MARGIN = 8
 
 
 def augment(pixels: Tensor, indices: Tensor, *, seed: int, epoch: int, flips: bool) -> Tensor:
-    """Each image shifted by its own offset, black where nothing was, and mirrored by its own coin (with ``flips``).
+    """Shift each image by its own random offset, with black borders, and mirror it at random (with ``flips``).
 
-    ``pixels`` [B, C, H, W] and ``indices`` int64 [B] (global) on one device. Offset and coin depend on (seed, epoch,
-    global index) alone: whichever rank fetches a sample in whatever company, it gets the same image.
+    ``pixels`` [B, C, H, W] and ``indices`` int64 [B] (global) on one device. Offset and mirroring depend only on (seed,
+    epoch, global index): any rank that fetches a sample, with any others, gets the same image.
     """
     count, channels, height, width = pixels.shape
     random = words(key(seed, epoch, _AUGMENT), indices)
@@ -50,12 +50,12 @@ def fetch(
     dtype: torch.dtype = torch.float32,
     gathered: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Samples of ``images`` by global index: x ``dtype`` [B, *images.shape] normalised, y int64 [B], on ``device``.
+    """Samples of ``images`` by global index: x ``dtype`` [B, *images.shape] normalized, y int64 [B], on ``device``.
 
     B may be 0: a rank without rows. Images are augmented with ``train`` (see :func:`augment`); tokens, int64 [B, T],
-    come as they are, with labels of that shape. A set resident on ``device`` never leaves it; otherwise its bytes are
-    gathered where they lie and everything else happens on ``device``. ``gathered``: those bytes and labels, where
-    somebody has gathered them already.
+    are unchanged, with labels of that shape. A set resident on ``device`` never leaves it; otherwise its bytes are
+    gathered on their own device and everything else happens on ``device``. ``gathered``: those bytes and labels, if
+    they were gathered before.
     """
     if gathered is None:
         here = indices.to(images.images.device)
