@@ -1,4 +1,4 @@
-"""A loss that was computed on the parts of a batch, computed again on the whole of it."""
+"""Comparison of a loss computed on the parts of a batch with the same loss on the whole batch."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _ROUNDING = 1e-10
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """How a loss on the parts differs from that on the whole. ``loss_parts`` is the mean over the samples of what ranks
-    have, ``loss_whole`` that of the whole batch, ``gradients`` the largest relative distance of an output's gradient,
-    ``inputs`` that of what the model is given. ``own``: a number in the program that is another on every rank.
-    ``repeated``: whether a tensor with rows, made beside the batch, is the same on every rank. ``unknown``: why it
-    could not be told."""
+    """Difference between a loss on the parts and on the whole. ``loss_parts``: mean over ranks, weighted by samples;
+    ``loss_whole``: of the whole batch; ``gradients``: largest relative distance of an output's gradient; ``inputs``:
+    the same for the model's inputs. ``own``: a number in the program that differs between ranks. ``repeated``: whether
+    a tensor with rows that does not come from the batch is the same on every rank. ``unknown``: why the difference
+    could not be determined."""
 
     loss_parts: float = 0.0
     loss_whole: float = 0.0
@@ -36,7 +36,7 @@ class Difference:
 
 
 class Comparison:
-    """A tape on every rank, done again with the whole batch (collective, in the same order everywhere)."""
+    """Repeats each rank's tape with the whole batch (collective, in the same order on all ranks)."""
 
     def __init__(self, votes: Votes, tape: Tape, loss: Tensor, weight: float) -> None:
         self._votes, self._tape, self._loss, self._weight = votes, tape, loss, weight
@@ -119,14 +119,14 @@ class Comparison:
         return ""
 
     def _own_number(self) -> float | None:
-        """The first number in the program that is another on some rank (collective)."""
+        """The first number in the program that differs between ranks (collective); None if there is none."""
         every = self._votes.exchange([repr(n) for n in self._floats])
         apart = (i for i, each in enumerate(zip(*every, strict=False)) if len(set(each)) > 1)
         at = next(apart, None)
         return None if at is None else float(every[0][at])
 
     def grown(self) -> list[Callable[[int], int]]:
-        """What whole numbers in a program may mean: themselves, this rank's samples, or so many times those."""
+        """Possible meanings of whole numbers in a program: themselves, this rank's samples, or multiples of them."""
         mine, total = self._tape.rows, sum(self._rows)
         tensors = [t for t in self._tape.kept if isinstance(t, Tensor) and t.dim()]
         sizes, numbers = {int(t.shape[0]) for t in tensors}, {t.numel() for t in tensors}
@@ -138,9 +138,9 @@ class Comparison:
         ]
 
     def whole(self) -> list[tuple[float, list[Tensor], list[tuple[Tensor, Tensor]], bool, bool]]:
-        """The loss of the whole batch, the gradients of this rank's rows of the outputs, and its rows of what the model
-        would be given beside what it was given: by every reading of the program that runs; and whether that takes
-        tensors that differ between ranks for what they are here."""
+        """For every interpretation of the program that runs: the loss of the whole batch, the gradients of this rank's
+        rows of the outputs, pairs of its rows of the model's inputs and their actual values, and whether it assumes
+        that tensors which differ between ranks are as on this rank."""
         tape = self._tape
         first, total = sum(self._rows[: self._votes.rank]), sum(self._rows)
         at = tape.place_of(self._loss)
@@ -179,7 +179,7 @@ class Comparison:
         return found
 
     def difference(self, received: list[Tensor | None]) -> Difference:
-        """``received``: the gradients that the outputs had in the loop's own backward, before they were weighed."""
+        """The difference. ``received``: gradients that the outputs had in the loop's own backward, before weighting."""
         if self.unknown:
             return Difference(unknown=self.unknown)
         votes, ranks = self._votes, self._votes.num_ranks
@@ -207,7 +207,7 @@ class Comparison:
         return best
 
     def _apart(self, pairs: list[tuple[Tensor, Tensor]]) -> float:
-        """How far all ranks' tensors are from what is wanted, relative to that (collective)."""
+        """Relative distance of all ranks' tensors from the desired ones (collective)."""
         off = size = 0.0
         for mine, want in pairs:
             if mine.shape != want.shape:
@@ -222,12 +222,12 @@ class Comparison:
 
 
 def _cut(tensor: Tensor, rows: int) -> bool:
-    """Whether ``tensor`` has so many rows, or some for each."""
+    """Whether ``tensor`` has ``rows`` rows, or a multiple of them."""
     return bool(tensor.dim()) and rows > 0 and tensor.shape[0] > 0 and tensor.shape[0] % rows == 0
 
 
 def gathered(votes: Votes, part: Tensor) -> list[Tensor]:
-    """Every rank's ``part`` (on the host, of one dtype and as many dimensions everywhere), by rank."""
+    """Every rank's ``part`` (on the host, with equal dtype and number of dimensions), by rank."""
     if votes.num_ranks == 1:
         return [part]
     shapes = [tuple(int(n) for n in s) for s in votes.gather([float(n) for n in part.shape])]

@@ -1,8 +1,7 @@
-"""What a program does with a batch and a model's outputs up to its loss, written down to be done again with the whole
-batch.
+"""Records a program's operations from a batch and a model's outputs to its loss, to repeat them with the whole batch.
 
-A loss that is no mean over samples (a sum, a ratio of sums, one that compares samples) is another on each rank's part
-than on the whole. Nothing in a program says which it is; so it is tried.
+A loss that is not a mean over samples (a sum, a ratio of sums, one that compares samples) differs between each rank's
+part and the whole batch. A program does not declare which kind its loss is, so it is tested.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ _MOST_OPERATIONS = 4096
 
 @dataclass
 class Tape:
-    """Operations on tensors that come of a batch or of ``outputs``, in order. ``rows``: samples of this rank."""
+    """Operations on tensors that come from a batch or from ``outputs``, in order. ``rows``: number of this rank's
+    samples."""
 
     rows: int
     outputs: list[Tensor] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Tape:
     """Whether a hook was put on the gradient of anything on it."""
 
     def follow(self, output: Tensor) -> Tensor:
-        """``output`` as what is written down from now on."""
+        """``output`` as a tensor whose operations are recorded from now on."""
         watched = output.as_subclass(Watched)
         watched.tape = self
         self._place(watched)
@@ -73,7 +73,7 @@ class Tape:
         return watched
 
     def begin(self, batch: Any) -> Any:
-        """``batch`` with its tensors as what is written down from now on."""
+        """``batch`` with tensors whose operations are recorded from now on."""
 
         def watched(leaf: Any) -> Any:
             if type(leaf) is not Tensor or leaf.layout is not torch.strided or leaf.requires_grad:
@@ -88,7 +88,7 @@ class Tape:
         return found
 
     def handed(self, inputs: Any) -> Any:
-        """``inputs`` of a model as plain tensors; those that were made of the batch are remembered."""
+        """``inputs`` of a model as plain tensors; those that come from the batch are remembered."""
 
         def plain(leaf: Any) -> Any:
             if not isinstance(leaf, Watched):
@@ -100,7 +100,7 @@ class Tape:
         return pytree.tree_map(plain, inputs)
 
     def form(self, loss: Tensor) -> str:
-        """What is computed, without numbers and sizes; empty where that is not known."""
+        """Description of the computation without numbers and sizes; empty if unknown."""
         if self.strange or id(loss) not in self.places:
             return ""
         return repr([getattr(o[0], "__name__", str(o[0])) for o in self.operations])
@@ -111,7 +111,7 @@ class Tape:
         return len(self.kept) - 1
 
     def note(self, function: Callable[..., Any], args: Any, options: Any, result: Any) -> Any:
-        """Write down one operation."""
+        """Record one operation."""
         spec = pytree.tree_map(self._named, (args, options))
         given = [leaf for leaf in pytree.tree_leaves((args, options)) if isinstance(leaf, Tensor)]
 
@@ -140,7 +140,7 @@ class Tape:
         return found
 
     def forget(self, why: str) -> None:
-        """Keep nothing, and write nothing down any more."""
+        """Drop everything, and stop recording, because of ``why``."""
         self.strange = why
         for held in (self.operations, self.leaves, self.versions, self.outputs, self.values, self.changed, self.given):
             held.clear()
@@ -163,8 +163,8 @@ class Tape:
         return Place(self.places[id(leaf)])
 
     def again(self, values: dict[int, Tensor], number: Callable[[int], int]) -> dict[int, Tensor]:
-        """What is at every place with ``values`` at those of outputs and leaves; whole numbers become those of
-        ``number``. It ends with an operation that cannot be done so."""
+        """Values at all places if those of outputs and leaves are ``values``; whole numbers are mapped by ``number``.
+        Ends at the first operation that fails."""
         found = dict(values)
 
         def given(leaf: Any) -> Any:
@@ -189,13 +189,13 @@ class Tape:
         return found
 
     def place_of(self, tensor: Tensor) -> int:
-        """Where ``tensor`` is."""
+        """Index of ``tensor`` on the tape."""
         return self.places[id(tensor)]
 
 
 @dataclass(frozen=True)
 class Place:
-    """A tensor on a tape."""
+    """Reference to a tensor on a tape."""
 
     index: int
 
@@ -204,7 +204,7 @@ _GRAD: Any = Tensor.grad.__get__  # type: ignore[union-attr]
 
 
 class Watched(Tensor):
-    """A tensor whose operations are written down."""
+    """A tensor whose operations are recorded."""
 
     tape: Tape
 
@@ -238,15 +238,15 @@ class Watched(Tensor):
         return self.as_subclass(Tensor)
 
     def item(self) -> Any:
-        """A number of Python's; what is taken out of torch is not followed."""
+        """The value as a Python number, after which operations are not recorded."""
         return self._taken().item()
 
     def tolist(self) -> Any:
-        """Numbers of Python's."""
+        """The values as Python numbers."""
         return self._taken().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """An array."""
+        """The values as an array."""
         return self._taken().numpy(force=force)
 
     def __array__(self, *args: Any, **options: Any) -> Any:
@@ -256,13 +256,13 @@ class Watched(Tensor):
         return float(self._taken())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies and files hold a plain tensor."""
+        """State for copies and files, which contain a plain tensor."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
 def _unwatched(result: Any, args: Any, options: Any) -> Any:
-    """``result`` in plain tensors, but for those that were handed in."""
+    """``result`` with plain tensors, except those that were passed in."""
     given = {id(leaf) for leaf in pytree.tree_leaves((args, options))}
 
     def plain(leaf: Any) -> Any:
@@ -272,7 +272,8 @@ def _unwatched(result: Any, args: Any, options: Any) -> Any:
 
 
 def _sample_by_sample(func: Any, args: Any, rows: int, result: Any) -> bool:
-    """Whether a batch is taken apart, so that what follows is written once for each of this rank's samples."""
+    """Whether a batch is taken apart into samples, so that later operations exist once for each of this rank's
+    samples."""
     name = getattr(func, "__name__", "")
     if name in ("unbind", "__iter__"):
         return rows > 1 and isinstance(result, tuple | list) and len(result) == rows
@@ -283,7 +284,7 @@ def _sample_by_sample(func: Any, args: Any, rows: int, result: Any) -> bool:
 
 
 def _shown(result: Any, args: Any) -> bool:
-    """Whether an attribute is part of the computation (``x.T``), not a note about it (``x.grad``)."""
+    """Whether an attribute is part of the computation (``x.T``), and not information about it (``x.grad``)."""
     return isinstance(result, Tensor) and result.requires_grad == args[0].requires_grad
 
 
@@ -293,14 +294,14 @@ def _plainly(func: Any, args: Any, options: Any) -> Any:
 
 
 def watched_in(values: Any) -> Iterator[Watched]:
-    """Yields the tensors in ``values`` whose operations are written down."""
+    """The tensors in ``values`` whose operations are recorded."""
     for leaf in pytree.tree_leaves(values):
         if isinstance(leaf, Watched) and hasattr(leaf, "tape"):
             yield leaf
 
 
 def functions_followed(on: bool) -> None:
-    """Have autograd functions of a program's own written down as one operation each, or leave them alone."""
+    """Record each call of a program's own autograd function as one operation, or stop doing so."""
     base: Any = torch.autograd.Function
     theirs = base.__dict__["apply"]
     if hasattr(theirs, "asa"):

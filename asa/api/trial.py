@@ -1,4 +1,4 @@
-"""A loop's losses, compared with what one device would have: each form of them the first times it comes."""
+"""Compares a loop's losses with those of one device, for the first occurrences of each form of loss."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TRUSTED = "trusted"
 
 
 class Trial:
-    """The losses of a model that ranks share. All ranks look at the same backwards, and agree on what to do."""
+    """Checks the losses of a distributed model. All ranks check the same backwards, and agree on what to do."""
 
     def __init__(self, placed: PlacedModel) -> None:
         self._placed = ref(placed)
@@ -49,15 +49,15 @@ class Trial:
         """Whether the program says itself how its loss counts, in the backward to come."""
 
     def note(self, graph: int) -> None:
-        """A backward through a ``graph`` comes. One of another form than any before is to be looked at when it comes
-        again: by all ranks, which hear of it behind the batch."""
+        """Record that a backward through a ``graph`` comes. If its form is new, all ranks check it when it occurs
+        again; they learn of it after the batch."""
         if self.watching:
             self._graphs.add(graph)
         elif graph not in self._graphs:
             self.asks = True
 
     def look_again(self) -> None:
-        """Look at the backwards to come, where some rank asked for it (on all ranks); not for ever."""
+        """Check the next backwards, because some rank asked for it (on all ranks); up to a limit."""
         self.asks = False
         if self._asked < _MOST_ASKED:
             self._asked += 1
@@ -68,16 +68,16 @@ class Trial:
 
     @property
     def watching(self) -> bool:
-        """Whether the backward to come is looked at."""
+        """Whether the next backward is checked."""
         return self._left > 0 and self._unfinished < _MOST_UNFINISHED
 
     def epoch_began(self) -> None:
-        """Look again: a program may have another loss in another epoch."""
+        """Check again: a program may have another loss in another epoch."""
         self._left = max(self._left, 2) if self._compared < _MOST_COMPARED else self._left
         self._unfinished = 0
 
     def begin(self, batch: Any, rows: int) -> Any:
-        """A batch of the loader as it is, written down until the next."""
+        """A batch of the loader, recorded until the next one."""
         self._close()
         if not self.watching or not rows:
             return batch
@@ -87,7 +87,7 @@ class Trial:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Nothing is written down of the batch for a while: its tensors are like any others."""
+        """Context in which nothing is recorded: the batch's tensors are like any others."""
         tape = self._tape
         if tape is None:
             yield
@@ -99,11 +99,11 @@ class Trial:
             tape.strange = strange
 
     def handed(self, inputs: Any) -> Any:
-        """What the model is called with, in plain tensors."""
+        """The model's inputs as plain tensors."""
         return (self._tape or Tape(0)).handed(inputs)
 
     def follow(self, output: Tensor, rows: int) -> Tensor:
-        """``output`` as it is, written down until its loss is differentiated."""
+        """``output``, recorded until its loss is differentiated."""
         if not self.watching or not output.requires_grad or not output.is_floating_point():
             return output
         self._unfinished += 1
@@ -115,8 +115,8 @@ class Trial:
         return output if self._tape.strange else self._tape.follow(output)
 
     def around(self, loss: Tensor, backward: Callable[[], None], strange: str = "") -> None:
-        """Run ``backward`` of ``loss``; compare it where it is of a new form (collective). ``strange``: why it cannot
-        be compared."""
+        """Run ``backward`` of ``loss``, and compare the loss if its form is new (collective). ``strange``: why it
+        cannot be compared."""
         placed = self._placed()
         if placed is None or not self.watching:
             backward()
@@ -163,14 +163,14 @@ class Trial:
         self._rest()
 
     def _close(self) -> None:
-        """From here on what is kept of a batch is a tensor like any other."""
+        """Stop recording: tensors of the batch are like any others from here on."""
         if self._tape is not None:
             self._tape.closed = True
             self._said_own = self._said_own or self._tape.taken
             self._tape = None
 
     def _rest(self) -> None:
-        """Let go of what was followed, where no backward to come is looked at."""
+        """Drop the record if no further backward is checked."""
         if self._tape is not None and self._tape.taken and not self._said_own:
             self._said_own = True
             placed = self._placed()
@@ -182,7 +182,8 @@ class Trial:
             functions_followed(False)
 
     def _tell(self, found: Difference, dtype: torch.dtype, placed: PlacedModel | None) -> bool:
-        """Warn of a difference; say it once where there was none to be found. Whether anything was to be said."""
+        """Warn of a difference; say so once if it could not be determined. Returns whether there was anything to
+        say."""
         if found.unknown:
             if not self._said and placed is not None:
                 say(placed.place, f"whether the loss is a mean over samples was not checked: {found.unknown}")
@@ -201,7 +202,7 @@ _SEES_ITS_OWN = (
 
 
 def _look_for_hooks(placed: PlacedModel) -> bool:
-    """Warn of a hook on the gradient of a parameter; whether there is one."""
+    """Warn of a hook on the gradient of a parameter; returns whether there is one."""
     with torch._C.DisableTorchFunctionSubclass():  # a part of a parameter refuses what it does not know
         name = next((n for n, p in placed.named_parameters() if p._backward_hooks), None)
     if name is not None and placed.place.rank == 0:
@@ -210,12 +211,12 @@ def _look_for_hooks(placed: PlacedModel) -> bool:
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """The relative distance up to which two gradients of that type are the same."""
+    """Relative distance up to which two gradients of that type count as equal."""
     return _TOLERANCES.get(dtype, 5e-2)
 
 
 def told(found: Difference, dtype: torch.dtype) -> list[str]:
-    """What differs, in a line each; nothing where it is the same."""
+    """What differs, one line each; empty if nothing does."""
     said = []
     if found.own is not None:
         said.append(
