@@ -19,17 +19,18 @@ if TYPE_CHECKING:
     import torch
 
 _REASONS = {0x04: "the power limit", 0x08: "hardware slowdown", 0x20: "heat", 0x40: "heat", 0x80: "the power brake"}
-"""Bits of nvmlClocksEventReasons that hold clocks back under load."""
+"""Bits of nvmlClocksEventReasons that mean reduced clocks under load."""
 _USUAL = {"the power limit"}
-"""What holds back a card in good order, in training as in a profile."""
+"""Reasons that are normal for a card in good order, in training as in a profile."""
 _OFTEN = 0.1
-"""Share of the readings from which on a reason counts."""
+"""Fraction of the readings from which on a reason counts."""
 _EVERY_S = 0.25
 _SM_CLOCK = 1
 """NVML_CLOCK_SM."""
 _MOST_LINKS = 18
 _PATHS = {0: "one board", 10: "one PCIe switch", 20: "PCIe switches", 30: "the host bridge", 40: "one NUMA node"}
-"""NVML's names of where two GPUs meet (nvmlGpuTopologyLevel_t); anything else is the link between processors."""
+"""Names for NVML's levels at which two GPUs meet (nvmlGpuTopologyLevel_t); all others are the link between
+processors."""
 
 
 @contextmanager

@@ -13,9 +13,9 @@ from multiprocessing.context import BaseContext
 from typing import Any
 
 _SLACK_S = 1.5
-"""Beyond the timeout: ranks that wait for one that hangs give up first, and say more of it."""
+"""Seconds beyond the timeout: ranks that wait for a hanging one give up first, and report more."""
 _LONGEST = 3.0
-"""Times the longest silence that a rank has come back from: steps may take longer than the timeout, and are no hang."""
+"""Factor on a rank's longest silence so far: steps may take longer than the timeout without being a hang."""
 
 
 class _Mine:

@@ -19,7 +19,7 @@ class Surroundings:
 
 
 HERE = Surroundings()
-"""Side by side with the process that starts them."""
+"""The same environment as the process that starts the ranks."""
 
 _CURRENT: ContextVar[Surroundings] = ContextVar("surroundings", default=HERE)
 

@@ -9,7 +9,7 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
 _shared: int | None = None
-"""Cores that this process could run on before it was bound to one of them."""
+"""Number of cores that this process could use before it was bound to one."""
 
 
 def usable_cores() -> int:

@@ -34,10 +34,10 @@ T = TypeVar("T")
 _log = logging.getLogger("asa")
 
 _GRACE_S = 1.5
-"""After a rank failed in a collective: how long the one to blame has to show itself."""
+"""Seconds after a failure in a collective in which the rank that caused it may report."""
 _LAST_WORDS_S = 0.1
 _LEAVE_S = 10.0
-"""How long a rank whose result is here may take to leave."""
+"""Seconds that a rank may take to exit after its result has arrived."""
 
 
 class _Terminated(BaseException):

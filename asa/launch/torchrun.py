@@ -23,9 +23,9 @@ from asa.launch.heap import keep_freed_memory
 from asa.launch.worker import form_group
 
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-"""Set to 1: torchrun has ranks meet in a store made for them, not in that of an agent."""
+"""If set to 1, torchrun creates a store for the ranks instead of sharing that of an agent."""
 _LOOK_S = 0.01
-"""Between two looks of rank 0 for others that come."""
+"""Seconds between two checks of rank 0 for arriving ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)

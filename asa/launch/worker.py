@@ -81,7 +81,7 @@ def tell(message: Any) -> None:
 
 
 _SOONER = 500
-"""How much more a rank counts for, of a thousand, when the kernel chooses whom to kill."""
+"""Points, of a thousand, that a rank adds to its score when the kernel chooses a process to kill."""
 
 
 def _go_first() -> None:

@@ -11,7 +11,7 @@ from asa.profiler.clock import solo_clock_of, time_repeatedly
 
 _SIDE = {"cuda": 4096, "cpu": 512}
 _COPIED = {"cuda": 1 << 28, "cpu": 1 << 25}
-"""Bytes, beyond what caches hold."""
+"""Bytes to copy, more than caches hold."""
 _LEAST_S = 1e-9
 
 

@@ -18,15 +18,15 @@ from asa.profiler.rounds import LEAST_SAMPLES, agree, time_together
 from asa.sharding import direct
 
 SIZES: tuple[int, ...] = (*(KIB << (2 * k) for k in range(10)),)
-"""1 KiB to 256 MiB; a bucket of gradients has 25 MiB, unless one parameter has more."""
+"""Message sizes: 1 KiB to 256 MiB. A gradient bucket has 25 MiB, unless one parameter has more."""
 
 _WORD = 4
 _LEAST_SHARE = 0.5
-"""Least part of an equal share of the time: the last collectives have that, whatever the others took."""
+"""Smallest fraction of an equal share of the time, guaranteed to the last collectives."""
 _SHORTEST = 64 * KIB
 CALM_S = 0.1
-"""What one message of many may take. Between processes of one machine, and over any network made for this, the longest
-that are sent here take less; over slow ones they would fill minutes."""
+"""Seconds that one of many messages may take. Between processes of one machine, and over fast networks, even the
+longest messages here take less; over slow ones they would take minutes."""
 
 
 def measure_tables(

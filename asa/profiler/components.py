@@ -31,13 +31,13 @@ from asa.sharding.collectives import stand_ins_kept
 _LEAST = 3
 _MOST = 15
 _FIRST = 1.25
-"""The largest microbatch, where every degree is measured, gets that much more than its share of time."""
+"""Factor on the time for the largest microbatch, where every degree is measured."""
 _CHECKED = 3
 """The whole model runs at every third microbatch."""
 _PROBED, _PROBING = 16, 0.1
-"""Samples that single steps are tried with before anything is measured, and the share of time one size may take."""
+"""Number of samples in single steps before any measurement, and the share of time that one size may take."""
 _READINGS, _REFERENCE_LAPS, _REFERENCE_SHARE = 16, 4, 0.08
-"""How often the reference is read, what a reading costs in its laps, and the share of time that all may take."""
+"""Number of readings of the reference, laps per reading, and the share of time that all may take."""
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 WHOLE = 0
-"""Where a tensor degree is expected: the whole, unsplit model. Below it are degrees at which tokens are cut, too."""
+"""Value of a tensor degree for the whole, unsplit model. Negative degrees are those with split tokens."""
 
 _WARMUP_LAPS = 1.2
-"""What the lap that records memory costs, in laps."""
+"""Cost of the lap that records memory, in laps."""
 
 
 def microbatches(global_batch: int) -> list[int]:

@@ -31,10 +31,10 @@ Backend = Literal["gloo", "nccl"]
 
 _TABLES_SHARE, _CONTENTION_SHARE, _OVERLAP_SHARE, _WAITING_SHARE, _SHARDING_SHARE = 0.55, 0.17, 0.12, 0.06, 0.1
 _BRIEF_S = 10.0
-"""In less time than that messages of every other size are measured, beside less work: readings are as many as ever."""
+"""Time limit below which only every other message size is measured, with less work but as many readings."""
 _LEAST_BYTES = 64
 _IN_TURN = Overlap(compute_slowdown=2.0, communication_slowdown=2.0)
-"""Overlap of messages that a rank's own thread carries: while it does, nothing is computed and nothing is saved."""
+"""Overlap of messages that a rank's own thread carries: nothing is computed meanwhile, and nothing is saved."""
 
 
 @dataclass(frozen=True)

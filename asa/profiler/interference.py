@@ -31,14 +31,14 @@ _MATRIX = 1024
 _BUCKET_BYTES = 16 * MIB  # less over slow links
 _BUCKETS = 4
 _GPU_SCALE = 32
-"""A GPU is given that much more of everything, or its kernels would be over before they meet."""
+"""Factor on the work for a GPU, whose kernels would otherwise end before they run together."""
 _SCALE_BYTES = 256 * MIB
-"""Free memory for each time as much; buckets, kernels and their gradients take about half of it."""
+"""Free memory for each unit of that factor; buckets, kernels and their gradients take about half of it."""
 _SAMPLE_S = 0.02
 _MOST_ROUNDS = 15
 _TRIES, _TRIES_S = 5, 0.5
 _PRODUCT_S = 0.03
-"""A matrix product of so many seconds is long enough to tell the rate of longer ones."""
+"""Seconds of a matrix product that is long enough to show the rate of longer ones."""
 
 
 @dataclass(frozen=True)

@@ -47,9 +47,9 @@ Progress = Callable[[float, str], None]
 _UPDATES_SHARE = 0.15
 _EXAMPLE_SAMPLES = 2
 _BEYOND_CACHES = 2**26
-"""Bytes of weights beyond which a component finds none of its own in a cache, whoever ran before it."""
+"""Bytes of weights from which on a component's weights are never in a cache when it starts."""
 _DISTURBED = 0.03
-"""Share of the core lost to others from which on a profile says so."""
+"""Fraction of the core's time used by others from which on a profile reports it."""
 
 
 def profile_model(

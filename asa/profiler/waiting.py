@@ -26,29 +26,30 @@ from asa.sharding.direct import directly
 from asa.sharding.parts import step_over_parts
 
 _MEETINGS = {1: 48, 3: 24, 6: 24, 12: 12, 24: 6, 48: 3, 96: 3, 192: 3}
-"""By kernels between one meeting of the ranks and the next: meetings in a sample. A step adds up dozens of them, of
-which every few take several times as long as most, so that one alone says little. All kernels have a turn in each."""
+"""Number of synchronizations in a sample, by kernels between two of them. Some take several times as long as most, and
+a step adds up dozens, so a few say little. All kernels have a turn in each."""
 _LEAST_MEETINGS = 0.25
-"""Share of those meetings that is made however little time there is."""
+"""Fraction of these synchronizations that is made however short the time is."""
 _FEWEST_STRETCHES = 3
 _LONG_S, _ALONE = 0.1, 24
-"""A stretch of work beside which meeting does not count; and the least kernels that tell how long one takes alone."""
+"""Stretch of work for which synchronization can be neglected; and the least number of kernels to time one alone."""
 _MESSAGE_BYTES, _MESSAGE_S = MIB, 0.02
-"""Bytes that ranks exchange where they meet: about an activation; less where it would take longer."""
+"""Bytes that ranks exchange when they synchronize: about an activation; less if it would take longer than these
+seconds."""
 _MESSAGES = 16
-"""Messages take turns: one that a step has just made was not sent before."""
+"""Number of messages that take turns, so that each is new, like one that a step has just made."""
 _LEAST_ROUNDS, _MOST_ROUNDS = 5, 40
 _LEAST_TURNS, _MOST_TURNS = 5, 25
-"""Turns of a sharded chain, a whole one and the messages alone: short and many, since the machine's speed changes."""
+"""Number of turns of a sharded chain, a whole one, and the messages alone: short and many, because the speed drifts."""
 _UNITS, _MANY = 6, 32
-"""Units of a chain, and the tensors of each where many are looked at."""
+"""Number of units of a chain, and of tensors in each when many are measured."""
 _FEWER, _BRIEF_S = 8, 1.0
-"""Tensors of each where there is less time than that."""
+"""Number of tensors in each if there is less time than that."""
 _SMALL, _LARGE = 64, 2048
-"""Sides of the weights of a unit: next to nothing, and 16 MiB (less over slow links, or in little time)."""
+"""Sides of the weights of a unit: tiny, and 16 MiB (less over slow links, or with little time)."""
 _LARGE_SHARE = 0.35
 _MESSAGES_A_TURN = 2 * 5 * 3 * _UNITS
-"""Messages of a turn with large units: sharded steps and their messages alone, five times each, three a unit."""
+"""Number of messages in a turn with large units: sharded steps and messages alone, five times each, three per unit."""
 
 
 def measure_waiting(

@@ -26,7 +26,7 @@ from asa.sharding.sharded import Unreached
 from asa.sharding.waits import waits
 
 _NONE, _DENSE = -1, -2
-"""In the place of the number of rows of a sparse gradient: there is none, or it is not sparse."""
+"""Replacements for the number of rows of a sparse gradient: there is no gradient, or it is not sparse."""
 
 
 def at_the_end_of_backward(call: Callable[[], None]) -> None:
@@ -51,9 +51,9 @@ class Averaging:
         self._sparse: list[tuple[Replicated, nn.Parameter]] = []
         self._under_way = False
         self.weight = 1.0
-        """Weight of this rank's gradients in the mean; over all ranks they add up to as many as there are."""
+        """Weight of this rank's gradients in the mean; the weights of all ranks sum to the number of ranks."""
         self.done = 0
-        """Backwards after which gradients were averaged."""
+        """Number of backwards after which gradients were averaged."""
         for each in unreached:
             each.at_the_end(self._ended)
 

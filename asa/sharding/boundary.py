@@ -15,7 +15,7 @@ from asa.sharding.axis import Axis
 from asa.sharding.collectives import all_gather, all_reduce, own_slice, reduce_scatter, shard_sizes
 
 AxisOf = Callable[[tuple[int, ...]], Axis]
-"""Ranks of a group (in order) to the axis this rank sees."""
+"""Function from the ranks of a group (in order) to this rank's axis."""
 
 
 def _rows(total: int, layout: Layout, ranks: tuple[int, ...]) -> list[int]:

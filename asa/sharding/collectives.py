@@ -143,7 +143,7 @@ def own_slice(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Tensor:
 
 
 Exchange = Callable[[Tensor, int, Sequence[int], Axis], Tensor]
-"""All_gather, reduce_scatter, or a rank's own slice."""
+"""Type of ``all_gather``, ``reduce_scatter`` and ``own_slice``."""
 
 
 class _ReduceGradient(torch.autograd.Function):

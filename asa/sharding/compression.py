@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from asa.sharding.replicated import Bucket, Send
 
 REDUCED: dict[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16}
-"""Type of a gradient on its way, where that is all that changes."""
+"""Type of a gradient in messages, for compressions that only change the type."""
 
 _WHOLE_STEPS = 2
-"""Steps before factors are sent: torch's hook wants as many."""
+"""Number of steps before factors are sent, as required by torch's hook."""
 
 
 def compressed(axis: Axis) -> Send:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 _NAMES = ("drop", "depth")
 _SAMPLES, _SEED = 4096, 20_160_330
 _SHAPES = ((2, 3), (2, 2, 2))
-"""Shapes of a sample: tokens, and a map."""
+"""Shapes of a test sample: tokens, and a map."""
 _SIGMAS = 5
 
 

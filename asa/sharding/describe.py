@@ -24,7 +24,7 @@ from asa.tracing.facts import MORE_FLOPS
 from asa.tracing.fused import fused_attention
 
 _NOTES = 3
-"""Most notes of a trace: a model of many layers may have one for each."""
+"""Largest number of notes of a trace; a model of many layers may have one for each."""
 
 
 def _bytes_per_sample(node: torch.fx.Node) -> float:

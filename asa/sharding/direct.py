@@ -69,9 +69,9 @@ class Pending(dist.Work):
         super().__init__()
         self._works, self._received, self._into, self._mean = works, received, into, mean
         self.over = not works
-        """Whether nothing was under way in the first place."""
+        """Whether nothing was in flight in the first place."""
         self.waited = 0.0
-        """Seconds in :meth:`wait`, where they are observed."""
+        """Seconds in :meth:`wait`, if they are observed."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # type: ignore[override]
         """Wait for the result, without a time limit."""

@@ -15,7 +15,7 @@ from asa.tracing.preserve import foreign_random, foreign_state
 _SHOWN = 3
 
 FOREIGN = "Python's or numpy's random"
-"""In the place of an operator of torch's."""
+"""Name used in place of a torch operator."""
 
 
 class _Watch(TorchDispatchMode):

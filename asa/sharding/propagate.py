@@ -42,29 +42,29 @@ class SplitPlan:
     """Result of the walk, by node. ``gathered``: values that are gathered for consumers that need them whole."""
 
     actions: dict[str, Action] = field(default_factory=dict)
-    """Module path to how it splits."""
+    """How each module splits, by path."""
     cuts: dict[str, Cut] = field(default_factory=dict)
-    """Module path to the cut of what it shards (its output; for ``row`` its input)."""
+    """Cut of what each module shards (its output; for ``row`` its input), by path."""
     states: dict[fx.Node, Cut | None] = field(default_factory=dict)
     gathers: dict[tuple[fx.Node, fx.Node], Cut] = field(default_factory=dict)
-    """(value, consumer) pairs between which a gather goes."""
+    """Pairs (value, consumer) between which a gather is inserted."""
     readers: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
-    """Whole value to the column- or head-split nodes that read it: their input gradients are partial."""
+    """Column- or head-split nodes that read each whole value: their input gradients are partial."""
     reduced: list[fx.Node] = field(default_factory=list)
     """Nodes whose output is reduced in forward."""
     hoisted: set[fx.Node] = field(default_factory=set)
-    """Values whose gradient the boundary in front reduces."""
+    """Values whose gradient is reduced by the boundary before the component."""
     exit_partial: bool = False
     tokens: int = 0
-    """In the input, where it is cut by them; 0 where the plan is not of that kind."""
+    """Number of tokens in the input if it is split by tokens; 0 otherwise."""
     exit_tokens: int = 0
-    """In the output, where that is cut, too."""
+    """Number of tokens in the output if it is split by tokens, too."""
     gathered: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
-    """Value cut by tokens to the column- or head-split nodes that read all of them."""
+    """Column- or head-split nodes that read all tokens of each value that is split by tokens."""
     scattered: list[fx.Node] = field(default_factory=list)
-    """Nodes whose partial output is summed and cut by tokens at once."""
+    """Nodes whose partial output is reduce-scattered by tokens."""
     tokenwise: list[fx.Node] = field(default_factory=list)
-    """Layers with parameters of their own that see a rank's tokens only."""
+    """Layers with parameters that see only a rank's tokens."""
 
     @property
     def entry_partial(self) -> bool:

@@ -107,7 +107,7 @@ _FUNCTIONS: dict[Any, Callable[..., _Made | None]] = {
     F.feature_alpha_dropout: _dropping(SampleAlphaDropout, whole_from=2, trains=False),
     F.rrelu: _sloping,
 }
-"""What takes a function's place, asked with its arguments; None where these have it draw nothing."""
+"""Makers of replacements for functions, called with their arguments; None if these draw nothing."""
 
 
 def _replace_functions(module: fx.GraphModule, owner: str, context: SampleContext) -> None:

@@ -23,7 +23,7 @@ from asa.tracing.program import opened
 
 _Registry = dict[str, Tensor | None]
 _Buffers = list[tuple[_Registry, str, Tensor]]
-"""Registry of a module, name of a buffer in it, its tensor."""
+"""Triples of a module's buffer registry, the name of a buffer in it, and its tensor."""
 
 
 def _normalises(module: nn.Module) -> bool:

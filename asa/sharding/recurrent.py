@@ -15,7 +15,7 @@ from asa.sharding.stock import stock
 _KERNELS: dict[str, Any] = {
     "LSTM": torch.lstm, "GRU": torch.gru, "RNN_TANH": torch.rnn_tanh, "RNN_RELU": torch.rnn_relu,
 }  # fmt: skip
-"""By the module's ``mode``; one layer at a time, with weights as the module has them."""
+"""Kernels by the module's ``mode``; each computes one layer with the module's weights."""
 
 
 def drops_between_layers(module: nn.Module) -> bool:

@@ -19,11 +19,11 @@ from asa.sharding.compression import compressed
 from asa.sharding.segment import segment_of
 
 _FIRST_BYTES, _BUCKET_BYTES = 1 << 20, 25 << 20
-"""Sizes of the bucket that sets out first and of the others, as in torch's own data parallelism."""
+"""Sizes of the first bucket that is sent and of the others, as in torch's own data parallelism."""
 
 Wait = Callable[[], object]
 Send = Callable[["Bucket"], Wait]
-"""Begins to make a bucket its mean over the ranks (collective); what it returns ends when that is done."""
+"""Function that starts to average a bucket over the ranks (collective), and returns a function that waits for it."""
 
 _REPLICATED = "asa_replicated"
 

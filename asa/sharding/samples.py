@@ -37,7 +37,7 @@ class SampleContext:
     silent: bool = False
     _calls: Counter[str] = field(default_factory=Counter)
     _counted: tuple[int, Tensor | None] = (0, None)
-    """Step and samples that ``_calls`` were counted with."""
+    """Step and samples for which ``_calls`` was counted."""
 
     def copy(self) -> SampleContext:
         """A copy of the current context."""
@@ -159,7 +159,7 @@ class SampleDropout(BySample):
 
 
 _SATURATION = 1.7580993408473766
-"""Minus the value that alpha dropout puts in the place of a dropped element, from SELU."""
+"""Negative of the value with which alpha dropout replaces a dropped element, from SELU."""
 
 
 class SampleAlphaDropout(SampleDropout):

@@ -32,14 +32,14 @@ from asa.launch import usable_cores
 from asa.sharding.waits import waits
 
 CAPACITY_BYTES = MIB
-"""What a rank brings to one meeting, at most: of longer messages one such part follows another, in a cache."""
+"""Largest contribution of a rank to one meeting; longer messages are sent in several parts that fit a cache."""
 _SMALL_BYTES = 16 * KIB
-"""What every rank adds up for itself, however many they are: to meet once more takes longer."""
+"""Size up to which every rank adds everything itself, because another meeting would take longer."""
 AWAKE_S = 0.05
-"""For how long a rank that waits keeps its core, yielding it to whoever wants it; then it naps."""
+"""Seconds for which a waiting rank stays awake, yielding its core to others; then it sleeps."""
 _NAP_S = 0.001
 _LINE_BYTES = 128
-"""Counters lie so far apart that no two share a cache line, or the pair of lines that is fetched at once."""
+"""Distance of counters, so that no two share a cache line, or a pair of lines that is fetched together."""
 
 
 def on_one_host() -> bool:

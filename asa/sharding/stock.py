@@ -9,7 +9,7 @@ _HARMLESS = frozenset({
     "__annotations_cache__", "__static_attributes__", "__firstlineno__", "__parameters__", "__constants__", "__repr__",
     "extra_repr", "reset_parameters",
 })  # fmt: skip
-"""What a subclass may define and still compute the same."""
+"""Names that a subclass may define without changing its computation."""
 _OWN = ("torch.nn.modules.", "torchvision.ops.stochastic_depth", "asa.")
 
 

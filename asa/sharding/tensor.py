@@ -27,7 +27,7 @@ from asa.tracing.preserve import histories
 
 _SAMPLES = 2
 _SHAPES = "asa_shapes"
-"""In a node's ``meta``, which copies keep: for which shape and type of input its shape was noted."""
+"""Key in a node's ``meta``, kept by copies: shape and type of the input for which its shape was recorded."""
 
 
 def example_input(component: TracedComponent, samples: int = _SAMPLES) -> Tensor:

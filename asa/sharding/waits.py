@@ -23,7 +23,7 @@ import torch.distributed as dist
 from asa.ir.traffic import CollectiveOp
 
 _MOST_SAMPLES = 64
-"""Seconds of one kind of transfer that are kept until somebody asks."""
+"""Largest number of times of one kind of transfer that are kept until the next query."""
 
 
 class Held(NamedTuple):
@@ -161,4 +161,4 @@ def _event() -> torch.cuda.Event:
 
 
 waits = Waits()
-"""This process's: seen by every thread, because on CUDA backward runs in threads of its own."""
+"""The instance of this process: used by all threads, because on CUDA backward runs in threads of its own."""

@@ -15,7 +15,7 @@ from asa.simulator.stage import StageRun
 from asa.simulator.timeline import Event, Timeline
 
 MOST_PASSES = 500_000
-"""Most microbatches times components: more than a timeline can show."""
+"""Largest number of microbatches times components in a timeline."""
 
 
 def simulate(plan: Plan, profile: Profile, cluster: Cluster, strategies: Strategies) -> Timeline:

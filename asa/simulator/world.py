@@ -23,7 +23,8 @@ from asa.ir.plan import Plan
 from asa.ir.profile import Profile, Stat
 
 Machine = Callable[[int], tuple[Profile, Cluster]]
-"""From steps since the start of the run to what is true then; devices of the cluster by process."""
+"""Function from steps since the start of the run to the true profile and cluster at that time, with devices by
+process."""
 
 _PROBE_BYTES = 2.0**20
 

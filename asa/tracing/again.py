@@ -29,7 +29,7 @@ _PURE = frozenset((
     "permute", "pow", "repeat", "reshape", "rsqrt", "sin", "sqrt", "squeeze", "stack", "sub", "sum", "to",
     "transpose", "tril", "triu", "truediv", "type", "type_as", "unsqueeze", "view", "where", "zeros", "zeros_like",
 ))  # fmt: skip
-"""Functions and methods that draw no random number and write into nothing."""
+"""Functions and methods that draw no random number and write to nothing."""
 
 
 class Batch:
@@ -66,7 +66,7 @@ _SHAPE_ONLY = frozenset((
     "empty_like", "full_like", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "ones_like",
     "zeros_like",
 ))  # fmt: skip
-"""Operators that take nothing but shape and type of a tensor."""
+"""Operators that use only shape and type of a tensor."""
 
 
 class _Reads(TorchDispatchMode):

@@ -13,16 +13,16 @@ from asa.tracing.component import TracedComponent
 from asa.tracing.fingerprint import called, settings
 
 _PROXY = re.compile(r"Proxy\(\w+\)")
-"""What fx puts into the text of an assertion for a value: its name, which differs from block to block."""
+"""Name of a value in fx's text of an assertion, which differs between blocks."""
 _DROPS = re.compile("drop|stochasticdepth", re.IGNORECASE)
-"""Modules whose rates differ from block to block where the deeper ones drop more often: the work is the same."""
+"""Modules whose rates differ between blocks, because deeper ones drop more often; the work is the same."""
 _RATE = re.compile(r"('\w+'): 0\.\d*[1-9]\d*(e-\d+)?(?=[,}])")
 _SCALES = re.compile("drop|stochastic_depth|^bernoulli_?$|^div_?$|^truediv$|^mul_?$")
-"""Functions of which a number between 0 and 1 is such a rate, or scales what is left."""
+"""Functions in which a number between 0 and 1 is such a rate, or the factor for it."""
 _PERIODS = range(1, 5)
-"""Lengths of repeating groups that are looked for: blocks of one kind, and of two to four kinds in turn."""
+"""Lengths of repeating groups: blocks of one kind, or of two to four kinds in turn."""
 _FIRST, _LAST = 2, 1
-"""Repetitions that stay at either end of a row of equal ones: those have other neighbours than the ones between."""
+"""Number of repetitions kept at either end of a row of equal ones, because their neighbours differ."""
 
 
 def signature(component: TracedComponent) -> str:

@@ -26,7 +26,7 @@ from asa.tracing.verify import disagreement
 from asa.tracing.whole import whole
 
 BATCHES = (2, 3)
-"""Sizes of the batches a trace runs: BatchNorm needs two samples, and figures per sample need a difference."""
+"""Sizes of the batches that a trace runs: BatchNorm needs two samples, and values per sample need a difference."""
 
 _Graphs = list[tuple[fx.Graph, tuple[str, ...]]]
 

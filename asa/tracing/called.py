@@ -12,7 +12,7 @@ from asa.tracing.fingerprint import model_fingerprint
 from asa.tracing.whole import WholeModel
 
 UNCUT = "asa_uncut"
-"""Attribute of a module: why a trace is to make one component of it. Where there is none, it is cut up if it can be."""
+"""Attribute of a module: why a trace makes one component of it. Without it, the model is cut if possible."""
 
 
 class CalledModel(WholeModel):

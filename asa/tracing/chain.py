@@ -15,7 +15,7 @@ from asa.tracing.program import Program, origin
 
 Shape = tuple[int, ...]
 BatchDims = dict[str, int | None]
-"""The dimension of each output that is the batch, None where none is; the main one is named ``""``."""
+"""Batch dimension of each output by name, None if it has none; the main output is named ``""``."""
 
 
 @dataclass(frozen=True)

@@ -85,11 +85,11 @@ class TracedComponent(nn.Module):
     eval_graph: fx.GraphModule
     _settled: dict[fx.GraphModule, Callable[[Tensor], tuple[Tensor, ...]]] | None
     input_shape: tuple[int, ...] = ()
-    """Shape of one sample of what the component reads; set by :func:`asa.tracing.build.trace`."""
+    """Shape of one sample of the component's input; set by :func:`asa.tracing.build.trace`."""
     input_dtype: torch.dtype = torch.float32
     ties: frozenset[int] = frozenset()
-    """Identities of parameters that other components use too. The first of them holds such a parameter, the others
-    refer to it: its gradient is one, however often it is used."""
+    """Identities of parameters that other components use, too. The first component holds such a parameter, the others
+    refer to it: it has one gradient, however often it is used."""
 
     def __init__(
         self,

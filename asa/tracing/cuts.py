@@ -41,7 +41,7 @@ class Observation:
 
 
 _HEAVY = 2**26
-"""Bytes of weights from which on a run of them takes longer than a copy without values."""
+"""Bytes of weights from which on running takes longer than copying the model without values."""
 _PLAIN = (bool, int, float, str, torch.Size, torch.dtype, torch.device)
 
 

@@ -52,7 +52,7 @@ MORE_FLOPS: dict[Any, Any] = {
     torch.ops.aten.mkldnn_rnn_layer: _mkldnn_rnn_flops,
     torch.ops.aten._cudnn_rnn: _cudnn_rnn_flops,
 }
-"""By what torch's own counter leaves out."""
+"""Formulas for operators that torch's own counter omits."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 CONSTANT = "_tensor_constant"
-"""Prefix fx gives to tensors that ``forward`` made up while it was traced."""
+"""fx's name prefix for tensors that ``forward`` created during tracing."""
 
 
 @dataclass(frozen=True)

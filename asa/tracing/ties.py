@@ -10,7 +10,7 @@ from torch import nn
 
 _LOOSE = (nn.Linear, nn.Embedding)
 _MOST = 4
-"""Parameters that may be tied across components; a model that shares more shares whole layers."""
+"""Largest number of parameters tied across components; a model that shares more shares whole layers."""
 
 
 def _parameters(thing: Any) -> list[nn.Parameter]:

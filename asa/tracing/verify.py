@@ -18,8 +18,8 @@ from asa.tracing.whole import tensors_of
 _HEAVY = 2**26
 """Bytes of weights from which on gradients are compared for a single sample; outputs are, for the whole batch."""
 _LARGE = 2**20
-"""Elements above which a parameter's gradient is left out where its module has a smaller parameter: a weight's
-gradient follows from the same two factors as the output and the bias's gradient, and may be half a gigabyte."""
+"""Number of elements above which a parameter's gradient is not compared if its module has a smaller parameter: a
+weight's gradient is determined by the same factors as output and bias gradient, and may have half a gigabyte."""
 
 
 def _watched(model: nn.Module) -> list[nn.Parameter]:

@@ -18,16 +18,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 _FOREVER = timedelta(days=7)
-"""A worker may wait in the window, or a server for a worker, as long as either lives: a lost end closes its sockets."""
+"""Time limit of messages. A worker or server may wait for another as long as that lives; a lost rank closes its
+sockets."""
 
 Handle = Callable[[int, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
-"""A worker's request (head, body) to a reply."""
+"""Function from a worker's request (rank, header, body) to a reply (header, body)."""
 
 _LEAVE_S = 1.0
-"""How long clients may take to say that they leave: one that hangs never does."""
+"""Seconds that clients may take to report that they leave; one that hangs never does."""
 
 HEAD = 16
-"""Numbers of a head; the last two say what the body is."""
+"""Length of a header; its last two entries describe the body."""
 LEAVING = -1.0
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.uint8, torch.int8)
 

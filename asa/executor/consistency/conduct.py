@@ -37,9 +37,9 @@ class Conduct(ABC):
         """Start from the model's weights and the optimizer's state, which are equal on all workers (collective)."""
 
     takes_part = True
-    """Whether this worker computes the step that comes; :meth:`step` is called all the same."""
+    """Whether this worker computes the next step; :meth:`step` is called in any case."""
     draws_own = False
-    """Whether it takes other samples than its rows of the global batch."""
+    """Whether this worker takes other samples than its rows of the global batch."""
 
     def drawn(self, images: ImageSet, indices: Tensor, step: int) -> Tensor:
         """``indices`` (int64 [rows], of the global batch) with this worker's own samples in its rows; if workers are

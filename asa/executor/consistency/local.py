@@ -17,7 +17,7 @@ class LocalSteps(Conduct):
     """Implements ``local_sgd``."""
 
     _since = _mine = _all = 0
-    """Steps since the last meeting; samples of this worker and of all in them."""
+    """Steps since the last average, and the samples of this worker and of all in them."""
 
     def begin(self) -> None:
         """Reset the counters; all workers start from equal weights."""

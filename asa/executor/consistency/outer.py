@@ -23,7 +23,7 @@ class OuterSteps(LocalSteps):
     """Implements ``diloco``."""
 
     _weight = 1.0
-    """What this worker's counts for in the mean, in workers."""
+    """Weight of this worker in the mean; the weights of all workers sum to their number."""
 
     def begin(self) -> None:
         """Copy the weights, which are equal on all workers, as outer weights, and make the outer optimizers."""

@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 from asa.ir.consistency import Discipline
 
 _SILENT_STEPS, _SILENT_S = 10.0, 2.0
-"""How many of its own usual steps, and seconds more, a worker may be silent before others no longer wait for it."""
+"""Number of its own usual steps, plus seconds, for which a worker may be silent before others stop waiting for it."""
 
 
 @dataclass

@@ -23,8 +23,8 @@ from asa.executor.model.votes import Votes
 _SWAP, _TICKET = 1.0, 2.0
 _OUT, _DONE = -1.0, 0.0
 _LATE_STEPS, _LATE_S, _LATE_TO_MEET_S = 10.0, 3.0, 10.0
-"""How many of its own longest steps, and seconds more, a rank may come later than all others before it is left out; and
-seconds more where it had no samples to train on, and what the others took since they last met stands for a step."""
+"""Number of its own longest steps, plus seconds, by which a rank may be later than all others before it is excluded;
+the last number replaces the seconds for a rank without samples, whose step is the time since the last exchange."""
 
 
 class Coordinator:

@@ -42,13 +42,14 @@ from asa.zoo.data import GlobalOrder, ImageSet
 from asa.zoo.inputs import example
 
 _SILENT_STEPS, _LEAST_SILENT, _SILENT_SHARE = 8, 3, 0.2
-"""Pairs of a whole and a silent step that exposed communication is measured by, at most and at least; and the share of
-the budget they may take."""
+"""Largest and smallest number of pairs of steps with and without collectives, from which exposed communication is
+measured, and the share of the budget they may take."""
 _MAX_ROUNDS = 200
 _STRETCH_S, _STRETCH_SHARE, _MOST_STRETCH = 1.0, 0.1, 16
-"""How long a plan runs alone while its devices are watched: seconds, share of the budget and steps, at most."""
+"""Limits of the time for which a plan runs alone while its devices are observed: seconds, share of the budget,
+steps."""
 _APART_STEPS, _MOST_APART_STEPS = 8, 64
-"""Steps of a turn where workers of some plan go their own ways in between, as a rule and at most."""
+"""Steps per turn if workers of some plan do not synchronize in every step: usual and largest number."""
 
 
 def turn_steps(plans: Sequence[Plan]) -> int:

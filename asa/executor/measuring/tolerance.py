@@ -16,10 +16,11 @@ from asa.ir.equivalence import Equivalence
 from asa.ir.plan import CompressionName
 
 TOLERANCE: dict[CompressionName, float] = {"fp16": 2**-9, "bf16": 2**-6, "powersgd": 1e-4}
-"""Tolerance of first gradients, relative: four roundings of the type; low-rank factors come with the second step."""
+"""Relative tolerance of first gradients: four roundings of the type; low-rank factors are used from the second step
+on."""
 
 DRIFT = 0.1
-"""Tolerance of losses and weights after all steps, relative: a network may part further than what it was given."""
+"""Relative tolerance of losses and weights after all steps: differences of the gradients are amplified by training."""
 
 
 def distance(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:

@@ -18,8 +18,9 @@ from asa.ir.transfer import hops, whole
 from asa.sharding.axis import Axis
 
 Purpose = Literal["gradient", "activation", "ahead", "back", "state"]
-"""Gradient buckets run beside backward and activations run inside it: one must not queue behind the other. ``ahead``
-and ``back`` are the two directions between neighbouring stages; ``state`` joins all ranks, on the host."""
+"""Purpose of a group. Gradient buckets run beside backward and activations inside it: one must not queue behind the
+other. ``ahead`` and ``back`` are the two directions between consecutive stages; ``state`` connects all ranks, on the
+host."""
 
 
 def rehearsed() -> bool:

@@ -67,7 +67,7 @@ def hits_of(output: Any, labels: Tensor) -> Tensor:
 
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
-"""Logits [N, K, ...] and labels int64 [N, ...] to their mean loss."""
+"""Function from logits [N, K, ...] and labels int64 [N, ...] to their mean loss."""
 
 
 def loss_of(output: Any, labels: Tensor, label_smoothing: float = 0.0, criterion: Criterion | None = None) -> Tensor:

@@ -49,7 +49,7 @@ from asa.tracing.preserve import preserved
 BatchNormMode = Literal["local", "exact"]
 
 StandIn = Callable[[TracedComponent, Assignment, Axis], None]
-"""Puts something else in the place of what a component computes, once it is split over its tensor axis."""
+"""Function that replaces the computation of a component, once it is split over its tensor axis."""
 
 
 class _Surroundings:

@@ -19,7 +19,7 @@ class Modes:
 
     training: dict[str, bool] = field(default_factory=dict)
     by_code: frozenset[str] = frozenset()
-    """Paths of modules in evaluation whose own ``forward`` asks for the mode."""
+    """Paths of modules in evaluation mode whose own ``forward`` reads the mode."""
 
     @staticmethod
     def of(model: nn.Module) -> Modes:

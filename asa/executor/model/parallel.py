@@ -33,7 +33,8 @@ from asa.tracing.component import TracedComponent
 from asa.zoo.data import draws
 
 _LOOKS, _MODEL_DRAWS = 2, named("model draws")
-"""Steps in which a model that is called as a whole is watched for random numbers; and what those are keyed by."""
+"""Number of steps in which a model that is called as a whole is checked for random numbers; and the key of these
+numbers."""
 
 
 def _nobody(_what: str, *, within_s: float) -> None:
@@ -134,7 +135,7 @@ class ParallelModel:
     ) -> None:  # fmt: skip
         self.plan, self.processes, self.device = plan, processes, device
         self.grouped: Grouped | None = None
-        """The other groups of the run, where each runs this plan on its share of the batch."""
+        """The other groups of the run, if each runs this plan on its share of the batch."""
         self.traced, self.context = traced, context
         self.position, self.links, self.elsewhere = position, links, elsewhere
         self.layouts = position.layouts
@@ -151,7 +152,7 @@ class ParallelModel:
         """Names of components that draw random numbers by code of their own."""
         self.meet: Callable[..., None] = _nobody
         self.draws = False
-        """Whether a model that is called as a whole was seen to draw random numbers in training."""
+        """Whether random numbers were observed in training, for a model that is called as a whole."""
         self._rows: dict[int, list[slice]] = {}
         if device.type == "cuda":  # elsewhere FSDP waits for what it gathers
             self.gather_across()

@@ -15,7 +15,7 @@ from asa.tracing import outcome, trace
 from asa.zoo.inputs import random
 
 _ROUNDING = 1e-9
-"""Relative, in float64: rows of one matrix product may be added up in another order than a row alone."""
+"""Relative tolerance in float64: a matrix product of several rows may add in another order than one of a single row."""
 
 
 def reasons(

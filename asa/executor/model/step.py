@@ -153,7 +153,7 @@ class Step:
     coming: dict[int, Arrival] = field(default_factory=dict)
     gradients: dict[int, Arrival] = field(default_factory=dict)
     beside: list[Step] = field(default_factory=list)
-    """Steps that are under way at once, this one among them, where a pipeline is not drained between them."""
+    """Steps in flight at the same time, including this one, if the pipeline is not drained between them."""
 
     def play(self, turns: tuple[_Turn, ...]) -> None:
         """Run all actions in order. While one computes, the data for the next is already being received."""

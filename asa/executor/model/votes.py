@@ -30,7 +30,7 @@ class Votes:
         if dist.is_initialized():
             self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         self.live: Sequence[int] = range(self.num_ranks)
-        """The ranks that are left: all of them, where none may be lost."""
+        """The remaining ranks: all of them, unless ranks may be lost."""
         if self.num_ranks > 1:
             # A group of its own: a vote never queues behind gradients, and works where the default group is nccl.
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))

@@ -14,7 +14,7 @@ from asa.executor.training.epoch_timer import WARM_UP_STEPS
 from asa.executor.training.worker import Worker
 
 _MEMORY_STEP = WARM_UP_STEPS - 1
-"""The last one before anything is measured: by then optimizer state and DDP's own buckets are there."""
+"""The last step before measurements begin: by then optimizer state and DDP's own buckets exist."""
 
 
 def trace_path(folder: Path, rank: int) -> Path:

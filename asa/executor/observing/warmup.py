@@ -16,9 +16,9 @@ from asa.executor.model.votes import Votes
 
 _MOST = 10
 _FEW_LONG, _LONG_S = 2, 2.0
-"""Where steps are long and touch nothing new, so many do."""
+"""Number of steps that suffices if they take longer than these seconds and touch no new memory."""
 SETTLED_BYTES = 32 * 2**20
-"""New memory in one step that no longer matters: some 10 to 50 ms."""
+"""New memory in one step that can be neglected: it costs 10 to 50 ms."""
 
 
 def touched() -> int:

@@ -24,9 +24,9 @@ from asa.ir.shortage import Shortage, asked, is_exhaustion
 from asa.ir.units import GIB, binary
 
 NOTE = "memory.json"
-"""In a run's folder: the shortage it ended by, for whoever starts it again."""
+"""Name of a file in the run's folder: the shortage that ended the run, for a restart."""
 NEARLY = 0.97
-"""Share of the memory there is from which on a run is planned again before it fails."""
+"""Fraction of memory in use from which on a run is planned again before it fails."""
 
 
 @dataclass

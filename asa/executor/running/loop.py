@@ -51,8 +51,8 @@ from asa.sharding.waits import waits
 from asa.zoo.data import GlobalOrder, ImageSet
 
 Build = Callable[[Plan, tuple[int, ...]], ParallelModel]
-"""A plan's part of the model on this process, with the run's initial weights; the processes that run the plan's ranks
-are named. Collective."""
+"""Function that builds a plan's part of the model on this process, with the run's initial weights, given the plan and
+the processes that run its ranks. Collective."""
 
 
 class TrainingExecutor(PlannedExecutor):

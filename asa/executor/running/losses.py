@@ -26,13 +26,13 @@ from asa.launch import launched
 from asa.launch.devices import leave_device_out
 
 Regroup = Callable[[Plan, int], Plan]
-"""Another plan for a run under a plan: the plan, and how many ranks it may have at most."""
+"""Function from a plan and a largest number of ranks to another plan."""
 
 
 _LATELY = 5
-"""Losses that say how often ranks are lost."""
+"""Number of recent losses from which the mean time between losses is computed."""
 MOST_STARTS = 20
-"""In a row, of all ranks, without a new checkpoint."""
+"""Largest number of successive restarts of all ranks without a new checkpoint."""
 
 
 @dataclass

@@ -40,11 +40,11 @@ from asa.zoo.models import build
 from asa.zoo.preload import ModelPreload
 
 Adapt = Callable[[Executor, range, Announce], Iterator[EpochRecord]]
-"""The loop over epochs (``asa.scheduler.loop.adapt`` with what it needs, bound): runs on every rank, saves after each
-epoch, and announces changes of plan. Must pickle where ranks are spawned."""
+"""The loop over epochs (``asa.scheduler.loop.adapt`` with its arguments bound): runs on every rank, saves after each
+epoch, and announces changes of plan. Must be picklable if ranks are spawned."""
 
 _RESIDENT_BYTES = 1 << 30
-"""Image sets up to this size live on the GPU."""
+"""Image sets up to this size are kept on the GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)

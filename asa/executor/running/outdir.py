@@ -19,7 +19,7 @@ from asa.reading import open_regular
 LOCK = "lock"
 CHECKPOINTS = "checkpoints"
 AGENT = "agent"
-"""Names the launcher's agent that the run's rank 0 was last started by."""
+"""Name of a file with the launcher's agent that last started the run's rank 0."""
 
 
 @contextlib.contextmanager

@@ -41,13 +41,14 @@ from asa.ir.units import binary
 from asa.launch import cuda_devices, launched
 
 Relieve = Callable[[Shortage, int, int], Plan]
-"""Another plan after a shortage: the shortage, the attempt (from 1), and how many ranks it may have at most."""
+"""Function that makes another plan after a shortage, from the shortage, the attempt (from 1) and the largest number of
+ranks."""
 T = TypeVar("T")
 Start = Callable[[Job, Material], Ending]
 
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 MOST_ATTEMPTS = 3
-"""Plans in a row under which not one more epoch was done."""
+"""Largest number of successive plans under which no further epoch was completed."""
 
 
 def outlast(

@@ -23,7 +23,7 @@ from asa.executor.training.settings import TrainSettings
 from asa.zoo.foreign import accepted, at_home, factory, first_line
 
 Score = Callable[[Any, Tensor], Tensor]
-"""A model's output and labels to one figure a sample [N], of which validation states the mean."""
+"""Function from a model's output and labels to one score per sample [N]; validation reports the mean."""
 _PROBED = 4
 
 
@@ -43,7 +43,7 @@ LOSSES: Mapping[str, Criterion | None] = {
     "mse": lambda logits, labels: F.mse_loss(logits.softmax(1), _one_hot(logits, labels)),
     "bce": lambda logits, labels: F.binary_cross_entropy_with_logits(logits, _one_hot(logits, labels)),
 }
-"""By name: of logits [N, K, ...] and labels int64 [N, ...]. None: what is built in."""
+"""Losses by name, on logits [N, K, ...] and labels int64 [N, ...]. None: the built-in one."""
 METRICS: Mapping[str, Score] = {"accuracy": hits_of, "top5": _top5}
 SCHEDULES: Mapping[str, Callable[[float], float]] = {
     "cosine": cosine,
@@ -51,7 +51,7 @@ SCHEDULES: Mapping[str, Callable[[float], float]] = {
     "constant": lambda _: 1.0,
     "step": lambda done: 0.1 ** min(2, int(3 * done)),
 }
-"""By name: of the part of a run behind its warm-up that is done, 0 to 1, the share of the peak rate."""
+"""Schedules by name: from the fraction of the run after warm-up, 0 to 1, to the fraction of the peak rate."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,7 +38,7 @@ LATEST = "latest"
 MODEL = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 DISCIPLINE = "consistency.safetensors"
-"""What a discipline of consistency goes on from beside weights and optimizer; other plans pass over it."""
+"""File with further state of a consistency discipline; other plans ignore it."""
 
 _NAME = re.compile(r"step_(\d+)")
 

@@ -35,7 +35,7 @@ class Checkpointer:
     votes: Votes
     announce: Announce
     more: Callable[[], dict[str, dict[str, Tensor]]] = dict
-    """Further files of a checkpoint, by name."""
+    """Function that returns further files of a checkpoint, by name."""
 
     def save(self, worker: Worker, *, step: int, position: int) -> Path:
         """Write a checkpoint and return its path. The plan's rank 0 writes; all ranks vote on the outcome.

@@ -22,7 +22,7 @@ WARM_UP_STEPS = 3
 """Steps after a plan took effect that are not measured: allocation, autotuning, DDP's rebuilding of its buckets."""
 
 _HEAD = 9
-"""Figures of a process in front of those of its transfers, and of the times of its steps."""
+"""Number of values of a process before those of its transfers and the times of its steps."""
 _PER_STEP = len(StepTimes._fields)
 
 

@@ -79,7 +79,7 @@ class RunLog:
         self.shortages: list[Event] = []
         self.changed = False
         self.checkpoint: str | None = None
-        """The newest one: where this run, or one continued from it, could go on."""
+        """Path of the newest checkpoint, from which this run could be continued."""
         self.fingerprint: str | None = None
         self._folder, self._listener = folder, listener
         self._track, self._trackers = track, list[trackers.Tracker]()

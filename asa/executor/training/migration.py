@@ -28,8 +28,8 @@ from asa.ir.units import MIB
 from asa.sharding.parts import as_held, local
 
 BUCKET_BYTES = 8 * MIB
-"""What one process sends another at a time, at most, but for a single row that is longer. Two that are sent and two
-that are received are all the memory that a move needs beside the old state and the new."""
+"""Largest number of bytes that one process sends another at a time, except for a single longer row. A move needs memory
+for two sent and two received buckets, beside the old and the new state."""
 _CHECK_BYTES = 8
 _ALIGNED = 16
 

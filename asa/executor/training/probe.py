@@ -17,7 +17,7 @@ from asa.sharding.waits import level_of
 
 _SIZE = {"cpu": 256, "cuda": 4096}
 _TIMES = {"cpu": 48, "cuda": 8}
-"""Matrix products: tens of milliseconds, so that whoever else has the core gets his turns within."""
+"""Number of matrix products: tens of milliseconds, so that other programs on the core get their turns within."""
 _MESSAGE_BYTES = MIB
 _MESSAGES = 5
 

@@ -17,13 +17,13 @@ from asa.ir.traffic import COLLECTIVE_OPS
 from asa.sharding.waits import Kind
 
 _KINDS = 6
-"""Kinds of transfers that a rank tells of in a line of the log: those that took most of its time."""
+"""Number of kinds of transfers that a rank reports per line of the log: those that took most of its time."""
 _PER_KIND = 6
 TRANSFER_FIGURES = _KINDS * _PER_KIND
-"""How many figures :func:`packed` gives."""
+"""Number of values that :func:`packed` returns."""
 
 _MOST_STEPS = 1024
-"""Steps whose times are kept rank by rank: the newest."""
+"""Number of newest steps whose times are kept for each rank."""
 
 
 def packed(found: Sequence[tuple[Kind, float, int]]) -> list[float]:

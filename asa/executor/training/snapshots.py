@@ -23,9 +23,9 @@ from asa.ir.region import Region
 
 _HEAD = mmap.PAGESIZE
 _WORDS = 64
-"""Bytes of a slot's own head: its step (0: it is being written), where it lies, how long it is, and under what plan."""
+"""Bytes of a slot's header: its step (0: being written), offset, length, and number of the plan."""
 _COST = 0.02
-"""Share of the time that snapshots may take."""
+"""Largest share of the time that snapshots may take."""
 
 
 @dataclass(frozen=True, kw_only=True)

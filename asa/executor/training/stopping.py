@@ -13,14 +13,14 @@ from asa.executor.model.votes import Votes
 from asa.launch.signals import take_sigterm
 
 _IMPATIENT_S = 1.0
-"""Signals closer together are one: whoever ends a process group signals each member, and its parent passes it on."""
+"""Signals closer together count as one: ending a process group signals each member, and its parent passes it on."""
 
 
 VOTE_EVERY_S = 1.0
-"""About how long a request to stop may go unheard."""
+"""Approximate time until a request to stop is noticed."""
 
 PATIENCE_S = 10.0
-"""How long a validation may go on once the ranks were asked to stop: whoever asks kills after 30 s, by custom."""
+"""How long validation may continue after a request to stop; schedulers usually kill after 30 s."""
 
 
 class Patience:

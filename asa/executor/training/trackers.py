@@ -35,7 +35,7 @@ CURVES: dict[str, dict[str, str]] = {
         "seconds": "epoch/seconds",
     },
 }
-"""Kind of event to key to the name of its curve."""
+"""Names of curves by kind of event and key."""
 
 
 class Tracker(Protocol):
@@ -157,4 +157,4 @@ _KINDS: dict[str, Callable[[Path, str, Mapping[str, Any]], Tracker]] = {
 }
 _NEEDED: dict[str, Callable[[], Any]] = {"tensorboard": _summary_writer, "wandb": _wandb, "mlflow": _mlflow}
 NAMES = tuple(_KINDS)
-"""Trackers there are."""
+"""Names of all trackers."""

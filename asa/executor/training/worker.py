@@ -29,7 +29,7 @@ class LossCounter:
     device: torch.device
     rows: int = 0
     _noted: list[tuple[Tensor, Tensor | None, int]] = field(default_factory=list)
-    """Losses, hits, and what a loss is to be multiplied by."""
+    """Losses, hits, and the factor of each loss."""
 
     @torch.no_grad()
     def add(

@@ -22,7 +22,7 @@ _NAMES = """
     zeros_like ones_like full_like empty_like
     """
 ELEMENTWISE = frozenset(_NAMES.split())
-"""Functions and methods; with a final underscore their forms in place."""
+"""Element-wise functions and methods; a final underscore marks the in-place form."""
 
 _OPERATORS = """
     __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __div__ __rdiv__ __truediv__ __rtruediv__ __floordiv__

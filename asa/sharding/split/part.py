@@ -31,7 +31,7 @@ class Call:
 
 
 HANDLERS: dict[str, Callable[[Call], Any]] = {}
-"""By the function's name: what it gives. What is not here is refused."""
+"""Handlers by the function's name. Functions without one are refused."""
 
 
 def handles(names: Iterable[str], handler: Callable[[Call], Any]) -> None:
@@ -45,7 +45,7 @@ _PLAIN = {
     "is_nested", "itemsize", "element_size", "nbytes", "__len__", "get_device", "is_contiguous", "stride", "is_signed",
     "is_conj", "is_neg", "is_inference", "storage_offset",
 }  # fmt: skip
-"""What is known of the whole without its values."""
+"""What is known of the whole tensor without its values."""
 
 _WHY = {
     "grad": "torch.autograd.grad does not know parameters that ranks hold in parts: use loss.backward(), and p.grad",
