@@ -20,12 +20,12 @@ import traceback
 from typing import ClassVar
 
 TRAINING = "asa-parallel[train]"
-"""What to install for everything that runs a model."""
+"""Package to install for everything that runs a model."""
 
 _EXTRAS = {"torch": TRAINING, "torchvision": TRAINING, "networkx": TRAINING, "matplotlib": TRAINING,
            "tensorboard": "asa-parallel[tensorboard]", "wandb": "asa-parallel[wandb]", "mlflow": "asa-parallel[mlflow]",
            "pyarrow": "asa-parallel[parquet]"}  # fmt: skip
-"""Packages that an installation may be without, and what brings them."""
+"""Packages that an installation may lack, and what installs them."""
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _INSTALLED = f"{os.sep}site-packages{os.sep}"

@@ -15,7 +15,7 @@ from typing import IO, Any
 from asa.errors import InvalidInputError
 
 MOST_BYTES = 64 * 1024**2
-"""Most bytes of a document: a profile of thousands of components stays far below."""
+"""Largest document in bytes: a profile of thousands of components is far smaller."""
 
 _KINDS = (
     (stat.S_ISDIR, "a directory"),

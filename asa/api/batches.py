@@ -19,10 +19,10 @@ from asa.errors import UsageError
 from asa.executor.model.votes import Votes
 
 _LOOKED_AT = 4096
-"""Elements of a tensor by which batches are told apart."""
+"""Number of elements of each tensor by which batches are compared."""
 
 Rows = Callable[[int], list[int]]
-"""Gives the rows that this rank is to load of a batch of so many samples."""
+"""Function from the number of samples in a batch to the rows that this rank loads."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,9 +19,9 @@ from asa.executor.model.state import held
 from asa.sharding.split import held_of
 
 _split: WeakSet[ParallelModel] = WeakSet()
-"""Models whose gradients no rank has in full."""
+"""Models whose gradients no rank holds in full."""
 _of_jobs: WeakSet[ParallelModel] = WeakSet()
-"""Parameters of which an optimizer knows only what this rank updates: what it asks for is about all of them."""
+"""Models of jobs, whose optimizer knows only the parameters that this rank updates, and means all of them."""
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from asa.api.tape import MOST_BYTES, Tape
 from asa.executor.model.votes import Votes
 
 _ROUNDING = 1e-10
-"""By how much a reading is to be nearer than one that is preferred."""
+"""Difference by which an interpretation must be closer than a preferred one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class Comparison:
         self._wholes: list[tuple[dict[int, Tensor], bool, bool]] = []
         self._repeated = False
         self._apart_by: float | None = None
-        """What a tensor that has no rows, and is another on every rank, is on rank 0."""
+        """Value on rank 0 of a tensor without rows that differs between ranks."""
         self.unknown = self._prepare()
 
     def _prepare(self) -> str:

@@ -22,10 +22,10 @@ from asa.tracing.preserve import preserved
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
 KEEPS = -1.0
-"""What is said of a model whose output moves from one call to the next with the same samples."""
+"""Result for a model whose output changes from one call to the next with the same samples."""
 _LOOSER, _SCALE, _ELEMENTS, _FEWEST = 10.0, 1000.0, 1 << 22, 2
-"""Times the tolerance for gradients; by how much those of the halves are scaled, as a mean over fewer samples is; of
-how many numbers gradients are taken at most; samples of a half."""
+"""Factor on the tolerance for gradients; factor between the gradients of halves and whole, as for a mean over fewer
+samples; largest number of elements for gradients; least number of samples in a half."""
 
 
 class _Each(TorchFunctionMode):

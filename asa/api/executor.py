@@ -49,7 +49,7 @@ from asa.sharding.batchnorm import SynchronisedBatchNorm
 from asa.sharding.waits import waits
 
 _UNCOUNTED = 1 << 40
-"""Samples of an epoch, for the place in a checkpoint, where the loader does not say."""
+"""Number of samples in an epoch, for positions in checkpoints, if the loader does not know it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,12 +31,13 @@ from asa.executor.model.parallel import ParallelModel
 from asa.launch.worker import others_may_leave
 
 _LOOKS = 3
-"""Batches of an epoch behind which weights are compared, too."""
+"""Number of batches of an epoch after which weights are compared, too."""
 _ELEMENTS = 64
-"""Numbers of each parameter that are compared."""
+"""Number of elements of each parameter that are compared."""
 _SAID = ("lr", "momentum", "betas", "weight_decay")
 _PATIENCE_S = 3.0
-"""In a pass, before a rank says in the store where it is, and in waiting for the others, before it looks there."""
+"""Seconds in a forward or backward before a rank writes its position to the store, and of waiting before it reads
+others'."""
 FORWARD, BACKWARD = "a call of the model", "a backward"
 REMEDY = (
     "a branch of the loop took another way on some ranks, by a number of a rank's own (its loss, its metric): decide "

@@ -20,7 +20,7 @@ from asa.errors import UsageError
 LossWeight = Callable[[Any], Tensor | float] | Literal["sum"] | None
 _MEAN = 1
 _TIMES = 3
-"""Epochs in whose first step the whole batch's loss is computed, too."""
+"""Number of epochs in whose first step the whole batch's loss is computed, too."""
 
 
 class JobLoss:
@@ -37,7 +37,7 @@ class JobLoss:
         self._sum = 0.0
         self._seen: list[tuple[Any, Any]] = []
         self.rows = 0
-        """Samples of the microbatch whose loss comes next."""
+        """Number of samples in the microbatch whose loss comes next."""
 
     def begin(self) -> None:
         """Begin a step."""

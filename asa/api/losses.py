@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _MARK = "asa"
 _MOST_NODES, _MOST_TERMS = 2048, 8
-"""Nodes below a loss that are looked at, and terms that are looked for."""
+"""Largest numbers of nodes below a loss that are visited, and of terms that are searched for."""
 _MEAN = 1
 
 

@@ -17,10 +17,10 @@ from asa.executor.model.state import full_optimizer_state, load_full_optimizer_s
 from asa.sharding.split import TensorPart, held_of
 
 _MEETING_S = 30.0
-"""For ranks to come to what a program easily calls on one of them only."""
+"""Seconds to wait for all ranks in calls that a program easily makes on one rank only."""
 
 Names = Sequence[Sequence[tuple[str, ...]]]
-"""Per group and parameter, as they were handed in: all names of it in the model."""
+"""For each group and parameter, in the user's order, all its names in the model."""
 
 
 def of_held(optimizer: Optimizer) -> Any:

@@ -39,7 +39,7 @@ from asa.ir.plan import Plan
 from asa.sharding.batchnorm import synchronised
 
 MEETING_S = 30.0
-"""For ranks to come to what a program easily calls on one of them only."""
+"""Seconds to wait for all ranks in calls that a program easily makes on one rank only."""
 
 
 def rows_here(total: int, ranks: int, rank: int, least: int = 1) -> list[int]:
@@ -70,24 +70,24 @@ class PlacedModel(nn.Module):
     place: RankContext
     origin: nn.Module
     share: Share | None
-    """The batch the loader yielded last."""
+    """The batch that the loader yielded last."""
     calls: int
     names: StateNames | None
     demands: Demands | None
     seen: Seen | None
     again: Callable[[PlacedModel, str], ParallelModel] | None
-    """Places the model anew, whole, for a reason; None where that cannot be."""
+    """Function that places the model anew as a whole, given a reason; None if that is impossible."""
     weight: float
     rows: int
-    """What this rank's mean loss counts for, and its samples, in the call of training made last."""
+    """Weight of this rank's mean loss, and its number of samples, in the last call in training."""
     trial: Trial | None
     terms: Terms | None
     watch: Watch | None
-    """What steps take is watched by it; None where nobody looks."""
+    """Observer of step times; None if there is none."""
     left: float
-    """By what outputs were weighed in the call made last."""
+    """Weight of the outputs in the last call."""
     pace: InStep | None
-    """What ranks tell each other behind every batch; None alone."""
+    """Exchange between ranks after every batch; None for a single rank."""
     optimizers: Sequence[Optimizer]
 
     def __init__(

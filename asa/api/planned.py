@@ -43,11 +43,11 @@ from asa.strategies import offered
 from asa.tracing import TracedModel, trace
 
 _LINKS_SHARE, _LINKS_S = 0.4, 20.0
-"""Share of the time limit for the links between the ranks where nothing is known of them; and most seconds."""
+"""Fraction of the time limit for measuring unknown links between the ranks, and largest number of seconds."""
 SOLVE_S = 1.0
-"""Seconds of search for another plan in a run, while all ranks wait for the answer."""
+"""Seconds of search for another plan during a run, while all ranks wait."""
 _LEAST_S = 1.0
-"""For the model, whatever the links took."""
+"""Least number of seconds for measuring the model, however long the links took."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +65,9 @@ class Wishes:
     time_limit_s: float = 75.0
     cache: Path | None = None
     whole_because: str = ""
-    """Why every parameter is to stay whole; empty where ranks may hold parts."""
+    """Why every parameter must stay whole; empty if ranks may hold shards."""
     at_once: bool = False
-    """Whether a batch is to be computed at once, without microbatches."""
+    """Whether a batch must be computed at once, without microbatches."""
 
 
 @dataclass(frozen=True, kw_only=True)

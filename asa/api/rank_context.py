@@ -15,7 +15,7 @@ from asa.executor.model.votes import Votes
 from asa.launch import join, launched
 
 _FIRST_S = 60.0
-"""For the first meeting of all ranks; later ones have the user's limit."""
+"""Time limit in seconds for the first meeting of all ranks; later ones have the user's limit."""
 
 _open = ExitStack()
 atexit.register(_open.close)
@@ -40,7 +40,7 @@ class RankContext:
 
 
 _votes: list[Votes] = []
-"""Votes of the place that was found last."""
+"""Votes of the last context."""
 
 
 def known_votes() -> Votes:

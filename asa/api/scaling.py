@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from asa.executor.model.parallel import ParallelModel
 
 _known: WeakKeyDictionary[Optimizer, ParallelModel] = WeakKeyDictionary()
-"""Optimizers over parts of a model."""
+"""Optimizers over shards of a model."""
 
 
 def understood_by_scalers(optimizer: Optimizer, model: ParallelModel) -> None:

@@ -19,7 +19,7 @@ class Seen:
         self._made: dict[int, TensorPart] = {}
         axes = zip(model.components, model.tensor_axes, strict=True)
         self.splits = [{name: self._split(s, axis) for name, s in shards_of(c).items()} for c, axis in axes]
-        """Tensors of each component, by name."""
+        """Splits of each component's tensors, by name."""
 
     def _split(self, shard: ParameterShard, axis: Axis) -> Split | None:
         return None if axis.size == 1 else Split(axis, shard, self._device)

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 MOST_BYTES = 1 << 28
-"""Most bytes of outputs and labels of a whole batch that are brought together on every rank, and of results that a tape
-keeps."""
+"""Largest number of bytes of a whole batch's outputs and labels that are gathered on every rank, and of results on a
+tape."""
 _MOST_OPERATIONS = 4096
 
 
@@ -28,31 +28,31 @@ class Tape:
     rows: int
     outputs: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
-    """What the outputs were when they left the model."""
+    """Values of the outputs when they left the model."""
     received: dict[int, Tensor] = field(default_factory=dict)
-    """By number of the output: its gradient."""
+    """Gradients of the outputs, by number."""
     versions: list[int] = field(default_factory=list)
-    """Versions of the leaves, as they were first seen."""
+    """Version counters of the leaves when they were first seen."""
     changed: list[int] = field(default_factory=list)
-    """Versions of the outputs, when they left the model."""
+    """Version counters of the outputs when they left the model."""
     operations: list[tuple[Callable[..., Any], Any, Any, Any]] = field(default_factory=list)
     leaves: list[Tensor] = field(default_factory=list)
     read: int = 0
-    """How many of the leaves the loader gave."""
+    """Number of leaves that come from the loader."""
     given: list[Tensor] = field(default_factory=list)
-    """What was made of the batch and handed to the model."""
+    """Tensors made from the batch and passed to the model."""
     places: dict[int, int] = field(default_factory=dict)
     kept: list[Any] = field(default_factory=list)
-    """By place: what was seen there. Places number outputs, leaves and results."""
+    """Values by place. Places number outputs, leaves and results."""
     bytes: int = 0
     strange: str = ""
-    """Why it does not say everything."""
+    """Why the record is incomplete; empty if it is complete."""
     closed: bool = False
-    """Whether its batch is over: what is kept of it enters another as what it is then."""
+    """Whether its batch is over: later uses of its tensors belong to another record."""
     taken: bool = False
     """Whether a number was taken out of torch."""
     hooked: bool = False
-    """Whether a hook was put on the gradient of anything on it."""
+    """Whether a gradient hook was added to a tensor on it."""
 
     def follow(self, output: Tensor) -> Tensor:
         """``output`` as a tensor whose operations are recorded from now on."""

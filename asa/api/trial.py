@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
 _WINDOW, _TIMES, _MOST_COMPARED, _MOST_UNFINISHED = 12, 3, 18, 64
-"""Backwards that are looked at behind the last new form of a loss; batches on which each form is compared (on one it
-may be the same by chance); comparisons in all; outputs that are followed without a backward."""
+"""Number of backwards checked after the last new form of a loss; batches on which each form is compared (on one, it may
+agree by chance); comparisons in all; outputs followed without a backward."""
 _MOST_ASKED = 8
-"""Times that looking begins again because of a loss of another form."""
+"""Largest number of times that checking starts again because of a new form of loss."""
 _TRUSTED = "trusted"
 
 
@@ -44,9 +44,9 @@ class Trial:
         self._graphs: set[int] = set()
         self._asked = 0
         self.asks = False
-        """Whether a loss of another form has come that was not looked at."""
+        """Whether a loss of a new form has come that was not checked."""
         self.trusted = False
-        """Whether the program says itself how its loss counts, in the backward to come."""
+        """Whether the program itself weights its loss in the next backward."""
 
     def note(self, graph: int) -> None:
         """Record that a backward through a ``graph`` comes. If its form is new, all ranks check it when it occurs

@@ -25,10 +25,10 @@ from asa.scheduler.policy import seconds
 from asa.scheduler.relative import Compared
 
 _LOOK_EVERY = 50
-"""Steps between two looks at most; where they are long, a look is taken about once a second."""
+"""Largest number of steps between two observations; with long steps there is one about every second."""
 
 _watches = 0
-"""Models that were ever watched in this process: of several, steps cannot be told apart."""
+"""Number of models observed in this process; with several, steps cannot be attributed."""
 
 
 class _LoopClock(StepClock):

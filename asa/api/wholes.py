@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     from asa.api.placed import PlacedModel
 
 DATA: dict[str, DataStrategyName] = {"ddp": "replicate", "zero1": "zero1", "zero2": "zero2", "fsdp": "zero3"}
-"""Strategies of a whole model, by the names that are asked for."""
+"""Strategies for a whole model, by the names that users give."""
 _FULL = 0.7
-"""Share of a device's memory that weights, gradients and optimizer state may take before they are sharded unasked."""
+"""Fraction of a device's memory for weights, gradients and optimizer state, above which they are sharded by default."""
 _SAMPLES = 2
 
 

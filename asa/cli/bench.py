@@ -16,7 +16,7 @@ STUDY = (
     "cluster", "memory", "optimizer", "lr", "data", "data_root", "seed", "epochs", "dry_run", "target_accuracy",
     "price", "microbatches", "study", "out", "json", "verbose",
 )  # fmt: skip
-"""Options that a study heeds: all but those of sealed predictions."""
+"""Options that have an effect on a study: all but those of sealed predictions."""
 
 
 def run(args: Arguments, console: Console) -> None:

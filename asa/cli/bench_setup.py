@@ -27,7 +27,7 @@ DeviceType = Literal["cpu", "cuda"]
 STRATEGIES = ("single", "ddp", "tensor", "hybrid", "asa")
 MEASURE_LIMIT_S = 30.0
 RANKS_PER_CORE = 32
-"""More processes than that on a core are a slip of the pen."""
+"""Largest number of processes on a core; more are taken for a mistake."""
 
 
 def device_of(args: Arguments) -> tuple[DeviceType, int]:

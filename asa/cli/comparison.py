@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 SCALES = (1, 2, 4, 8)
 FILLED = 0.9
-"""Share of free memory that the plans of a comparison may promise to take together."""
+"""Fraction of free memory that the plans of a comparison may be predicted to take together."""
 
 
 @dataclass
@@ -333,7 +333,7 @@ def _result(contest: ModelBench, strategy: str, global_batch: int) -> nouns.Benc
 
 
 FORWARD_AND_BACKWARD = 3
-"""FLOPs of a training step over those of forward alone: backward computes gradients of inputs and of weights."""
+"""FLOPs of a training step over those of forward: backward computes gradients of inputs and of weights."""
 
 
 def flops_per_sample(profile: Profile) -> float:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 Report = Callable[[float, str], None]
-"""What long work calls: the fraction done, and what is being done."""
+"""Progress function of long work: gets the fraction done, and what is being done."""
 
 
 class Console:
@@ -157,7 +157,7 @@ class Console:
 
 
 LINE_EVERY_S = 10.0
-"""How often long work says a line where there is no terminal."""
+"""Seconds between lines of progress if there is no terminal."""
 
 
 @contextmanager

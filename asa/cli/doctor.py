@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from asa.report.checks import Check
 
 _SHOWN = 4
-"""Files named in one line."""
+"""Largest number of files named in one line."""
 
 
 def run(_: Arguments, console: Console) -> int:

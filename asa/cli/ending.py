@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 EXIT_CODE = 128 + signal.SIGTERM
-"""Exit code of a process ended by SIGTERM, as a shell names it."""
+"""Exit code of a process ended by SIGTERM, as reported by a shell."""
 
 
 class Terminated(BaseException):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from asa.ir.graph import LayerGraph
 
 _ROOMS = ("tracing", "sharding", "zoo", "ir")
-"""Packages of ``asa`` that decide what comes out of tracing a model."""
+"""Packages of ``asa`` that determine the result of tracing a model."""
 _BATCH = 256
 
 

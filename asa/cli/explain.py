@@ -18,7 +18,7 @@ from asa.ir import codec
 
 LOG = "log.jsonl"
 _MOST_LOG = 2**30
-"""Bytes of a log that are read: years of a line every few seconds."""
+"""Largest number of bytes of a log: years of a line every few seconds."""
 
 
 def run(args: Arguments, console: Console) -> None:

@@ -19,11 +19,11 @@ SYSTEMS = ("slurm", "k8s", "ray")
 _SUBMIT = {"slurm": "sbatch {}", "k8s": "kubectl apply -f {}", "ray": "ray job submit --working-dir . -- python {}"}
 
 _IMAGE = "asa:latest"
-"""Where none is named: a pod cannot go without."""
+"""Default container image, because a pod needs one."""
 
 
 _MOST_CARRIED = 900_000
-"""Bytes beside the plan, of the 1 MiB that a ConfigMap may have."""
+"""Largest number of bytes beside the plan, out of the 1 MiB of a ConfigMap."""
 
 
 def run(args: Arguments, console: Console) -> None:

@@ -31,13 +31,14 @@ COMPARISONS = Path("runs/bench")
 ESTIMATES = Path("runs/estimates")
 CORRECTED = Path("runs/corrected")
 ORIGINS = Path("runs/plans/origins")
-"""What plans were made from, by fingerprint: a profile may be measured anew, a cluster's file lie elsewhere."""
+"""Profiles and clusters of plans, by fingerprint, since a profile may be measured anew, or a cluster's file may be
+moved."""
 
 CLUSTER_PREFIX = "cluster."
 STALENESS_SUFFIX = ".staleness.json"
 
 SHIPPED = shipped.FOLDER
-"""Profiles and clusters that come with the package."""
+"""Profiles and clusters that are shipped with the package."""
 
 
 def shown(path: Path) -> str:

@@ -20,7 +20,7 @@ FILES = {
     "rehearsal": ("asa.ir.rehearsal", "Rehearsal"),
     "epochrecord": ("asa.ir.measurements", "EpochRecord"),
 }
-"""Kinds of documents, and the noun each is of."""
+"""Kinds of documents with the module and class of each."""
 
 
 def run(args: Arguments, console: Console) -> None:

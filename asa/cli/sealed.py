@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from asa.ir.bench import BenchEnvironment
 
 FOLDER = Path("benchmarks/sealed")
-"""In the working directory: a clone has it, the package has not."""
+"""Folder in the working directory: a clone has it, the package has not."""
 
 
 def run(args: Arguments, console: Console) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from asa.profiler.staleness import Task
 
 _LOOKS = 40
-"""Looks at a run; a run of fewer steps is looked at after each."""
+"""Number of evaluations in a run; a shorter run is evaluated after each step."""
 
 
 def check(args: Arguments) -> None:

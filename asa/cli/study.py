@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 FILE = "study.json"
 _OVERSUBSCRIBED = 4
-"""Ranks that are measured on CPUs even where there are fewer cores: they show memory, losses and who waits for whom."""
+"""Number of ranks that are measured on CPUs even with fewer cores, to show memory, losses and waiting."""
 _ROUNDING = 0.01
-"""The part of an epoch that a run may lack of what was asked."""
+"""Fraction of an epoch by which a run may be shorter than requested."""
 _LEAST_S = 3.0
-"""What a block gets for measuring at least."""
+"""Least number of seconds for measuring a block."""
 _START_S, _TRACE_S, _PLAN_S = 8.0, 40.0, 2.0
-"""About what starting ranks, tracing a model for an estimate, and a plan take."""
+"""Approximate seconds for starting ranks, for tracing a model for an estimate, and for a plan."""
 
 
 def run(args: Arguments, console: Console) -> None:

@@ -15,10 +15,10 @@ from asa.errors import UsageError
 from asa.ir.study import Mode, Published, StudyCell
 
 GRID = "grid"
-"""The study that is nothing but what the options say."""
+"""Name of the study that consists only of the given options."""
 
 ALONE = ("ddp", "zero1", "zero2", "fsdp")
-"""Strategies that on one device are the single device, as published tables have them."""
+"""Strategies that on one device equal the single device, as in published tables."""
 _SEVERAL = (
     "tensor",
     "sequence",
@@ -34,7 +34,7 @@ _SEVERAL = (
 """Strategies that need several devices."""
 
 SAMPLES = {"cifar10": 50_000, "cifar100": 50_000, "mnist": 60_000, "digits": 1437}
-"""Training samples of official data sets: what an epoch of them is, where nothing is read."""
+"""Number of training samples of official data sets, for epochs of cells in which no data is read."""
 
 
 @dataclass(frozen=True, kw_only=True)

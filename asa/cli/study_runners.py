@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from asa.zoo.data import ImageSet
 
 REPLANNED = "asa+replan"
-"""The plan of ``asa`` in a run that may take another one while it goes on."""
+"""The plan of ``asa`` in a run that may change its plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class Site:
 
 
 Runner = Callable[[Site, Sequence[str]], dict[str, BenchResult]]
-"""Runs some strategies of a block; a result for each, with ``why_not`` where it cannot be run."""
+"""Function that runs some strategies of a block and returns a result for each, with ``why_not`` if it cannot run."""
 
 
 def side_by_side(site: Site, strategies: Sequence[str]) -> dict[str, BenchResult]:
@@ -166,10 +166,10 @@ def _run(site: Site, strategy: str, plan: Plan) -> BenchResult:
 
 
 DISCIPLINES: tuple[str, ...] = get_args(DisciplineName)
-"""Strategies of which data-parallel workers do not take every step together."""
+"""Strategies whose data-parallel workers do not take every step together."""
 
 RUNNERS: dict[str, Runner] = {REPLANNED: trained, **dict.fromkeys(DISCIPLINES, trained)}
-"""Who runs a strategy, by its name; every other takes turns with the rest of its block."""
+"""Runners by name of the strategy; every other strategy takes turns with the rest of its block."""
 
 
 def run(site: Site, done: Callable[[dict[str, BenchResult]], None]) -> None:

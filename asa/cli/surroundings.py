@@ -13,7 +13,7 @@ from asa.report.checks import Check
 from asa.report.units import size
 
 _SHARED_BYTES = 2**30
-"""Containers get 64 MiB unless told otherwise; NCCL and a loader's workers want more."""
+"""Recommended bytes of shared memory: containers get 64 MiB by default; NCCL and data loaders need more."""
 _FILES = 1024
 _DISK_BYTES = 2 * 2**30
 

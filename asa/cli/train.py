@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from asa.executor.training.logs import Work
 
 _NOTABLE = 0.05
-"""Share of a step spent waiting for data from which a run says so as it goes."""
+"""Fraction of a step spent waiting for data from which on a run reports it."""
 
 
 def run(args: Arguments, console: Console) -> None:

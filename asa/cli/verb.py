@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from asa.cli.console import Console
 
 TRUE = ("1", "true", "yes", "on")
-"""Words that turn a switch on, in a variable or a file."""
+"""Values that switch an option on, in a variable or a file."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "schema": ("asa.cli.schema", "the JSON Schema of a file that asa writes and reads"),
     "completion": ("asa.cli.completion", "a script that completes commands in bash, zsh or fish"),
 }
-"""First word of a command: the module that has it, and its line in the overview."""
+"""First word of each command, with its module and its line in the overview."""
 
 
 def verbs(word: str) -> tuple[Verb, ...]:

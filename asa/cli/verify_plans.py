@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 BUDGET_S = 60.0
 FEWEST = 2
 ENOUGH = 0.005
-"""Expected regret below which no more is measured."""
+"""Expected regret below which measuring stops."""
 
 
 def check(cluster: Cluster, gpus: int, console: Console) -> None:

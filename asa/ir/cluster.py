@@ -16,7 +16,7 @@ MOST_SLOWDOWN = 1e6
 MOST_SPEED = 1e6
 
 Status = Literal["measured", "measured-plateau-only", "derived", "rule", "measured-hearsay", "estimated"]
-"""How a figure came about, from a benchmark on the machine down to a guess from its data sheet."""
+"""Origin of a value, from a benchmark on the machine to a guess from its data sheet."""
 
 
 @noun

@@ -26,7 +26,7 @@ T = TypeVar("T")
 SCHEMA_VERSION = 1
 
 _DIGITS = 18
-"""Largest whole number in a file: what fits 64 bits, and more bytes than there are."""
+"""Largest number of digits of a whole number in a file, which fits 64 bits."""
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -105,8 +105,8 @@ def fingerprint(value: Any) -> str:
 
 
 _FINGERPRINTS: dict[int, tuple[weakref.ref[Any], str]] = {}
-"""Fingerprints by identity: nouns do not change, and a profile of a thousand components is asked for
-its own several times in a command."""
+"""Cached fingerprints by identity: records do not change, and that of a large profile is needed several times in a
+command."""
 
 
 def _fingerprint(value: Any) -> str:

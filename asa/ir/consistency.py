@@ -69,7 +69,7 @@ CHANGES: Mapping[DisciplineName, str] = {
     "fedavg": "clients see only data of their own, and some rounds leave some of them out",
     "pipedream": "every gradient is taken at weights one update old",
 }
-"""In what training under a discipline differs from plain data parallelism."""
+"""How training under each discipline differs from plain data parallelism."""
 
 PARAMETERS: Mapping[DisciplineName, Mapping[str, Any]] = {
     "ps_sync": {"servers": 1, "placement": "beside"},
@@ -85,7 +85,7 @@ PARAMETERS: Mapping[DisciplineName, Mapping[str, Any]] = {
     "fedavg": {"period": 10, "fraction": 1.0, "spread": 0.0, "message": "fp32"},
     "pipedream": {},
 }  # fmt: skip
-"""The parameters of every discipline and their usual figures."""
+"""Parameters of every discipline, with their default values."""
 
 
 @noun
@@ -270,7 +270,7 @@ class Discipline:
 
 
 MOST_STEPS = 1_000_000_000
-"""A period that no run is as long as."""
+"""A period longer than any run."""
 
 
 def _has(name: DisciplineName) -> str:

@@ -7,8 +7,8 @@ from typing import Literal
 MemoryFormat = Literal["contiguous", "channels_last"]
 """The order of an image's numbers in memory: channel by channel, or pixel by pixel, as tensor cores read them."""
 Compiled = Literal["none", "components", "graphs"]
-"""What torch.compile makes of a component: nothing, its kernels, or these replayed as one CUDA graph, which spares a
-launch each."""
+"""What torch.compile does with a component: nothing, compile kernels, or also replay them as one CUDA graph, which
+saves their launches."""
 
 
 def execution(memory_format: MemoryFormat, compiled: Compiled) -> str:

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 
 FEWEST = 6
-"""Observations from which on an interval between two of them covers the median with 95 %: 1 - 2 / 2**6 is 97 %."""
+"""Number of observations from which on an interval between two of them covers the median with 95 %: 1 - 2 / 2**6 is 97
+%."""
 
 
 def median_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float]:

@@ -25,7 +25,7 @@ from asa.ir.codec import hashed, noun
 from asa.ir.traffic import Collective, Phase
 
 MOST_WEIGHT = 2**24
-"""Largest weight of a rank: more than there are samples in a global batch."""
+"""Largest weight of a rank: larger than any global batch."""
 
 
 def bounds(total: int, parts: int, index: int) -> tuple[int, int]:

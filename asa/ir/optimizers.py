@@ -11,7 +11,8 @@ OPTIMIZERS = {
         "SGD", "AdamW", "Adam", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "ASGD", "RMSprop", "Rprop",
     )
 }  # fmt: skip
-"""Classes of ``torch.optim`` by the name they are asked for. All update element by element: shards add up to wholes."""
+"""Classes of ``torch.optim`` by name on the command line. All update element by element, so shards may be updated
+separately."""
 _ONE_WORD = {"sgd", "adagrad", "rmsprop"}
 
 

@@ -22,10 +22,10 @@ TensorStrategyName = Literal["none", "tensor", "sequence"]
 ScheduleName = Literal["none", "layers", "gpipe", "1f1b", "interleaved", "zero_bubble"]
 OptimizerName = Literal["sgd", "adamw"]
 CompressionName = Literal["none", "fp16", "bf16", "powersgd"]
-"""What gradients become on their way between ranks."""
+"""Compression of gradients in messages between ranks."""
 
 POWERSGD_RANK = 2
-"""Columns of the factors that ``powersgd`` sends in place of a gradient."""
+"""Number of columns of the factors that ``powersgd`` sends instead of a gradient."""
 
 
 @hashed
@@ -222,7 +222,7 @@ class Measured:
 
 
 KEPT_OUT = "not allowed by the pins"
-"""Why a whole strategy that fits is no choice."""
+"""Reason why a whole strategy that fits cannot be chosen."""
 
 
 @noun

@@ -12,10 +12,10 @@ from itertools import pairwise, product
 from math import prod
 
 Run = tuple[int, int]
-"""Indices from the first up to, and without, the second."""
+"""Range of indices from the first up to, but without, the second."""
 Region = tuple[tuple[Run, ...], ...]
 Box = tuple[Run, ...]
-"""One run along every dimension."""
+"""One run for every dimension."""
 
 
 def everything(shape: Sequence[int]) -> Region:

@@ -22,7 +22,7 @@ from asa.ir.profile import Origin, Stat
 from asa.reading import read_text
 
 FIRST = "0" * 64
-"""What the first seal of a file follows."""
+"""The ``previous`` hash of the first seal in a file."""
 
 
 @noun

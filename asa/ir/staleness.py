@@ -77,7 +77,7 @@ class Setting:
 
 PLAIN = Setting()
 ONE_LATE = Setting(delay=1)
-"""Every update is one late, as in a pipeline that is not drained."""
+"""Every update is delayed by one, as in a pipeline that is not drained."""
 
 
 @noun

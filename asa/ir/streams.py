@@ -8,7 +8,7 @@ from typing import Any, Literal
 Stream = Literal["compute", "communication", "sending on", "sending back"]
 
 THREADS: dict[Stream, int] = {"compute": 0, "communication": 1, "sending on": 2, "sending back": 3}
-"""Number of each stream's thread."""
+"""Thread number of each stream."""
 
 
 def process(

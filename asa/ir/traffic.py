@@ -10,8 +10,8 @@ CollectiveOp = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all
 COLLECTIVE_OPS: tuple[CollectiveOp, ...] = get_args(CollectiveOp)
 
 Phase = Literal["forward", "backward", "gradient", "update"]
-"""When a collective runs: blocking in forward or backward; ``gradient``: overlapped with what is left of
-backward; ``update``: blocking, around the optimizer step."""
+"""When a collective runs: blocking in forward or backward; ``gradient``: overlapped with the rest of backward;
+``update``: blocking, around the optimizer step."""
 
 
 @noun

@@ -21,7 +21,8 @@ from asa.ir.layout import Boundary, Layout
 from asa.ir.plan import Plan
 
 UNDER_WAY = 2
-"""Gradients that may wait for the stage before to take them. It never waits for this one to go on, so none is stuck."""
+"""Number of gradients that may wait to be received by the previous stage. It never waits for this one, so none is
+stuck."""
 
 
 @noun

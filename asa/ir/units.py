@@ -10,25 +10,25 @@ MIB = 1024**2
 GIB = 1024**3
 
 MOST_SECONDS = 1e9
-"""Longest time in a file, 30 years: sums and products of times then stay far from infinity."""
+"""Longest time in a file, 30 years, so that sums and products of times stay far from infinity."""
 
 MOST_SAMPLES = 2**24
 """Largest global batch: far more than any training has used."""
 
 MOST_VALUES = 2**28
-"""Most numbers of one input: an image of 3 x 9,459 x 9,459, far beyond any that is trained on."""
+"""Largest number of values of one input: an image of 3 x 9,459 x 9,459, larger than any in training."""
 
 MOST_CLASSES = 2**24
-"""Most classes of a model: more than any vocabulary has."""
+"""Largest number of classes of a model: larger than any vocabulary."""
 
 MOST_SCALE = 1e6
-"""Times that memory is more than a profile says: a correction beyond that is none."""
+"""Largest factor on a profile's memory; a larger one is not a plausible correction."""
 
 MOST_AMOUNT = 1e30
 """Largest number of bytes, FLOPs, or either per second in a file, for the same reason."""
 
 LEAST_RATE = 1e6
-"""Least FLOPs or bytes per second of a device: less is a number in another unit (900 GB/s, 35 TFLOPS)."""
+"""Smallest FLOP/s or bytes/s of a device: less would be a number in another unit (900 GB/s, 35 TFLOPS)."""
 
 
 def time_span(text: str) -> float:

@@ -13,7 +13,7 @@ from asa.report.verdicts import between, busy, comparison, noise_of
 
 _WIDEST, _LEAST_SHARE = 0.25, 0.9
 _CHANCE = 2.0
-"""Accuracies below so many times that of guessing say nothing about learning."""
+"""Multiple of the accuracy of guessing below which an accuracy shows nothing about learning."""
 TIMES = ("strategy", "ranks", "step", "p10 - p90", "n", "predicted", "error", "samples/s")
 COSTS = ("peak memory", "predicted memory", "memory error", "communication", "accuracy")
 

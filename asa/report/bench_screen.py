@@ -11,7 +11,7 @@ from asa.report.units import NOTHING, percent, rate, seconds, size
 from asa.report.verdicts import against, busy, noise_of
 
 AIM = 0.1
-"""Relative error up to which a prediction counts as right."""
+"""Relative error up to which a prediction counts as correct."""
 
 
 def render(bench: Bench, *, verbose: bool = False) -> list[RenderableType]:

@@ -16,7 +16,7 @@ from asa.report.drawing import ASA, INK, Row
 
 LEVELS = (0.1, 0.25, 0.5, 0.68, 0.8, 0.9, 0.95, 0.99)
 STATED = 0.9
-"""The level of the intervals that predictions state."""
+"""Level of the intervals in predictions."""
 BINS = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
 _SURE = 0.95
 PANELS = ("intervals", "P(best)", "regret")

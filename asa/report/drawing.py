@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 Row = tuple[str | float | int | None, ...]
-"""A line of the data behind a figure."""
+"""A row of the data of a figure."""
 
 # Okabe and Ito's palette: told apart by people with any colour vision, and in print.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442", "#999999", "#332288", "#117733", "#882255")
@@ -24,9 +24,9 @@ KNOWN = (
 )  # fmt: skip
 MARKERS = "osD^vPX*<>"
 _MOST_TOLD = 12
-"""Points of a line that are told in words."""
+"""Largest number of points of a line with texts."""
 _ACROSS = 3
-"""Panels beside each other at most."""
+"""Largest number of panels side by side."""
 
 
 def colour(strategy: str) -> str:

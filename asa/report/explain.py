@@ -10,7 +10,7 @@ from asa.report.tables import fitted, line, table
 from asa.report.units import NOTHING, difference, error, seconds, size
 
 _ROWS = 8
-"""Components shown without ``-v``."""
+"""Number of components shown without ``-v``."""
 
 
 def render(found: Explanation, *, verbose: bool = False) -> list[RenderableType]:
@@ -51,7 +51,7 @@ _LIMIT = {
     "communication": "communication: faster links would make it faster",
     "compute": "computing: only faster or more devices would make it faster",
 }
-"""What keeps a plan from being faster."""
+"""Texts on what limits a plan's speed."""
 
 
 def computes(c: ComponentExplanation) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from asa.ir.plan import DataStrategyName, Plan
 
 STAGED = ("layers", "gpipe", "1f1b")
-"""Whole strategies of several stages."""
+"""Whole strategies with several stages."""
 _DATA: dict[str, DataStrategyName] = {"ddp": "replicate", "zero1": "zero1", "zero2": "zero2", "fsdp": "zero3"}
 
 

@@ -12,11 +12,12 @@ from asa.report.tables import groups, line, runs, short, table
 from asa.report.units import NOTHING, error, percent, rate, seconds, size
 
 _POINTS = 5
-"""Most points shown of the curve of a search."""
+"""Largest number of points of a search's curve that are shown."""
 _PROVED = 1e-6
-"""A gap that is none."""
+"""Gap that counts as zero."""
 _ROWS, _NAMES, _BAR = 8, 4, 12
-"""Most whole strategies shown without ``-v``, most names of those left out, characters of a bar for all of a step."""
+"""Largest number of whole strategies shown without ``-v``, of names of others, and of characters of a bar for a whole
+step."""
 
 
 def render(plan: Plan, *, verbose: bool = False, shares: Sequence[float] = ()) -> list[RenderableType]:

@@ -12,7 +12,7 @@ from asa.report.drawing import ASA, INK, MARKERS, PALETTE, Row, colour, single
 from asa.report.tables import fitted
 
 _ACROSS = 5
-"""Boxes of a network beside each other."""
+"""Number of boxes of a network side by side."""
 _COMPUTE, _SENT = "#8DA0B3", ASA
 
 

@@ -12,7 +12,7 @@ from asa.report.tables import fitted, folded, line, table
 from asa.report.units import flops, percent, seconds, size
 
 _ROWS, _BAR = 8, 12
-"""Components shown without ``-v``, and characters of a bar for all of a step."""
+"""Number of components shown without ``-v``, and of characters of a bar for a whole step."""
 
 
 def render(profile: Profile, *, verbose: bool = False) -> list[RenderableType]:

@@ -14,7 +14,7 @@ from asa.report.tables import line, table
 from asa.report.units import NOTHING, error, percent, seconds, size
 
 FAR = 0.1
-"""By how much two medians differ before their order counts."""
+"""Relative difference of two medians from which on their order counts."""
 
 
 def render(check: SealedCheck) -> list[RenderableType]:

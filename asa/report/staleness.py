@@ -9,7 +9,7 @@ from asa.report.tables import line, table
 from asa.report.units import NOTHING
 
 _SHARE = 0.95
-"""Share of the plain run's best accuracy that is the target of the table."""
+"""Fraction of the plain run's best accuracy that is the target in the table."""
 
 
 def render(curves: Staleness) -> list[RenderableType]:

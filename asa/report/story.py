@@ -25,7 +25,7 @@ class Stretch:
 
 
 PREFIX = {"finding": "slow: ", "quick": "fast: ", "over": "over: "}
-"""Beginning of a line on a happening, by its kind."""
+"""Beginning of the line for an event, by kind."""
 
 
 def kind_of(finding: Mapping[str, Any]) -> str:

@@ -187,7 +187,7 @@ COLUMNS = (
     "validation_accuracy", "training_s", "epochs_to_target", "seconds_to_target", "cost_per_epoch", "cost_of_run",
     "cost_to_target", "published", "created",
 )  # fmt: skip
-"""Columns of the CSV: plain seconds, bytes and shares from 0 to 1."""
+"""Columns of the CSV: plain seconds, bytes and fractions from 0 to 1."""
 
 
 def plain(f: Figures) -> tuple[object, ...]:

@@ -7,7 +7,7 @@ from asa.ir.intervals import FEWEST
 from asa.report.units import percent
 
 _BUSY = 0.1
-"""Cores that others may take of each rank's before no verdict is given."""
+"""Number of cores per rank that others may use before there is no verdict."""
 
 
 def noise_of(bench: Bench, model: str) -> Comparison | None:

@@ -15,7 +15,7 @@ from asa.report.units import percent, seconds
 
 _DATA = {"replicate": "ddp", "zero1": "zero1", "zero2": "zero2", "zero3": "fsdp", "hsdp": "hsdp"}
 _SPLITS_BLOCKS = ("torchtitan", "megatron")
-"""Tools that split attention and vocabulary of the language models they have, too."""
+"""Tools that also split attention and vocabulary of their language models."""
 _WHOLE = (*_DATA.values(), "tensor", *STAGED)
 
 

@@ -22,25 +22,25 @@ from asa.ir.codec import noun
 from asa.ir.measurements import Measurements, Transfer
 
 LIKE = math.log(1.1)
-"""Ranks whose factors differ by less, or by no more than four standard deviations, count as equal, and levels as they
-were measured: noise leaves no rank out."""
+"""Difference of factors below which ranks count as equal, and levels as originally measured (so do differences of up to
+four standard deviations), so that noise excludes no rank."""
 STOLEN_SHARE, _MOST_STOLEN = 0.1, 0.25
-"""Shares of the time in which others had a rank's core: from which on it is said, and from which on its transfers tell
-nothing of the links: where the processor copies messages, whoever waits for it seems to wait for them."""
+"""Fractions of the time in which others used a rank's core: from the first on it is reported, from the second on its
+transfers are not used for links, because a processor that copies messages makes other ranks wait."""
 MIN_STEPS = 10
-"""Steps of a window, or of windows in a row, that can show a change."""
+"""Number of steps, in one window or several successive ones, that can show a change."""
 _PROBES = 3
-"""Probes in a row of which the shortest counts."""
+"""Number of successive probes of which the shortest counts."""
 _PRIOR = 0.3**2
 _FORGETTING = 0.01**2
-"""Variance that the logarithm of a factor gains in :data:`_USUAL` steps without a look."""
+"""Variance added to the logarithm of a factor in :data:`_USUAL` steps without a measurement."""
 _USUAL = 20
 _FLOOR = 0.03**2
-"""Variance of the logarithm of a figure however many steps it is of: what slowly changes is no mean of many."""
+"""Variance of the logarithm of a value from any number of steps, because slow changes do not average out."""
 _UNLIKE = 0.15**2
-"""The most variance that kinds of transfers add by which one factor is not true of all: some lost more than others."""
+"""Largest variance added because kinds of transfers differ, so that no single factor fits all."""
 _SURE, _SURER = 3.0, 4.0
-"""Standard deviations: of what is a change of a factor, and of a difference that plans are chosen by."""
+"""Numbers of standard deviations for a change of a factor, and for a difference on which plans depend."""
 _NORMAL_P90 = 1.2816
 
 
@@ -152,9 +152,9 @@ class Costs:
         self.ranks = [Factor() for _ in range(processes)]
         self.levels = [Factor() for _ in range(levels)]
         self.pace = Factor()
-        """Factor of the whole step under the plan in force."""
+        """Factor of the whole step under the current plan."""
         self.biases = [0.0] * levels
-        """Logarithms by level: what transfers take longer under the plan in force than it loses by them."""
+        """Logarithms by level: slowdown of transfers under the current plan that the step does not show."""
         self.apart = False
         self._probes: dict[int, deque[float]] = {}
         self._last: Slowness | None = None

@@ -28,7 +28,7 @@ from asa.scheduler.model import Model, rung, same
 from asa.scheduler.policy import Policy, seconds
 
 _CLEAR = 5
-"""Steps from which on a change may be judged, if its effect is beyond doubt."""
+"""Number of steps from which on a change may be judged, if its effect is clear."""
 _BEYOND_DOUBT = 0.10
 
 
@@ -390,6 +390,6 @@ class Decider:
 
 
 _TOLD = 0.01
-"""Difference of the logarithms of two times that a step can tell apart."""
+"""Difference of the logarithms of two times that a step can show."""
 _SAME = 0.005
-"""Difference of factors below which a plan is not priced anew, and of times that count as equal."""
+"""Difference of factors below which a plan is not priced again, and of times that count as equal."""

@@ -13,12 +13,12 @@ from asa.scheduler.costs import LIKE, Slowness
 from asa.scheduler.expected import Expected
 
 _WORTH = 0.1
-"""Share of a step that communication must add beyond what is expected, to be looked into."""
+"""Fraction of a step that communication must add beyond the prediction to be examined."""
 _MOST = math.log(1000.0)
 _LOOKS = 4
 _NEAR = 0.03
 _CLEARLY = 0.25
-"""By how much, in logarithms, one explanation must be nearer than the other."""
+"""Difference of logarithms by which one explanation must be closer than the other."""
 
 
 def _own(current: Placement, expected: Expected, known: Slowness) -> float:

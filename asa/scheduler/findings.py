@@ -18,10 +18,10 @@ from asa.scheduler.lasting import ALL_ALIKE, Lasting, Moods, disturbed
 
 Cause = Literal["compute", "link", "data", "memory", "everything", "figures"]
 DATA_SHARE = 0.10
-"""Share of a step waiting for input: what is above is worth a line, and so is another such share more."""
+"""Fraction of a step spent waiting for input from which on it is reported, and again for each further such fraction."""
 _EVERYBODY = -1
 _AWRY = 2.0
-"""Times the step that a part of it may take before it is taken for a clock that jumped."""
+"""Multiple of the step from which on the time of a part is attributed to an error of the clock."""
 
 
 @noun
@@ -101,7 +101,7 @@ class Findings:
     lasting: Lasting = field(default_factory=Lasting)
     moods: Moods = field(default_factory=Moods)
     stolen: set[int] = field(default_factory=set)
-    """Slow processes whose cores others have, or had when they became slow."""
+    """Slow processes whose cores others use, or used when they became slow."""
 
     def bad_figures(self, bad: dict[int, str]) -> list[Finding]:
         """Findings on processes whose values are ignored from now on, or used again."""

@@ -12,14 +12,14 @@ from asa.ir.measurements import Measurements
 from asa.scheduler.costs import LIKE, STOLEN_SHARE
 
 _LOOKS, _STEPS, _SECONDS = 2, 5, 3.0
-"""Further looks, steps and seconds for which a difference must last that nothing but the time itself bears out."""
+"""Further observations, steps and seconds for which a difference must last without other evidence."""
 ALL_ALIKE = 4
-"""Times as long where it is all ranks alike: no plan answers that."""
+"""Factor on that duration if all ranks are affected equally, for which no plan helps."""
 _WINDOWS = 80
 _FEW = 10
 _SURE = 3.0
 _NORMAL_P90 = 1.6449
-"""That quantile of an absolute value, in standard deviations."""
+"""90th percentile of the absolute value of a normal variable, in standard deviations."""
 
 
 def disturbed(measured: Measurements, processes: Sequence[int]) -> list[int] | None:

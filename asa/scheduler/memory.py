@@ -24,10 +24,10 @@ from asa.planner import Request, verify
 from asa.planner import plan as solve
 
 MOST_SCALE = 16.0
-"""What is beyond has other reasons than the model of a component."""
+"""Largest correction; more has other causes than the model of a component."""
 _LESS = (0.95, 0.85, 0.65)
-"""Shares of what the failed plan is now predicted to need, at the first, second and later attempts: most that a rank
-may be promised."""
+"""Largest predicted memory of a rank at the first, second and later attempts, as a fraction of the corrected prediction
+for the failed plan."""
 
 
 @noun

@@ -27,8 +27,8 @@ from asa.scheduler.costs import Costs, Slowness
 from asa.scheduler.expected import Expected
 
 Solve = Callable[[Plan, Measurements, Profile, Cluster, int], Plan]
-"""The best plan for at most so many ranks on a corrected profile and cluster, to follow a plan under which something
-was measured. Raises :class:`asa.errors.InfeasibleError` where none fits."""
+"""Function that returns the best plan for at most the given number of ranks on a corrected profile and cluster, after a
+plan with measurements. Raises :class:`asa.errors.InfeasibleError` if none fits."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 _WIDTH, _HEADS, _LAYERS = 128, 4, 4
 _SIDE = 4
-"""Images are averaged down to so many pixels a side: 16 tokens a channel."""
+"""Images are averaged down to this many pixels per side: 16 tokens per channel."""
 _LEVELS = 8
 
 

@@ -186,7 +186,8 @@ def _not_packed() -> Iterator[None]:
 
 
 _TOKEN_MODELS = ("AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForSequenceClassification")
-"""In the order in which a configuration of text is tried (encoders can be built as causal models, too)."""
+"""Kinds of models, in the order in which a text configuration is tried (encoders can also be built as causal
+models)."""
 
 
 def from_transformers(spec: str, *, num_classes: int, input_shape: Shape) -> nn.Module:

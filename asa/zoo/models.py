@@ -28,16 +28,16 @@ from asa.zoo.names import check_kind, unknown
 from asa.zoo.plain import PLAIN
 
 _USUAL_SIDES = (28, 32, 42, 48, 56, 64, 75, 96, 128, 160, 192, 224, 256, 299, 384, 448, 518)
-"""Sides tried, in this order, to name one that works."""
+"""Image sides that are tried, in this order, to suggest one that works."""
 
 _LARGER_DEFAULTS = {"alexnet": 64, "inception_v3": 75, "maxvit_t": 224, "vit_h_14": 42}
-"""The models that cannot take CIFAR's 32 pixels, and the smallest usual side above that each can (a test asks them)."""
+"""Models that cannot take CIFAR's 32 pixels, with the smallest usual side above that (checked by a test)."""
 
 _CLASSES = 100
-"""Classes of CIFAR-100."""
+"""Number of classes of CIFAR-100."""
 
 _INCEPTION_AUX_SIDE = 299
-"""Below this side the map in front of inception's auxiliary head is too small for the head's 5x5 kernels."""
+"""Side below which the map before inception's auxiliary head is too small for the head's 5x5 kernels."""
 
 
 @cache

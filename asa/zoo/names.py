@@ -18,13 +18,13 @@ OWN = ("bert", "cnn", "gru", "logistic", "lstm", "unet")
 """Models of the zoo's own."""
 
 PACKAGES = {"timm": "timm", "hf": "transformers"}
-"""Before the colon of a spec: the package such a model is of."""
+"""Package of a model by the prefix of its spec, before the colon."""
 
 _SIZED = ("gpt2", "llama")
-"""Families of which a model is named by its size, behind a colon."""
+"""Families in which a model is named by its size after a colon."""
 
 _FOLDERS = (".", "segmentation")
-"""Where torchvision keeps models that are accepted, below its ``models``."""
+"""Folders below torchvision's ``models`` whose models are accepted."""
 
 _REGISTERED = re.compile(r"^@register_model\((?:name=)?[\"']?(\w*)[\"']?\)$.*?^def (\w+)\(", re.DOTALL | re.MULTILINE)
 

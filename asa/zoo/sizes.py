@@ -7,7 +7,7 @@ from dataclasses import dataclass
 _GPT2_VOCABULARY = 50_257
 _LLAMA_VOCABULARY = 128_256
 _BYTES = 256
-"""Vocabulary of the tiny sizes: one token a byte."""
+"""Vocabulary of the tiny sizes: one token per byte."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ SHAPES: dict[str, GPT2Shape | LlamaShape] = {
     "llama:70b": LlamaShape(layers=80, width=8192, heads=64, kv_heads=8, hidden=28672),
     "llama:405b": LlamaShape(layers=126, width=16384, heads=128, kv_heads=8, hidden=53248),
 }
-"""By what the command line calls them."""
+"""Sizes by name on the command line."""
 
 
 def shape_of(spec: str) -> GPT2Shape | LlamaShape | None:

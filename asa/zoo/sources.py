@@ -12,7 +12,7 @@ from asa.errors import InvalidInputError, UsageError
 from asa.reading import read_bytes
 
 _OPAQUE = frozenset({"globals", "setattr", "exec", "eval", "__getattr__", "modules", "vars", "__path__"})
-"""Words of a source that may define names nobody can read there."""
+"""Words in a source by which it may define names that cannot be read there."""
 
 
 def check_defined(spec: str, module: str, attribute: str) -> None:

@@ -14,7 +14,7 @@ _FILLING = frozenset({
     "normal_", "uniform_", "trunc_normal_", "zero_", "fill_", "mul_", "add_", "clamp_", "erfinv_", "bernoulli_",
     "exponential_", "copy_",
 })  # fmt: skip
-"""What gives a tensor values and nothing else."""
+"""Functions that only give values to a tensor."""
 
 
 class _NoValues(TorchFunctionMode):

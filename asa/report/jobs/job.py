@@ -18,7 +18,7 @@ from asa.ir.plan import Plan
 
 PREEMPTED = 75
 GRACE_S = 120
-"""Between the request to stop and the end. torchrun itself gives its workers 30 s of it."""
+"""Seconds between the request to stop and the end. Torchrun itself gives its workers 30 s of it."""
 _USUAL_PER_NODE = 8
 _CORES_PER_GPU = 8
 _BETWEEN_MACHINES = re.compile("ethernet|infiniband|roce|efa", re.IGNORECASE)
@@ -106,7 +106,7 @@ class Job:
 
 
 ORIGINS = "runs/plans/origins"
-"""Below the working directory: profiles and clusters that plans were made from, each by its fingerprint."""
+"""Folder below the working directory with the profiles and clusters of plans, by fingerprint."""
 
 ENVIRONMENT = "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # restarts must not meet in the store of the last attempt"
 

@@ -9,12 +9,12 @@ from asa.ir.units import GIB
 from asa.report.jobs.job import ENVIRONMENT, GRACE_S, ORIGINS, PREEMPTED, Job, resume_lines, title, verdict_lines
 
 _SHARED_GIB = 1
-"""Room in /dev/shm for a rank; it counts as the pod's memory."""
+"""GiB in /dev/shm per rank; they count as the pod's memory."""
 _PROCESS_GIB = 3
-"""Memory of a process beside what the plan predicts: the interpreter, libraries, a data set."""
+"""GiB of a process besides the plan's prediction: interpreter, libraries, a data set."""
 
 _UNPACK = (f'if [ "$JOB_COMPLETION_INDEX" = 0 ]; then mkdir -p {ORIGINS} && cp -L /plan/*.json {ORIGINS}/; fi',)
-"""What the plan was made from, where asa looks for it: the plan is made again from that."""
+"""Shell commands that put the origins of the plan where asa looks for them, for planning again."""
 
 
 def _indented(text: str, spaces: int) -> str:

@@ -8,9 +8,9 @@ from asa.errors import UsageError
 from asa.report.jobs.job import ENVIRONMENT, GRACE_S, PREEMPTED, Job, resume_lines, title, verdict_lines
 
 _EARLIER_S = 60
-"""By which Slurm may send its signal before the time asked for, https://slurm.schedmd.com/sbatch.html#OPT_signal."""
+"""Seconds by which Slurm may send its signal too early, https://slurm.schedmd.com/sbatch.html#OPT_signal."""
 _LEAST_S = 2 * GRACE_S + _EARLIER_S
-"""Shortest job: it works for at least as long as it has to save. A shorter one would be told to stop as it starts,
+"""Shortest job: it works for at least as long as it has to save. A shorter one would be told to stop at its start,
 save, and queue again for ever."""
 
 

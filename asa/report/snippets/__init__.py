@@ -60,4 +60,4 @@ TOOLS: dict[str, Tool] = {
         grids=lambda _grid: True,
     ),
 }
-"""By name."""
+"""Tools by name."""

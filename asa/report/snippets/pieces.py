@@ -51,7 +51,7 @@ def split(model, mesh):
 
 
 '''
-"""What splits a model by tensors, and what it imports. ``SPLIT`` names components."""
+"""Code with its imports that splits a model for tensor parallelism. ``SPLIT`` names components."""
 
 
 def header(plan: Plan, choice: Choice, *, comment: str = "# ") -> str:

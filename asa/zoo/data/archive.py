@@ -12,7 +12,7 @@ from asa.errors import InvalidInputError
 from asa.reading import open_regular
 
 MAX_UNPACKED_BYTES = 512 * 1024**2
-"""Twice the larger official archive; beyond it something else hides in the file."""
+"""Twice the size of the larger official archive; a larger file contains something else."""
 
 
 class Readable(Protocol):

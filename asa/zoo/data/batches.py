@@ -14,7 +14,7 @@ from asa.zoo.inputs import of_tokens
 _AUGMENT = 2
 
 MARGIN = 8
-"""An image is shifted by up to its side divided by this: 4 pixels of CIFAR's 32, the usual crop with padding 4."""
+"""Divisor of an image's side for the largest shift: 4 of CIFAR's 32 pixels, the usual crop with padding 4."""
 
 
 def augment(pixels: Tensor, indices: Tensor, *, seed: int, epoch: int, flips: bool) -> Tensor:

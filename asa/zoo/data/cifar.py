@@ -19,7 +19,8 @@ from asa.zoo.data.official import Official, Split
 PIXELS = 3 * 32 * 32
 
 _SMALL = 5
-"""Up to a fifth of the official images pass for a small set made on purpose; any more, but not all, for a torn file."""
+"""Divisor: up to a fifth of the official images count as a small set made on purpose; more, but not all, as a truncated
+file."""
 
 
 def encode(images: Tensor, labels: Tensor, coarse: Tensor | None = None) -> bytes:

@@ -12,7 +12,7 @@ from asa.zoo.data.draws import key, permutation
 from asa.zoo.data.official import Split
 
 NUM_TEST = 360
-"""A fifth of the images, rounded up."""
+"""Number of test images: a fifth of all, rounded up."""
 
 
 def read(split: Split) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from asa.errors import InvalidInputError, UnavailableError
 from asa.zoo.data.official import Official, Origin
 
 Opener = Callable[..., Any]
-"""``urllib.request.urlopen`` or a stand-in: (url, timeout=seconds) -> a readable context manager."""
+"""Function like ``urllib.request.urlopen``: (url, timeout=seconds) -> a readable context manager."""
 
 
 def _digest(path: Path) -> str:

@@ -20,7 +20,7 @@ from asa.reading import open_regular, read_bytes
 from asa.zoo.data.official import Official, Split
 
 _LIMIT = 64 * 1024**2
-"""Bytes; the largest official file has 47,040,016."""
+"""Largest file in bytes; the largest official file has 47,040,016."""
 
 
 def encode(values: Tensor) -> bytes:

@@ -13,10 +13,10 @@ from asa.errors import UsageError
 from asa.zoo.inputs import Shape, of_tokens
 
 LUMA = (0.299, 0.587, 0.114)
-"""Grey out of red, green, blue: ITU-R BT.601."""
+"""Weights of red, green and blue in grey: ITU-R BT.601."""
 
 EAGER_BYTES = 256 * 1024**2
-"""Up to this size a whole set is converted once; a larger one keeps its own shape and is converted batch by batch."""
+"""Size up to which a whole set is converted once; a larger one keeps its shape and is converted batch by batch."""
 
 _CHUNK = 1024
 

@@ -17,7 +17,7 @@ from asa.zoo.data.images import ImageSet
 from asa.zoo.data.official import Split
 
 VERSION = 1
-"""Raised whenever the language changes: results on different versions do not compare."""
+"""Version, increased whenever the language changes: results of different versions are not comparable."""
 VOCABULARY = 64
 _SEED = 2503_23186
 _CHOICES = 4

@@ -27,7 +27,7 @@ Samples = tuple[Tensor, Tensor]
 
 _MOST_SAMPLES = 10_000_000
 _TEST_SHARE = 5
-"""One of so many samples is tested on, where the data do not say which."""
+"""Divisor: one of this many samples is for testing, if the data has no test part."""
 _SALT = 5
 
 

@@ -18,9 +18,9 @@ from asa.zoo.inputs import Shape
 
 _IMAGES = frozenset((".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"))
 _LABELS = ("label", "labels", "class", "target", "fine_label", "y")
-"""Columns taken for the class, the first of them that is there; else the last column."""
+"""Names of columns with the class, of which the first existing one is used; else the last column."""
 _TEXT_SHAPE = (1, 32, 64)
-"""Shape of a text where no model asks for one: 32 words of 64 features."""
+"""Shape of a text if no model requires one: 32 words of 64 features."""
 _PICTURES = ("image", "img", "picture")
 _TEXTS = ("text", "sentence", "review", "comment", "content")
 _TESTS = ("test", "val", "valid", "validation")

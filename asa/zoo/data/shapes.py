@@ -10,7 +10,7 @@ from asa.zoo.data.official import Split
 from asa.zoo.inputs import Shape
 
 CLASSES = 4
-"""Background, square, disc, cross."""
+"""Number of classes: background, square, disc, cross."""
 _SEED, _VERSION = 2503_23186, 1
 _SAMPLES = {"train": 1000, "test": 200}
 _MOST_PIXELS = 2**26

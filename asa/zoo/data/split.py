@@ -18,7 +18,7 @@ from asa.zoo.inputs import Shape, of_tokens
 NAMES = specs.NAMED
 
 _STAND_INS = ("cifar100", "synthetic")
-"""Names under which a model of tokens gets a made-up language: the usual one, and the one that says so."""
+"""Names for which a model of tokens gets the synthetic language: the default data set, and ``synthetic``."""
 
 
 def _statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from asa.zoo.data.draws import integers, key, noise_bytes, permutation, words
 
 VERSION = 1
-"""Raised whenever the images change: results on different versions do not compare."""
+"""Version, increased whenever the images change: results of different versions are not comparable."""
 
 _SEED = 2503_23186
 _GRID = 6

@@ -19,7 +19,7 @@ from asa.zoo.inputs import Shape, of_tokens
 
 _WORD = re.compile(r"\w+|[!?]")
 _NONZERO = 4
-"""Features of a word that are not 0."""
+"""Number of nonzero features of a word."""
 
 _NOUNS = ("plot", "acting", "music", "story", "camera", "ending", "dialogue", "pace", "cast", "script")
 _GOOD = ("good", "great", "moving", "clever", "lovely", "bright", "strong", "funny", "fresh", "superb")

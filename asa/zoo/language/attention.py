@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 _BASE = 500_000.0
-"""Scaling of rotary frequencies, as in Llama 3."""
+"""Base of rotary frequencies, as in Llama 3."""
 
 
 class CausalAttention(nn.Module):
