@@ -38,7 +38,7 @@ class AsaError(Exception):
 
 
 class UsageError(AsaError):
-    """The request itself is wrong: an unknown name, an impossible number."""
+    """The request is wrong: an unknown name, an impossible number."""
 
     exit_code: ClassVar[int] = 2
 
@@ -101,7 +101,7 @@ class NoCheckpointError(AsaError):
 
 
 class PreemptedError(AsaError):
-    """Stopped on request; everything needed to resume is on disk."""
+    """The run was stopped on request; everything needed to resume is saved."""
 
     exit_code: ClassVar[int] = 75
 

@@ -72,7 +72,7 @@ class Rebinding:
     """
 
     def __init__(self, optimizer: Optimizer, model: nn.Module, *, elementwise: bool = False) -> None:
-        """``elementwise``: it is known to update element by element."""
+        """Record the optimizer's parameters by name. ``elementwise``: it is known to update element by element."""
         self._elementwise = elementwise
         named: dict[int, list[str]] = {}
         for name, p in model.named_parameters(remove_duplicate=False):

@@ -23,7 +23,7 @@ atexit.register(_open.close)
 
 @dataclass(frozen=True, kw_only=True)
 class RankContext:
-    """This process among the ranks."""
+    """This process as one of the ranks."""
 
     votes: Votes
     device: torch.device

@@ -26,8 +26,10 @@ class Schedules:
     def __init__(
         self, optimizer: Optimizer, schedulers: LRScheduler | Sequence[LRScheduler] | None, every: Every
     ) -> None:
-        """Raises:
-        UsageError: a scheduler of another optimizer, or one that wants a loss after every step.
+        """Check the schedulers of ``optimizer``.
+
+        Raises:
+            UsageError: a scheduler of another optimizer, or one that needs a loss after every step.
         """
         if every not in ("epoch", "step"):
             raise UsageError(f"a schedule steps every 'epoch' or every 'step', asked {every!r}")

@@ -186,7 +186,7 @@ class Discipline:
 
     @property
     def lockstep(self) -> bool:
-        """Whether all workers count the same steps on shares of the same global batches."""
+        """Whether all workers take the same steps, each on a share of the same global batch."""
         return (self.waiting in ("bulk", "local", "pipelined") and self.quorum is None) or self.window == 0
 
     @property

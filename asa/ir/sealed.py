@@ -74,7 +74,7 @@ def digest(content: dict[str, Any]) -> str:
 
 
 def sealed(claim: Claim, *, revision: int, written: str, asa_version: str, previous: str) -> str:
-    """The line of a new seal."""
+    """Line of text for a new seal."""
     content = {
         "claim": codec.to_data(claim),
         "revision": revision,
@@ -108,7 +108,7 @@ def read(path: Path) -> list[Seal]:
 
 
 def newest(seals: Iterable[Seal]) -> list[Seal]:
-    """The last prediction of every cell, in the order of the first ones."""
+    """The latest prediction of every cell, in the order in which cells first appear."""
     found: dict[tuple[object, ...], Seal] = {}
     for seal in seals:
         key = seal.claim.key

@@ -142,7 +142,7 @@ class Steps:
 
 @noun
 class Curve:
-    """Runs of one setting."""
+    """Validation curves of the runs of one setting."""
 
     setting: Setting
     runs: tuple[TrainingRun, ...]

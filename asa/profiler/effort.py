@@ -22,7 +22,7 @@ def microbatches(global_batch: int) -> list[int]:
 
 
 def degrees_up_to(largest: int, splittable: Iterable[int]) -> list[int]:
-    """1, 2, 4, ... as far as ``largest`` and the most divisible component (its ``max_degree``) allow."""
+    """Powers of two up to ``largest`` and the largest ``max_degree`` in ``splittable``."""
     limit = min(largest, max(splittable, default=1))
     return [1 << k for k in range(limit.bit_length()) if 1 << k <= limit] or [1]
 

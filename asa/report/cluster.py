@@ -45,7 +45,7 @@ def drifted(drift: Drift) -> str:
 
 
 def render(cluster: Cluster) -> list[RenderableType]:
-    """Device, contention, and a bandwidth table per level."""
+    """Text of a cluster: device, contention, and a bandwidth table per level."""
     d = cluster.device
     said: list[RenderableType] = [
         line(f"{cluster.name}: {cluster.num_devices} x {d.name} ({d.type}, {size(d.memory_bytes)}), {cluster.backend}"),

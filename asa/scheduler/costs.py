@@ -62,7 +62,7 @@ class Factor:
 
     @property
     def ratio(self) -> float:
-        """Measured over expected."""
+        """Ratio of measured to expected time."""
         return math.exp(self.mean)
 
     def aged(self, steps: int) -> Factor:

@@ -215,12 +215,12 @@ class Decider:
         return without
 
     def _step_s(self, current: Placement, measured: Measurements) -> float:
-        """Seconds of a step now: over the windows since something changed."""
+        """Seconds of a step at present: over the windows since the last change."""
         pace = self.costs.pace
         return self._expectation(current).step_s * pace.ratio if pace.known else typical(measured)
 
     def _search(self, current: Placement, measured: Measurements, slowness: Slowness) -> None:
-        """Look for a faster plan under ``slowness``; the current one is among those that are known."""
+        """Search for a faster plan under ``slowness``, among known plans and a new one."""
         self._solved, before = slowness, self._option
         self._option = None
         options = [p for p in self._known if not same(p, current)]

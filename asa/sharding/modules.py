@@ -86,7 +86,7 @@ class ReduceGradient(nn.Module):
         self.axis = axis
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x``, seen as a new value by autograd."""
+        """``x`` as a new value for autograd."""
         return reduce_gradient(x, self.axis)
 
 
@@ -213,7 +213,8 @@ class HeadParallelAttention(nn.Module):
         self.out_proj = RowParallel(source.out_proj, cut, axis, partial=scatter is not None)
 
     def forward(self, x: Tensor, *_: object, **__: object) -> tuple[Tensor, None]:
-        """``x``: [samples, length, width] (or length first, as the stock module was built)."""
+        """Output, and None for the weights. ``x``: [samples, length, width] (or length first, as in the stock
+        module)."""
         if not self.batch_first:
             x = x.transpose(0, 1)
         n, length, _width = x.shape

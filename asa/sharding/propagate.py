@@ -68,7 +68,7 @@ class SplitPlan:
 
     @property
     def entry_partial(self) -> bool:
-        """Whether the input's gradient leaves as a partial sum."""
+        """Whether the input's gradient is a partial sum."""
         return bool(self.hoisted)
 
     @property

@@ -199,5 +199,5 @@ class TracedComponent(nn.Module):
         return run(x)
 
     def extra_repr(self) -> str:
-        """Name and side outputs."""
+        """Text of name and side outputs."""
         return f"{self.name!r}" + (f", sides={self._sides}" if any(self._sides) else "")

@@ -21,7 +21,7 @@ def _level(channels_in: int, channels_out: int) -> nn.Sequential:
 
 
 class UNet(nn.Module):
-    """Ronneberger et al. 2015, with padding and BatchNorm."""
+    """U-Net of Ronneberger et al. 2015, with padding and BatchNorm."""
 
     def __init__(self, channels: int, num_classes: int) -> None:
         super().__init__()

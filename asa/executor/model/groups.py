@@ -51,7 +51,11 @@ class Groups:
                 self._axes[purpose, ranks] = Axis(size=len(ranks), index=ranks.index(rank), group=group)
 
     def axis(self, purpose: Purpose, ranks: tuple[int, ...]) -> Axis:
-        """This rank's axis among ``ranks``; KeyError if it was not asked for."""
+        """This rank's axis among ``ranks``.
+
+        Raises:
+            KeyError: the group was not requested when the groups were made.
+        """
         if len(ranks) == 1:
             return Axis(size=1, index=0)
         return self._axes[purpose, ranks]

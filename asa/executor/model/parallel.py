@@ -173,7 +173,7 @@ class ParallelModel:
         return self.traced.components
 
     def axis(self, purpose: Purpose, places: tuple[int, ...]) -> Axis:
-        """This rank's axis among ``places`` of its stage."""
+        """This rank's axis among the ranks at ``places`` of its stage."""
         return SOLO if self._groups is None else self._groups.axis(purpose, self.position.world(places))
 
     @property

@@ -177,7 +177,7 @@ def find(folder: Path) -> Found:
 
 
 def newest_manifest(folder: Path) -> Manifest | None:
-    """The manifest of the newest checkpoint whose manifest can be read; its other files are not looked at."""
+    """The newest readable manifest in ``folder``; other files are not checked. None if there is none."""
     for path in _steps(folder):
         with contextlib.suppress(InvalidInputError):
             return codec.load(Manifest, path / MANIFEST)

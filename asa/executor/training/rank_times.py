@@ -180,7 +180,7 @@ class Stolen:
             return None
 
     def share(self) -> float:
-        """Share of the time since the last call, 0 to 1; -1 where the system does not tell."""
+        """Fraction of the time since the last call, 0 to 1; -1 if the system does not report it."""
         before, self._last = self._last, self._read()
         if before is None or self._last is None:
             return -1.0

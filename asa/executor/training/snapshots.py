@@ -30,7 +30,7 @@ _COST = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """The state of one rank after ``step``; ``plan``: the fingerprint of the plan in force."""
+    """State of one rank after ``step``; ``plan``: fingerprint of the current plan."""
 
     step: int
     position: int

@@ -108,7 +108,7 @@ class MLflow:
 
 
 def check(names: tuple[str, ...]) -> None:
-    """Import what the trackers ``names`` need.
+    """Check that the trackers ``names`` are installed, by importing what they need.
 
     Raises:
         UnavailableError: one is not installed.

@@ -47,7 +47,7 @@ class LossCounter:
         self.rows += rows
 
     def take(self) -> tuple[float, float, float]:
-        """(sum of losses, hits, rows) since the last call. Waits for the device."""
+        """Sum of losses, hits and rows since the last call. Waits for the device."""
         noted, self._noted = self._noted, []
         loss = hits = 0.0
         if noted:

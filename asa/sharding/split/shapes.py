@@ -71,7 +71,7 @@ def reshape(call: Call) -> Any:
 
 
 def turn(call: Call) -> Any:
-    """``t``, ``T``, ``mT``, ``transpose`` and ``permute``."""
+    """Permutations of dimensions: ``t``, ``T``, ``mT``, ``transpose`` and ``permute``."""
     (part, *more), name = call.args, call.name
     more += call.options.values()
     order = list(range(part.dim()))

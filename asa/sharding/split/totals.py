@@ -41,7 +41,7 @@ def _named(args: Sequence[Any], options: dict[str, Any], *names: str) -> dict[st
 
 
 def total(call: Call) -> Any:
-    """``sum``, ``mean`` and ``count_nonzero``."""
+    """Sums: ``sum``, ``mean`` and ``count_nonzero``."""
     (part, *more), options, name = call.args, call.options, call.name
     given = _named(more, options, "dim", "keepdim")
     dims = _dims(part, given.get("dim"))
@@ -85,7 +85,7 @@ def _shared(held: Tensor, mine: Tensor, value: Tensor, dims: tuple[int, ...], sp
 
 
 def truth(call: Call) -> Any:
-    """``all`` and ``any``."""
+    """Truth of elements: ``all`` and ``any``."""
     (part, *more), options, name = call.args, call.options, call.name
     given = _named(more, options, "dim", "keepdim")
     dims = _dims(part, given.get("dim"))
@@ -168,7 +168,7 @@ def spread(call: Call) -> Any:
 
 
 def product(call: Call) -> Any:
-    """``dot`` and ``vdot`` of two vectors, ``dist`` of two tensors."""
+    """Products and distance: ``dot`` and ``vdot`` of two vectors, ``dist`` of two tensors."""
     one, other, *more = call.args
     if call.name == "dist":
         return torch.linalg.vector_norm(one - other, *more, *call.options.values())

@@ -20,7 +20,7 @@ def _signed(word: int) -> int:
 
 
 def _shift(words: Tensor, bits: int) -> Tensor:
-    """Logical shift right; torch's own is arithmetic."""
+    """Logical shift right (torch's own is arithmetic)."""
     return (words >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -36,7 +36,7 @@ def key(*parts: int) -> int:
 
 
 def words(of_key: int, index: Tensor) -> Tensor:
-    """A random int64 for every element of ``index`` (int64, any shape and device)."""
+    """Random int64 for every element of ``index`` (int64, any shape and device)."""
     state = index * _signed(_GAMMA) + _signed(of_key)
     state = (state ^ _shift(state, 30)) * _signed(_FIRST)
     state = (state ^ _shift(state, 27)) * _signed(_SECOND)

@@ -29,7 +29,8 @@ class GlobalOrder:
     def __init__(
         self, num_samples: int, global_batch: int, seed: int, *, shuffle: bool = True, drop_last: bool = False
     ) -> None:
-        """
+        """Make the order of ``num_samples`` samples in batches of ``global_batch``.
+
         Raises:
             UsageError: less than one sample or batch, or (with ``drop_last``) a batch larger than the data set.
         """
