@@ -235,7 +235,7 @@ def _asked(ranks: int, wishes: Wishes, limit_s: float) -> tuple[Strategies, Requ
 
 
 def _runnable(plans: list[Plan], wishes: Wishes) -> list[Plan]:
-    """Those of ``plans`` that compute a batch at once, if that is required."""
+    """The ``plans`` that compute a batch at once, if that is required; otherwise all of them."""
     any_parts = wishes.pipelines and not wishes.at_once
     return [plan for plan in plans if any_parts or plan.num_microbatches == 1]
 

@@ -19,7 +19,7 @@ class Surroundings:
 
 
 HERE = Surroundings()
-"""The same environment as the process that starts the ranks."""
+"""The environment of the process that starts the ranks, unchanged."""
 
 _CURRENT: ContextVar[Surroundings] = ContextVar("surroundings", default=HERE)
 

@@ -230,7 +230,7 @@ class Surveyor:
         )
 
     def _affordable(self, size: int, chosen: list[int], slice_s: float, *, first: bool) -> tuple[list[int], int]:
-        """Those of the degrees ``chosen`` to measure at ``size``, always including 1, and the least number of laps.
+        """The degrees among ``chosen`` to measure at ``size``, always including 1, and the least number of laps.
 
         At the ``first`` (largest) microbatch all degrees are measured, since a planner would know nothing of the
         others; if time is too short for three laps, they get one.

@@ -23,8 +23,7 @@ _NORMAL_P90 = 1.6449
 
 
 def disturbed(measured: Measurements, processes: Sequence[int]) -> list[int] | None:
-    """Those of ``processes`` that had to share their cores for a part of the time; None if the system does not report
-    it."""
+    """The ``processes`` that had to share their cores for a part of the time; None if the system does not report it."""
     shares = {p: measured.per_rank[p].stolen_share for p in processes if p < len(measured.per_rank)}
     if not shares or any(s is None for s in shares.values()):
         return None

@@ -78,8 +78,7 @@ def factory(spec: str, what: str = "model") -> Callable[..., Any]:
 
 
 def accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:
-    """Those of the ``offered`` keyword arguments that the function takes; ``**kwargs`` takes all but
-    ``input_shape``."""
+    """The ``offered`` keyword arguments that the function takes; ``**kwargs`` takes all but ``input_shape``."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
