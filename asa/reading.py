@@ -36,7 +36,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> IO[Any]:
     try:
         handle = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError as error:
-        if error.errno == errno.ENXIO:  # a socket, or a pipe to be written that nobody reads
+        if error.errno == errno.ENXIO:  # a socket, or a pipe without a reader
             _check(path, os.stat(path).st_mode)
         raise
     try:

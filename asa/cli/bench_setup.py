@@ -124,7 +124,7 @@ def cluster_here(args: Arguments, console: Console, device: DeviceType, gpus: in
     known = [c for _, c in places.clusters(console) if c.device.type == device and c.device.name == name]
     enough = [c for c in known if c.num_devices >= gpus]
     if enough:
-        # Measured with the fewest idle ranks beside those that worked.
+        # The smallest cluster was measured with the fewest idle ranks beside the working ones.
         return min(enough, key=lambda c: c.num_devices)
     with console.progress(f"measuring {gpus} ranks") as report:
         made = measure_cluster(

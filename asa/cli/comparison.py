@@ -175,7 +175,7 @@ def measure(
     taken = None if device == "cuda" else others.cores
     contest.comparisons = [compare(contest.model, cells[0], cells[0], others_cores=taken)]
     own = contest.cells.get("asa")
-    # A cell goes by the first strategy that ran its plan; here it stands for asa.
+    # A cell has the name of the first strategy that ran its plan; here it is compared as asa.
     contest.comparisons += [
         replace(compare(contest.model, own, c, others_cores=taken), left="asa")
         for c in cells

@@ -96,7 +96,7 @@ class Console:
             if ours is sys.stdout:
                 os.close(kept)
             else:
-                with suppress(OSError):  # what could not be written was told when it was flushed
+                with suppress(OSError):  # a failure to write was reported when flushing
                     ours.close()
 
     def result(self, data: dict[str, Any], parts: Callable[[], Iterable[RenderableType]]) -> None:
@@ -165,7 +165,7 @@ def _unheard(descriptor: int) -> Iterator[None]:
     """Context in which a failure to write to ``descriptor`` redirects all later output there to nowhere."""
     try:
         yield
-    except (OSError, SystemExit):  # the latter is what rich makes of a closed pipe
+    except (OSError, SystemExit):  # rich raises SystemExit for a closed pipe
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, descriptor)
         os.close(nowhere)

@@ -93,7 +93,7 @@ def _cuda(_: Console) -> Check:
     from asa.report.checks import Check
 
     count = torch.cuda.device_count()
-    # Asked of the management library: a process in which CUDA has started can fork no ranks that use it.
+    # NVML gives the names without starting CUDA, after which this process could not fork ranks that use it.
     named = ", ".join(nvml.names(count)) or (f"{count} devices" if count else "")
     fix = "training runs on CPU; for GPUs install a driver that torch " + str(torch.version.cuda) + " can use"
     return Check(name="cuda", ok=count > 0, detail=named or "no device", needed=False, fix=fix)
@@ -146,7 +146,7 @@ def _solver(_: Console) -> Check:
         found = ilp.solve(_two_variables(), time_limit_s=10.0)
     except (AsaError, metadata.PackageNotFoundError) as error:
         return Check(name="solver", ok=False, detail=str(error), fix=fix)
-    except Exception as error:  # whatever another version of the solver does to these calls
+    except Exception as error:  # another version of the solver may raise anything
         return Check(name="solver", ok=False, detail=f"{versions}: {type(error).__name__}: {error}", fix=fix)
     ok = found.choice == (1,) and found.proved and abs(found.value - 3.0) < 1e-6
     told = "solved 2 variables" if ok else f"wrong answer to 2 variables: {found.choice}, {found.value:g} for 3"

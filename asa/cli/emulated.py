@@ -103,7 +103,7 @@ def pretended(name: EmulatedName, plan: Plan, console: Console) -> tuple[Emulate
     Raises:
         UsageError: the profile is of another model.
     """
-    profile = name.profile()  # before torch is imported: what is wrong here is said at once
+    profile = name.profile()  # before the slow import of torch, so that errors appear at once
     if tuple(c.name for c in profile.graph.components) != tuple(c.name for c in plan.components):
         raise UsageError(
             f"{name.path} is a profile of {profile.model_spec} ({len(profile.graph.components)} components), the plan "

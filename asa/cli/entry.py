@@ -37,7 +37,7 @@ def run(argv: Sequence[str]) -> int:
     except AsaError as error:
         return _end(console, str(error), error.exit_code, debug)
     except OSError as error:
-        # Of two names the second is where something was to go; the first may be a temporary one.
+        # Of two names (a rename) the second is the target; the first may be a temporary file.
         if error.errno == errno.ENOMEM:
             return _internal(console, error, debug)
         name = error.filename2 or error.filename
@@ -111,7 +111,7 @@ def _end(console: Console, message: str, code: int, debug: bool) -> int:
     if debug:
         traceback.print_exc()
     line = " ".join(message.split())
-    with suppress(OSError):  # nobody can be told more than the exit code
+    with suppress(OSError):  # stderr may be closed; the exit code remains
         sys.stderr.write(f"asa: {line}\n")
     with suppress(OSError, UnavailableError):
         console.document({"schema_version": SCHEMA_VERSION, "kind": "error", "exit_code": code, "error": line})
@@ -125,7 +125,7 @@ def _quiet_libraries(debug: bool) -> Iterator[None]:
     import warnings
 
     if not debug:
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported, and by the ranks
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read by torch's import, here and in the ranks
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("asa: %(message)s"))
     logger = logging.getLogger("asa")

@@ -51,7 +51,7 @@ def _run_of(args: Arguments) -> tuple[Path, Plan]:
     runs = sorted(places.TRAINING.glob("*/plan.json"), key=lambda p: p.stat().st_mtime, reverse=True)
     for path in runs:
         if not any((path.parent / "checkpoints").glob("step_*")):
-            continue  # on emulated devices, or ended before its first
+            continue  # no checkpoint: emulated devices, or ended too early
         plan = codec.load(Plan, path)
         if wanted in (None, codec.fingerprint(plan)):
             return path.parent, plan

@@ -21,7 +21,7 @@ TRAINING = ("train", "bench", "verify", "profile")
 def start_again(words: Sequence[str]) -> None:
     """If ``words`` are a command that trains and the setting is missing, replace this process by one with it."""
     if not words or words[0] not in TRAINING or sys.orig_argv[-len(words) :] != list(words):
-        return  # called by a program with words of its own, it would begin from that program's beginning
+        return  # called from another program, whose own start would be repeated
     start_program_again()
 
 
@@ -31,7 +31,7 @@ def start_program_again() -> None:
     if SETTING in present or not _glibc() or not sys.executable:
         return
     os.environ[VARIABLE] = ":".join(filter(None, (present, f"{SETTING}=0")))
-    with suppress(OSError):  # as it is, then
+    with suppress(OSError):  # continue without the setting
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 

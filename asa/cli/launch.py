@@ -32,7 +32,7 @@ def run(args: Arguments, console: Console) -> None:
 
     path, plan = places.newest_plan(args.plan)
     out = args.out or str(places.TRAINING / f"{places.slug(plan.model_spec)}-{codec.fingerprint(plan)[:6]}")
-    apart = args.system == "ray"  # what is submitted is a copy of the working directory: no place for a run
+    apart = args.system == "ray"  # Ray runs in a copy of the working directory, where a run would be lost
     job = jobs.Job(
         plan=plan,
         plan_file="/plan/plan.json"

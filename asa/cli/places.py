@@ -161,7 +161,7 @@ def check_writable(path: Path, flag: str) -> None:
     elif not os.access(folder, os.W_OK | os.X_OK):
         reason = f"no permission to write in {folder}"
     else:
-        try:  # a full disk, a file system of the kernel's: only writing tells
+        try:  # only writing shows a full disk, or a file system such as /proc
             with tempfile.TemporaryFile(dir=folder) as probe:
                 probe.write(b"\0" * 4096)
             return

@@ -36,7 +36,7 @@ def wanted(args: Arguments) -> bool:
         UsageError: options for planning are given together with a finished plan.
     """
     if args.plan is not None and not places.looks_like_file(args.plan) and not Path(args.plan).exists():
-        if "RANK" in os.environ:  # ranks of a launcher would each measure, and might plan differently
+        if "RANK" in os.environ:  # each rank of a launcher would measure, and could get another plan
             raise UsageError(
                 f"a launcher's ranks need a plan that is made: `asa plan {args.plan}` first, then its file"
             )

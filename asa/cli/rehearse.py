@@ -73,7 +73,7 @@ def _run(args: Arguments, console: Console, plan: Plan) -> tuple[Spans, str]:
     if device.type == "cuda" and not cuda_devices():
         raise UnavailableError("the plan is for CUDA devices and there is none here; choose --device cpu")
     if device.type == "cpu":
-        torch.set_num_threads(1)  # a rank is a core, which is how components were profiled
+        torch.set_num_threads(1)  # one core per rank, as components were profiled
     model = build(plan.model_spec, num_classes=plan.num_classes, input_shape=plan.sample_shape, seed=args.seed)
     with console.progress(f"rehearsing rank {args.rehearse} of {plan.num_ranks}") as report:
         found = run(

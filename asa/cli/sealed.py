@@ -114,7 +114,7 @@ def measured(args: Arguments, group: Sequence[Seal], budget_s: float) -> list[Ch
     except AsaError as error:
         if len(group) == 1:
             return [_failed(group[0], str(error))]
-        # One that fails takes the others along: each by itself, then.
+        # One failure ends the whole group, so measure each cell by itself.
         return [c for s in group for c in measured(args, [s], budget_s / len(group))]
     by_conduct = dict(zip(plans, found, strict=True))
     return [

@@ -240,7 +240,7 @@ def plan_of(site: Site, strategy: str) -> Plan:
     from asa.strategies import offered
 
     if site.block.gpus == 1 and strategy in ALONE:
-        strategy = "single"  # nothing to replicate, and nobody to share a state with
+        strategy = "single"  # on one device all of them are the same
     if strategy not in DISCIPLINES:
         baselines.check((strategy,), offered(), site.block.gpus)
     pipeline = strategy in ("gpipe", "1f1b", "interleaved", "zero_bubble")

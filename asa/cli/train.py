@@ -32,9 +32,9 @@ _NOTABLE = 0.05
 
 def run(args: Arguments, console: Console) -> None:
     """Find the plan, pass it to the executor with the loop over epochs, and print events."""
-    # Before torch is imported, as a rule: what is wrong here is said at once.
+    # Usually before the slow import of torch, so that errors appear at once.
     path, plan, out = plan_and_folder(args, console)
-    if args.origin["gpus"] == "flag" and args.gpus != plan.gpus:  # a file's is for every command, and other plans
+    if args.origin["gpus"] == "flag" and args.gpus != plan.gpus:  # a settings file applies to all commands and plans
         raise UsageError(f"the plan is for {plan.gpus} devices, asked for {args.gpus}; plan again with --gpus")
     if args.rehearse is not None:
         rehearse(args, console, plan)
@@ -80,7 +80,7 @@ def _train(args: Arguments, console: Console, path: Path, plan: Plan, out: Path)
         seed=args.seed,
         device="cpu" if pretended else args.device,
         resume=args.resume,
-        # Another plan would be another discipline, which nobody asked for.
+        # A new plan could change the discipline, which the user did not ask for.
         replan=not (args.no_replan or pretended or plan.consistency),
         tensorboard=args.tensorboard,
         track=args.track,
@@ -104,7 +104,7 @@ def _train(args: Arguments, console: Console, path: Path, plan: Plan, out: Path)
             model=model,
             work=None if pretended else work_of(plan, console),
         )
-    if told and "kind" in result:  # which those of a launcher's other ranks have not
+    if told and "kind" in result:  # absent on a launcher's other ranks
         result = emulated.mark(result, told, out)
     if result.get("summary"):
         from asa.report.training import summary
@@ -208,7 +208,7 @@ def plan_and_folder(args: Arguments, console: Console) -> tuple[Path, Plan, Path
     left = out / "plan.json"
     if not args.plan and not left.is_file():
         raise NoCheckpointError(f"no run in {out} to resume: it has no plan.json; leave out --resume to start anew")
-    if fresh:  # the run goes on under a plan that is made now, or under another discipline
+    if fresh:  # continue under a new plan or another discipline
         return *planned_here.planned(args, console), out
     path, plan = places.newest_plan(args.plan or str(left))
     return path, plan, out

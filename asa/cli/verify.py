@@ -16,7 +16,7 @@ def run(args: Arguments, console: Console) -> int:
     Raises:
         UnavailableError: too few CUDA devices.
     """
-    path, plan = places.newest_plan(args.plan)  # before torch is imported: what is wrong here is said at once
+    path, plan = places.newest_plan(args.plan)  # before the slow import of torch, so that errors appear at once
 
     from functools import partial
 

@@ -280,7 +280,7 @@ def _has(name: DisciplineName) -> str:
 def _filled(name: DisciplineName, asked: Mapping[str, Any]) -> Discipline:
     values = {**PARAMETERS[name], **asked}
     if name == "ps_bounded" and values["max_age"] is None and "max_age" not in asked:
-        values["max_age"] = values["window"] + 1  # Ringmaster's threshold, just beyond what the window leads to
+        values["max_age"] = values["window"] + 1  # Ringmaster's threshold, just above the largest age within the window
     return Discipline(name=name, **values)
 
 

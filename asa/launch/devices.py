@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-# With this, torch asks the management library whether there is CUDA; the runtime, once asked, survives no fork.
+# Makes torch look for CUDA through NVML, since the CUDA runtime cannot be used after a fork once initialized.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 

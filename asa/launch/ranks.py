@@ -108,7 +108,7 @@ def run_ranks(
         )
         with _sigterm(crew, forward_sigterm):
             try:
-                with held_while_starting(forward_sigterm):  # by ranks that do not listen yet; they take it when they do
+                with held_while_starting(forward_sigterm):  # delivered once ranks have their handlers
                     crew.start(function, args)
                 if once_started is not None:
                     once_started()
@@ -150,8 +150,8 @@ class _Crew:
             self.steps = alive.shared_counters(context, self.num_ranks)
             self.watch = alive.Watch(counters, self.silence_s, together=self.together)
         with socket.socket() as listener:
-            # The port is taken from here on, and the store answers on this very socket: no race for it. Ranks
-            # queue in its backlog until the store's thread runs, which starts last: nothing is forked beside it.
+            # The store uses this bound socket, so no other process can take the port in between. Ranks
+            # queue in its backlog until the store's thread runs, which starts after all forks.
             listener.bind((where.host, 0))
             listener.listen(4 * self.num_ranks + 16)
             port = listener.getsockname()[1]
@@ -242,7 +242,7 @@ class _Crew:
         if found is not None:
             line = f"hung: it gave no sign of life for {found[1]:.0f} s"
             if self.spare is not None and self.spare(found[0]):
-                self.processes[found[0]].kill()  # so that whoever still waits for it hears of it
+                self.processes[found[0]].kill()  # closes its connections, so that ranks waiting for it get an error
             self.outcomes[found[0]] = Outcome(failure=Failure(line=line, collective=False, lost=True))
 
     def _settle(self, on_message: Callable[[int, Any], None] | None) -> None:
@@ -269,7 +269,7 @@ class _Crew:
                     else:
                         self.outcomes[rank] = Outcome(**{kind: content})
             except (EOFError, OSError, pickle.UnpicklingError):
-                # The process is going: its exit status says more than its closed pipe.
+                # The process is exiting; its exit status says more than its closed pipe.
                 self.processes[rank].join(_LEAVE_S)
             if rank not in self.outcomes and not self.processes[rank].is_alive():
                 self.outcomes[rank] = Outcome.of_exit(self.processes[rank].exitcode, self.backend)

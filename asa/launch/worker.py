@@ -30,9 +30,9 @@ from asa.launch.heap import keep_freed_memory
 
 _PR_SET_PDEATHSIG = 1
 
-# gloo puts the place in its own source in front of what it says.
+# gloo's messages begin with a position in its source code.
 _PLACE = re.compile(r"\[[^\]]*\.(cc|cpp|h):\d+\] ?")
-# What a rank sees when somebody *else* is gone: such errors name a victim.
+# Errors of a rank whose peer is gone; the rank that reports one is a victim, not the cause.
 _UNMET = re.compile(r"connectFullMesh failed.*Connection (closed|reset) by peer", re.DOTALL)
 _COLLECTIVE = re.compile(r"gloo|NCCL|Connection (closed|reset|refused)|Timed out|[Tt]imeout|Broken pipe|TCPStore")
 
@@ -107,7 +107,7 @@ def work(
     try:
         _guard(setting.parent)
         _go_first()
-        gc.freeze()  # looking for garbage among what the parent made would copy every page of it
+        gc.freeze()  # garbage collection of the parent's objects would copy all their pages
         for item in inherited:
             item.close()
         _parent = connection
@@ -118,7 +118,7 @@ def work(
         met = True
         result = function(setting.rank, *args)
         _send(connection, ("result", result))
-        # Leaving closes sockets from which a slower rank may still have to read: wait for the parent's word.
+        # Exiting closes sockets that a slower rank may still read from, so wait for the parent's message.
         with contextlib.suppress(EOFError, OSError):
             connection.recv_bytes()
         code = 0
@@ -206,7 +206,7 @@ def _guard(parent: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before the line above took effect
+    if os.getppid() != parent:  # the parent died before prctl took effect
         os._exit(1)
 
 

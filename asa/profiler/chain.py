@@ -95,7 +95,7 @@ class Chain:
             for i, component in enumerate(self.components, 1):
                 value, *extra = component(value)
                 if extra:
-                    # A node of its own, younger than those of the side outputs: they then run before the mark.
+                    # An autograd node of its own, newer than those of the side outputs, which then run before the mark.
                     sides.extend(extra)
                     value = value.view_as(value)
                 if i < last and value.requires_grad:

@@ -106,7 +106,7 @@ class Surveyor:
         for i, size in enumerate(sizes):
             self.progress(1 - max(0.0, self.end - time.perf_counter()) / self.time_s, f"microbatch {size}")
             slice_s = self._slice(sizes[i:], checked, first=i == 0)
-            # A profile without any check would be one to take on trust.
+            # A profile has to contain at least one check against the whole model.
             unchecked = size == sizes[-1] and not self.sweep.whole
             chosen = [d for d in self._wanted(size, checked) if not (unchecked and d == WHOLE)]
             degrees, least = self._affordable(size, chosen, slice_s, first=i == 0)
@@ -180,7 +180,7 @@ class Surveyor:
         for size in reversed(possible):
             if probes and size < 4 * probes[-1][0]:
                 continue
-            # A step that notes its memory and a timed one.
+            # Two steps: one records memory, one is timed.
             if probes and 2 * probes[-1][1] * size / probes[-1][0] > _PROBING * self.time_s:
                 break
             x = self.subject.batch(size)
@@ -285,7 +285,7 @@ class Surveyor:
                 chain.clear()
                 if beside:
                     whole.append(self._whole(x))
-        # The forecast is of wall time, which other processes and the marks themselves add to.
+        # The forecast is of wall time, which includes other processes and the overhead of the marks.
         taken = [sum(lap.seconds for lap in laps), sum(whole)]
         stretch = (time.perf_counter() - started) / max(sum(taken), 1e-9) / len(laps)
         self.forecast.learn(size, degree, taken[0] * stretch)
@@ -310,8 +310,8 @@ class Surveyor:
     def _record(
         self, size: int, degree: int, laps: Sequence[Lap], memory: StepMemory, span: tuple[float, float]
     ) -> None:
-        # Interruptions are rare in any one component and common in a lap: medians of components fall short of the
-        # median lap by what is nobody's own. Each carries its part of that.
+        # Interruptions are rare in one component but common in a lap, so the medians of the components sum to less than
+        # the median lap. All are scaled by one factor, so that they sum to it.
         forward = [Stat.of(times) for times in zip(*(lap.forward for lap in laps), strict=True)]
         backward = [Stat.of(times) for times in zip(*(lap.backward for lap in laps), strict=True)]
         parts = sum(stat.median for stat in (*forward, *backward))

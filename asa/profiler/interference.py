@@ -123,7 +123,7 @@ def measure_contention(
                 if rank < active:
                     seconds = _timed(run, clock, inner[kind])
                 else:
-                    # Waiting inside a collective takes processor time that those at work would miss.
+                    # Waiting inside a collective would take processor time from the working ranks.
                     time.sleep(pause[kind])
                 taken.setdefault((kind, active), []).append(agree(seconds)[0])
     found = []
@@ -196,7 +196,7 @@ def _while_pending(pending: list[dist.Work], kernels: Kernels, clock: Clock) -> 
     for kind, run in cycle(kernels.work.items()):
         if all(work.is_completed() for work in pending):
             break
-        start = clock.mark()  # in this stream alone: nothing here waits for the messages
+        start = clock.mark()  # on this stream only, so that it does not wait for the messages
         run()
         taken[kind].append(clock.seconds([start, clock.mark()])[0])
     return sum(median(times) for times in taken.values()) if all(taken.values()) else 0.0

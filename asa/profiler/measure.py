@@ -217,7 +217,7 @@ def _compiled(subject: Subject, compiled: Compiled, global_batch: int) -> float:
     began, x = time.perf_counter(), subject.batch(global_batch)
     for chain in subject.chains.values():
         execution.apply(chain.components, compiled, eager=BySample)
-    execution.apply([subject.model], compiled, eager=BySample)  # what compiling across components would gain
+    execution.apply([subject.model], compiled, eager=BySample)  # to see the gain of compiling across components
     subject.chains[1].step(x, lambda: None)
     subject.chains[1].clear()
     return time.perf_counter() - began

@@ -23,7 +23,7 @@ def build_optimizer(name: OptimizerName, parameters: Iterable[Tensor]) -> torch.
     The arithmetic is that of a real step, but weights do not change.
     """
     held = list(parameters)
-    # As in training: one pass that allocates nothing, where torch has it.
+    # As in training: the fused kernel, which allocates nothing, where torch has it.
     fused = bool(held) and all(p.is_floating_point() for p in held)
     if name == "sgd":
         return torch.optim.SGD(held, lr=0.0, momentum=0.9, weight_decay=5e-4, fused=fused)

@@ -101,7 +101,7 @@ def _grown(device: torch.device, clock: Clock, group: dist.ProcessGroup, ranks: 
         return step * sum(k * max(1.0, share * _MEETINGS[k]) + max(k, _ALONE) for k in taken)
 
     while len(taken) > _FEWEST_STRETCHES and seconds_of_a_round(_LEAST_MEETINGS) > slice_s:
-        del taken[max(taken)]  # in little time the longest, beside which meeting counts least
+        del taken[max(taken)]  # if time is short, drop the longest stretches, where synchronization counts least
     round_s = seconds_of_a_round(1.0)
     share = min(1.0, max(_LEAST_MEETINGS, slice_s / (2 * round_s)))
     meetings = {k: max(1, round(share * _MEETINGS[k])) for k in taken}
@@ -177,7 +177,7 @@ def _update(device: torch.device, clock: Clock, group: dist.ProcessGroup, *, sli
             step_over_parts(optimizer)  # as the executor has it
         steps.append(optimizer.step)
     taken: list[float] = []
-    for _ in range(_LEAST_ROUNDS):  # in turns: what slows the machine for a while slows both
+    for _ in range(_LEAST_ROUNDS):  # alternating, so that a temporary slowdown affects both
         times = [time_together(step, clock, slice_s=slice_s / (2 * _LEAST_ROUNDS), group=group) for step in steps]
         taken.append(times[1] - times[0])
     return max(0.0, median(taken)) / _UNITS

@@ -86,7 +86,7 @@ def figure(chart: Chart, svg: str, beside: str = "bench.json") -> str:
     name = escape(chart.name)
     told = f'role="img" aria-labelledby="{name}-title" aria-describedby="{name}-caption"'
     drawn = re.search(r'<svg[^>]* width="([\d.]+)pt"', svg)
-    if drawn:  # narrower its letters cannot be read, and it scrolls; much wider they shout
+    if drawn:  # scrolls rather than shrink to unreadable letters; not enlarged much
         told += f' style="min-width: {0.75 * float(drawn[1]):.0f}pt; max-width: {1.8 * float(drawn[1]):.0f}pt"'
     return (
         f'<h2 id="{name}-title">{escape(chart.title)}</h2><figure id="{name}">'

@@ -103,7 +103,7 @@ class _Teller:
             case "steps":
                 self._stepped(int(event["step"]), float(event["step_time_s"]))
             case "epoch":
-                # Where no line of the log was in the epoch, its own figures stand for it.
+                # An epoch without a logged step is shown by its own measurements.
                 if int(event["step"]) > self.step:
                     self._stepped(int(event["step"]), float(event["measurements"]["step_time"]["median"]))
             case "finding":

@@ -133,7 +133,7 @@ def _beside(f: Figures, every: dict[StudyCell, Figures], published: Iterable[Pub
         if p.strategy == c.strategy
         and p.model in ("", c.model)
         and p.gpus == c.gpus
-        # What is foreseen could be of the very data; what is measured here is of another machine anyway.
+        # Predictions are compared only for equal data; measurements here are of another machine anyway.
         and (c.mode == "measured" or p.data == c.data)
     ]
     return replace(f, published=tuple((p, _own(p.metric, f, every)) for p in mine)) if mine else f

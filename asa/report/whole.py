@@ -27,7 +27,7 @@ def name_of(plan: Plan) -> str | None:
     if any(s.weights for s in plan.stages) or any(c.tensor.strategy == "sequence" for c in plan.components):
         return None
     if plan.strategy in _WHOLE and (plan.strategy not in STAGED or all(len(s.ranks) == 1 for s in plan.stages)):
-        return plan.strategy  # components that refuse their part of it are run whole there, too
+        return plan.strategy  # the strategy itself also runs unsupported components whole
     data = {c.data.strategy for c in plan.components}
     degrees = {c.data.degree for c in plan.components}
     tensor = {c.tensor.degree for c in plan.components}

@@ -116,7 +116,7 @@ class Averaging:
         self._waits.append(replica.send(bucket))
 
     def _ended(self) -> None:
-        # Sharded units have their say at the end, too, and some of them begin to reduce only then.
+        # FSDP's own callbacks run at the end of backward, too, and some start a reduction there; come after them.
         at_the_end_of_backward(self.finish)
 
     @torch.no_grad()

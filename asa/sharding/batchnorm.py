@@ -96,7 +96,7 @@ class SynchronisedBatchNorm(nn.Module):
             return nn.functional.batch_norm(
                 x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
             )
-        # Gradients are scaled by the data degree uniformly over the axis, which backward is linear in.
+        # All ranks scale gradients by the same data degree, and backward is linear, so no correction is needed.
         y, mean, variance, count = _Normalise.apply(x, self.axis, self.eps)
         if self.training:
             self._track(mean, variance * (count / (count - 1)))
@@ -107,7 +107,7 @@ class SynchronisedBatchNorm(nn.Module):
     @torch.no_grad()
     def _track(self, mean: Tensor, unbiased: Tensor) -> None:
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
-            return  # never kept, or computed a second time
+            return  # no running statistics, or a recomputation
         self.num_batches_tracked += 1
         factor = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)

@@ -178,7 +178,7 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, x: Tensor, there: Exchange, back: Exchange, dim: int, sizes: Sequence[int], axis: Axis
     ) -> Tensor:
         ctx.back, ctx.parts = back, (dim, sizes, axis)
-        # New memory, however it is turned: autograd lets nobody write to what it takes for a view made in here.
+        # New memory in any case; .data hides that it may be a view, which autograd would not let be changed in place.
         return there(x, dim, sizes, axis).data
 
     @staticmethod

@@ -27,7 +27,7 @@ def drops_samples(module: nn.Module) -> tuple[float, bool] | None:
     if not any(part in type(module).__name__.lower() for part in _NAMES) or not _bare(module):
         return None
     for shape in _SHAPES:
-        with contextlib.suppress(Exception):  # a stranger's code, on inputs it may not be meant for
+        with contextlib.suppress(Exception):  # foreign code may fail on inputs of these shapes
             return _seen(module, torch.ones(_SAMPLES, *shape))
     return None
 

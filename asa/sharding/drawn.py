@@ -68,7 +68,7 @@ class _Drawing(TorchDispatchMode):
                 return func(*args, **options)
             kept = self._filled(x, lambda t: t.uniform_(generator=self._generator)) >= p
             return x * kept / (1 - p), kept
-        # Whatever else there is draws from the default generator, which is this one's for now.
+        # Other operations draw from the default generator, which ``seeded`` has set by the same key.
         return func(*args, **options)
 
     def _filled(self, like: Tensor, fill: Callable[[Tensor], Tensor]) -> Tensor:

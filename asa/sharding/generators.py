@@ -36,7 +36,7 @@ class _Watch(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         before = self._states()
         result = func(*args, **(kwargs or {}))
-        if self._device.type == "meta":  # nothing is drawn there: what may draw would
+        if self._device.type == "meta":  # meta draws nothing; count the operation as drawing
             self.found[func.overloadpacket.__name__] = None
         if any(not torch.equal(a, b) for a, b in zip(before, self._states(), strict=True)):
             self.found[func.overloadpacket.__name__] = None

@@ -38,7 +38,7 @@ def make_reproducible(components: Iterable[TracedComponent], context: SampleCont
     for component in components:
         for graph in component.graphs():
             _read_results(graph)
-        if component.eval_graph is not component.train_graph:  # else they drop in evaluation too, and go on doing that
+        if component.eval_graph is not component.train_graph:  # shared graphs drop in evaluation, too: keep that
             _replace_functions(component.train_graph, component.name, context)
         for graph in component.graphs():
             _separate_calls(graph, component.name, context)

@@ -41,7 +41,7 @@ class _Moving:
     """Buffers that a component's forward changes: an average of its own, a counter, the vectors of a spectral norm."""
 
     def __init__(self) -> None:
-        self._moved: set[tuple[int, str]] | None = None  # none seen to stand still before the first forward
+        self._moved: set[tuple[int, str]] | None = None  # None before the first forward: all may change
 
     @contextmanager
     def copied(self, component: nn.Module) -> Iterator[_Buffers]:
@@ -78,8 +78,8 @@ def _as_before(
     for module in component.modules():
         if _normalises(module) and module.running_mean is not None:
             frozen.append((module, module.momentum, module.num_batches_tracked))  # type: ignore[arg-type]
-            # Without the buffers autograd would save less than the first time; at momentum 0 they do not move. The
-            # counter is another one: a subclass may count whether there is one or not.
+            # Autograd has to save the same tensors again, so the buffers stay, unchanged by a momentum of 0. The
+            # counter is replaced by a copy, since a subclass may change it.
             count: Any = module.num_batches_tracked
             module.momentum, module.num_batches_tracked = 0.0, None if count is None else count.clone()  # type: ignore[assignment]
     try:
@@ -119,7 +119,7 @@ class _Recomputed:
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         if not (self._component.training and is_grad_enabled()):
             return self._run(x)
-        # Ranks that meet inside must all come to the same end: they recompute everything.
+        # With collectives inside, all ranks have to recompute to the same point: the end.
         with set_checkpoint_early_stop(self._alone), self._moving.copied(self._component) as buffers:
             found: tuple[Tensor, ...] = checkpoint(
                 self._run, x, use_reentrant=False, context_fn=partial(self._contexts, buffers)

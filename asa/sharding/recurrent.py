@@ -48,7 +48,7 @@ class _BySample:
         states = self._zeros(x, num_samples) if hx is None else tuple(hx) if m.mode == "LSTM" else (hx,)
         if order is not None and hx is not None:
             states = tuple(s.index_select(1, order) for s in states)
-        check: Any = m.check_forward_args  # the stock refusals; an LSTM's takes both states
+        check: Any = m.check_forward_args  # torch's own checks; an LSTM's takes both states
         check(x, states if m.mode == "LSTM" else states[0], sizes)
         y, ends = self._layers(x, sizes, order, states)
         if back is not None:

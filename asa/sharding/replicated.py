@@ -68,7 +68,7 @@ class Bucket:
         p = self.parameters[i]
         gradient = p.grad
         assert gradient is not None
-        # Where it has been added to in place it lies there already.
+        # A gradient that was accumulated in place is already there.
         if (
             gradient.data_ptr() != self.flat.data_ptr() + self._starts[i] * self.flat.element_size()
             or gradient.stride() != self._strides[i]
@@ -156,7 +156,7 @@ def sender(axis: Axis) -> Send:
         if flat.device.type == "cpu" and segment_of(group) is not None:
             direct.all_reduce(flat, group=group, mean=True)
             return _done
-        flat.div_(axis.size)  # before they are added: sums of halves need not fit
+        flat.div_(axis.size)  # before the sum, which may overflow in half precision
         work = dist.all_reduce(flat, group=group, async_op=True)
 
         def wait() -> None:

@@ -90,7 +90,7 @@ def _on_meta(bare: Callable[[], nn.Module], example: Tensor, name: str) -> tuple
             return None
         batch = torch.empty_like(example, device="meta")
         traced = trace(model, batch, name=name)
-    except Exception:  # whatever a model may raise that finds no values; with them it says what it means
+    except Exception:  # any error for lack of values; with values it is reported properly
         return None
     return None if any(" is one " in note for note in traced.notes) else (model, traced, batch)
 
@@ -103,7 +103,7 @@ def _check_room(bare: Callable[[], nn.Module], name: str) -> None:
     """
     try:
         needed = 2 * sum(p.numel() * p.element_size() for p in bare().parameters())
-    except Exception:  # nothing is known of it; it is built as ever
+    except Exception:  # size unknown; build it without the check
         return
     have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > have / 2:
@@ -131,6 +131,6 @@ def _trains_on_one(module: nn.Module, sample: Tensor) -> bool:
     try:
         with torch.no_grad():
             module.train()(sample)
-    except Exception:  # a model of anybody's own: whatever it fails of, it does
+    except Exception:  # a user's model may raise anything
         return False
     return True

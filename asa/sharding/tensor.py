@@ -53,7 +53,7 @@ def _propagate_shapes(component: TracedComponent) -> None:
             ShapeProp(twin).propagate(torch.empty(shape, dtype=dtype, device="meta"))
             for node, like in zip(graph.graph.nodes, twin.graph.nodes, strict=True):
                 node.meta.update(like.meta)
-    except Exception:  # where a constant on the real device meets what is on none; several times slower
+    except Exception:  # a real constant met meta tensors; fake tensors allow that, but are slower
         fake = FakeTensorMode()
         with fake:
             device = next((p.device for p in component.parameters()), torch.device("cpu"))
@@ -82,10 +82,10 @@ def plan_split(component: TracedComponent, *, tokens: bool = False) -> list[Spli
     Raises:
         UsageError: the two modes would split different layers, or shapes depend on values.
     """
-    if component.ties:  # what another component uses too stays as it is
+    if component.ties:  # parameters shared with another component are not split
         return [SplitPlan() for _ in component.graphs()]
     try:
-        with redirect_stderr(StringIO()):  # where fx prints a traceback of what it raises
+        with redirect_stderr(StringIO()):  # fx prints a traceback of its error
             _propagate_shapes(component)
     except Exception as error:
         reason = type(error.__cause__ or error).__name__
@@ -181,7 +181,7 @@ def _connect(module: fx.GraphModule, plan: SplitPlan, axis: Axis) -> None:
 
 
 def _insert(module: fx.GraphModule, value: fx.Node, users: list[fx.Node], step: nn.Module, name: str) -> None:
-    # Not right behind the value: what is in between may still change it in place.
+    # Before its first user, not right behind the value, which may still be changed in place in between.
     module.add_submodule(name, step)
     wanted = set(users)
     first = next(n for n in module.graph.nodes if n in wanted)

@@ -41,7 +41,7 @@ class _TokenWalk(Walk):
     def _visit(self, node: fx.Node) -> Cut | None:
         if node is self.entry:
             return self.cut
-        if node.op == "output" or not node.users:  # an output may stay cut; what nobody reads needs nothing
+        if node.op == "output" or not node.users:  # an output may stay cut; an unused value needs nothing
             return None
         return super()._visit(node)
 

@@ -182,7 +182,7 @@ class World(Executor):
             return Probe()
         profile, cluster = self._machine(self.step)
         links, sent = Links(cluster), []
-        # A profile on which all takes longer is what a slower machine is here.
+        # Slower machines are simulated by profiles with longer times.
         base = sum(t.forward.median for t in profile.timings)
         for i, level in enumerate(cluster.levels):
             size = min(level.devices, self._count)

@@ -76,7 +76,7 @@ class _Reads(TorchDispatchMode):
     def __init__(self, data: list[torch.Tensor]) -> None:
         super().__init__()
         self.drew = False
-        self._kept = list(data)  # a storage that is gone lends its number to the next
+        self._kept = list(data)  # a freed storage's number could be reused
         self._followers = {t.untyped_storage()._cdata for t in data}
 
     def follows(self, tensor: torch.Tensor) -> bool:
@@ -131,7 +131,7 @@ def _ignores(module: nn.Module, node: fx.Node, data: list[fx.Node], seen: tuple[
     try:
         with torch.no_grad(), reads:
             value = probe(*fx.node.map_arg(node.args, inputs.get), **fx.node.map_arg(node.kwargs, inputs.get))
-    except Exception:  # whatever a module may raise of values that it does not get
+    except Exception:  # a module may raise anything on meta tensors
         return False
     leaves: list[torch.Tensor] = []
     fx.node.map_aggregate(value, lambda v: leaves.append(v) if isinstance(v, torch.Tensor) else None)

@@ -216,7 +216,7 @@ def trace(model: nn.Module, example: Tensor, *, name: str, known: str = "") -> T
                 facts = _weighed(model, components, small, large)
                 traced = _chain(name, model, components, structures, dims, notes, small, facts)
                 reason = disagreement(model, traced.run, lambda t: _set_mode(components, t), small)
-        except Exception as error:  # whatever a model's code may raise when it is run on symbols, or in pieces
+        except Exception as error:  # a model's code may raise anything on symbols, or in pieces
             reason = reason_of(error)
         if traced is None or reason:
             only, structures, dims = whole(model, small, large)

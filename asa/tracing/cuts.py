@@ -92,7 +92,7 @@ def observe(program: Program, example: torch.Tensor) -> Observation:
     """
     things = program.attributes.values()
     if not example.is_meta and sum(t.nbytes for t in _held(things)) > _HEAVY and not _recurrent(things):
-        with contextlib.suppress(Exception):  # whatever forward may raise where it asks for values
+        with contextlib.suppress(Exception):  # forward may raise anything if it reads values
             return _observed(program, torch.empty_like(example, device="meta"), _without_values(program.attributes))
     return _observed(program, example.clone(), program.attributes)
 
@@ -185,7 +185,7 @@ def find_cuts(
     ]
     last_use[index[main]] = len(nodes)
     alive = [0] * (len(nodes) + 1)
-    for i, last in enumerate(last_use):  # a value made at i is alive behind i ... last - 1
+    for i, last in enumerate(last_use):  # a value made at node i is alive after nodes i to last - 1
         alive[i] += 1
         alive[last] -= 1
     for i in range(1, len(alive)):

@@ -108,7 +108,7 @@ def _measure(components: list[TracedComponent], batch: Tensor) -> list[_Run]:
         with flops, fused_attention(), torch.autograd.graph.saved_tensors_hooks(keep, _never):
             outputs = component(value)
         runs.append(_Run(flops.get_total_flops(), _bytes(outputs[:1]), 0))
-        kept += [saved, list(outputs)]  # alive to the end: a freed storage's number would be used again
+        kept += [saved, list(outputs)]  # keep alive: a freed storage's number could be reused
         for tensor in saved:
             storage = tensor.untyped_storage()
             if storage._cdata not in counted:
@@ -117,7 +117,7 @@ def _measure(components: list[TracedComponent], batch: Tensor) -> list[_Run]:
         for tensor in outputs:
             owner.setdefault(tensor.untyped_storage()._cdata, i)
         value = outputs[0]
-    # The graph's hooks refer to these lists, and their tensors to the graph: a circle no collector sees.
+    # The graph's hooks refer to these lists, and their tensors to the graph: a cycle that gc cannot see.
     for tensors in kept:
         tensors.clear()
     return runs
@@ -156,12 +156,12 @@ def measure(components: list[TracedComponent], small: Tensor, large: Tensor) -> 
     chosen = [c for i, c in enumerate(components) if places[i] == i]
     runs = []
     for batch in (small, large):
-        # Coins fall alike in both runs: what a model leaves out at random would be in one of them only.
+        # The same random numbers in both runs, so that a model that skips layers at random skips the same ones.
         with torch.random.fork_rng(devices=[batch.device] if batch.is_cuda else []), foreign_random():
             runs.append(dict(zip(chosen, _measure(chosen, batch), strict=True)))
 
     def per_sample(a: int, b: int) -> float:
-        # What depends on the values of a batch may be less in the larger one.
+        # Counts that depend on the values of a batch may be smaller for the larger batch.
         return (b - a) / (large.shape[0] - small.shape[0]) if b >= a else b / large.shape[0]
 
     found = []

@@ -52,7 +52,7 @@ def model_fingerprint(model: nn.Module, components: list[TracedComponent]) -> st
     for name, tensor in tensors:
         add(f"{name} {tuple(tensor.shape)} {tensor.dtype}")
     for path, module in model.named_modules():
-        if not opened(module):  # of the others, the graphs below hold what matters
+        if not opened(module):  # modules that tracing enters are described by the graphs below
             add(f"{path} {settings(module)}")
     for component in components:
         add(component.name)

@@ -41,7 +41,7 @@ def loose(units: Sequence[Mapping[str, Any]], ties: frozenset[int]) -> bool:
     if len(ties) > _MOST:
         return False
     users = [(n, t) for objects in units for n, t in objects.items() if ties & {id(p) for p in _parameters(t)}]
-    apart = len({n for n, _ in users}) == len(users)  # a layer that is called again is no tie but a loop
+    apart = len({n for n, _ in users}) == len(users)  # no layer is called twice
     return apart and all(isinstance(thing, (*_LOOSE, nn.Parameter)) for _, thing in users)
 
 

@@ -182,7 +182,7 @@ def _call(m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwar
     if len(args) != 1 or any(v is not None for v in kwargs.values()):
         raise RuntimeError("masks are not traced")
     value = args[0]
-    for layer in m.layers:  # its own forward looks for a fast path, by questions about data
+    for layer in m.layers:  # its own forward reads data to choose a fast path
         value = layer(value)
     return value if m.norm is None else m.norm(value)
 

@@ -90,7 +90,7 @@ def whole(model: nn.Module, small: Tensor, large: Tensor) -> tuple[WholeModel, t
     dims: BatchDims = {}
     for training in (True, False):
         runs = []
-        for batch in (small, large):  # what a model keeps from one batch may not fit the next
+        for batch in (small, large):  # state that a model keeps from one batch may not fit the next
             with preserved(model), mode(model, training), torch.no_grad():
                 runs.append(_run(model, batch))
         (output, tensors), (_, others) = runs

@@ -64,7 +64,7 @@ def _reaches(model: nn.Module, shape: Shape, *, train: bool) -> Any:
     try:
         return _forward(model, shape, "meta", train=train)
     except Exception:
-        # Data-dependent code and tensors that are no buffers fail on meta only; a real pass decides.
+        # Data-dependent code and tensors that are not buffers fail on meta only, so a run on the CPU decides.
         return _forward(model, shape, "cpu", train=train)
 
 

@@ -45,7 +45,7 @@ def _import(spec: str, name: str, what: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # A missing module that the named one lies in is a slip of the pen; any other is missing *inside* it.
+        # The named module or a parent package is missing: the name is wrong. Any other is missing inside the module.
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
             raise UsageError(
                 f"{what} {spec!r}: no module {name!r} to import from here or the installed packages"

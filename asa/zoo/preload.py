@@ -97,7 +97,7 @@ class ModelPreload:
     def _make(self) -> None:
         from asa.zoo.models import build
 
-        with contextlib.suppress(AsaError):  # whoever needs the model makes it then, and says why it cannot be
+        with contextlib.suppress(AsaError):  # the later build reports the error
             self._model = build(
                 self._spec, num_classes=self._num_classes, input_shape=self._input_shape, seed=self._seed, tried=True
             )

@@ -40,5 +40,5 @@ def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
     try:
         with without_values():
             return make()
-    except Exception:  # whatever a constructor may raise when it finds no values
+    except Exception:  # a constructor may raise anything on meta tensors
         return make().to("meta")

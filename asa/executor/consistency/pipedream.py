@@ -98,7 +98,7 @@ class UndrainedPipeline(Conduct):
         batch = _Batch(found, self._count % _VERSIONS, [float(g["lr"]) for g in self.optimizer.param_groups])
         self._count += 1
         turns: list[tuple[_Batch, Action]] = []
-        while self._flying and self._flying[0][0].version == batch.version:  # its weights are about to be needed
+        while self._flying and self._flying[0][0].version == batch.version:  # its slot of weights is needed
             turns.append(self._back())
         for j in range(len(found.rows)):
             turns.append((batch, Action(direction="forward", microbatch=j)))

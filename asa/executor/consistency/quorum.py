@@ -78,7 +78,7 @@ class Meetings:
             self._through = set()
 
     def _come(self, worker: int, moved: Tensor) -> None:
-        if worker in self._came:  # it was late for the meeting before, and is early for none
+        if worker in self._came:  # too late for the previous round: add both
             moved = moved + self._came[worker]
         self._came[worker] = moved
         self._changed.notify_all()

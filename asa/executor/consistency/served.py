@@ -79,7 +79,7 @@ class Served(Conduct):
 
     def step(self, batch: int) -> None:
         """Push the gradient, wait until this worker may continue, and take the weights that come back."""
-        if self._flat is None:  # a process that is a server and no worker
+        if self._flat is None:  # this process is a server only
             return
         now = _options(self.optimizer)
         changed = {k for was, new in zip(self._options, now, strict=True) for k in new if new[k] != was.get(k)}

@@ -258,7 +258,7 @@ class Server:
     @torch.no_grad()
     def _apply(self) -> None:
         """Apply all queued pushes as one update."""
-        # Where all wait for all, one that is a step further may push before another has come to pull: not yet.
+        # With a window of 0, keep pushes of a worker that is a step ahead until all others have reached that step.
         due = min((m.clock for m in self.members.values() if not m.silent), default=0) if self._window == 0 else None
         queue = sorted((p for p in self._queue if due is None or p.clock <= due), key=lambda p: p.worker)
         self._queue = [] if due is None else [p for p in self._queue if p.clock > due]

@@ -74,7 +74,7 @@ class Coordinator:
             return [found.get(r) for r in sorted(self._round)]
 
     def _leave_out_late(self, number: int) -> None:
-        missing = self.live - self._said[number].keys() - {0}  # which asks nobody: without it there is no run
+        missing = self.live - self._said[number].keys() - {0}  # rank 0 itself is never left out
         now = time.monotonic()
         others = max((self._took[r] for r in self._said[number]), default=0.0)
         for rank in missing:

@@ -153,7 +153,7 @@ class Entrant:
         times = [(t.data, t.work) for t in self.worker.clock.collect()]
         if self.plan.consistency is None:
             return times
-        # Nobody waits in every step: what counts is how long all of a worker's steps took.
+        # Workers do not synchronize in every step, so only the mean of a worker's steps is meaningful.
         return [(statistics.mean(t[0] for t in times), statistics.mean(t[1] for t in times))] * len(times)
 
 
@@ -202,7 +202,7 @@ def _held(entrant: Entrant, images: ImageSet, order: GlobalOrder) -> list[float]
     before = torch.cuda.memory_allocated() if cuda else 0
     active = _memory(entrant, images, order)
     reserved = torch.cuda.max_memory_reserved() if cuda else 0
-    entrant.turn(images, order, 1)  # counting may have released the gradients, which are state
+    entrant.turn(images, order, 1)  # allocate gradients again, which count as state
     if worker is None:
         return [0.0, 0.0, 0.0]
     state = state_bytes(worker)
@@ -261,7 +261,7 @@ def _evaluate(entrant: Entrant, test: ImageSet, votes: Votes, seconds: float, ep
     figures = [0.0] * 6
     if entrant.worker is not None:
         tally = entrant.worker.validate(test, min(len(test), entrant.plan.global_batch))
-        assert tally is not None  # nobody was asked to give up
+        assert tally is not None  # None only if validation may be given up
         figures = [*tally.take(), *entrant.tally.take()]
     loss, hits, rows, train_loss, _, train_rows = (sum(c) for c in zip(*votes.gather(figures), strict=True))
     return AccuracyPoint(
@@ -303,7 +303,7 @@ def _rank(rank: int, plans: Sequence[Plan], build: Callable[[], nn.Module], stra
     done = entrants[0].step
     most = _MAX_ROUNDS if options.epochs is None else -(-(options.epochs * per_epoch - done) // options.steps_per_turn)
     rounds = int(votes.tell(max(options.least_rounds, min(most, int(left / max(per_round, 1e-9))))))
-    # All are validated after as many steps of their own, also the plan that has two turns a round.
+    # Every plan is validated after the same number of its own steps, also the one with two turns per round.
     last = done + rounds * options.steps_per_turn
     if options.epochs is None:
         marks = {done + options.steps_per_turn * (rounds * (i + 1) // options.evaluations) for i in range(validations)}

@@ -133,7 +133,7 @@ def _run(
         x, y = _batch(plan, samples, step, dtype)
         model.zero_grad()
         trace.losses.append(_step(model, x, y, step, permute, conduct))
-        # In float64 only one device's are wanted: they show how far fp32 is from the truth by itself.
+        # In float64 only the gradients of one device are needed, as the reference for the rounding of fp32.
         if step == first and (dtype == torch.float32 or (plan.num_ranks == 1 and not permute)):
             trace.gradients = full_gradients(model) if conduct is None else conduct.gradients()
         if conduct is not None:
@@ -145,11 +145,11 @@ def _run(
         conduct.settle()
         conduct.close()
     if dtype == torch.float64:
-        model.average_buffers()  # as a checkpoint has them
+        model.average_buffers()  # as in a checkpoint
         trace.weights = full_state(model)
     model.close()
     del model, optimizer
-    gc.collect()  # traced modules refer to each other: what a run held must be gone before the next one
+    gc.collect()  # traced modules are reference cycles; free this run's memory before the next one
     return trace if rank == 0 else Trace()
 
 
@@ -181,7 +181,7 @@ def _wide(x: Tensor) -> Tensor:
 
 def _error(value: Tensor, reference: Tensor, least: float = 0.0) -> float:
     """Norm of the difference over the reference's norm, or over ``least`` if that is larger."""
-    same = value == reference  # infinities of a mask are: their difference is no number
+    same = value == reference  # also infinities of a mask, whose difference would be NaN
     delta = _norm(torch.where(same, 0.0, _wide(value) - _wide(reference)))
     finite = torch.where(reference.isinf(), 0.0, reference)
     return 0.0 if delta == 0 else delta / max(_norm(finite), least, 1e-300)
@@ -320,12 +320,12 @@ def judge(outcome: _Outcome, plan: Plan, samples: int) -> Equivalence:
 
 def _gradients_apart(plan32: Trace, one32: Trace, one64: Trace, permuted32: Trace) -> tuple[float, float, str]:
     """(error, allowed, name) of the first-step gradient with the largest ratio of error to allowed error."""
-    # Some gradients are zero but for rounding (a bias in front of BatchNorm): those are held against the whole.
+    # Some gradients are zero up to rounding (a bias in front of BatchNorm); compare them with the norm of all.
     least = _SMALL_GRADIENT * sum(_norm(g) ** 2 for g in one32.gradients.values()) ** 0.5
     found = []
     for name, reference in one32.gradients.items():
         error, shuffled = (_error(t.gradients[name], reference, least) for t in (plan32, permuted32))
-        # Shards of a convolution may run another algorithm, with other rounding: no permutation shows that.
+        # Shards of a convolution may use another algorithm with other rounding, which a permutation does not show.
         floor = max(shuffled, _error(one64.gradients[name], reference, least))
         found.append((error, max(GRADIENT_TOLERANCE_FP32, FLOOR_FACTOR * floor), name))
     return max(found, key=lambda g: g[0] / g[1])
@@ -402,7 +402,7 @@ def verify(
     verdict = start(_measure, plan, build, strategies, device, count, reference, trained)[0]
     assert verdict is not None
     found = settled(verdict, lambda first: start(first_gradients, plan, build, strategies, device, count, first)[0])
-    # A floor above the tolerance itself: one device does not agree with itself, and errors are held against noise.
+    # If the noise floor exceeds the tolerance, even one device differs from itself; find the reasons on one rank.
     if found.compression != "none" or found.discipline or (found.equivalent and found.noise_floor <= WEIGHT_TOLERANCE):
         return found
     alone_on = run_ranks(1, reasons, build, plan.input_shape, plan.num_classes, threads=1, timeout_s=timeout_s)

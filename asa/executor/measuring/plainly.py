@@ -223,7 +223,7 @@ def _mean_error(kind: type[SampleDropout], p: float, whole_from: int | None, sca
     ones = torch.ones(*shape, *((1,) if whole_from is not None else ()), dtype=torch.float64)
     x = torch.randn(ones.shape, dtype=torch.float64, generator=draw) if kind is SampleAlphaDropout else ones
     y = dropout(x)
-    if kind is SampleAlphaDropout:  # mean and variance of a standard normal input stay
+    if kind is SampleAlphaDropout:  # keeps mean and variance of a standard normal input
         return abs(float(y.mean()) - float(x.mean())) + abs(float(y.var()) - 1), _SIGMAS * 4 / math.sqrt(_DRAWS)
     wanted = 1.0 if scaled else 1 - p
     spread = math.sqrt(p / (1 - p)) if scaled else math.sqrt(p * (1 - p))
@@ -265,7 +265,7 @@ def compared(
         if not (reference.is_floating_point() or reference.is_complex()):
             continue
         floor = _error(turned[1][name], reference)
-        # What a trace has no use for is in no plan, and no loop changes it.
+        # Tensors that a trace does not use are not in the plan, and training does not change them.
         error = _error(found[1][name], reference) if name in found[1] else 0.0
         tensors.append(Apart(name, error, max(tolerance, floor_factor * floor)))
     return max(tensors, key=_share)

@@ -128,7 +128,7 @@ def rehearse(
     """
     if not 0 <= rank < plan.num_ranks:
         raise UsageError(f"the plan has ranks 0 to {plan.num_ranks - 1}, asked for rank {rank}")
-    votes = Votes()  # taken before there is a world, so that every vote is this rank's own
+    votes = Votes()  # before the process group exists, so that every vote is local
     with _world(plan.num_ranks, rank, results=plan.compression != "none"):
         say(0.0, "building")
         worker = _worker(plan, model, rank, strategies, device, seed, votes)

@@ -43,7 +43,7 @@ class Modes:
                 nearest = next((p for p in known if p in self.training), None)
                 if nearest is not None:
                     module.training = self.training[nearest]
-            # Where nothing trains it is the graph of evaluation that runs.
+            # A component without any module in training mode runs its evaluation graph.
             component.training = any(self.training[p] for p in own)
 
     def check(self, components: Sequence[TracedComponent]) -> None:

@@ -154,7 +154,7 @@ class ParallelModel:
         self.draws = False
         """Whether random numbers were observed in training, for a model that is called as a whole."""
         self._rows: dict[int, list[slice]] = {}
-        if device.type == "cuda":  # elsewhere FSDP waits for what it gathers
+        if device.type == "cuda":  # on other devices FSDP gathers synchronously
             self.gather_across()
 
     @property
@@ -323,7 +323,7 @@ class ParallelModel:
         if not self.training:
             return self._placed[0].module(*args, **options)
         self.reduction.begin()
-        # What is drawn in there by nobody that knows of samples is other on every rank, and the same under every plan.
+        # Random numbers drawn by code that does not know of samples: seeded by the rank's first sample and the step.
         first = int(samples[0]) if len(samples) and samples.device.type == "cpu" else 0
         with seeded(draws.key(self.context.seed, step, first, _MODEL_DRAWS), foreign=True):
             before = torch.get_rng_state() if step < _LOOKS else None

@@ -91,7 +91,7 @@ class Reduction:
 
     @contextmanager
     def _scattering(self, reduce: bool, last: bool, none_in_flight: bool) -> Iterator[None]:
-        # Telling a sharded module anything is a walk over all it consists of.
+        # Each setter walks over all submodules, so it is called only if needed.
         tells = not (reduce and none_in_flight)
         for sharded in self._sharded:
             if tells:

@@ -228,7 +228,7 @@ class Step:
             flight.arrived.append(gradient if scale == 1 else gradient * scale)
             del gradient
         if links.leaving is not None:
-            # It has arrived by now, or is about to: what was sent need not be kept.
+            # The last transfer has arrived or soon will, so its buffer need not be kept.
             links.leaving.settle(keep=self._in_flight)
         sent = self._send_when_known(flight.entry, size)
         with model.reduction.backward(last=last, in_flight=self._in_flight):

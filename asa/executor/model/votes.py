@@ -26,7 +26,7 @@ class Votes:
     def __init__(self, timeout_s: float = 300.0) -> None:
         self._timeout_s = timeout_s
         self.rank, self.num_ranks = 0, 1
-        self._group: Any = None  # torch types it as a group or a number
+        self._group: Any = None  # torch types it as ProcessGroup or int
         if dist.is_initialized():
             self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         self.live: Sequence[int] = range(self.num_ranks)

@@ -135,7 +135,7 @@ def write(
         faults.reached("checkpoint.manifest")
         commit()
         faults.reached("checkpoint.commit")
-        if final.exists():  # a directory cannot replace another in one step: the older one steps aside
+        if final.exists():  # a directory cannot replace another atomically, so rename the older one first
             os.rename(final, folder / f"{final.name}.old-{manifest.run}")
         os.rename(temporary, final)
         faults.reached("checkpoint.renamed")
@@ -200,7 +200,7 @@ def check(path: Path) -> Manifest:
     """
     try:
         return _checked(path)
-    except OSError as error:  # a disk that fails, or somebody else's file
+    except OSError as error:  # a failing disk, or no permission
         raise InvalidInputError(f"{error.filename or path} cannot be read: {error.strerror or error}") from None
 
 
@@ -254,10 +254,10 @@ def sweep(folder: Path) -> None:
         final = path.with_name(match[1])
         if match[2] == "old" and match[3] != "removed" and not final.exists():
             with contextlib.suppress(OSError):
-                os.rename(path, final)  # killed while it stepped aside
+                os.rename(path, final)  # the writer was killed between the two renames
         else:
             shutil.rmtree(path, ignore_errors=True)
-    with contextlib.suppress(OSError):  # what cannot be removed is passed over: no loader takes it for a checkpoint
+    with contextlib.suppress(OSError):  # a leftover does no harm: no loader takes it for a checkpoint
         (folder / f".{LATEST}.tmp").unlink(missing_ok=True)
 
 
@@ -288,7 +288,7 @@ def _store(path: Path, named: Mapping[str, Tensor]) -> StoredFile:
     for name, tensor in named.items():
         value = tensor.detach().contiguous()
         start = value.untyped_storage().data_ptr()
-        # Views of one another (a buffer that is part of another) are stored apart.
+        # Tensors that share memory (a buffer that is a view of another) are stored as separate copies.
         whole[name] = value.clone() if start in storages else value
         storages.add(start)
     save_file(whole, path)

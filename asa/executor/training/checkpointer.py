@@ -45,7 +45,7 @@ class Checkpointer:
         """
         faults.reached("checkpoint.begin")
         worker.settle()
-        # Written before training goes on, by one rank: nobody else needs copies, and their memory is the model's.
+        # One rank writes before training continues, so the others need no copies, and its own may alias the model.
         writer = worker.model.all_processes[0]
         writes = self.votes.rank == writer
         tensors = {
@@ -69,7 +69,7 @@ class Checkpointer:
                 path = checkpoint.write(self.folder, manifest, tensors, commit=commit, keep=self.settings.keep)
             except Exception as caught:
                 error = caught
-        # Everybody votes twice: before the checkpoint appears, and on whether it did.
+        # All ranks vote twice: before the checkpoint is renamed into place, and on whether that succeeded.
         if not prepared:
             self.votes.agree(error)
         self.votes.agree(error)
@@ -120,7 +120,7 @@ class Checkpointer:
             error = caught
         except (KeyError, RuntimeError, ValueError) as caught:
             error = InvalidInputError(f"checkpoint {path} is not this model's: {caught}")
-        self.votes.agree(error)  # before anything is changed anywhere
+        self.votes.agree(error)  # all ranks agree before any rank changes its state
         load_full_state(worker.model, weights)
         load_full_optimizer_state(worker.model, worker.optimizer, moments)
         if worker.conduct is not None:

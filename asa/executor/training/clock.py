@@ -43,7 +43,7 @@ class StepClock:
         """Call this three times a step: at its start, when its data has arrived, and at its end."""
         self._marks.append(self._now())
         if len(self._marks) == 1:
-            waits.take()  # what was waited for between steps is none of them
+            waits.take()  # discard waiting between steps
         elif len(self._marks) == 3:
             start, ready, end = self._marks
             self._steps.append((start, ready, end, waits.take()))

@@ -146,7 +146,7 @@ class RunLog:
         found = trackers.figures(event)
         if not found:
             return
-        if not self._trackers:  # late: they start threads, and ranks are forked before the first event
+        if not self._trackers:  # not earlier: they start threads, and ranks are forked before the first event
             name = self._folder.name
             self._trackers = [trackers.opened(kind, self._folder, name, self._facts) for kind in self._track]
         for tracker in self._trackers:

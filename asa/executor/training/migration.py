@@ -156,7 +156,7 @@ def move(
                 made[one.name] = Part(one.name, one.shape, region, _room(one, region, items, optimizer), one.follows)
     except Exception as caught:
         error = caught
-    votes.agree(error)  # before anybody waits for a message
+    votes.agree(error)  # all agree before any rank waits for a message
     moved = Moved()
     try:
         moved = _Mover(votes, tensors, {p.name: p for p in before}, made).carry(plan)

@@ -61,7 +61,7 @@ class StopRequest:
     def _note(self, number: int, _frame: object) -> None:
         now = time.monotonic()
         if self.asked and now > self._since + _IMPATIENT_S:
-            os._exit(128 + number)  # asked twice: no saving, no goodbye
+            os._exit(128 + number)  # second request: exit at once without saving
         if not self.asked:
             self.asked, self._since = True, now
 

@@ -12,7 +12,7 @@ def ray(job: Job) -> str:
     Plan, profile and cluster are in the driver; each machine writes them into its own working directory, a copy of the
     submitted one. ``job.out`` is a folder that all machines must share, which is tested first.
     """
-    cores = job.cpus or job.per_node  # more than a machine has, Ray would wait for in silence
+    cores = job.cpus or job.per_node  # Ray would wait silently for more cores than a machine has
     resources = f'{{"CPU": {cores}, "GPU": {job.per_node}}}' if job.gpu else f'{{"CPU": {cores}}}'
     words = ["-m", "asa", "train", job.plan_file, "--out", job.out, *job.arguments]
     carried = {job.plan_file: job.plan_text} | {f"{ORIGINS}/{name}.json": text for name, text in job.origins.items()}

@@ -151,7 +151,7 @@ def _one_stage(plan: Plan, choice: Choice) -> str:
         "        parts = list(zip(x.to(device).tensor_split(MICROBATCHES), y.to(device).tensor_split(MICROBATCHES)))\n"
     )
     text += "        total = 0.0\n        for i, (inputs, labels) in enumerate(parts):\n"
-    # Ranks and parts count by their rows: the mean over the whole batch, however it is cut.
+    # Weights by number of rows, which give the mean over the whole batch for any division.
     share = "len(labels) / GLOBAL_BATCH" if alone else "len(labels) * RANKS / GLOBAL_BATCH"
     body = _autocast(plan) + f"                loss = {loss_lines(plan)[1]}(net(inputs), labels) * ({share})\n"
     if name in ("fsdp", "zero2"):

@@ -61,15 +61,15 @@ def fetch(
         here = indices.to(images.images.device)
         gathered = images.images[here], images.labels[here]
     pixels, labels = (t.to(device, non_blocking=True) for t in gathered)
-    del gathered  # as large as a quarter of what is made of it
+    del gathered  # a quarter of the size of the result
     if of_tokens(images.shape):
         return pixels, labels
     exact = torch.float64 if dtype == torch.float64 else torch.float32
-    if pixels.is_floating_point():  # numbers of a table, or what a dataset of the user's own has prepared
+    if pixels.is_floating_point():  # a table, or already prepared by the user's dataset
         return pixels.to(exact).to(dtype), labels
     if train:
         moved = partial(augment, indices=indices.to(pixels.device), seed=seed, epoch=epoch, flips=images.flips)
-        if labels.dim() == 3 and labels.shape[1:] == pixels.shape[2:]:  # a class for each pixel goes where that goes
+        if labels.dim() == 3 and labels.shape[1:] == pixels.shape[2:]:  # one class per pixel: move it along
             labels = moved(labels[:, None])[:, 0]
         pixels = moved(pixels)
     # Half precision holds neither 1/255 nor the mean well: normalise first, round once.
